@@ -1,1 +1,1 @@
-"""Candidates for a better configuration, and which one is best."""
+"""Generates candidates for a better configuration, and chooses the best one."""

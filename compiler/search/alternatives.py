@@ -13,14 +13,16 @@ from .evaluation import Candidate, Evaluation, Replan, evaluate_allowed, evaluat
 POLICIES = ("full", "save_names", "save_dots", "none")
 OVERLAPS = (("overlap=none",), ("overlap=xla",), ("overlap=auto",))
 _AXES = ("replica", "data", "fsdp", "tensor")
-_TENSOR = 4  # shards of a layer: what fits on the shortest links of all chips
+_TENSOR = 4  # shards of a layer: as many as fit on the shortest links of all chips
 
 
 def find_alternatives(plan: Plan, estimate: StepEstimate, replan: Replan) -> tuple[Alternative, ...]:
-    """Returns the declared step, and those that differ from it in one thing, by the estimate; of experts with room for
-    any imbalance the step with room for the usual one, too. Those that the declaration does not allow are left out, and
-    overlaps that the estimate knows no difference for; () where there is no other, or where times cannot be
-    estimated."""
+    """Returns the declared step and steps that differ from it in one thing, by the estimate. If experts have room for
+    any imbalance, the step with room for the usual one is among them.
+
+    Left out are declarations that are not allowed, and overlaps that make no difference to the estimate. Empty if there
+    is no other step, or if times cannot be estimated.
+    """
     own = _alternative(Candidate(()), plan, evaluate_estimate(estimate))
     if own is None:
         return ()
@@ -59,8 +61,8 @@ def _of_remat(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def _of_sharding(plan: Plan) -> Iterator[tuple[str, ...]]:
-    """Yields FSDP, HSDP with replicas across nodes or two of them, and FSDP with tensor parallelism, where no other
-    axis splits the devices; without the one whose mesh is declared."""
+    """Yields FSDP, HSDP with replicas across nodes or with two replicas, and FSDP with tensor parallelism, except the
+    one whose mesh is declared. Yields nothing if other axes split the devices."""
     sizes = {axis: plan.mesh.sizes.get(axis, 1) for axis in _AXES}
     num_devices = math.prod(sizes.values())
     if num_devices == 1 or num_devices != plan.mesh.num_devices:
@@ -82,9 +84,9 @@ def suggest_changes(plan: Plan, needed_bytes: int, limit_bytes: int, replan: Rep
     """Returns changes that save memory, by the estimate: those that fit first, then by the time that they cost. If no
     single change fits, several are combined.
 
-    needed_bytes: what the compiled program needs on a device. Changes that the declaration does not allow are omitted.
-    Those that change the result of training, or the number of tokens in a step, are tried only if nothing that costs
-    time alone fits.
+    needed_bytes: the bytes that the compiled program needs on a device. Changes that the declaration does not allow are
+    omitted. Changes that affect the result of training, or the number of tokens in a step, are tried only if nothing
+    that costs time alone fits.
     """
     now = evaluate_plan(plan)
 
@@ -116,7 +118,7 @@ def suggest_changes(plan: Plan, needed_bytes: int, limit_bytes: int, replan: Rep
 
 
 def _until_one_fits(changes: Iterable[MemoryChange | None]) -> Iterator[MemoryChange]:
-    """Yields the changes of one key that are allowed and save memory, up to the first that fits: later ones cost
+    """Yields the changes of one key that are allowed and save memory, up to the first that fits; later ones cost
     more."""
     for change in changes:
         if change:
@@ -128,7 +130,7 @@ def _until_one_fits(changes: Iterable[MemoryChange | None]) -> Iterator[MemoryCh
 def _together(
     singles: Sequence[MemoryChange], change: Callable[[Candidate], MemoryChange | None]
 ) -> MemoryChange | None:
-    """Returns the cheapest changes, one per key, that together fit; None if even all of them do not."""
+    """Returns the cheapest changes, one per key, that fit together; None if even all of them do not."""
     chosen: dict[str, MemoryChange] = {}
     for single in singles:
         key = single.overrides[0].split("=")[0]

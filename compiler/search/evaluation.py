@@ -1,4 +1,4 @@
-"""Candidates, which all searches share, and their evaluation. Searches differ in what generates candidates.
+"""Evaluates candidates. All searches share both types; they differ in how they generate candidates.
 
 alternatives.py   other remat policies, shardings and overlaps        by the estimate
                   changes that save memory, to make a step fit        by the estimate
@@ -21,8 +21,8 @@ Replan = Callable[[tuple[str, ...]], Plan]  # the plan with these additional ove
 
 @dataclass(frozen=True)
 class Candidate:
-    """A declaration that a search tries. overrides: those that make it of the declaration that is searched; () for that
-    itself. cost: in words, what it costs besides the figures of its evaluation."""
+    """A declaration that a search tries. overrides: the overrides of the searched declaration that lead to it; () for
+    that declaration itself. cost: in words, its cost besides the figures of its evaluation."""
 
     overrides: tuple[str, ...]
     cost: str = field(default="", kw_only=True)
@@ -30,10 +30,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A candidate's step, as predicted by its estimate or its schedule: seconds, and bytes of a device. None: unknown.
+    """A candidate's step, as its estimate or its schedule predicts it, in seconds and in bytes per device. None:
+    unknown.
 
-    exposed: seconds by the mesh axes of the collectives, where these are told apart. fits: in the device's memory.
-    host_fits: in its share of the host's. why_not: the reason why nothing is known.
+    exposed: seconds by the mesh axes of the collectives, if they are told apart. fits: whether it fits in the device's
+    memory. host_fits: whether it fits in the device's share of the host's memory. why_not: the reason why nothing is
+    known.
     """
 
     seconds: float | None
@@ -48,7 +50,7 @@ class Evaluation:
 
     @property
     def exposed_fraction(self) -> float | None:
-        """Returns the exposed part of the step."""
+        """Returns the exposed fraction of the step."""
         if self.seconds is None or self.exposed_seconds is None:
             return None
         return self.exposed_seconds / self.seconds if self.seconds else 0.0
@@ -60,7 +62,7 @@ class Evaluation:
 
 
 def unknown(why: str) -> Evaluation:
-    """Returns the evaluation of a candidate of which nothing is known, such as one that the compiler refused."""
+    """Returns an evaluation without figures, such as that of a candidate that the compiler refused."""
     return Evaluation(None, None, None, None, None, None, None, why_not=why)
 
 
@@ -70,7 +72,7 @@ def evaluate_plan(plan: Plan) -> Evaluation:
 
 
 def evaluate_estimate(estimate: StepEstimate) -> Evaluation:
-    """Returns the evaluation of a plan whose estimate is there."""
+    """Returns the evaluation of a plan that has been estimated."""
     memory, time = estimate.memory, estimate.time
     return Evaluation(
         seconds=time and time.seconds,

@@ -1,6 +1,7 @@
-"""`overlap.search`: which layer loops and flag presets are worth compiling, in which order, and which one is best.
+"""Searches overlaps (`overlap.search`): the layer loops and flag presets that are worth compiling, their order, and the
+best one.
 
-A program does not grow with its layers (a loop's body repeats) or with the devices, so candidates are full programs. A
+A program grows neither with its layers (a loop's body repeats) nor with the devices, so candidates are full programs. A
 simple model orders them; the schedules of the compiled ones decide.
 """
 
@@ -31,8 +32,8 @@ FLAT = LayerLoop(unroll=1, batch_split=1, prefetch=0, deferred_reduce_scatter=Fa
 
 @dataclass(frozen=True, order=True)
 class ExpectedWait:
-    """The time and bytes that compute waits for in a step, by the model. unknown_bytes: of communication whose time
-    is not known. seconds: of all else."""
+    """The time and bytes that compute waits for in a step, by the model. unknown_bytes: bytes of communication whose
+    time is not known. seconds: the time of everything else."""
 
     unknown_bytes: float
     seconds: float
@@ -40,7 +41,7 @@ class ExpectedWait:
 
 @dataclass(frozen=True)
 class OverlapCandidate(Candidate):
-    """A way to run the layers. wait: for communication and copies."""
+    """A way to run the layers. wait: the time that it is expected to wait for communication and copies."""
 
     way: OverlapConfig
     wait: ExpectedWait
@@ -54,7 +55,8 @@ def applied(way: OverlapConfig, spec: RunSpec) -> RunSpec:
 
 
 def overrides_of_way(way: OverlapConfig, declared: RunSpec) -> tuple[str, ...]:
-    """Returns the overrides that, after those of the declaration, select it on a command line: what differs."""
+    """Returns the overrides that select it on a command line, after those of the declaration: the settings that
+    differ."""
     layers, loop = way.layers.model_dump(), declared.overlap.layers.model_dump()
     keys = [f"overlap.layers.{key}={str(value).lower()}" for key, value in layers.items() if value != loop[key]]
     others = ((kind, choice) for kind, choice in way.parallel.items() if choice != declared.parallel.get(kind))
@@ -73,9 +75,11 @@ def check_can_judge(plan: Plan) -> None:
 
 
 def overlap_candidates(plan: Plan, estimate: StepEstimate) -> tuple[OverlapCandidate, ...]:
-    """Returns the declared candidate, then the others that the plan allows, ordered by expected exposure. The best with
-    each flag preset for weights, and with and without rings in one batch part and in two, come first: only a schedule
-    shows what those cost matmuls."""
+    """Returns the declared candidate, then the others that the plan allows, ordered by expected exposure.
+
+    First come the best candidates with each flag preset for weights, and with and without rings in one batch part and
+    in two: only a schedule shows what those cost matmuls.
+    """
     overlap, presets = plan.spec.overlap, plan.target.flag_presets
     choices = list(_strategies(plan))
     declared = OverlapConfig(layers=overlap.layers, parallel=choices[0], flag_presets=overlap.flag_presets)
@@ -99,20 +103,20 @@ def overlap_candidates(plan: Plan, estimate: StepEstimate) -> tuple[OverlapCandi
 
 
 def _choices(way: OverlapConfig, presets: Mapping[str, FlagPreset]) -> set[str]:
-    """Returns its flag presets for weights, and its strategy for activations."""
+    """Returns a way's flag presets for weights, and its strategy for activations."""
     of_weights = {name for name in way.flag_presets if "weights" in presets[name].tried_for}
     return {f"{', '.join(way.strategies)} in {way.layers.batch_split} parts", *of_weights}
 
 
 def expected_wait(plan: Plan, estimate: StepEstimate, way: OverlapConfig) -> ExpectedWait:
-    """Returns the time of a step that is not arithmetic: exposed collectives, copies of weights carried by a loop, and
-    ring sums.
+    """Returns the time of a step that is not arithmetic: exposed collectives, copies of weights that a loop carries,
+    and ring sums.
 
-    Of the collectives that overlap with their own layer's arithmetic, the first is exposed, unless the options start it
-    early; of those that a neighbouring layer hides, none. Weights prefetched for a later iteration are copied into
+    Collectives that overlap with their own layer's arithmetic expose the first of them, unless the options start it
+    early; those that a neighbouring layer hides expose none. Weights prefetched for a later iteration are copied into
     their buffer; if the layers of an unrolled body alternate buffers, only one of them is. A ring's sends overlap with
     its matmuls; without the ring they are a reduce-scatter after them, in half the time, as it uses both directions.
-    With a batch split, the collectives of one part's activations stay exposed. One that is hidden counts as such,
+    With a batch split, the collectives of one part's activations stay exposed. A hidden collective counts as hidden,
     however long it takes.
     """
     loop, flag_presets = way.layers, way.flag_presets
@@ -129,7 +133,7 @@ def expected_wait(plan: Plan, estimate: StepEstimate, way: OverlapConfig) -> Exp
     for one in estimate.communication:
         seconds = plan.mesh.alone_seconds(one.kind, one.bytes_each, one.mesh_axes)
         is_gather = one.kind == "all-gather"
-        share = 0.0  # that is exposed
+        share = 0.0  # the exposed fraction of its time
         if one.kind == "collective-permute":
             if passes:
                 passed_bytes += passes * one.num_bytes
@@ -194,12 +198,12 @@ def best_of(tried: Sequence[Evaluation], max_exposed: float | None) -> int | Non
 def could_gain(
     way: OverlapConfig, tried: Sequence[tuple[OverlapConfig, Evaluation]], min_gain: float, max_exposed: float | None
 ) -> bool:
-    """Returns False for a way whose step could not be shorter than the best by `min_gain` of that, even with
+    """Returns False for a way whose step could not be shorter than the best one by the fraction `min_gain`, even with
     nothing exposed.
 
-    Its arithmetic is taken to last as long as in the shortest of those compiled with its options, strategies and batch
-    split: the loop decides what runs beside it, options and strategies change it. Where none is known, or the best
-    does not meet max_exposed, it could.
+    Its arithmetic is assumed to take as long as in the shortest compiled step with the same options, strategies and
+    batch split: the loop decides what runs beside the arithmetic, options and strategies change it. Returns True if no
+    such step is known, or if the best one does not meet max_exposed.
     """
     place = best_of([each for _, each in tried], max_exposed)
     best = None if place is None else tried[place][1]
@@ -221,7 +225,8 @@ def could_gain(
 
 def _loops(plan: Plan) -> Iterator[LayerLoop]:
     """Yields the loops that can differ. Without gathered weights there is nothing to prefetch; if every gradient is
-    reduced at once, nothing to reduce earlier; if nothing splits matmuls, nothing that a batch split could hide."""
+    reduced at once, there is nothing to reduce earlier; if nothing splits matmuls, a batch split has nothing to
+    hide."""
     split_axes = plan.roles.partitioner
     is_even = sequences_of_device(plan.spec, plan.mesh, plan.roles) % 2 == 0
     batch_split = (1, 2) if split_axes and is_even else (1,)
@@ -245,8 +250,8 @@ def _loops(plan: Plan) -> Iterator[LayerLoop]:
 
 
 def _can_reduce_early(plan: Plan, loop: LayerLoop) -> bool:
-    """Returns True if some gradient is reduced once per step, and the layout of the update lets each layer's be
-    reduced."""
+    """Returns True if some gradient is reduced once per step, and the layout of the update lets each layer's gradient
+    be reduced."""
     try:
         way = OverlapConfig(layers=loop, parallel={}, flag_presets=())
         check_gradients(applied(way, plan.spec), plan.sharding)
@@ -256,7 +261,7 @@ def _can_reduce_early(plan: Plan, loop: LayerLoop) -> bool:
 
 
 def _strategies(plan: Plan) -> Iterator[dict[str, StrategyChoice]]:
-    """Yields the combinations of what operations would have tried, those of the plan first."""
+    """Yields combinations of the strategies that operations ask to try, those of the plan first."""
     each_op = ([(op.kind, choice) for choice in op.candidates(plan.operations_of(op.kind))] for op in plan.ops)
     return (dict(chosen) for chosen in product(*filter(None, each_op)))
 
@@ -267,8 +272,8 @@ def _typed(choice: StrategyChoice) -> str:
 
 
 def _flag_presets(plan: Plan) -> Iterator[tuple[str, ...]]:
-    """Yields combinations of at most one set for weights and one for the activations of tensor parallelism. Among sets
-    that the model rates equal, the compiler's own choice, which splits matmuls, comes last
+    """Yields combinations of at most one preset for weights and one for the activations of tensor parallelism. Of
+    presets that the model rates equal, the compiler's own choice, which splits matmuls, comes last
     (docs/tensor_parallelism.md)."""
     sets = presets_for(plan.target)
     weights = [(), *((name,) for name, one in sets.items() if "weights" in one.tried_for)]

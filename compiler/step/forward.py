@@ -1,4 +1,4 @@
-"""The model as functions of local batches: embedding, layers, head and loss. A schedule calls them (schedule.py)."""
+"""Makes the model functions of local batches: embedding, layers, head and loss. A schedule calls them (schedule.py)."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from ..plan import Plan
 from ..sharding.arrays import LAYER_INPUT, gradient_name, vocab_dimensions
 from .schedule import Batch, HeadOutput, Microbatch, ModelFunctions, StackFunctions
 
-BatchSplit = tuple[Any, ...]  # of the batch, a tree each
+BatchSplit = tuple[Any, ...]  # a tree for each part of the batch
 
 
 def build_functions(
@@ -32,7 +32,7 @@ def build_functions(
 ) -> ModelFunctions:
     """Returns the plan's model as functions of local arrays; x is a tuple of the parts of the batch.
 
-    num_targets, num_tokens: of the global batch. dropout_key: None for no dropout.
+    num_targets, num_tokens: counts over the global batch. dropout_key: None for no dropout.
     """
     model, make_context, run = plan.model, _context_maker(plan), lower_operations(plan.operations, "head")
     num_parts = plan.spec.overlap.layers.batch_split
@@ -75,7 +75,7 @@ def build_functions(
 def _stack(
     plan: Plan, stack: Stack, make_context: "ContextMaker", first: int, num_tokens: Array | float
 ) -> StackFunctions:
-    """first: the number of the stack's first layer in the model, from 1 on."""
+    """Returns the functions of a stack. first: the number of its first layer in the model, counted from 1."""
     over_batch = _over_batch(plan)
 
     def layer(params: Params, shared: BatchSplit, index: Array, x: BatchSplit) -> tuple[BatchSplit, Aux]:
@@ -83,7 +83,7 @@ def _stack(
         named = (marked(LAYER_INPUT, part) for part in x)
         outputs = [stack.layer.apply(params, *part) for part in zip(named, contexts, strict=True)]
         x, aux = zip(*(split_output(output) for output in outputs), strict=True)
-        # Of all parts and devices: what is made of totals does not depend on how the microbatch is split.
+        # Summed over all parts and devices, so that results do not depend on how the microbatch is split.
         totals = over_batch(_sum_of([dict(each.totals) for each in aux]))
         return x, _sum_of([_parts_of_means(each.make(totals), num_tokens) for each in aux])
 
@@ -95,7 +95,8 @@ def _sum_of(trees: Sequence[Any]) -> Any:
 
 
 def _over_batch(plan: Plan) -> Callable[[Any], Any]:
-    """The sum over all devices that have tokens of a microbatch, of a tree of arrays; it has no gradient."""
+    """Returns a function that sums a tree of arrays over all devices that hold tokens of a microbatch; the sum has no
+    gradient."""
     axes = plan.roles.tokens
 
     def summed(tree: Any) -> Any:
@@ -106,12 +107,12 @@ def _over_batch(plan: Plan) -> Callable[[Any], Any]:
 
 
 def _is_token(plan: Plan, targets_BT: Array) -> Array | None:
-    """False for padding; None where the data of the run have none."""
+    """Returns False for padding; None if the data of the run have none."""
     return targets_BT != PADDING_TARGET if plan.spec.data.may_pad else None
 
 
 def _parts_of_means(aux: Aux, num_tokens: Array | float) -> Aux:
-    """Losses and statistics as parts of the mean over the tokens of the global batch."""
+    """Returns losses and statistics as parts of the mean over the tokens of the global batch."""
     losses = {name: loss.astype(jnp.float32) / num_tokens for name, loss in aux.losses.items()}
     statistics = {
         name: jax.lax.stop_gradient(statistic.astype(jnp.float32)) / num_tokens
@@ -122,7 +123,7 @@ def _parts_of_means(aux: Aux, num_tokens: Array | float) -> Aux:
 
 
 def _head_parts(plan: Plan, weights: Weights, x_BTE: Array) -> list[Params]:
-    """The head's own weights, gathered: a tree for each part of the vocabulary."""
+    """Returns the head's own weights, gathered: a tree for each part of the vocabulary."""
     chunks = next((each.chosen.parameters for each in plan.operations if each.chosen.weights == "chunked"), None)
     if chunks is None:
         return [weights.gathered()]
@@ -132,8 +133,8 @@ def _head_parts(plan: Plan, weights: Weights, x_BTE: Array) -> list[Params]:
 @register_dataclass
 @dataclass(frozen=True)
 class Shared:
-    """All layers read these values besides their weights. dropout_keys_B: a key for each sequence; None for no dropout.
-    is_token_BT: False for padding; None where there is none."""
+    """The values that all layers read besides their weights. dropout_keys_B: a key for each sequence; None for no
+    dropout. is_token_BT: False for padding; None if there is none."""
 
     positions_BT: Array
     segment_ids_BT: Array | None
@@ -142,8 +143,8 @@ class Shared:
 
 
 def _shared(part: Batch, dropout_key: Array | None, plan: Plan) -> Shared:
-    """Devices that have parts of the same sequences count positions in the order in which those lie on them, and drop
-    by keys of their own."""
+    """Returns the values that all layers share. Devices with parts of the same sequences count positions in the order
+    in which the parts lie on them, and drop by keys of their own."""
     length, length_axes = part["inputs"].shape[1], plan.roles.length
     shard = jax.lax.axis_index(length_axes) if length_axes else None
     if "positions" in part:
@@ -157,7 +158,7 @@ def _shared(part: Batch, dropout_key: Array | None, plan: Plan) -> Shared:
 
 
 def _parts_of_batch(tree: Any, num_parts: int) -> BatchSplit:
-    """A tree for each part of the sequences; what is one for all sequences is in each."""
+    """Returns a tree for each part of the sequences; a value that all sequences share is in each."""
     leaves, structure = jax.tree.flatten(tree)
     is_whole = [num_parts == 1 or x.shape[0] == 1 for x in leaves]
     cut = [[x] * num_parts if one else jnp.split(x, num_parts) for x, one in zip(leaves, is_whole, strict=True)]
@@ -185,8 +186,8 @@ def _context_maker(plan: Plan) -> ContextMaker:
 
 
 def _activation_layout(plan: Plan) -> Callable[..., Array]:
-    """Activation rules over the partitioner's axes, as constraints; manual axes split them already. Each activation is
-    marked with its name, for remat."""
+    """Returns a function that applies the activation rules over the partitioner's axes, as constraints; manual axes
+    split activations already. It marks each activation with its name, for remat."""
     axes = plan.roles.partitioner
     specs = {planned.array.path: keep_axes(planned.spec, axes) for planned in plan.sharding.activations}
 
@@ -202,12 +203,12 @@ def _activation_layout(plan: Plan) -> Callable[..., Array]:
 
 
 def _laid_out(x: Array, spec: PartitionSpec, of_gradient: PartitionSpec) -> Array:
-    """`x` in one layout, its gradient in another: P(None, None, None) and P(None, 'tensor', None) gather a length in
-    front of a matmul, and reduce-scatter it behind the matmuls of the gradient."""
+    """Returns `x` in one layout, with its gradient in another: P(None, None, None) and P(None, 'tensor', None) gather a
+    length before a matmul, and reduce-scatter it after the matmuls of the gradient."""
     constrain = jax.lax.with_sharding_constraint
 
     def crossed(x: Array, here: PartitionSpec, there: PartitionSpec) -> Array:
-        # What is gathered is a shard until then: else what made it would be computed whole on every device.
+        # A gathered array is a shard until here; otherwise every device would compute all of it.
         is_gathered = not set(axes_in(here)) <= set(axes_in(there))
         return constrain(constrain(x, here) if is_gathered else x, there)
 

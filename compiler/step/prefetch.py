@@ -1,14 +1,14 @@
-"""The loop over layers that gathers the weights of a later layer while a layer computes, forward and backward.
+"""Runs the loop over layers and gathers the weights of a later layer while a layer computes, forward and backward.
 
-It may reduce a layer's gradient beside the backward pass of the layer below: nothing waits for what an iteration of the
-loop starts until the iteration is over.
+The loop may also reduce a layer's gradient beside the backward pass of the layer below: nothing waits for what an
+iteration starts until the iteration is over.
 
     forward    trip t:  gather W[t + d]             x = layer(W[t], x)
     backward   trip t:  gather W[t - d]             dx, dW[t] = derivative of layer(W[t], x[t])
                         reduce dW[t + 1]
 
-Reducing is the reduce-scatter of fully sharded weights, and where the pass is the last of a step (`Reduction.is_last`)
-what else there is to add up: over replicas, or over all devices.
+A reduction is the reduce-scatter of fully sharded weights. In the last pass of a step (`Reduction.is_last`) it also
+adds up over replicas, or over all devices.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,11 +30,12 @@ from .schedule import StackFunctions
 def prefetch_layers(
     stack: StackFunctions, weights: Weights, shared: Any, x: Any, *, loop: LayerLoop, skip_boundary_collectives: bool
 ) -> tuple[Any, Any]:
-    """Runs the layers with the weights of `loop.prefetch` layers gathered ahead: so many more are held whole.
+    """Runs the layers with the weights of `loop.prefetch` layers gathered ahead; as many more are held whole.
 
-    The last iterations of the forward pass gather what the first of the backward pass need, the last layers again; the
-    last iterations of the backward pass gather the first layer redundantly, and its first reduces zeros where gradients
-    are deferred: an iteration is one program. With `skip_boundary_collectives` these two are in a branch.
+    An iteration is one program, so some of its work is redundant: the last iterations of the forward pass gather the
+    last layers again, with which the backward pass begins; the last iterations of the backward pass gather the first
+    layer once more; and its first iteration reduces zeros if gradients are deferred. With `skip_boundary_collectives`
+    the latter two are in a branch.
 
     Returns x, and the auxiliary outputs of all layers, stacked.
     """
@@ -42,7 +43,8 @@ def prefetch_layers(
     layouts = jax.tree.leaves(weights.layouts)
 
     def flat(whole: list[Array], shared: list[Array], index: Array, x: Any) -> tuple[Any, Any]:
-        """`layer` with lists for trees: the residuals of a derivative then are tuples, in the same order."""
+        """Runs `layer` with lists instead of trees: then the residuals of its derivative are tuples, in the same
+        order."""
         trained = [w if one.is_trained else jax.lax.stop_gradient(w) for w, one in zip(whole, layouts, strict=True)]
         return stack.layer(jax.tree.unflatten(tree, trained), jax.tree.unflatten(tree_of_shared, shared), index, x)
 
@@ -60,9 +62,9 @@ def prefetch_layers(
 
 @dataclass(frozen=True)
 class _Passes:
-    """The forward and the backward pass of a loop that prefetches. layer: of (whole weights, what all layers share,
-    number of the layer, x), the first two as lists. gradients: their shapes and types, a tree, None for what is frozen.
-    tree: the structure of all weights."""
+    """The forward and the backward pass of a loop that prefetches. layer: a function of (whole weights, shared values,
+    number of the layer, x), the first two as lists. gradients: a tree of their shapes and types, None for frozen
+    parameters. tree: the structure of all weights."""
 
     layer: Callable[[list[Array], list[Array], Array, Any], tuple[Any, Any]]
     num_layers: int
@@ -83,7 +85,7 @@ class _Passes:
 
         def trip(carry: tuple[Any, list[Any]], t: Array) -> tuple[tuple[Any, list[Any]], Any]:
             x, (arrived, *on_the_way) = carry
-            beyond = t + self.distance  # past the last layer: what the backward pass begins with
+            beyond = t + self.distance  # past the last layer come the layers that the backward pass begins with
             next_one = stack.fetched_ahead(jnp.where(beyond < num_layers, beyond, 2 * num_layers - 1 - beyond))
             pull_back: Any  # a pytree: its leaves are what the backward pass needs
             (x, aux), pull_back = jax.vjp(self.layer, stack.whole(t, arrived), jax.tree.leaves(shared), t, x)
@@ -114,8 +116,9 @@ class _Passes:
         return jax.tree.unflatten(self.tree, gradients), None, None, None, dx
 
     def _backward_trip(self, stack: "_Stack", shared: list[Array], carry: Any, trip: Any) -> tuple[Any, list[Array]]:
-        """carry: the gradient of what the layer returned, weights that arrive and that are on the way, gradients of the
-        layer above that are reduced late, those that have been. Returns those that this layer's own trip reduces."""
+        """Runs one iteration of the backward pass. carry: the gradient of the layer's result; weights that have arrived
+        and that are on the way; gradients of the layer above, which are reduced late; and the gradients that have been.
+        Returns the gradients that this layer's own iteration reduces."""
         (dx, (arrived, *on_the_way), above, deferred), (t, daux, pull_back) = carry, trip
         layer_ahead = jnp.maximum(t - self.distance, 0)
         next_one = self._moved(t >= self.distance, lambda: stack.fetched_ahead(layer_ahead), otherwise=lambda: arrived)
@@ -124,7 +127,7 @@ class _Passes:
         residuals[:3] = map(_put_back, residuals[:3], arguments)
         dw, _, _, dx = pull_back((dx, daux))
         below, now = _selected(dw, stack.late), _selected(dw, stack.now)
-        layer_above = jnp.minimum(t + 1, self.num_layers - 1)  # the first trip's is written again by the second
+        layer_above = jnp.minimum(t + 1, self.num_layers - 1)  # the second trip writes over the first one's
         sent = self._moved(
             t < self.num_layers - 1,
             lambda: stack.sent_back(above, layer_above, stack.late),
@@ -151,9 +154,9 @@ class _Passes:
 
 @dataclass(frozen=True)
 class _Stack:
-    """The weights of a stack as lists. before: gradients of earlier passes. ahead: which are gathered ahead. late: of
-    which gradients cross an iteration late. now: of which they cross in the layer's own iteration. What is frozen is in
-    neither."""
+    """The weights of a stack as lists. before: gradients of earlier passes. ahead: whether a weight is gathered ahead.
+    late: whether its gradient is reduced one iteration late. now: whether its gradient is reduced in the layer's own
+    iteration. Both are False for frozen weights."""
 
     working: list[Array]
     before: Sequence[Array | None]
@@ -164,16 +167,16 @@ class _Stack:
     now: list[bool]
 
     def fetched_ahead(self, index: Array) -> list[Array]:
-        """Weights of a layer, whole; of those that are gathered ahead."""
+        """Returns the whole weights of a layer that are gathered ahead."""
         return self._fetched(index, self.ahead)
 
     def whole(self, index: Array, arrived: list[Array]) -> list[Array]:
-        """All weights of a layer, whole. arrived: those that were gathered ahead."""
+        """Returns all weights of a layer, whole. arrived: the ones that were gathered ahead."""
         others = [not is_ahead for is_ahead in self.ahead]
         return _merged((arrived, self.ahead), (self._fetched(index, others), others))
 
     def sent_back(self, gradients: list[Array], index: Array, which: Sequence[bool]) -> list[Array]:
-        """Gradients of a layer, added to those before; of those weights that `which` has."""
+        """Returns gradients of a layer, added to those before, for the weights that `which` selects."""
         chosen = _selected(list(zip(self.before, self.layouts, strict=True)), which)
         return [
             reduce_weight_gradient(gradient, None if total is None else _row(total, index), layout, self.reduction)
@@ -195,12 +198,13 @@ def _written(stacks: list[Array], rows: list[Array], index: Array) -> list[Array
 
 
 def _left_out(residuals: Any) -> Any:
-    """Residuals that are arguments, as None; those that the derivative does not need stay what they are."""
+    """Returns residuals with None for those that are arguments; residuals that the derivative does not need stay as
+    they are."""
     return jax.tree.map(lambda _: None, residuals)
 
 
 def _put_back(residuals: Any, values: Any) -> Any:
-    """`_left_out` undone. values: an argument, an array or a list of them; a list's residuals are a tuple."""
+    """Undoes `_left_out`. values: an argument, an array or a list of them; the residuals of a list are a tuple."""
     if isinstance(values, list):
         return tuple(_put_back(r, value) for r, value in zip(residuals, values, strict=True))
     return values if residuals is None else residuals
@@ -211,7 +215,7 @@ def _selected(leaves: Sequence[Any], which: Sequence[bool]) -> list[Any]:
 
 
 def _merged(*groups: tuple[Sequence[Any], Sequence[bool]]) -> list[Any]:
-    """`_selected` undone, of several selections; None where none has a leaf."""
+    """Undoes `_selected` for several selections; a leaf that none selects is None."""
     merged: list[Any] = [None] * len(groups[0][1])
     for leaves, which in groups:
         places = [place for place, is_one in enumerate(which) if is_one]

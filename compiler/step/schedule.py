@@ -1,4 +1,4 @@
-"""The layer schedule: in which order microbatches pass through embedding, layers and head, forward and backward.
+"""Defines the layer schedule: the order in which microbatches pass through embedding, layers and head, and back.
 
 One object owns both loops, the one over microbatches and the one over layers, since a pipeline interleaves them:
 
@@ -39,7 +39,8 @@ LayerFunction = Callable[[Any, Any, Array, Any], tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class StackFunctions:
-    """A stack of equal layers. layer: one of them. policy: what of it is saved for its backward pass (remat.py)."""
+    """A stack of equal layers. layer: the function of one of them. policy: selects what a layer saves for its backward
+    pass (remat.py)."""
 
     name: str
     num_layers: int
@@ -50,9 +51,9 @@ class StackFunctions:
 @register_dataclass
 @dataclass(frozen=True)
 class Sums:
-    """The microbatches of this device add up to these sums. loss: cross-entropy. auxiliary: by stack, and of the head;
-    each value of a stack has a first dimension `layers`. They are parts of the mean over the tokens of the global
-    batch."""
+    """Sums over the microbatches of this device, as parts of the mean over the tokens of the global batch. loss:
+    cross-entropy. auxiliary: outputs by stack, and of the head; each value of a stack has a first dimension
+    `layers`."""
 
     loss: Array
     auxiliary: dict[str, Aux]
@@ -61,7 +62,8 @@ class Sums:
 @register_dataclass
 @dataclass(frozen=True)
 class HeadOutput:
-    """objective: a part of the mean objective over the targets of the global batch. loss: summed cross-entropy."""
+    """The result of the head. objective: a part of the mean objective over the targets of the global batch. loss:
+    summed cross-entropy."""
 
     objective: Array
     loss: Array
@@ -72,11 +74,11 @@ class HeadOutput:
 class ModelFunctions:
     """A model as functions of local arrays.
 
-    prepare: sequences -> what the other functions read of them. embed: (weights of `embed`, microbatch) -> (x, whole
+    prepare: sequences -> the values that the other functions read. embed: (weights of `embed`, microbatch) -> (x, whole
     parameters that the head shares with the embedding). stacks: run one after the other. head: (weights of `head`,
     whole shared parameters, x, microbatch) -> HeadOutput.
 
-    What is differentiated is the head's objective plus the auxiliary losses of layers and head (`objective`).
+    The step differentiates the head's objective plus the auxiliary losses of layers and head (`objective`).
     """
 
     prepare: Callable[[Batch], "Microbatch"]
@@ -88,8 +90,8 @@ class ModelFunctions:
 @register_dataclass
 @dataclass(frozen=True)
 class Microbatch:
-    """Some sequences of this device. context: what embedding and head know of them. layers: what layers read beside
-    their weights and x."""
+    """Some sequences of this device. context: the values that embedding and head read. layers: the values that layers
+    read besides their weights and x."""
 
     inputs_BT: Array
     targets_BT: Array
@@ -99,10 +101,10 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """All weights of a model on this device: trees alike, by piece.
+    """All weights of a model on this device, as trees by piece.
 
-    stored: shards as the state has them. working: the same in the compute type. layouts: of WeightPlan. reduction: of
-    gradients. num_shards: the number of devices along mesh axes.
+    stored: the shards of the state. working: the same shards in the compute type. layouts: a WeightPlan for each.
+    reduction: how gradients are reduced. num_shards: the number of devices along mesh axes.
     """
 
     stored: Params
@@ -113,23 +115,24 @@ class ModelWeights:
 
     @property
     def is_reduced_once(self) -> bool:
-        """True where some gradient has a reduction that is left for once per step."""
+        """Returns True if some gradient has a reduction that runs once per step."""
         return any(layout.is_reduced_once for layout in jax.tree.leaves(self.layouts))
 
     def gradient_accumulators(self, *, is_last: bool) -> Params:
-        """Zeros of the shapes and types of the gradients, None for what is frozen. The compiler drops their values."""
+        """Returns zeros of the shapes and types of the gradients, None for frozen parameters. The compiler drops their
+        values."""
         reduction = replace(self.reduction, is_last=is_last)
         return jax.tree.map(
             lambda x, layout: gradient_accumulator(x, layout, reduction, self.num_shards), self.stored, self.layouts
         )
 
     def bound(self, accumulators: Params, before: Params | None, *, is_last: bool) -> Weights:
-        """Returns the weights of one pass. accumulators: what its gradients flow to. before: gradients to
-        add. is_last: gradients are reduced to the layout of the update in the backward pass itself."""
+        """Returns the weights of one pass. accumulators: arrays that receive its gradients. before: gradients to add.
+        is_last: whether the backward pass itself reduces gradients to the layout of the update."""
         return Weights(accumulators, before, self.working, self.layouts, replace(self.reduction, is_last=is_last))
 
     def reduce(self, gradients: Params) -> Params:
-        """Accumulated gradients in the layout of the update."""
+        """Returns accumulated gradients in the layout of the update."""
         return jax.tree.map(lambda layout, g: reduce_gradient(g, layout, self.reduction), self.layouts, gradients)
 
 
@@ -139,17 +142,17 @@ class LayerSchedule(Protocol):
     def run(
         self, model: ModelFunctions, weights: ModelWeights, batch: Batch, *, gradient_scale: Array | None
     ) -> tuple[Sums, Params | None]:
-        """Returns sums over this device's sequences; and the gradients of `gradient_scale` times the
-        objective, in the layout of the update, or None where the scale is None."""
+        """Returns sums over this device's sequences, and the gradients of `gradient_scale` times the objective, in the
+        layout of the update; None for the gradients if the scale is None."""
         ...
 
 
 def objective(output: HeadOutput, auxiliary: dict[str, Aux]) -> Array:
-    """Returns what is differentiated: this device's part of the mean objective over the global batch."""
+    """Returns the value to differentiate: this device's part of the mean objective over the global batch."""
     losses = [jnp.sum(loss) for aux in auxiliary.values() for loss in aux.losses.values()]
     return sum(losses, start=output.objective)
 
 
 def split_microbatches(batch: Batch, num_microbatches: int) -> Batch:
-    """(sequences, ...) -> (microbatches, sequences of each, ...)."""
+    """Returns a batch split into microbatches: (sequences, ...) -> (microbatches, sequences of each, ...)."""
     return jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), batch)

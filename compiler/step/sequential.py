@@ -1,4 +1,4 @@
-"""The sequential schedule: microbatches one after the other, each through all layers forward and then backward."""
+"""Runs the sequential schedule: one microbatch after the other, each through all layers forward and then backward."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,8 +29,8 @@ from .schedule import (
 
 
 class StackLoop(Protocol):
-    """Runs all layers of a stack, one after the other, on x: returns x, and the layers' auxiliary outputs, stacked.
-    shared: what layers read beside their weights."""
+    """Runs all layers of a stack on x, one after the other. Returns x, and the layers' auxiliary outputs, stacked.
+    shared: the values that layers read besides their weights."""
 
     def __call__(self, stack: StackFunctions, weights: Weights, shared: Any, x: Any, /) -> tuple[Any, Aux]: ...
 
@@ -50,10 +50,10 @@ def choose_schedule(plan: Plan) -> LayerSchedule:
 
 @dataclass(frozen=True)
 class SequentialSchedule:
-    """A `LayerSchedule`.
+    """A `LayerSchedule` that finishes a microbatch before it begins the next.
 
-    run_stack: the loop over layers: `scan_layers` or `prefetch_layers`. reduce_in_backward: what is reduced once per
-    step is reduced in the backward pass of the last microbatch, not after it.
+    run_stack: the loop over layers, `scan_layers` or `prefetch_layers`. reduce_in_backward: whether reductions that run
+    once per step are part of the backward pass of the last microbatch instead of following it.
     """
 
     run_stack: StackLoop
@@ -81,7 +81,8 @@ class SequentialSchedule:
         *,
         is_last: bool = False,
     ) -> tuple[Sums, Params | None]:
-        """Sums and gradients of a microbatch. before: gradients to add. is_last: they are reduced at once."""
+        """Returns sums and gradients of a microbatch. before: gradients to add. is_last: whether gradients are reduced
+        at once."""
 
         def forward(accumulators: Params) -> tuple[Array, Sums]:
             return self._forward(model, weights.bound(accumulators, before, is_last=is_last), microbatch)
@@ -93,7 +94,7 @@ class SequentialSchedule:
         return sums, pull_back(gradient_scale)[0]
 
     def _forward(self, model: ModelFunctions, weights: Weights, microbatch: Batch) -> tuple[Array, Sums]:
-        """Returns (what is differentiated, what is reported)."""
+        """Returns (the value to differentiate, the values to report)."""
         auxiliary = dict[str, Aux]()
         prepared = model.prepare(microbatch)
         x, tied = model.embed(weights.piece("embed"), prepared)
@@ -107,14 +108,14 @@ class SequentialSchedule:
 
 
 def _sum_over(one: Callable[[Batch], Any], batch: Batch, num_microbatches: int) -> Any:
-    """`one` on each microbatch of this device, in turn; results are added."""
+    """Returns the sum of `one` over the microbatches of this device, run one after the other."""
     if num_microbatches == 1:
         return one(batch)
     return _added_up(one, split_microbatches(batch, num_microbatches))
 
 
 def _reduce_in_last(one: Callable[..., Any], batch: Batch, num_microbatches: int) -> Any:
-    """The same; the last microbatch runs after the loop over the others, takes the gradients that these have
+    """Returns the same sum. The last microbatch runs after the loop over the others, takes the gradients that they have
     accumulated, and reduces the sum as it adds its own."""
     if num_microbatches == 1:
         return one(batch, is_last=True)
@@ -125,7 +126,9 @@ def _reduce_in_last(one: Callable[..., Any], batch: Batch, num_microbatches: int
 
 
 def _added_up(one: Callable[[Batch], Any], parts: Batch) -> Any:
-    traced, result = jax.make_jaxpr(one, return_shape=True)(jax.tree.map(lambda x: x[0], parts))  # once, for both uses
+    traced, result = jax.make_jaxpr(one, return_shape=True)(
+        jax.tree.map(lambda x: x[0], parts)
+    )  # traced once for both uses
     run = jax.extend.core.jaxpr_as_fun(traced)
     structure = jax.tree.structure(result)
 
@@ -138,8 +141,8 @@ def _added_up(one: Callable[[Batch], Any], parts: Batch) -> Any:
 
 
 def scan_layers(stack: StackFunctions, weights: Weights, shared: Any, x: Any, *, unroll: int) -> tuple[Any, Any]:
-    """Runs one layer's program once per layer. weights: arrays whose first dimension is `layers`. Returns x, and the
-    auxiliary outputs of all layers, stacked."""
+    """Runs one layer's program once per layer, and gathers a layer's weights where the layer begins. weights: arrays
+    whose first dimension is `layers`. Returns x, and the auxiliary outputs of all layers, stacked."""
 
     def one(x: Any, accumulators: Any, before: Any, working: Any, index: Array) -> tuple[Any, Any]:
         of_layer = replace(weights, accumulators=accumulators, before=before, working=working)

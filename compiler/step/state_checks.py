@@ -1,4 +1,4 @@
-"""Checks of a state on its devices: whether it is finite, and whether two states, or the replicas of one, have the same
+"""Checks a state on its devices: whether it is finite, and whether two states, or the replicas of one, have the same
 bits."""
 
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from ..sharding.state import State
 
 
 def is_finite(state: Any) -> Array:
-    """A boolean: no array of the state holds NaN or infinity."""
+    """Returns True if no array of the state holds NaN or infinity. A run asks before each save."""
     floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats]))
 
 
 def build_digest(plan: Plan) -> Callable[[State], dict[str, Array]]:
-    """Returns a function of a state: of each array and device the sum of the bits of its shard, as uint32 of the shape
-    of the mesh. Compile with replicated output."""
+    """Returns a function from a state to checksums: for each array the sum of the bits of each device's shard, as
+    uint32 in the shape of the mesh. Compile it with replicated output."""
     sizes = plan.mesh.sizes
     specs = leaves_by_path(plan.specs, is_leaf=_is_spec)
 
@@ -37,7 +37,7 @@ def build_digest(plan: Plan) -> Callable[[State], dict[str, Array]]:
 
 
 def replica_dimensions(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Returns for each array of the state the dimensions of the mesh along which devices have the same shard of it."""
+    """Returns, for each array of the state, the dimensions of the mesh along which devices hold the same shard."""
     found = {}
     for path, spec in leaves_by_path(plan.specs, is_leaf=_is_spec).items():
         split = axes_in(spec)

@@ -1,8 +1,8 @@
-"""The train step: (state, batch) -> (state, metrics). Pure; everything about devices comes from the plan.
+"""Builds the train step: (state, batch) -> (state, metrics). It is pure; everything about devices comes from the plan.
 
-The gradient is a function of local batches: manual over the mesh axes that split tokens or layers (roles.py), so that
-what crosses the network for data parallelism is written down (weights.py); auto over the others, along which activation
-rules say how matmuls are split.
+The gradient is a function of local batches. It is manual over the mesh axes that split tokens or layers (roles.py), so
+that the transfers of data parallelism are written down (weights.py), and automatic over the others, along which
+activation rules say how matmuls are split.
 """
 
 from collections.abc import Callable
@@ -30,16 +30,17 @@ from .sequential import choose_schedule
 from .update import build_update
 
 LOSS_BY_SHARD = "loss_by_shard"
-NUM_PADDING = "num_padding"  # places of the batch that hold no token
+NUM_PADDING = "num_padding"  # the number of places of the batch that hold no token
 
 TrainStep = Callable[[State, Batch], tuple[State, dict[str, Array]]]
 
 
 def build_train_step(plan: Plan) -> TrainStep:
-    """Returns the step as a function of global arrays, their rows in the order of `plan.row_order`; its metrics: those
-    of the update (update.py), num_targets, NUM_PADDING where the data may have some, `plan.auxiliary`, those of a stack
-    by layer; and LOSS_BY_SHARD where the state before a step is kept: the sums over the shards of the batch, in the
-    order of the mesh, by which a device that computes wrongly is found.
+    """Returns the step as a function of global arrays, whose rows are in the order of `plan.row_order`.
+
+    Its metrics are those of the update (update.py), num_targets, NUM_PADDING if the data may have some,
+    `plan.auxiliary`, and those of a stack by layer. If the state before a step is kept, also LOSS_BY_SHARD: the sums
+    over the shards of the batch, in the order of the mesh, which reveal a device that computes wrongly.
 
     A global batch without any target has a loss of 0, the sum over no targets; its gradients are those of auxiliary
     losses alone.
@@ -60,12 +61,14 @@ def build_train_step(plan: Plan) -> TrainStep:
 
 
 def build_eval_step(plan: Plan) -> Callable[[Params, Batch], Array]:
-    """(params, batch) -> float32 [summed cross-entropy in nats, number of targets] of one global batch."""
+    """Returns a function (params, batch) -> float32 [summed cross-entropy in nats, number of targets] of one global
+    batch."""
     return build_loss(plan, with_gradients=False)
 
 
 def build_init(plan: Plan) -> Callable[[], State]:
-    """The state before the first step. Compile with output shardings: every device makes its own shards."""
+    """Returns a function that makes the state before the first step. Compile it with output shardings: every device
+    makes its own shards."""
 
     precision = plan.spec.precision
 
@@ -82,12 +85,13 @@ def build_init(plan: Plan) -> Callable[[], State]:
 
 
 def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
-    """(params, batch, dropout_key, scale) -> sums over the targets of a global batch, [cross-entropy, number of them];
-    with `with_gradients` also the gradient of scale times the mean objective, in the layout of the update, of those
-    parameters that are trained; the auxiliary outputs by stack, and of the head; and NUM_PADDING and LOSS_BY_SHARD, by
-    name, where they are due.
+    """Returns a function (params, batch, dropout_key, scale) -> [cross-entropy, number of targets], summed over a
+    global batch.
 
-    dropout_key: None for no dropout. Gradients are accumulated in `precision.gradients` over the microbatches.
+    With `with_gradients` it also returns the gradient of scale times the mean objective, in the layout of the update,
+    for the trained parameters; the auxiliary outputs by stack, and of the head; and NUM_PADDING and LOSS_BY_SHARD by
+    name, if they are due. dropout_key: None for no dropout. Gradients are accumulated in `precision.gradients` over the
+    microbatches.
     """
     roles = plan.roles
     local = _build_local_loss(plan, with_gradients=with_gradients)
@@ -109,12 +113,12 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
             out_specs=(PartitionSpec(), update_specs, PartitionSpec(), PartitionSpec())
             if with_gradients
             else PartitionSpec(),
-            axis_names=set(plan.mesh.sizes) - set(roles.partitioner),  # one of size 1 is as good as manual
+            axis_names=set(plan.mesh.sizes) - set(roles.partitioner),  # an axis of size 1 may be manual, too
             check_vma=False,  # the reductions are all written out, and tested against one device
         )
 
     def over_the_mesh(params: Params, batch: Batch, dropout_key: Array | None = None, scale: Any = 1.0) -> Any:
-        # A sequence's number, whichever device has it.
+        # The number of each sequence, on whichever device it is.
         rows = {"row": plan.row_order.rows_at(jnp.arange(plan.spec.global_batch_size))}
         return split(params, batch | rows, dropout_key, jnp.asarray(scale, jnp.float32))
 
@@ -122,7 +126,7 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
 
 
 def _build_local_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
-    """The same of this device's part of the batch, with its shards of the parameters."""
+    """Returns the same function for this device's part of the batch and its shards of the parameters."""
     precision, tokens = plan.spec.precision, plan.roles.tokens
     schedule = choose_schedule(plan)
     used_types = like(plan.abstract["params"], {p.array.path: p.array.compute_dtype for p in plan.sharding.parameters})
@@ -134,7 +138,7 @@ def _build_local_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]
         with jax.named_scope(WORKING_PARAMETERS):
             working = jax.tree.map(lambda x, dtype: x.astype(dtype), params, used_types)
         num_targets = over_batch(jnp.sum(has_loss(batch["targets"])))
-        num_tokens: Array | float = float(plan.spec.tokens_per_step)  # may be no int32
+        num_tokens: Array | float = float(plan.spec.tokens_per_step)  # it may exceed int32
         more = dict[str, Array]()
         if plan.spec.data.may_pad:
             more[NUM_PADDING] = over_batch(jnp.sum(batch["targets"] == PADDING_TARGET))
@@ -152,7 +156,8 @@ def _build_local_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]
 
 
 def _auxiliary_metrics(plan: Plan, auxiliary: dict[str, Aux]) -> dict[str, Array]:
-    """Means over the entries of each output: of a stack (layers,), of the head a scalar; and the stacks' measures."""
+    """Returns means over the entries of each output, (layers,) for a stack and a scalar for the head, and the stacks'
+    measures."""
     means = {
         f"{piece}/{name}": jnp.mean(value, axis=tuple(range(0 if piece == "head" else 1, value.ndim)))
         for piece, aux in auxiliary.items()

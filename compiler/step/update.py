@@ -1,12 +1,12 @@
-"""The update half of the train step: loss and gradients in, the next state out.
+"""Builds the update half of the train step: loss and gradients in, the next state out.
 
-    gradients  in the layout of the update, a reduce-scatter behind those of the backward pass
+    gradients  in the layout of the update, reduce-scattered after those of the backward pass
     masters    float32: state["master"], or this layout's part of the parameters
     rules      what the model updates by a rule of its own, from totals of the global batch
-params     the masters in their stored type, all-gathered where they are stored in larger shards
+    params     the masters in their stored type, all-gathered where they are stored in larger shards
 
-Arithmetic is float32. Where a step may be skipped, the whole of it is selected away: moments, counts and weights keep
-their bits; nothing waits for the host.
+Arithmetic is float32. If a step may be skipped, all of its results are selected away: moments, counts and weights keep
+their bits, and nothing waits for the host.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,12 +30,12 @@ Update = Callable[[State, Array, Any, Totals], tuple[State, dict[str, Array]]]
 
 
 def build_update(plan: Plan) -> Update:
-    """Returns (state, loss, gradients, totals) -> (state, metrics).
+    """Returns a function (state, loss, gradients, totals) -> (state, metrics).
 
-    gradients: of the loss times the loss scale, where there is one, for each parameter that is trained; the others stay
-    as they are, but those that a rule updates. totals: that rules read, by stack and name, each with a first dimension
-    `layers`. Metrics: loss in nats per token, grad_norm before clipping, learning_rate, skipped (1 where the update
-    was left out), and loss_scale.
+    gradients: the gradients of the loss times the loss scale, if there is one, for each trained parameter; other
+    parameters stay as they are unless a rule updates them. totals: the values that rules read, by stack and name, each
+    with a first dimension `layers`. Metrics: loss in nats per token, grad_norm before clipping, learning_rate, skipped
+    (1 if the update was left out), and loss_scale.
     """
     precision, schedule = plan.spec.precision, build_schedule(plan.spec)
     stored_types = pick(plan.abstract["params"], plan.sharding.trained)
@@ -48,7 +48,7 @@ def build_update(plan: Plan) -> Update:
         updates, optimizer = plan.optimizer.update(gradients, state["optimizer"], masters)
         masters = optax.apply_updates(masters, updates)
         params = _assembled(plan, jax.tree.map(lambda x, stored: x.astype(stored.dtype), masters, stored_types))
-        params = combined(state["params"], params)  # what is frozen stays
+        params = combined(state["params"], params)  # frozen parameters stay
         params = combined(params, _ruled(plan, params, totals))
         new = state | {"step": state["step"] + 1, "params": params, "optimizer": optimizer}
         new |= {"master": masters} if "master" in state else {}
@@ -66,7 +66,7 @@ def build_update(plan: Plan) -> Update:
 
 
 def _ruled(plan: Plan, params: Any, totals: Totals) -> Any:
-    """The parameters that rules update, after a step; a frozen one is not updated."""
+    """Returns the parameters that rules update, after a step; a frozen parameter is not updated."""
     ruled = [p.array.path for p in plan.sharding.parameters if p.array.updated_by == "rule"]
     now, made = leaves_by_path(params), dict[str, Array]()
     for path in ruled:
@@ -76,11 +76,12 @@ def _ruled(plan: Plan, params: Any, totals: Totals) -> Any:
 
 
 def next_loss_scale(spec: LossScaleSpec, state: dict[str, Array], is_finite: Array) -> dict[str, Array]:
-    """Lowered behind a step whose gradients overflowed, but not below 1; raised behind enough that did not."""
+    """Returns the state of the loss scale after a step: lowered, but not below 1, if gradients overflowed; raised after
+    enough steps that did not."""
     scale, num_finite_steps = state["scale"], state["num_finite_steps"] + 1
     is_due = num_finite_steps >= spec.growth_interval
     raised = jnp.where(is_due, scale * spec.growth_factor, scale)
-    # A scale that is no number itself would never be lowered again.
+    # A scale that is not finite would never be lowered again.
     raised = jnp.where(jnp.isfinite(raised), raised, scale)
     lowered = jnp.maximum(scale * spec.backoff_factor, 1.0)
     return {
@@ -90,7 +91,7 @@ def next_loss_scale(spec: LossScaleSpec, state: dict[str, Array], is_finite: Arr
 
 
 def _split(plan: Plan, params: Any) -> Any:
-    """The trained parameters in float32 and in the layout of the update: a slice of what each device has."""
+    """Returns the trained parameters in float32 and in the layout of the update: a slice of what each device has."""
 
     def split(x: Array, layout: Any, spec: PartitionSpec) -> Array:
         x = jax.lax.with_sharding_constraint(x, spec) if is_assembled(layout) else x
@@ -101,7 +102,7 @@ def _split(plan: Plan, params: Any) -> Any:
 
 
 def _assembled(plan: Plan, params: Any) -> Any:
-    """Updated parameters in the layout in which they are stored."""
+    """Returns updated parameters in the layout in which they are stored."""
 
     def assembled(x: Array, layout: Any, updated: PartitionSpec, stored: PartitionSpec) -> Array:
         if not is_assembled(layout):
