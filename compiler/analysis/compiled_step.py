@@ -1,4 +1,4 @@
-"""A compiled step with everything that was read from it, and the verdicts that follow."""
+"""Holds a compiled step with everything that was read from it, and the verdicts that follow."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ NO_PROGRAM = Unavailable("the step was not compiled: it does not fit")
 @dataclass(frozen=True)
 class CompiledStep:
     """A compiled step. estimate: the estimate without XLA. lowered, built: the programs before and after compiling.
-    schedule, peak: what the program's text says, or why that is unknown."""
+    schedule, peak: the results of reading the program's text, or why they are unknown."""
 
     plan: Plan
     estimate: StepEstimate
@@ -33,7 +33,7 @@ class CompiledStep:
 
     @property
     def analysis(self) -> ScheduleAnalysis:
-        """Returns the schedule; if it is unknown, one without figures that says why."""
+        """Returns the schedule; if it is unknown, an analysis without figures that says why."""
         return _unanalysed(self.schedule.why) if isinstance(self.schedule, Unavailable) else self.schedule
 
     @property
@@ -43,8 +43,8 @@ class CompiledStep:
 
     @property
     def fits(self) -> bool | None:
-        """Returns whether the step fits in a device's memory. The TPU compiler decides this itself; for other targets
-        the program's size is compared, as compilers for GPUs refuse nothing. None: unknown."""
+        """Returns whether the step fits in a device's memory; None if that is unknown. The TPU compiler decides this
+        itself. For other targets the program's size is compared, since compilers for GPUs refuse nothing."""
         if self.built.memory is None:
             return False
         if self.plan.target.platform == "tpu":
@@ -54,7 +54,7 @@ class CompiledStep:
 
     @property
     def fits_host(self) -> bool | None:
-        """Returns whether the step's arrays in host memory fit in a device's share of it. None: unknown."""
+        """Returns whether the step's arrays in host memory fit in a device's share of it; None if that is unknown."""
         num_bytes = self.host_bytes
         return None if num_bytes is None else fits_host(num_bytes, self.plan.target.host_bytes_per_device)
 
@@ -65,8 +65,9 @@ class CompiledStep:
 
     @property
     def needed_bytes(self) -> int | None:
-        """Returns the bytes that the step needs on a device; None if the compiler refused it without a number. Where
-        the compiler's number is not per device it is counted in the scheduled program; None if that cannot be read."""
+        """Returns the bytes that the step needs on a device; None if the compiler refused it without a number. If the
+        compiler's number is not per device, the bytes are counted in the scheduled program; None if that cannot be
+        read."""
         memory, refused = self.built.memory, self.built.out_of_memory
         if memory is None:
             return refused.needed_bytes if refused else None
@@ -78,7 +79,7 @@ def read_text(
 ) -> tuple[ScheduleAnalysis | Unavailable, PeakMemory | Unavailable]:
     """Returns the schedule and the peak. text: None if the step does not fit. planned: the plan's collectives.
 
-    A text of an unknown form does not make the program invalid, so each part is read separately.
+    A text in an unknown form does not make the program invalid, so each part is read separately.
     """
     if text is None:
         return NO_PROGRAM, NO_PROGRAM
@@ -91,7 +92,7 @@ def read_text(
 def find_findings(step: CompiledStep, *, is_searched: bool) -> tuple[Finding, ...]:
     """Returns all findings: unmet demands first, then what the program does that the plan did not ask for.
 
-    is_searched: the step is the best of `overlap.search`.
+    is_searched: whether the step is the best of `overlap.search`.
     """
     analysis = step.analysis
     too_exposed = None

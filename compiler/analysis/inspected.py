@@ -1,4 +1,4 @@
-"""A compiled program by itself: what its text says, without a declaration to hold it against."""
+"""Inspects a compiled program by itself, without a declaration to compare it with."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -22,9 +22,9 @@ NAME_IT = "name the target that it was compiled for"
 COMPILED = "give the text of the compiled program: compiled.as_text() in Python, or *after_optimizations.txt of a dump"
 
 _STABLEHLO = re.compile(r"\s*(?:#\w+ = .*\n\s*)*(?:module\b|\"builtin\.module\")")
-# What only one platform's compiler writes; the first that is found says it. A text may have none of them.
+# Marks that only one platform's compiler writes; the first that is found decides. A text may have none of them.
 _MARKS = {
-    "tpu": re.compile(r":T\(|\"estimated_cycles\""),  # tiled layouts, and what the compiler estimates
+    "tpu": re.compile(r":T\(|\"estimated_cycles\""),  # tiled layouts, and the compiler's estimates
     "gpu": re.compile(r'fingerprint_before_lhs|"operation_queue_id"|"force_earliest_schedule"|"fusion_backend_config"'
                       r'|"__(?:cublas|cudnn|triton|gpu)\b'),
     "cpu": re.compile(r'"outer_dimension_partitions"|"__(?:onednn|ynn_fusion)|"xla_ffi_(?:partitioned_)?python_cpu'),
@@ -36,7 +36,8 @@ _CHIPS_OF_TWO_CORES = ("v4", "v5p")
 
 @dataclass(frozen=True)
 class InspectedProgram:
-    """memory: as XLA counts it, where it is known besides the text. findings: of what the program does."""
+    """A compiled program with everything that was read from its text. memory: XLA's own figures, if they are known.
+    findings: findings on what the program does."""
 
     module: Module
     devices: ProgramDevices
@@ -52,7 +53,7 @@ class InspectedProgram:
 
     @property
     def needed_bytes(self) -> int | None:
-        """Returns the bytes that it needs on a device: as XLA counts them, else as counted in the text."""
+        """Returns the bytes that the program needs on a device, as XLA counts them, or else as counted in the text."""
         return needed_bytes(self.memory, self.peak, self.devices.target)
 
 
@@ -64,9 +65,8 @@ def inspect_text(
     name: str = "program",
     choices: Choices | None = None,
 ) -> InspectedProgram:
-    """Reads a program that XLA compiled and scheduled. name: of the text, in messages.
-    choices: of how often its loops and branches run. Raises ConfigError for a text
-    that is not such a program, or not one for the target."""
+    """Reads a program that XLA compiled and scheduled. name: the text's name, for messages. choices: how often its
+    loops and branches run. Raises ConfigError for a text that is not such a program, or not one for the target."""
     module = _parse(text, name)
     if not module.is_scheduled:
         what = "the program is not scheduled: its compiler has not ordered it"
@@ -81,8 +81,8 @@ def inspect_text(
 
 
 def choose_program(texts: Sequence[str], named: str | None, where: str) -> tuple[int, str]:
-    """Returns the place of the program to read among several, and a note on the choice: of those of that name, or of
-    all, the largest that is scheduled. Raises ConfigError if none has that name."""
+    """Returns the index of the program to read among several, and a note on the choice. It is the largest scheduled one
+    of that name, or of all. Raises ConfigError if none has that name."""
     names = [module_name(text) for text in texts]
     if named is not None and named not in names:
         fix = use_one_of(named, dict.fromkeys(names))
@@ -106,7 +106,7 @@ def _parse(text: str, name: str) -> Module:
 
 
 def target_mismatches(module: Module, text: str, target: TargetPlan) -> Iterator[Problem]:
-    """Yields why a program's text is not one of this target."""
+    """Yields the reasons why a program's text is not one for this target."""
     # A program for several slices of TPUs counts the devices of one.
     if (num := module.num_devices) not in (target.num_devices, target.num_devices // target.num_slices):
         what = f"the program is for {counted(num, 'device')}, and {target.name} has {target.num_devices}"
@@ -123,7 +123,7 @@ def target_mismatches(module: Module, text: str, target: TargetPlan) -> Iterator
 
 
 def problems_of_devices(platform: str, kind: str, target: TargetPlan) -> Iterator[Problem]:
-    """Yields why a program's own devices are not the target's. platform, kind: JAX's names."""
+    """Yields the reasons why a program's own devices are not the target's. platform, kind: JAX's names."""
     if platform != target.platform or (target.chip and kind != target.chip.device_kind):
         has = target.chip.device_kind if target.chip else f"devices of platform {target.platform}"
         yield Problem(

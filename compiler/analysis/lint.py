@@ -29,9 +29,9 @@ from ..xla.aot import REMATERIALIZATION
 from .match import Match
 from .program_memory import HeldArray
 
-LEAST_BYTES = 2**20  # of one execution; a smaller one costs only latency
+LEAST_BYTES = 2**20  # per execution; a smaller collective costs only latency
 NARROW = {"bfloat16": "bf16", "float16": "f16"}
-NUM_PLACES = 3  # that one finding names
+NUM_PLACES = 3  # places that one finding names
 TOO_EXPOSED = "too-exposed"
 NUM_WORST = 3  # collectives that TOO_EXPOSED names
 
@@ -42,7 +42,7 @@ _GATHERED = re.compile(r"from sharding (?P<before>.+) to (?P<after>.+) efficient
 
 @dataclass(frozen=True)
 class Advice:
-    """One piece of advice. text: what to do, with its override. is_followed: whether a plan already does it."""
+    """One piece of advice. text: the action, with its override. is_followed: returns whether a plan already does it."""
 
     text: str
     is_followed: Callable[[Plan], bool]
@@ -60,8 +60,8 @@ FULL_REMAT = Advice("remat=full", lambda plan: plan.spec.remat.policy == "full")
 
 
 def with_preset_for(plan: Plan, kind: CollectiveKind) -> Advice | None:
-    """Returns the advice to take the flag preset of the target that runs collectives of weights of this kind beside
-    compute. None if there is none."""
+    """Returns the advice to use the flag preset of the target that runs collectives of weights of this kind beside
+    compute; None if there is none."""
     tried = ((name, one) for name, one in presets_for(plan.target).items() if "weights" in one.tried_for)
     name = next((name for name, one in tried if kind in one.hides), None)
     if name is None:
@@ -74,7 +74,7 @@ def with_preset_for(plan: Plan, kind: CollectiveKind) -> Advice | None:
 
 def reduced_in_bfloat16(collectives: Sequence[CollectiveReport]) -> Advice:
     """Returns the advice to reduce gradients in bfloat16, with the exposed time that half the bytes would save at most.
-    collectives: of the compiled program."""
+    collectives: the collectives of the compiled program."""
     wide = [each for each in collectives if each.dtype == "f32" and each.kind in ("all-reduce", "reduce-scatter")]
     exposed = total(each.exposed_seconds for each in wide)
     saved = f", and up to {human_seconds(exposed / 2)} a step" if exposed else ""
@@ -85,7 +85,7 @@ def reduced_in_bfloat16(collectives: Sequence[CollectiveReport]) -> Advice:
 
 
 def unfollowed(plan: Plan, *advice: Advice | str) -> str:
-    """Returns the advice that is not followed yet, joined by "or". A plain text is always given."""
+    """Returns the advice that is not followed yet, joined by "or". A plain text is always included."""
     return ", or ".join(
         each if isinstance(each, str) else each.text
         for each in advice
@@ -102,8 +102,9 @@ def lint(
     *,
     held: Sequence[HeldArray] = (),
 ) -> tuple[Finding, ...]:
-    """Returns all findings, the most costly first. matches: by collective, the planned ones of its size. notes: the
-    compiler's messages about arrays that it gathers whole. held: weights and gradients that live throughout a loop."""
+    """Returns all findings, the most costly first. matches: for each collective, the planned ones of its size. notes:
+    the compiler's messages about arrays that it gathers whole. held: weights and gradients that live throughout a
+    loop."""
     large = [each for each in collectives if each.bytes // each.count >= LEAST_BYTES]
     narrower = reduced_in_bfloat16(large)
     found = [
@@ -117,13 +118,13 @@ def lint(
 
 
 def find_gathered_whole(notes: Sequence[str]) -> tuple[Finding, ...]:
-    """Returns findings for these messages of a compiler; a program that is run at once has no others."""
+    """Returns findings for these messages of a compiler. A program that runs at once has no other findings."""
     return tuple(each.finding for each in _merged([Costly(0, finding) for finding in map(_gathered_whole, notes)]))
 
 
 @dataclass(frozen=True)
 class Costly:
-    """A finding with its cost: bytes that would not have to be transferred."""
+    """A finding with its cost: the bytes that need not be transferred."""
 
     cost: int
     finding: Finding
@@ -183,9 +184,9 @@ def _of_collective(
 
 
 def _closest(each: CollectiveReport, planned: Sequence[PlannedCollective]) -> PlannedCollective | None:
-    """Returns the planned collective of this kind, or one that it replaces, over these axes, of the closest size. None
-    if all of them together are smaller even in a type twice as wide."""
-    # A collective matmul sends by permutes what would have been gathered or scattered.
+    """Returns the planned collective of this kind, or of a kind that it replaces, over these axes, with the closest
+    size. None if all of them together are smaller even in a type twice as wide."""
+    # A collective matmul replaces a gather or a scatter by permutes.
     kinds = (each.kind, "all-gather", "reduce-scatter") if each.kind == "collective-permute" else (each.kind,)
     alike = [p for p in planned if p.kind in kinds and set(p.mesh_axes) == set(each.mesh_axes)]
     if each.bytes // each.count > 2 * sum(p.bytes_each for p in alike):
@@ -236,7 +237,7 @@ def _repeated(plan: Plan, each: CollectiveReport, planned: PlannedCollective) ->
 
 
 def _missed(plan: Plan) -> list[Finding]:
-    """Returns findings for strategies that the plan would have chosen, whose refusal has a cost."""
+    """Returns findings for strategies that the plan preferred but had to refuse at a cost."""
     found = [
         Finding(
             rule=f"{each.op.kind}-fallback",
@@ -298,7 +299,7 @@ def _is_of_head(path: str) -> bool:
 
 
 def _whole_of(each: HeldArray, layouts: Sequence[ArrayPlan], plan: Plan) -> ArrayPlan | None:
-    """Returns the planned array of which this is the whole, and which a rule splits over the batch axes: matched by
+    """Returns the planned array of which this is the whole, if a rule splits it over the batch axes. It is matched by
     name, or by sizes if the compiler dropped the name, preferably in the same order."""
     moved = {path for name in each.names for path in name.parameters([array.array.path for array in layouts])}
     named = [array for array in layouts if array.array.path in moved]
@@ -331,9 +332,11 @@ def _a(kind: str) -> str:
 def find_too_exposed(
     plan: Plan, step: StepReport, collectives: Sequence[CollectiveReport], *, is_searched: bool = False
 ) -> Finding | None:
-    """Returns the finding; None if there is no limit, or the schedule meets it. An unknown exposure does not meet it.
+    """Returns the finding that more of the step is exposed than `overlap.max_exposed` allows; None if there is no
+    limit, or the schedule meets it. An unknown exposure does not meet it.
 
-    is_searched: the step is the best of `overlap.search`."""
+    is_searched: whether the step is the best of `overlap.search`.
+    """
     limit, share = plan.spec.overlap.max_exposed, step.exposed_fraction
     if limit is None:
         return None
@@ -359,7 +362,8 @@ def least_batch(
 ) -> int | None:
     """Returns the smallest global batch at which compute could hide the busiest link; None if there is none.
 
-    Collectives of weights and gradients do not depend on the batch; compute and those of activations grow with it.
+    Collectives of weights and gradients do not depend on the batch; compute and the collectives of activations grow
+    with it.
     """
     paths = [array.array.path for array in plan.sharding.parameters]
     factors = [1.0]

@@ -3,7 +3,7 @@
     all-reduce over fsdp of f32[1024,4096], three times  ->  layers/mlp/up_EM, backward (inferred from its size)
 
 On TPUs, reduce-scatters over 16 or more devices become synchronous all-reduces of many gradients at once, without
-names; a program for several slices has no names at all.
+names. A program for several slices has no names at all.
 """
 
 from collections.abc import Sequence
@@ -37,8 +37,8 @@ class Match:
 def match_planned(
     collective: Collective, axes: Sequence[str], count: int, planned: Sequence[PlannedCollective]
 ) -> tuple[Match, ...]:
-    """Returns a match for each size of its arrays, the largest first. count: executions in a step. It and the names of
-    what computes the operands narrow the candidates down, unless that would leave none."""
+    """Returns a match for each size of its arrays, the largest first. count: executions in a step. The count and the
+    names of the instructions that compute the operands narrow the candidates down, unless that would leave none."""
     alike = [p for p in planned if p.kind in _kinds(collective) and _is_over(p, collective, axes)]
     alike = [p for p in alike if jnp.issubdtype(p.dtype, jnp.integer) == (collective.dtype[:1] in ("s", "u"))]
     made_by = {OperationName(name).activation for name in collective.made_by}
@@ -61,19 +61,20 @@ def source_by_size(matches: Sequence[Match]) -> str | None:
 
 
 def num_elements(planned: PlannedCollective) -> int:
-    """Returns the elements of the full array of one execution."""
+    """Returns the number of elements of the full array of one execution."""
     return planned.bytes_each // jnp.dtype(planned.dtype).itemsize
 
 
 def _kinds(collective: Collective) -> tuple[str, ...]:
-    """Returns the planned kinds that it may implement: a sum of arrays, each filled in one part only, is a gather."""
+    """Returns the planned kinds that it may implement: a sum of arrays that are each filled in one part only is a
+    gather."""
     if collective.kind != "all-reduce":
         return (collective.kind,)
     return ("all-gather",) if collective.is_padded else ("all-reduce", "reduce-scatter")
 
 
 def _is_over(planned: PlannedCollective, collective: Collective, axes: Sequence[str]) -> bool:
-    """Returns whether it is over these axes. An all-reduce may be over some: it runs within slices, then across
+    """Returns whether it runs over these axes. An all-reduce may run over some of them: within slices, then across
     them."""
     over = set(planned.mesh_axes)
     return over == set(axes) or (planned.kind == collective.kind == "all-reduce" and set(axes) < over)

@@ -1,8 +1,8 @@
-"""The devices of a program: where each lies on the target, and what a group of them is called.
+"""Places the devices and the collectives of a program on the target, and names groups of devices.
 
 A program numbers its devices itself. Those of a plan are in the order of the plan's mesh, and a group of them is named
-by the mesh axes along which it lies. A program without a plan has neither: its devices are taken to be in the target's
-own order unless it is known where they lie, and a group is named by sizes and strides of their numbers:
+by the mesh axes along which it lies. A program without a plan has neither: its devices are assumed to be in the
+target's own order unless their places are known, and a group is named by sizes and strides of their numbers:
 
     {0, 1, 2, 3}                 4 (stride 1)
     {0, 4}                       2 (stride 4)
@@ -31,8 +31,8 @@ PAIRS = ("collective-permute", "send")  # kinds whose groups are pairs of a send
 @dataclass(frozen=True)
 class CollectivePlacement:
     """The placement of one collective. mesh_axes: the axes along which its groups lie, empty if the program does not
-    say. links: the links that it keeps busy, each direction of a torus axis separately: 'ICI x+'. why: why
-    alone_seconds is unknown. is_certain: False if groups of no regular shape were priced by one order of sending."""
+    say. links: the links that it keeps busy, each direction of a torus axis separately: 'ICI x+'. why: the reason why
+    alone_seconds is unknown. is_certain: False if irregular groups were priced by one order of sending."""
 
     mesh_axes: tuple[str, ...]
     group_size: int
@@ -45,9 +45,9 @@ class CollectivePlacement:
 
 @dataclass(frozen=True)
 class ProgramDevices:
-    """order: of each device of the program its position in the placement; None: the same. mesh: the sizes of the
-    program's own mesh axes, by name, over its devices in order; None: they have no names. is_assumed: nothing says that
-    the devices lie so."""
+    """The devices of a program on their target. order: the position of each device in the placement; None: the same
+    order. mesh: the sizes of the program's own mesh axes, by name, over its devices in order; None: they have no names.
+    is_assumed: whether the order of the devices is a guess."""
 
     placement: Placement
     order: Sequence[int] | None = None
@@ -81,13 +81,13 @@ class ProgramDevices:
         )
 
     def _across_slices(self) -> tuple[int, ...]:
-        """Returns the devices of the program that are the first of each slice."""
+        """Returns the program's devices that are the first of each slice."""
         num_devices, num_slices = self.target.num_devices, self.target.num_slices
         firsts = range(0, num_devices, num_devices // num_slices)
         return tuple(firsts) if self.order is None else tuple(self.order.index(first) for first in firsts)
 
     def name(self, groups: Sequence[Sequence[int]]) -> tuple[str, ...]:
-        """Returns what groups of devices are called."""
+        """Returns the names of groups of devices: mesh axes, or sizes and strides."""
         largest = max(groups, key=len)
         if self.mesh is not None:
             places = np.unravel_index(np.asarray(largest), tuple(self.mesh.values()))
@@ -160,7 +160,7 @@ def _sent(collective: Collective, placement: Placement) -> CollectivePlacement:
 
 
 def _across_slices(collective: Collective, num_slices: int, placement: Placement) -> CollectivePlacement:
-    """Returns the placement of a collective of each device with those at its place in other slices."""
+    """Returns the placement of a collective between each device and those at the same place in other slices."""
     if not placement.is_known:
         return CollectivePlacement((), num_slices, "DCN", ("DCN",), None, NO_LINKS)
     crossing = {
@@ -168,7 +168,7 @@ def _across_slices(collective: Collective, num_slices: int, placement: Placement
     }
     if num_slices == placement.target.num_slices:
         axes = tuple(axis for axis, sizes in crossing.items() if sizes)
-    else:  # the program does not say which slices: an axis that crosses as many, if there is one
+    else:  # the program does not say which slices: use the axis that crosses this many, if there is one
         alike = [axis for axis, sizes in crossing.items() if sizes == [num_slices]]
         axes = tuple(alike) if len(alike) == 1 else ()
     link = link_of_spans({"DCN": GroupSpan(num_slices, 1, 1, 1, is_ring=False)}, placement.target)

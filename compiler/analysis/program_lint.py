@@ -7,7 +7,7 @@ wide-collective             a transfer in float32, where a narrower type may do
 reduced-then-sliced         each device uses only part of an all-reduce; a reduce-scatter would move half the bytes
 assumed-order               the program does not say where its devices are, so the links of a group are assumed
 
-There is one finding per rule and kind, which names the places that cost most. What a plan says besides is in lint.py.
+There is one finding per rule and kind, which names the places that cost most. lint.py compares with a plan.
 """
 
 import re
@@ -27,14 +27,14 @@ from .repeated_work import find_repeated_work
 from .schedule_analysis import ScheduleAnalysis
 from .wasted_transfers import find_wasted_transfers
 
-LEAST_ARRAY_BYTES = 64 * 2**20  # as the default of sharding.replicated_bytes_threshold
-LEAST_SHARE = 0.01  # of the step, that synchronous collectives of a kind cost
+LEAST_ARRAY_BYTES = 64 * 2**20  # the default of sharding.replicated_bytes_threshold
+LEAST_SHARE = 0.01  # the least share of the step that synchronous collectives of a kind cost
 
 _RANDOM = re.compile(r"threefry|random_bits|random_seed|shuffle|bernoulli|_uniform|_normal")  # JAX's names
 
 
 def lint_program(module: Module, devices: ProgramDevices, schedule: ScheduleAnalysis) -> tuple[Finding, ...]:
-    """Returns all findings; warnings that cost time first, notes last."""
+    """Returns all findings: warnings that cost time first, notes last."""
     collectives, step, target = schedule.collectives, schedule.step, devices.target
     found = (
         *_synchronous(collectives, step, target),
@@ -71,7 +71,7 @@ def _synchronous(collectives: Sequence[CollectiveReport], step: StepReport, targ
 
 
 def _asynchronous(kind: CollectiveKind, target: TargetPlan) -> str:
-    """Returns which options of XLA run collectives of a kind beside compute."""
+    """Returns the options of XLA that run collectives of a kind beside compute, as text."""
     presets = [(name, one.flags) for name, one in presets_for(target).items() if kind in one.hides and one.flags]
     if not presets:
         return f"no option of XLA is known that runs {kind}s beside compute on {target.name}; move fewer bytes"
@@ -153,8 +153,8 @@ def _reduced_then_sliced(
 
 
 def _is_used_by_shard(uses: Sequence[ValueUse], num_parts: int) -> bool:
-    """Returns whether a value is only used in parts: one of as many parts as there are devices in a group. Slices at
-    places that the program itself fixes are the same on every device."""
+    """Returns True if a value is used only in parts: one of as many parts as a group has devices. Slices at places that
+    the program itself fixes are the same on every device."""
     return num_parts > 1 and bool(uses) and all(
         use.reader.opcode == "dynamic-slice" and use.place == 0 and use.array is not None and not use.is_result
         and use.reader.arrays[0].num_elements == -(-use.array.num_elements // num_parts)
@@ -163,8 +163,8 @@ def _is_used_by_shard(uses: Sequence[ValueUse], num_parts: int) -> bool:
 
 
 def _assumed_order(devices: ProgramDevices, collectives: Sequence[CollectiveReport]) -> Iterator[Finding]:
-    """Yields the note where another order would have other links: of groups that are not all devices, on a torus or
-    across nodes."""
+    """Yields the note on groups that would have other links if the devices were ordered otherwise: groups of some of
+    the devices, on a torus or across nodes."""
     partial = [each for each in collectives if each.group_size < devices.target.num_devices]
     links = {each.link for each in partial}
     if devices.is_assumed and links & {"ICI", "DCN", "NIC"}:

@@ -1,6 +1,6 @@
-"""The peak memory of a compiled step, by class of arrays.
+"""Reads the peak memory of a compiled step, by class of arrays.
 
-The class follows from JAX's names of the instructions that write and read an array; the first match applies:
+The class follows from JAX's names for the instructions that write and read an array; the first match applies:
 
 gathered_weights    an all-gather of a weight writes it
 working_parameters  the cast of parameters to the compute type writes it
@@ -28,20 +28,25 @@ from ..xla.schedule.buffers import Buffer, Buffers, read_buffers
 from ..xla.schedule.prices import instruction_kind
 from .program_text import Unavailable
 
-# Primitives that only move, cast or sum; the compiler's own instructions have no name.
+# Primitives that only move, cast or sum. The compiler's own instructions have no name.
 MOVES = {"", "add", "add_any", "convert_element_type", "dynamic_slice", "dynamic_update_slice", "psum",
          "reduce_scatter", "reshape", "squeeze", "transpose", "while"}  # fmt: skip
 
-HELD: tuple[MemoryClass, ...] = ("gathered_weights", "working_parameters", "gradients")  # that should not be held whole
-MOST_UNNAMED = 64  # arrays in a row without names; their names are not sought further, so that time stays linear
+HELD: tuple[MemoryClass, ...] = (
+    "gathered_weights",
+    "working_parameters",
+    "gradients",
+)  # reported if held through a loop
+MOST_UNNAMED = 64  # the search for names stops after so many unnamed arrays in a row, so that time stays linear
 
 
 @dataclass(frozen=True)
 class HeldArray:
-    """A weight in use or a gradient that lives throughout a loop. shape: on one device. names: of what writes and reads
-    it. over: loops that contain other loops, such as those over microbatches, and loops that do not touch it."""
+    """A weight in use or a gradient that lives throughout a loop. shape: its shape on one device. names: names of the
+    instructions that write and read it. over_microbatches: the loops it lives in that contain other loops. over_others:
+    the loops it lives in that do not touch it."""
 
-    name: str  # of the instruction that makes it
+    name: str  # the instruction that makes it
     kind: MemoryClass
     num_bytes: int
     shape: tuple[int, ...]
@@ -52,8 +57,9 @@ class HeldArray:
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Bytes on a device at the peak. by_class: besides the arguments. at: the instruction that runs at the peak.
-    bytes_during: what lives while an instruction runs, by its name."""
+    """Bytes on a device at the peak. by_class: bytes of each class, besides the arguments. at: the instruction that
+    runs at the peak. held: weights and gradients that live throughout a loop. bytes_during: the live bytes while an
+    instruction runs, by its name."""
 
     num_bytes: int
     by_class: Mapping[MemoryClass, int]
@@ -76,8 +82,8 @@ def read_peak(module: Module) -> PeakMemory:
 
 
 def needed_bytes(memory: ProgramMemory | None, peak: PeakMemory | Unavailable, target: TargetPlan) -> int | None:
-    """Returns the bytes that a program needs on a device: as its compiler counts them, where that is known per device,
-    else as its text shows; None where neither says it."""
+    """Returns the bytes that a program needs on a device, as its compiler counts them if that is per device, or else as
+    its text shows; None if neither is known."""
     counted = memory.needed_bytes(target.platform) if memory else None
     if counted is not None or isinstance(peak, Unavailable):
         return counted
@@ -105,7 +111,7 @@ def classify(buffers: Buffers, module: Module) -> dict[int, MemoryClass]:
     found: dict[int, MemoryClass] = {
         id(each): _class_of(names.written(each), names.read(each)) for each in buffers.others
     }
-    # What is added to a gradient is a gradient: of one microbatch.
+    # An array that is added to a gradient is the gradient of one microbatch.
     waiting = [each for each in buffers.others if found[id(each)] == "gradients"]
     while waiting:
         total = waiting.pop()
@@ -135,7 +141,8 @@ def _passes(names: Iterable[OperationName]) -> set[Pass]:
 
 @dataclass
 class _Names:
-    """Names of what writes and reads an array, those of copies replaced by the names of what they copy."""
+    """Names of the instructions that write and read an array; a copy is replaced by the names of its source or its
+    use."""
 
     buffers: Sequence[Buffer]
     module: Module
@@ -157,7 +164,8 @@ class _Names:
         return self._names(buffer, "readers", self._written_by)
 
     def parts_of(self, gradient: Buffer) -> list[Buffer]:
-        """Returns the arrays read to write a gradient that are gradients too: of its shape, or moved or added."""
+        """Returns the arrays read to write a gradient that are gradients too: arrays of its shape, or parts that are
+        moved or added."""
         return [
             each
             for writer in gradient.writers

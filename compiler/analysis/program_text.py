@@ -17,8 +17,8 @@ class Unavailable:
 
 
 def read_part(part: Callable[[], T]) -> T | Unavailable:
-    """Returns a part of what a text says, or why it cannot be read. Unsupported forms raise HloError; missing pieces
-    raise the others."""
+    """Returns a part of what a text says, or why it cannot be read. Unsupported forms raise HloError, missing pieces
+    the other errors."""
     try:
         return part()
     except RecursionError:

@@ -1,6 +1,6 @@
-"""Finds arithmetic that several devices do alike: a batch, or another array, that is split over fewer devices than run.
+"""Finds arithmetic that several devices repeat: a batch, or another array, is split over fewer devices than run.
 
-repeated-work       devices compute what others compute, too
+repeated-work       devices compute the same as others
 """
 
 from collections import defaultdict
@@ -15,13 +15,13 @@ from .lint import NUM_PLACES
 from .program_devices import ProgramDevices
 from .source_lines import shown
 
-LEAST_SHARE = 0.1  # of the arithmetic, that would not be done if each result were computed once
+LEAST_SHARE = 0.1  # the share of the arithmetic that would be saved if each result were computed once
 
 
 def find_repeated_work(
     module: Module, devices: ProgramDevices, compute_seconds: Mapping[str, float], step: StepReport
 ) -> Iterator[Finding]:
-    """Yields the finding, if there is one. compute_seconds: by instruction of the schedule, in all executions."""
+    """Yields the finding, if there is one. compute_seconds: by instruction of the schedule, over all executions."""
     found = find_repeated(module)
     whole = sum(each.flops for each in found)
     once = sum(each.flops / each.num_times for each in found)
@@ -52,8 +52,8 @@ def _wasted(each: Repeated) -> float:
 
 
 def _seconds(found: Sequence[Repeated], compute_seconds: Mapping[str, float]) -> float:
-    """Returns the time of what is computed more than once: of an instruction of the schedule the part that is, by its
-    arithmetic."""
+    """Returns the time of arithmetic that several devices repeat: the repeated share of each instruction of the
+    schedule."""
     whole, wasted = defaultdict[str, float](float), defaultdict[str, float](float)
     for each in found:
         whole[each.within] += each.flops
@@ -62,7 +62,7 @@ def _seconds(found: Sequence[Repeated], compute_seconds: Mapping[str, float]) ->
 
 
 def _places(module: Module, repeated: Sequence[Repeated]) -> list[str]:
-    """Returns where the arithmetic is, the most that is repeated first."""
+    """Returns the places of the arithmetic, the most repeated first."""
     lines = source_finder(module)
     named = (
         f"{shown(found, each.instruction.op_name)} ({each.within})"

@@ -1,8 +1,8 @@
 """Analyses the schedule of a compiled step: what hides each collective, and the time of a step.
 
-This joins the findings of `compiler/xla/schedule/` with where the program's devices lie, hence the links that a group
-of them uses, and, where the program has a plan, with the plan: the parameter that an operation moves, and the FLOPs of
-the model. A program that nobody declared has no plan; what follows from one is then unknown.
+It joins the results of `compiler/xla/schedule/` with the places of the program's devices, which give the links of a
+group, and with the plan, if there is one: the parameter that an operation moves, and the FLOPs of the model. A program
+without a declaration has no plan; everything that follows from one is then unknown.
 """
 
 from collections import Counter
@@ -40,10 +40,10 @@ NOT_DECLARED = "no declaration says it: the program was inspected by itself"
 
 @dataclass(frozen=True)
 class ScheduleAnalysis:
-    """What a schedule says. step: without the roofline bound, which is not part of the schedule. matches: by
-    collective, the planned ones of its size. unknown: as in Report. compute_seconds: by instruction, in all executions;
-    empty if the chip is unknown. dones: the instructions that wait for a collective, and its name. latency_seconds: by
-    collective, the part of its time alone that does not depend on its size."""
+    """The facts of a schedule. step: without the roofline bound, which is not part of the schedule. matches: for each
+    collective, the planned ones of its size. unknown: reasons by path, as in Report. compute_seconds: by instruction,
+    over all executions; empty if the chip is unknown. dones: the instructions that wait for a collective, with its
+    name. latency_seconds: for each collective, the part of its time alone that does not depend on its size."""
 
     collectives: tuple[CollectiveReport, ...]
     matches: Mapping[str, tuple[Match, ...]]
@@ -57,7 +57,8 @@ class ScheduleAnalysis:
 
 @dataclass(frozen=True)
 class Declared:
-    """A plan says this of its program. paths: of all parameters. planned: its collectives. ops: its operations."""
+    """The facts that a plan gives about its program. paths: the paths of all parameters. planned: its collectives. ops:
+    its operations."""
 
     paths: Sequence[str]
     planned: Sequence[PlannedCollective]
@@ -93,9 +94,9 @@ def analyse_schedule(
 def analyse_program(
     module: Module, devices: ProgramDevices, declared: Declared | None = None, choices: Choices | None = None
 ) -> ScheduleAnalysis:
-    """Returns the analysis of a scheduled program. declared: None for a program without a plan; what follows from one
-    is then unknown. choices: of its user, where it does not say how often something runs. Raises HloError for an
-    unknown form of replica groups, ConfigError for choices of what it does not have."""
+    """Returns the analysis of a scheduled program. declared: None for a program without a plan. choices: the user's
+    choices of how often something runs, where the program does not say. Raises HloError for an unknown form of replica
+    groups, and ConfigError for choices about loops or branches that do not exist."""
     placed: dict[str, CollectivePlacement] = {}
 
     def price(collective: Collective) -> Priced:
@@ -139,7 +140,7 @@ def analyse_program(
 
 
 def _wrong_choices(choices: Choices, steps: tuple[Step, ...]) -> Iterator[Problem]:
-    """Yields what is chosen of loops and conditionals that are not there."""
+    """Yields choices of loops and conditionals that do not exist."""
     for where, named, there in (
         ("trips", choices.trips, open_loops(steps)),
         ("taken", choices.shares, conditionals(steps)),
@@ -153,7 +154,7 @@ def _wrong_choices(choices: Choices, steps: tuple[Step, ...]) -> Iterator[Proble
 
 
 def _latencies(result: Simulation, devices: ProgramDevices) -> dict[str, float | None]:
-    """Returns the time of each collective that does not depend on its size, in all executions."""
+    """Returns the part of each collective's time that does not depend on its size, over all executions."""
     found = {}
     for name, totals in result.collectives.items():
         empty = devices.place(replace(totals.collective, num_bytes=0))
@@ -162,8 +163,8 @@ def _latencies(result: Simulation, devices: ProgramDevices) -> dict[str, float |
 
 
 def _source(collective: Collective, matches: Sequence[Match], known: Declared) -> str:
-    """Returns the source of a collective: by its own name, else by that of the matmul that computes its operand if the
-    plan has a sum of matmuls of that size, else by size alone. The plan knows a sum of several by one of them."""
+    """Returns the source of a collective: its own name; else that of the matmul that computes its operand, if the plan
+    has a sum of matmuls of that size; else the source by size alone. The plan names a sum of several by one of them."""
     if collective.op_name:
         return source_of(collective.op_name, collective.kind, known.paths, known.ops)
     is_sum = any(source.startswith(SUM_OF) for match in matches for source in match.sources)
@@ -285,13 +286,13 @@ def _step(result: Simulation, is_whole: bool, target: TargetPlan, model_flops: i
 
 
 def _untimed(result: Simulation) -> list[str]:
-    """Returns the collectives whose time is not known."""
+    """Returns the collectives whose time is unknown."""
     return [name for name, totals in result.collectives.items() if totals.alone_seconds is None]
 
 
 def _left_out(result: Simulation, placed: Mapping[str, CollectivePlacement]) -> list[str]:
-    """Returns why a step takes longer than the simulation does: kernels and collectives whose time is not known, and
-    loops that count once."""
+    """Returns the reasons why a step takes longer than the simulation: kernels and collectives whose time is unknown,
+    and loops that count once."""
     reasons: list[str] = []
     if result.unpriced:
         kernels = [f"{name} ({count})" for name, count in Counter(result.unpriced.values()).most_common()]

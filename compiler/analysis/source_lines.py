@@ -1,9 +1,9 @@
-"""The line of a user's code that an instruction comes from, by what the program's metadata says.
+"""Finds the line of a user's code that an instruction comes from, in the program's metadata.
 
     jax/_src/..., flax/nnx/..., my_project/train.py:42   ->   my_project/train.py:42
 
-JAX records the frames that led to an operation. Those of libraries say how it is written, the innermost of the user's
-own why it is there.
+JAX records the frames that led to an operation. Frames of libraries say how it is written; the innermost frame of the
+user's own says why it is there.
 """
 
 import re
@@ -16,15 +16,15 @@ from ..xla.hlo import Instruction, Module
 from ..xla.hlo.sources import SourceLine, source_finder
 from ..xla.schedule.steps import Collective
 
-NUM_PARTS = 2  # of a path outside of installed packages
+NUM_PARTS = 2  # shown of a path outside of installed packages
 
 _INSTALLED = re.compile(r"(?:site|dist)-packages/(?P<inner>(?P<library>[^/]+).*)")
 _STANDARD = re.compile(r"/lib/python3[.\d]*/")
 
 
 def line_finder(module: Module) -> Callable[[Collective], str]:
-    """Returns a function of a collective to its line, "train.py:42", of all that it holds the one with its name; where
-    only libraries have lines, the scope that the program gives it. Empty if the program says neither."""
+    """Returns a function from a collective to its line, "train.py:42", preferring an inner instruction with its name.
+    If only libraries have lines, it returns the scope that the program gives; if there is neither, an empty text."""
     find = source_finder(module)
 
     def line_of(collective: Collective) -> str:
@@ -39,7 +39,7 @@ def line_finder(module: Module) -> Callable[[Collective], str]:
 
 
 def shown(lines: tuple[SourceLine, ...], op_name: str = "") -> str:
-    """Returns the innermost line that is not a library's; if there is none, the scope of the operation, else the
+    """Returns the innermost line that is not a library's; if there is none, the scope of the operation, or else the
     innermost line. lines: the innermost first."""
     own = next((each for each in lines if not _is_of_library(each.file)), None)
     if own is None:

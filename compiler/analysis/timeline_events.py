@@ -30,7 +30,7 @@ _AXES_OF_NAME = re.compile(r"_[A-Z]+$")
 def schedule_events(
     segments: Sequence[Segment], steps: tuple[Step, ...], collectives: Iterable[CollectiveReport]
 ) -> tuple[Event, ...]:
-    """Returns an event for each segment; a collective that uses both directions of a torus axis is one event, on the
+    """Returns an event for each segment. A collective that uses both directions of a torus axis is one event, on the
     axis' own track."""
     computes = {each.name: each for each in every(steps, Compute)}
     reports = {each.name: each for each in collectives}
@@ -67,7 +67,7 @@ def schedule_events(
 
 
 def with_memory(events: Iterable[Event], peak: PeakMemory | Unavailable) -> tuple[Event, ...]:
-    """Returns the events with the memory that is in use while each computes. peak: of their program."""
+    """Returns the events with the memory that is in use while each computes. peak: the peak of their program."""
     if isinstance(peak, Unavailable):
         return tuple(events)
     found = peak.bytes_during
@@ -80,7 +80,8 @@ def with_memory(events: Iterable[Event], peak: PeakMemory | Unavailable) -> tupl
 
 
 def name_of_collective(collective: CollectiveReport) -> str:
-    """Returns "reduce mlp/up" of the reduce-scatter of layers/mlp/up_EM, backward."""
+    """Returns the name of a collective on the timeline: "reduce mlp/up" for the reduce-scatter of layers/mlp/up_EM,
+    backward."""
     what = collective.source.partition(BY_SIZE)[0].rpartition(", ")
     path, _, more = (what[0] or what[2]).partition(" ")
     parts = path.split("/")
@@ -126,7 +127,7 @@ def _arguments(
 
 
 def _loop_name(loop: Loop) -> str:
-    """Returns "layers, forward": of the scope that most of its operations name, and their pass."""
+    """Returns the name of a loop, "layers, forward": the scope that most of its operations name, and their pass."""
     names = [OperationName(step.op_name) for step in loop.body if isinstance(step, Compute) and step.op_name]
     found = Counter((name.of_loop or loop.name, _direction(name)) for name in names)
     if not found:
@@ -136,5 +137,5 @@ def _loop_name(loop: Loop) -> str:
 
 
 def _direction(name: OperationName) -> str:
-    """Returns the pass in whose loop an operation is: what is computed again belongs to the backward pass."""
+    """Returns the pass in whose loop an operation is; recomputation belongs to the backward pass."""
     return "backward" if name.in_pass == "recomputed" else name.in_pass

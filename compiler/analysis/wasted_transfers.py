@@ -1,10 +1,10 @@
-"""Finds transfers that another layout or another order of operations would save, and names what causes them.
+"""Finds transfers that another layout or another order of operations would save, and names their causes.
 
 stack-gathered-whole        a stack of layers is split along the dimension that a loop runs along: all of it is gathered
 gathered-then-sliced        each device uses only a part of what an all-gather gives it
-upcast-transfer             a wider type is transferred than what goes in, or what is made of it, has
+upcast-transfer             the transferred type is wider than that of the input, or of the result
 
-Where values come from and go to: compiler/xla/hlo/uses.py.
+compiler/xla/hlo/uses.py finds where values come from and go to.
 """
 
 from collections import defaultdict
@@ -22,7 +22,7 @@ from ..xla.hlo.uses import VIEWS, ModuleValue, Uses, ValueUse
 from .lint import LEAST_BYTES, NUM_PLACES
 from .source_lines import shown
 
-MOST_USED = 0.5  # of a gathered array; what uses more of it needs it whole
+MOST_USED = 0.5  # the share of a gathered array; an operation that uses more needs it whole
 _MOVED: frozenset[CollectiveKind] = frozenset({"all-gather", "all-to-all", "collective-permute"})  # nothing is summed
 _SLICES = frozenset({"dynamic-slice", "slice"})
 _NAMES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
@@ -30,8 +30,9 @@ _NAMES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float6
 
 @dataclass(frozen=True)
 class MovedArray:
-    """One array that a collective moves. sent: what a device gives, an operand of the collective itself. result: what
-    it has afterwards. dimension: that an all-gather joins. share: of the collective's bytes."""
+    """One array that a collective moves. sent: the array that a device gives, an operand of the collective itself.
+    result: the array that it has afterwards. dimension: the dimension that an all-gather joins. share: the array's
+    share of the collective's bytes."""
 
     report: CollectiveReport
     sent: ModuleValue
@@ -48,7 +49,7 @@ class MovedArray:
 
 @dataclass(frozen=True)
 class Waste:
-    """A transfer of which `share` could be saved, why, and what to do. where: what the cause is, after the place of the
+    """A transfer of which `share` could be saved, with the reason and the fix. where: the cause, after the place of the
     transfer."""
 
     rule: str
@@ -62,8 +63,8 @@ class Waste:
 def find_wasted_transfers(
     module: Module, collectives: Sequence[CollectiveReport], dones: Mapping[str, str], *, is_cpu: bool
 ) -> tuple[Finding, ...]:
-    """Returns the findings on transfers, the one that costs most first. dones: by the instruction that waits for a
-    collective, its name. is_cpu: its compiler computes in float32 what the program has in bfloat16."""
+    """Returns the findings on transfers, the most costly first. dones: the instructions that wait for a collective,
+    with its name. is_cpu: whether the compiler computes in float32 where the program has bfloat16."""
     seen = _Transfers(module, collectives, dones)
     found: list[Waste] = []
     for moved in seen.moved:
@@ -78,7 +79,7 @@ def find_wasted_transfers(
 
 @dataclass(frozen=True)
 class _Transfers:
-    """The transfers of a program that move much."""
+    """The large transfers of a program."""
 
     module: Module
     collectives: Sequence[CollectiveReport]
@@ -125,7 +126,7 @@ class _Transfers:
         )  # fmt: skip
 
     def part(self, moved: MovedArray) -> Waste | None:
-        """Returns the waste of what is gathered and then only used in part."""
+        """Returns the waste of an array that is gathered and then used only in part."""
         gathered = self._uses_of(moved)
         if moved.report.kind != "all-gather" or not gathered:
             return None
@@ -178,7 +179,7 @@ class _Transfers:
             yield MovedArray(report, sent, result, dimension, sizes[number] / max(1, sum(sizes)))
 
     def _collective(self, outer: Instruction, around: Computation, kind: str) -> tuple[Instruction, Computation] | None:
-        """Returns the collective that an instruction is or holds, and the computation that it is in."""
+        """Returns the collective that an instruction is or contains, and the computation that it is in."""
         if outer.opcode.removesuffix("-start") == kind:
             return outer, around
         for name in outer.called:
@@ -214,7 +215,7 @@ def _is_slice(use: ValueUse) -> bool:
 
 
 def _fix_of_slice(use: ValueUse, moved: MovedArray) -> str:
-    """Returns what to do about a gathered array that is sliced."""
+    """Returns the fix for a gathered array that is sliced."""
     if use.reader.opcode == "slice":
         return "slice first, then gather: or give the slice alone the layout that is whole, by with_sharding_constraint"
     shape, part = (use.array.shape if use.array else ()), use.reader.arrays[0].shape
@@ -241,7 +242,7 @@ def _cost(several: Sequence[Waste]) -> tuple[float, str]:
 
 
 def _finding(several: Sequence[Waste]) -> Finding:
-    """Returns one finding of wastes that differ in their places alone."""
+    """Returns one finding for wastes that differ only in their places."""
     first = max(several, key=lambda each: each.moved.report.bytes * each.moved.share * each.share)
     kind = first.moved.report.kind
     reports = {each.moved.report.name: each.moved.report for each in several}
