@@ -73,9 +73,11 @@ class Plan:
         return tuple(each for each in self.operations if each.op.kind == kind)
 
     def operation(self, kind: str) -> OpPlan:
-        """The plan of an operation that is done at one site."""
-        (one,) = self.operations_of(kind)
-        return one
+        """Returns the plan of an operation that all sites run alike: that of the first."""
+        first, *others = self.operations_of(kind)
+        if any(each.chosen != first.chosen for each in others):
+            raise ValueError(f"sites of '{kind}' run by different strategies: ask for operations_of('{kind}')")
+        return first
 
     @property
     def auxiliary(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from ..core.collectives import CollectiveKind
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName
 from ..jaxpr.program import Operation, Program
-from ..parallel.exchange import RING
+from ..parallel.attention.exchange import RING
 from ..parallel.operation import ParallelOp, find_source
 from .liveness import host_sets, live_sets
 from .regions import Region

@@ -1,9 +1,9 @@
 """The operations that the plan decides on, in this order: one that is planned from others comes after them."""
 
-from .attention import AttentionOp
-from .context import ContextOp
+from .attention.attention import AttentionOp
+from .attention.context import ContextOp
 from .embedding import EmbeddingOp
-from .experts import ExpertsOp
+from .experts.experts import ExpertsOp
 from .lm_head import LmHeadOp
 from .loss import LossOp
 from .matmul import MatmulOp

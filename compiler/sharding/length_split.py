@@ -1,5 +1,5 @@
 """Which models can run with the length of sequences split over devices: those in which no token sees another but by
-attention, which exchanges keys and values itself (compiler/parallel/context.py).
+attention, which exchanges keys and values itself (compiler/parallel/attention/context.py).
 """
 
 from collections.abc import Callable, Iterator

@@ -6,7 +6,7 @@ splash, others       the shapes of queries and keys, under a causal mask
 
 These are kernels of public libraries, which programs without a plan call too, and what they compute is said by their
 text alone: so they are read here, not by an operation. What only an operation knows of its kernel, such as the blocks
-of a ring, it says itself (parallel/attention_cost.py), and it is asked first.
+of a ring, it says itself (parallel/attention/attention.py), and it is asked first.
 """
 
 import math

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 from conftest import plan_of
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.compiler.parallel.attention import Kernel, build_attend
-from meshloom.compiler.parallel.splash import attend_splash
-from meshloom.compiler.parallel.splash_fused import NO_BUDGET, Budget
+from meshloom.compiler.parallel.attention.attention import Kernel, build_attend
+from meshloom.compiler.parallel.attention.splash import attend_splash
+from meshloom.compiler.parallel.attention.splash_kernels import NO_BUDGET, Budget
 from meshloom.models.attention import attend
 from support.helpers import forward, tiered
 

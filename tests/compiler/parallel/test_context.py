@@ -10,7 +10,7 @@ import pytest
 from conftest import plan_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.estimate.estimate import estimate_step
-from meshloom.compiler.parallel.context import balance
+from meshloom.compiler.parallel.attention.context import balance
 from meshloom.compiler.report.explain import plan_as_json
 from meshloom.compiler.sharding.batch import TokenOrder
 from support.helpers import plan_as_declared

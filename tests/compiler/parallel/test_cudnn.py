@@ -9,8 +9,8 @@ from jax.extend.core import jaxprs_in_params
 from conftest import SMALL, plan_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.estimate.estimate import estimate_step
-from meshloom.compiler.parallel import attention as attention_module
-from meshloom.compiler.parallel.cudnn import attend_cudnn
+from meshloom.compiler.parallel.attention import attention as attention_module
+from meshloom.compiler.parallel.attention.cudnn import attend_cudnn
 from meshloom.compiler.spec.target_names import chip_file, kinds
 from meshloom.compiler.spec.target_spec import SwitchSpec
 from meshloom.runtime.cli import ahead as explain_module

@@ -13,10 +13,16 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from meshloom.compiler.jaxpr.flops import matmul_flops
-from meshloom.compiler.parallel import dispatch
-from meshloom.compiler.parallel.capacity import dispatch_capacity, run_equal_groups
-from meshloom.compiler.parallel.dispatch import Experts, sort_by_expert, take_rows, without_unsent
-from meshloom.compiler.parallel.grouped_matmul import grouped_matmul
+from meshloom.compiler.parallel.experts import dispatch
+from meshloom.compiler.parallel.experts.dispatch import (
+    Experts,
+    dispatch_capacity,
+    run_equal_groups,
+    sort_by_expert,
+    take_rows,
+    without_unsent,
+)
+from meshloom.compiler.parallel.experts.grouped_matmul import grouped_matmul
 from meshloom.models.experts import NO_EXPERT
 from support.experts import dense_experts, emulated_ragged_all_to_all
 from support.helpers import tiered

@@ -14,12 +14,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from meshloom.compiler.jaxpr.subprograms import subprograms
-from meshloom.compiler.parallel import cudnn, cudnn_blocks
-from meshloom.compiler.parallel.cudnn_blocks import CudnnBlocks
-from meshloom.compiler.parallel.exchange import Exchange, attend_by_blocks, attend_over_length
-from meshloom.compiler.parallel.splash_blocks import SplashBlocks
-from meshloom.compiler.parallel.splash_fused import NO_BUDGET, Budget
-from meshloom.compiler.parallel.tiles import TiledBlocks, plan_visits, tile_size
+from meshloom.compiler.parallel.attention import cudnn
+from meshloom.compiler.parallel.attention.blocks import TiledBlocks, plan_visits, tile_size
+from meshloom.compiler.parallel.attention.cudnn import CudnnBlocks
+from meshloom.compiler.parallel.attention.exchange import Exchange, attend_by_blocks, attend_over_length
+from meshloom.compiler.parallel.attention.splash import SplashBlocks
+from meshloom.compiler.parallel.attention.splash_kernels import NO_BUDGET, Budget
 from meshloom.compiler.sharding.batch import TokenOrder
 from support.helpers import tiered
 
@@ -204,8 +204,8 @@ def _of_heads(x_BKSD, q_BHTD):
 )
 def test_so_it_does_with_a_kernel_that_works_as_cudnn_does(case, monkeypatch):
     """A stand-in: this proves what is done with the kernels, and not the kernels."""
-    monkeypatch.setattr(cudnn_blocks, "bind_forward", LikeCudnn.forward)
-    monkeypatch.setattr(cudnn_blocks, "bind_backward", LikeCudnn.backward)
+    monkeypatch.setattr(cudnn, "bind_forward", LikeCudnn.forward)
+    monkeypatch.setattr(cudnn, "bind_backward", LikeCudnn.backward)
     assert_is_reference(case, lambda _: CudnnBlocks(), inputs(32), None)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshloom.compiler.jaxpr.flops import count_flops
-from meshloom.compiler.parallel.grouped_matmul import grouped_matmul
+from meshloom.compiler.parallel.experts.grouped_matmul import grouped_matmul
 
 SIZES = [70, 0, 40, 11]  # an empty group, and rows of none
 

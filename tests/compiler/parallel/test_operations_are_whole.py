@@ -35,7 +35,7 @@ def _found(names) -> dict[str, set[str]]:
 def _imported(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         folder, _, file = (node.module or "").rpartition(".") if isinstance(node, ast.ImportFrom) else ("", "", "")
-        if folder == "parallel" and file in FILES:
+        if folder.split(".")[0] == "parallel" and file in FILES:
             yield file
 
 

@@ -12,9 +12,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from conftest import plan_of
 from meshloom.compiler.estimate.estimate import estimate_step
-from meshloom.compiler.parallel import splash
-from meshloom.compiler.parallel.splash import attend_splash, mask_info, plan_cut
-from meshloom.compiler.parallel.splash_fused import (
+from meshloom.compiler.parallel.attention import splash
+from meshloom.compiler.parallel.attention.splash import attend_splash, mask_info, plan_cut
+from meshloom.compiler.parallel.attention.splash_kernels import (
     NO_BUDGET,
     AttentionShape,
     Budget,

@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..core.partition_spec import Axes
-from ..sharding.batch import TokenOrder
+from ...core.partition_spec import Axes
+from ...sharding.batch import TokenOrder
 from .blocks import (
     HIDDEN,
     Attended,

@@ -18,20 +18,20 @@ from typing import cast
 import jax.numpy as jnp
 import numpy as np
 
-from ..core.collectives import CollectiveKind
-from ..core.format import human_names, human_seconds
-from ..core.head_shares import share_of_head
-from ..core.partition_spec import axes_of
-from ..core.scopes import OperationName, exchange_scope
-from ..sharding.arrays import OpSite
-from ..sharding.batch import TokenOrder, plan_token_order
-from ..target.compiler_options import why_permutes_wait
-from ..target.target import TargetPlan
+from ...core.collectives import CollectiveKind
+from ...core.format import human_names, human_seconds
+from ...core.head_shares import share_of_head
+from ...core.partition_spec import axes_of
+from ...core.scopes import OperationName, exchange_scope
+from ...sharding.arrays import OpSite
+from ...sharding.batch import TokenOrder, plan_token_order
+from ...target.compiler_options import why_permutes_wait
+from ...target.target import TargetPlan
+from ..operation import CollectiveSpec, Cost, Exposed, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, refused
 from .attention import cudnn_refusal, plan_backward
 from .exchange import ALL_GATHER, RING, ULYSSES, Exchange, ExchangeName
-from .operation import CollectiveSpec, Cost, Exposed, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, refused
 from .ring import full_steps, num_steps
-from .splash_fused import ONE_KERNEL, TWO_KERNELS
+from .splash_kernels import ONE_KERNEL, TWO_KERNELS
 
 # A ring's step reads and writes the float32 sums of outputs and of gradients, and picks chunks: for each element of the
 # queries 21 bytes forward at the full bandwidth, in a compiled schedule for v5p, and about as many backward.
@@ -44,7 +44,7 @@ ONE_PASS_BYTES = 2
 # Of a ring's permutes beside blocks that are long enough, the share that is waited for with default options: 536 of
 # 1,481 us for v5p:2x2x1, 0.91 of 2.60 ms for h100-8, in compiled schedules of two layers.
 EXPOSED_PERMUTES = 0.35
-FORWARD_MATMULS = 2  # of attention; backward has 5 in one kernel, 7 in two (splash_fused.py)
+FORWARD_MATMULS = 2  # of attention; backward has 5 in one kernel, 7 in two (splash_kernels.py)
 
 
 class ContextOp(ParallelOp):

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..core.collectives import CollectiveKind
-from ..sharding.arrays import OpSite
-from ..target.compiler_options import assumed_weight_presets, hidden_kinds
+from ...core.collectives import CollectiveKind
+from ...sharding.arrays import OpSite
+from ...target.compiler_options import assumed_weight_presets, hidden_kinds
+from ..operation import CollectiveSpec, OpInputs
 from .dispatch import Experts
-from .operation import CollectiveSpec, OpInputs
 
 RAGGED, PADDED, GATHERED, CAPACITY = "ragged", "padded", "gathered", "capacity"
 Wait = Literal["input", "routing", "experts", "weights"]

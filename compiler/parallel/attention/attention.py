@@ -1,17 +1,26 @@
 """Which implementation of attention the step calls, and how it is called.
 
     xla     plain operations, anywhere: all scores are in memory (models/attention.py), or those of a tile where the
-            length is split (tiles.py)
+            length is split (blocks.py)
     cudnn   cuDNN's fused kernel, NVIDIA GPUs; no soft cap, and in a ring or with gathered keys no window or documents
     splash  JAX's Pallas kernel, TPUs: a kernel is not an operation that the partitioner can split, so it runs under a
             shard_map over the mesh axes of the heads
 
 Neither kernel keeps the length x length scores. `auto` is the kernel of the platform; a choice that cannot run is an
 error, never another implementation.
+
+The arithmetic of the kernels that it runs, by the blocks of queries x keys that the mask leaves. The scope says how
+many they are (`blocks_scope`); without one the mask is causal.
+
+    traced splash      the matmuls of the kernel's body, once for each of these blocks of its grid
+    traced cuDNN       queries x keys x depth by shapes, of these blocks
+    compiled splash    the square by shapes, of these blocks
+    compiled cuDNN     nothing to add: its own text says what it computes (xla/schedule/attention_kernels.py)
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any, Literal
@@ -24,32 +33,34 @@ from jax.sharding import PartitionSpec
 
 from meshloom.models.attention import attend
 
-from ..core.collectives import ComputeKind
-from ..core.head_shares import share_of_head
-from ..core.kernels import KernelCall, KernelCost
-from ..core.partition_spec import Axes, axes_in, axes_of
-from ..core.scopes import ATTENTION, OperationName, exchange_scope, nested_scope
-from ..jaxpr.operation_kinds import LANES
-from ..sharding.arrays import OpSite
-from ..spec.spec import RunSpec
-from ..target.target import TargetPlan
-from .attention_cost import attention_cost
+from ...core.collectives import ComputeKind
+from ...core.head_shares import share_of_head
+from ...core.kernels import KernelCall, KernelCost
+from ...core.partition_spec import Axes, axes_in, axes_of
+from ...core.scopes import ATTENTION, OperationName, exchange_scope, nested_scope
+from ...jaxpr.flops import matmul_flops
+from ...jaxpr.operation_kinds import LANES
+from ...jaxpr.subprograms import subprograms
+from ...sharding.arrays import OpSite
+from ...spec.spec import RunSpec
+from ...target.target import TargetPlan
+from ..operation import Lowered, OpInputs, OpPlan, ParallelOp, Strategy, refused
+from ..remat import ATTENTION_RESULT, marked
 from .cudnn import attend_cudnn, most_head_dim, takes_other_values
 from .exchange import RING, ULYSSES, Exchange, ExchangeName, attend_by_blocks, attend_over_length, block_kernel
-from .operation import Lowered, OpInputs, OpPlan, ParallelOp, Strategy, refused
-from .remat import ATTENTION_RESULT, marked
 from .splash import Cut, attend_splash, plan_cut
-from .splash_fused import (
+from .splash_kernels import (
+    BLOCKS,
     NO_BUDGET,
     AttentionShape,
     Backward,
     Budget,
     all_blocks,
+    block_size,
     choose_backward,
     plan_budget,
     seen_blocks,
 )
-from .splash_kernels import BLOCKS, block_size
 
 Implementation = Literal["xla", "cudnn", "splash"]
 XLA, CUDNN, SPLASH = "xla", "cudnn", "splash"
@@ -247,3 +258,53 @@ def _on_shards(
         check_vma=False,
     )
     return run(q, k, v, segment_ids)
+
+
+_CUDNN = ("dot_product_attention_fwd", "dot_product_attention_bwd")  # JAX's primitives (cudnn.py)
+_CUDNN_BLOCK = 128  # keys of a block of cuDNN's kernels
+
+
+def attention_cost(call: KernelCall) -> KernelCost | None:
+    """Returns the cost of a call of splash or cuDNN; None for other kernels, and where only their text says it."""
+    if not call.is_traced:
+        return _compiled_splash(call) if call.is_pallas else None
+    if call.is_pallas:
+        return _traced_splash(call) if "splash" in call.kernel else None
+    return _traced_cudnn(call) if call.kernel.startswith(_CUDNN) else None
+
+
+def _traced_splash(call: KernelCall) -> KernelCost:
+    grid = call.parameters["grid_mapping"].grid
+    rows, entries = grid[-3 if "dkv" in call.kernel else -2], grid[-1]  # of the table of blocks that it runs over
+    num_calls = math.prod(n for n in grid if isinstance(n, int))
+    flops = num_calls * sum(matmul_flops(inner) for inner in subprograms(call.parameters))
+    used = call.name.used_blocks
+    return _cost(_causal_flops(flops, rows, entries) if used is None else flops * used[0] // (rows * entries))
+
+
+def _traced_cudnn(call: KernelCall) -> KernelCost:
+    # Two matmuls forward; backward the scores again, and a gradient of each of four factors (arXiv:2205.14135).
+    queries, keys = (each.shape for each in call.operands[:2])
+    num_keys = keys[2 if call.parameters["layout"] else 1]
+    count = 2 if call.kernel.startswith(_CUDNN[0]) else 5
+    flops, blocks = 2 * count * math.prod(queries) * num_keys, max(1, num_keys // _CUDNN_BLOCK)
+    used = call.name.used_blocks
+    return _cost(_causal_flops(flops, blocks, blocks) if used is None else flops * used[0] // used[1])
+
+
+def _compiled_splash(call: KernelCall) -> KernelCost | None:
+    """A table of public libraries takes the mask for causal, and counts half of the square."""
+    used, stated = call.name.used_blocks, call.stated
+    if used is None or stated is None or stated.unit != "attention":
+        return None
+    return replace(stated, flops=2 * stated.flops * used[0] / used[1])
+
+
+def _cost(flops: int) -> KernelCost:
+    return KernelCost(flops, unit="attention")
+
+
+def _causal_flops(flops: int, rows: int, entries: int) -> int:
+    """Returns the FLOPs of the blocks that a causal mask leaves, of those of all entries: at the edge a row has one,
+    two, three, .. and all other rows have all of them."""
+    return flops * (2 * rows - entries + 1) // (2 * rows)

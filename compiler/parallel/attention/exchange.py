@@ -17,14 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..core.partition_spec import Axes
-from ..sharding.batch import TokenOrder
-from .blocks import Attended, BlockKernel, Gradient, Gradients, Keys, Queries, Sight, attend_with
-from .cudnn_blocks import CudnnBlocks
+from ...core.partition_spec import Axes
+from ...sharding.batch import TokenOrder
+from .blocks import Attended, BlockKernel, Gradient, Gradients, Keys, Queries, Sight, TiledBlocks, attend_with
+from .cudnn import CudnnBlocks
 from .ring import AttentionRing, attend_in_ring
-from .splash_blocks import SplashBlocks
-from .splash_fused import Budget
-from .tiles import TiledBlocks
+from .splash import SplashBlocks
+from .splash_kernels import Budget
 
 RING, ALL_GATHER, ULYSSES = "ring", "all_gather", "ulysses"
 ExchangeName = Literal["ring", "all_gather", "ulysses"]

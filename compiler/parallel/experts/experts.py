@@ -1,7 +1,7 @@
 """How tokens reach their experts, if a mesh axis that splits the batch splits the experts too.
 
 Each device then has some tokens and some experts. Three exchanges drop nothing unless a declared buffer is too small
-(`moe.max_imbalance`); one gives each expert a fixed number of rows (capacity.py):
+(`moe.max_imbalance`); one gives each expert a fixed number of rows (dispatch.py):
 
     ragged    rows of each expert, as many as there are        TPUs, where the compiler has it
     padded    rows of each expert, padded to a declared size   everywhere
@@ -25,23 +25,27 @@ from jax.sharding import PartitionSpec
 
 from meshloom.models.activations import ACTIVATIONS
 
-from ..core.collectives import ComputeKind
-from ..core.errors import ConfigError, Problem
-from ..core.format import human_seconds
-from ..core.kernels import KernelCall, KernelCost
-from ..core.partition_spec import Axes, axes_of, keep_axes
-from ..core.scopes import OperationName, experts_scope
-from ..sharding.arrays import EXPERTS, OpSite
-from ..sharding.rules import ArrayPlan
-from ..target.target import TargetPlan
-from .capacity import dispatch_capacity, run_equal_groups
+from ...core.collectives import ComputeKind
+from ...core.errors import ConfigError, Problem
+from ...core.format import human_seconds
+from ...core.kernels import KernelCall, KernelCost
+from ...core.partition_spec import Axes, axes_of, keep_axes
+from ...core.scopes import OperationName, experts_scope
+from ...sharding.arrays import EXPERTS, OpSite
+from ...sharding.rules import ArrayPlan
+from ...target.target import TargetPlan
+from ..operation import Cost, Exposed, Lowered, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, refused
+from ..weight_plan import parts_of
+from ..weights import gather_dims, scatter_dims
 from .dispatch import (
     Dispatch,
     Experts,
+    dispatch_capacity,
     dispatch_gathered,
     dispatch_local,
     dispatch_padded,
     dispatch_ragged,
+    run_equal_groups,
     without_unsent,
 )
 from .expert_exchange import (
@@ -55,9 +59,6 @@ from .expert_exchange import (
     sent_once,
 )
 from .grouped_matmul import Kernels, grouped_cost, grouped_matmul
-from .operation import Cost, Exposed, Lowered, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, refused
-from .weight_plan import parts_of
-from .weights import gather_dims, scatter_dims
 
 _ROWS = 128  # buffers have a multiple of so many rows, which grouped matmuls on TPUs work on at once
 

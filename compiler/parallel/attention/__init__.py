@@ -1,0 +1,1 @@
+"""Attention: its kernels, and how keys and values reach queries on other devices."""

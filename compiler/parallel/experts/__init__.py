@@ -1,0 +1,1 @@
+"""Experts: their kernels, and how tokens reach experts on other devices and come back."""
