@@ -1,1 +1,1 @@
-"""How each operation runs over the mesh: one file per operation, with its strategies, their costs and their code."""
+"""How each operation runs over the mesh: its strategies, costs and code; a folder each for attention and experts."""
