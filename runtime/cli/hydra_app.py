@@ -191,6 +191,7 @@ def run_hydra_app(request: Request, flags: argparse.Namespace, task: HydraTask) 
         kept += [f"--{name}", value] if value else []
     kept += ["--config-path", request.config_path] if request.config_path else []
     overrides = flags.overrides if flags.shell_completion else hydra_arguments(request)
+    # Hydra's main reads its words here. Its compose API starts no sweeper and no launcher, of ours or of others.
     sys.argv = ["meshloom", *kept, "--config-name", request.config_name, *overrides]
     try:
         hydra.main(version_base="1.3", config_path="pkg://meshloom.conf", config_name=request.config_name)(task)()

@@ -1,4 +1,8 @@
-"""Renders the commands and files of the declared engine, and shows or runs them."""
+"""Renders the commands and files of the declared engine, and shows or runs them.
+
+`local` and `slurm` have started runs; the others were checked without a cluster (docs/launch.md, "What was tried").
+They stay as they are, and no engine is added, until they have started one.
+"""
 
 import shlex
 import shutil

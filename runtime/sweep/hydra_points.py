@@ -29,7 +29,7 @@ from .rows import POINT_NAME, Figures, Outcome, Task, swept_of
 SPOOL = ".ended"  # a folder of the sweep: outcomes of points that other processes ran
 _POLL_SECONDS = 0.5
 
-_engine: Engine | None = None
+_engine: Engine | None = None  # Hydra makes a launcher itself, from a config alone: ours finds its sweep here
 
 
 class EndedPoint(Record):

@@ -21,8 +21,6 @@ from meshloom.compiler.tune.space import GroupChoices, Variant, check_pins, num_
 
 from ..core.files import replace_text
 
-SEARCHED_BY_KEY = ("mesh", "num_microbatches")
-
 
 @dataclass(frozen=True)
 class Space:

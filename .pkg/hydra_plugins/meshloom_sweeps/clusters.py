@@ -1,9 +1,9 @@
-"""`hydra/launcher=meshloom_slurm` and `meshloom_jobset`: the points of a sweep as jobs of a cluster (docs/launch.md).
+"""Adds `hydra/launcher=meshloom_slurm` and `meshloom_jobset`: points of a sweep become jobs of a cluster.
 
-The jobs are as `launch` says. Meshloom's engine runs them, as it runs the pool.
+`launch` declares the jobs (docs/launch.md). Meshloom's engine runs them, as it runs the pool.
 """
 
-# As launcher.py: no `from __future__ import annotations` in a module of Hydra's that has a dataclass.
+# No `from __future__ import annotations`, for the reason in launcher.py.
 from dataclasses import dataclass
 from typing import Optional
 
@@ -14,7 +14,8 @@ from .launcher import PoolLauncher
 
 @dataclass
 class SlurmConf:
-    """num_at_once: the most points that run at once; null: as many as SLURM has room for."""
+    """The settings of meshloom_slurm. num_at_once: the most points that run at once; null: as many as SLURM has room
+    for."""
 
     _target_: str = "hydra_plugins.meshloom_sweeps.clusters.SlurmLauncher"
     num_at_once: Optional[int] = None  # noqa: UP045 (OmegaConf reads it)
@@ -22,7 +23,7 @@ class SlurmConf:
 
 @dataclass
 class JobSetConf:
-    """Kueue says how many run at once."""
+    """The settings of meshloom_jobset: none, as Kueue decides how many points run at once."""
 
     _target_: str = "hydra_plugins.meshloom_sweeps.clusters.JobSetLauncher"
 
@@ -33,8 +34,8 @@ STORE.store(group="hydra/launcher", name="meshloom_jobset", node=JobSetConf, pro
 
 
 class SlurmLauncher(PoolLauncher):
-    """An array of jobs for the points of each kind of hosts."""
+    """Submits an array of jobs for the points of each kind of hosts."""
 
 
 class JobSetLauncher(PoolLauncher):
-    """A JobSet for each point."""
+    """Applies a JobSet for each point."""

@@ -1,4 +1,4 @@
-"""`hydra/launcher=meshloom_pool`: the points of a sweep in worker processes that stay warm (docs/sweeps.md)."""
+"""Adds `hydra/launcher=meshloom_pool`: points of a sweep run in worker processes that stay warm (docs/sweeps.md)."""
 
 # Hydra executes this before it is in sys.modules: with `from __future__ import annotations` a dataclass would fail.
 from collections.abc import Sequence
@@ -14,8 +14,9 @@ from omegaconf import DictConfig
 
 @dataclass
 class PoolConf:
-    """num_workers: points at once; null: as cores and memory allow, and one for `train`. timeout_seconds: of a point;
-    null: no limit. worker_bytes: memory that a point is expected to need until one was measured; null: by command."""
+    """The settings of meshloom_pool. num_workers: points at once; null: as many as cores and memory allow, and one for
+    `train`. timeout_seconds: the most time of a point; null: no limit. worker_bytes: the most memory of a point; null:
+    no limit, and the first points are expected to need what their command usually does."""
 
     _target_: str = "hydra_plugins.meshloom_sweeps.launcher.PoolLauncher"
     num_workers: Optional[int] = None  # noqa: UP045 (OmegaConf reads it)
@@ -27,16 +28,16 @@ ConfigStore.instance().store(group="hydra/launcher", name="meshloom_pool", node=
 
 
 class PoolLauncher(Launcher):
-    """Hands the points to Meshloom's own engine, which has the settings of this launcher already."""
+    """Hands the points to Meshloom's own engine, which already has the settings of this launcher."""
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Needs nothing of Hydra's: the points are composed in the workers."""
+        """Does nothing: the workers compose the points."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Runs a batch of points. Returns one JobReturn for each, whose value is the objective."""
+        """Runs a batch of points. Returns a JobReturn for each, with the objective as its value."""
         from meshloom.runtime.sweep.hydra_points import launch  # noqa: PLC0415 (it is heavy)
 
         return launch(job_overrides, initial_job_idx)

@@ -1,6 +1,6 @@
-"""`hydra/sweeper=meshloom_grid`: Hydra's basic sweeper without composing each point, which takes 0.3 s each.
+"""Adds `hydra/sweeper=meshloom_grid`: Hydra's basic sweeper, which does not compose each point first, at 0.3 s each.
 
-Meshloom has checked all values before, and a point that cannot be composed is a row with its reason.
+Meshloom has checked all values before. A point that cannot be composed becomes a row with the reason.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ from hydra.core.config_store import ConfigStore
 
 @dataclass
 class GridConf:
-    """As Hydra's basic sweeper: max_batch_size points are handed to the launcher at once, params are swept over too."""
+    """The settings of Hydra's basic sweeper. max_batch_size: points that the launcher gets at once. params: swept
+    too."""
 
     _target_: str = "hydra_plugins.meshloom_sweeps.sweeper.GridSweeper"
     max_batch_size: Optional[int] = None  # noqa: UP045 (OmegaConf reads it)
@@ -25,4 +26,4 @@ ConfigStore.instance().store(group="hydra/sweeper", name="meshloom_grid", node=G
 
 class GridSweeper(BasicSweeper):
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
-        """Leaves it to the points."""
+        """Does nothing: each point checks itself."""
