@@ -20,9 +20,9 @@ from .regions import Region, largest_sum
 
 @dataclass(frozen=True)
 class PlannedCollective:
-    """All equal collectives of a step.
+    """All collectives of a step that are equal.
 
-    bytes_each: bytes of the full array of one, within the shards of the other mesh axes. source: the path of the
+    bytes_each: the bytes of the full array of one, within the shards of the other mesh axes. source: the path of the
     parameter, the activation that a ring computes, or the operation whose partial results are added. rule: the key of
     the rule that causes it.
     """
@@ -44,8 +44,8 @@ class PlannedCollective:
 
 
 def plan_communication(plan: Plan, step: Region) -> tuple[PlannedCollective, ...]:
-    """Returns the collectives of a step in the order of its program, with equal ones grouped. A stage of the mesh runs
-    at most so many of them."""
+    """Returns the collectives of a step in the order of its program, with equal ones grouped. Where stages of the mesh
+    run different numbers of one, its count is the largest."""
     paths = [p.array.path for p in plan.sharding.parameters]
     found: dict[PlannedCollective, list[tuple[Region, float]]] = defaultdict(list)
     for region, operation in ((region, step.operation) for region, step in step.each()):
@@ -78,8 +78,8 @@ def sent_bytes(planned: PlannedCollective) -> int:
 
 
 def link_bytes(collective: TracedCollective, group_size: int) -> int:
-    """Returns the bytes that a device sends, and receives, for one collective: all but its own part of the full array,
-    twice if the sum is returned to all; for a permute its own array."""
+    """Returns the bytes that a device sends, and receives, for one collective: all of the full array but its own part,
+    twice that if every device gets the sum; for a permute its own array."""
     others = collective.full_bytes * (group_size - 1) // group_size
     sent = {"all-reduce": 2 * others, "all-to-all": others // group_size, "collective-permute": collective.full_bytes}
     return sent.get(collective.kind, others)

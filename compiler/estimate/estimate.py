@@ -18,9 +18,12 @@ HOST_UNKNOWN = "the memory of the target's hosts is not known (target.chip.host_
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes per device at the peak of a step. state_bytes, batch_bytes: exact, always allocated. The others: what lives
-    at the peak besides them; a class may be larger at another moment. part: where the peak is. host_bytes: a device's
-    arrays in host memory, not part of the peak."""
+    """The bytes of a device at the peak of a step.
+
+    state_bytes, batch_bytes: exact; they are always allocated. The other classes: the bytes that live at the peak
+    besides these; a class may be larger at another moment. part: the scope of the operation at the peak. host_bytes: a
+    device's arrays in host memory, which are not part of the peak.
+    """
 
     state_bytes: int
     batch_bytes: int
@@ -50,8 +53,9 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """time: None where figures of the target, or an operation's arithmetic, are not known. unknown: primitives of the
-    step whose arithmetic, traffic or layout is not known. overlap: of the estimated step."""
+    """The estimate of a step. time: None where figures of the target, or the arithmetic of an operation, are not known.
+    unknown: primitives of the step whose arithmetic, traffic, layout or number of executions is not known. overlap: the
+    overlap of the estimated step."""
 
     memory: MemoryEstimate
     communication: tuple[PlannedCollective, ...]
@@ -72,9 +76,10 @@ def fits_host(num_bytes: int, limit_bytes: int | None) -> bool | None:
 
 
 def estimate_step(plan: Plan) -> StepEstimate:
-    """Traces and reads the step, which takes a second or two and no devices.
+    """Returns the estimate of a plan's step. It traces the step, which takes a second or two and no devices.
 
-    Where the overlap is left to a search, memory, communication and time are of the step that it is taken to find.
+    Where the overlap is left to a search, memory, communication and time are those of the step that the search is
+    expected to find.
     """
     return estimate_declared(plan_assumed(plan))
 

@@ -1,11 +1,11 @@
-"""The step that is estimated: the plan's, with what the declaration leaves open filled in, as operations on values.
+"""The step that is estimated, traced as operations on values: the plan's, with open choices of the declaration made.
 
-overlap    the loop over layers and the flag presets that a search is taken to find, where the declaration has a search
+overlap    where the declaration has a search, the loop over layers and the flag presets that it is expected to find
 imbalance  smaller buffers of experts, to show what room for any imbalance costs: programs have fixed shapes, so a step
            passes over whole buffers, however few of their rows are filled. Buffers for any imbalance, the default, can
            be several times the mean; trained routers stay near it
 
-What is traced is the function that is compiled later (train_step.py), so an estimate describes the program that runs.
+The traced function is the one that is compiled later (train_step.py), so an estimate describes the program that runs.
 """
 
 import json
@@ -33,7 +33,8 @@ USUAL = 1.25  # the capacity factor that Switch Transformers settled on (arXiv:2
 
 
 def read_step(plan: Plan) -> Program:
-    """Traces the plan's train step and reads it. Inputs: the leaves of the state, then those of the batch."""
+    """Returns the program of the plan's train step, which it traces. Inputs: the leaves of the state, then those of the
+    batch."""
     shape = (plan.spec.global_batch_size, plan.spec.sequence_length)
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in batch_arrays(plan.spec)}
     # Shards of whole tiles and others are to be the same operations: tune compares the traces of meshes.
@@ -53,10 +54,11 @@ def read_step(plan: Plan) -> Program:
 
 
 def plan_assumed(plan: Plan) -> Plan:
-    """Returns the plan with the overlap that a search is taken to find; as it is, where none is declared.
+    """Returns the plan with the overlap that a search is expected to find, or the plan itself where it declares no
+    search.
 
-    Operations and weights are planned anew, since their strategies depend on it: a split batch saves other activations
-    than a whole one, and so needs other memory.
+    Operations and weights are planned again, since their strategies depend on the overlap: a split batch saves other
+    activations than a whole one, and so needs other memory.
     """
     if plan.spec.overlap.search is None:
         return plan
@@ -64,8 +66,8 @@ def plan_assumed(plan: Plan) -> Plan:
 
 
 def assume_overlap(plan: Plan) -> OverlapSpec:
-    """Returns what the declaration says, or what a search is taken to find: the flag preset that hides most, and a
-    batch split where tensor parallelism's collectives can then run beside matmuls."""
+    """Returns the declared overlap, or the one that a search is expected to find: the flag preset that hides most, and
+    a batch split where collectives of tensor parallelism can then run beside matmuls."""
     overlap, target = plan.spec.overlap, plan.target
     if overlap.search is None:
         return overlap
@@ -78,7 +80,7 @@ def assume_overlap(plan: Plan) -> OverlapSpec:
 
 
 def overrides_of(assumed: OverlapSpec, declared: OverlapSpec) -> tuple[str, ...]:
-    """Returns the overrides that compile it and search for nothing; none if nothing was to be searched."""
+    """Returns the overrides that compile the assumed overlap without a search; none where no search was declared."""
     if declared.search is None:
         return ()
     number = assumed.layers.batch_split
@@ -88,7 +90,7 @@ def overrides_of(assumed: OverlapSpec, declared: OverlapSpec) -> tuple[str, ...]
 
 def can_split_batch(num_sequences: int, target: TargetPlan) -> bool:
     """Returns True if one half of a device's sequences can compute while the activations of the other are sent.
-    num_sequences: of one microbatch on a device."""
+    num_sequences: the sequences of one microbatch on a device."""
     return num_sequences % BATCH_SPLIT == 0 and why_permutes_wait(target) is None
 
 
@@ -98,7 +100,8 @@ def overrides_of_imbalance(plan: Plan) -> tuple[str, ...]:
 
 
 def plan_usual_imbalance(plan: Plan) -> Plan | None:
-    """Returns the plan with room for the usual imbalance; None where the declaration does not ask for any."""
+    """Returns the plan with room for the usual imbalance of experts; None where the declared one has no room for any
+    imbalance."""
     has_room = any(each.op.has_spare_room(each) for each in plan.operations)
     if plan.spec.moe.max_imbalance is not None or not has_room:
         return None
@@ -107,7 +110,7 @@ def plan_usual_imbalance(plan: Plan) -> Plan | None:
 
 
 def _planned_anew(plan: Plan, spec: RunSpec) -> Plan:
-    """Returns the plan of a changed declaration whose arrays are laid out as before."""
+    """Returns the plan with another declaration, under which all arrays are laid out as before."""
     inputs = OpInputs(spec, plan.model, plan.arrays, plan.sharding, plan.mesh, plan.target)
     operations = plan_operations(plan.ops, inputs)
     weights = like(plan.abstract["params"], plan_weights(inputs, operations))

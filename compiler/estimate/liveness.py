@@ -1,4 +1,4 @@
-"""Estimates the peak memory of a step without a compiler, by a walk over the fused program that counts live arrays."""
+"""Estimates the peak memory of a step without a compiler: it counts the arrays that live at each priced step."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,8 @@ MemoryClass = Literal["working_parameters", "gathered_weights", "gradients", "ac
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes that live at the peak, by class, besides the program's arguments. at: the operation's scope."""
+    """The bytes that live at the peak of a step, by class, besides the program's arguments. at: the scope of the
+    operation that runs then."""
 
     num_bytes: Mapping[MemoryClass, int]
     at: str
@@ -27,7 +28,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class LiveArray:
-    """An array that lives somewhere: value `index` of `program`, which may be a loop's body or a branch."""
+    """An array in memory: value `index` of `program`, which may be the body of a loop or a branch."""
 
     program: Program
     index: int
@@ -40,14 +41,15 @@ class LiveArray:
 
 @dataclass(frozen=True)
 class LiveSet:
-    """The arrays that live while one operation runs, besides the program's arguments. at: the operation's scope."""
+    """The arrays that live while one operation runs, besides the program's arguments. at: the scope of the
+    operation."""
 
     arrays: tuple[LiveArray, ...]
     at: str
 
 
 def find_peak(step: Region) -> Peak:
-    """Returns the peak of a step besides its arguments. Its results replace arguments that are donated."""
+    """Returns the peak of a step, without its arguments. Results replace arguments that are donated."""
     highest, peak = 0, Peak({}, "")
     for one in live_sets(step):
         if (num_bytes := sum(array.num_bytes for array in one.arrays)) > highest:
@@ -59,7 +61,7 @@ def find_peak(step: Region) -> Peak:
 
 
 def live_sets(step: Region) -> Iterator[LiveSet]:
-    """Yields what lives at each operation of a step, in loops and branches at each of the body's."""
+    """Yields the arrays that live at each operation of a step, including those inside of loops and branches."""
     program = step.program
     inputs, results = set(program.inputs), {i for i in step.fused.outputs if i is not None}
     donated = inputs if program.donates else set[int]()
@@ -67,13 +69,13 @@ def live_sets(step: Region) -> Iterator[LiveSet]:
 
 
 def host_bytes(step: Region) -> int:
-    """Returns the bytes per device in host memory: what loops stack there, a body's in addition to its loop's. What an
-    iteration moves to the host goes straight into the stack."""
+    """Returns the bytes per device in host memory: what loops stack there, with that of a body on top of that of its
+    loop. What an iteration moves to the host goes straight into the stack."""
     return max(sum(p.host_sizes[i] for p, i in arrays) for arrays in host_sets(step))
 
 
 def host_sets(region: Region) -> Iterator[tuple[tuple[Program, int], ...]]:
-    """Yields what may lie in host memory at once: values with the program that they belong to."""
+    """Yields the values that may lie in host memory at once, with the program that they belong to."""
     program, outer = region.program, [step for step in region.steps if step.inside]
     own = tuple((program, i) for step in outer for i in step.operation.outputs if program.host_sizes[i])
     yield own
@@ -82,8 +84,8 @@ def host_sets(region: Region) -> Iterator[tuple[tuple[Program, int], ...]]:
 
 
 def _walk(region: Region, *, unowned: set[int], reusable: set[int]) -> Iterator[LiveSet]:
-    """Yields the live arrays of a walk. unowned: arrays that the caller counts. reusable: the ones that may be
-    overwritten."""
+    """Yields the live arrays at each operation of a region. unowned: arrays that the caller counts. reusable: those of
+    them that may be overwritten."""
     program, steps = region.program, region.steps
     last_read = {i: n for n, step in enumerate(steps) for i in step.fused.reads}
     for i in region.fused.outputs:
@@ -110,7 +112,7 @@ def _walk(region: Region, *, unowned: set[int], reusable: set[int]) -> Iterator[
 
 
 def _overwritten(step: FusedStep, dying: list[int], sizes: tuple[int, ...], owned: set[int]) -> dict[int, int]:
-    """Returns the results that reuse an operand's memory, with the operand."""
+    """Returns the results that reuse the memory of an operand, with that operand."""
     may = step.writes if step.is_fused else step.writes[: step.operation.num_carried]
     candidates, places = [i for i in dying if i in owned], {}
     for i in may:
@@ -122,8 +124,8 @@ def _overwritten(step: FusedStep, dying: list[int], sizes: tuple[int, ...], owne
 
 
 def _inside(operation: Operation, body: Region) -> Iterator[LiveSet]:
-    """Yields what lives in a loop's body or a branch. Its inputs live outside. A stacked result is written in place,
-    and a branch writes its results where those of the cond are."""
+    """Yields the arrays that live inside of a loop's body or a branch. Its inputs live outside. A stacked result is
+    written in place, and a branch writes its results where those of the cond are."""
     program, results = body.program, body.fused.outputs
     inputs = set(program.inputs)
     if operation.kind == "branches":

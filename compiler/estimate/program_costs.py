@@ -5,7 +5,7 @@
     costs.peak_bytes()                        as liveness.find_peak, for each column
     costs.regions()                           arithmetic, traffic and transfers of each region: step_time.py
 
-So one piece of code prices one declaration, and ten thousand.
+The same code prices one declaration and ten thousand.
 """
 
 from collections import defaultdict
@@ -27,13 +27,13 @@ from .liveness import host_sets, live_sets
 from .regions import Region
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
-WorkKind = Literal["matmul", "attention", "merged", "other"]  # merged: the sums of ring attention beside its kernels
+WorkKind = Literal["matmul", "attention", "merged", "other"]  # merged: sums of ring attention outside its kernels
 
 
 @dataclass(frozen=True)
 class Work:
     """An operation that computes. flops: the place of its FLOPs in the numbers. moved: the places of the arrays that it
-    reads and writes in memory, one for each time."""
+    reads and writes in memory, each as often as it is moved."""
 
     kind: WorkKind
     region: int
@@ -43,8 +43,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective. is_weight: it moves a parameter or its gradient, not an activation. full_bytes: a place. source:
-    what it moves, if it belongs to one of the operations that run by a strategy (`ParallelOp.source`)."""
+    """A collective. is_weight: True if it moves a parameter or its gradient, and no activation. full_bytes: a place.
+    source: the name of what it moves, if it belongs to one of the operations that run by a strategy
+    (`ParallelOp.source`)."""
 
     kind: CollectiveKind
     axes: Axes
@@ -58,9 +59,9 @@ class Transfer:
 class ProgramShape:
     """The parts that programs share if they differ in sizes alone. Places are indices into the vector of numbers.
 
-    regions: those of regions.py in the order of their walk, each with the places of its factors: of one number for all
-    stages of the mesh, or of one for each. live: sets of arrays that live at once in the memory of the device; on_host:
-    of its host. arguments: state and batch.
+    regions: the regions of regions.py in the order of `Region.walk`, each with the places of its factors: of one number
+    for all stages of the mesh, or of one for each stage. live: sets of arrays that live at once in the memory of the
+    device; on_host: of its host. arguments: the state and the batch.
     """
 
     num_numbers: int
@@ -83,19 +84,20 @@ class ProgramShape:
 
 
 def read_costs(step: Region, weights: frozenset[str], ops: Sequence[ParallelOp]) -> tuple[ProgramShape, Numbers]:
-    """Returns the shape and the numbers of a step's regions. weights: the paths of its parameters. ops: its operations.
+    """Returns the shape and the numbers of the regions of a step. weights: the paths of its parameters. ops: its
+    operations.
 
-    An operation whose arithmetic or traffic is unknown counts as nothing; `StepEstimate.unknown` lists them.
+    An operation whose arithmetic or traffic is unknown counts as zero; `StepEstimate.unknown` lists them.
     """
     return _Reader(step, weights, ops).read()
 
 
 @dataclass(frozen=True)
 class RegionCosts:
-    """The costs of one region in a whole step, of its FLOPs and bytes by kind of work: (stages, declarations), with one
-    row where all stages have the same.
+    """The costs of one region in a whole step. flops, num_bytes: arrays (stages, declarations) by kind of work, with
+    one row where all stages have the same.
 
-    transfers: collectives, each with its bytes, (declarations), and its executions, (stages, declarations).
+    transfers: collectives, each with its bytes (declarations) and its number of executions (stages, declarations).
     """
 
     flops: dict[WorkKind, Numbers]
@@ -105,13 +107,13 @@ class RegionCosts:
 
 @dataclass(frozen=True)
 class Costs:
-    """numbers: (places, declarations)."""
+    """The costs of many declarations whose programs have one shape. numbers: (places, declarations)."""
 
     shape: ProgramShape
     numbers: Numbers
 
     def peak_bytes(self) -> Numbers:
-        """Returns the peak of a step in the memory of a device, its arguments among it."""
+        """Returns the peak of a step in the memory of a device, including its arguments."""
         arguments = self.numbers[list(self.shape.arguments)].sum(axis=0)
         return arguments + _largest(self._live, self.numbers)
 
@@ -148,7 +150,7 @@ class Costs:
 
 
 def _membership(sets: tuple[tuple[int, ...], ...], num_numbers: int) -> csr_array:
-    """Returns a matrix with a row for each set, which holds a one for each of its members."""
+    """Returns a matrix with a row for each set, which has a one for each member of the set."""
     sizes = [len(one) for one in sets]
     members = np.fromiter((i for one in sets for i in one), np.int64, sum(sizes))
     starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])

@@ -5,7 +5,7 @@
         branch 0 of the cond     1 execution
         branch 1 of the cond    31 executions    a reduce-scatter
 
-This is the only walk over a program: peak memory, communication, roofline and time are sums over its regions.
+This is the only walk over a program: peak memory, communication, roofline and time are made from its regions.
 """
 
 import math
@@ -20,8 +20,8 @@ from ..spec.compiler_traits import CompilerTraits
 @dataclass(frozen=True)
 class PricedStep:
     """A step of the fused program. hbm_bytes: the bytes that one execution reads and writes in memory; None: unknown.
-    arrays: the values whose sizes these are, each as often as it is moved; () where the operation declares its bytes.
-    inside: the regions that it runs. place: of its operation in the program."""
+    arrays: the values that these bytes are the sizes of, each as often as it is moved; () where the operation declares
+    its bytes. inside: the regions that it runs. place: the place of its operation in the program."""
 
     fused: FusedStep
     hbm_bytes: int | None
@@ -36,10 +36,13 @@ class PricedStep:
 
 @dataclass(frozen=True)
 class Region:
-    """A program that is executed as a whole. factors: its executions in one of the region around it, those of that one
-    in one of the next, and so on; each a value for all stages of the mesh, or one for each stage. is_counted: False in
-    a loop whose number of trips is not known, which is priced as one trip. scope: of the operation that runs it.
-    stacked_bytes: the bytes that a trip copies into the loop's stacks and out of them."""
+    """A program that is executed as a whole.
+
+    factors: the executions of each region around it in one execution of the next one, the outermost first, and its own
+    last; each a single value for all stages of the mesh, or a value for each. is_counted: False in a loop whose number
+    of trips is not known, which is priced as one trip. scope: the scope of the operation that runs it. stacked_bytes:
+    the bytes that a trip copies into the loop's stacks and out of them.
+    """
 
     program: Program
     fused: Fused
@@ -57,14 +60,15 @@ class Region:
         return tuple(math.prod(each[stage] for each in wide) for stage in range(num_stages))
 
     def walk(self) -> Iterator["Region"]:
-        """Yields the region and those inside of it, each before what is inside of it."""
+        """Yields the region and all regions inside of it, the outer ones first."""
         yield self
         for step in self.steps:
             for inner in step.inside:
                 yield from inner.walk()
 
     def each(self) -> Iterator[tuple["Region", PricedStep]]:
-        """Yields every step with the region that it is in, in the order of the program."""
+        """Yields every step of the region and those inside of it, each with its own region, in the order of the
+        program."""
         for step in sorted(self.steps, key=lambda one: one.place):
             yield self, step
             for inner in step.inside:
@@ -72,13 +76,13 @@ class Region:
 
 
 def price_regions(program: Program, compiler: CompilerTraits) -> Region:
-    """Returns the region of a whole step, which has the others inside of it."""
+    """Returns the region of a whole step, with all others inside of it."""
     fused = fuse(program, is_loop=False)
     return Region(program, fused, _priced(fused, compiler, (), is_counted=True))
 
 
 def largest_sum(terms: Iterable[tuple[Region, float]]) -> float:
-    """Returns the sum of terms, each as often as its region is executed, on the stage where it is largest."""
+    """Returns the sum of terms, each times the executions of its region, on the stage where that sum is largest."""
     each = [(region.executions, value) for region, value in terms]
     num_stages = max((len(executions) for executions, _ in each), default=1)
     return max(sum(one[stage % len(one)] * value for one, value in each) for stage in range(num_stages))

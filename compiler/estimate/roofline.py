@@ -36,8 +36,8 @@ Term = tuple[Region, float | None]  # of each execution of a region; None: unkno
 
 
 def plan_roofline(plan: Plan, step: Region) -> tuple[RooflinePart, ...]:
-    """Returns a row for embed, each stack of layers without its attention, attention, head and optimizer, per device
-    of the stage of the mesh that has most of it."""
+    """Returns a row for embed, each stack of layers without its attention, attention, head and optimizer: the figures
+    of a device, on the stage of the mesh where each is largest."""
     names = {stack.name: f"{stack.name} (x{stack.num_layers})" for stack in plan.model.stacks}
     terms: dict[str, dict[Figure, list[Term]]] = defaultdict(lambda: {name: [] for name in get_args(Figure)})
     for region in step.walk():
@@ -67,8 +67,8 @@ def find_unknown(plan: Plan, step: Region) -> tuple[UnknownPrimitive, ...]:
 
 
 def _sum(terms: list[Term]) -> float | None:
-    """Returns the sum, None where a term or its number of executions is unknown: nothing stays nothing in however many
-    trips of a loop."""
+    """Returns the sum; None where a term or its number of executions is unknown. Zero stays zero for any number of
+    trips."""
     known = [(region, value) for region, value in terms if value is not None and (region.is_counted or not value)]
     return largest_sum(known) if len(known) == len(terms) else None
 
@@ -99,15 +99,15 @@ def _whole(value: float | None) -> int | None:
 
 
 def roofline_seconds(parts: tuple[RooflinePart, ...]) -> float | None:
-    """Returns the bound of a step whose communication hides behind its compute as far as it can: the
-    sum of each part's largest time."""
+    """Returns the sum of the longest time of each part: the bound of a step whose communication hides behind its
+    compute as far as it can."""
     each = [(part.flops_seconds, part.hbm_seconds, part.link_seconds) for part in parts]
     longest = [max(x for x in one if x is not None) for one in each if None not in one]
     return sum(longest) if len(longest) == len(each) else None
 
 
 def least_step_seconds(plan: Plan) -> float | None:
-    """Returns the seconds that no step of this declaration can be shorter than; None where FLOPs or the target's peaks
+    """Returns the time that no step of this declaration can beat, in seconds; None where FLOPs or the target's peaks
     are not known."""
     target, memory = plan.target, plan.memory
     peak, bandwidth = target.peak_flops_per_second, target.hbm_bytes_per_second_per_device

@@ -37,8 +37,8 @@ EXPOSED_BESIDE_MATMULS = 0.24
 
 @dataclass(frozen=True)
 class Rates:
-    """The speeds that programs reach on a device. hbm: of pointwise passes; stream: of a matmul or kernel, which reads
-    ahead; merged: of the sums of ring attention."""
+    """The speeds that programs reach on a device. hbm: for pointwise passes. stream: for a matmul or kernel, which
+    reads ahead. merged: for the sums of ring attention."""
 
     matmul_flops_per_second: float
     attention_flops_per_second: float
@@ -49,10 +49,13 @@ class Rates:
 
 @dataclass(frozen=True)
 class Hiding:
-    """Says which collectives the compiler overlaps with compute. weights, activations: kinds of collectives.
-    is_doubled: a gradient that is not reduced beside compute is all-reduced, at twice the time of a reduce-scatter.
-    activations_exposed: the share of activations' collectives that stays, of all declarations or of each.
-    of_operations: what is waited for of the collectives of operations that say it themselves, by their source."""
+    """The collectives that the compiler overlaps with compute.
+
+    weights: the kinds of collectives of weights that it overlaps. is_doubled: a gradient that is not reduced beside
+    compute is all-reduced, which takes twice the time of a reduce-scatter. activations_exposed: the exposed share of
+    activations' collectives, for all declarations or for each. of_operations: the exposed time of the collectives of
+    operations that state it themselves, by source.
+    """
 
     weights: frozenset[CollectiveKind]
     activations_exposed: float | Numbers
@@ -62,8 +65,8 @@ class Hiding:
 
 @dataclass(frozen=True)
 class StepTime(Generic[Seconds]):
-    """Seconds of a step: of one declaration, or of each of many. exposed: by the mesh axes that the collectives run
-    over."""
+    """The seconds of a step: of one declaration, or of each of many. exposed: seconds by the mesh axes that the
+    collectives run over."""
 
     compute_seconds: Seconds
     exposed: Mapping[Axes, Seconds]
@@ -84,8 +87,8 @@ class StepTime(Generic[Seconds]):
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """The price of one collective over some mesh axes: its latency, and seconds per byte of the full array. There is
-    one for each declaration, as each has a mesh of its own."""
+    """The price of one collective over some mesh axes: its latency, and seconds per byte of the full array. Each
+    declaration has a price of its own, since its mesh does."""
 
     latency: Mapping[tuple[CollectiveKind, Axes], Numbers]
     per_byte: Mapping[tuple[CollectiveKind, Axes], Numbers]
@@ -139,8 +142,8 @@ def _compute_seconds(region: RegionCosts, rates: Rates, only: WorkKind | None = 
 def _exposed(
     region: RegionCosts, compute: Numbers | float, blocks: Numbers | float, links: LinkTimes, hiding: Hiding
 ) -> dict[Axes, Numbers]:
-    """Returns seconds by mesh axes. What hides shares the region's compute in proportion to what it takes. blocks: the
-    seconds of attention, beside which a ring's permutes run."""
+    """Returns the exposed seconds by mesh axes. Collectives that hide share the region's compute in proportion to their
+    time. blocks: the seconds of attention, beside which the permutes of a ring run."""
     waited: dict[Axes, Numbers] = {}
     beside: dict[Axes, Numbers] = {}
     beside_blocks: dict[Axes, tuple[Numbers | float, Numbers | float]] = {}  # their time, and the least of it
@@ -170,8 +173,8 @@ def _exposed(
 
 
 def plan_rates(target: TargetPlan, head_dim: int | None) -> Rates | None:
-    """Returns what a device of the target reaches; None where its figures are not known. head_dim: of the model's
-    attention, None where it has none."""
+    """Returns the speeds of a device of the target; None where its figures are not known. head_dim: the width of the
+    model's attention heads; None where it has no attention."""
     chip, peak = target.chip, target.peak_flops_per_second
     bandwidth = target.hbm_bytes_per_second_per_device
     if chip is None or peak is None or bandwidth is None:
@@ -191,7 +194,8 @@ def plan_rates(target: TargetPlan, head_dim: int | None) -> Rates | None:
 
 
 def plan_hiding(plan: Plan) -> Hiding:
-    """Returns what the declared overlap hides, or what a search is taken to find (estimated_step.py)."""
+    """Returns what the compiler hides with the declared overlap, or with the one that a search is expected to find
+    (estimated_step.py)."""
     target, assumed = plan.target, assume_overlap(plan)
     weights = hidden_kinds(assumed.flag_presets, "weights", target)
     is_ring = runs_beside_compute(plan.ops, ((each.op.kind, each.chosen.name) for each in plan.operations))

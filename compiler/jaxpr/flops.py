@@ -1,7 +1,7 @@
 """Arithmetic of a traced program: what its matmuls, convolutions and FFTs take, and what cannot be counted.
 
-As in every published MFU, arithmetic of single elements counts as none. What is not known is never none: a primitive
-of no list (operation_kinds.py) is counted as JAX itself counts it, and else named (unknown.py).
+As in every published MFU, arithmetic of single elements counts as zero. Unknown is never counted as zero: a primitive
+in no list (operation_kinds.py) is priced by JAX's own analysis, or reported by name (unknown.py).
 """
 
 import math
@@ -32,9 +32,12 @@ _COMPLEX_FFT = 5  # FLOPs per element and level of a radix-2 FFT (Cooley and Tuk
 
 @dataclass(frozen=True)
 class FlopCount:
-    """products: of sums of products, whose backward pass takes twice as many: a gradient of each factor. transforms: of
-    linear maps without a weight, whose backward pass takes as many. unknown: what is in neither. masked: those of the
-    products that make scores which attention's mask hides, or that read them."""
+    """The FLOPs of a part of a program.
+
+    products: FLOPs of sums of products, whose backward pass takes twice as many: a gradient of each factor. transforms:
+    FLOPs of linear maps without a weight, whose backward pass takes as many. unknown: the primitives that are in
+    neither. masked: those of the products that compute, or read, scores which attention's mask hides.
+    """
 
     products: int = 0
     transforms: int = 0
@@ -51,8 +54,8 @@ class FlopCount:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """per_step: of a step; None where `unknown` names what cannot be counted. masked_per_step: those that attention's
-    mask makes needless, forward and backward."""
+    """The FLOPs of a model. per_step: those of a step; None where `unknown` names a primitive that cannot be counted.
+    masked_per_step: those that attention's mask makes redundant, forward and backward."""
 
     per_step: int | None
     unknown: tuple[UnknownPrimitive, ...]
@@ -60,12 +63,12 @@ class ModelFlops:
 
     @property
     def least_per_step(self) -> int | None:
-        """Returns the FLOPs that no way to run the step can leave out; None where they cannot be counted."""
+        """Returns the FLOPs that every program of the step needs; None where they cannot be counted."""
         return None if self.per_step is None else max(0, self.per_step - self.masked_per_step)
 
     @property
     def why_unknown(self) -> str | None:
-        """The names of what cannot be counted, with their places; None where everything is."""
+        """Returns the names and places of primitives that cannot be counted; None where there are none."""
         return "; ".join(map(str, self.unknown)) or None
 
 
@@ -80,14 +83,14 @@ class CountedOp(KernelOwner, Protocol):
 def count_model_flops(
     model: Model, spec: RunSpec, ops: Sequence[CountedOp], frozen: Collection[str] = ()
 ) -> ModelFlops:
-    """FLOPs of forward and backward over a global batch, nothing computed twice counted twice.
+    """Returns the FLOPs of forward and backward over a global batch. Recomputation does not count.
 
     Backward is twice forward: a gradient for each of the two factors of a product (an FFT has one). Attention counts
     the whole square of scores, as in PaLM's MFU (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), also where a
     mask hides half of it.
 
-    frozen: paths of parameters that are not trained. Their gradients are not counted, nor the gradients of what they
-    alone have made.
+    frozen: paths of parameters that are not trained. Their gradients are not counted, nor are gradients of activations
+    that depend on frozen parameters alone.
     """
     total = forward = _count_forward(model, spec, ops)
     flops = 3 * total.products + 2 * total.transforms
@@ -99,7 +102,7 @@ def count_model_flops(
 
 
 def _count_forward(model: Model, spec: RunSpec, ops: Sequence[CountedOp]) -> FlopCount:
-    """The forward pass of one sequence."""
+    """Returns the FLOPs of the forward pass of one sequence."""
     tokens_BT = jax.ShapeDtypeStruct((1, spec.sequence_length), jnp.int32)
 
     def count(apply: Any, params: Any, x: Any, part: str) -> tuple[FlopCount, Any]:
@@ -153,7 +156,7 @@ def _masked(name: str, inside: FlopCount) -> FlopCount:
 
 
 def _count_with_frozen(model: Model, spec: RunSpec, ops: Sequence[CountedOp], frozen: Collection[str]) -> FlopCount:
-    """Each piece's forward pass for one sequence, and its derivative by what is trained."""
+    """Returns the FLOPs of each piece's forward pass for one sequence, and of its derivative by what is trained."""
 
     def count(piece: Piece, name: str, x: Any, *, with_dx: bool, tied: Mapping[str, str]) -> tuple[FlopCount, Any]:
         """tied: paths of parameters that another piece has."""
@@ -199,7 +202,7 @@ def count_flops(jaxpr: Jaxpr, part: str, within: tuple[Any, ...] = (), *, ops: S
 
 
 def added(counts: Iterable[FlopCount]) -> FlopCount:
-    """The sum. Each unknown primitive is named once."""
+    """Returns the sum of counts, in which each unknown primitive is named once."""
     counts = list(counts)
     unknown = dict.fromkeys(one for count in counts for one in count.unknown)
     products, transforms, masked = (sum(getattr(c, n) for c in counts) for n in ("products", "transforms", "masked"))
@@ -283,7 +286,7 @@ def _stated(cost: CallCost, name: str) -> KernelCost:
 
 
 def contracted_dims(equation: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Dimensions of the two factors of a product that it sums along, in pairs."""
+    """Returns the dimensions that a product sums over: those of its first factor, and of its second."""
     params = equation.params
     if equation.primitive.name == "conv_general_dilated":
         numbers = params["dimension_numbers"]
@@ -314,7 +317,7 @@ def _product_flops(equation: Any) -> int:
 
 
 def _fft_flops(equation: Any) -> int:
-    """5 N log2 N for each transform of N complex numbers, half of it where one side is real."""
+    """Returns 5 N log2 N for each transform of N complex numbers, half of that where one side is real."""
     lengths = equation.params["fft_lengths"]
     sides = [equation.invars[0].aval, equation.outvars[0].aval]
     size = max(math.prod(side.shape) for side in sides)  # half of a real transform's spectrum is left out
@@ -323,13 +326,13 @@ def _fft_flops(equation: Any) -> int:
 
 
 def _cholesky_flops(equation: Any) -> int:
-    """A third of n^3 for each matrix."""
+    """Returns a third of n^3 for each matrix."""
     shape = equation.invars[0].aval.shape
     return math.prod(shape) * shape[-1] // 3
 
 
 def _triangular_solve_flops(equation: Any) -> int:
-    """n^2 for each right-hand side: half of a matmul."""
+    """Returns n^2 for each right-hand side: half of a matmul."""
     matrix, sides = (x.aval.shape for x in equation.invars[:2])
     return math.prod(sides) * matrix[-1]
 

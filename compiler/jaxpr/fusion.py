@@ -3,16 +3,18 @@
 What XLA does on accelerators, as rules:
 
 1. Pointwise operations are fused into one another, and into a reduction that reads them. Their results are in memory
-   where a matmul, a kernel, a collective, a loop or the program's end takes them; else each reader computes them again.
+   where a matmul, a kernel, a collective, a loop, a cond or the program's end takes them; else each reader computes
+   them again.
 2. A matmul's result that one chain of pointwise operations reads is written as the end of that chain.
-3. What changes shape alone is the same array.
+3. An operation that changes the shape alone returns the same array.
 4. A collective runs when its result is read; in a loop the next gather has begun by then. So gradients are reduced at
    the end of their loop.
 5. A pointwise result takes the place of an operand of its size that nothing reads any more, and so does an array of
-   which a slice is written anew; what a loop hands on takes the place of what it was handed.
-6. On TPUs what only matmuls read is computed inside them, so that it crosses the memory no more than its operands do.
-   (It is counted in memory all the same: where several matmuls read it, XLA may also write it.)
-7. On TPUs what a loop stacks for the backward pass is copied into the stack, and copied out of it there.
+   which a slice is written again; a value that a trip hands on takes the place of the one that it was handed.
+6. On TPUs a result that only matmuls read is computed inside of them, and crosses the memory no more than its operands
+   do. (It is counted in memory all the same: where several matmuls read it, XLA may also write it.)
+7. On TPUs a value that a loop stacks for the backward pass is copied into the stack, and copied out of it there.
+8. Nothing is fused across the border of a loop's body or a branch.
 
 The rest is in the order of the traced program.
 """
@@ -31,8 +33,8 @@ _IN_PLACE = ("dynamic_update_slice", "optimization_barrier")
 
 @dataclass(frozen=True)
 class FusedStep:
-    """An operation with the arrays that it reads and writes, by the index of their value. May write in place of one
-    that it reads, where `is_fused`."""
+    """An operation with the arrays that it reads and writes, by the index of their value. is_fused: True if it may
+    write in place of an array that it reads."""
 
     operation: Operation
     reads: tuple[int, ...]
@@ -42,7 +44,7 @@ class FusedStep:
 
 @dataclass(frozen=True)
 class Fused:
-    """The steps of a program in order. outputs: the arrays that it gives back, None where one is no array."""
+    """The steps of a program in order. outputs: the arrays that it returns, None for a value that is not an array."""
 
     program: Program
     steps: tuple[FusedStep, ...]
@@ -50,7 +52,7 @@ class Fused:
 
 
 def fuse(program: Program, *, is_loop: bool) -> Fused:
-    """Apply the rules above to a step, or to the body of a loop."""
+    """Returns the program after the rules above. is_loop: True for the body of a loop."""
     operations = needed(program)
     same = _same_array(operations)
     readers: dict[int, list[Operation]] = defaultdict(list)
@@ -91,8 +93,8 @@ def fuse(program: Program, *, is_loop: bool) -> Fused:
 
 
 def traffic(fused: Fused, *, into_matmuls: bool) -> list[tuple[FusedStep, tuple[int, ...]]]:
-    """Returns each step with the arrays that it reads and writes in memory, one for each time. into_matmuls: whether
-    rule 6 holds. Pointwise operations on the same arrays are one pass over them."""
+    """Returns each step with the arrays that it reads and writes in memory, each as often as it is moved. into_matmuls:
+    True where rule 6 holds. Pointwise operations on the same arrays are one pass over them."""
     inlined = _inlined(fused) if into_matmuls else {}
     read_already: set[int] = set()
     moved = []
@@ -111,8 +113,8 @@ def traffic(fused: Fused, *, into_matmuls: bool) -> list[tuple[FusedStep, tuple[
 
 
 def stacked_bytes(loop: Operation, around: Program) -> int:
-    """Returns the bytes that one trip of a loop copies into stacks and out of them: each slice is read and written. Not
-    of the head's: its matmuls read a chunk of the loss where it lies."""
+    """Returns the bytes that one trip of a loop copies into stacks and out of them: each slice is read and written. The
+    head's loop copies nothing: its matmuls read a chunk of the loss where it lies."""
     if "head" in OperationName(loop.scope).words:
         return 0
     ((body, (num_trips, *_)),) = ((each.program, each.executions) for each in loop.bodies)
@@ -144,7 +146,7 @@ def _inlined(fused: Fused) -> dict[int, tuple[int, ...]]:
 
 
 def needed(program: Program) -> list[Operation]:
-    """The operations whose results are used; of what is unknown also those that have no result."""
+    """Returns the operations whose results are used, and unknown ones without results."""
     wanted, kept = set(program.outputs), []
     for operation in reversed(program.operations):
         is_effect = operation.unknown is not None and not operation.outputs
@@ -155,7 +157,7 @@ def needed(program: Program) -> list[Operation]:
 
 
 def _inputs(operation: Operation) -> tuple[int, ...]:
-    """Returns the operands that are used: of a loop or of branches those that a body uses, and the index of the branch
+    """Returns the operands that are used: for a loop or branches those that a body uses, and the index of the branch
     that runs."""
     if not operation.bodies:
         return operation.inputs
@@ -187,7 +189,8 @@ def _is_array(
 def _chain(
     operation: Operation, readers: dict[int, list[Operation]], outputs: set[int], same: dict[int, int]
 ) -> list[Operation]:
-    """The pointwise operations that read a matmul's result, each the only reader of the one before, up to an array."""
+    """Returns the pointwise operations that read a matmul's result, each the only reader of the one before, up to an
+    array."""
     chain: list[Operation] = []
     result = operation.outputs[-1]
     while result not in outputs and len(readers[result]) == 1 and readers[result][0].kind == "pointwise":
@@ -202,8 +205,8 @@ def _chain(
 
 
 def _late_collectives(steps: Iterable[FusedStep], *, is_ahead: bool) -> tuple[FusedStep, ...]:
-    """Each collective just before the first step that reads its result. is_ahead: a gather together with the one
-    before it."""
+    """Returns the steps with each collective just before the first step that reads its result. is_ahead: True to start
+    a gather together with the one before it."""
     ordered: list[FusedStep] = []
     waiting: dict[int, FusedStep] = {}
 

@@ -1,7 +1,7 @@
 """Sorts operations of a jaxpr by primitive into kinds, as the fused program treats them.
 
-The lists are closed. A primitive of none of them, such as one that a user defines or a later JAX adds, is "unknown": it
-is not taken for a cheap one, and the estimate says what it does not know of it (unknown.py).
+The lists are closed. A primitive in none of them, such as one that a user defines or a later JAX adds, is "unknown": it
+does not count as cheap, and the estimate says what it does not know of it (unknown.py).
 """
 
 from typing import Any
@@ -64,7 +64,7 @@ _POINTWISE = _ARITHMETIC | _TYPES_AND_PARTS | _MADE | _RANDOM | _NO_WORK
 
 
 def equation_kind(equation: Any) -> Kind:
-    """Returns what an equation that calls no other is to the fused program."""
+    """Returns the kind of an equation that calls no jaxpr."""
     name = equation.primitive.name
     if name in PRODUCTS:
         return "matmul"

@@ -1,4 +1,4 @@
-"""A step as operations on values: what estimates are made from (estimated_step.py makes it of the traced step)."""
+"""A step as operations on values, which estimates are made from. read_jaxpr.py makes it of a traced step."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,13 +8,14 @@ from ..core.partition_spec import Axes
 from .unknown import UnknownPrimitive
 
 # move: the same bytes under another shape. pointwise: fused with its neighbours. reduce: fused with what it reads.
-# unknown: a primitive that no list names; an array in, an array out, as of the others. loop, branches: run bodies.
+# unknown: a primitive that no list names; it reads and writes arrays, like other. loop, branches: they run bodies.
 Kind = Literal["matmul", "kernel", "collective", "loop", "branches", "move", "pointwise", "reduce", "other", "unknown"]
 
 
 @dataclass(frozen=True)
 class TracedCollective:
-    """full_bytes: of the whole array on one side of it, that which every device of the group has a part of, or all."""
+    """A collective of the step. full_bytes: the bytes of the whole array, of which each device of the group has a part,
+    or all, on one side of it."""
 
     kind: CollectiveKind
     axes: Axes
@@ -24,7 +25,7 @@ class TracedCollective:
 
 @dataclass(frozen=True)
 class Body:
-    """A program that an operation runs: the body of a loop, or a branch. executions: their number for one execution of
+    """A program that an operation runs: the body of a loop, or a branch. executions: their number in one execution of
     the operation, on each stage of the mesh; a single value where all stages have the same."""
 
     program: "Program"
@@ -33,9 +34,13 @@ class Body:
 
 @dataclass(frozen=True)
 class Operation:
-    """inputs, outputs: indices of values. scope: names that say what it is part of. flops: of a device; None: unknown.
-    hbm_bytes: what it declares itself to read and write. unknown: what is not known of it, if something is not. bodies:
-    the one of a loop, or the branches; their inputs are the last ones of the operation."""
+    """An operation of the step.
+
+    inputs, outputs: indices of values. scope: the names of the parts that it belongs to. flops: those of a device;
+    None: unknown. hbm_bytes: the bytes that it declares to read and write. bodies: the body of a loop, or the branches;
+    their inputs are the last ones of the operation. num_carried: the number of the loop's first results that each trip
+    hands to the next; the others are stacked. unknown: the record of what is not known of it.
+    """
 
     kind: Kind
     name: str
@@ -45,15 +50,16 @@ class Operation:
     flops: int | None = 0
     collective: TracedCollective | None = None
     bodies: tuple[Body, ...] = ()
-    num_carried: int = 0  # of a loop: its first results, which each trip hands to the next; the others are stacked
+    num_carried: int = 0
     hbm_bytes: int | None = None
     unknown: UnknownPrimitive | None = None
 
 
 @dataclass(frozen=True)
 class Program:
-    """sizes: bytes on a device of each value, by its index. host_sizes: bytes of a device's part in the host's memory,
-    likewise; a value lies in one of the two. dtypes: likewise."""
+    """A sequence of operations on values. sizes: the bytes of each value on a device, by its index. host_sizes: the
+    bytes of a device's part of it in host memory; a value lies in one of the two. dtypes: the type of each. donates:
+    True if results may take the place of inputs."""
 
     operations: tuple[Operation, ...]
     sizes: tuple[int, ...]
@@ -61,4 +67,4 @@ class Program:
     dtypes: tuple[str, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    donates: bool = True  # results may take the place of inputs
+    donates: bool = True

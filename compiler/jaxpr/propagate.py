@@ -3,7 +3,8 @@
     dot_general  x (8, 64, 128) P(None, None, 'tensor') @ w (128, 32) P('tensor', None)
     ->           (8, 64, 32) P(None, None, None), a sum over tensor
 
-Forward only: activation rules pin the places that matter with constraints, and what lies between two of them follows.
+Layouts go forward only: activation rules pin the values that matter by constraints, and those between two of them
+follow.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ DimAxes = tuple[Axes, ...]  # the mesh axes of each dimension
 
 
 def propagate(equation: Any, layouts: Sequence[DimAxes], num_shards: Callable[[Axes], int]) -> tuple[DimAxes, Axes]:
-    """(layout of each result, mesh axes over which the partial results must be reduced)."""
+    """Returns (layout of the result, mesh axes over which the partial results must be reduced)."""
     name, params = equation.primitive.name, equation.params
     shapes = [tuple(x.aval.shape) for x in equation.invars]
     out = tuple(equation.outvars[0].aval.shape)
@@ -59,8 +60,8 @@ def _dot(numbers: Any, left: DimAxes, right: DimAxes) -> tuple[DimAxes, Axes]:
 
 
 def _ragged_dot(numbers: Any, left: DimAxes, right: DimAxes, *, rank: int) -> tuple[DimAxes, Axes]:
-    """Works as for a matmul. A result of groups, such as the gradient of their weights, begins with the groups; each
-    device makes all of them."""
+    """Returns the layout of a ragged matmul: that of a matmul, but for a result that begins with the groups, such as
+    the gradient of their weights. Each device makes all groups."""
     groups = numbers.rhs_group_dimensions
     free, reduced = _dot(
         numbers.dot_dimension_numbers, left, tuple(() if d in groups else x for d, x in enumerate(right))
@@ -73,7 +74,8 @@ def _ragged_dot(numbers: Any, left: DimAxes, right: DimAxes, *, rank: int) -> tu
 
 
 def _convolution(params: Any, left: DimAxes, right: DimAxes) -> tuple[DimAxes, Axes]:
-    """Sequences as they lie, features as the kernel's; those that are summed along are split in both or in none."""
+    """Returns the layout of a convolution: sequences as they lie, features as in the kernel. Those that are summed over
+    are split in both operands or in neither."""
     numbers = params["dimension_numbers"]
     result: list[Axes] = [()] * len(left)
     result[numbers.out_spec[0]] = left[numbers.lhs_spec[0]]
@@ -85,9 +87,9 @@ def _convolution(params: Any, left: DimAxes, right: DimAxes) -> tuple[DimAxes, A
 
 
 def taken(equation: Any, layouts: Sequence[DimAxes], *, is_known: bool) -> list[DimAxes]:
-    """Lays out the operands of an operation as it needs them: whole along dimensions that a device needs all of.
+    """Returns the layouts in which an operation takes its operands: whole along dimensions that a device needs all of.
 
-    fft  x (8, 64) P('data', 'tensor') along the last dimension  ->  P('data', None)
+        fft  x (8, 64) P('data', 'tensor') along the last dimension  ->  P('data', None)
     """
     whole = [range(len(layout)) if not is_known else () for layout in layouts]
     params = equation.params
@@ -121,7 +123,8 @@ def _broadcast(places: Sequence[int], shape: Sequence[int], out: Sequence[int], 
 
 
 def _reshape(shape: Sequence[int], out: Sequence[int], layout: DimAxes, num_shards: Callable[[Axes], int]) -> DimAxes:
-    """A dimension that is split or merged keeps its axes on the outermost part that they divide."""
+    """Returns the layout of a reshape: a dimension that is split or merged keeps its axes on the outermost part that
+    they divide."""
     result: list[Axes] = [()] * len(out)
     i = j = 0
     while i < len(shape) and j < len(out):
@@ -142,7 +145,8 @@ def _reshape(shape: Sequence[int], out: Sequence[int], layout: DimAxes, num_shar
 
 
 def _gather(params: Any, shapes: Sequence[tuple[int, ...]], out: Sequence[int], layouts: Sequence[DimAxes]) -> DimAxes:
-    """Rows of a table: the dimensions of the table that are taken whole, and those of the indices."""
+    """Returns the layout of rows of a table: that of the table along dimensions that are taken whole, and that of the
+    indices."""
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     kept = [d for d in range(len(shapes[0])) if d not in numbers.collapsed_slice_dims]
     result: list[Axes] = [()] * len(out)
@@ -156,7 +160,8 @@ def _gather(params: Any, shapes: Sequence[tuple[int, ...]], out: Sequence[int], 
 
 
 def _alike(shapes: Sequence[tuple[int, ...]], out: Sequence[int], layouts: Sequence[DimAxes]) -> DimAxes:
-    """Each dimension as in the first operand of the same rank that has it whole in length and split."""
+    """Returns each dimension's layout in the first operand of the same rank in which it has this length and is
+    split."""
     same_rank = [(shape, layout) for shape, layout in zip(shapes, layouts, strict=True) if len(shape) == len(out)]
     return tuple(
         next((layout[d] for shape, layout in same_rank if layout[d] and shape[d] == size), ())

@@ -40,21 +40,20 @@ def read_jaxpr(
 ) -> Program:
     """Returns the program of a jaxpr whose arguments have these layouts. joins_sums: the compiler adds partial results
     of several matmuls up before it sums them over devices, and sums into shards where shards are wanted. ops:
-    operations that know their own kernels. platform: that code which differs by platform is read for; None: any of it
-    may run."""
+    operations that know their own kernels. platform: the one that the program runs on; None: any."""
     known = KnownValues(mesh_sizes.get(STAGE, 1), platform)
     return _Reader(mesh_sizes, joins_sums, ops, known).read(jaxpr, layouts, "")
 
 
 def layout_of(spec: Any, rank: int) -> DimAxes:
-    """A PartitionSpec with an entry for each dimension."""
+    """Returns the mesh axes of each dimension, from a PartitionSpec that may be shorter than the rank."""
     entries = [axes_of(entry) for entry in spec]
     return (*entries, *[()] * (rank - len(entries)))
 
 
 @dataclass(frozen=True)
 class _Partial:
-    """A value that is still to be added up over devices, along which mesh axes, and the operation that made it."""
+    """A value that devices have yet to add up: over which mesh axes, and the operation that made it."""
 
     aval: Any
     axes: Axes
@@ -103,8 +102,8 @@ class _Reader:
         return len(self.sizes) - 1
 
     def pad(self) -> None:
-        """Arrays that a TPU kernel takes or gives have its layout: a last dimension of less than 128 fills whole rows
-        of 128. So does what pointwise operations make of them, or them of."""
+        """Gives arrays that a TPU kernel reads or writes the size of its layout, in which a last dimension of less than
+        128 fills whole rows of 128. Arrays that pointwise operations make of them, or make them of, have it too."""
         padded: dict[int, int] = {}
         for operation in self.operations:
             if operation.name == "pallas_call":
@@ -124,7 +123,7 @@ class _Reader:
         return math.prod(self.mesh_sizes[axis] for axis in axes)
 
     def inline(self, jaxpr: Jaxpr, inputs: Sequence[int], scope: str) -> list[int]:
-        """Append the operations of a jaxpr whose arguments are these values; gives those of its results."""
+        """Appends the operations of a jaxpr whose arguments are these values. Returns the values of its results."""
         known: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def index(x: Any) -> int:
@@ -165,7 +164,7 @@ class _Reader:
         return self.single(equation, operands, scope)
 
     def single(self, equation: Any, operands: list[int], scope: str) -> list[int]:
-        """An operation that calls nothing."""
+        """Reads an operation that calls no jaxpr."""
         name = equation.primitive.name
         own, kind = kernel_cost_of(equation, scope, self.ops), equation_kind(equation)
         kind = "kernel" if own and kind == "unknown" else kind
@@ -211,7 +210,7 @@ class _Reader:
         return results if self.joins_sums else [self.summed(i) for i in results]
 
     def barrier(self, equation: Any, operands: list[int], scope: str) -> list[int]:
-        """Reads an optimization barrier: the values that it orders stay in memory on both sides, and are not moved."""
+        """Reads an optimization barrier. The values that it orders stay in memory on both sides, and are not moved."""
         operands = [self.summed(i) for i in operands]
         results = [self.value(x.aval, self.layouts[i]) for x, i in zip(equation.outvars, operands, strict=True)]
         name = equation.primitive.name
@@ -219,14 +218,14 @@ class _Reader:
         return results
 
     def still_partial(self, name: str, operands: list[int]) -> _Partial | None:
-        """Returns what the result of an operation that commutes with the sum over devices is still to be summed
-        over."""
+        """Returns the sum over devices that the result of an operation still needs, if the operation commutes with
+        it."""
         found = [self.partial.get(i) for i in operands]
         is_linear = name in _SHAPES or (name in _ADDITIONS and len({one and one.axes for one in found}) == 1)
         return found[0] if is_linear and found else None
 
     def summed(self, i: int, wanted: DimAxes = ()) -> int:
-        """The value, added up over devices, once for all who read it: whole, or into the shards that are wanted."""
+        """Returns the value added up over devices, once for all readers: whole, or in the shards that are wanted."""
         partial = self.partial.get(i)
         if partial is None:
             return i
@@ -238,14 +237,15 @@ class _Reader:
         return self.crossed(partial.aval, i, layout, kind, partial.axes, partial.name, partial.scope)
 
     def kept(self, i: int) -> int:
-        """A result of a program, added up over devices: in the shards that a constraint in it wants, if one does. The
-        partitioner gives what is constrained that layout wherever it goes: a matmul's result that is kept for the
-        backward pass lies as the activation that is made of it."""
+        """Returns a result of a program, added up over devices, in the shards that a constraint in the program wants,
+        if one does. The partitioner gives a constrained value that layout everywhere: a matmul's result that is kept
+        for the backward pass lies as the activation that is made of it."""
         shards = (known for key, known in self.brought.items() if key[:2] == (i, "reduce-scatter"))
         return next(shards, None) or self.summed(i)
 
     def taken(self, equation: Any, operands: list[int], scope: str, *, is_known: bool) -> list[int]:
-        """An operation's operands, whole along the dimensions that a device needs all of: all, where it is unknown."""
+        """Returns an operation's operands, whole along the dimensions that a device needs all of: all of them, where it
+        is unknown."""
         layouts = [self.layouts[i] for i in operands]
         found = list(operands)
         for place, (old, new) in enumerate(zip(layouts, taken(equation, layouts, is_known=is_known), strict=True)):
@@ -255,8 +255,8 @@ class _Reader:
         return found
 
     def gathered(self, equation: Any, operands: list[int], scope: str) -> list[int]:
-        """A matmul's operands, without the mesh axes along what is summed that split the other's part of the result:
-        x (8, 64, 128) P(None, None, 'tensor') @ w (128, 32) P(None, 'tensor') gathers x."""
+        """Returns a matmul's operands, gathered over mesh axes that split both what is summed and the other's part of
+        the result: x (8, 64, 128) P(None, None, 'tensor') @ w (128, 32) P(None, 'tensor') gathers x."""
         contracted, found = contracted_dims(equation), list(operands)
         for side, other in ((0, 1), (1, 0)):
             layout, beside = self.layouts[operands[side]], self.layouts[operands[other]]
@@ -277,8 +277,8 @@ class _Reader:
         return [result]
 
     def resharded(self, equation: Any, operands: list[int], wanted: DimAxes, scope: str) -> list[int]:
-        """The operand with an all-to-all in front where a constraint moves mesh axes from one dimension to another, an
-        all-gather where it wants them gone."""
+        """Returns the operand after an all-to-all where a constraint moves mesh axes from one dimension to another, or
+        after an all-gather where it drops them."""
         before = self.layouts[operands[0]]
         lost = [axis for old, new in zip(before, wanted, strict=True) for axis in old if axis not in new]
         axes = tuple(axis for axis in lost if self.mesh_sizes[axis] > 1)
@@ -293,7 +293,8 @@ class _Reader:
     def crossed(
         self, aval: Any, operand: int, layout: DimAxes, kind: CollectiveKind, axes: Axes, name: str, scope: str
     ) -> int:
-        """The operand, brought to a layout by a collective over these axes: by one, however many read it."""
+        """Returns the operand in another layout, after a collective over these axes: one, however many operations read
+        it."""
         if (known := self.brought.get((operand, kind, layout))) is not None:
             return known
         result = self.brought[operand, kind, layout] = self.value(aval, layout)
@@ -316,8 +317,8 @@ class _Reader:
     def cost(
         self, equation: Any, kind: Kind, own: CallCost | None, operands: list[int], results: list[int], reduced: Axes
     ) -> CallCost | str:
-        """Returns the cost of an operation on a device; a str says why it is unknown. own: its cost over all devices,
-        if an operation says it. reduced: mesh axes it sums over."""
+        """Returns the cost of an operation on a device, or why it is unknown. own: its cost over all devices, if an
+        operation states it. reduced: the mesh axes that it sums over."""
         if equation.primitive.name == "dot_general":
             contracted, _ = contracted_dims(equation)
             left, layout = equation.invars[0].aval.shape, self.layouts[operands[0]]
@@ -337,7 +338,7 @@ class _Reader:
         return CallCost(cost.flops // num_shards, num_bytes)
 
     def shard_map(self, equation: Any, operands: list[int], scope: str) -> list[int]:
-        """Inside, what was split over its manual axes has the shape of a shard."""
+        """Reads a shard_map. Inside, values that are split over its manual axes have the shape of a shard."""
         params = equation.params
         manual = set(params["newly_manual_axes"])
         for i, (operand, spec) in enumerate(zip(operands, params["in_specs"], strict=True)):
@@ -391,8 +392,8 @@ class _Reader:
     def loop_body(
         self, jaxpr: Jaxpr, layouts: list[DimAxes], carried: range, scope: str, known: KnownValues
     ) -> tuple["_Reader", Program]:
-        """Reads a loop's body, whose carried values are laid out alike at the start and the end of a trip: zeros that
-        sums begin with are split, too."""
+        """Reads the body of a loop. A carried value has one layout at the start and the end of a trip, so the zeros
+        that a sum begins with are split, too."""
         while True:
             body = _Reader(self.mesh_sizes, self.joins_sums, self.ops, known, self.within)
             program = body.read(jaxpr, layouts, scope)
@@ -406,7 +407,7 @@ class _Reader:
             layouts = [*layouts[: carried.start], *split, *layouts[carried.stop :]]
 
     def while_loop(self, equation: Any, operands: list[int], scope: str) -> list[int]:
-        """Reads a loop whose number of trips is not known before it runs: its memory and communication are those of
+        """Reads a loop whose number of trips is not known before it runs: it has the memory and the communication of
         one."""
         params = equation.params
         inside = operands[params["cond_nconsts"] :]
@@ -424,8 +425,8 @@ class _Reader:
         return results
 
     def branches(self, equation: Any, operands: list[int], scope: str) -> list[int]:
-        """Reads a cond, with the share of its executions in which each branch runs; each has the same share where that
-        depends on data, which `unknown` says. A result has the layout that a branch gives it."""
+        """Reads a cond, with the share of its executions in which each branch runs. Where that depends on data, all
+        have the same, and `unknown` says so. A result has the layout that one of the branches gives it."""
         (index, *inside), jaxprs = operands, list(subprograms(equation.params))
         num, layouts, read = len(jaxprs), [self.layouts[i] for i in operands[1:]], []
         for place, jaxpr in enumerate(jaxprs):
@@ -449,7 +450,8 @@ class _Reader:
 
 
 def _like_operands(out: Any, equation: Any, layouts: Sequence[DimAxes]) -> DimAxes:
-    """An operation with several results, or one that says nothing of layouts: each as the first operand of its rank."""
+    """Returns the layout of the first operand of the same rank, for a result of an operation that has several or that
+    states no layouts."""
     shape = getattr(out.aval, "shape", ())
     for x, layout in zip(equation.invars, layouts, strict=True):
         if len(x.aval.shape) == len(shape) and any(layout):

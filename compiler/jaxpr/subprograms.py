@@ -8,9 +8,9 @@ How often a branch runs follows from its index, which is computed for every trip
 
     scan over t = 0 .. 3:  cond(t < 3, gather, keep)    ->    gather 3/4, keep 1/4
 
-What is known is an array (stages, trips of each loop around, outermost first, shape of the value), of length 1 along
-what it does not depend on. Known are literals, what counts the trips of a loop, `axis_index` of the stages, the
-platform, and integer arithmetic on these. Whatever depends on data is not.
+A known value is an array (stages, trips of each loop around, outermost first, shape of the value), of length 1 along
+axes that it does not depend on. Literals, counters of loops, `axis_index` of the stages, the platform, and integer
+arithmetic on these are known. Values that depend on data are not.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,8 +38,9 @@ _RESHAPING = {"reshape", "squeeze", "expand_dims", "copy", "pvary", "optimizatio
 
 @dataclass(frozen=True)
 class Scan:
-    """Arguments: constants, then what a trip hands to the next, then what is sliced by trip. Results: what is carried,
-    then what is stacked. Inside the body the same, without the dimension of the trips."""
+    """The body and the counts of a scan. Its arguments are constants, values that a trip hands to the next, and arrays
+    that are sliced by trip; its results are carried values, then stacked ones. Inside of the body they are the same,
+    without the dimension of the trips."""
 
     body: Jaxpr
     num_consts: int
@@ -73,8 +74,9 @@ def subprograms(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
 
 @dataclass
 class KnownValues:
-    """The values of a jaxpr, or of a body, that can be computed. made: equations with their operands, by result; all
-    are only looked at for a cond. given: the values that come from outside. runs: the trips in which it runs at all."""
+    """The values of a jaxpr, or of a body, that can be computed. made: equations with their operands, by result;
+    nothing is computed before a cond asks. given: functions that compute values from outside. runs: the trips in which
+    it runs."""
 
     num_stages: int
     platform: str | None
@@ -87,7 +89,7 @@ class KnownValues:
         self.given[value] = lambda: self._constant(np.asarray(literal))
 
     def find(self, value: int) -> Known | None:
-        """Returns a value, None if it is not known."""
+        """Returns a value; None if it is not known."""
         if value in self.given:
             return self.given[value]()
         if value not in self.made:
@@ -114,8 +116,8 @@ class KnownValues:
         return _ELEMENTWISE[name](*known)
 
     def shares(self, index: int, num_branches: int) -> list[tuple[float, ...]] | None:
-        """Returns the share of its executions in which a cond runs each branch, on each stage; None if its index is
-        not known."""
+        """Returns the share of its executions in which a cond runs each branch, on each stage; None if its index is not
+        known."""
         found = self.chosen(index, num_branches)
         if found is None:
             return None
@@ -132,7 +134,7 @@ class KnownValues:
         return tuple(((chosen & runs).sum(axis=trips) / np.maximum(1, runs.sum(axis=trips))).tolist())
 
     def branch(self, index: int, branch: int, num_branches: int, operands: Sequence[int]) -> "KnownValues":
-        """Returns the known values of a branch. Its inputs are the values 0, 1, .. of it."""
+        """Returns the known values of a branch, whose inputs are its values 0, 1, ..."""
         found = self.chosen(index, num_branches)
         runs = self.runs if found is None else self.runs & (found == branch)
         inner = KnownValues(self.num_stages, self.platform, self.num_loops, runs)
@@ -140,7 +142,7 @@ class KnownValues:
         return inner
 
     def inside_loop(self) -> "KnownValues":
-        """Returns the known values of a loop's body, of whose inputs none is known."""
+        """Returns the known values of a loop's body, none of whose inputs is known."""
         runs = np.expand_dims(self.runs, 1 + self.num_loops)
         return KnownValues(self.num_stages, self.platform, self.num_loops + 1, runs)
 

@@ -1,4 +1,4 @@
-"""Primitives that the estimate does not know: what they are called, where they are written, and what JAX says of them.
+"""Primitives that the estimate does not know: their names, the lines that they are written at, and JAX's analysis.
 
 geqrf at their_models.py:31, in layers: its lowering calls lapack_sgeqrf_ffi, whose cost JAX does not know
 """
@@ -25,7 +25,8 @@ _FIX_WHILE = "use jax.lax.scan, or jax.lax.fori_loop with bounds that are Python
 
 @dataclass(frozen=True)
 class CallCost:
-    """The cost of one call. hbm_bytes: as the operation declares it; None: each operand and result is moved once."""
+    """The cost of one call. hbm_bytes: the bytes that the operation declares; None: each operand and result is moved
+    once."""
 
     flops: int
     hbm_bytes: int | None = None
@@ -33,8 +34,9 @@ class CallCost:
 
 @dataclass(frozen=True)
 class UnknownPrimitive:
-    """name: "geqrf", "pallas_call 'my_kernel'". place: file and line. part: of the step. why: the reason why its cost
-    is unknown; None where it is known but for what `counted` says."""
+    """A primitive of which something is not known. name: "geqrf", "pallas_call 'my_kernel'". place: file and line.
+    part: the part of the step. why: the reason why its cost is unknown; None where it is known except for what
+    `counted` says."""
 
     name: str
     place: str
@@ -72,7 +74,8 @@ def _name_of(equation: Any) -> str:
 
 
 def _place_of(equation: Any) -> str | None:
-    """File and line that an equation is written at: the innermost line of a user's code, or of whatever called JAX."""
+    """Returns the file and line that an equation is written at: the innermost line of a user's code, or of whatever
+    called JAX."""
     traceback = equation.source_info.traceback
     frames = [(Path(frame.file_name), frame.line_num) for frame in traceback.frames] if traceback else []
     callers = [frame for frame in frames if not _is_machinery(frame[0])]
@@ -85,7 +88,7 @@ def _place_of(equation: Any) -> str | None:
 
 
 def _is_machinery(path: Path) -> bool:
-    """Returns whether a path is a file of JAX or of Python itself, or not a file."""
+    """Returns True for a file of JAX or of Python itself, and for a path that is not a file."""
     if package := _package(path):
         return package in _JAX
     return str(path).startswith("<") or path.is_relative_to(STDLIB)
@@ -104,10 +107,10 @@ def _short(path: Path) -> str:
 
 
 def ask_jax(equation: Any) -> int | str:
-    """FLOPs of an equation by JAX's own analysis of its lowering, or why it cannot say them. Nothing is compiled.
+    """Returns the FLOPs of an equation by JAX's own analysis of its lowering, or why that fails. Nothing is compiled.
 
-    The whole call on one device. A lowering that calls code which XLA does not see, or that has a loop, is not counted:
-    the analysis takes the one for nothing and the other for a single trip.
+    The count is that of the whole call on one device. A lowering that calls code which XLA does not see, or that has a
+    loop, is not counted: the analysis takes the first for zero and the second for a single trip.
     """
     function = jax.jit(lambda *args: equation.primitive.bind(*args, **equation.params))
     try:
