@@ -3,8 +3,8 @@
 A program that nobody declared (`meshloom inspect`) has a report too; what only a declaration says is None in it.
 
 Seconds are of one step; bytes and FLOPs of one chip unless a name says otherwise, those of the program of all chips.
-What cannot be known is None; `unknown` says why, by the path of the value ("step.predicted_mfu"), of that value in all
-elements ("collectives[*].alone_seconds"), or of what holds it ("step").
+A value that cannot be known is None; `unknown` says why, by the path of the value ("step.predicted_mfu"), of that value
+in all elements ("collectives[*].alone_seconds"), or of the record around it ("step").
 """
 
 import math
@@ -35,23 +35,23 @@ class TargetReport(Record):
 
 
 class ProgramReport(Record):
-    """model: the option that was chosen, with what is set otherwise: "llama2_7b (num_layers=4)"; else the family. Of a
-    program that nobody declared the name of its module, "jit_train_step"."""
+    """model: the chosen option, with the keys that were set besides: "llama2_7b (num_layers=4)"; else the family. For a
+    program that nobody declared it is the name of its module, "jit_train_step"."""
 
     model: str
     num_parameters: NonNegativeInt | None
-    num_active_parameters: NonNegativeInt | None  # that a token meets
+    num_active_parameters: NonNegativeInt | None  # used by one token
     tokens_per_step: PositiveInt | None
     model_flops_per_step: NonNegativeInt | None
 
 
 class MemoryChange(Record):
-    """A change of the declaration that saves memory. overrides: as one types them. slower_fraction: what a token takes
-    longer, by the estimate, of its time."""
+    """A change of the declaration that saves memory. overrides: as they are typed. fits: True if this change alone is
+    enough. slower_fraction: the additional time of a token, by the estimate, as a fraction."""
 
     overrides: tuple[str, ...]
     saved_bytes: int
-    fits: bool  # by itself
+    fits: bool
     slower_fraction: float | None
     cost: str  # "the forward pass is computed twice"
 
@@ -60,7 +60,8 @@ MAX_IMBALANCE = "moe.max_imbalance"  # of an alternative with room for the usual
 
 
 class Alternative(Record):
-    """A declaration of the step by the estimate, without a compiler. overrides: what it changes; none: nothing."""
+    """The estimate of a declaration, without a compiler. overrides: how it differs from the declared one; () for that
+    itself."""
 
     overrides: tuple[str, ...]
     seconds: NonNegativeFloat
@@ -78,7 +79,7 @@ class MemoryReport(Record):
     is unknown. host: a chip's arrays in the memory of its host, in none of the figures of the device."""
 
     peak_bytes_per_chip: NonNegativeInt | None
-    limit_bytes_per_chip: NonNegativeInt | None  # what a program may take: the chip's memory without what is reserved
+    limit_bytes_per_chip: NonNegativeInt | None  # for a program: the chip's memory without the reserved part
     fits: bool | None
     breakdown: dict[str, NonNegativeInt | None]
     estimate_bytes_per_chip: NonNegativeInt | None  # without XLA
@@ -90,10 +91,11 @@ class MemoryReport(Record):
 
 
 class CollectiveReport(Record):
-    """All collectives of a step that are alike: the same place in the program, once per trip of its loops.
+    """All collectives of a step that are equal: one place in the program, once per trip of its loops.
 
-    mesh_axes: along which its groups lie. Where the axes of a program have no names, sizes and strides of the groups in
-    the program's order of devices: "4 (stride 8)"."""
+    mesh_axes: the axes that its groups lie along. Where the axes of a program have no names, the sizes and strides of
+    the groups in the program's order of devices: "4 (stride 8)".
+    """
 
     kind: CollectiveKind
     mesh_axes: tuple[str, ...]
@@ -105,9 +107,9 @@ class CollectiveReport(Record):
     alone_seconds: NonNegativeFloat | None
     hidden_seconds: NonNegativeFloat | None
     exposed_seconds: NonNegativeFloat | None
-    hidden_behind: tuple[str, ...]  # names of what runs meanwhile, the longest first
+    hidden_behind: tuple[str, ...]  # names of instructions that run meanwhile, the longest first
     is_async: bool
-    form: str  # how the program says it: "all-gather-start", "collective fusion", "SparseCore call", "synchronous"
+    form: str  # its form in the program: "all-gather-start", "collective fusion", "SparseCore call", "synchronous"
     source: (
         str  # "layers/attention/query_EHD, forward", what the compiler keeps of a name, "... (inferred from its size)"
     )
@@ -125,13 +127,13 @@ class StepReport(Record):
     least_seconds: NonNegativeFloat | None  # of all parts whose time is known
     predicted_seconds: NonNegativeFloat | None  # None where that of a part is not known
     predicted_range_seconds: tuple[NonNegativeFloat, NonNegativeFloat] | None
-    predicted_range_basis: str | None  # the published runs that the range is by (target/accuracy.py)
+    predicted_range_basis: str | None  # the published runs that give the range (target/accuracy.py)
     predicted_mfu: NonNegativeFloat | None
-    roofline_seconds: NonNegativeFloat | None  # of this program: what its own operations take at the full rates
+    roofline_seconds: NonNegativeFloat | None  # of this program: the time of its own operations at the full rates
     bound_seconds: NonNegativeFloat | None  # of the declaration: no program of it takes less
-    num_unpriced: NonNegativeInt  # kernels of an unknown time, which count with what they take at least
+    num_unpriced: NonNegativeInt  # kernels of an unknown time, which count with the least that they can take
     counted_once: tuple[str, ...]  # loops whose number of iterations is not known
-    num_bounded: NonNegativeInt  # matmuls whose estimate by the compiler is longer than they can take
+    num_bounded: NonNegativeInt  # matmuls whose estimate by the compiler is more than they can take
     bounded_seconds: NonNegativeFloat  # by which these estimates are longer than their prices
 
 
@@ -171,7 +173,7 @@ class BuildReport(Record):
 
 
 class TriedReport(OverlapConfig):
-    """A program that `overlap.search` compiled. What is None is so because of what why_not says."""
+    """A program that `overlap.search` compiled. why_not: why other fields are None."""
 
     predicted_seconds: NonNegativeFloat | None
     exposed_fraction: NonNegativeFloat | None
@@ -179,14 +181,14 @@ class TriedReport(OverlapConfig):
     host_bytes_per_chip: Annotated[int, Field(ge=0, lt=2**63)] | None
     fits: bool | None  # on the device and in the host's memory
     compile_seconds: NonNegativeFloat
-    why_not: str | None  # it has no schedule that is known: the compiler's words, or those of the reader of its text
+    why_not: str | None  # its schedule is not known: the message of the compiler, or of the reader of its text
 
 
 class SearchReport(Record):
-    """tried: in the order in which they were compiled, the one that was declared first. chosen: the place of the one
-    that this report is of. Every other candidate is counted once: num_equal have the same program as one in `tried`;
-    num_ruled_out could not save overlap.search.min_gain; num_untried might, and were left for `bound`, the key of
-    overlap.search that ended it. overrides: pin the chosen one."""
+    """tried: the compiled programs in their order, beginning with the declared one. chosen: the place of the one that
+    this report describes. Every other candidate is counted once: num_equal have the same program as one in `tried`;
+    num_ruled_out could not save overlap.search.min_gain; num_untried might, and were not compiled because of `bound`,
+    the key of overlap.search that ended the search. overrides: pin the chosen one."""
 
     tried: tuple[TriedReport, ...]
     chosen: NonNegativeInt
@@ -195,16 +197,16 @@ class SearchReport(Record):
     num_untried: NonNegativeInt
     bound: str | None  # "max_candidates=6"; None: nothing was left for it
     overrides: tuple[str, ...]
-    cache: Literal["hit", "miss", "off"]  # whether it was decided before
+    cache: Literal["hit", "miss", "off"]  # hit: it was decided before
 
 
 class Event(Record):
-    """A stretch of the predicted step on one track. Loops show their iterations one after the other, or the first few.
+    """A stretch of the predicted step on one track. Loops show all their iterations, or the first few.
 
-    name: what it does, "gather mlp/up", "matmul mlp_output". instruction: of the program; empty if that is the name.
-    loop: the innermost that it is a part of, "layers, forward"; empty outside of loops. iteration: of that loop, from
-    1; 0 outside. live_bytes: of the device's memory that hold arrays meanwhile; None where that is not known, and on
-    links.
+    name: what it does, "gather mlp/up", "matmul mlp_output". instruction: the instruction of the program; empty if it
+    equals the name. loop: the innermost loop that it is part of, "layers, forward"; empty outside of loops. iteration:
+    the iteration of that loop, from 1; 0 outside. live_bytes: the bytes of arrays in the device's memory meanwhile;
+    None where that is not known, and on links.
     """
 
     track: str  # "compute", "ICI x", one way of it "ICI x+", "DCN"
@@ -242,7 +244,7 @@ def total(values: Iterable[float | None]) -> float | None:
 
 
 def by_exposed(collectives: Iterable[CollectiveReport]) -> list[CollectiveReport]:
-    """Returns the most exposed first; those of which it is not known before all others."""
+    """Returns the collectives, the most exposed first. Those whose exposed time is not known come before all others."""
     return sorted(collectives, key=lambda c: (-or_infinity(c.exposed_seconds), -or_infinity(c.alone_seconds), -c.bytes))
 
 

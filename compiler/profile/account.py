@@ -13,13 +13,13 @@ from ..schema import Event
 from .prediction import PredictedCollective, Prediction
 from .trace import Execution, OpEvent
 
-LEAST_WAIT = 0.1  # of the time of a collective, that its done waits, if its transfer is taken to end with it
+LEAST_WAIT = 0.1  # share of a collective's time that its done has to wait, for its end to be that of its transfer
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that runs, in nanoseconds. name: of a compute instruction, or of the collective. is_ended: of a
-    collective, that it is known when its transfer was done."""
+    """A stretch of time in which something runs, in nanoseconds. name: the compute instruction, or the collective.
+    is_ended: for a collective, True if it is known when its transfer was done."""
 
     name: str
     start: float
@@ -29,8 +29,9 @@ class Span:
 
 @dataclass
 class Account:
-    """Seconds of one execution. compute, exposed: of each moment once, by kind and by collective. operations,
-    in_flight: by name, of all executions of an instruction. waits: moments in which a collective was exposed."""
+    """The seconds of one execution. compute, exposed: each moment once, by kind and by collective. operations,
+    in_flight: by name, the sum of all executions of an instruction. waits: the times in which a collective was
+    exposed."""
 
     compute: dict[ComputeKind, float] = field(default_factory=dict)
     exposed: dict[str, float] = field(default_factory=dict)
@@ -45,7 +46,8 @@ class Account:
 
 @dataclass(frozen=True)
 class Roles:
-    """The kinds of a program's instructions, by name."""
+    """The roles of a program's instructions, by name. kinds: those that compute. begun: those that start a collective.
+    ended: the collective that an instruction waits for. containers: those that only run others."""
 
     kinds: Mapping[str, ComputeKind]
     begun: Mapping[str, PredictedCollective]
@@ -54,7 +56,7 @@ class Roles:
 
 
 def roles_of(prediction: Prediction) -> Roles:
-    """Returns what the instructions of a program are."""
+    """Returns the roles of a program's instructions."""
     return Roles(
         kinds={each.name: each.kind for each in prediction.compute},
         begun={each.report.name: each for each in prediction.collectives},
@@ -64,7 +66,7 @@ def roles_of(prediction: Prediction) -> Roles:
 
 
 def account(execution: Execution, roles: Roles) -> Account:
-    """Returns what the time of an execution went to."""
+    """Returns how the time of an execution was spent."""
     found = Account()
     compute, collectives = _spans(execution, roles, found)
     for span in compute:
@@ -79,7 +81,8 @@ def account(execution: Execution, roles: Roles) -> Account:
 
 
 def _spans(execution: Execution, roles: Roles, found: Account) -> tuple[list[Span], list[Span]]:
-    """Returns the compute and the collectives of an execution; what is neither is noted as unmatched."""
+    """Returns the compute and the collectives of an execution. Events of neither kind are added to
+    `found.unmatched`."""
     compute: list[Span] = []
     starts: dict[str, list[OpEvent]] = {}
     dones: dict[str, list[OpEvent]] = {}
@@ -102,7 +105,7 @@ def _spans(execution: Execution, roles: Roles, found: Account) -> tuple[list[Spa
 
 
 def _pairs(name: str, starts: Iterable[OpEvent], dones: Iterable[OpEvent]) -> list[Span]:
-    """Returns a collective from its starts to its dones, in order. Where its done did not wait, its transfer may have
+    """Returns a collective from its starts to its dones, in order. Where a done did not wait, the transfer may have
     ended long before."""
     return [
         Span(name, start.start, max(start.end, done.end), is_ended=_waited(start, done))
@@ -115,7 +118,7 @@ def _waited(start: OpEvent, done: OpEvent) -> bool:
 
 
 def _sweep(execution: Execution, compute: list[Span], collectives: list[Span], roles: Roles, found: Account) -> None:
-    """Gives each moment to what began first of what runs then, compute before collectives."""
+    """Gives each moment to the span that began first of those that run then, compute before collectives."""
     spans = [*compute, *collectives]
     edges = sorted(
         [(span.start, 1, place) for place, span in enumerate(spans)]
@@ -160,7 +163,7 @@ def _give(
 
 
 def execution_events(execution: Execution, roles: Roles) -> tuple[Event, ...]:
-    """Returns an execution as a timeline, its compute and then its links."""
+    """Returns an execution as a timeline: its compute, then its links."""
     found = Account()
     compute, collectives = _spans(execution, roles, found)
     _sweep(execution, compute, collectives, roles, found)

@@ -1,8 +1,9 @@
-"""A calibration of a chip: the factors by which runs on it were slower than predicted.
+"""Calibrates a chip: finds the factors by which runs on it were slower than predicted.
 
-Compute: the measured over the predicted time of each kind. Links: two factors for each kind, of the part of a
-collective's time that depends on its size and of the part that does not, fitted to all collectives whose transfer was
-measured, so that relative errors are least. Where these do not tell the two parts apart, both have the same factor.
+Compute has a factor for each kind, the measured over the predicted time. Links have two for each kind: one for the part
+of a collective's time that depends on its size, and one for the part that does not. They are fitted to all collectives
+whose transfer was measured, for the least relative errors. Where these do not tell the two parts apart, both have the
+same factor.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,9 +21,10 @@ LARGEST_CONDITION = 1e4  # of the fit of two factors
 
 
 def calibrate(reports: Sequence[ProfileReport], source: str) -> Calibration:
-    """Returns the calibration that makes predictions of these runs equal to what was measured. source: names them.
+    """Returns the calibration under which predictions of these runs equal the measured times. source: the names of the
+    runs.
 
-    Raises ConfigError for runs of different chips, of an unknown one, or predicted with different calibrations.
+    Raises ConfigError for runs on different chips, on an unknown one, or predicted with different calibrations.
     """
     chip, before = _same_chip(reports), _same_calibration(reports)
     factors = {kind: _compute_factor(kind, reports) * (getattr(before, kind) if before else 1.0) for kind in KINDS}

@@ -1,4 +1,4 @@
-"""A trace beside the prediction of its program: the measured time of each kind of work, and of each operation."""
+"""Compares a trace with the prediction of its program: the time of each kind of work, and of each operation."""
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +21,8 @@ NUM_UNMATCHED = 3
 
 
 class Compared(Record):
-    """Seconds of a step, and measured over predicted. measured: the median of the traced steps and devices."""
+    """The seconds of a step, and the ratio of measured to predicted. measured: the median over the traced steps and
+    devices."""
 
     measured_seconds: NonNegativeFloat
     predicted_seconds: NonNegativeFloat | None
@@ -39,9 +40,9 @@ class KindRow(Compared):
 
 
 class OperationRow(Compared):
-    """An instruction, all its executions in a step. is_transfer: of a collective, that the measured time is that of its
-    transfer, and does not end when compute asked for it. latency_seconds: the part of the predicted time that does not
-    depend on the size."""
+    """An instruction, with all its executions in a step. is_transfer: for a collective, True if the measured time is
+    that of its transfer, and does not end when compute asks for it. latency_seconds: the part of the predicted time
+    that does not depend on the size."""
 
     name: str
     kind: ComputeKind | CollectiveKind
@@ -54,9 +55,12 @@ class OperationRow(Compared):
 
 
 class ProfileReport(Record):
-    """Compares what ran with what was predicted. steps: the traced ones, where the trace says which. fastest, slowest:
-    of the steps on any device. idle: neither compute nor a collective ran. unmatched: seconds of what the program does
-    not have. notes: what is missing in the trace. unknown: why predicted values are None."""
+    """What ran, compared with what was predicted.
+
+    steps: the traced steps, where the trace names them. fastest, slowest: of the steps on any device. idle: neither
+    compute nor a collective ran. unmatched: seconds of instructions that the program does not have. notes: what is
+    missing in the trace. unknown: why predicted values are None.
+    """
 
     schema_version: Literal[1]
     model: str
@@ -81,7 +85,7 @@ class ProfileReport(Record):
 
 
 def compare(traces: Sequence[Trace], prediction: Prediction) -> ProfileReport:
-    """Returns the comparison. traces: of one process each; at least one of them has an execution."""
+    """Returns the comparison. traces: one for each process; at least one of them has an execution."""
     roles = roles_of(prediction)
     executions = [each for trace in traces for each in trace.executions]
     accounts = [account(each, roles) for each in executions]
@@ -125,7 +129,7 @@ def typical_execution(traces: Sequence[Trace]) -> Execution:
 
 
 def compared(measured: float, predicted: float | None) -> Compared:
-    """Returns two times and their ratio, which is unknown where nothing, or no time, was predicted."""
+    """Returns two times and their ratio, which is unknown where nothing, or a time of zero, was predicted."""
     return Compared(**_values(measured, predicted))
 
 
@@ -175,7 +179,8 @@ def _collective_kinds(accounts: Sequence[Account], prediction: Prediction) -> li
 
 
 def _operations(accounts: Sequence[Account], prediction: Prediction, roles: Roles) -> list[OperationRow]:
-    """Returns what ran, that first whose time differs most from the predicted one, or is longest where none is."""
+    """Returns a row for each instruction that ran: first those whose time differs most from the predicted one, or the
+    longest where none is predicted."""
     rows = []
     names = dict.fromkeys(name for each in accounts for name in each.counts)
     computes = {each.name: each for each in prediction.compute}
@@ -212,8 +217,8 @@ def _operations(accounts: Sequence[Account], prediction: Prediction, roles: Role
 
 
 def difference(row: OperationRow) -> float:
-    """Returns how far off the prediction is, in seconds; the measured time where there is none. Of a collective it is
-    that of the time in which compute waits for it."""
+    """Returns the difference of measured and predicted seconds; the measured time where nothing is predicted. For a
+    collective both are the time that compute waits for it."""
     of_step = row.exposed or row
     if of_step.predicted_seconds is None:
         return of_step.measured_seconds

@@ -23,7 +23,7 @@ _NOTHING = frozenset({"constant", "get-tuple-element", "parameter", "tuple"})
 
 
 class PredictedCompute(Record):
-    """An instruction of the compute unit. seconds: of all its executions in a step; None if the chip is unknown."""
+    """An instruction of the compute unit. seconds: the sum of its executions in a step; None if the chip is unknown."""
 
     name: str
     kind: ComputeKind
@@ -32,8 +32,8 @@ class PredictedCompute(Record):
 
 
 class PredictedCollective(Record):
-    """A collective, named by the instruction that starts it. ends: instructions that wait for it. latency_seconds: the
-    part of `report.alone_seconds` that does not depend on its size."""
+    """A collective, named by the instruction that starts it. ends: the instructions that wait for it. latency_seconds:
+    the part of `report.alone_seconds` that does not depend on its size."""
 
     report: CollectiveReport
     ends: tuple[str, ...]
@@ -41,8 +41,8 @@ class PredictedCollective(Record):
 
 
 class Prediction(Record):
-    """A traced program and what was predicted of it. containers: instructions that only run others. unknown: why a
-    value of `step` or of a collective is None, as in report.json."""
+    """A program and its prediction. module: its name in a trace. containers: instructions that only run others.
+    unknown: why a value of `step` or of a collective is None, as in report.json."""
 
     schema_version: Literal[2]
     module: str  # as a trace names it
@@ -60,8 +60,8 @@ class Prediction(Record):
 
 
 def predict(text: str, plan: Plan, planned: Sequence[PlannedCollective], *, model: str | None = None) -> Prediction:
-    """Returns the prediction of a compiled step. text: as XLA scheduled it. planned: the plan's collectives. model: as
-    its declaration calls it, where it has a name. Raises HloError for a text of an unknown form."""
+    """Returns the prediction of a compiled step. text: the program as XLA scheduled it. planned: the plan's
+    collectives. model: its name in the declaration, if it has one. Raises HloError for a text of an unknown form."""
     module = parse_module(text)
     analysis = analyse_schedule(module, plan, planned)
     target = plan.target
@@ -104,7 +104,7 @@ def predict(text: str, plan: Plan, planned: Sequence[PlannedCollective], *, mode
 
 
 def _ran(module: Module) -> Iterator[Instruction]:
-    """Returns the instructions that a device runs one by one: not those inside of fusions."""
+    """Returns the instructions that a device runs one by one, without those inside of fusions."""
     waiting, seen = [module.entry_computation], set[str]()
     while waiting:
         computation = waiting.pop()
@@ -119,7 +119,8 @@ def _ran(module: Module) -> Iterator[Instruction]:
 
 
 def _source(instruction: Instruction) -> str:
-    """Returns the source of compute: 'layers/attend/dot_general, backward'. Of several that XLA merged, the first."""
+    """Returns the source of compute: 'layers/attend/dot_general, backward'. Where XLA merged several, it is the
+    first."""
     if not instruction.op_name:
         return f"{instruction.name.split('.')[0]}, made by the compiler"
     name = OperationName(instruction.op_name).separated[0]

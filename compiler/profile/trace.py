@@ -1,4 +1,4 @@
-"""A trace of `jax.profiler` as what each device ran in each step. docs/profile.md says which formats were tried.
+"""Reads from a trace of `jax.profiler` what each device ran in each step. docs/profile.md lists the tried formats.
 
     /host:CPU        simulated devices: events on any thread, with the stats hlo_op, hlo_module, device_ordinal, run_id
     /device:TPU:N    the line XLA Modules, with an event for each run of a program, and the line XLA Ops
@@ -30,7 +30,7 @@ _DEVICE = re.compile(r"/device:(TPU|GPU):(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class OpEvent:
-    """One execution of an HLO instruction, or a kernel of it, in nanoseconds of the trace."""
+    """One execution of an HLO instruction, or of a kernel of it, in nanoseconds of the trace."""
 
     name: str
     start: float
@@ -39,7 +39,8 @@ class OpEvent:
 
 @dataclass(frozen=True)
 class Execution:
-    """A step on a device, a number within its process. step: None if the trace does not say which. events: by start."""
+    """A step on a device. device: its number within its process. step: None if the trace does not name it. events: in
+    the order of their starts."""
 
     process: int
     device: int
@@ -55,7 +56,7 @@ class Execution:
 
 @dataclass(frozen=True)
 class Trace:
-    """notes: what is missing in it."""
+    """The executions in a trace. notes: what is missing in it."""
 
     platform: Platform
     executions: tuple[Execution, ...]
@@ -64,7 +65,7 @@ class Trace:
 
 def read_trace(xspace: bytes, module: str, process: int = 0) -> Trace:
     """Returns the steps in a trace of one process, the content of its xplane.pb. module: the name of the program that a
-    step runs. Raises RuntimeError for what is not a trace."""
+    step runs. Raises RuntimeError for bytes that are not a trace."""
     planes = list(ProfileData.from_serialized_xspace(xspace).planes)
     steps = _annotated_steps(planes)
     found: dict[int, list[Execution]] = {}
@@ -100,7 +101,7 @@ def _annotated_steps(planes: Iterable[Any]) -> list[int]:
 
 
 def _on_cpu(planes: Iterable[Any], module: str) -> dict[int, list[Execution]]:
-    """Returns what simulated devices ran: threads are shared, so each event names its device and its run."""
+    """Returns the executions of simulated devices. They share threads, so each event names its device and its run."""
     runs: dict[tuple[int, Any], list[OpEvent]] = {}
     for plane in planes:
         for line in plane.lines if plane.name == "/host:CPU" else ():
@@ -114,7 +115,7 @@ def _on_cpu(planes: Iterable[Any], module: str) -> dict[int, list[Execution]]:
 
 
 def _on_tpu(plane: Any, module: str) -> Iterator[Execution]:
-    """Returns what a core ran: the events within each run of the program."""
+    """Returns the executions of a core: the events within each run of the program."""
     lines = {line.name: line for line in plane.lines}
     modules = lines["XLA Modules"].events if "XLA Modules" in lines else ()
     windows = sorted((e.start_ns, e.end_ns) for e in modules if e.name.split("(")[0] == module)
@@ -152,7 +153,8 @@ def _of_module(line: Any, module: str) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def _op(event: Any, stats: dict[str, Any]) -> OpEvent:
-    """Returns an event by the name of its instruction; TPUs may give its whole text: '%dot.1 = bf16[8]{0} dot(...'."""
+    """Returns an event under the name of its instruction; TPUs may give the whole text: '%dot.1 = bf16[8]{0}
+    dot(...'."""
     name = str(stats.get("hlo_op") or event.name)
     return OpEvent(name.split(" = ")[0].lstrip("%"), event.start_ns, event.end_ns)
 

@@ -1,4 +1,4 @@
-"""The answer of a search: the best candidates, why the first wins, what would change it, and why the others do not.
+"""The answer of a search: the best candidates, why the first wins, what would change that, and why others are refused.
 
 A search over variants (runtime/tune/choose.py) asks for the best that each can do on any mesh, by prices alone.
 """
@@ -24,16 +24,17 @@ from .price import Prices, price_candidates
 from .space import MeshCandidate, Refused, Variant, find_candidates
 
 MARGIN = 1.06  # prices of memory that are this much over the limit are looked at again, exactly
-NUM_EXACT = 12  # of the best are estimated one by one
-MOST_ROUNDS = 4  # of so many, until enough of them fit
-# Values of variants of which nothing can run, above any step: what needs less memory is nearer to fitting.
+NUM_EXACT = 12  # best candidates that are estimated one by one, in a round
+MOST_ROUNDS = 4  # of these, until enough candidates fit
+# Values of variants that cannot run, above any step. The value grows with the memory of one that is too large.
 TOO_LARGE, REFUSED = 1e15, 1e18
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimated(Evaluation):
-    """A candidate's evaluation by an estimate of its own. fits: in the share of memory that a candidate may take. mfu:
-    of the model's FLOPs. cost: of a million tokens, None without a price. overlap: that the estimate rests on."""
+    """A candidate with an estimate of its own. fits: True if it fits in the share of memory that a candidate may take.
+    mfu: by the model's FLOPs. cost: the price of a million tokens; None if a chip-hour has no price. overlap: the
+    overlap of the estimated step."""
 
     candidate: MeshCandidate
     seconds: float
@@ -57,8 +58,8 @@ class Estimated(Evaluation):
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The choice if one price were different. what: "twice the bandwidth of all links". best: its winner, by the same
-    prices as `before`, the winner of this world; None: nothing fits."""
+    """The choice if one price were different. what: "twice the bandwidth of all links". before: the winner of the
+    search. best: the winner by the other prices; None if nothing fits."""
 
     what: str
     before: MeshCandidate
@@ -73,8 +74,9 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class Answer:
-    """best: estimated one by one, the best first. prices: of all candidates that the rules allow. refused: the others.
-    limit_bytes: that a candidate may take on a device. changes: what would change the choice."""
+    """The answer of a search. best: candidates that were estimated one by one, the best first. prices: those of all
+    candidates that the rules allow. refused: the other candidates. limit_bytes: the memory of a device that a candidate
+    may take. changes: what would change the choice."""
 
     target: TargetPlan
     best: tuple[Estimated, ...]
@@ -90,7 +92,7 @@ class Answer:
 
     @property
     def num_too_large(self) -> int:
-        """Returns the number of candidates that by their price need more memory than they may take."""
+        """Returns the number of candidates that need, by their price, more memory than they may take."""
         return int((self.prices.peak_bytes > self.limit_bytes).sum())
 
 
@@ -141,7 +143,7 @@ def tune(variants: Sequence[Variant], run: Runner) -> Answer:
 def find_changes(
     variants: Sequence[Variant], prices: Prices, families: Mapping[Key, Family], limit: int
 ) -> tuple[WhatIf, ...]:
-    """Returns the winners of other worlds: faster links, more memory, half the batch. By prices alone."""
+    """Returns the winners, by prices alone, with faster links, more memory, or half the batch."""
     spec = variants[0].spec
     now = winner(prices, limit, spec.tune.objective)
     if now is None:
@@ -160,7 +162,7 @@ def find_changes(
 
 
 def winner(prices: Prices, limit: float, objective: Objective) -> int | None:
-    """Returns the place of the best candidate that fits by its price; None: none fits."""
+    """Returns the place of the best candidate whose price fits; None if none does."""
     fits = prices.peak_bytes <= limit
     if not fits.any():
         return None
@@ -176,7 +178,7 @@ def _change(what: str, prices: Prices, now: int, other: Prices, limit: int, obje
 
 
 def limit_of(variant: Variant) -> int:
-    """Returns the memory of a device that a candidate may take. Raises ConfigError if it is not known."""
+    """Returns the memory of a device that a candidate may take. Raises ConfigError if the target's is not known."""
     target = variant.target()
     memory = target.hbm_bytes_per_device
     if memory is None:
@@ -202,7 +204,7 @@ def _nothing_fits(prices: Prices, limit: int) -> Problem:
 
 
 def merit(prices: Prices, objective: Objective) -> Numbers:
-    """Returns what the objective makes least."""
+    """Returns the figure that the objective minimises."""
     return prices.peak_bytes if objective == "memory" else prices.time.seconds
 
 
@@ -225,7 +227,8 @@ def _estimate_best(prices: Prices, limit: int, spec: RunSpec, run: Runner) -> tu
 
 @dataclass(frozen=True)
 class Exact:
-    """The evaluation of one declaration, with its model's FLOPs and the overlap that it rests on."""
+    """The evaluation of one declaration by its own estimate, with its model's FLOPs and the overlap of the estimated
+    step."""
 
     evaluation: Evaluation
     model_flops: int | None
@@ -233,7 +236,7 @@ class Exact:
 
 
 def estimate_spec(spec: RunSpec) -> Exact:
-    """Returns the estimate of one declaration: a second, and no devices."""
+    """Returns the estimate of one declaration, which takes a second and no devices."""
     plan = plan_run(spec)
     found = evaluate_plan(plan)
     if found.why_not is not None:
@@ -260,8 +263,8 @@ def cost_per_million_tokens(spec: RunSpec, target: TargetPlan, seconds: float) -
 
 
 def value_of_variants(variants: Sequence[Variant], run: Runner) -> list[float]:
-    """Returns the least of each variant's objective: seconds or bytes. Raises ConfigError if the target's memory is
-    not known."""
+    """Returns the least value of each variant's objective over all meshes, in seconds or bytes. Raises ConfigError if
+    the target's memory is not known."""
     limit = limit_of(variants[0])
     candidates, _ = find_candidates(variants)
     prices = price_candidates(candidates, find_families(group_candidates(candidates), run.trace))

@@ -1,15 +1,15 @@
 """Programs of one shape, as numbers that grow by powers: a few are traced, and the others follow.
 
-The bytes of an array on a device are a product of sizes of the model, of the sequences of a device, and of one over
+The bytes of an array on a device are a product of sizes of the model, the number of sequences on a device, and one over
 the sizes of mesh axes: c * sequences^1 * fsdp^-1 * tensor^-1. So are FLOPs, and trips of loops. Three or four points of
-each family are traced, and the exponents of each number follow, exactly where it is a product:
+each family are traced, and the exponents of each number follow, exactly if it is a product:
 
   of the mesh axes    by least squares on logarithms, from points on other meshes
   of the counts       from one point that has 2 times the sequences, 8 times the chunks of the loss and 512 times the
-                      microbatches: an exponent is -1, 0 or 1, so that a ratio of 2^-1 2^3 2^9 says which
+                      microbatches: an exponent is -1, 0 or 1, so that a ratio of 2^-1 2^3 2^9 gives all three
 
-Programs that differ in more than sizes are in another family: another variant, an axis that splits activations on one
-device, one microbatch. Strategies are taken to be alike in a family: those that are not are traced as the fallback.
+Programs that differ in more than sizes are in other families: another variant, an axis that splits activations on one
+device, one microbatch. A family is traced with the strategies that its candidates share, and else with the fallback.
 """
 
 import math
@@ -40,15 +40,16 @@ T = TypeVar("T")
 R = TypeVar("R")
 ParallelMap = Callable[[Callable[[T], R], Sequence[T]], Iterable[R]]
 
-NUM_CHUNKS = 2  # of the loss, in which the first reference's logits are computed
-NUM_MICROBATCHES = 64  # of the first reference; one that is apart from their loop is then a small part
+NUM_CHUNKS = 2  # in which the first reference computes its logits
+NUM_MICROBATCHES = 64  # of the first reference; one that is apart from their loop is then a small part of them
 COUNT_RATIOS = (2, 8, 512)  # of sequences, chunks and microbatches, in the order of Point.counts
 RANK_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
 class TracePoint:
-    """A program is traced for these choices. sizes: of all mesh axes. num_loss_chunks: at most."""
+    """The choices that a program is traced for. sizes: those of all mesh axes. num_loss_chunks: the largest number of
+    chunks."""
 
     variant: Variant
     sizes: Sizes
@@ -58,8 +59,8 @@ class TracePoint:
     strategies: tuple[tuple[str, StrategyChoice], ...]
 
     def variables(self, *, is_last_apart: bool) -> tuple[float, ...]:
-        """Returns the logarithms, to the base of 2, of what numbers depend on: sizes of mesh axes, then counts.
-        is_last_apart: the loop over microbatches has one trip less than there are."""
+        """Returns the logarithms, to the base of 2, of the variables that numbers depend on: sizes of mesh axes, then
+        counts. is_last_apart: the loop over microbatches has one trip less than there are microbatches."""
         trips = self.num_microbatches - is_last_apart
         counts = (self.sequences_of_device, self.num_loss_chunks, trips)
         return tuple(np.log2([*(size for _, size in self.sizes), *counts]).tolist())
@@ -67,9 +68,9 @@ class TracePoint:
 
 @dataclass(frozen=True)
 class Reference:
-    """A traced point. point: with the number of chunks that the loss was computed in. is_last_apart: gradients are
-    reduced in the backward pass of the last microbatch, which is no part of the loop of the others. head_dim: of
-    attention; None where the model has none."""
+    """A traced point. point: with the number of chunks in which the loss was computed. is_last_apart: gradients are
+    reduced in the backward pass of the last microbatch, which is not part of the loop of the others. head_dim: the
+    width of attention heads; None where the model has no attention."""
 
     point: TracePoint
     shape: ProgramShape
@@ -85,8 +86,8 @@ class Reference:
 
 @dataclass(frozen=True)
 class Family:
-    """Programs of one shape. origin: variables and logarithms of numbers of the first reference; exponents: by variable
-    and number."""
+    """Programs of one shape. origin: variables of the first reference, and logarithms of its numbers. exponents: by
+    variable and number."""
 
     shape: ProgramShape
     hiding: Hiding
@@ -105,8 +106,8 @@ class Family:
         return Costs(self.shape, found)
 
     def hiding_of(self, candidates: Sequence[MeshCandidate]) -> Hiding:
-        """Returns what the compiler overlaps in candidates of the family: in some, nothing computes while activations
-        are sent. The family's own is that of an even number of sequences."""
+        """Returns what the compiler overlaps in candidates of the family: in some of them nothing computes while
+        activations are sent. The family's own hiding is that of an even number of sequences."""
         target = candidates[0].variant.target()
         can_hide = [_computes_beside_activations(one, target) for one in candidates]
         shares = [self.hiding.activations_exposed if can else 1.0 for can in can_hide]
@@ -147,8 +148,8 @@ def _are_alike(references: Sequence[Reference]) -> bool:
 def group_candidates(candidates: Iterable[MeshCandidate]) -> dict[Key, list[MeshCandidate]]:
     """Returns the candidates by family.
 
-    An axis of the batch that is of one device in some of them is no other shape: collectives over one device take no
-    time. Where no meshes are left then to learn from, as on few devices, each set of axes is a family.
+    A mesh where an axis of the batch has one device has the same shape as the others: collectives over one device take
+    no time. Where this leaves too few meshes to learn from, as on few devices, each set of axes is a family.
     """
     groups: dict[Key, list[MeshCandidate]] = defaultdict(list)
     for one in candidates:
@@ -184,7 +185,8 @@ def _mesh_key(one: MeshCandidate) -> Key:
 
 
 def _named_axes(one: MeshCandidate) -> tuple[str, ...]:
-    """Returns the axes of more than one device; with its size that of a ring, which has a step for each device."""
+    """Returns the axes of more than one device. An axis with a ring, which has a step for each device, is named with
+    its size."""
     ring_axes = set(one.roles.length)
     if _has_rings(one):
         ring_axes |= set(one.roles.partitioner)
@@ -196,7 +198,7 @@ def _has_rings(one: MeshCandidate) -> bool:
 
 
 def point_of(one: MeshCandidate) -> TracePoint:
-    """Returns the point of a candidate, for its variables."""
+    """Returns the point of a candidate, whose variables its numbers follow from."""
     sizes = tuple(one.mesh.sizes.items())
     return TracePoint(one.variant, sizes, one.num_microbatches, one.sequences_of_device, one.num_loss_chunks, ())
 
@@ -205,7 +207,7 @@ def choose_points(candidates: Sequence[MeshCandidate]) -> list[TracePoint]:
     """Returns the points of a family to trace: one in the middle, one in each direction in which meshes differ, and one
     with other counts.
 
-    An axis of the batch has more than one device in all of them, where it can: its collectives then belong to the
+    Each axis of the batch has more than one device in all of them, if possible: its collectives then belong to the
     shape, and take no time on one device.
     """
     sizes = _meshes(candidates)
@@ -226,7 +228,7 @@ def choose_points(candidates: Sequence[MeshCandidate]) -> list[TracePoint]:
 
 
 def trace(point: TracePoint) -> Reference:
-    """Traces the step of a point: half a second, and no devices."""
+    """Returns the reference of a point, whose step it traces. That takes half a second and no devices."""
     plan = plan_assumed(plan_run(_spec_of(point)))
     weights = frozenset(array.array.path for array in plan.sharding.parameters)
     shape, numbers = read_costs(price_regions(read_step(plan), plan.target.compiler), weights, plan.ops)
@@ -240,7 +242,8 @@ def trace(point: TracePoint) -> Reference:
 
 def fit_family(references: Sequence[Reference]) -> Family:
     """Returns the family of references in the order of `choose_points`. A reference with other counts is left out if
-    its shape is not that of the first. Arrays may reuse one another's memory by their sizes; as the first's do."""
+    its shape differs from the first. Arrays that reuse one another's memory, which depends on sizes, do as in the
+    first."""
     first, *others = (one for one in references if one.shape.operations == references[0].shape.operations)
     origin, numbers = first.variables, _logarithms(first)
     meshes = [one for one in others if one.point.sizes != first.point.sizes]
@@ -258,7 +261,7 @@ def fit_family(references: Sequence[Reference]) -> Family:
 
 def count_exponents(grown: Numbers, steps: Numbers) -> Numbers:
     """Returns the exponents of each number, a row for each count: of the 27 choices of -1, 0 and 1 the one that comes
-    closest to how the number has grown. grown: log2 of the ratio; steps: log2 of the ratio of each count."""
+    closest to the growth of the number. grown: log2 of its ratio; steps: log2 of the ratio of each count."""
     choices = np.array(list(product((0, 1, -1), repeat=len(steps))))  # of equal ones the first, without needless ones
     off = np.abs(choices @ steps - grown[:, None])
     return choices[np.argmin(off, axis=1)].T.astype(float)
@@ -282,7 +285,7 @@ def _grown(others: Sequence[Reference], numbers: Numbers) -> Numbers:
 
 
 def _spec_of(point: TracePoint) -> RunSpec:
-    """Returns the declaration of a point: its own batch, and a limit on logits that gives its chunks."""
+    """Returns the declaration of a point, with its batch, and with a limit on logits that gives its chunks."""
     base = point.variant.spec
     sizes = dict(point.sizes)
     roles = plan_roles(base.sharding, sizes)
@@ -299,7 +302,7 @@ def _spec_of(point: TracePoint) -> RunSpec:
 
 
 def _meshes(candidates: Sequence[MeshCandidate]) -> list[Sizes]:
-    """Returns meshes of the candidates that span all of theirs, the one in the middle first."""
+    """Returns meshes of the candidates that span all of theirs, beginning with the one in the middle."""
     known = _spanning(candidates) or _mesh_sizes(candidates)
     points = _logs(known)
     middle = int(np.argmin(np.abs(points - np.median(points, axis=0)).sum(axis=1)))
@@ -331,7 +334,7 @@ def _rank(meshes: Sequence[Sizes]) -> int:
 
 
 def _common_strategies(candidates: Sequence[MeshCandidate]) -> tuple[tuple[str, StrategyChoice], ...]:
-    """Returns the strategies of each kind of operation: those that all candidates have, else the fallback."""
+    """Returns the strategies of each kind of operation: those that all candidates share, else the fallback."""
     found: dict[str, StrategyChoice] = {}
     for op in OPERATIONS:
         if op.is_declared:

@@ -15,7 +15,7 @@ from .space import MeshCandidate
 
 @dataclass(frozen=True)
 class Prices:
-    """The prices of candidates, in their order: the time of a step, bytes of a device."""
+    """The prices of candidates, in their order: the time of a step, and bytes of a device."""
 
     candidates: tuple[MeshCandidate, ...]
     peak_bytes: Numbers
@@ -23,7 +23,8 @@ class Prices:
     time: StepTime[Numbers]
 
     def evaluation(self, place: int, limit_bytes: int) -> Evaluation:
-        """Returns the evaluation of one candidate by its price. limit_bytes: that it may take of a device."""
+        """Returns the evaluation of one candidate by its price. limit_bytes: the memory of a device that it may
+        take."""
         time, peak_bytes = self.time.of(place), int(self.peak_bytes[place])
         return Evaluation(
             seconds=time.seconds,
@@ -40,8 +41,8 @@ class Prices:
 def price_candidates(
     candidates: Sequence[MeshCandidate], families: Mapping[Key, Family], link_speed: float = 1.0
 ) -> Prices:
-    """Returns the prices of candidates that the rules allow, each of which has a family. link_speed: a factor
-    on the bandwidth of all links."""
+    """Returns the prices of candidates that the rules allow, each of which has a family. link_speed: a factor on the
+    bandwidth of all links."""
     places: dict[Key, list[int]] = {}
     for place, one in enumerate(candidates):
         key = family_key(one, families)
@@ -63,7 +64,7 @@ def price_candidates(
 
 
 def _link_times(candidates: Sequence[MeshCandidate], family: Family, speed: float) -> LinkTimes:
-    """Returns the times of the family's collectives on each candidate's mesh; every mesh is looked at once."""
+    """Returns the times of the family's collectives on each candidate's mesh. Each mesh is priced once."""
     meshes = {(one.sizes, one.device_order): one.mesh for one in candidates}
     place = {mesh: i for i, mesh in enumerate(meshes)}
     times = plan_link_times(list(meshes.values()), family.shape.collectives)

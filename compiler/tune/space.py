@@ -1,4 +1,4 @@
-"""The space of a search: which declarations it has, and which of them the rules allow.
+"""The space of a search: its declarations, and those of them that the rules allow.
 
 A variant is a declaration with other options of config groups (remat=full); a candidate is a variant on a mesh, with a
 number of microbatches. The rules are those of `plan_layout`, so that a candidate is refused here for the reason that
@@ -37,7 +37,8 @@ MeshPoint = tuple[Sizes, tuple[str, ...], int]  # of a variant: its whole mesh, 
 
 @dataclass(frozen=True)
 class Variant:
-    """A declaration of the space, but for its mesh and microbatches. choices: the options of groups that make it."""
+    """A declaration of the space, without its mesh and microbatches. choices: the options of groups that it is made
+    by."""
 
     choices: GroupChoices
     spec: RunSpec
@@ -54,8 +55,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class MeshCandidate(Candidate):
-    """A variant on a mesh. values: the searched keys with their values. device_order: of the mesh on its links.
-    num_loss_chunks: in which logits are computed. strategies: of the other operations, by kind and site."""
+    """A variant on a mesh. values: the searched keys with their values. device_order: the order of mesh axes on the
+    links. num_loss_chunks: the number of chunks in which logits are computed. strategies: (kind, site, name) of each
+    declared operation."""
 
     values: Mapping[str, str | int]
     variant: Variant
@@ -78,7 +80,7 @@ class MeshCandidate(Candidate):
 
 @dataclass
 class Refused:
-    """Candidates that the rules refuse, counted by reason, with one of each to show."""
+    """Candidates that the rules refuse, counted by reason, with one example for each."""
 
     counts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -102,16 +104,16 @@ def _check_size(number: int, most: int) -> None:
 def with_layout(
     spec: RunSpec, sizes: Mapping[str, int], num_microbatches: int, device_order: Sequence[str] | None = None
 ) -> RunSpec:
-    """Returns the declaration on a mesh of these sizes, with this many microbatches, and in another order of devices if
-    one is given."""
+    """Returns the declaration on a mesh of these sizes, with this number of microbatches, and with another order of
+    devices if one is given."""
     order = spec.device_order if device_order is None else tuple(device_order)
     mesh = spec.mesh.model_copy(update=dict(sizes))
     return spec.model_copy(update={"mesh": mesh, "num_microbatches": num_microbatches, "device_order": order})
 
 
 def find_candidates(variants: Sequence[Variant]) -> tuple[list[MeshCandidate], Refused]:
-    """Returns all candidates that the rules allow, and the others by the reason that each was refused for. Raises
-    ConfigError if one variant has more than `tune.max_candidates`."""
+    """Returns the candidates that the rules allow, and the refused ones by reason. Raises ConfigError if one variant
+    has more than `tune.max_candidates`."""
     found: list[MeshCandidate] = []
     refused = Refused()
     known: dict[str, dict[MeshPoint, Layout | ConfigError | None]] = {}  # None: not planned yet
@@ -146,8 +148,8 @@ def num_points(variant: Variant) -> int:
 
 
 def mesh_axes(spec: RunSpec) -> tuple[str, ...]:
-    """Returns the mesh axes that the sharding rules use, each role once: of two axes that only split the batch, such
-    as replica and data, the first."""
+    """Returns the mesh axes that the sharding rules use. Of axes with the same role, such as replica and data, which
+    only split the batch, it returns the first."""
     roles: dict[str, frozenset[tuple[str, int]]] = {}
     tables = {"parameters": spec.sharding.parameters, "optimizer": spec.sharding.optimizer,
               "activations": spec.sharding.activations}  # fmt: skip
@@ -161,8 +163,8 @@ def mesh_axes(spec: RunSpec) -> tuple[str, ...]:
 
 
 def mesh_sizes(axes: Sequence[str], num_devices: int, allowed: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
-    """Yields the sizes of all meshes of these axes whose product is the number of devices. allowed: by axis, the sizes
-    that it may have."""
+    """Yields the sizes of all meshes of these axes whose product is the number of devices. allowed: the sizes that an
+    axis may have; any, where it is not named."""
     if not axes:
         if num_devices == 1:
             yield {}
@@ -174,7 +176,7 @@ def mesh_sizes(axes: Sequence[str], num_devices: int, allowed: Mapping[str, Sequ
 
 
 def reason_of(error: ConfigError) -> str:
-    """Returns the reason of a refusal, alike for alike candidates: the key, and what is wrong without its numbers."""
+    """Returns the reason of a refusal, equal for similar candidates: the key, and what is wrong without its numbers."""
     problem = error.problems[0]
     return f"{problem.where}: {problem.what}"
 
@@ -190,7 +192,7 @@ class _Rules:
         self.arrays: dict[int, Arrays] = {}
 
     def refusal(self) -> ConfigError | None:
-        """Returns why the variant can run on no mesh, or cannot be priced, if so."""
+        """Returns why the variant can run on no mesh, or cannot be priced; None if it can."""
         if plan_rates(self.target, None) is None:
             what = f"the speed of {self.target.name} in {self.spec.precision.compute} is not known"
             return ConfigError([Problem("precision.compute", what, "choose a precision whose speed it declares")])
@@ -211,8 +213,8 @@ class _Rules:
                 yield tuple(whole.items()), order, number
 
     def device_orders(self, sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
-        """Returns the orders of devices of a mesh, of those that place it alike the first; also those with the nearest
-        axis as a block of chips."""
+        """Returns the orders of devices of a mesh: one of those that place it in the same way, and those with the
+        nearest axis as a block of chips."""
         if self.spec.tune.device_orders == "declared":
             return [self.spec.device_order]
         used = [axis for axis, size in sizes.items() if size > 1]
@@ -278,8 +280,8 @@ def _pinned_sizes(spec: RunSpec) -> dict[str, tuple[int, ...]]:
 
 
 def _microbatches(spec: RunSpec, shards: int) -> Sequence[int]:
-    """Returns the numbers of microbatches that leave each shard whole sequences; one where none does, so that the
-    refusal is counted."""
+    """Returns the numbers of microbatches that leave each shard whole sequences; 1 where none does, so that the refusal
+    is counted."""
     pinned = spec.tune.pin.get("num_microbatches")
     if pinned is not None:
         return (int(pinned),)
@@ -289,12 +291,13 @@ def _microbatches(spec: RunSpec, shards: int) -> Sequence[int]:
 
 
 def _layout_key(spec: RunSpec) -> str:
-    """Returns what a layout depends on: two variants that differ in remat or the optimizer have the same layouts."""
+    """Returns the part of a declaration that layouts depend on: variants that differ in remat or the optimizer share
+    them."""
     return json.dumps(spec.model_dump(mode="json", exclude={"remat", "optimizer", "schedule"}), sort_keys=True)
 
 
 def check_pins(pins: Mapping[str, Any], groups: Sequence[str]) -> None:
-    """Raises ConfigError for pins of what is not searched."""
+    """Raises ConfigError for pinned keys that are not searched."""
     known = (*groups, "mesh", "num_microbatches")
     raise_if_any(
         Problem(f"tune.pin.{key}", "is not a key that is searched", f"pin one of {', '.join(known)}")
@@ -304,6 +307,6 @@ def check_pins(pins: Mapping[str, Any], groups: Sequence[str]) -> None:
 
 
 def product_of(groups: Mapping[str, Sequence[str]]) -> Iterator[GroupChoices]:
-    """Yields the combinations of one option of each group."""
+    """Yields all combinations of one option of each group."""
     keys = list(groups)
     yield from (tuple(zip(keys, options, strict=True)) for options in product(*groups.values()))
