@@ -6,7 +6,7 @@ dimension brings an all-reduce.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -373,8 +373,11 @@ class _Reader:
         layouts = [self.layouts[i] for i in operands]
         first = scan.num_consts + scan.num_carried
         inside = [*layouts[:first], *(layout[1:] for layout in layouts[first:])]
-        known = self.known.inside_scan(scan, operands, is_reversed=equation.params["reverse"])
-        body, program = self.loop_body(scan.body, inside, range(scan.num_consts, first), scope, known)
+        is_reversed = equation.params["reverse"]
+        body, program = self.loop_body(
+            scan.body, inside, range(scan.num_consts, first), scope,
+            lambda: self.known.inside_scan(scan, operands, is_reversed=is_reversed),
+        )  # fmt: skip
         results = []
         for place, (x, i) in enumerate(zip(equation.outvars, program.outputs, strict=True)):
             layout = body.layouts[i] if place < scan.num_carried else ((), *body.layouts[i])
@@ -390,12 +393,12 @@ class _Reader:
         return results
 
     def loop_body(
-        self, jaxpr: Jaxpr, layouts: list[DimAxes], carried: range, scope: str, known: KnownValues
+        self, jaxpr: Jaxpr, layouts: list[DimAxes], carried: range, scope: str, known: Callable[[], KnownValues]
     ) -> tuple["_Reader", Program]:
         """Reads the body of a loop. A carried value has one layout at the start and the end of a trip, so the zeros
         that a sum begins with are split, too."""
         while True:
-            body = _Reader(self.mesh_sizes, self.joins_sums, self.ops, known, self.within)
+            body = _Reader(self.mesh_sizes, self.joins_sums, self.ops, known(), self.within)
             program = body.read(jaxpr, layouts, scope)
             ends = [body.layouts[i] for i in program.outputs[: len(carried)]]
             split = [
@@ -413,8 +416,8 @@ class _Reader:
         inside = operands[params["cond_nconsts"] :]
         consts, num = params["body_nconsts"], len(inside)
         layouts = [self.layouts[i] for i in inside]
-        known = self.known.inside_loop()
-        body, program = self.loop_body(without_consts(params["body_jaxpr"]), layouts, range(consts, num), scope, known)
+        jaxpr, known = without_consts(params["body_jaxpr"]), self.known.inside_loop
+        body, program = self.loop_body(jaxpr, layouts, range(consts, num), scope, known)
         results = [self.value(x.aval, body.layouts[i]) for x, i in zip(equation.outvars, program.outputs, strict=True)]
         self.operations.append(
             Operation(

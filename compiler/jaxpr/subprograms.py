@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr
 from jax.extend.core import Literal as Constant
@@ -75,8 +76,8 @@ def subprograms(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
 @dataclass
 class KnownValues:
     """The values of a jaxpr, or of a body, that can be computed. made: equations with their operands, by result;
-    nothing is computed before a cond asks. given: functions that compute values from outside. runs: the trips in which
-    it runs."""
+    nothing is computed before a cond asks. given: functions that compute values from outside. found: what was computed.
+    runs: the trips in which it runs."""
 
     num_stages: int
     platform: str | None
@@ -84,18 +85,26 @@ class KnownValues:
     runs: Known = field(default_factory=lambda: np.ones((1,), bool))
     made: dict[int, tuple[Any, Sequence[int]]] = field(default_factory=dict)
     given: dict[int, Callable[[], Known | None]] = field(default_factory=dict)
+    found: dict[int, Known | None] = field(default_factory=dict)
 
     def set_literal(self, value: int, literal: Any) -> None:
         self.given[value] = lambda: self._constant(np.asarray(literal))
 
     def find(self, value: int) -> Known | None:
         """Returns a value; None if it is not known."""
+        if value not in self.found:
+            self.found[value] = self._compute(value)
+        return self.found[value]
+
+    def _compute(self, value: int) -> Known | None:
         if value in self.given:
             return self.given[value]()
         if value not in self.made:
             return None
         equation, operands = self.made[value]
-        name, params = equation.primitive.name, equation.params
+        name, params, dtype = equation.primitive.name, equation.params, equation.outvars[0].aval.dtype
+        if dtype != bool and not jnp.issubdtype(dtype, jnp.integer):
+            return None
         if name == "iota":
             shape, dimension = params["shape"], params["dimension"]
             return self._constant(np.broadcast_to(_along(dimension, shape[dimension], len(shape)), shape))

@@ -1,5 +1,7 @@
 """What the equations of a jaxpr call, as versions of JAX write it, and how often: against programs that count."""
 
+from functools import reduce
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -99,6 +101,7 @@ PROGRAMS = {
     "no trip": scanned(lambda t: t > 7),
     "every second": scanned(lambda t: t % 2 == 0, reverse=True),
     "either of two": scanned(lambda t: jnp.logical_or(jnp.minimum(t, 5) == 5, t == 1)),
+    "a long computation": scanned(lambda t: reduce(lambda x, _: (x * x + x) % 7, range(40), t) == 2),
     "a counter": counted(lambda i: i % 3 == 0),
     "a quotient": counted(lambda i: i // 2 == 3),
     "two loops": two_loops,
