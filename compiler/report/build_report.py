@@ -1,4 +1,4 @@
-"""A compiled step as a Report: what people and tools are told of it. What could not be read in its text is unknown."""
+"""Builds the Report of a compiled step for people and tools. Facts that cannot be read in its text are unknown."""
 
 from ..analysis.compiled_step import CompiledStep, limit_bytes, used_devices_per_chip
 from ..analysis.program_text import Unavailable
@@ -24,9 +24,9 @@ from ..target.placement import Placement
 # Classes that XLA counts among its temporaries.
 TOLD_APART: tuple[MemoryClass, ...] = ("working_parameters", "gathered_weights", "gradients", "activations")
 NO_PEAK = "the compiler refused the program: what it would keep at its peak is not known"
-LIMITED = ("memory.limit_bytes_per_chip", "memory.fits", "memory.breakdown.reserved")  # unknown where there is no limit
+LIMITED = ("memory.limit_bytes_per_chip", "memory.fits", "memory.breakdown.reserved")  # unknown if there is no limit
 NO_LIMIT = "the chip's memory is not known"
-LARGEST_ERROR = 0.1  # of XLA's peak
+LARGEST_ERROR = 0.1  # the largest difference from XLA's peak, relative to it
 
 
 def build_report(
@@ -39,9 +39,9 @@ def build_report(
     search: SearchReport | None,
     alternatives: tuple[Alternative, ...],
 ) -> Report:
-    """Returns the report. overrides: that declare it. model: what its declaration calls it, where it has a name
-    (model_choice.py). changes: that would make it fit. search: of which this program is the best. alternatives: other
-    declarations, by the estimate."""
+    """Returns the report. overrides: the overrides of the declaration. model: the declaration's name for its model, if
+    it has one. changes: changes that would make the step fit. search: the search that chose this program. alternatives:
+    other declarations, by the estimate."""
     plan, analysis, estimate = step.plan, step.analysis, step.estimate
     target = target_report(plan.mesh.placement)
     unknown = unknown_of_target(target)
@@ -77,7 +77,8 @@ def build_report(
 
 
 def _memory(step: CompiledStep, unknown: dict[str, str], changes: tuple[MemoryChange, ...]) -> MemoryReport:
-    """Returns the memory of the compiled program, or what the compiler says it needs if it was refused."""
+    """Returns the memory of the compiled program; if the compiler refused it, the memory that it says the program
+    needs."""
     plan, built, peak, estimate = step.plan, step.built, step.peak, step.estimate.memory
     limit, needed, per_chip = limit_bytes(plan.target), step.needed_bytes, used_devices_per_chip(plan.target)
     planned = plan.memory
@@ -129,16 +130,16 @@ def _memory(step: CompiledStep, unknown: dict[str, str], changes: tuple[MemoryCh
 
 
 def _cannot_tell_apart(step: CompiledStep, rest: int | None) -> str | None:
-    """Returns why the temporaries cannot be classified; None if they are. rest: all of them."""
+    """Returns the reason why the temporaries cannot be classified; None if they can. rest: the bytes of all of them."""
     plan, built, peak = step.plan, step.built, step.peak
     if built.memory is None or rest is None:
         return NO_PEAK
     if isinstance(peak, Unavailable):
         return peak.why
     memory, counted = built.memory, peak.num_bytes
-    # XLA's peak of a CPU's program is that of arguments and results alone.
+    # For a CPU's program XLA's peak counts arguments and results alone.
     found = memory.taken_bytes if plan.target.platform == "cpu" else memory.peak_bytes
-    if memory.host_bytes:  # that peak may be the host's
+    if memory.host_bytes:  # XLA's peak may be the host's
         found = counted
     is_near = abs(counted - found) <= LARGEST_ERROR * found
     if is_near and sum(peak.by_class.get(name, 0) for name in TOLD_APART) <= rest:
@@ -148,7 +149,7 @@ def _cannot_tell_apart(step: CompiledStep, rest: int | None) -> str | None:
 
 
 def target_report(placement: Placement) -> TargetReport:
-    """Returns the part of a report that is of the target."""
+    """Returns the part of a report about the target."""
     target, peak = placement.target, placement.target.peak_flops_per_second
     return TargetReport(
         name=target.name,
@@ -165,7 +166,7 @@ def target_report(placement: Placement) -> TargetReport:
 
 
 def unknown_of_target(target: TargetReport) -> dict[str, str]:
-    """Returns why figures of the target are unknown, by their paths."""
+    """Returns the reasons why figures of the target are unknown, by their paths."""
     figures = ("hbm_bytes_per_chip", "hbm_bytes_per_second", "peak_flops_per_second")
     return {f"target.{name}": "the chip is not known" for name in figures if getattr(target, name) is None}
 

@@ -1,12 +1,12 @@
-"""Two runs -> what changed between them: declaration, plan, layouts, memory, collectives, compute, predicted time.
+"""Compares two runs: declaration, plan, layouts, memory, collectives, compute, predicted time.
 
     a  sharding=fsdp, 64 all-gathers over fsdp of layers/mlp/up_EM, forward, 16 ms of them exposed
     b  sharding=hsdp, the same behind compute
     -> config   mesh.fsdp 256 -> 16, mesh.replica 1 -> 16
        shrunk   all-gather over fsdp of layers/mlp/up_EM, forward: exposed 16 ms -> 0
 
-What is compared is what a step does, not how a compiler wrote it down: no instructions' names, no order, no numbering.
-Collectives are summed by kind, mesh axes and source. Times that differ by less than SAME_WITHIN count as equal.
+It compares what steps do, not how a compiler wrote them down: neither names nor numbers of instructions, nor their
+order. Collectives are summed by kind, mesh axes and source. Times that differ by less than SAME_WITHIN count as equal.
 """
 
 import math
@@ -18,9 +18,9 @@ from typing import Any, Literal
 from ..schema import CollectiveReport, Finding, Report, total
 
 DIFF_VERSION = 1
-SAME_WITHIN = 1e-3  # of the larger of two times
-NOT_OF_THE_STEP = {"lower_seconds", "compile_seconds", "cache", "fingerprint"}  # of how it was built this time
-TOLD_BY_REPORT = ("target", "program", "memory", "estimate")  # keys of plan.json; the report knows better
+SAME_WITHIN = 1e-3  # the fraction of the larger of two times
+NOT_OF_THE_STEP = {"lower_seconds", "compile_seconds", "cache", "fingerprint"}  # facts of this build alone
+TOLD_BY_REPORT = ("target", "program", "memory", "estimate")  # keys of plan.json that the report has, more exactly
 Way = Literal["appeared", "gone", "changed"]
 Grown = Literal["appeared", "gone", "grown", "shrunk", "changed"]
 Pair = tuple[Finding, Finding]
@@ -28,7 +28,7 @@ Pair = tuple[Finding, Finding]
 
 @dataclass(frozen=True)
 class Run:
-    """The contents of a run directory. spec, plan: empty for a program that was inspected by itself. report: None where
+    """The contents of a run directory. spec, plan: empty for a program that was inspected by itself. report: None if
     there is none."""
 
     name: str
@@ -43,7 +43,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Difference:
-    """A value at a path. before, after: None too where it is not there, as `way` says."""
+    """A difference at a path. before, after: the values; None also if the path is missing, as `way` says."""
 
     where: str
     way: Way
@@ -53,7 +53,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class ComparedCollectives:
-    """All collectives of one kind over the same mesh axes for the same source. num_async: of `count`."""
+    """All collectives of one kind over the same mesh axes for the same source. num_async: how many of `count` are
+    asynchronous."""
 
     count: int
     num_async: int
@@ -68,7 +69,8 @@ class ComparedCollectives:
 
 @dataclass(frozen=True)
 class CollectiveChange:
-    """grown, shrunk: by the first that differs of bytes, count, exposed and alone seconds."""
+    """A change of such collectives. way: grown or shrunk by the first of bytes, count, exposed and alone seconds that
+    differs."""
 
     kind: str
     mesh_axes: tuple[str, ...]
@@ -80,7 +82,7 @@ class CollectiveChange:
 
 @dataclass(frozen=True)
 class Diff:
-    """notes: what could not be compared, and why."""
+    """All differences of two runs. notes: the parts that could not be compared, and why."""
 
     schema_version: int
     runs: tuple[str, str]
@@ -98,13 +100,13 @@ class Diff:
 
     @property
     def is_empty(self) -> bool:
-        """Returns True where both do the same."""
+        """Returns True if both runs do the same."""
         return not any((self.step, self.compute, self.memory, self.collectives, self.findings, self.config,
                         self.program, self.plan, self.shardings, self.build))  # fmt: skip
 
 
 def diff_runs(a: Run, b: Run) -> Diff:
-    """Returns what changed from a to b. Of reports and of declarations, what both have."""
+    """Returns the changes from a to b, in the parts that both have."""
     both = (a.report, b.report) if a.report and b.report else None
     declared = (a, b) if a.is_declared and b.is_declared else None
 
@@ -136,7 +138,7 @@ def diff_runs(a: Run, b: Run) -> Diff:
 
 
 def _step(report: Report) -> dict[str, Any]:
-    """Returns the figures of a step; the least that it takes only where that is not the whole step."""
+    """Returns the figures of a step, with the least time only if it is not the whole step."""
     step, parts = report.step, {"compute_seconds_by_kind"}
     is_whole = step.least_seconds == step.predicted_seconds
     return step.model_dump(mode="json", exclude=parts | ({"least_seconds"} if is_whole else set()))
@@ -154,14 +156,14 @@ def _findings(a: Report, b: Report, paths: set[str]) -> tuple[Difference, ...]:
 
 
 def _finding_changes(before: Finding, after: Finding) -> list[Difference]:
-    """Returns the changes of a finding that both reports have: of its words, of its places, or none."""
+    """Returns the changes of a finding that both reports have: in its words, in its places, or none."""
     name = f"{before.rule} at {min(first_place(before), first_place(after))}"
     told = ((name, before.what, after.what), (f"{name}: places", before.where, after.where))
     return [Difference(path, "changed", *values) for path, *values in told if values[0] != values[1]]
 
 
 def _renamed(finding: Finding) -> Finding:
-    """Returns a name without the compiler's numbering."""
+    """Returns the finding without the compiler's numbers."""
     names = {"what": without_numbers(finding.what), "where": without_numbers(finding.where)}
     return finding.model_copy(update=names)
 
@@ -185,7 +187,7 @@ Rows = Callable[[Sequence[Mapping[str, Any]], str], Iterator[tuple[str, Any]]]
 
 
 def by_words(rows: Sequence[Mapping[str, Any]], path: str) -> Iterator[tuple[str, Any]]:
-    """Rows of a table, in whatever order: their words say which is which, their numbers are added up."""
+    """Yields the rows of a table in any order: their words identify them, and their numbers are added up."""
     totals: dict[str, Any] = {}
     for row in rows:
         numbers = {key: v for key, v in row.items() if isinstance(v, int | float) and not isinstance(v, bool)}
@@ -197,7 +199,7 @@ def by_words(rows: Sequence[Mapping[str, Any]], path: str) -> Iterator[tuple[str
 
 
 def in_order(rows: Sequence[Mapping[str, Any]], path: str) -> Iterator[tuple[str, Any]]:
-    """Rows whose order says something: sharding rules."""
+    """Yields the rows of a table whose order matters, such as sharding rules."""
     for index, row in enumerate(rows):
         yield from _leaves(row, f"{path}[{index}]", in_order, _is_no_leaf)
 
@@ -209,7 +211,8 @@ def _is_no_leaf(node: Any) -> bool:  # noqa: ARG001
 def changes(
     a: Mapping[str, Any], b: Mapping[str, Any], *, rows: Rows = by_words, is_leaf: Callable[[Any], bool] = _is_no_leaf
 ) -> tuple[Difference, ...]:
-    """Leaves that differ, by dotted path. Lists of plain values are leaves; rows: what lists of mappings are."""
+    """Returns the leaves that differ, by dotted path. Lists of plain values are leaves. rows: how to read lists of
+    mappings."""
     before, after = (dict(_leaves(node, "", rows, is_leaf)) for node in (a, b))
     found = []
     for path in sorted(before.keys() | after.keys()):
@@ -237,20 +240,20 @@ def _words(value: Any) -> str:
 
 
 def without_numbers(text: str) -> str:
-    """Returns text without the numbers of instructions and of lines, which change: 'fusion.123 of all-gather-start.4,
+    """Returns text without the numbers of instructions and lines, which vary: 'fusion.123 of all-gather-start.4,
     train.py:42' -> 'fusion of all-gather-start, train.py'."""
     return re.sub(r"\b([A-Za-z_][\w\-]*)\.\d+\b", r"\1", re.sub(r"(\.py):\d+\b", r"\1", text))
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Returns whether values are equal; floats may differ by SAME_WITHIN of the larger."""
+    """Returns True if the values are equal; floats may differ by the fraction SAME_WITHIN."""
     if isinstance(a, float) and isinstance(b, float):
         return math.isclose(a, b, rel_tol=SAME_WITHIN)
     return a == b and isinstance(a, bool) == isinstance(b, bool)
 
 
 def _collectives(a: Iterable[CollectiveReport], b: Iterable[CollectiveReport]) -> tuple[CollectiveChange, ...]:
-    """Returns the largest difference in exposed time first, then in bytes."""
+    """Returns the changes of collectives, the largest difference in exposed time first, then in bytes."""
     before, after = _totals(a), _totals(b)
     found = [
         CollectiveChange(*key, way, before.get(key), after.get(key))
@@ -299,10 +302,11 @@ def _difference(change: CollectiveChange, name: str) -> float:
 def pair_findings(
     a: Sequence[Finding], b: Sequence[Finding], paths: Collection[str]
 ) -> tuple[list[Pair], list[Finding], list[Finding]]:
-    """Returns each of a with its like of b; those of a that have none; those of b. paths: of all parameters.
+    """Returns pairs of matching findings, the findings of a without a match, and those of b. paths: the paths of all
+    parameters.
 
-    What is the same is paired first, then what says the same of other places, then what is of the same rule about the
-    same parameter, in other figures; of a rule that is about no parameter, in other figures alone.
+    Identical findings are paired first, then those that differ only in their places, then those of the same rule about
+    the same parameter (or about none) that differ in their figures.
     """
     keys: tuple[Callable[[Finding], Any], ...] = (
         lambda f: f,
@@ -321,14 +325,14 @@ def pair_findings(
 
 
 def parameter_of(finding: Finding, paths: Collection[str]) -> str | None:
-    """Returns the one that its words name, or else its first place: '9 places: layers/mlp/up_EM and 8 more, backward;
-    ...'."""
+    """Returns the parameter that a finding's words name, or else its first place: '9 places: layers/mlp/up_EM and 8
+    more, backward; ...'."""
     words = [*re.findall(r"[\w/]+", finding.what), *re.findall(r"^(?:one of )?([\w/]+)", first_place(finding))]
     return next((word for word in words if word in paths), None)
 
 
 def first_place(finding: Finding) -> str:
-    """Returns the most costly of several."""
+    """Returns the most costly place of a finding."""
     return re.sub(r"^\d+ places: ", "", finding.where).split("; ")[0]
 
 

@@ -1,4 +1,4 @@
-"""The plan in words: what lies where and why, bytes per device, parameters, arithmetic. For people and as JSON."""
+"""Explains the plan, for people and as JSON: layouts with reasons, bytes per device, parameters, arithmetic."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -20,15 +20,15 @@ COLUMNS = (
     Column("dimensions: logical axis, size, mesh axes [rule]", overflow="fold"),
     Column("per device", justify="right"),
 )
-Row = tuple[str, str | Line, str]  # as COLUMNS
+Row = tuple[str, str | Line, str]  # the cells of COLUMNS
 
 
 def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) -> None:
     """Prints the plan: mesh, arrays with reasons, parameters and FLOPs; memory, communication and bounds of a step.
 
-    estimate: of the plan, where it is there already.
+    estimate: the plan's estimate, if it has been made.
     """
-    spec, estimate = plan.spec, estimate or estimate_step(plan)  # whatever may fail comes before the first line
+    spec, estimate = plan.spec, estimate or estimate_step(plan)  # work that may fail comes before the first line
     devices = f"{counted(plan.target.num_devices, 'device')} of target {plan.target.name}"
     console.wrapped(("mesh", "bold"), f"  {plan.mesh}, {devices}")
     for axis, where in plan.mesh.placement.describe().items():
@@ -69,7 +69,7 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
 
 
 def _operation_lines(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yields the operation and how it runs of each site; sites of one name in several pieces are one line if they run
+    """Yields each operation and how it runs at each site. Sites of one name in several pieces share a line if they run
     alike."""
     shown = [each for each in plan.operations if not each.chosen.is_trivial]
     ways: dict[tuple[str, str], set[str]] = {}
@@ -83,7 +83,7 @@ def _operation_lines(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
-    """Returns `plan.json`: the same facts for tools. Unknown is null, with a reason."""
+    """Returns `plan.json`: the same facts for tools. An unknown value is null, with a reason."""
     target = plan.target
     return {
         "schema_version": SCHEMA_VERSION,
@@ -178,7 +178,7 @@ def _row(plan: ArrayPlan) -> dict[str, Any]:
 
 
 def _rules(rules: Sequence[Rule]) -> str:
-    """Returns the rules that the numbers in the table stand for."""
+    """Returns the rules that the numbers in the table refer to."""
 
     def told(rule: Rule) -> str:
         others = f" (or {', '.join(rule.alternatives)})" if rule.alternatives else ""
@@ -188,7 +188,7 @@ def _rules(rules: Sequence[Rule]) -> str:
 
 
 def _shortened(arrays: Sequence[ArrayPlan], alike: Sequence[ArrayPlan], how: str) -> list[Row]:
-    """Rows of the table. A set of optimizer state that lies as the arrays `alike` do is one row."""
+    """Returns the rows of the table. A set of optimizer state that lies as the arrays `alike` do is one row."""
     rows: list[Row] = []
     paths = {plan.array.path: plan.spec for plan in alike}
     sets: dict[str, list[ArrayPlan]] = {}
@@ -205,7 +205,8 @@ def _shortened(arrays: Sequence[ArrayPlan], alike: Sequence[ArrayPlan], how: str
 
 
 def _state_rows(plan: Plan) -> list[Row]:
-    """Returns the optimizer's state. Where its rules are not those of the parameters, one set shows what they say."""
+    """Returns the rows of the optimizer's state. If its rules are not those of the parameters, the rows of one set
+    follow."""
     if plan.spec.sharding.optimizer == plan.spec.sharding.parameters:
         return _shortened(plan.optimizer_state, plan.sharding.parameters, "as the parameters")
     rows = _shortened(plan.optimizer_state, plan.sharding.optimizer, "each as its parameter below")
@@ -217,10 +218,10 @@ def _array_row(plan: ArrayPlan) -> Row:
 
 
 def _dimensions(plan: ArrayPlan) -> Line:
-    """Returns the layout of an array, 'layers 4 [1]  embed 128 fsdp [0]': logical axis, size, mesh axes, rule."""
+    """Returns the layout of an array, 'layers 4 [1] embed 128 fsdp [0]': logical axis, size, mesh axes, rule."""
     line: Line = []
     notes = {d.note for d in plan.dimensions}
-    shared = notes.pop() if len(notes) == 1 else ""  # said once, after all dimensions
+    shared = notes.pop() if len(notes) == 1 else ""  # printed once, after all dimensions
     for d in plan.dimensions:
         line += ["  " * bool(line), f"{d.logical or ''} {d.size:,}".strip()]
         if d.axes:

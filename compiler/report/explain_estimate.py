@@ -1,4 +1,4 @@
-"""The estimate of a step in words: memory at its peak, what crosses the network, which resource bounds each part."""
+"""Explains the estimate of a step: memory at its peak, transfers, and the resource that bounds each part."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -19,12 +19,12 @@ from ..target.accuracy import accuracy_of, why_no_range
 
 RATES_UNKNOWN = "the target says nothing of its peak FLOP/s and bandwidths"
 SCALAR_BYTES = 8
-FIGURES = ("flops", "hbm_bytes", "link_bytes")  # of a part, before they are divided by rates
+FIGURES = ("flops", "hbm_bytes", "link_bytes")  # the figures of a part before they are divided by rates
 LINKS_UNKNOWN = "simulated devices, or of unknown links"
 
 
 def print_estimate(plan: Plan, estimate: StepEstimate, console: Console) -> None:
-    """Prints three tables, and of which overlap they are where that is left to a search."""
+    """Prints three tables, and the overlap that they assume if it is left to a search."""
     assumed = overrides_of(estimate.overlap, plan.spec.overlap)
     if assumed:
         console.wrapped(("overlap", "bold"), f" is left to a search; the estimate assumes {' '.join(assumed)}")
@@ -50,7 +50,7 @@ def print_estimate(plan: Plan, estimate: StepEstimate, console: Console) -> None
 
 
 def _usual(plan: Plan) -> str:
-    """Returns the step with room for the usual imbalance of experts."""
+    """Returns a line about the step with room for the usual imbalance of experts."""
     found = estimate_step(plan)
     assert found.time is not None, "the declared step has one, on the same chips"
     (limit,) = overrides_of_imbalance(plan)
@@ -60,7 +60,7 @@ def _usual(plan: Plan) -> str:
 
 
 def _verdict(memory: MemoryEstimate) -> Line:
-    """Returns whether the step fits, by the estimate: of a device's memory, and of its share of the host's."""
+    """Returns whether the step fits by the estimate, in a device's memory and in its share of the host's."""
     told: Line = [_verdict_of("", memory.peak_bytes, memory.limit_bytes, memory.fits)]
     if memory.host_bytes:
         host = _verdict_of("the host's memory: ", memory.host_bytes, memory.host_limit_bytes, memory.host_fits)
@@ -76,7 +76,7 @@ def _verdict_of(what: str, needed: int, limit: int | None, fits: bool | None) ->
 
 
 def _time(plan: Plan, time: StepTime[float]) -> str:
-    """Returns the time of a step, with what is waited for by mesh axes, the longest first."""
+    """Returns the time of a step as text, with the waits by mesh axes, the longest first."""
     tokens = plan.spec.tokens_per_step / time.seconds / plan.target.num_chips
     waited = sorted(time.exposed.items(), key=lambda one: -one[1])
     exposed = ", ".join(f"{human_seconds(seconds)} over {'+'.join(axes)}" for axes, seconds in waited if seconds > 0)
@@ -87,8 +87,8 @@ def _time(plan: Plan, time: StepTime[float]) -> str:
 
 
 def estimate_as_json(plan: Plan, estimate: StepEstimate) -> dict[str, Any]:
-    """Returns the estimate for `plan.json`. Unknown is null; `unknown` says why. assumed_overlap: overrides, where the
-    overlap is left to a search."""
+    """Returns the estimate for `plan.json`. An unknown value is null; `unknown` says why. assumed_overlap: overrides,
+    if the overlap is left to a search."""
     memory = estimate.memory
     parts, why = estimate.roofline, estimate.why_uncounted
     is_rated = not any(p.flops_seconds is None and p.flops is not None for p in parts)
@@ -129,7 +129,7 @@ def _time_as_json(plan: Plan, time: StepTime[float] | None) -> dict[str, Any] | 
 
 
 def _usual_as_json(plan: Plan) -> dict[str, Any]:
-    """Returns the step with room for the usual imbalance of experts, where the declaration has room for any."""
+    """Returns the step with room for the usual imbalance of experts, if the declaration has room for any imbalance."""
     usual = plan_usual_imbalance(plan)
     if usual is None:
         return {}
@@ -144,8 +144,8 @@ def _usual_as_json(plan: Plan) -> dict[str, Any]:
 
 
 def unknown_primitives(plan: Plan, estimate: StepEstimate) -> tuple[UnknownPrimitive, ...]:
-    """Returns the unknown primitives once each: the model's, then those that only the backward pass or the optimizer
-    has. In the step JAX may place one at the line that calls it."""
+    """Returns each unknown primitive once: the model's, then those that only the backward pass or the optimizer has. In
+    the step, JAX may attribute one to the line that calls it."""
     met = {(one.name, one.part, one.why) for one in plan.model_flops.unknown}
     return (*plan.model_flops.unknown, *(one for one in estimate.unknown if (one.name, one.part, one.why) not in met))
 
@@ -181,7 +181,7 @@ def _host_room(memory: MemoryEstimate) -> str:
 
 
 def _communication(collectives: tuple[PlannedCollective, ...]) -> Table:
-    """Returns a line for each kind, mesh axes and rule; scalars are left out."""
+    """Returns a row for each kind, mesh axes and rule; scalars are left out."""
     alike: dict[tuple[str, str, str], list[PlannedCollective]] = defaultdict(list)
     for one in collectives:
         if one.bytes_each > SCALAR_BYTES:

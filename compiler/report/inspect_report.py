@@ -1,4 +1,4 @@
-"""An inspected program as a Report: what its text says. What only a declaration says is unknown, with that reason."""
+"""Builds the Report of an inspected program. Facts that only a declaration has are unknown, with that reason."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ OF_A_PLAN = (
 
 
 def report_inspected(program: InspectedProgram) -> Report:
-    """Returns the report of a program by itself."""
+    """Returns the report of a program without a declaration."""
     target = target_report(program.devices.placement)
     unknown = unknown_of_target(target) | dict.fromkeys(OF_A_PLAN, NOT_DECLARED) | {"build": ELSEWHERE}
     memory = _memory(program, unknown)
@@ -47,8 +47,8 @@ def report_inspected(program: InspectedProgram) -> Report:
 
 
 def _memory_notes(program: InspectedProgram) -> Iterator[Finding]:
-    """Yields the note on how much memory a text does not show. The range is that of docs/inspect.md, by
-    bench/memory_by_text.py."""
+    """Yields the note on how much memory a text does not show. docs/inspect.md has the range, which
+    bench/memory_by_text.py measures."""
     if program.memory is None and not isinstance(program.peak, Unavailable):
         yield Finding(
             rule="memory-by-text",
@@ -61,7 +61,7 @@ def _memory_notes(program: InspectedProgram) -> Iterator[Finding]:
 
 
 def _memory(program: InspectedProgram, unknown: dict[str, str]) -> MemoryReport:
-    """Returns the memory of the program, as XLA counts it where that is known, else as counted in its text."""
+    """Returns the memory of the program, as XLA counts it if that is known, or else as counted in its text."""
     target, stats, needed = program.devices.target, program.memory, program.needed_bytes
     per_chip, limit = used_devices_per_chip(target), limit_bytes(target)
     if needed is None and isinstance(program.peak, Unavailable):
@@ -96,8 +96,8 @@ def _memory(program: InspectedProgram, unknown: dict[str, str]) -> MemoryReport:
 
 
 def _breakdown(program: InspectedProgram) -> dict[str, int]:
-    """Returns the parts of the peak on a device: arguments, and of the rest what the names of operations tell apart.
-    They are not told apart if XLA's peak differs from the one that its text shows."""
+    """Returns the parts of the peak on a device: arguments, and the classes that the names of operations tell apart.
+    They are not told apart if XLA's peak differs from that of the text."""
     needed, peak = program.needed_bytes, program.peak
     if needed is None:
         return {}

@@ -1,6 +1,6 @@
-"""`sweep.html`: the page of a sweep, which needs nothing else.
+"""Renders `sweep.html`, the page of a sweep, which needs nothing else.
 
-Its points are embedded as JSON, and its own script draws them. Text from a config can do nothing in it
+Its points are embedded as JSON, and its own script draws them. Text from a config cannot act in it
 (compiler/report/views/page.py).
 """
 
@@ -41,7 +41,8 @@ REPORT = "report.html"
 
 
 def render_sweep(sweep: Sweep, page: Path, *, sort: str | None = None) -> str:
-    """Returns the page. page: where it will lie; links to points are relative to it. sort: as of `show_table`."""
+    """Returns the page. page: its future path; links to points are relative to it. sort: the figure to sort by, as in
+    `show_table`."""
     figure = find_figure(sort or sweep.file.objective, where="--sort" if sort else "objective")
     environment = _environment()
     script = "\n".join(template_source(environment, name) for name in SCRIPTS)
@@ -68,7 +69,7 @@ def render_sweep(sweep: Sweep, page: Path, *, sort: str | None = None) -> str:
 
 
 def page_data(sweep: Sweep, page: Path, figure: Figure) -> dict[str, Any]:
-    """Returns what the script draws: a column for each thing, and each text once."""
+    """Returns the data of the page's script: a column for each key and figure, and each text once."""
     running = running_rows(sweep.directory, sweep.rows) if sweep.is_running else ()
     rows = best_first([*sweep.rows, *running], figure)
     keys = swept_keys(sweep.file, rows)
@@ -121,7 +122,7 @@ def _is_number(text: str) -> bool:
 
 
 def front_of(rows: Sequence[Row]) -> list[Row]:
-    """Returns the points that no other one beats in step time and memory both, the fastest first."""
+    """Returns the points that no other point beats in both step time and memory, the fastest first."""
     step, memory = FIGURES["step_seconds"], FIGURES["peak_bytes"]
     known = [
         (row, (seconds, num_bytes))
@@ -134,7 +135,7 @@ def front_of(rows: Sequence[Row]) -> list[Row]:
 
 
 def in_value_order(values: Sequence[str]) -> list[str]:
-    """Returns each value once: numbers by size, anything else as it comes."""
+    """Returns each value once: numbers by size, other values in the order they come."""
     once = list(dict.fromkeys(values))
     try:
         return sorted(once, key=float)
@@ -152,8 +153,8 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _link(row: Row, start: Path, directories: Mapping[int, Path]) -> str | None:
-    """Returns the address of a point's report, or that of the point that compiled the same program; without one, of its
-    directory. None where there is neither. start: where the page lies."""
+    """Returns the address of a point's report, or of the report of the point that compiled the same program; if there
+    is none, that of its directory. None if there is neither. start: the page's directory."""
     indices = (index for index in (row.index, row.same_as) if index is not None)
     places = [directories[index] for index in indices if index in directories]
     reports = [place / REPORT for place in places if (place / REPORT).is_file()]
@@ -161,11 +162,11 @@ def _link(row: Row, start: Path, directories: Mapping[int, Path]) -> str | None:
     if found is None:
         return None
     address = quote(Path(os.path.relpath(found.resolve(), start.resolve())).as_posix())
-    return f"./{address}{'/' if found.is_dir() else ''}"  # ./: a name with a colon is no protocol
+    return f"./{address}{'/' if found.is_dir() else ''}"  # ./: so that a name with a colon is not read as a protocol
 
 
 def _facts(sweep: Sweep, best: Row | None, figure: Figure) -> list[tuple[str, str, str]]:
-    """Returns names, values and details of what a reader wants to know first."""
+    """Returns names, values and details of the facts that a reader wants first."""
     done = sum(row.status == "done" for row in sweep.rows)
     short = sum(row.status == "does_not_fit" for row in sweep.rows)
     total = sweep.file.num_points or len(sweep.rows)
@@ -188,7 +189,7 @@ _TITLES = {"step_seconds": "step", "mfu": "MFU", "exposed_share": "exposed commu
 
 
 def _detail(row: Row, name: str) -> str:
-    """Returns what a figure of the best point is to be seen against."""
+    """Returns the context of a figure of the best point, such as the memory limit."""
     if name == "peak_bytes":
         return f"{_text(row, FIGURES['memory_share'])} of the limit of one chip"
     if name == "exposed_share":

@@ -1,4 +1,4 @@
-"""Geometry of the page's charts, in per cent of their width and height; the template draws them."""
+"""Computes the geometry of the page's charts, in percent of their width and height; the template draws them."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -9,12 +9,12 @@ from ...core.format import human_bytes, human_count, human_seconds, human_share
 from ...schema import Report, RooflinePart, total
 from .facts import compute_by_kind, left_bytes
 
-LEAST_INTENSITY = 0.01  # FLOPs per byte: what computes less moves data, and would only stretch the plot
+LEAST_INTENSITY = 0.01  # FLOPs per byte: parts that compute less only move data, and would stretch the plot
 
 
 @dataclass(frozen=True)
 class BarSegment:
-    """colour: a class of the style sheet."""
+    """A part of a bar. colour: a class of the style sheet."""
 
     name: str
     value: str
@@ -35,7 +35,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class StackedBar:
-    """missing: names of parts that are not known."""
+    """A bar of parts with marks. missing: the names of unknown parts."""
 
     segments: tuple[BarSegment, ...]
     marks: tuple[Mark, ...]
@@ -43,8 +43,8 @@ class StackedBar:
 
 
 def memory_bar(report: Report) -> StackedBar:
-    """Returns the memory of a chip: the parts of the peak, what is left, and what is reserved beyond the limit. Marks
-    show the limit and the estimate without XLA."""
+    """Returns the memory of a chip: the parts of the peak, the rest, and the reserved part beyond the limit. Marks show
+    the limit and the estimate without XLA."""
     memory = report.memory
     counts = [(name, count) for name, count in memory.breakdown.items() if count and name != "reserved"]
     parts = [(name.replace("_", " "), count, f"memory-{name}") for name, count in counts]
@@ -62,7 +62,7 @@ def memory_bar(report: Report) -> StackedBar:
 
 
 def step_bar(report: Report) -> StackedBar:
-    """Returns the predicted step: compute by kind, then what is exposed; and the roofline."""
+    """Returns the predicted step: compute by kind, then exposed communication; a mark shows the roofline."""
     step = report.step
     parts = [(kind, seconds, kind) for kind, seconds in compute_by_kind(report)]
     if step.exposed_seconds:
@@ -72,7 +72,7 @@ def step_bar(report: Report) -> StackedBar:
 
 
 def communication_bar(report: Report) -> StackedBar:
-    """Returns all collectives' time: hidden, exposed."""
+    """Returns the time of all collectives: hidden, then exposed."""
     hidden, exposed = (total(getattr(c, name) for c in report.collectives) for name in
                        ("hidden_seconds", "exposed_seconds"))  # fmt: skip
     if hidden is None or exposed is None or hidden + exposed == 0:  # a step without communication has no bar
@@ -101,8 +101,8 @@ def _bar(
 
 @dataclass(frozen=True)
 class RooflinePoint:
-    """A part of the step on the roofline plot. y_roof: where the roof is above it. shape: by what bounds it.
-    is_label_above: every other one, so that neighbours' labels do not meet."""
+    """A part of the step on the roofline plot. y_roof: the height of the roof above it. shape: shows the part's bound.
+    is_label_above: alternates, so that labels of neighbours do not meet."""
 
     label: str
     name: str
@@ -123,12 +123,13 @@ class Tick:
 
 @dataclass(frozen=True)
 class RooflinePlot:
-    """Log-log: FLOPs per byte of HBM across, FLOP/s of one chip upwards. ridge: where the roof turns level."""
+    """A log-log plot: FLOPs per byte of HBM across, FLOP/s of one chip upwards. ridge: the point where the roof turns
+    level."""
 
     points: tuple[RooflinePoint, ...]
     ridge_x: float
     ridge_y: float
-    left_y: float  # of the roof at the left edge
+    left_y: float  # the height of the roof at the left edge
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     peak: str
@@ -136,7 +137,7 @@ class RooflinePlot:
 
 
 def roofline_plot(report: Report) -> RooflinePlot | None:
-    """Returns each part at the rate that its bound allows, and the whole step at the predicted one. None: no peak is
+    """Returns each part at the rate that its bound allows, and the whole step at the predicted rate; None if no peak is
     known."""
     peak, bandwidth = report.target.peak_flops_per_second, report.target.hbm_bytes_per_second
     counted = [(i, part, part.flops, part.hbm_bytes) for i, part in enumerate(report.roofline, start=1)
@@ -173,7 +174,7 @@ def _bound_seconds(part: RooflinePart) -> float | None:
 
 @dataclass(frozen=True)
 class _Axis:
-    """Powers of ten from low to high."""
+    """A logarithmic axis over powers of ten, from low to high."""
 
     low: int
     high: int

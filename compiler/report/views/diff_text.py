@@ -1,4 +1,4 @@
-"""Says in words what changed between two runs: the step first, then its causes."""
+"""Shows the changes between two runs: the step first, then its causes."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -9,9 +9,9 @@ from ...core.format import counted, human_bytes, human_count, human_seconds, hum
 from ..diff import CollectiveChange, ComparedCollectives, Diff, Difference, is_same
 
 ABSENT = "nothing"
-LONGEST = 60  # of a value from the config
-NUM_ROWS = 20  # of a section; --json has all
-# What a reader asks first, in their words: the section and the name of each value.
+LONGEST = 60  # characters of a value from the config
+NUM_ROWS = 20  # rows of a section; --json has all
+# The reader's first questions: the section and the name of each value.
 HEADLINE = {
     ("step", "predicted_seconds"): "step, predicted", ("step", "predicted_mfu"): "MFU, predicted",
     ("memory", "fits"): "fits", ("memory", "peak_bytes_per_chip"): "memory per chip",
@@ -25,13 +25,19 @@ SECTIONS = (
     ("plan", "plan"), ("build", "build"), ("shardings", "layouts"),
 )  # fmt: skip
 BETTER, WORSE = "green", "red"
-WAYS = {"appeared": WORSE, "gone": BETTER, "grown": WORSE, "shrunk": BETTER, "changed": "yellow"}  # of collectives
+WAYS = {
+    "appeared": WORSE,
+    "gone": BETTER,
+    "grown": WORSE,
+    "shrunk": BETTER,
+    "changed": "yellow",
+}  # styles of changed collectives
 TABLES = ("parameters", "optimizer", "activations")
 
 
 def show_diff(diff: Diff, console: Console) -> None:
-    """Prints the headline, then a section for each kind of change. Green is better and red is worse, where that can be
-    said."""
+    """Prints the headline, then a section for each kind of change. Green is better and red is worse, where that is
+    clear."""
     for name, run in zip("ab", diff.runs, strict=True):
         console.line(f"{name}  {run}")
     for note in diff.notes:
@@ -75,14 +81,15 @@ def _row(change: Difference, section: str) -> tuple[str, Part]:
         return change.where, _layouts(change.before, change.after)
     before = ABSENT if change.way == "appeared" else human(change.before)
     after = ABSENT if change.way == "gone" else human(change.after)
-    if before == after:  # to three digits
+    if before == after:  # equal to three digits
         before, after = _plain(change.before), _plain(change.after)
     text = f"{before} → {after}{_relative(change.before, change.after) if is_measure else ''}"
     return change.where, (text, _judged(change, section))
 
 
 def _judged(change: Difference, section: str) -> str:
-    """Returns the style of a value of which less is better, or of the few of which more is; "" of others."""
+    """Returns the style of a change: better or worse. Less is better for most values, and more for a few; "" for all
+    others."""
     before, after = change.before, change.after
     if section not in ("step", "memory", "compute") or not isinstance(before, int | float | bool):
         return ""
@@ -105,7 +112,7 @@ def _totals(t: ComparedCollectives) -> str:
 
 
 def _differences(a: ComparedCollectives, b: ComparedCollectives) -> Iterable[str]:
-    """Returns what is exposed, or else the time alone; then what it rests on."""
+    """Yields the exposed time, or else the time alone, then the figures behind it."""
     time = "alone" if is_same(a.exposed_seconds, b.exposed_seconds) else "exposed"
     shown: Sequence[tuple[str, str, Callable[[Any], str]]] = (
         (f"{time}_seconds", time, human_seconds), ("bytes", "", human_bytes), ("count", "times", "{:,}".format),
@@ -131,7 +138,7 @@ def _joined(values: Sequence[Any]) -> str:
 
 
 def _unit(where: str, section: str) -> tuple[Callable[[Any], str], bool]:
-    """Returns how to format a value, by its name, and whether it is a quantity whose change in percent is
+    """Returns the format of a value, by its name, and whether it is a quantity whose change in percent is
     meaningful."""
     name = where.rpartition(".")[2]
     if section == "compute" or name.endswith("_seconds"):
@@ -151,7 +158,7 @@ def _or_plain(human: Callable[[Any], str]) -> Callable[[Any], str]:
 
 
 def _layouts(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Returns what differs of one array in two runs."""
+    """Returns the differences of one array in two runs."""
     kept = [_spec(row) if before["spec"] != after["spec"] else "" for row in (before, after)]
     told = [f"{kept[0]} → {kept[1]}"] if kept[0] else []
     if before["shape"] != after["shape"]:

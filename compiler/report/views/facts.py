@@ -1,4 +1,5 @@
-"""Facts of a report that all views show: the verdict, why a collective is exposed, why a value is unknown."""
+"""Derives the facts of a report that all views show: the verdict, why a collective is exposed, why a value is
+unknown."""
 
 import re
 import shlex
@@ -28,7 +29,7 @@ Tone = Literal["good", "bad", "plain", "unknown"]
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing that the verdict says. path: of the value in the report."""
+    """One fact of the verdict. path: the path of the value in the report."""
 
     name: str
     value: str
@@ -39,7 +40,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class CollectiveSum:
-    """Collectives of one kind over the same mesh axes and link. Seconds are None where those of one of them are."""
+    """Collectives of one kind over the same mesh axes and link. Seconds are None if those of one of them are."""
 
     kind: str
     mesh_axes: tuple[str, ...]
@@ -52,8 +53,8 @@ class CollectiveSum:
 
 
 def verdict(report: Report) -> tuple[Fact, ...]:
-    """Does it fit, on the device and, where something lies there, in the host's memory; how long is a step, how much of
-    the peak is used, how much communication is exposed."""
+    """Returns the verdict: whether the step fits in a device's memory and the host's, its time, MFU and exposed
+    share."""
     step = report.step
     roofline = f"roofline {human_seconds(step.roofline_seconds)}" if step.roofline_seconds is not None else ""
     if between := step.predicted_range_seconds:
@@ -72,8 +73,8 @@ def verdict(report: Report) -> tuple[Fact, ...]:
 
 
 def at_usual_imbalance(report: Report) -> Alternative | None:
-    """Returns the step with room for the usual imbalance of experts, by the estimate; None where the compiled step has
-    no room for more."""
+    """Returns the step with room for the usual imbalance of experts, by the estimate; None if the compiled step has no
+    room for more."""
     return next((one for one in report.alternatives if one.overrides[:1] and _is_of_imbalance(one.overrides[0])), None)
 
 
@@ -82,7 +83,8 @@ def _is_of_imbalance(text: str) -> bool:
 
 
 def _of_imbalance(report: Report, own: Fact) -> tuple[Fact, ...]:
-    """Returns the step; of experts with room for any imbalance the expected one before it, and what it is itself."""
+    """Returns the step. If experts have room for any imbalance, the expected step comes first and the compiled one is
+    named as such."""
     usual = at_usual_imbalance(report)
     if usual is None:
         return (own,)
@@ -93,7 +95,7 @@ def _of_imbalance(report: Report, own: Fact) -> tuple[Fact, ...]:
 
 
 def _tokens(report: Report) -> Iterator[Fact]:
-    """Yields the tokens of a second and a chip, where the step is known and of tokens."""
+    """Yields the tokens per second and chip, if the time and the tokens of the step are known."""
     seconds, tokens = report.step.predicted_seconds, report.program.tokens_per_step
     if seconds and tokens:
         value = f"{tokens / seconds / report.target.num_chips:,.0f}"
@@ -101,7 +103,7 @@ def _tokens(report: Report) -> Iterator[Fact]:
 
 
 def _whole_step(report: Report) -> Fact | None:
-    """Returns the step where the time of a part of it is not known; None where it is whole, or nothing is timed."""
+    """Returns the least time of the step if the time of a part is unknown; None if all or nothing is timed."""
     step = report.step
     if step.predicted_seconds is not None or step.least_seconds is None:
         return None
@@ -126,11 +128,11 @@ def _fit(report: Report) -> Fact:
 
 
 def left_bytes(memory: MemoryReport) -> int | None:
-    """Returns what neither the peak, nor the program's code, nor what is reserved takes; None where it is unknown."""
+    """Returns the bytes beside the peak, the program's code and the reserved part; None if they are unknown."""
     peak, limit = memory.peak_bytes_per_chip, memory.limit_bytes_per_chip
     if peak is None or limit is None:
         return None
-    return limit - peak - (memory.breakdown.get("code") or 0)  # the limit is without what is reserved
+    return limit - peak - (memory.breakdown.get("code") or 0)  # the limit excludes the reserved part
 
 
 def _host(report: Report) -> Iterator[Fact]:
@@ -155,7 +157,8 @@ def _fact(name: str, value: float | None, human: Any, detail: str, path: str) ->
 
 
 def why_unknown(report: Report, path: str) -> str:
-    """Returns the reason for a None: that of its own path, of `[*]` in place of its index, or of what holds it."""
+    """Returns the reason for a None: that of its own path, of `[*]` in place of its index, or of the part that holds
+    it."""
     while path:
         for known in (path, re.sub(r"\[\d+\]", "[*]", path)):
             if known in report.unknown:
@@ -168,7 +171,7 @@ def unknown_values(report: Report) -> Iterator[tuple[str, str]]:
     """Yields (path, reason) of each None that means unknown, in the order of the report."""
     needless = {"build.plugin"} | (set() if report.memory.host_bytes_per_chip else {"memory.host_limit_bytes_per_chip"})
     for path in _nones(report.model_dump(exclude={"unknown", "search"}), ""):
-        if path not in needless and not path.endswith(".bound"):  # which follows from what is unknown
+        if path not in needless and not path.endswith(".bound"):  # a bound follows from other unknown values
             yield path, why_unknown(report, path)
 
 
@@ -184,13 +187,13 @@ def _nones(node: Any, path: str) -> Iterator[str]:
 
 
 def compute_by_kind(report: Report) -> list[tuple[str, float]]:
-    """Kinds that take time, always in the same order."""
+    """Returns the kinds of compute that take time, always in the same order."""
     seconds = report.step.compute_seconds_by_kind
     return [(str(kind), seconds[kind]) for kind in get_args(ComputeKind) if seconds.get(kind)]
 
 
 def why_exposed(collective: CollectiveReport) -> str:
-    """Returns one clause: what compute waits for. Empty where nothing is exposed or it is not known."""
+    """Returns one clause on what compute waits for; empty if nothing is exposed or the cause is unknown."""
     if not collective.exposed_seconds:
         return ""
     if not collective.is_async:
@@ -201,7 +204,8 @@ def why_exposed(collective: CollectiveReport) -> str:
 
 
 def origin(report: Report, collective: CollectiveReport) -> str:
-    """Returns what a collective is of, in few words: the parameter that a declaration names, else the line of code."""
+    """Returns a short name of a collective's origin: the parameter that a declaration names, or else the line of
+    code."""
     if report.program.num_parameters is not None or not collective.line:
         return collective.source
     part = collective.source.rpartition(", ")[2]
@@ -223,8 +227,8 @@ def sums(collectives: Iterable[CollectiveReport]) -> tuple[CollectiveSum, ...]:
 
 
 def line_of(one: TriedReport) -> str:
-    """Returns the line of a candidate of `overlap.search`: 'prefetch 1, unroll 2, sparse_core: 1.54 s, 0.3 % exposed,
-    9.5 GiB'; or why it has no figures."""
+    """Returns the line of a candidate of `overlap.search`, 'prefetch 1, unroll 2, sparse_core: 1.54 s, 0.3 % exposed,
+    9.5 GiB', or why it has no figures."""
     if one.predicted_seconds is None or one.exposed_fraction is None or one.peak_bytes_per_chip is None:
         return f"  {one.name}: {one.why_not or 'not known'}"
     exposed = f"{human_share(one.exposed_fraction)} exposed"
@@ -234,7 +238,7 @@ def line_of(one: TriedReport) -> str:
 
 
 def lines_of_rest(search: SearchReport) -> Iterator[str]:
-    """Yields a line for each reason for which candidates are not in the table."""
+    """Yields a line for each reason why candidates are not in the table."""
     if search.num_ruled_out:
         yield f"{counted(search.num_ruled_out, 'candidate')} could not save overlap.search.min_gain of the step"
     if search.num_equal:

@@ -27,7 +27,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Panel:
-    """A plane of chips. title: "slice 1, z 3"; empty if there is only one."""
+    """A plane of chips. title: "slice 1, z 3"; empty if there is only one plane."""
 
     title: str
     cells: tuple[Cell, ...]
@@ -35,7 +35,8 @@ class Panel:
 
 @dataclass(frozen=True)
 class MeshPicture:
-    """axes: name, size, where it lies and colour of each mesh axis. num_left_out: of panels, and of rows of each."""
+    """The picture of a mesh. axes: name, size, place and colour of each mesh axis. num_left_out: the number of panels
+    left out, and of rows in each."""
 
     width: int
     height: int
@@ -46,7 +47,7 @@ class MeshPicture:
 
 
 def mesh_picture(placement: Placement) -> MeshPicture | None:
-    """Returns the picture; None where the links between devices are not known."""
+    """Returns the picture; None if the links between devices are unknown."""
     if not placement.is_known or not placement.is_of_mesh:
         return None
     sizes = physical_sizes(placement.target)
@@ -55,7 +56,7 @@ def mesh_picture(placement: Placement) -> MeshPicture | None:
     colours = {axis: f"axis-{n}" for n, axis in enumerate((a for a, size in placement.sizes.items() if size > 1), 1)}
 
     found: dict[tuple[int, ...], list[Cell]] = {at: [] for at in np.ndindex(*(sizes[name] for name in outer))}
-    # The first device last: it lies on each axis, and cores of its chip may, too.
+    # The first device comes last: it lies on each axis, as other cores of its chip may.
     shared = [(place, colour) for axis, colour in colours.items() for place in _group(placement, axis)[1:]]
     for place, colour in (*shared, (placement.places[0], "first")):
         at = dict(zip(sizes, place, strict=True))
@@ -78,7 +79,7 @@ def mesh_picture(placement: Placement) -> MeshPicture | None:
 
 
 def _group(placement: Placement, axis: str) -> list[tuple[int, ...]]:
-    """Returns where the devices along an axis lie, those that have the first place along all other axes."""
+    """Returns the places of the devices along an axis that have the first place along all other axes."""
     names = list(placement.sizes)
     stride = math.prod(list(placement.sizes.values())[names.index(axis) + 1 :])
     return [placement.places[n * stride] for n in range(placement.sizes[axis])]

@@ -1,4 +1,4 @@
-"""`report.html`: one page that needs nothing else, made from the report, its events and the plan.
+"""Renders `report.html`, one page that needs nothing else, and the HTML that notebooks show.
 
 The report is embedded as JSON. Scripts and styles are our own, written into the page; its policy allows these by their
 hash and nothing else, from nowhere, so text from a config can do nothing there.
@@ -37,18 +37,18 @@ from .facts import lines_of_rest, sums, unknown_values, verdict, why_exposed, wh
 from .mesh_picture import mesh_picture
 from .timeline import hidden_behind, lay_out, layer_views
 
-NUM_EVENTS = 4000  # on the page, the longest ones; timeline.json has all
-FOLDED_ROWS = 24  # a longer table of arrays is closed until it is asked for
+NUM_EVENTS = 4000  # the longest events; timeline.json has all
+FOLDED_ROWS = 24  # a longer table of arrays is closed at first
 
 
 def render_page(report: Report, events: Sequence[Event], plan: Plan | None = None) -> str:
-    """Returns the whole page as text. plan: None for a program that nobody declared; the page then has neither its
-    arrays nor its config."""
+    """Returns the whole page as text. plan: None for a program without a declaration; then the page has neither arrays
+    nor config."""
     reasons = list(dict.fromkeys(reason for _, reason in unknown_values(report)))
     numbers = {reason: number for number, reason in enumerate(reasons, start=1)}
 
     def unknown(path: str) -> dict[str, Any]:
-        """Returns what the template shows instead of an unknown value."""
+        """Returns the text in place of an unknown value."""
         reason = why_unknown(report, path)
         return {"reason": reason, "number": numbers.get(reason)}
 
@@ -84,9 +84,9 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan | None = Non
 
 
 def compact_timeline(*timelines: Sequence[Event]) -> dict[str, Any]:
-    """Events as rows of numbers, each text once: [lane, start ns, ns, name, instruction, kind, arguments, hidden ns or
-    -1, bytes of memory or -1]; and the views that are shown at first. Several timelines share the time axis, and
-    nothing else."""
+    """Returns events as rows of numbers, with each text once: [lane, start ns, ns, name, instruction, kind, arguments,
+    hidden ns or -1, bytes of memory or -1]; and the views that the page shows at first. Several timelines share only
+    the time axis."""
     laid_out = [lay_out(events) for events in timelines]
     slices = [s for each in laid_out for s in each]
     kept = sorted(range(len(slices)), key=lambda i: slices[i].start_ns - slices[i].end_ns)[:NUM_EVENTS]
@@ -120,8 +120,8 @@ def _told(arguments: dict[str, Any]) -> str:
 
 
 def _search(report: Report) -> list[dict[str, Any]]:
-    """Returns the programs that were compiled, the shortest step first, with bars on one scale; none where nothing was
-    searched."""
+    """Returns the compiled programs of a search, the shortest step first, with bars on one scale; empty if there was no
+    search."""
     tried = report.search.tried if report.search else ()
     longest = max((one.predicted_seconds or 0 for one in tried), default=0) or 1
     rows = []
@@ -135,7 +135,7 @@ def _search(report: Report) -> list[dict[str, Any]]:
 
 
 def _alternatives(report: Report) -> list[dict[str, Any]]:
-    """Returns the declared step and others, with bars on one scale each for steps and for memory."""
+    """Returns the declared step and others, with bars on one scale for steps and one for memory."""
     longest = max((one.seconds for one in report.alternatives), default=0) or 1
     limit = report.memory.limit_bytes_per_chip or 0
     most = max((limit, *(one.peak_bytes_per_chip for one in report.alternatives))) or 1
@@ -153,14 +153,14 @@ def _alternatives(report: Report) -> list[dict[str, Any]]:
 
 
 def _in_order(report: Report) -> list[tuple[int, CollectiveReport]]:
-    """Returns the most exposed first, each with its place in the report, by which `unknown` knows it."""
+    """Returns the collectives, the most exposed first, each with its index in the report, which `unknown` needs."""
     index = {id(c): i for i, c in enumerate(report.collectives)}
     return [(index[id(c)], c) for c in by_exposed(report.collectives)]
 
 
 def collective_groups(report: Report) -> list[dict[str, Any]]:
-    """Returns collectives by kind, mesh axes, link and pass, the most exposed first; the bars of groups and of places
-    each have a scale of their own."""
+    """Returns collectives by kind, mesh axes, link and pass, the most exposed first. The bars of groups and those of
+    places each have their own scale."""
     groups: dict[tuple[Any, ...], list[tuple[int, CollectiveReport]]] = {}
     for index, c in _in_order(report):
         groups.setdefault((c.kind, c.mesh_axes, c.link, _pass_of(c)), []).append((index, c))
@@ -181,7 +181,8 @@ def collective_groups(report: Report) -> list[dict[str, Any]]:
 
 
 def _pass_of(c: CollectiveReport) -> str:
-    """Returns the pass that its source names: "recomputed" of "layers/mlp/up_EM, recomputed"; else nothing."""
+    """Returns the pass that a collective's source names, "recomputed" for "layers/mlp/up_EM, recomputed"; else an empty
+    text."""
     last = c.source.partition(BY_SIZE)[0].rpartition(", ")[2]
     return last if last in get_args(Pass) else ""
 
@@ -225,7 +226,7 @@ def _array(plan: ArrayPlan) -> dict[str, Any]:
 
 
 def _config(plan: Plan) -> list[tuple[str, str]]:
-    """Returns the declaration by group, as YAML; single keys together first."""
+    """Returns the declaration by group, as YAML; single keys come together, first."""
     spec = plan.spec.as_written()
     single = {key: value for key, value in spec.items() if not isinstance(value, dict)}
     groups = {"keys": single} | {key: value for key, value in spec.items() if isinstance(value, dict)}
@@ -234,7 +235,7 @@ def _config(plan: Plan) -> list[tuple[str, str]]:
 
 @cache
 def template_environment() -> jinja2.Environment:
-    """Returns the environment of all templates: whatever they show is escaped."""
+    """Returns the environment of all templates, which escape every value."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("meshloom.compiler.report.views"),
         autoescape=True,
@@ -257,7 +258,7 @@ def template_environment() -> jinja2.Environment:
 
 
 def template_source(environment: jinja2.Environment, name: str) -> str:
-    """Returns a style or a script as it is written into a page."""
+    """Returns the text of a style or a script for a page."""
     assert environment.loader
     return environment.loader.get_source(environment, name)[0]
 
@@ -268,13 +269,13 @@ def policy_hash(text: str) -> str:
 
 
 def plan_table(plan: Plan, estimate: StepEstimate) -> str:
-    """Returns the facts of a plan, its warnings and its arrays with reasons, as tables."""
+    """Returns the facts of a plan, its warnings and its arrays with reasons, as HTML tables for a notebook."""
     template = template_environment().get_template("plan.html.jinja")
     return template.render(facts=_facts(plan, estimate), warnings=plan.warnings, tables=array_tables(plan))
 
 
 def page_in_frame(page: str, title: str) -> str:
-    """Returns a whole page as a frame of another one, which it can do nothing to."""
+    """Returns a whole page as a frame of another page, which it cannot act on."""
     return template_environment().get_template("frame.html.jinja").render(page=page, title=title)
 
 

@@ -1,4 +1,4 @@
-"""Shows a profile: what the terminal and the page share, `profile.html`, and the summary on a terminal."""
+"""Shows a profile: the words that terminal and page share, `profile.html`, and the summary on a terminal."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from ...schema import Event
 from .page import compact_timeline, policy_hash, template_environment, template_source
 from .summary import show_files
 
-NUM_ON_PAGE = 400  # on the page, those that differ most; profile.json has all
+NUM_ON_PAGE = 400  # the operations that differ most; profile.json has all
 NUM_OPERATIONS = 10
 UNKNOWN: Part = ("unknown", "yellow")
 
 
 @dataclass(frozen=True)
 class Operations:
-    """Operations of one source and kind, their times added. exposed: None: of compute."""
+    """Operations of one source and kind, their times added. exposed: the exposed time; None for compute."""
 
     source: str
     kind: str
@@ -32,7 +32,7 @@ class Operations:
 
 
 def traced(report: ProfileReport) -> str:
-    """Returns what was traced: 'steps 10 to 13 on 8 devices'."""
+    """Returns the extent of a trace: 'steps 10 to 13 on 8 devices'."""
     steps = report.steps
     if not steps:
         what = counted(report.num_executions, "execution")
@@ -56,7 +56,7 @@ def name_of(row: KindRow) -> str:
 
 
 def by_source(rows: Sequence[OperationRow]) -> list[Operations]:
-    """Returns the operations of each source together, those first whose time differs most from the predicted one."""
+    """Returns the operations of each source together, those whose time differs most from the prediction first."""
     groups: dict[tuple[str, str], list[OperationRow]] = {}
     for row in rows:
         groups.setdefault((row.source, row.kind), []).append(row)
@@ -92,7 +92,7 @@ def _difference(one: Operations) -> float:
 
 
 def render_profile(report: ProfileReport, prediction: Prediction, execution: Execution) -> str:
-    """Returns the whole page as text. execution: whose timeline is shown."""
+    """Returns the whole page as text. execution: the execution whose timeline is shown."""
     environment = template_environment()
     script, style = (template_source(environment, name) for name in ("page.js", "page.css"))
     where = f"step {execution.step}" if execution.step is not None else "a step"
@@ -115,7 +115,7 @@ def render_profile(report: ProfileReport, prediction: Prediction, execution: Exe
 
 
 def _timeline(prediction: Prediction, execution: Execution) -> dict[str, Any]:
-    """Returns predicted and measured lanes, compute before links, and of each track the predicted one first."""
+    """Returns predicted and measured lanes: compute before links, and for each track the predicted lane first."""
     sources = {each.name: each.source for each in prediction.compute}
     sources |= {each.report.name: each.report.source for each in prediction.collectives}
     measured = execution_events(execution, roles_of(prediction))
@@ -135,7 +135,7 @@ def _marked(events: Iterable[Event], mark: str, sources: dict[str, str]) -> tupl
 
 
 def show_profile(report: ProfileReport, console: Console, *, files: Sequence[Path], is_by_name: bool = False) -> None:
-    """Prints the profile. is_by_name: each operation by itself, with the name of its instruction."""
+    """Prints the profile. is_by_name: whether each operation is listed alone, with the name of its instruction."""
     is_predicted = report.step.predicted_seconds is not None
     console.wrapped((report.model, "bold"), f" on {report.target}: {traced(report)}, a step took {spread(report)}")
     if report.calibration:
@@ -155,7 +155,7 @@ def show_profile(report: ProfileReport, console: Console, *, files: Sequence[Pat
 
 
 def _kinds(report: ProfileReport, *, is_predicted: bool) -> Table:
-    """Returns the step and its kinds. is_predicted: with what was predicted of them."""
+    """Returns the table of the step and its kinds. is_predicted: whether it has predicted times."""
     columns = (Column("", min_width=28, overflow="fold"), *_headings(is_predicted))
     rows: list[list[Part]] = [[("step", "bold"), *_cells(report.step, is_predicted)]]
     for row in report.kinds:
@@ -200,7 +200,7 @@ def _cells(value: Compared, is_predicted: bool) -> list[Part]:
 
 
 def _notes(report: ProfileReport) -> list[list[Part]]:
-    """Returns what is unknown and why, and what is missing in the trace."""
+    """Returns notes on unknown values, with reasons, and on gaps in the trace."""
     reasons = dict.fromkeys(report.unknown.values())
     notes: list[list[Part]] = [[("unknown", "yellow"), f" predicted times: {reason}"] for reason in reasons]
     notes += [[("note", "yellow"), f" {note}"] for note in report.notes]

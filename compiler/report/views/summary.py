@@ -1,4 +1,4 @@
-"""The report on one screen of a terminal: 100 columns, 40 lines."""
+"""Summarises the report on one screen of a terminal: 100 columns, 40 lines."""
 
 import shlex
 from collections.abc import Iterable, Sequence
@@ -32,9 +32,11 @@ from .facts import (
     why_exposed,
 )
 
-FILE_WIDTH = 1000  # columns, where nothing is wrapped
+FILE_WIDTH = 1000  # columns; nothing is wrapped
 BAR_WIDTH = 48
-LEAST_SAVED = 0.03  # of a step, by which another declaration is worth a line: the estimate orders no closer ones
+LEAST_SAVED = (
+    0.03  # the share of a step that makes another declaration worth a line; the estimate does not order closer ones
+)
 NUM_COLLECTIVES, NUM_FINDINGS, NUM_CHANGES, NUM_REASONS = 6, 2, 3, 3
 TONES = {"good": "green", "bad": "bold red", "plain": "bold", "unknown": "yellow"}
 MEMORY_STYLES = ("blue", "cyan", "magenta", "green", "white")
@@ -43,9 +45,9 @@ FILLS = "█▓▒░"  # neighbours differ without colours too
 
 
 def show_summary(report: Report, console: Console, *, files: Sequence[Path]) -> None:
-    """Prints the verdict, memory, the step's time, the worst exposed collectives, findings, and where the files are.
+    """Prints the verdict, memory, the step's time, the worst exposed collectives, findings, and the names of the files.
 
-    Nothing is cut: a terminal wraps lines between words; in a file they have their full width.
+    Nothing is cut: a terminal wraps lines between words, and a file has them in full.
     """
     if not console.is_terminal:
         console.width = FILE_WIDTH
@@ -97,7 +99,7 @@ def _fact(fact: Fact, between: tuple[float, float] | None) -> Line:
 
 def _memory(report: Report) -> Iterable[Line]:
     memory = report.memory
-    # What is reserved is no part of the limit.
+    # The limit excludes the reserved part.
     counts = [(name, count) for name, count in memory.breakdown.items() if count and name != "reserved"]
     parts = [(name.replace("_", " "), count) for name, count in counts]
     if parts:
@@ -149,7 +151,7 @@ def _step(report: Report) -> Iterable[Line]:
 
 
 def _search(report: Report) -> Iterable[Line]:
-    """Returns what was chosen and what it gains against what was declared; or that nothing could be judged."""
+    """Yields the chosen candidate and its gain over the declared one, or says that nothing could be judged."""
     search = report.search
     if search is None:
         return
@@ -165,7 +167,8 @@ def _search(report: Report) -> Iterable[Line]:
 
 
 def _faster(report: Report) -> Iterable[Line]:
-    """Yields the other declaration that fits and is shorter by the estimate, if one is by more than a few percent."""
+    """Yields another declaration that fits and is shorter by the estimate, if it is shorter by more than a few
+    percent."""
     own, others = report.alternatives[:1], report.alternatives[1:]
     usual = at_usual_imbalance(report)  # it may drop tokens, and is in the verdict
     fitting = [one for one in others if one.fits and one is not usual]
@@ -179,7 +182,7 @@ def _faster(report: Report) -> Iterable[Line]:
 
 
 def _bar(shares: Sequence[float], styles: Sequence[str], mark: float | None = None) -> Line:
-    """Blocks in proportion; the boundaries are rounded, so that the whole is never longer than the bar."""
+    """Returns blocks in proportion. Boundaries are rounded, so that the whole is never longer than the bar."""
     cells: Line = []
     done = 0.0
     for index, share in enumerate(shares):
@@ -274,7 +277,7 @@ def _unknown(report: Report) -> Iterable[Line]:
 
 
 def show_files(console: Console, files: Sequence[Path]) -> None:
-    """Prints the names of files, each on its own line where they are too long for one: they are copied whole."""
+    """Prints the names of files, each on its own line if one line is too short: readers copy them whole."""
     names = [str(file) for file in files]
     if console.is_terminal and len("files    " + "  ".join(names)) > console.width:
         console.line(("files", "bold"))

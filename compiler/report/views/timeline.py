@@ -1,4 +1,4 @@
-"""The predicted step in Chrome's trace format, which Perfetto and chrome://tracing open.
+"""Renders the predicted step in Chrome's trace format, which Perfetto and chrome://tracing open.
 
     events  (compute, matmul, 0-3 ms), (ICI x, all-gather, 1-2 ms)
     ->      one process, a thread for each track, a slice for each event in microseconds; and an arrow from each
@@ -48,9 +48,8 @@ class View:
 
 
 def layer_views(events: Sequence[Event]) -> tuple[View, ...]:
-    """Returns one iteration of the longest loop of the forward pass, and of the backward pass: a layer of each. Of the
-    iterations that are shown it is the one before those that are left out, or the second one. Empty where no loop
-    says its pass."""
+    """Returns one iteration of the longest loop of the forward pass, and one of the backward pass: a layer each. It is
+    the iteration before those that are left out, or else the second one. Empty if no loop names its pass."""
     seconds: dict[str, float] = {}
     for event in events:
         if event.loop and event.track == COMPUTE:
@@ -68,7 +67,7 @@ def _iteration(loop: str, events: Sequence[Event]) -> View:
     left_out = [event.iteration for event in own if event.kind == "loop"]
     shown = {event.iteration for event in own if event.kind != "loop"}
     chosen = left_out[0] - 1 if left_out and left_out[0] > 1 else 2 if 2 in shown else min(shown)
-    # A loop within a loop is run again: of the first time
+    # A loop within a loop runs again; the view shows its first run.
     first = next(i for i, event in enumerate(own) if event.iteration == chosen and event.kind != "loop")
     last = first
     while last + 1 < len(own) and own[last + 1].iteration == chosen and own[last + 1].kind != "loop":
@@ -78,13 +77,13 @@ def _iteration(loop: str, events: Sequence[Event]) -> View:
 
 
 def lay_out(events: Sequence[Event]) -> tuple[Slice, ...]:
-    """Slices in the order of tracks (compute first, then as they come) and of time."""
+    """Returns slices in the order of tracks (compute first, then as they come) and of time."""
     tracks = sorted(dict.fromkeys(event.track for event in events), key=lambda track: track != COMPUTE)
     return tuple(s for track in tracks for s in _lanes([event for event in events if event.track == track]))
 
 
 def _lanes(events: Sequence[Event]) -> list[Slice]:
-    """Returns each event on the first lane that is free."""
+    """Returns each event on the first free lane."""
     free_at: list[int] = []
     slices = []
     for event in sorted(events, key=lambda event: (event.start_seconds, -event.seconds)):
@@ -152,7 +151,7 @@ def _counter(s: Slice, live_bytes: int) -> dict[str, Any]:
 
 
 def _arrow(number: int, collective: Slice, behind: Slice, threads: dict[str, int]) -> list[dict[str, Any]]:
-    """Returns a time at which both run: an arrow's ends have to lie within their slices."""
+    """Returns a time at which both run, since the ends of an arrow have to lie within their slices."""
     at = max(collective.start_ns, behind.start_ns) / 1e3
     common = {"name": "hidden behind", "cat": "overlap", "id": number, "pid": PROCESS, "ts": at}
     return [common | {"ph": "s", "tid": threads[collective.lane]},

@@ -1,8 +1,8 @@
 "use strict";
-// The page of a sweep, 1 of 4: its data, how values are written and coloured, the tip beside the pointer, the tables.
+// The page of a sweep, 1 of 4: its data, the formats and colours of values, the tip beside the pointer, the tables.
 
 const SVG = "http://www.w3.org/2000/svg";
-const ROWS = 100; // of a table, until all are asked for
+const ROWS = 100; // shown of a table at first
 const data = JSON.parse(document.getElementById("sweep").textContent);
 const byId = (id) => document.getElementById(id);
 
@@ -39,7 +39,7 @@ function element(name, attributes = {}, ...children) {
 
 // ---- values
 
-function digits(value) { // three of them: 1234 -> 1,234
+function digits(value) { // three significant ones: 1234 -> 1,234
   if (value === 0) return "0";
   const rounded = Number(value.toPrecision(3));
   const places = Math.max(0, 2 - Math.floor(Math.log10(Math.abs(rounded))));
@@ -59,7 +59,7 @@ const WRITE = {
   cost: digits,
   loss: (v) => v.toFixed(4),
 };
-// A tick of an axis: as many digits as tell it from the next one, `every` further.
+// Writes a tick with as many digits as distinguish it from the next one, `every` further.
 function writeTick(figure, value, every) {
   const { kind } = data.figures[figure];
   const units = { seconds: [["s", 1], ["ms", 1e-3], ["µs", 1e-6], ["ns", 1e-9]], count: [["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3], ["", 1]],
@@ -80,7 +80,7 @@ function extent(values) {
   return low <= high ? [low, high] : null;
 }
 
-// ---- colours: from the worst of a figure to its best; of the logarithm where it spreads widely
+// ---- colours: from the worst of a figure to its best; on a logarithmic scale if it spreads widely
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 let stops = [];
@@ -154,7 +154,7 @@ function listen(node, point, more) { // the tip and the link of a mark
   }
 }
 
-// ---- tables: a click on a heading sorts, figures by the best first; what is unknown stays last
+// ---- tables: a click on a heading sorts, figures the best first; unknown values stay last
 
 const linked = (point, ...children) => (point.link ? element("a", { href: point.link }, ...children) : element("span", {}, ...children));
 
@@ -220,7 +220,7 @@ function figureColumn(name, heading) {
     value: (point) => point.figures[f], cell: (point) => write(f, point.figures[f]) };
 }
 
-let brushed = () => true; // what is selected in the parallel coordinates
+let brushed = () => true; // the selection in the parallel coordinates
 let table = null;
 function selectRows() {
   const words = byId("filter").value.toLowerCase().split(/\s+/).filter((word) => word);

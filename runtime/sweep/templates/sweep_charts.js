@@ -1,6 +1,6 @@
-// 2 of 4: heat map, Pareto front, parts of the step. They are SVG, drawn anew where their width or the colours change.
+// 2 of 4: heat map, Pareto front, parts of the step. They are SVG, and drawn again when their width or the colours change.
 
-const drawings = []; // all that is drawn anew
+const drawings = []; // functions that draw a chart again
 function drawn(container, draw) {
   let width = 0;
   drawings.push(draw);
@@ -15,9 +15,9 @@ const cut = (text, most) => (text.length <= most ? text : `${text.slice(0, most 
 
 // ---- heat map
 
-const MOST_CELLS = 40; // along an axis: more values are put together, in their order
+const MOST_CELLS = 40; // along an axis; more values are grouped in their order
 
-function groupsOf(k) { // of a key's values: [{label, from, to}]
+function groupsOf(k) { // groups of a key's values: [{label, from, to}]
   const { values } = data.keys[k];
   const count = Math.min(values.length, MOST_CELLS);
   return [...Array(count).keys()].map((n) => {
@@ -151,14 +151,14 @@ function ticksOf(low, high, most) {
   return ticks;
 }
 
-function figureTicks(figure, low, high, most) { // [value, text]; bytes in whole GiB or the like
+function figureTicks(figure, low, high, most) { // [value, text]; bytes in whole GiB or similar
   const unit = data.figures[figure].kind === "bytes" ? 2 ** (10 * Math.floor(Math.log2(Math.max(high, 2)) / 10)) : 1;
   const ticks = ticksOf(low / unit, high / unit, most).map((tick) => tick * unit);
   const every = ticks.length > 1 ? ticks[1] - ticks[0] : high - low || 1;
   return ticks.map((tick) => [tick, writeTick(figure, tick, every)]);
 }
 
-function frontOf(x, y) { // the points that no other one beats in both
+function frontOf(x, y) { // the points that no other point beats in both figures
   const sign = (f) => (data.figures[f].better === "less" ? 1 : -1);
   const known = points.filter((p) => p.isDone && p.figures[x] !== null && p.figures[y] !== null);
   const worth = (point, f) => sign(f) * point.figures[f];
@@ -176,7 +176,7 @@ function drawPareto() {
   const shown = done.length ? done : known;
   const limits = new Set(known.map((point) => point.limit));
   const isNear = limits.size === 1 && [...limits][0] < 1.7 * (extent(shown.map((point) => point.figures[y])) ?? [0, 0])[1];
-  const limit = figureNames[y] === "peak_bytes" && isNear ? [...limits][0] : null; // a far one would squeeze the points
+  const limit = figureNames[y] === "peak_bytes" && isNear ? [...limits][0] : null; // a distant limit would squeeze the points
   const range = (f, more = []) => {
     const [low, high] = extent([...shown.map((point) => point.figures[f]), ...more]) ?? [0, 1];
     const space = 0.06 * (high - low || high || 1);
@@ -250,7 +250,7 @@ function drawOver() {
   const chart = byId("over-chart"), k = Number(byId("over-x").value), y = Number(byId("over-y").value);
   const width = Math.max(300, chart.clientWidth), height = 320, left = 74, right = 24, top = 30, bottom = 44;
   const values = data.keys[k].values.map(Number), [low, high] = extent(values);
-  const isLog = low > 0 && high / low >= 8; // as rates are swept; the axis says so
+  const isLog = low > 0 && high / low >= 8; // learning rates are swept like this; the axis says so
   const place = isLog ? Math.log : (value) => value;
   const across = (value) => left + 20 + ((place(value) - place(low)) / (place(high) - place(low))) * (width - left - right - 40);
   const shown = points.filter((point) => point.isDone && point.figures[y] !== null);

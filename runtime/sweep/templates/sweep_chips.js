@@ -10,7 +10,7 @@ function drawChips(panel, chart) {
   const [first, last] = [numbers[0], numbers[numbers.length - 1]].map(Math.log2);
   const across = (chips) => left + 24 + ((Math.log2(chips) - first) / (last - first || 1)) * (width - left - right - 48);
   const ends = panel.marks.map((mark) => mark.range ?? [mark.value, mark.value]);
-  const most = 1.05 * Math.max(...ends.map(([, high]) => high)) || 1; // from 0, so that heights are in proportion
+  const most = 1.05 * Math.max(...ends.map(([, high]) => high)) || 1; // the axis begins at 0, so that heights are in proportion
   const up = (value) => height - bottom - (value / most) * (height - top - bottom);
   const svg = make("svg", { width, height });
   const shown = numbers.filter((n, at) => at === 0 || across(n) - across(numbers[at - 1]) > 30);
@@ -24,7 +24,7 @@ function drawChips(panel, chart) {
   for (const chip of chipNames) {
     const line = panel.marks.filter((mark) => mark.chip === chip), stroke = colourOfChip(chip);
     if (line.length > 1) svg.append(make("path", { fill: "none", stroke, opacity: 0.5, d: line.map((mark, n) => `${n ? "L" : "M"}${across(mark.chips)} ${up(mark.value)}`).join("") }));
-    const shift = 5 * (chipNames.indexOf(chip) - (chipNames.length - 1) / 2); // bars of one number lie beside each other
+    const shift = 5 * (chipNames.indexOf(chip) - (chipNames.length - 1) / 2); // bars at the same number of chips lie side by side
     for (const mark of line) drawMark(svg, panel, mark, across(mark.chips) + shift, up, stroke);
   }
   chart.replaceChildren(svg);

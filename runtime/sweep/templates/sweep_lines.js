@@ -211,7 +211,7 @@ class Parallel {
 
 const LINES = ["--blue", "--vermilion", "--green", "--pink", "--orange", "--sky", "--yellow", "--grey"];
 const curves = data.curves.map((curve) => ({ ...curve, point: points[curve.point] })).sort((a, b) => a.point.at - b.point.at);
-const colourOf = (curve) => { // few runs have a colour each, many the scale of their place
+const colourOf = (curve) => { // few runs have a colour each; many share a scale by rank
   const n = curves.indexOf(curve);
   return curves.length <= LINES.length ? css(LINES[n]) : rgb(mix(1 - n / (curves.length - 1)));
 };
@@ -237,7 +237,7 @@ class Curves {
     const isLog = byId("log-loss").checked;
     this.place = isLog ? (loss) => Math.log(Math.max(loss, 1e-6)) : (loss) => loss;
     const low = sorted[0] ?? 0, most = sorted[sorted.length - 1] ?? 1;
-    const usual = sorted[Math.floor(0.995 * (sorted.length - 1))] ?? 1; // a run that diverged leaves room for the others
+    const usual = sorted[Math.floor(0.995 * (sorted.length - 1))] ?? 1; // a run that diverged must not squeeze the others
     const high = most > 4 * usual ? 1.3 * usual : most;
     this.losses = [low, high > low ? high : low + 1];
     this.last = Math.max(1, ...this.curves.map((curve) => this.scale(curve) * curve.steps[curve.steps.length - 1]));

@@ -10,7 +10,7 @@ function make(name, attributes, text) {
   return node;
 }
 
-// ---- tables: a click on a heading sorts, numbers largest first; what is unknown stays last
+// ---- tables: a click on a heading sorts, numbers largest first; unknown values stay last
 
 function sortBy(table, heading) {
   const column = [...heading.parentNode.children].indexOf(heading);
@@ -32,7 +32,7 @@ function sortBy(table, heading) {
     });
     return keyed.map((one) => one.part);
   };
-  const groups = [...table.tBodies]; // each by its first row, which sums the others up
+  const groups = [...table.tBodies]; // each led by its first row, the sum of the others
   table.append(...inOrder(groups, (group) => group.rows[0]));
   for (const group of groups) {
     group.append(...inOrder([...group.rows].filter((row) => !row.classList.contains("sum")), (row) => row));
@@ -45,7 +45,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
   }
 }
 
-// Groups are folded until they are opened, or something is looked for in them.
+// Groups are folded until they are opened, or a filter finds something in them.
 function showCollectives() {
   const words = document.getElementById("filter").value.toLowerCase().trim();
   const onlyExposed = document.getElementById("only-exposed").checked;
@@ -92,21 +92,21 @@ function readableBytes(bytes) {
   return `${(bytes / scale).toFixed(1)} ${unit}`;
 }
 
-// A time on the axis, with the digits that tell it from its neighbours.
+// Writes a time on the axis with as many digits as distinguish it from its neighbours.
 function tickTime(ns, every, end) {
   if (ns === 0) return "0";
   const [unit, scale] = [["s", 1e9], ["ms", 1e6], ["µs", 1e3], ["ns", 1]].find(([, least]) => end >= least) || ["ns", 1];
   return `${(ns / scale).toFixed(Math.max(0, Math.round(Math.log10(scale)) - Math.floor(Math.log10(every))))} ${unit}`;
 }
 
-// A name in a bar of so many letters; where that is too narrow, without the role that its colour shows.
+// Shortens a name to the letters that a bar has room for: first by the role, which its colour shows.
 function shortened(name, most) {
   if (name.length <= most) return name;
   const short = name.slice(name.indexOf(" ") + 1);
   return short.length <= most ? short : `${short.slice(0, most - 1)}…`;
 }
 
-// What the panes share: the events, which of them is selected, and the pane that buttons act on.
+// The state that panes share: the events, the selected one, and the pane that buttons act on.
 class Step {
   constructor(data) {
     this.lanes = data.lanes;
@@ -138,7 +138,7 @@ class Step {
   }
 }
 
-// A stretch of the step. view: what it shows at first, by name; the first pane has the names of lanes before it.
+// A stretch of the step. view: the range that it shows at first, with its name. The first pane names the lanes.
 class Pane {
   constructor(step, view, detail) {
     this.step = step;
@@ -304,7 +304,7 @@ class Pane {
     }
   }
 
-  // The bytes that live, from 0 to the most of the step.
+  // Draws the live bytes, from 0 to the most of the step.
   drawMemory(svg, top) {
     svg.append(make("rect", { class: "lane", x: this.label, y: top, width: this.width - this.label, height: MEMORY }));
     const height = (event) => top + MEMORY * (1 - event.bytes / this.step.mostBytes);
@@ -324,8 +324,8 @@ class Pane {
   drawLane(svg, lane) {
     const y = TOP + lane * (LANE + GAP);
     svg.append(make("rect", { class: "lane", x: this.label, y, width: this.width - this.label, height: LANE }));
-    const drawnTo = new Map(); // by kind: what falls on the same pixel is drawn once
-    const isExposed = (event) => Number(event.kind === "exposed"); // drawn last: it is looked for
+    const drawnTo = new Map(); // by kind: events on the same pixel are drawn once
+    const isExposed = (event) => Number(event.kind === "exposed"); // drawn last, on top: readers look for it
     for (const event of [...this.step.byLane[lane]].sort((a, b) => isExposed(a) - isExposed(b))) {
       if (event.end < this.from || event.start > this.to) continue;
       const right = this.x(event.end);
@@ -383,7 +383,7 @@ function showTimeline(data) {
 const data = JSON.parse(document.getElementById("events").textContent);
 if (data.rows.length) showTimeline(data);
 
-let opened = []; // on paper all is open
+let opened = []; // everything is open on paper
 window.addEventListener("beforeprint", () => {
   opened = [...document.querySelectorAll("details:not([open])")];
   for (const part of opened) part.open = true;
