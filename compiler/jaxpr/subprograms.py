@@ -103,7 +103,7 @@ class KnownValues:
             return None
         equation, operands = self.made[value]
         name, params, dtype = equation.primitive.name, equation.params, equation.outvars[0].aval.dtype
-        if dtype != bool and not jnp.issubdtype(dtype, jnp.integer):
+        if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer)):
             return None
         if name == "iota":
             shape, dimension = params["shape"], params["dimension"]
