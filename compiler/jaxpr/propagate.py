@@ -89,7 +89,7 @@ def _convolution(params: Any, left: DimAxes, right: DimAxes) -> tuple[DimAxes, A
 def taken(equation: Any, layouts: Sequence[DimAxes], *, is_known: bool) -> list[DimAxes]:
     """Returns the layouts in which an operation takes its operands: whole along dimensions that a device needs all of.
 
-        fft  x (8, 64) P('data', 'tensor') along the last dimension  ->  P('data', None)
+    fft  x (8, 64) P('data', 'tensor') along the last dimension  ->  P('data', None)
     """
     whole = [range(len(layout)) if not is_known else () for layout in layouts]
     params = equation.params
