@@ -13,7 +13,7 @@ from typing import Any
 
 from ..core.collectives import COMPUTE
 from ..core.format import counted
-from ..core.scopes import BY_SIZE, OperationName
+from ..core.scopes import BY_SIZE, MATMUL, OperationName
 from ..schema import CollectiveReport, Event
 from ..xla.schedule.simulate import Segment
 from ..xla.schedule.steps import Compute, Loop, Step, every
@@ -104,7 +104,7 @@ def _name(
     if segment.kind == "attention":
         return "attention"
     if segment.kind == "matmul":
-        return f"matmul {name.matmul or name.own.rpartition('/')[0] or segment.name}"
+        return f"matmul {name.fact(MATMUL) or name.own.rpartition('/')[0] or segment.name}"
     if name.is_update:
         return "optimizer"
     return name.last or segment.name

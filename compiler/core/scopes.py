@@ -21,18 +21,12 @@ ATTENTION = "attend"
 UPDATE = "optimizer"
 SUM_OF = "sum of "
 WORKING_PARAMETERS = "working_parameters"  # the cast of parameters to the compute type
-_WEIGHT, _ROWS, _RING, _BLOCKS, _EXCHANGE = "weight=", "rows=", "ring=", "blocks=", "exchange="
-_EXPERTS, _FILLED, _MATMUL, _LAYOUT = "experts=", "filled=", "matmul=", "layout="
+_WEIGHT, _ROWS = "weight", "rows"
+MATMUL, LAYOUT = "matmul", "layout"
 
-_PARAMETER = re.compile(rf"(?:{_WEIGHT}|{_ROWS})([\w/.]+)")
-_WEIGHT_GATHER = re.compile(rf"{_WEIGHT}.*all_gather")
-_ACTIVATION = re.compile(rf"{_RING}(\w+)")
-_USED_BLOCKS = re.compile(rf"{_BLOCKS}(\d+)_of_(\d+)")
-_KEYS_AND_VALUES = re.compile(rf"{_EXCHANGE}(\w+)")
-_SITE_OF_EXPERTS = re.compile(rf"{_EXPERTS}(\w+)")
-_PRODUCT = re.compile(rf"{_MATMUL}(\w+)")
-_LAID_OUT = re.compile(rf"{_LAYOUT}(\w+)")
-_SHARE_FILLED = re.compile(rf"{_FILLED}([\d.]+)")
+_PARAMETER = re.compile(rf"(?:{_WEIGHT}|{_ROWS})=([\w/.]+)")
+_WEIGHT_GATHER = re.compile(rf"{_WEIGHT}=.*all_gather")
+_FACT = re.compile(r"(?<!\w)(\w+)=([\w.]+)")
 _ADDED = frozenset({
     "body", "checkpoint", "closed_call", "cond", "jit", "jvp", "rematted_computation", "shard_map", "train_step",
     "transpose", "while",
@@ -46,45 +40,24 @@ def piece_scope(name: str) -> str:
     return name
 
 
+def fact_scope(key: str, value: str) -> str:
+    """Returns the scope that tells one fact of the operations within it: 'ring=mlp_output'."""
+    return f"{key}={value}"
+
+
 def weight_scope(path: str) -> str:
     """Returns the scope of the collectives that gather a parameter or reduce its gradient."""
-    return f"{_WEIGHT}{path}"
+    return fact_scope(_WEIGHT, path)
 
 
 def rows_scope(path: str) -> str:
     """Returns the scope of the all-to-alls of an embedding lookup."""
-    return f"{_ROWS}{path}"
-
-
-def site_scope(kind: str, site: str) -> str:
-    """Returns the scope of one operation of the model: 'matmul=mlp_output'."""
-    return f"{kind}={site}"
+    return fact_scope(_ROWS, path)
 
 
 def layout_scope(activation: str) -> str:
     """Returns the scope of what brings an activation, and in the backward pass its gradient, into its layout."""
-    return f"{_LAYOUT}{activation}"
-
-
-def ring_scope(activation: str) -> str:
-    """Returns the scope of a matmul with a ring reduce-scatter, named by the activation that it computes."""
-    return f"{_RING}{activation}"
-
-
-def blocks_scope(num_used: int, num_blocks: int) -> str:
-    """Returns the scope of an attention kernel that computes so many of the blocks of queries x keys."""
-    return f"{_BLOCKS}{num_used}_of_{num_blocks}"
-
-
-def exchange_scope(strategy: str) -> str:
-    """Returns the scope of attention over a split length, named by how keys and values reach the queries."""
-    return f"{_EXCHANGE}{strategy}"
-
-
-def experts_scope(site: str, filled: float) -> str:
-    """Returns the scope of a layer's experts and of the exchanges of their tokens. filled: the share of the rows of
-    their buffers that tokens fill."""
-    return f"{_EXPERTS}{site}/{_FILLED}{filled:.4f}"
+    return fact_scope(LAYOUT, activation)
 
 
 def nested_scope(outer: str, inner: str) -> str:
@@ -140,65 +113,18 @@ class OperationName:
     @property
     def reduces_gradient(self) -> bool:
         """Returns True for what reduces the gradient of a parameter, or prepares it for that."""
-        return _WEIGHT in self.text and not self.gathers_weight
+        return f"{_WEIGHT}=" in self.text and not self.gathers_weight
 
-    def site_of(self, kind: str) -> str | None:
-        """Returns the site of an operation of this kind that it is part of; None for others."""
-        found = re.search(rf"(?:^|[/(]){re.escape(kind)}=(\w+)", self.text)
-        return found[1] if found else None
-
-    @property
-    def matmul(self) -> str | None:
-        """Returns the activation that a matmul of the model computes, or whose gradients; None for other
-        operations."""
-        found = _PRODUCT.search(self.text)
-        return found[1] if found else None
-
-    @property
-    def laid_out(self) -> str | None:
-        """Returns the activation that the operation brings into its layout, or whose gradient; None for other
-        operations."""
-        found = _LAID_OUT.search(self.text)
-        return found[1] if found else None
+    def fact(self, key: str) -> str | None:
+        """Returns the value of a fact that a scope tells (`fact_scope`); None where none does."""
+        return next((found[2] for found in _FACT.finditer(self.text) if found[1] == key), None)
 
     @property
     def activation(self) -> str | None:
         """Returns what the partitioner's collectives for an operation move: 'attention_input' where that is brought
         into its layout, 'sum of attention_output' where devices add their parts of a matmul; None for others."""
-        if self.laid_out or not self.matmul:
-            return self.laid_out
-        return f"{SUM_OF}{self.matmul}"
-
-    @property
-    def ring(self) -> str | None:
-        """Returns the activation that the matmul reduce-scatters in a ring; None for other operations."""
-        found = _ACTIVATION.search(self.text)
-        return found[1] if found else None
-
-    @property
-    def used_blocks(self) -> tuple[int, int] | None:
-        """Returns the blocks that an attention kernel computes, and those of all queries and keys; None where the name
-        does not say."""
-        found = _USED_BLOCKS.search(self.text)
-        return (int(found[1]), int(found[2])) if found else None
-
-    @property
-    def exchange(self) -> str | None:
-        """Returns how attention over a split length exchanges keys and values; None for other operations."""
-        found = _KEYS_AND_VALUES.search(self.text)
-        return found[1] if found else None
-
-    @property
-    def experts(self) -> str | None:
-        """Returns the site of the experts that an operation runs, or whose tokens it exchanges; None for others."""
-        found = _SITE_OF_EXPERTS.search(self.text)
-        return found[1] if found else None
-
-    @property
-    def filled(self) -> float:
-        """Returns the share of the rows of experts' buffers that tokens fill: grouped matmuls skip the others."""
-        found = _SHARE_FILLED.search(self.text)
-        return float(found[1]) if found else 1.0
+        laid_out, matmul = self.fact(LAYOUT), self.fact(MATMUL)
+        return laid_out if laid_out or not matmul else f"{SUM_OF}{matmul}"
 
     @property
     def last(self) -> str:

@@ -21,7 +21,7 @@ from ..core.collectives import CollectiveKind
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName
 from ..jaxpr.program import Operation, Program
-from ..parallel.attention.exchange import RING
+from ..parallel.attention.exchange import EXCHANGE, RING
 from ..parallel.operation import ParallelOp, find_source
 from .liveness import host_sets, live_sets
 from .regions import Region
@@ -227,4 +227,4 @@ class _Reader:
 def _kind_of(operation: Operation) -> WorkKind:
     if operation.kind in ("matmul", "kernel"):
         return "matmul" if operation.kind == "matmul" else "attention"
-    return "merged" if OperationName(operation.scope).exchange == RING else "other"
+    return "merged" if OperationName(operation.scope).fact(EXCHANGE) == RING else "other"

@@ -144,7 +144,7 @@ def _cannot_be_cut(spec: RunSpec, model: Model, sharding: ShardingPlan) -> str |
         return f"the vocabulary is split over {' and '.join(axes)}"
     if not _gathered_over(sharding):
         return "its weights are whole on every device"
-    return None if is_cut_alike(spec, model) else "its logits are not each made of their own entries of the parameters"
+    return cut_refusal(spec, model)
 
 
 def _of_head(layouts: tuple[ArrayPlan, ...]) -> Iterator[ArrayPlan]:
@@ -166,9 +166,11 @@ def _with_vocab(sharding: ShardingPlan) -> tuple[ArrayPlan, ...]:
     return tuple(plan for plan in _of_head(sharding.parameters) if VOCAB in plan.array.logical_axes)
 
 
-def is_cut_alike(spec: RunSpec, model: Model) -> bool:
-    """True where a part of the parameters' vocabulary makes that part of the logits, and nothing else has a part in it:
-    split over two devices along the vocabulary, they exchange nothing, and each has half of the logits."""
+def cut_refusal(spec: RunSpec, model: Model) -> str | None:
+    """Returns why a part of the parameters' vocabulary does not make that part of the logits alone; None where it does.
+
+    Split over two devices along the vocabulary, they exchange nothing, and each has half of the logits.
+    """
     num_devices, length = 2, 2
     places = leaves_by_path(vocab_dimensions(model), is_leaf=lambda node: node is None)
     every = leaves_by_path(model.head.abstract_in(spec.precision.compute))
@@ -186,12 +188,16 @@ def is_cut_alike(spec: RunSpec, model: Model) -> bool:
     tokens_BT = jax.ShapeDtypeStruct((1, length), jnp.int32)
     try:
         traced = jax.make_jaxpr(logits)(head, model.embed.abstract, tokens_BT).jaxpr
-    except Exception:  # whatever a user's head raises that takes no vocabulary but its own
-        return False
+    except Exception as error:
+        if ":" not in spec.model.family:
+            raise  # our own heads take any vocabulary
+        said = next(iter(str(error).splitlines()), "")
+        return f"it does not take a part of the vocabulary ({type(error).__name__}: {said})"
+    alone = "its logits are not each made of their own entries of the parameters"
     if len(traced.outvars) > 1:
-        return False  # auxiliary outputs are made of whole logits
+        return alone  # auxiliary outputs are made of whole logits
     others = [((),) * x.aval.ndim for x in traced.invars[len(layouts) :]]
     program = read_jaxpr(traced, [*layouts.values(), *others], {VOCAB: num_devices})
     (made,) = traced.outvars
     is_split = program.sizes[program.outputs[0]] * num_devices == made.aval.size * made.aval.dtype.itemsize
-    return is_split and not any(operation.collective for operation in program.operations)
+    return None if is_split and not any(operation.collective for operation in program.operations) else alone

@@ -28,7 +28,7 @@ from meshloom.models.contract import matmul
 
 from ..core.format import human_seconds
 from ..core.partition_spec import Axes
-from ..core.scopes import OperationName, nested_scope, ring_scope, site_scope
+from ..core.scopes import OperationName, fact_scope, nested_scope
 from ..sharding.arrays import OpSite
 from ..spec.overlap_spec import StrategyChoice
 from ..target.compiler_options import why_permutes_wait
@@ -45,6 +45,7 @@ from .operation import (
 )
 
 PLAIN, COLLECTIVE_MATMUL = "plain", "collective_matmul"
+RING = "ring"  # the fact in a scope: the activation that a matmul sums in a ring
 LENGTH = 1  # the dimension of an activation (batch, length, ...)
 # Over a shard for each sum, as compiled programs have it: 0.22 ms of 67 MB on v5p (libtpu 0.0.42.1). Nothing is
 # fused with a matmul: what is multiplied is cut out, what arrived is added, halves are put together.
@@ -121,12 +122,13 @@ class MatmulOp(ParallelOp):
 
     def scope(self, plan: OpPlan) -> str:
         """A compiled matmul has no other name."""
-        own, name = site_scope(self.kind, plan.site.name), plan.site.name
-        return own if plan.chosen.name == PLAIN else nested_scope(own, ring_scope(name))
+        own = fact_scope(self.kind, plan.site.name)
+        return own if plan.chosen.name == PLAIN else nested_scope(own, fact_scope(RING, plan.site.name))
 
     def source(self, name: OperationName) -> str | None:
         """'mlp_output, in a ring'. The partitioner's collectives of other matmuls have their activation's name."""
-        return f"{name.ring}, in a ring" if name.ring else None
+        site = name.fact(RING)
+        return f"{site}, in a ring" if site else None
 
 
 def _split_over(site: OpSite, inputs: OpInputs) -> Axes:

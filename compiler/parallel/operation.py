@@ -27,7 +27,7 @@ from ..core.collectives import CollectiveKind, ComputeKind
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from ..core.kernels import KernelCall, KernelCost
 from ..core.partition_spec import Axes, keep_axes
-from ..core.scopes import OperationName, site_scope
+from ..core.scopes import OperationName, fact_scope
 from ..sharding.arrays import Arrays, OpSite
 from ..sharding.batch import sequences_of_device
 from ..sharding.roles import AxisRoles
@@ -245,7 +245,7 @@ class ParallelOp(ABC):
 
     def scope(self, plan: OpPlan) -> str | None:
         """Returns the scope that the operations of a site carry into the compiled program; None: they carry none."""
-        return site_scope(self.kind, plan.site.name)
+        return fact_scope(self.kind, plan.site.name)
 
     def compute_kind(self, name: OperationName, *, is_pallas: bool) -> ComputeKind | None:
         """Returns the kind under which compute of this name is shown and calibrated; None: that of the instruction by
@@ -297,7 +297,7 @@ class ParallelOp(ABC):
 
     def source(self, name: OperationName) -> str | None:
         """Returns what a collective of the operation moves, for tables, by its name; None for collectives of others."""
-        site = name.site_of(self.kind)
+        site = name.fact(self.kind)
         return f"{self.title} {site}" if site else None
 
 

@@ -37,7 +37,7 @@ from ...core.collectives import ComputeKind
 from ...core.head_shares import share_of_head
 from ...core.kernels import KernelCall, KernelCost
 from ...core.partition_spec import Axes, axes_in, axes_of
-from ...core.scopes import ATTENTION, OperationName, exchange_scope, nested_scope
+from ...core.scopes import ATTENTION, OperationName, fact_scope, nested_scope
 from ...jaxpr.flops import matmul_flops
 from ...jaxpr.operation_kinds import LANES
 from ...jaxpr.subprograms import subprograms
@@ -46,8 +46,18 @@ from ...spec.spec import RunSpec
 from ...target.target import TargetPlan
 from ..operation import Lowered, OpInputs, OpPlan, ParallelOp, Strategy, refused
 from ..remat import ATTENTION_RESULT, marked
+from .blocks import used_blocks
 from .cudnn import attend_cudnn, most_head_dim, takes_other_values
-from .exchange import RING, ULYSSES, Exchange, ExchangeName, attend_by_blocks, attend_over_length, block_kernel
+from .exchange import (
+    EXCHANGE,
+    RING,
+    ULYSSES,
+    Exchange,
+    ExchangeName,
+    attend_by_blocks,
+    attend_over_length,
+    block_kernel,
+)
 from .splash import Cut, attend_splash, plan_cut
 from .splash_kernels import (
     BLOCKS,
@@ -140,7 +150,7 @@ class AttentionOp(ParallelOp):
 
     def scope(self, plan: OpPlan) -> str:
         exchange = plan.chosen.parameters.exchange
-        return ATTENTION if exchange is None else nested_scope(ATTENTION, exchange_scope(exchange.name))
+        return ATTENTION if exchange is None else nested_scope(ATTENTION, fact_scope(EXCHANGE, exchange.name))
 
 
 def _budget(target: TargetPlan, head_dim: int) -> Budget:
@@ -278,7 +288,7 @@ def _traced_splash(call: KernelCall) -> KernelCost:
     rows, entries = grid[-3 if "dkv" in call.kernel else -2], grid[-1]  # of the table of blocks that it runs over
     num_calls = math.prod(n for n in grid if isinstance(n, int))
     flops = num_calls * sum(matmul_flops(inner) for inner in subprograms(call.parameters))
-    used = call.name.used_blocks
+    used = used_blocks(call.name)
     return _cost(_causal_flops(flops, rows, entries) if used is None else flops * used[0] // (rows * entries))
 
 
@@ -288,13 +298,13 @@ def _traced_cudnn(call: KernelCall) -> KernelCost:
     num_keys = keys[2 if call.parameters["layout"] else 1]
     count = 2 if call.kernel.startswith(_CUDNN[0]) else 5
     flops, blocks = 2 * count * math.prod(queries) * num_keys, max(1, num_keys // _CUDNN_BLOCK)
-    used = call.name.used_blocks
+    used = used_blocks(call.name)
     return _cost(_causal_flops(flops, blocks, blocks) if used is None else flops * used[0] // used[1])
 
 
 def _compiled_splash(call: KernelCall) -> KernelCost | None:
     """A table of public libraries takes the mask for causal, and counts half of the square."""
-    used, stated = call.name.used_blocks, call.stated
+    used, stated = used_blocks(call.name), call.stated
     if used is None or stated is None or stated.unit != "attention":
         return None
     return replace(stated, flops=2 * stated.flops * used[0] / used[1])

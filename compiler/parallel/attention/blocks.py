@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ...core.scopes import OperationName, fact_scope
 from ...sharding.batch import TokenOrder
 from ..remat import ATTENTION_LSE, ATTENTION_RESULT, marked
 
@@ -39,6 +40,20 @@ class Keys(NamedTuple):
     k_BKSD: Array
     v_BKSD: Array
     ids_BS: Array | None
+
+
+BLOCKS = "blocks"  # the fact in a scope: the blocks that a kernel computes, of all
+
+
+def blocks_scope(num_used: int, num_blocks: int) -> str:
+    """Returns the scope of a kernel that computes so many of the blocks of queries x keys."""
+    return fact_scope(BLOCKS, f"{num_used}_of_{num_blocks}")
+
+
+def used_blocks(name: OperationName) -> tuple[int, int] | None:
+    """Returns the blocks that a kernel computes, and those of all queries and keys; None where no scope tells it."""
+    used, _, every = (name.fact(BLOCKS) or "").partition("_of_")
+    return (int(used), int(every)) if every else None
 
 
 class Attended(NamedTuple):

@@ -22,14 +22,14 @@ from ...core.collectives import CollectiveKind
 from ...core.format import human_names, human_seconds
 from ...core.head_shares import share_of_head
 from ...core.partition_spec import axes_of
-from ...core.scopes import OperationName, exchange_scope
+from ...core.scopes import OperationName, fact_scope
 from ...sharding.arrays import OpSite
 from ...sharding.batch import TokenOrder, plan_token_order
 from ...target.compiler_options import why_permutes_wait
 from ...target.target import TargetPlan
 from ..operation import CollectiveSpec, Cost, Exposed, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, refused
 from .attention import cudnn_refusal, plan_backward
-from .exchange import ALL_GATHER, RING, ULYSSES, Exchange, ExchangeName
+from .exchange import ALL_GATHER, EXCHANGE, RING, ULYSSES, Exchange, ExchangeName
 from .ring import full_steps, num_steps
 from .splash_kernels import ONE_KERNEL, TWO_KERNELS
 
@@ -61,7 +61,7 @@ class ContextOp(ParallelOp):
 
     def scope(self, plan: OpPlan) -> str:
         """Within that of attention, which runs it."""
-        return exchange_scope(plan.chosen.name)
+        return fact_scope(EXCHANGE, plan.chosen.name)
 
     def hiding(self, plan: OpPlan, target: TargetPlan) -> Exposed:
         is_beside = plan.chosen.name == RING and why_permutes_wait(target) is None
@@ -69,7 +69,8 @@ class ContextOp(ParallelOp):
 
     def source(self, name: OperationName) -> str | None:
         """'attention, all_gather'."""
-        return f"{self.title}, {name.exchange}" if name.exchange else None
+        exchange = name.fact(EXCHANGE)
+        return f"{self.title}, {exchange}" if exchange else None
 
     def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
         axes = inputs.roles.length

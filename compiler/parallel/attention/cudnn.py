@@ -21,13 +21,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...core.scopes import blocks_scope
 from ...jax_private import cudnn, cudnn_backward_p, cudnn_forward_p
 from ...sharding.batch import TokenOrder
 from ...target.target import TargetPlan
 from ...target.topology import PROCESSORS
 from ..remat import ATTENTION_LSE, ATTENTION_RESULT, marked
-from .blocks import HIDDEN, Attended, Gradient, Gradients, Keys, Queries, Sight, merge, split_length
+from .blocks import HIDDEN, Attended, Gradient, Gradients, Keys, Queries, Sight, blocks_scope, merge, split_length
 
 CAUSAL, ALL_KEYS, SOME_KEYS = cudnn.MaskType.CAUSAL, cudnn.MaskType.NO_MASK, cudnn.MaskType.PADDING
 BTHD, BHTD = cudnn.AttentionLayout.BTNH.value, cudnn.AttentionLayout.BNTH.value

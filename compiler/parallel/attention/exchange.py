@@ -30,6 +30,9 @@ ExchangeName = Literal["ring", "all_gather", "ulysses"]
 Attend = Callable[..., Array]  # with the signature of `models.attention.attend`
 
 
+EXCHANGE = "exchange"  # the fact in a scope: how keys and values reach the queries
+
+
 @dataclass(frozen=True)
 class Exchange:
     """axes: the mesh axes that split the length."""

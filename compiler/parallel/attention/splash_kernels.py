@@ -30,11 +30,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from ...core.format import human_bytes
-from ...core.scopes import blocks_scope
 from ...jax_private import splash_dkv, splash_dq
 from ...jaxpr.operation_kinds import LANES
 from ...target.target import TargetPlan
-from .blocks import Attended, Gradient, Gradients, Keys, Queries, both_ids
+from .blocks import Attended, Gradient, Gradients, Keys, Queries, blocks_scope, both_ids
 
 KEYS_BLOCKS = (512, 1024, 2048)  # tokens
 # Tokens of a block of keys times the size of a head: 2,048 x 256 take 18.6 of the 16 MiB of vector memory on v5p.

@@ -30,7 +30,7 @@ from ...core.errors import ConfigError, Problem
 from ...core.format import human_seconds
 from ...core.kernels import KernelCall, KernelCost
 from ...core.partition_spec import Axes, axes_of, keep_axes
-from ...core.scopes import OperationName, experts_scope
+from ...core.scopes import OperationName, fact_scope, nested_scope
 from ...sharding.arrays import EXPERTS, OpSite
 from ...sharding.rules import ArrayPlan
 from ...target.target import TargetPlan
@@ -102,6 +102,14 @@ class ExpertsPlan:
         return self.rows >= self.most_rows
 
 
+FILLED = "filled"  # the fact in a scope: the share of the rows of buffers that tokens fill
+
+
+def experts_scope(site: str, filled: float) -> str:
+    """Returns the scope of a layer's experts and of the exchanges of their tokens."""
+    return nested_scope(fact_scope(ExpertsOp.kind, site), fact_scope(FILLED, f"{filled:.4f}"))
+
+
 class ExpertsOp(ParallelOp):
     kind = "experts"
     title = "experts"
@@ -133,12 +141,12 @@ class ExpertsOp(ParallelOp):
         return x * jnp.sum(weights, axis=-1, keepdims=True).astype(x.dtype), jnp.zeros(())
 
     def compute_kind(self, name: OperationName, *, is_pallas: bool) -> ComputeKind | None:
-        return "matmul" if is_pallas and name.experts else None
+        return "matmul" if is_pallas and name.fact(self.kind) else None
 
     def kernel_cost(self, call: KernelCall) -> KernelCost | None:
         """Returns the cost of a grouped matmul: its kernels skip the rows that no token fills."""
-        cost = grouped_cost(call) if call.name.experts else None
-        return cost and replace(cost, flops=cost.flops * call.name.filled)
+        cost = grouped_cost(call) if call.name.fact(self.kind) else None
+        return cost and replace(cost, flops=cost.flops * float(call.name.fact(FILLED) or 1.0))
 
     def scope(self, plan: OpPlan) -> str:
         return experts_scope(plan.site.name, plan.chosen.parameters.filled)
@@ -152,7 +160,8 @@ class ExpertsOp(ParallelOp):
 
     def source(self, name: OperationName) -> str | None:
         """'routed, tokens to experts and back'."""
-        return f"{name.experts}, tokens to experts and back" if name.experts else None
+        site = name.fact(self.kind)
+        return f"{site}, tokens to experts and back" if site else None
 
 
 def _sizes_of(site: OpSite, inputs: OpInputs) -> ExchangeSizes:

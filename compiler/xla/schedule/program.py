@@ -19,7 +19,7 @@ from typing import Any
 
 from ...core.collectives import MOVING, CollectiveKind
 from ...core.kernels import KernelOwner
-from ...core.scopes import OperationName
+from ...core.scopes import MATMUL, OperationName
 from ..hlo import Computation, HloError, Instruction, Module
 from ..hlo.groups import ReplicaGroups, parse_groups
 from ..hlo.types import ArrayType, elements_of, parse_type
@@ -316,7 +316,7 @@ def _made_by(inner: Inner) -> tuple[str, ...]:
         if each is None or each.name in seen:
             continue
         seen.add(each.name)
-        if OperationName(each.op_name).matmul:
+        if OperationName(each.op_name).fact(MATMUL):
             found.append(each.op_name)
         elif each.opcode in _HANDED_ON or each.opcode in ("add", "fusion", "get-tuple-element"):
             names += each.operands

@@ -7,10 +7,11 @@ import pytest
 
 from conftest import plan_of
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.compiler.core.scopes import OperationName, experts_scope
+from meshloom.compiler.core.scopes import OperationName
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.jaxpr.flops import count_model_flops
+from meshloom.compiler.parallel.experts.experts import experts_scope
 from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.tune.space import mesh_axes
 from meshloom.compiler.xla.hlo import parse_module
@@ -160,8 +161,7 @@ def test_exchanges_are_told_by_the_site_of_their_experts(mixtral):
 
 def test_a_grouped_kernel_is_priced_by_the_rows_that_are_filled():
     scope = experts_scope("routed", 0.5)
-    assert OperationName(f"jit(f)/{scope}/dot").filled == 0.5
-    assert OperationName("jit(f)/dot").filled == 1.0
+    assert OperationName(f"jit(f)/{scope}/dot").fact("filled") == "0.5000"
     line = (
         "HloModule m\n\nENTRY %e (w: bf16[4,512,1024], x: bf16[1024,512]) -> bf16[1024,1024] {\n"
         "  %w = bf16[4,512,1024]{2,1,0} parameter(0)\n  %x = bf16[1024,512]{1,0} parameter(1)\n"

@@ -11,7 +11,7 @@ import pytest
 from conftest import LINEAR_STACK, plan_of, spec_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.driver import plan_run
-from meshloom.compiler.parallel.lm_head import LmHeadOp, chunk_sizes, is_cut_alike
+from meshloom.compiler.parallel.lm_head import LmHeadOp, chunk_sizes, cut_refusal
 from meshloom.compiler.parallel.operation import Refusal
 from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.schema import Report
@@ -105,11 +105,33 @@ def _reshaped(params, x, _):
     return (x.reshape(-1, 32) @ params["kernel_EV"]).reshape(*x.shape[:2], 264)
 
 
-@pytest.mark.parametrize(("apply", "expected"), [(_scaled, True), (_normalised, False), (_reshaped, False)])
-def test_a_head_that_computes_across_the_vocabulary_is_not_cut(apply, expected):
+def _broken(params, x, _):
+    return x @ params["kernel"]
+
+
+@pytest.mark.parametrize(
+    ("apply", "why"),
+    [
+        (_scaled, None),
+        (_normalised, "its logits are not each made of their own entries of the parameters"),
+        (_reshaped, "it does not take a part of the vocabulary (TypeError: "),
+    ],
+)
+def test_a_head_that_computes_across_the_vocabulary_is_not_cut(apply, why):
+    found = _refusal_of(apply, "my_package:Config")
+    assert found == why if why is None else (found or "").startswith(why)
+
+
+def test_a_mistake_in_a_head_of_ours_is_not_taken_for_a_refusal():
+    with pytest.raises(KeyError):
+        _refusal_of(_broken, "linear_stack")
+
+
+def _refusal_of(apply, family: str) -> str | None:
     plan = plan_of("sharding=fsdp", *LINEAR_STACK)
     head: Piece = replace(plan.model.head, apply=apply)
-    assert is_cut_alike(plan.spec, replace(plan.model, head=head)) is expected
+    spec = plan.spec.model_copy(update={"model": plan.spec.model.model_copy(update={"family": family})})
+    return cut_refusal(spec, replace(plan.model, head=head))
 
 
 def test_parts_cross_one_by_one_and_no_byte_more():

@@ -89,7 +89,7 @@ class Doubling(ParallelOp):
         return KernelCost(FLOPS_EACH * math.prod(call.operands[0].shape), num_bytes=NUM_BYTES)
 
     def compute_kind(self, name: OperationName, *, is_pallas: bool) -> ComputeKind | None:
-        return "matmul" if is_pallas and name.site_of(self.kind) else None
+        return "matmul" if is_pallas and name.fact(self.kind) else None
 
     def hiding(self, plan: OpPlan, target: TargetPlan) -> Exposed | None:
         del plan, target
