@@ -158,6 +158,22 @@ function figureTicks(figure, low, high, most) { // [value, text]; bytes in whole
   return ticks.map((tick) => [tick, writeTick(figure, tick, every)]);
 }
 
+// An SVG with a grid, ticks ([place, text], from the left and from the top) and the names of both axes.
+function frame({ width, height, left, right, top, bottom }, { across, up, names }) {
+  const svg = make("svg", { width, height });
+  for (const [x, text] of across) {
+    svg.append(make("line", { class: "grid", x1: x, x2: x, y1: top, y2: height - bottom }));
+    svg.append(make("text", { x, y: height - bottom + 17, "text-anchor": "middle" }, text));
+  }
+  for (const [y, text] of up) {
+    svg.append(make("line", { class: "grid", x1: left, x2: width - right, y1: y, y2: y }));
+    svg.append(make("text", { x: left - 8, y: y + 4, "text-anchor": "end" }, text));
+  }
+  svg.append(make("text", { x: width - right, y: height - 6, "text-anchor": "end" }, `${names[0]} →`));
+  svg.append(make("text", { x: left, y: 14 }, `${names[1]} ↑`));
+  return svg;
+}
+
 function frontOf(x, y) { // the points that no other point beats in both figures
   const sign = (f) => (data.figures[f].better === "less" ? 1 : -1);
   const known = points.filter((p) => p.isDone && p.figures[x] !== null && p.figures[y] !== null);
@@ -186,17 +202,11 @@ function drawPareto() {
   const clamp = (value, low, high) => Math.max(low, Math.min(high, value));
   const across = (value) => clamp(left + ((value - x0) / (x1 - x0)) * (width - left - right), left, width - right);
   const up = (value) => clamp(height - bottom - ((value - y0) / (y1 - y0)) * (height - top - bottom), top, height - bottom);
-  const svg = make("svg", { width, height });
-  for (const [tick, text] of figureTicks(x, x0, x1, Math.max(2, width / 110))) {
-    svg.append(make("line", { class: "grid", x1: across(tick), x2: across(tick), y1: top, y2: height - bottom }));
-    svg.append(make("text", { x: across(tick), y: height - bottom + 17, "text-anchor": "middle" }, text));
-  }
-  for (const [tick, text] of figureTicks(y, y0, y1, 7)) {
-    svg.append(make("line", { class: "grid", x1: left, x2: width - right, y1: up(tick), y2: up(tick) }));
-    svg.append(make("text", { x: left - 8, y: up(tick) + 4, "text-anchor": "end" }, text));
-  }
-  svg.append(make("text", { x: width - right, y: height - 6, "text-anchor": "end" }, `${data.figures[x].heading} →`));
-  svg.append(make("text", { x: left, y: 14 }, `${data.figures[y].heading} ↑`));
+  const svg = frame({ width, height, left, right, top, bottom }, {
+    across: figureTicks(x, x0, x1, Math.max(2, width / 110)).map(([tick, text]) => [across(tick), text]),
+    up: figureTicks(y, y0, y1, 7).map(([tick, text]) => [up(tick), text]),
+    names: [data.figures[x].heading, data.figures[y].heading],
+  });
   if (limit !== null) {
     svg.append(make("line", { class: "limit", x1: left, x2: width - right, y1: up(limit), y2: up(limit) }));
     svg.append(make("text", { class: "limit-text", x: width - right - 4, y: up(limit) - 5, "text-anchor": "end" }, `limit ${write(y, limit)}`));
@@ -256,19 +266,12 @@ function drawOver() {
   const shown = points.filter((point) => point.isDone && point.figures[y] !== null);
   const [y0, y1] = extent(shown.map((point) => point.figures[y])) ?? [0, 1], space = 0.06 * (y1 - y0 || Math.abs(y1) || 1);
   const up = (value) => height - bottom - ((value - y0 + space) / (y1 - y0 + 2 * space)) * (height - top - bottom);
-  const svg = make("svg", { width, height });
   const every = Math.ceil(values.length / Math.max(2, width / 80));
-  data.keys[k].values.forEach((text, n) => {
-    if (n % every) return;
-    svg.append(make("line", { class: "grid", x1: across(values[n]), x2: across(values[n]), y1: top, y2: height - bottom }));
-    svg.append(make("text", { x: across(values[n]), y: height - bottom + 17, "text-anchor": "middle" }, text));
+  const svg = frame({ width, height, left, right, top, bottom }, {
+    across: data.keys[k].values.map((text, n) => [across(values[n]), text]).filter((_, n) => n % every === 0),
+    up: figureTicks(y, y0 - space, y1 + space, 6).map(([tick, text]) => [up(tick), text]),
+    names: [`${data.keys[k].name}${isLog ? ", logarithmic" : ""}`, data.figures[y].heading],
   });
-  for (const [tick, text] of figureTicks(y, y0 - space, y1 + space, 6)) {
-    svg.append(make("line", { class: "grid", x1: left, x2: width - right, y1: up(tick), y2: up(tick) }));
-    svg.append(make("text", { x: left - 8, y: up(tick) + 4, "text-anchor": "end" }, text));
-  }
-  svg.append(make("text", { x: width - right, y: height - 6, "text-anchor": "end" }, `${data.keys[k].name}${isLog ? ", logarithmic" : ""} →`));
-  svg.append(make("text", { x: left, y: 14 }, `${data.figures[y].heading} ↑`));
   const isLess = data.figures[y].better === "less", bests = new Map();
   for (const point of shown) {
     const at = point.values[k], value = point.figures[y];

@@ -12,15 +12,12 @@ function drawChips(panel, chart) {
   const ends = panel.marks.map((mark) => mark.range ?? [mark.value, mark.value]);
   const most = 1.05 * Math.max(...ends.map(([, high]) => high)) || 1; // the axis begins at 0, so that heights are in proportion
   const up = (value) => height - bottom - (value / most) * (height - top - bottom);
-  const svg = make("svg", { width, height });
   const shown = numbers.filter((n, at) => at === 0 || across(n) - across(numbers[at - 1]) > 30);
-  for (const n of shown) svg.append(make("text", { x: across(n), y: height - bottom + 17, "text-anchor": "middle" }, n.toLocaleString("en-US")));
-  for (const tick of ticksOf(0, most, 5)) {
-    svg.append(make("line", { class: "grid", x1: left, x2: width - right, y1: up(tick), y2: up(tick) }));
-    svg.append(make("text", { x: left - 8, y: up(tick) + 4, "text-anchor": "end" }, WRITE[panel.kind](tick)));
-  }
-  svg.append(make("text", { x: width - right, y: height - 6, "text-anchor": "end" }, "chips, logarithmic →"));
-  svg.append(make("text", { x: left, y: 14 }, `${panel.heading} ↑`));
+  const svg = frame({ width, height, left, right, top, bottom }, {
+    across: shown.map((n) => [across(n), n.toLocaleString("en-US")]),
+    up: ticksOf(0, most, 5).map((tick) => [up(tick), WRITE[panel.kind](tick)]),
+    names: ["chips, logarithmic", panel.heading],
+  });
   for (const chip of chipNames) {
     const line = panel.marks.filter((mark) => mark.chip === chip), stroke = colourOfChip(chip);
     if (line.length > 1) svg.append(make("path", { fill: "none", stroke, opacity: 0.5, d: line.map((mark, n) => `${n ? "L" : "M"}${across(mark.chips)} ${up(mark.value)}`).join("") }));

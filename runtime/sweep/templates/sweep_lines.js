@@ -47,7 +47,7 @@ class Parallel {
       if (!range) return [];
       const [low, high] = range, width = high - low || 1;
       const share = (value) => Math.max(-0.02, Math.min(1.02, (value - low) / width));
-      const ticks = figureTicks(f, low, high, 6).map(([tick, text]) => [share(tick), text]);
+      const ticks = high === low ? [[0.5, write(f, low)]] : figureTicks(f, low, high, 6).map(([tick, text]) => [share(tick), text]);
       return [{ name: data.figures[f].heading, of: (point) => (point.figures[f] === null ? null : high === low ? 0.5 : share(point.figures[f])), ticks }];
     });
   }

@@ -163,6 +163,8 @@ class TestInABrowser:
             "A tie by step, ringed: v5p-128, v6e-256; none of them is surely the best."
         )
         assert page.js(count.format("tied")) == 6
+        axes = page.js("new Parallel(byId('parallel-chart')).axes.map(({ name, ticks }) => [name, ticks])")
+        assert ["memory", [[0.5, "8.00 GiB"]]] in axes, "a figure of one value has one tick, where its lines are"
         assert page.errors == []
 
     def test_a_cell_shows_the_best_of_its_points_and_its_sort_is_by_number(self, tmp_path, browser):
