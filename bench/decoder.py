@@ -111,8 +111,8 @@ def compare(sharding, num_rounds):
     ours_batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
     ours_batch = {name: jax.device_put(ours_batch[name], x.sharding) for name, x in programs.batch.items()}
     inputs, targets = (jax.device_put(x, rows) for x in (tokens[:, :-1], tokens[:, 1:]))
-    states = {"ours": programs.init(), "plain": plain_state}
-    steps = {"ours": lambda s: programs.train(s, ours_batch), "plain": lambda s: plain(s, inputs, targets)}
+    states = {"ours": programs["init"](), "plain": plain_state}
+    steps = {"ours": lambda s: programs["train"](s, ours_batch), "plain": lambda s: plain(s, inputs, targets)}
     seconds = {"ours": [], "plain": []}
     for round_ in range(num_rounds + 1):
         for name in ("ours", "plain") if round_ % 2 else ("plain", "ours"):
@@ -123,13 +123,13 @@ def compare(sharding, num_rounds):
             if round_:  # the first one warms up
                 seconds[name].append((time.perf_counter() - start) / STEPS_PER_ROUND)
     ratios = sorted(a / b for a, b in zip(seconds["ours"], seconds["plain"], strict=True))
-    for name, program in (("ours", programs.train), ("plain", plain)):
+    for name, program in (("ours", programs["train"]), ("plain", plain)):
         milliseconds = [1e3 * s for s in seconds[name]]
         spread = f"({min(milliseconds):.1f}..{max(milliseconds):.1f})"
         size = f"{num_bytes(program) / 2**20:7.2f} MiB per device"
         print(f"{sharding:5} {name:5}  {statistics.median(milliseconds):7.1f} ms {spread}  {size}")
     print(f"{sharding:5} ratio of times: median {statistics.median(ratios):.3f} ({ratios[0]:.3f}..{ratios[-1]:.3f}), "
-          f"of bytes {num_bytes(programs.train) / num_bytes(plain):.3f}")  # fmt: skip
+          f"of bytes {num_bytes(programs['train']) / num_bytes(plain):.3f}")  # fmt: skip
 
 
 if __name__ == "__main__":

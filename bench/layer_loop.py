@@ -41,8 +41,8 @@ def main() -> None:
         programs = build(lower(plan, plan.mesh.of_devices(jax.devices()), ("init", "train")))
         batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
         batch = {key: jax.device_put(batch[key], x.sharding) for key, x in programs.batch.items()}
-        steps[name] = lambda state, train=programs.train, batch=batch: train(state, batch)[0]
-        states[name] = programs.init()
+        steps[name] = lambda state, train=programs["train"], batch=batch: train(state, batch)[0]
+        states[name] = programs["init"]()
     for round_ in range(num_rounds + 1):
         for name in list(LOOPS) if round_ % 2 else reversed(LOOPS):
             start = time.perf_counter()

@@ -50,11 +50,11 @@ def main() -> None:
     console = Console(io.StringIO())
 
     def bare() -> None:
-        state, batches, metrics = programs.init(), iter(train), None
+        state, batches, metrics = programs["init"](), iter(train), None
         for _ in range(NUM_STEPS):
             batch = next(batches)
             placed = {name: jax.device_put(batch[name], x.sharding) for name, x in programs.batch.items()}
-            state, metrics = programs.train(state, placed)
+            state, metrics = programs["train"](state, placed)
         jax.block_until_ready((state, metrics))
 
     def ours() -> None:
@@ -76,7 +76,7 @@ def main() -> None:
                 observers=observers,
             )
             loop._evaluate = lambda step, state: float("nan")  # the last step is always evaluated: not here
-            loop.run(programs.init(), 0)
+            loop.run(programs["init"](), 0)
 
     bare()
     ours()

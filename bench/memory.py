@@ -24,7 +24,7 @@ MIB = 2**20
 def measure(*overrides: str) -> dict[str, float]:
     """MiB per device: planned and compiled state, planned gradients, temporaries."""
     plan = meshloom.plan(*MODEL, *overrides)
-    compiled = lower(plan, plan.mesh.of_devices(jax.devices())).train.compile()
+    compiled = lower(plan, plan.mesh.of_devices(jax.devices()))["train"].compile()
     xla = compiled.memory_analysis()
     return {
         "planned state": plan.memory.state_bytes / MIB,

@@ -71,7 +71,7 @@ def compile_row(plan: Plan) -> dict[str, Any]:
     topology = topologies.get_topology_desc(
         platform="tpu", topology_name=plan.target.topology_name, **topology_arguments(plan.spec.target)
     )
-    memory = lower(plan, plan.mesh.of_devices(topology.devices)).train.compile().memory_analysis()
+    memory = lower(plan, plan.mesh.of_devices(topology.devices))["train"].compile().memory_analysis()
     counts = {name: getattr(memory, f"{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")}
     return counts | {
         "code": memory.generated_code_size_in_bytes,

@@ -48,7 +48,7 @@ def start(began: float, cache: str, overrides: list[str]) -> dict[str, float]:
         programs = build(lowered)
         done("compile or load")
     batch = {name: jax.device_put(x, programs.batch[name].sharding) for name, x in next(batches).items()}
-    jax.block_until_ready(programs.train(programs.init(), batch))
+    jax.block_until_ready(programs["train"](programs["init"](), batch))
     done("first step")
     return seconds
 

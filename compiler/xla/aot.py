@@ -120,12 +120,12 @@ def compile_ahead(lowered: LoweredStep) -> Built:
 def built_of(compiled: Programs, seconds: float) -> Built:
     """Returns compiled programs in the form in which they are saved. seconds: the time that compiling took."""
     executables, not_serialised = {}, {}
-    for name, program in compiled.named().items():
+    for name, program in compiled.items():
         try:
             executables[name] = serialize_executable.serialize(program)[0]
         except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
             not_serialised[name] = str(error).splitlines()[0]
-    text, memory = compiled.train.as_text(), memory_of(compiled.train)
+    text, memory = compiled["train"].as_text(), memory_of(compiled["train"])
     return Built(text, memory, None, executables, not_serialised, seconds, ())
 
 

@@ -63,7 +63,7 @@ class Fingerprint:
 def fingerprint_of(plan: Plan, lowered: Programs, mesh: Mesh) -> Fingerprint:
     """Returns the fingerprint of lowered programs, before they are compiled."""
     return Fingerprint(
-        programs={name: sha256(program.as_text()) for name, program in lowered.named().items()},
+        programs={name: sha256(program.as_text()) for name, program in lowered.items()},
         devices=describe_devices(mesh),
         environment=describe_environment(mesh.devices.flat[0].platform),
         compiler_options=lowered.compiler_options,

@@ -119,10 +119,10 @@ def load_programs(
 ) -> Programs:
     """Returns the artifact's programs on these devices, and compiles those that it lacks."""
     executables = artifact.built.executables
-    missing = replace(lowered, **dict.fromkeys(executables))
-    rest = compile_(missing) if missing.named() else missing
-    loaded = {name: load_program(data, getattr(lowered, name), mesh) for name, data in executables.items()}
-    return replace(rest, **loaded)
+    missing = replace(lowered, by_name={name: each for name, each in lowered.items() if name not in executables})
+    rest = compile_(missing) if missing else missing
+    loaded = {name: load_program(data, lowered[name], mesh) for name, data in executables.items()}
+    return replace(rest, by_name={**rest, **loaded})
 
 
 def _as_json(built: Built) -> dict[str, Any]:

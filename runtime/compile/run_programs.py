@@ -140,7 +140,7 @@ def meet(plan: Plan, make: Callable[[], Programs], processes: Processes) -> Prog
 
     def made() -> Programs:
         programs = make()
-        check_program_memory(plan, programs.train, processes)
+        check_program_memory(plan, programs["train"], processes)
         return programs
 
     return together(COMPILED, made, processes=processes, timeout_seconds=plan.spec.distributed.compile_timeout_seconds)

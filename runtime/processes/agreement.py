@@ -47,8 +47,7 @@ def check_same_program(lowered: Programs, processes: Processes) -> None:
     """Raises Disagreement if a process has lowered another program from the same declaration."""
     if processes.count == 1:
         return
-    programs = {"init": lowered.init, "train": lowered.train, "evaluate": lowered.evaluate}
-    hashes = {f"the lowered {name} program": _hash(program.as_text()) for name, program in programs.items()}
+    hashes = {f"the lowered {name} program": _hash(program.as_text()) for name, program in lowered.items()}
     fix = "look for code of the model that depends on the process, on time or on the order of a set"
     _check_same("program", hashes, processes, fix=fix)
 

@@ -55,7 +55,7 @@ class Loop:
         self.batches, self.held_out, self.checkpoints = batches, held_out, checkpoints
         self.stop, self.observers, self.watch = stop, observers, observers.watch
         self.latest_eval_loss: float | None = None
-        self._take_step = observers.around_step(lambda state, batch, *_: programs.train(state, batch))
+        self._take_step = observers.around_step(lambda state, batch, *_: programs["train"](state, batch))
         self._due, self._skips = Due(plan.spec), SkipCounter(plan.spec)
         self._feed = Feed(plan, programs, batches, self.watch)
         self._step_seconds, self._num_tokens = 0.0, 0
@@ -116,7 +116,7 @@ class Loop:
         with self.observers.pause("evaluation"):
             # One at a time: with many in flight on CPU, several processes were seen to hang.
             for batch in self.held_out:
-                sums += jax.device_get(self.programs.evaluate(state["params"], self._feed.place(batch)))
+                sums += jax.device_get(self.programs["evaluate"](state["params"], self._feed.place(batch)))
         loss = float(sums[0] / sums[1]) if sums[1] else None
         self.observers.evaluated(step, loss)
         self.latest_eval_loss = self.latest_eval_loss if loss is None else loss
@@ -126,7 +126,7 @@ class Loop:
         """Saves a finite state, and raises NonFinite for any other: a finite loss does not prove that the updated state
         is finite."""
         with self.observers.pause("save"):
-            if self.spec.checkpoint.is_saving and not self.programs.is_finite(state):
+            if self.spec.checkpoint.is_saving and not self.programs["is_finite"](state):
                 raise NonFinite(step, "the state after it has NaN or infinity, although its loss does not", None)
             self.checkpoints.save(step, state, self.batches, num_tokens=self._num_tokens, eval_loss=eval_loss)
         self._due.saved()

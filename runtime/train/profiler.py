@@ -162,7 +162,7 @@ class Profiler(Observer):
 def predicted_files(plan: Plan, programs: Programs, model: str | None = None) -> dict[str, str]:
     """Returns the compiled step and its prediction, as the files beside its trace. model: the declaration's name for
     its model."""
-    text = programs.train.as_text()
+    text = programs["train"].as_text()
     prediction = predict(text, plan, estimate_step(plan).communication, model=model)
     return {TEXT: text, PREDICTED: prediction.model_dump_json() + "\n"}
 

@@ -249,7 +249,7 @@ def _initial_state(
 ) -> tuple[Any, int, int]:
     """Returns the state to start from, of this run, of another, or a fresh one, with its steps and tokens so far."""
     if start is None:
-        return programs.init(), 0, 0
+        return programs["init"](), 0, 0
     for line in plan_restore(start, plan).lines():
         say(console, line)
     restored = restore(start, programs.state, batches)

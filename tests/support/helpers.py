@@ -133,11 +133,15 @@ class _LazyPrograms:
         self._mesh = plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
         self._shapes = lower(plan, self._mesh, ())
 
+        self._built: dict[str, Any] = {}
+
     def __getattr__(self, name: str) -> Any:
-        if name not in PROGRAMS:
-            return getattr(self._shapes, name)
-        setattr(self, name, program := getattr(build(lower(self._plan, self._mesh, [name])), name))
-        return program
+        return getattr(self._shapes, name)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._built:
+            self._built |= build(lower(self._plan, self._mesh, [name]))
+        return self._built[name]
 
 
 _PROGRAMS: dict[int, _LazyPrograms] = {}  # by the identity of the plan, which each keeps alive
@@ -168,7 +172,7 @@ def on_devices(programs: Programs, tokens: np.ndarray, order: np.ndarray | None 
 
 def evaluate(programs: Programs, params: Any, tokens: np.ndarray) -> float:
     """Mean loss over the tokens of a batch."""
-    loss, num_targets = programs.evaluate(params, on_devices(programs, tokens))
+    loss, num_targets = programs["evaluate"](params, on_devices(programs, tokens))
     return float(loss / num_targets)
 
 
@@ -319,13 +323,13 @@ def collectives_run(programs: Programs, tokens: np.ndarray, folder: Path) -> Cou
 
     folder: for the trace.
     """
-    state, batch = programs.init(), on_devices(programs, tokens)
+    state, batch = programs["init"](), on_devices(programs, tokens)
     with jax.profiler.trace(folder):
-        jax.block_until_ready(programs.train(state, batch))
+        jax.block_until_ready(programs["train"](state, batch))
     trace = ProfileData.from_file(str(next(folder.rglob("*.xplane.pb"))))
     events = Counter(event.name for plane in trace.planes for line in plane.lines for event in line.events)
     counts: Counter[str] = Counter()
-    for name, _, kind, _ in re.findall(rf"%?([\w.\-]+){_COLLECTIVE.pattern}", programs.train.as_text()):
+    for name, _, kind, _ in re.findall(rf"%?([\w.\-]+){_COLLECTIVE.pattern}", programs["train"].as_text()):
         counts[kind] += events[name]
     return Counter({kind: count // jax.device_count() for kind, count in counts.items()})
 

@@ -253,6 +253,6 @@ def test_real_programs_cross_what_the_plan_says(monkeypatch, sharding):
     monkeypatch.setattr("meshloom.compiler.analysis.lint.LEAST_BYTES", 1024)
     plan = plan_of(f"sharding={sharding}", f"mesh={sharding}")
     planned = estimate_step(plan).communication
-    analysis = analyse_schedule(parse_module(programs_of(plan).train.as_text()), plan, planned)
+    analysis = analyse_schedule(parse_module(programs_of(plan)["train"].as_text()), plan, planned)
     findings = lint(plan, analysis.collectives, analysis.matches, planned, ())
     assert [finding.rule for finding in findings if finding.rule == "unplanned-collective"] == []

@@ -250,7 +250,7 @@ def test_recorded_gradients_that_wait_whole_for_all_microbatches():
 )
 def test_the_peak_of_a_cpus_program_is_what_it_takes(sharding):
     """Its compiler packs without gaps, nearly."""
-    compiled = programs_of(plan_of(f"sharding={sharding}", "num_microbatches=2")).train
+    compiled = programs_of(plan_of(f"sharding={sharding}", "num_microbatches=2"))["train"]
     assert read_peak(parse_module(compiled.as_text())).num_bytes == pytest.approx(
         memory_of(compiled).taken_bytes, rel=0.03
     )

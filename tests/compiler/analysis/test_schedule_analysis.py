@@ -206,7 +206,7 @@ def test_a_step_with_a_kernel_or_a_loop_of_unknown_time_is_a_lower_bound_that_na
 def test_every_gather_and_reduction_of_a_weight_is_named_by_its_path(sharding):
     """In a program of the CPU's compiler, whose collectives keep their names."""
     plan = plan_of(f"sharding={sharding}")
-    text = programs_of(plan).train.as_text()
+    text = programs_of(plan)["train"].as_text()
     analysis = analyse_schedule(parse_module(text), plan, estimate_step(plan).communication)
     paths = [array.array.path for array in plan.sharding.parameters]
     split = {array.array.path for array in plan.sharding.parameters if "fsdp" in str(array.spec)}

@@ -47,7 +47,7 @@ def test_planned_collectives_are_the_compiled_ones(overrides):
     """Kinds, numbers and bytes, in float32. What a compiled reduce-scatter or all-to-all shows is its result,
     a device's part."""
     plan = plan_of(*overrides)
-    hlo = lower(plan, plan.mesh.of_devices(jax.devices())).train.compile().as_text()
+    hlo = lower(plan, plan.mesh.of_devices(jax.devices()))["train"].compile().as_text()
     counts, num_bytes = Counter(), Counter()
     for one in _planned(*overrides):
         counts[one.kind] += one.count

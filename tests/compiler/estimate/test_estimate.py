@@ -336,7 +336,7 @@ def test_the_peak_is_near_xlas_own():
     large = ("model.num_layers=8", "model.embed_dim=4096", "sequence_length=8192", "precision=bfloat16")
     plan = plan_of("target=v5e-4", *LINEAR_STACK, "remat=full", *large)
     topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
-    compiled = lower(plan, plan.mesh.of_devices(topology.devices)).train.compile()
+    compiled = lower(plan, plan.mesh.of_devices(topology.devices))["train"].compile()
     assert estimate_step(plan).memory.peak_bytes == pytest.approx(
         compiled.memory_analysis().peak_memory_in_bytes, rel=0.1
     )

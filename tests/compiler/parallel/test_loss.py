@@ -119,7 +119,7 @@ def test_the_declared_bound_holds_for_the_logits_of_the_compiled_step(layout, to
     params = whole.model.init(jax.random.key(0))
     for plan, is_there in ((whole, True), (blocked, False)):
         sizes = [int(np.prod([int(n) for n in shape.split(",")])) for shape in
-                 re.findall(r"f32\[([\d,]+)\]", programs_of(plan).train.as_text()) if str(vocab) in shape.split(",")
+                 re.findall(r"f32\[([\d,]+)\]", programs_of(plan)["train"].as_text()) if str(vocab) in shape.split(",")
                  and "32" not in shape.split(",")]  # 32: the embed dimension of a weight  # fmt: skip
         assert (max(sizes) >= sequences * 16 * vocab) == is_there
     losses, gradients = zip(*(gradients_of(plan, params, tokens[0]) for plan in (whole, blocked)), strict=True)
@@ -130,10 +130,10 @@ def test_the_declared_bound_holds_for_the_logits_of_the_compiled_step(layout, to
 def losses_of(*overrides, batches):
     plan = plan_of(*overrides)
     programs, rows = programs_of(plan), plan.row_order.rows()
-    state, losses = programs.init(), []
+    state, losses = programs["init"](), []
     for batch in batches:
         arrays = {"inputs": batch[rows, :-1], "targets": batch[rows, 1:]}
-        state, metrics = programs.train(
+        state, metrics = programs["train"](
             state, {n: jax.device_put(arrays[n], x.sharding) for n, x in programs.batch.items()}
         )
         losses.append(float(metrics["loss"]))
@@ -174,7 +174,7 @@ def test_each_sequence_drops_by_a_key_of_its_own(tokens):
         targets[row] = tokens[0, 0, 1:]
         batch = {"inputs": np.tile(tokens[0, 0, :-1], (16, 1)), "targets": targets}
         on_mesh = {name: jax.device_put(batch[name], x.sharding) for name, x in programs.batch.items()}
-        losses.append(float(programs.train(programs.init(), on_mesh)[1]["loss"]))
+        losses.append(float(programs["train"](programs["init"](), on_mesh)[1]["loss"]))
     assert losses[0] != pytest.approx(losses[1], rel=1e-3)
 
 
@@ -196,10 +196,10 @@ def test_ignored_targets_do_not_count(tokens):
     results = []
     for layout in (("target=cpu-1",), ("sharding=fsdp", "num_microbatches=2"), ("sharding=fsdp_tensor",)):
         programs = programs_of(plan_of(*layout))
-        state = programs.init()
+        state = programs["init"]()
         on_mesh = {n: jax.device_put(arrays[n], x.sharding) for n, x in programs.batch.items()}
-        loss, num_targets = programs.evaluate(state["params"], on_mesh)
-        metrics = programs.train(state, on_mesh)[1]
+        loss, num_targets = programs["evaluate"](state["params"], on_mesh)
+        metrics = programs["train"](state, on_mesh)[1]
         assert int(num_targets) == 16 * 16 - 8 * 14
         assert float(metrics["loss"]) == pytest.approx(float(loss / num_targets), rel=1e-6)
         results.append((float(metrics["loss"]), float(metrics["grad_norm"])))
@@ -219,9 +219,9 @@ def test_packed_documents_train_as_if_each_were_alone(layout):
                    "model.positions=learned", "model.rope_theta=null", "model.num_positions=64")  # fmt: skip
     programs, batch = programs_of(plan), next(iter(open_data(plan.spec)["train"]))
     assert set(programs.batch) == {"inputs", "targets", "positions", "segment_ids"}
-    params = programs.init()["params"]
+    params = programs["init"]()["params"]
     on_mesh = {name: jax.device_put(batch[name], x.sharding) for name, x in programs.batch.items()}
-    loss, num_targets = programs.evaluate(params, on_mesh)
+    loss, num_targets = programs["evaluate"](params, on_mesh)
     whole = jax.tree.map(jnp.asarray, jax.device_get(params))
     expected, count = 0.0, 0
     for row in range(2, 16, 5):  # of some sequences only, against the same sequences with all others ignored
@@ -236,7 +236,7 @@ def test_packed_documents_train_as_if_each_were_alone(layout):
     batch["targets"] = batch["targets"].copy()
     batch["targets"][others] = IGNORED_TARGET
     on_mesh["targets"] = jax.device_put(batch["targets"], programs.batch["targets"].sharding)
-    part, num_part = programs.evaluate(params, on_mesh)
+    part, num_part = programs["evaluate"](params, on_mesh)
     assert int(num_part) == count < int(num_targets)
     assert float(part) == pytest.approx(expected, rel=1e-5)
     assert float(loss) > float(part)
@@ -248,4 +248,4 @@ def test_each_layer_drops_by_a_key_of_its_own():
     with code_allowed_from(["support.dropping"]):
         programs = programs_of(plan_of("target=cpu-1", *model))
     batch = {name: jnp.zeros(x.shape, jnp.int32) for name, x in programs.batch.items()}
-    assert float(programs.train(programs.init(), batch)[1]["loss"]) < 1e-6
+    assert float(programs["train"](programs["init"](), batch)[1]["loss"]) < 1e-6

@@ -159,7 +159,7 @@ def test_permutes_take_the_place_of_sums_and_are_planned():
     found = {}
     for rings in (NO_RINGS, RINGS):
         plan = plan_of(*TENSOR_4, rings)
-        hlo = lower(plan, plan.mesh.of_devices(jax.devices()), ("train",)).train.compile().as_text()
+        hlo = lower(plan, plan.mesh.of_devices(jax.devices()), ("train",))["train"].compile().as_text()
         found[rings] = collectives_per_step(hlo)
     gone, new = found[NO_RINGS] - found[RINGS], found[RINGS] - found[NO_RINGS]
     assert new == {"collective-permute": 3 * 2 * 3}

@@ -18,7 +18,7 @@ def planned(*overrides: str) -> Plan:
 
 
 def compiled_bytes(plan: Plan) -> int:
-    stats = programs_of(plan).train.memory_analysis()
+    stats = programs_of(plan)["train"].memory_analysis()
     return stats.argument_size_in_bytes + stats.temp_size_in_bytes
 
 

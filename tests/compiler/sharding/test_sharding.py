@@ -158,7 +158,7 @@ def test_random_rules_give_legal_layouts_or_refusals():
 )
 def test_planned_bytes_are_those_on_the_devices(overrides):
     plan = plan_of(*overrides)
-    state = programs_of(plan).init()
+    state = programs_of(plan)["init"]()
     device = jax.devices()[0]
 
     def bytes_on_device(tree):

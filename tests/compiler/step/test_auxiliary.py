@@ -81,7 +81,7 @@ def test_metrics_of_a_run_are_means_over_tokens_and_by_choice_over_layers(layer_
     plan = pointwise_plan(*CASES[list(CASES)[1]], f"model.penalty={PENALTY}", "num_steps=1", "checkpoint=disabled",
                           "schedule=constant", "schedule.num_warmup_steps=0")  # fmt: skip
     programs, batch = programs_of(plan), {"inputs": tokens[0][:, :-1], "targets": tokens[0][:, 1:]}
-    state, reported = programs.init(), Reported()
+    state, reported = programs["init"](), Reported()
     expected = _reference(jax.tree.map(np.array, state["params"]), tokens[0])[1][1]
     if layer_metrics == "each":
         logging = plan.spec.logging.model_copy(update={"layer_metrics": "each"})

@@ -37,7 +37,7 @@ def written(*overrides: str):
 
 
 def _text(*overrides: str) -> str:
-    return programs_of(plan_of(GATHER, *overrides)).train.as_text()
+    return programs_of(plan_of(GATHER, *overrides))["train"].as_text()
 
 
 @cache
@@ -115,7 +115,7 @@ def test_zero1_in_backward_is_zero2_where_there_is_one_microbatch(found):
 
 def test_fsdp_leaves_nothing_to_reduce_in_backward():
     plans = [plan_of(GATHER, "sharding=fsdp", "num_microbatches=2", *chosen) for chosen in ((), (IN_BACKWARD,))]
-    texts = [lower(plan, plan.mesh.of_devices(jax.devices()), ["train"]).train.as_text() for plan in plans]
+    texts = [lower(plan, plan.mesh.of_devices(jax.devices()), ["train"])["train"].as_text() for plan in plans]
     assert texts[0] == texts[1]
 
 
@@ -185,7 +185,7 @@ def test_muon_sends_whole_layers_to_devices_where_it_can():
 
 def test_a_master_is_gathered_in_the_type_of_its_parameter():
     plan = plan_of("sharding=zero2", "precision=bfloat16_params")
-    text = lower(plan, plan.mesh.of_devices(jax.devices()), ["train"]).train.as_text()
+    text = lower(plan, plan.mesh.of_devices(jax.devices()), ["train"])["train"].as_text()
     assert re.findall(r"all_gather.*?-> tensor<[\dx]*x(\w+)>", text) == ["bf16"] * (PER_LAYER + OUTSIDE)
     assert set(re.findall(r"reduce_scatter.*?-> tensor<[\dx]*x(\w+)>", text, re.S)) == {"bf16"}
 
@@ -265,7 +265,7 @@ def test_a_whole_residual_stream_is_summed_and_nothing_else():
 def test_gathers_are_in_the_compute_type():
     # Read from the program as lowered: the CPU compiler widens bfloat16 afterwards.
     plan = plan_of(GATHER, "sharding=fsdp", "precision=bfloat16")
-    text = lower(plan, plan.mesh.of_devices(jax.devices()), ["train"]).train.as_text()
+    text = lower(plan, plan.mesh.of_devices(jax.devices()), ["train"])["train"].as_text()
     gathered = re.findall(r"all_gather.*?-> tensor<[\dx]*x(\w+)>", text)
     scattered = re.findall(r"reduce_scatter.*?-> tensor<[\dx]*x(\w+)>", text, re.S)
     assert set(gathered) == {"bf16"}

@@ -267,10 +267,10 @@ def test_ten_steps_are_those_of_one_device(name, tokens, reference):
     plan = _plan(ALL_CASES[name])
     _, _, curve = reference(plan, tokens)
     programs = programs_of(plan)
-    state, ours = programs.init(), []
+    state, ours = programs["init"](), []
     for batch in tokens:
         on_mesh = on_devices(programs, batch, plan.token_order.of_sequence(batch.shape[1] - 1))
-        state, metrics = programs.train(state, on_mesh)
+        state, metrics = programs["train"](state, on_mesh)
         ours.append([float(metrics[key]) for key in ("loss", "grad_norm", "learning_rate")])
     np.testing.assert_allclose(np.array(ours), curve, rtol=2e-4, atol=1e-7)
     assert int(state["step"]) == len(tokens)
@@ -303,7 +303,7 @@ def test_the_ends_of_a_loop_change_no_gradient(tokens, name):
         traits = plan.target.compiler.model_copy(update={"synchronous_collectives": is_synchronous})
         plan = replace(plan, target=replace(plan.target, compiler=traits))
         found.append(jax.tree.leaves(gradients_of(plan, params, tokens[0])))
-        text = lower(plan, plan.mesh.of_devices(jax.devices()), ["train"]).train.as_text()
+        text = lower(plan, plan.mesh.of_devices(jax.devices()), ["train"])["train"].as_text()
         branches.append(text.count("stablehlo.case"))
     assert branches == [2, 0]
     for skipped, run in zip(*found, strict=True):
@@ -323,7 +323,7 @@ def test_gradients_are_accumulated_in_float32_whatever_the_parameters():
 
 def test_initial_values_are_the_same_on_every_mesh():
     plans = [_plan(LAYOUTS[name]) for name in ("one device", "fsdp 8", "fsdp_tensor 2x2x2")]
-    states = [programs_of(plan).init() for plan in plans]
+    states = [programs_of(plan)["init"]() for plan in plans]
     for path, expected in jax.tree_util.tree_leaves_with_path(jax.tree.map(np.asarray, states[0])):
         for other in states[1:]:
             ours = dict(jax.tree_util.tree_leaves_with_path(other))[path]
@@ -331,7 +331,7 @@ def test_initial_values_are_the_same_on_every_mesh():
 
 
 def test_every_matrix_of_every_layer_is_drawn_anew():
-    one, other = (programs_of(plan_of("target=cpu-1", f"seed={seed}")).init()["params"] for seed in (0, 1))
+    one, other = (programs_of(plan_of("target=cpu-1", f"seed={seed}"))["init"]()["params"] for seed in (0, 1))
     drawn = [np.asarray(x) for tree in (one, other) for x in jax.tree.leaves(tree["layers"]) if x.ndim > 2]
     slices = [layer.tobytes() for x in drawn for layer in x]  # a matrix in one layer
     assert len(set(slices)) == len(slices) == 2 * 7 * 3
@@ -343,6 +343,6 @@ def test_every_matrix_of_every_layer_is_drawn_anew():
 @pytest.mark.ci
 def test_evaluation_is_the_loss_before_a_step(tokens):
     programs = programs_of(plan_of(BOTH, "num_microbatches=2"))
-    state, batch = programs.init(), on_devices(programs, tokens[0])
+    state, batch = programs["init"](), on_devices(programs, tokens[0])
     before = evaluate(programs, state["params"], tokens[0])
-    assert before == pytest.approx(float(programs.train(state, batch)[1]["loss"]), rel=1e-6)
+    assert before == pytest.approx(float(programs["train"](state, batch)[1]["loss"]), rel=1e-6)

@@ -149,9 +149,9 @@ def test_ten_steps_are_those_of_one_device(name, tokens, reference, plan_for):
     params, loss_and_gradients = reference(plan)
     _, curve = reference_steps(plan.spec, params, tokens, lambda now, batch: loss_and_gradients(now, batch, {}))
     programs = programs_of(plan)
-    state, ours = programs.init(), []
+    state, ours = programs["init"](), []
     for batch in tokens:
-        state, metrics = programs.train(state, on_devices(programs, batch, plan.token_order.of_sequence(16)))
+        state, metrics = programs["train"](state, on_devices(programs, batch, plan.token_order.of_sequence(16)))
         ours.append([float(metrics[key]) for key in ("loss", "grad_norm", "learning_rate")])
         assert not metrics["layers/dropped"].any()
     np.testing.assert_allclose(np.array(ours), curve, rtol=5e-4, atol=1e-7)
@@ -165,12 +165,12 @@ def test_metrics_say_how_evenly_tokens_are_spread_and_what_is_dropped(tokens):
     """From the router's own choices, layer by layer, in NumPy: of the whole batch, and without its padding."""
     plan = plan_of(*MOE, *EXPERT, CAPACITY, "moe.capacity_factor=0.5", "num_microbatches=2", *PADDED_DOCUMENTS)
     programs, documents = programs_of(plan), documents_of(tokens[0], is_padded=True)
-    state, is_token = programs.init(), documents["segment_ids"] > 0
+    state, is_token = programs["init"](), documents["segment_ids"] > 0
     params = jax.tree.map(np.asarray, state["params"])
     host = {"inputs": tokens[0][:, :-1], **documents}
     rows = plan.row_order.rows()
     batch = {name: jax.device_put(host[name][rows], x.sharding) for name, x in programs.batch.items()}
-    _, metrics = programs.train(state, batch)
+    _, metrics = programs["train"](state, batch)
     seen = []
 
     def recorded(kind, _, plain, *operands, **options):
@@ -231,12 +231,12 @@ def test_a_bias_follows_the_tokens_of_the_whole_batch(name, tokens):
     plan = plan_of(*MOE, *BALANCED, *BALANCES[name])
     programs = programs_of(plan)
     choices = _choices_of(plan.model)
-    state, expected = programs.init(), np.zeros((2, 16), np.float32)
+    state, expected = programs["init"](), np.zeros((2, 16), np.float32)
     for batch in tokens[:3]:
         chosen = choices(jax.tree.map(np.asarray, state["params"]), batch[:, :-1])
         counts = np.stack([np.bincount(np.asarray(ids).reshape(-1), minlength=16) for ids in chosen])
         expected += np.float32(0.01) * np.sign(counts.mean(1, keepdims=True) - counts).astype(np.float32)
-        state, _ = programs.train(state, on_devices(programs, batch))
+        state, _ = programs["train"](state, on_devices(programs, batch))
         np.testing.assert_array_equal(state["params"]["layers"]["mlp"]["router_bias_X"], expected)
     assert len(np.unique(expected)) > 3
     assert not [path for path in leaves_by_path(plan.abstract["optimizer"]) if "router_bias" in path]

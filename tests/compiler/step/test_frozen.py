@@ -56,10 +56,10 @@ def bfloat16():
 
 def test_frozen_parameters_keep_every_bit_and_resume(bfloat16, tokens, tmp_path):
     programs, batches = programs_of(bfloat16), iter(open_data(bfloat16.spec)["train"])
-    state = programs.init()
+    state = programs["init"]()
     before = leaves_by_path(jax.tree.map(np.array, state["params"]))
     for batch in tokens[:2]:
-        state, _ = programs.train(state, on_devices(programs, batch))
+        state, _ = programs["train"](state, on_devices(programs, batch))
     after = leaves_by_path(jax.tree.map(np.array, state["params"]))
     for path, was in before.items():
         is_frozen = path in ("embed/table_VE", "layers/up_EM")
@@ -81,7 +81,7 @@ def test_memory_holds_no_state_of_frozen_parameters(bfloat16):
     assert memory.optimizer == 2 * 4 * trained // 4  # two moments of AdamW
     assert memory.gradients == 4 * trained // 4
     assert memory.working_parameters == 4 * frozen // 4  # cast to the compute type; the others are in it
-    takes = programs_of(bfloat16).train.memory_analysis().argument_size_in_bytes
+    takes = programs_of(bfloat16)["train"].memory_analysis().argument_size_in_bytes
     assert takes == memory.state_bytes + memory.batch
     masters = pointwise_plan(*FSDP, FROZEN, "precision=bfloat16_params").memory
     assert (masters.parameters, masters.master) == (2 * (frozen + trained) // 4, 4 * trained // 4)

@@ -64,8 +64,8 @@ def test_documents_have_their_own_positions(tokens):
         programs = programs_of(pointwise_plan(*overrides, "data.isolate_documents=true"))
         host = {"inputs": inputs, "targets": targets, "segment_ids": np.ones_like(inputs)}
         host["positions"] = np.broadcast_to(np.arange(16, dtype=np.int32) % 5, inputs.shape)
-        params = programs.init()["params"]
-        losses.append(programs.evaluate(params, to_devices(programs.batch, tuple(range(16)), host)))
+        params = programs["init"]()["params"]
+        losses.append(programs["evaluate"](params, to_devices(programs.batch, tuple(range(16)), host)))
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
 
 

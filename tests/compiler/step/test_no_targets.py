@@ -38,9 +38,9 @@ def _placed(programs: Any, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]
 
 def test_a_batch_without_targets_makes_the_update_of_zero_gradients(compiled, tokens):
     plan, programs = compiled
-    state = programs.init()
+    state = programs["init"]()
     before = jax.tree.map(np.array, state["params"])
-    state, metrics = programs.train(state, _placed(programs, _batch(tokens, ignored=slice(None))))
+    state, metrics = programs["train"](state, _placed(programs, _batch(tokens, ignored=slice(None))))
     assert {name: float(metrics[name]) for name in ("loss", "grad_norm", "num_targets")} == {
         "loss": 0, "grad_norm": 0, "num_targets": 0,
     }  # fmt: skip
@@ -56,12 +56,12 @@ def test_a_batch_without_targets_makes_the_update_of_zero_gradients(compiled, to
 def test_a_microbatch_without_targets_leaves_the_mean_over_the_others(compiled, tokens):
     plan, programs = compiled
     on_device = np.arange(16).reshape(2, 2, 4)  # sequences by device and microbatch
-    state = programs.init()
+    state = programs["init"]()
     params = jax.tree.map(np.array, state["params"])
     batch = _batch(tokens, ignored=on_device[:, 1].ravel())  # pyright: ignore[reportArgumentType]
     kept = on_device[:, 0].ravel()
     expected = reference_loss(plan.model, params, *(jnp.asarray(batch[name][kept]) for name in ("inputs", "targets")))
-    _, metrics = programs.train(state, _placed(programs, batch))
+    _, metrics = programs["train"](state, _placed(programs, batch))
     assert float(metrics["num_targets"]) == kept.size * 16
     assert float(metrics["loss"]) == pytest.approx(float(expected), rel=1e-5)
 
@@ -85,6 +85,6 @@ def test_a_run_without_targets_goes_on_and_warns_once_of_each_kind(compiled, tok
         loop = loop_over(
             batch, plan, programs, checkpoints, stop, observers_of(reported, MissingTargets(warned.append))
         )
-        assert loop.run(programs.init(), 0) == 2
+        assert loop.run(programs["init"](), 0) == 2
     assert [(m.loss, m.eval_loss, m.num_targets) for m in reported.metrics] == [(0.0, None, 0)] * 2
     assert [problem.where for problem in warned] == ["evaluation", "step 1"]

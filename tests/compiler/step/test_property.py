@@ -101,7 +101,7 @@ def loss_of_a_step(plan: Plan) -> float:
     tokens = tokens_of(plan.spec.global_batch_size)
     arrays = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
     batch = {name: jax.device_put(arrays[name], x.sharding) for name, x in lowered.batch.items()}
-    return float(lowered.train.compile()(lowered.init.compile()(), batch)[1]["loss"])
+    return float(lowered["train"].compile()(lowered["init"].compile()(), batch)[1]["loss"])
 
 
 def naive_spec(array: Array, table: list[dict]) -> PartitionSpec | None:

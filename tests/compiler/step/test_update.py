@@ -86,10 +86,10 @@ def float16():
 
 def test_training_recovers_from_an_overflow(float16, tokens):
     _, programs = float16
-    state, seen = programs.init(), []
+    state, seen = programs["init"](), []
     before = _bits(state["params"])
     for batch in tokens:
-        state, metrics = programs.train(state, on_devices(programs, batch))
+        state, metrics = programs["train"](state, on_devices(programs, batch))
         seen.append({name: float(value) for name, value in metrics.items()})
         if seen[-1]["skipped"]:
             assert _bits(state["params"]) == before
@@ -99,9 +99,9 @@ def test_training_recovers_from_an_overflow(float16, tokens):
     assert seen[-1]["loss_scale"] == 2.0 ** (40 - 8 * num_skipped)
     assert int(state["step"]) == len(tokens) - num_skipped
     exact = programs_of(plan_of("sharding=zero2", *LINEAR_STACK))
-    state, losses = exact.init(), []
+    state, losses = exact["init"](), []
     for batch in tokens[int(num_skipped) :]:
-        state, metrics = exact.train(state, on_devices(exact, batch))
+        state, metrics = exact["train"](state, on_devices(exact, batch))
         losses.append([float(metrics[key]) for key in ("loss", "grad_norm")])
     ours = [[m["loss"], m["grad_norm"]] for m in seen[int(num_skipped) :]]
     np.testing.assert_allclose(ours, losses, rtol=2e-2)  # the scale is gone from both
@@ -148,9 +148,9 @@ def _third_loss(*overrides: str) -> tuple[float, Any]:
     """Loss of the third step, and the state behind it."""
     tokens = np.random.default_rng(1).integers(0, 257, (3, 16, 17), dtype=np.int32)
     programs, metrics = programs_of(plan_of(*LINEAR_STACK, *overrides)), {}
-    state = programs.init()
+    state = programs["init"]()
     for batch in tokens:
-        state, metrics = programs.train(state, on_devices(programs, batch))
+        state, metrics = programs["train"](state, on_devices(programs, batch))
     return float(metrics["loss"]), state
 
 
@@ -169,9 +169,9 @@ def test_state_over_two_mesh_axes_steps_as_on_one_device(optimizer, tokens):
     for layout in ((ONE,), ("sharding=fsdp_tensor", "mesh.fsdp=4", "mesh.tensor=2")):
         plan = plan_of(*fixed, *layout)
         programs = programs_of(plan)
-        state, curve = programs.init(), []
+        state, curve = programs["init"](), []
         for batch in tokens[:4]:
-            state, metrics = programs.train(state, on_devices(programs, batch))
+            state, metrics = programs["train"](state, on_devices(programs, batch))
             curve.append(float(metrics["loss"]))
         assert _bytes_on_device(state) == plan.memory.state_bytes
         curves.append(curve)
@@ -187,7 +187,7 @@ def _bytes_on_device(tree: Any) -> int:
 
 
 def _argument_bytes(programs) -> int:
-    return programs.train.memory_analysis().argument_size_in_bytes
+    return programs["train"].memory_analysis().argument_size_in_bytes
 
 
 def test_the_planned_state_is_what_the_program_takes(float16):
@@ -203,17 +203,17 @@ def test_every_part_of_the_state_goes_on_from_a_checkpoint_bit_by_bit(tmp_path, 
             "precision.master=float32", "precision.loss_scale.growth_interval=2")  # fmt: skip
     plan = plan_of("sharding=zero1", *keys)
     programs, other = programs_of(plan), plan_of("sharding=fsdp", *keys)
-    state, batches = programs.init(), iter(open_data(plan.spec)["train"])
+    state, batches = programs["init"](), iter(open_data(plan.spec)["train"])
     for batch in tokens[:2]:
-        state, _ = programs.train(state, on_devices(programs, batch))
+        state, _ = programs["train"](state, on_devices(programs, batch))
     with Checkpoints(tmp_path, plan.spec) as checkpoints:
         checkpoints.save(2, state, batches, num_tokens=0, eval_loss=None)
     start = Start(tmp_path / "checkpoints" / "2", 2, is_own=False, damaged={})
     saved = jax.tree.map(np.asarray, state)
-    undisturbed, _ = programs.train(state, on_devices(programs, tokens[2]))
+    undisturbed, _ = programs["train"](state, on_devices(programs, tokens[2]))
     restored = restore(start, programs.state, batches).state
     assert _bits(restored) == _bits(saved)
-    again, metrics = programs.train(restored, on_devices(programs, tokens[2]))
+    again, metrics = programs["train"](restored, on_devices(programs, tokens[2]))
     assert _bits(again) == _bits(undisturbed)
     assert float(metrics["loss_scale"]) == 2 * 65536
     elsewhere = lower(other, other.mesh.of_devices(jax.devices())).state

@@ -175,7 +175,7 @@ def test_groups_of_compiled_programs_are_those_of_the_mesh(axes):
 
 
 def test_a_whole_train_step_is_read():
-    text = programs_of(plan_of("sharding=fsdp_tensor")).train.as_text()
+    text = programs_of(plan_of("sharding=fsdp_tensor"))["train"].as_text()
     module = parse_module(text)
     read = [each for computation in module.computations.values() for each in computation.instructions]
     assert len(read) == len(re.findall(r"^\s+(?:ROOT )?%?[\w.\-]+ = ", text, re.M))

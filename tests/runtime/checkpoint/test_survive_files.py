@@ -30,12 +30,12 @@ def saved(tmp_path_factory):
     """A run with checkpoints behind one step and behind two, the programs, and the values of both."""
     run_dir, plan = tmp_path_factory.mktemp("saved"), plan_of(*SMALLEST)
     programs, batches, values = programs_of(plan), iter(open_data(plan.spec)["train"]), {}
-    state = programs.init()
+    state = programs["init"]()
     with Checkpoints(run_dir, plan.spec) as checkpoints:
         for step in (1, 2):
             batch = next(batches)
             placed = {name: jax.device_put(batch[name], x.sharding) for name, x in programs.batch.items()}
-            state, _ = programs.train(state, placed)
+            state, _ = programs["train"](state, placed)
             values[step] = jax.tree.map(np.asarray, state)
             checkpoints.save(step, state, batches, num_tokens=0, eval_loss=None)
     return run_dir, plan, programs, values

@@ -90,7 +90,7 @@ def test_ahead_of_time_and_just_in_time_are_one_program(lowered, built, tokens):
     plan = plan_of(*TINY)
     mesh = plan.mesh.of_devices(jax.devices())
     shardings = jax.tree.map(lambda x: x.sharding, lowered.state)
-    state = build(replace(lowered, train=None, evaluate=None, is_finite=None)).init()
+    state = build(replace(lowered, by_name={"init": lowered["init"]}))["init"]()
     whole = NamedSharding(mesh, PartitionSpec())
     step = jax.jit(build_train_step(plan), donate_argnums=0, out_shardings=(shardings, whole))
     with jax.set_mesh(mesh):
@@ -103,8 +103,8 @@ def test_a_loaded_program_gives_the_bits_of_a_compiled_one(artifact, lowered, to
     mesh = plan_of(*TINY).mesh.of_devices(jax.devices())
     results = []
     for programs in (build(lowered), load_programs(read_artifact(artifact.place), lowered, mesh)):
-        state, _ = programs.train(programs.init(), _first_batch(programs, tokens))
-        state, metrics = programs.train(state, _first_batch(programs, tokens))
+        state, _ = programs["train"](programs["init"](), _first_batch(programs, tokens))
+        state, metrics = programs["train"](state, _first_batch(programs, tokens))
         results.append(jax.device_get((metrics, state["params"])))
     jax.tree.map(np.testing.assert_array_equal, *results)
 
@@ -113,7 +113,7 @@ def test_a_program_that_an_artifact_lacks_is_compiled(artifact, lowered):
     kept = {"train": artifact.built.executables["train"]}
     partial = replace(artifact, built=replace(artifact.built, executables=kept))
     programs = load_programs(partial, lowered, plan_of(*TINY).mesh.of_devices(jax.devices()))
-    assert bool(programs.is_finite(programs.init()))
+    assert bool(programs["is_finite"](programs["init"]()))
 
 
 def test_an_artifact_is_refused_with_all_keys_that_differ(artifact):
@@ -234,7 +234,7 @@ def _report_with(built: Built) -> Report:
 
 def test_memory_of_the_report_is_that_of_the_compiled_program(lowered, built):
     memory = _report_with(built).memory
-    stats = build(replace(lowered, init=None, evaluate=None, is_finite=None)).train.memory_analysis()
+    stats = build(replace(lowered, by_name={"train": lowered["train"]}))["train"].memory_analysis()
     known = {name: count or 0 for name, count in memory.breakdown.items() if name not in ("reserved", "code")}
     assert memory.peak_bytes_per_chip == sum(known.values())
     arguments = stats.argument_size_in_bytes

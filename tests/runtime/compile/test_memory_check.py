@@ -40,7 +40,7 @@ def test_a_model_for_a_pod_is_refused_on_one_machine(tmp_path, monkeypatch, caps
 def test_activations_that_do_not_fit_are_refused_before_anything_is_allocated():
     """The state has some kilobytes; each of 8 billion tokens has an activation of 128 bytes."""
     plan = plan_of(*LINEAR_STACK, f"global_batch_size={2**29}", "target=cpu-8")
-    compiled = lower(plan, plan.mesh.of_devices(jax.devices()), ("train",)).train.compile()
+    compiled = lower(plan, plan.mesh.of_devices(jax.devices()), ("train",))["train"].compile()
     with pytest.raises(RunFailed, match="on each of 8 simulated devices for the compiled train step") as raised:
         check_program_memory(plan, compiled, Processes())
     assert raised.value.exit_code == DOES_NOT_FIT

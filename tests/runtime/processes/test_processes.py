@@ -310,7 +310,7 @@ def test_a_process_whose_compile_takes_too_long_is_named(tmp_path):
 def test_process_0_finds_the_checkpoint_for_all(two_processes, tmp_path):
     plan, console = plan_of(*ON_TWO_DEVICES), Console(is_quiet=True)
     with Checkpoints(tmp_path, plan.spec) as checkpoints:
-        checkpoints.save(2, _lowered_and_built()[2].init(), NoData(), num_tokens=0, eval_loss=None)
+        checkpoints.save(2, _lowered_and_built()[2]["init"](), NoData(), num_tokens=0, eval_loss=None)
     places = [tmp_path, tmp_path / "elsewhere"]
     found = in_both(lambda i: found_by_first(places[i], plan, console, two_processes[i]))
     assert [(start.path, start.step, start.is_own) for start in found] == [

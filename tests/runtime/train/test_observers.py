@@ -107,7 +107,7 @@ def _run(folder: Path, tokens: np.ndarray, seen: Observer) -> None:
     checkpoints, observed = Checkpoints(folder, plan.spec), observers_of(seen)
     with StopRequest(Processes()) as stop, checkpoints, observed:
         loop = loop_over(batch, plan, programs, checkpoints, stop, observed)
-        loop.run(programs.init(), 0)
+        loop.run(programs["init"](), 0)
 
 
 def _saved(folder: Path, step: int) -> Any:

@@ -61,7 +61,7 @@ def _train(folder: Path, tokens: np.ndarray, *, first_step: int = 0) -> Traced:
         observers.add(profiler)
         observers.add(traced.reported)
         loop = loop_over(batch, plan, programs, checkpoints, stop, observers)
-        assert loop.run(programs.init(), first_step) == 5
+        assert loop.run(programs["init"](), first_step) == 5
     return traced
 
 

@@ -30,7 +30,7 @@ class Faulty:
     num_runs: int = field(default=0)
 
     def train(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        made = self.programs.train(state, batch)
+        made = self.programs["train"](state, batch)
         fault = self.faults.get(self.num_runs)
         self.num_runs += 1
         return fault(*made) if fault else made
@@ -46,7 +46,7 @@ def taking_steps(faults: dict[int, Any], tokens: np.ndarray, *, overrides: tuple
         documents=lambda position, rows: f"rows {list(rows)} of {position}",
     )  # fmt: skip
     take_step = replay.around_step(lambda state, batch, *_: faulty.train(state, batch))
-    return take_step, faulty, said, programs.init(), on_devices(programs, tokens[0])
+    return take_step, faulty, said, programs["init"](), on_devices(programs, tokens[0])
 
 
 def same_bits(one: Any, other: Any) -> bool:
@@ -82,7 +82,7 @@ def on_one_device(name: str, device: int) -> Any:
 def test_a_step_without_a_fault_is_the_programs_own(tokens):
     take_step, programs, said, state, batch = taking_steps({}, tokens)
     mine, metrics = take_step(state, batch, 1, {})
-    expected, expected_metrics = programs.programs.train(state, batch)
+    expected, expected_metrics = programs.programs["train"](state, batch)
     assert same_bits((mine, metrics), (expected, expected_metrics))
     assert programs.num_runs == 1
     assert said == []
@@ -92,7 +92,7 @@ def test_a_step_without_a_fault_is_the_programs_own(tokens):
 def test_a_result_that_comes_once_is_the_hardware_and_the_device_is_named(tokens):
     take_step, programs, said, state, batch = taking_steps({0: nan_in_shard(5)}, tokens)
     mine, metrics = take_step(state, batch, 1, {})
-    assert same_bits((mine, metrics), programs.programs.train(state, batch))
+    assert same_bits((mine, metrics), programs.programs["train"](state, batch))
     (problem,) = said
     device = mesh_of(plan_of(*DECLARED)).devices.flat[5]
     assert problem.where == "step 1"
@@ -175,7 +175,7 @@ def test_the_odd_one_of_replicas(sums, along, odd):
 def test_a_state_that_is_kept_is_not_donated_and_the_estimate_says_so():
     """The state before the step and the one after it are there at the same time."""
     kept, plain = plan_of(*DECLARED), plan_of(*LINEAR_STACK, "sharding=hsdp", "mesh.replica=2", "mesh.fsdp=4")
-    aliased = [programs_of(plan).train.memory_analysis().alias_size_in_bytes for plan in (kept, plain)]
+    aliased = [programs_of(plan)["train"].memory_analysis().alias_size_in_bytes for plan in (kept, plain)]
     assert aliased[0] == 0
     assert aliased[1] >= plain.memory.state_bytes
     few = ("sequence_length=1", "global_batch_size=8", "model.num_layers=12", "sharding=fsdp", "model.embed_dim=128")

@@ -173,14 +173,14 @@ def _saved(tmp_path: Path, tokens: np.ndarray):
     plan = plan_of("sharding=fsdp")
     programs = programs_of(plan)
     batches = iter(open_data(plan.spec)["train"])
-    state = programs.init()
+    state = programs["init"]()
     for batch in tokens[:2]:
-        state, _ = programs.train(state, on_devices(programs, batch))
+        state, _ = programs["train"](state, on_devices(programs, batch))
         next(batches)
     with Checkpoints(tmp_path, plan.spec) as checkpoints:
         checkpoints.save(2, state, batches, num_tokens=2**40 + 1, eval_loss=None)
         values = jax.tree.map(np.asarray, state)
-        programs.train(state, on_devices(programs, tokens[2]))  # donates the buffers while they are being saved
+        programs["train"](state, on_devices(programs, tokens[2]))  # donates the buffers while they are being saved
     return values, batches
 
 
