@@ -10,7 +10,7 @@ from ..schema import Event, Finding
 from ..target.target import TargetPlan
 from ..xla.aot import ProgramMemory
 from ..xla.hlo import HloError, Module, module_name, parse_module
-from ..xla.schedule.choices import Choices
+from ..xla.schedule.steps import Choices
 from .program_devices import ProgramDevices
 from .program_lint import lint_program
 from .program_memory import PeakMemory, needed_bytes, read_peak

@@ -23,7 +23,7 @@ from ..target.accuracy import accuracy_of, why_no_range
 from ..target.target import TargetPlan
 from ..xla.hlo import Module
 from ..xla.schedule import Simulation, simulate
-from ..xla.schedule.choices import ALL, Choices, apply_choices, conditionals, open_loops
+from ..xla.schedule.steps import ALL, Choices, apply_choices, conditionals, open_loops
 from ..xla.schedule.prices import Chip
 from ..xla.schedule.program import read_steps
 from ..xla.schedule.simulate import CollectiveTotals, Priced, Taken

@@ -24,7 +24,7 @@ from meshloom.compiler.schema import Event, Report
 from meshloom.compiler.target.placement import plan_own_order
 from meshloom.compiler.xla.aot import memory_of
 from meshloom.compiler.xla.hlo import split_modules
-from meshloom.compiler.xla.schedule.choices import ALL, Choices
+from meshloom.compiler.xla.schedule.steps import ALL, Choices
 
 from ..compile.program_files import devices_of, find_program, read_target
 from ..rundir.run_dir import write_report

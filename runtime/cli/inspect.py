@@ -11,7 +11,7 @@ from meshloom.compiler.core.errors import ConfigError, Problem, all_of
 from meshloom.compiler.core.visible import write_error, write_out
 from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.compiler.report.views.summary import show_summary
-from meshloom.compiler.xla.schedule.choices import Choices
+from meshloom.compiler.xla.schedule.steps import Choices
 
 from ..api.inspected import Inspection, inspect_path
 from .words import Syntax, Words, run_words

@@ -29,7 +29,7 @@ from meshloom.compiler.spec.spec import RunSpec
 from meshloom.compiler.target.compiler_options import check_compiler_options
 from meshloom.compiler.target.target import plan_target
 from meshloom.compiler.target.topology import find_devices
-from meshloom.compiler.xla.stderr_capture import captured_stderr
+from ..core.stderr_capture import captured_stderr
 
 from ..core.exclusive import only_run_in
 from ..core.interruptible import raise_if_interrupted

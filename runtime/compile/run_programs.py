@@ -28,7 +28,7 @@ from meshloom.compiler.plan import Plan
 from meshloom.compiler.xla.aot import REMATERIALIZATION, built_of, memory_of
 from meshloom.compiler.xla.fingerprint import Fingerprint, fingerprint_of
 from meshloom.compiler.xla.programs import Programs, build, lower
-from meshloom.compiler.xla.stderr_capture import captured_stderr
+from ..core.stderr_capture import captured_stderr
 
 from ..core.failures import RunFailed
 from ..core.host_memory import available_bytes

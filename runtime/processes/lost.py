@@ -26,7 +26,7 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import be
 from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.spec.spec import DistributedSpec
-from meshloom.compiler.xla.stderr_capture import captured_tail
+from ..core.stderr_capture import captured_tail
 
 from ..core.failures import LOST
 from ..core.interruptible import leave_now

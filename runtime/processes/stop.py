@@ -22,7 +22,7 @@ from jax.errors import JaxRuntimeError
 from jax.experimental.multihost_utils import reached_preemption_sync_point
 
 from meshloom.compiler.core.errors import Problem
-from meshloom.compiler.xla.stderr_capture import terminal
+from ..core.stderr_capture import terminal
 
 from ..core.failures import LOST, RunFailed
 from .distributed import Processes

@@ -23,7 +23,6 @@ from ...core.scopes import MATMUL, OperationName
 from ..hlo import Computation, HloError, Instruction, Module
 from ..hlo.groups import ReplicaGroups, parse_groups
 from ..hlo.types import ArrayType, elements_of, parse_type
-from .algorithm import num_axes
 from .prices import Chip, price_instruction
 from .sends import answered_by, begun_by, is_answered
 from .steps import Branches, Collective, Compute, Done, Loop, Start, Step
@@ -42,6 +41,8 @@ COLLECTIVES: dict[str, CollectiveKind] = {
 _HANDED_ON = frozenset({"bitcast", "convert", "copy", "reshape", "transpose"})
 _MOST_FOLLOWED = 16  # instructions from a collective back to the matmuls that compute its operands
 _KIND_IN_NAME = re.compile("|".join(COLLECTIVES).replace("|send", ""))
+_STRATEGY = re.compile(r"(\w*Strategy\w*)\{colors:(\d+)")
+_GATHER = re.compile(r'"emitter":"(\d)DAllGather')
 _STARTS, _UPDATES, _DONES = (frozenset({f"async-{part}", f"call-{part}"}) for part in ("start", "update", "done"))
 _ASYNC = _STARTS | _UPDATES | _DONES
 
@@ -182,7 +183,7 @@ class _Reader:
             op_name=(op_name := within.op_name or instruction.op_name),
             computation=around.name,
             is_padded=kind == "all-reduce" and _is_padded(inner),
-            num_axes=num_axes(within.attributes) or num_axes(instruction.attributes),
+            num_axes=_num_axes(within.attributes) or _num_axes(instruction.attributes),
             is_certain=bool(groups and arrays),
             made_by=() if op_name else _made_by(inner),
         )
@@ -271,6 +272,23 @@ class _Reader:
             return None
         inner = self._inside(instruction)
         return _identity(inner.instruction) if inner else None
+
+
+def _num_axes(attributes: str) -> int | None:
+    """Returns how many axes of the torus carry a TPU's collective at the same time; None where its text does not say.
+
+    "emitter":"1DAllGatherNonMajorDim"                  one ring through all devices of the group
+    "emitter":"2DAllGatherOnMajorDim"                   two axes at once
+    StrategyND{colors:2 phases:2 ...}                   each color is a part of the data, in each phase on its own axis
+    StrategySubgroupND{colors:1 phases:2 ...}           one axis after the other
+    UniDirectionNDRingStrategy{colors:4 phases:2 ...}   a color for each direction of two axes
+    """
+    if gather := _GATHER.search(attributes):
+        return int(gather[1])
+    if strategy := _STRATEGY.search(attributes):
+        colors = int(strategy[2])
+        return max(1, colors // 2 if "UniDirection" in strategy[1] else colors)
+    return None
 
 
 def global_groups(groups: ReplicaGroups, instruction: Instruction, module: Module) -> ReplicaGroups:

@@ -28,7 +28,7 @@ from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.schema import CollectiveReport, Finding
 from meshloom.compiler.xla.aot import REMATERIALIZATION
 from meshloom.compiler.xla.hlo import parse_module
-from meshloom.compiler.xla.stderr_capture import captured_stderr
+from meshloom.runtime.core.stderr_capture import captured_stderr
 from support.helpers import programs_of, tiered
 
 MIB = 2**20

@@ -7,7 +7,7 @@ import pytest
 from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.compiler.xla.hlo.groups import parse_groups
-from meshloom.compiler.xla.schedule.choices import ALL, Choices, apply_choices, conditionals, open_loops
+from meshloom.compiler.xla.schedule.steps import ALL, Choices, apply_choices, conditionals, open_loops
 from meshloom.compiler.xla.schedule.kernels import TRITON
 from meshloom.compiler.xla.schedule.prices import GROUPED_EFFICIENCY, KERNEL_GAP_SECONDS, Chip
 from meshloom.compiler.xla.schedule.program import read_steps

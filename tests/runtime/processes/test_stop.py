@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from meshloom.compiler.xla.stderr_capture import captured_stderr
+from meshloom.runtime.core.stderr_capture import captured_stderr
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.stop import StopRequest
 
