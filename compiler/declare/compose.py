@@ -266,16 +266,18 @@ def _without_hydra(composed: DictConfig) -> DictConfig:
 
 
 def _all_forced(overrides: Sequence[str], request: Request, groups: ConfigGroups) -> list[str]:
-    """Returns the overrides as Hydra takes them, with the mesh of a typed sharding for which no mesh is there."""
+    """Returns the overrides as Hydra takes them, with a mesh for a typed sharding that names none."""
     forced = [_forced(text, groups) for text in overrides]
     typed = {parsed.key_or_group: str(parsed.value()) for text in overrides if (parsed := parsed_or_none(text))}
     name, meshes = typed.get("sharding", ""), groups.get("mesh", [])
-    if "mesh" in typed or name in meshes or name not in groups.get("sharding", ()):
+    if "mesh" in typed or name not in groups.get("sharding", ()):
         return forced
     search_path = [text for text in overrides if overridden_key(text) == SEARCH_PATH]
-    own = compose(request.config_name, overrides=[*search_path, f"sharding={name}", f"mesh={meshes[0]}"])
+    own = compose_kept(request.config_name, request.config_path, [*search_path, f"sharding={name}"], groups)
+    if own.hydra.runtime.choices.get("mesh") is not None:
+        return forced
     rules = OmegaConf.to_container(own.sharding)
-    mesh = mesh_for(rules.values()) if isinstance(rules, dict) else ""
+    mesh = name if name in meshes else mesh_for(rules) if isinstance(rules, dict) else ""
     return [*forced, f"mesh={mesh}"] if mesh in meshes else forced
 
 

@@ -1,4 +1,4 @@
-"""The mesh of a sharding without one of its own name: one of ours, along an axis that its rules split arrays over."""
+"""The mesh of a sharding that names none: one of ours, along an axis that its rules split arrays over."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -7,12 +7,14 @@ MESHES = {"fsdp": "fsdp", "data": "ddp", "tensor": "tensor"}  # by mesh axis; th
 NO_AXIS = "ddp"  # nothing is split but the batch
 
 
-def mesh_for(tables: Iterable[Any]) -> str:
-    """Returns the mesh of a sharding by its tables of rules: [[{"logical": ["embed"], "mesh": ["fsdp"]}]] -> "fsdp".
+def mesh_for(sharding: Mapping[Any, Any]) -> str:
+    """Returns the mesh of a sharding by its rules: {"parameters": [{"logical": ["embed"], "mesh": ["fsdp"]}]} -> "fsdp".
 
     Of several axes it is the first one of fsdp, data and tensor; how many devices the others get is the user's choice.
     """
-    named = {axis for table in tables for axis in _axes(table)}
+    named = {axis for table in sharding.values() for axis in _axes(table)}
+    used = sharding.get("mesh_axes")
+    named &= set(used) if isinstance(used, list) else named
     return next((mesh for axis, mesh in MESHES.items() if axis in named), NO_AXIS)
 
 

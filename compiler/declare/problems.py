@@ -29,7 +29,6 @@ class ConfigGroups(dict[str, list[str]]):
 
 
 MISTAKES = (ConfigError, HydraException, OmegaConfBaseException, OSError)  # what a user can fix
-FOLLOWS = {"mesh": "sharding", "parallel": "overlap"}  # by conf/config.yaml, the option of the same name
 LOOK = "see `meshloom train --help` and `--cfg job`"
 
 
@@ -98,10 +97,6 @@ def _no_such_option(group: str, option: str, groups: ConfigGroups) -> Problem:
         return target_names.problem_of(option, groups.get("target", []))
     if group not in groups:
         return Problem(group, "there is no such group", use_one_of(group, groups) if groups else LOOK)
-    if option in groups.get(leader := FOLLOWS.get(group, ""), ()):
-        what = f"{leader}={option} takes the {group} of its own name, and there is no {group}/{option}.yaml"
-        fix = f"add {group}= with one of {', '.join(groups[group])}, or write {group}/{option}.yaml beside it"
-        return Problem(group, what, fix)
     fix = f"choose {group}=...: {use_one_of(option, groups[group])}"
     return Problem(group, f"there is no '{option}' in this group", fix)
 
@@ -147,6 +142,9 @@ def _problem(detail: ErrorDetails, spec_type: type[RunSpec], groups: Sequence[st
         if node is spec_type and "did you mean" not in fix:
             fix += f"; a key of your own goes into run.extra: run.extra.{shortened(str(path[-1]), MOST_SHOWN)}=..."
         return Problem(key, "there is no such key", fix)
+    if kind == "missing" and key == "mesh":
+        own = "`override /mesh@_global_.mesh: fsdp` at the end of its defaults"
+        return Problem(key, "has no value: the sharding names no mesh", f"add mesh=..., such as mesh=fsdp, or {own}")
     if kind == "missing":
         return Problem(key, "has no value", f"set {key}=...")
     if kind == "literal_error":

@@ -96,7 +96,12 @@ def resolve(
                 note = f"{', '.join(rule.mesh)} being of size 1" if rule.mesh and not wanted else ""
                 if dimension in refusals:
                     note = refusals.pop(dimension).why(mesh)
-                free = [place for place, plan in enumerate(settled) if plan is None and place != dimension]
+                later = {each for other in rules[index + 1 :] if mesh.num_shards(other.mesh) > 1 for each in other.logical}
+                free = [
+                    place
+                    for place, plan in enumerate(settled)
+                    if plan is None and place != dimension and array.logical_axes[place] not in later
+                ]
                 split, why = split_by(rule, array, dimension, free, mesh.num_shards(wanted), compiler)
                 if split != dimension:
                     settled[dimension] = DimensionPlan(name, size, (), index, why)

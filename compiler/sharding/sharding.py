@@ -76,7 +76,7 @@ def plan_sharding(
     problems += _check_batch_dimension(activations, "batch", roles.sequence)
     problems += _check_batch_dimension(activations, "length", roles.length)
     if not problems and len(activations) == len(arrays.activations):  # a batch that does not divide is not laid out
-        problems += _check_idle_axes(parameters, activations, mesh)
+        problems += _check_idle_axes(rules, parameters, activations, mesh)
     raise_if_any(problems)
     warnings = tuple(whole) if rules.on_replicated == "warn" else ()
     return ShardingPlan(parameters, optimizer, activations, roles, warnings)
@@ -92,7 +92,8 @@ def usable_mesh(spec: RunSpec) -> MeshSpec:
 
 
 def check_rules(rules: ShardingSpec, arrays: Arrays) -> None:
-    """Raises ConfigError for rules that name no logical axis, or match no dimension of any array. Needs no mesh."""
+    """Raises ConfigError for rules of unknown logical axes, and rules that would split something but match no dimension
+    of any array. Needs no mesh."""
     parameters, activations = _names(arrays.parameters), _names(arrays.activations)
     tables: list[tuple[RuleTable, tuple[Rule, ...], set[str]]] = [
         ("parameters", rules.parameters, parameters),
@@ -109,7 +110,7 @@ def check_rules(rules: ShardingSpec, arrays: Arrays) -> None:
             problems += [
                 Problem(key, f"there is no logical axis '{name}'", use_one_of(name, sorted(names))) for name in unknown
             ]
-            if not unknown and not names & set(rule.logical):
+            if not unknown and rule.mesh and not names & set(rule.logical):
                 what = f"matches nothing: no array has a dimension {' or '.join(rule.logical)}"
                 problems.append(Problem(key, what, f"remove it, or name one of {', '.join(sorted(names))}"))
     raise_if_any(problems)
@@ -180,7 +181,7 @@ def _check_batch_dimension(activations: Iterable[ArrayPlan], logical: str, split
 
 
 def _check_idle_axes(
-    parameters: Iterable[ArrayPlan], activations: Iterable[ArrayPlan], mesh: MeshPlan
+    rules: ShardingSpec, parameters: Iterable[ArrayPlan], activations: Iterable[ArrayPlan], mesh: MeshPlan
 ) -> list[Problem]:
     """Returns problems of mesh axes that split no activation: their devices would all compute the same."""
     computing, storing = _axes_in_use(activations), _axes_in_use(parameters)
@@ -194,7 +195,10 @@ def _check_idle_axes(
         else:
             what = f"no rule splits anything over {axis}: its {size} devices would all do the same work"
             choose = SHARDING_OF.get(axis, "a sharding that uses it")
-            problems.append(Problem(f"mesh.{axis}", what, f"set mesh.{axis}=1, or choose {choose}"))
+            fix = f"set mesh.{axis}=1, or choose {choose}"
+            if rules.mesh_axes is not None and axis not in rules.mesh_axes:
+                fix = f"set mesh.{axis}=1, choose {choose}, or add {axis} to sharding.mesh_axes for rules of your own"
+            problems.append(Problem(f"mesh.{axis}", what, fix))
     return problems
 
 

@@ -1,34 +1,91 @@
-"""A sharding without a mesh of its name gets one that splits what its rules split."""
+"""Shardings share one table of rules, and each names its mesh; one that names none gets a mesh that splits what its
+rules split."""
 
+import shutil
 from pathlib import Path
 
 import pytest
-import yaml
 
 from meshloom import conf
+from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.own_meshes import mesh_for
+from meshloom.compiler.spec.spec import Rule, RunSpec, rules_over, with_rules_of_others
 
 FOLDER = Path(conf.__path__[0])
+SHARDINGS = sorted(path.stem for path in FOLDER.glob("sharding/[!_]*.yaml"))
 ALONE = ("ddp", "fsdp", "tensor", "zero1", "zero2")  # whose own mesh needs no choice of the user
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_a_copy_of_a_sharding_has_the_mesh_of_the_original(name):
-    chosen = mesh_for(_read("sharding", name).values())
-    assert _read("mesh", chosen) == _read("mesh", name)
+def read(*overrides: str, config_path: Path | None = None) -> RunSpec:
+    request = Request(overrides, config_path=str(config_path) if config_path else None)
+    return read_spec(request, then=lambda spec: spec)
 
 
-@pytest.mark.parametrize("name", ["fsdp_tensor", "fsdp_expert", "fsdp_context", "hsdp"])
-def test_of_several_axes_fsdp_has_all_devices(name):
-    assert mesh_for(_read("sharding", name).values()) == "fsdp"
+def places(own: Path) -> str:
+    return f"hydra.searchpath=[meshloom://targets,file://{own}]"
+
+
+@pytest.mark.parametrize("name", [*ALONE, "fsdp_tensor"])
+def test_a_sharding_that_names_no_mesh_has_that_of_its_axes(name, tmp_path):
+    """Of several axes, fsdp has all devices."""
+    original = read(f"sharding={name}")
+    (tmp_path / "sharding").mkdir()
+    (tmp_path / "sharding/mine.yaml").write_text(original.sharding.model_dump_json())  # JSON is YAML, too
+    copy = read("sharding=mine", places(tmp_path))
+    assert copy.sharding == original.sharding
+    assert copy.mesh == (original.mesh if name in ALONE else read("mesh=fsdp").mesh)
+
+
+def test_a_mesh_of_the_same_name_is_taken(tmp_path):
+    (tmp_path / "sharding").mkdir()
+    (tmp_path / "mesh").mkdir()
+    (tmp_path / "sharding/mine.yaml").write_text(read().sharding.model_dump_json())
+    (tmp_path / "mesh/mine.yaml").write_text("defaults: [_axes, _self_]\nfsdp: 4\ndata: 2\n")
+    own = places(tmp_path)
+    assert (read("sharding=mine", own).mesh.fsdp, read("sharding=mine", own).mesh.data) == (4, 2)
+    assert read("sharding=mine", "mesh=ddp", own).mesh.data == -1
 
 
 def test_rules_of_the_batch_choose_no_mesh():
-    assert mesh_for([[{"logical": ["batch"], "mesh": ["replica", "data", "fsdp"]}]]) == "ddp"
+    assert mesh_for({"activations": [{"logical": ["batch"], "mesh": ["replica", "data", "fsdp"]}]}) == "ddp"
 
 
-def _read(group: str, name: str) -> dict:
-    """Returns the keys of a file over those of the file that its defaults name."""
-    own = yaml.safe_load((FOLDER / group / f"{name}.yaml").read_text())
-    first, *_ = own.pop("defaults", ["_self_"])
-    return own if first == "_self_" else _read(group, first) | own
+def test_axes_that_a_sharding_does_not_use_choose_no_mesh():
+    rules = [{"logical": ["embed"], "mesh": ["fsdp", "data"]}, {"logical": ["mlp"], "mesh": ["tensor"]}]
+    assert mesh_for({"mesh_axes": None, "parameters": rules}) == "fsdp"
+    assert mesh_for({"mesh_axes": ["replica", "tensor"], "parameters": rules}) == "tensor"
+
+
+def test_a_new_logical_axis_edits_one_file(tmp_path):
+    """Every sharding lays it out in all three tables after one line of one file."""
+    own = tmp_path / "conf"
+    shutil.copytree(FOLDER, own)
+    shared = own / "sharding/_base.yaml"
+    shared.write_text(shared.read_text().replace("head_dim]", "head_dim, state]"))
+    for name in SHARDINGS:
+        found = read(f"sharding={name}", config_path=own).sharding
+        for table in (found.parameters, found.optimizer, found.activations):
+            assert [rule.mesh for rule in table if "state" in rule.logical] == [()], name
+
+
+def test_a_table_of_some_mesh_axes_leaves_the_others_out():
+    """By hand. `mlp` has a rule left, `heads` has none and is whole, and of two rules that are alike there is one."""
+    rules = (
+        Rule(logical=("heads",), mesh=("tensor",)),
+        Rule(logical=("embed",), mesh=("fsdp", "expert")),
+        Rule(logical=("embed",), mesh=("fsdp",)),
+        Rule(logical=("mlp",), mesh=("expert",)),
+        Rule(logical=("mlp",), mesh=("data",)),
+        Rule(logical=("layers",), mesh=()),
+    )
+    assert rules_over(rules, None) == rules
+    assert rules_over(rules, ("data", "fsdp")) == (
+        Rule(logical=("embed",), mesh=("fsdp",)),
+        Rule(logical=("mlp",), mesh=("data",)),
+        Rule(logical=("layers", "heads"), mesh=()),
+    )
+    assert rules_over(rules[:1], ("data",)) == (Rule(logical=("heads",), mesh=()),)
+    own = (Rule(logical=("embed",), mesh=("data",)),)
+    assert with_rules_of_others(own, rules[-1:]) == (*own, rules[-1])
+    assert with_rules_of_others(own, rules[1:3]) == own
+    assert with_rules_of_others((), rules) == rules

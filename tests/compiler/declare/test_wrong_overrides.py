@@ -114,7 +114,7 @@ def test_only_an_interpolation_is_told_to_be_escaped(override, is_escaped):
 
 def test_a_sharding_of_ones_own_has_a_mesh_along_an_axis_that_its_rules_name(tmp_path):
     (tmp_path / "sharding").mkdir()
-    (tmp_path / "sharding" / "mine.yaml").write_text((Path(conf.__path__[0]) / "sharding" / "fsdp.yaml").read_text())
+    (tmp_path / "sharding" / "mine.yaml").write_text("defaults: [_base, _self_]\n")
     words = tuple(search_path_override(("sharding=mine",), str(tmp_path)))
     assert read_spec(Request(words), then=lambda spec: spec).mesh.fsdp == -1
     chosen = read_spec(Request((*words, "mesh=ddp")), then=lambda spec: spec).mesh
@@ -124,13 +124,13 @@ def test_a_sharding_of_ones_own_has_a_mesh_along_an_axis_that_its_rules_name(tmp
 def test_a_file_that_chooses_a_sharding_without_a_mesh_is_told_which_mesh_to_add(tmp_path):
     for folder in ("sharding", "experiment"):
         (tmp_path / folder).mkdir()
-    (tmp_path / "sharding" / "mine.yaml").write_text((Path(conf.__path__[0]) / "sharding" / "fsdp.yaml").read_text())
+    (tmp_path / "sharding" / "mine.yaml").write_text("defaults: [_base, _self_]\n")
     choice = "# @package _global_\ndefaults:\n  - override /sharding: mine\n"
     (tmp_path / "experiment" / "first.yaml").write_text(choice)
     words = tuple(search_path_override(("experiment=first",), str(tmp_path)))
     with pytest.raises(ConfigError) as error:
         read_spec(Request(words), then=lambda spec: spec)
     (problem,) = error.value.problems
-    assert "sharding=mine takes the mesh of its own name" in problem.what
-    assert problem.fix.startswith("add mesh= with one of ddp, fsdp, ")
+    assert (problem.where, problem.what) == ("mesh", "has no value: the sharding names no mesh")
+    assert problem.fix.startswith("add mesh=..., such as mesh=fsdp, or ")
     assert read_spec(Request((*words, "mesh=fsdp")), then=lambda spec: spec).sharding.parameters
