@@ -1,22 +1,61 @@
-"""Rows of a table that `meshloom compile` makes, each kept as a line of JSON so that none is compiled twice."""
+"""Tables whose rows take long: each row is kept as a line of JSON, so that none is made twice.
 
+A script has its rows, what it keeps of each (`facts_of`) and how a table is made of what is kept. `results.py` prints
+all of these tables.
+"""
+
+import argparse
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from meshloom.compiler.core.errors import DOES_NOT_FIT
 
 Overrides = tuple[str, ...]
+Facts = dict[str, Any]
+Rows = dict[Overrides, Facts]
 NOT_COMPILED = "not compiled"
 
 
-def compile_report(overrides: Overrides) -> tuple[dict[str, Any], float]:
-    """report.json of the command, and the seconds that it took. Raises CalledProcessError where there is none."""
+def parser_of(description: str | None, kept: Path) -> argparse.ArgumentParser:
+    """Returns the parser of a script with rows: the file that keeps them, and which of them are made."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", type=Path, default=kept)
+    parser.add_argument("--rows", default="", metavar="TEXT", help="make only those with this text in their name")
+    parser.add_argument("--show", action="store_true", help="print what is kept, make nothing")
+    return parser
+
+
+def make_rows(
+    given: argparse.Namespace,
+    rows: Iterable[tuple[str, Overrides]],
+    facts_of: Callable[[Facts], Facts],
+) -> int:
+    """Compiles the rows, by name, that are asked for and not kept yet; returns the number of those that failed."""
+    kept = read_kept(given.file)
+    asked = [] if given.show else [row for row in rows if given.rows.lower() in row[0].lower()]
+    todo = [(name, overrides) for name, overrides in asked if overrides not in kept]
+    num_added = 0
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not todo) as progress:
+        task = progress.add_task("", total=len(todo))
+        for name, overrides in todo:
+            progress.update(task, description=name)
+            num_added += add_row(given.file, name, overrides, facts_of)
+            progress.advance(task)
+    return len(todo) - num_added
+
+
+def compile_report(overrides: Overrides) -> tuple[Facts, float]:
+    """Returns report.json of the command, and the seconds that it took. Raises CalledProcessError if there is none."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as run_dir:
         command = [sys.executable, "-m", "meshloom", "compile", *overrides, f"hydra.run.dir={run_dir}"]
@@ -27,21 +66,25 @@ def compile_report(overrides: Overrides) -> tuple[dict[str, Any], float]:
     return report, round(time.perf_counter() - start, 1)
 
 
-def read_kept(path: Path) -> dict[Overrides, dict[str, Any]]:
-    """The rows of a file by what they were compiled from; none where there is no file."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {tuple(row["overrides"]): row for row in map(json.loads, lines)}
+def read_lines(path: Path) -> list[Facts]:
+    """Returns what a file keeps, a line each; nothing if there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def keep(path: Path, name: str, overrides: Overrides, facts: dict[str, Any]) -> None:
-    """One more row."""
+def read_kept(path: Path) -> Rows:
+    """Returns the rows of a file by what they were compiled from."""
+    return {tuple(row["overrides"]): row for row in read_lines(path)}
+
+
+def keep(path: Path, name: str, overrides: Overrides, facts: Facts) -> None:
+    """Keeps one more row."""
     with path.open("a") as file:
         file.write(json.dumps({"name": name, "overrides": overrides} | facts) + "\n")
 
 
-def add_row(path: Path, name: str, overrides: Overrides, facts_of: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
-    """Compile and keep one more row: what facts_of makes of the report. False, and a line that says so, where the
-    command fails; why, it has said itself."""
+def add_row(path: Path, name: str, overrides: Overrides, facts_of: Callable[[Facts], Facts]) -> bool:
+    """Compiles one more row and keeps what facts_of makes of its report. False, after a line that says so, if the
+    command fails, which has said why."""
     try:
         report, seconds = compile_report(overrides)
     except subprocess.CalledProcessError as error:
@@ -49,3 +92,17 @@ def add_row(path: Path, name: str, overrides: Overrides, facts_of: Callable[[dic
         return False
     keep(path, name, overrides, facts_of(report) | {"seconds": seconds})
     return True
+
+
+def versions_of(report: Facts) -> str:
+    return f"jax {report['build']['jax']}, {report['build']['plugin']}"
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a table in Markdown."""
+    lines = (f"| {' | '.join(cells)} |" for cells in rows)
+    return "\n".join([f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", *lines])
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f}"

@@ -1,18 +1,18 @@
-"""The table of docs/context.md: ring, all-gather and Ulysses by the length of sequences, on three machines.
+"""Ring, all-gather and Ulysses by the length of sequences, on three machines (docs/results/context.md).
 
     pip install -e '.[test]' && python bench/context.py [--compiled]
 
-Each row is an estimate (`meshloom explain`, seconds each), kept in bench/context.jsonl as soon as it is there: a run
-goes on where the last one ended. --compiled: also compiles each with two layers, minutes each, for its schedule.
+Each row is an estimate (`meshloom explain`, seconds each; compiled_rows.py). --compiled: also compiles each with two
+layers, minutes each, for its schedule.
 """
 
-import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import compiled_rows
 import jax
+from compiled_rows import Facts, Overrides, Rows, gib, keep, make_rows, markdown, parser_of, read_kept
 
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.declare.compose import Request, read_spec
@@ -24,6 +24,7 @@ KEPT = Path(__file__).with_suffix(".jsonl")
 TARGETS = ("v5p-128", "v6e-64", "h100-64")  # 64 chips each
 LENGTHS = {32_768: 8, 131_072: 8, 524_288: 32}  # tokens, and the devices that share a sequence
 STRATEGIES = ("ring", "all_gather", "ulysses")
+CELLS = [(target, length, one) for target in TARGETS for length in LENGTHS for one in STRATEGIES]
 COMMON = ("model=llama3_8b", "sharding=fsdp_context", "remat=full", "overlap=prefetch", "data=synthetic")
 
 
@@ -41,33 +42,32 @@ class Row:
     why_not: str = ""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="The table of docs/context.md.")
+def main() -> int:
+    parser = parser_of(__doc__, KEPT)
     parser.add_argument("--compiled", action="store_true", help="also compile each with two layers")
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    known = compiled_rows.read_kept(KEPT)
-    for target in TARGETS:
-        for length, context in LENGTHS.items():
-            for strategy in STRATEGIES:
-                overrides = overrides_of(target, length, context, strategy)
-                name = f"{target}, {length // 1024}k, {strategy}"
-                if overrides not in known:
-                    known[overrides] = asdict(estimated(overrides))
-                    compiled_rows.keep(KEPT, name, overrides, known[overrides])
-                print(line_of(name, known[overrides]), flush=True)
-                small = (*overrides, "model.num_layers=2")
-                if arguments.compiled and small not in known:
-                    compiled_rows.add_row(KEPT, name, small, facts_of)
+    rows = [(f"{target}, {length // 1024}k, {one}", overrides_of(target, length, one)) for target, length, one in CELLS]
+    for name, overrides in [] if given.show else rows:
+        if overrides not in read_kept(given.file):
+            keep(given.file, name, overrides, asdict(estimated(overrides)))
+    num_missing = make_rows(given, [(name, cut(overrides)) for name, overrides in rows if given.compiled], facts_of)
+    print(estimates(kept := read_kept(given.file)), compiled(kept), sep="\n\n")
+    return int(num_missing > 0)
 
 
-def overrides_of(target: str, length: int, context: int, strategy: str) -> tuple[str, ...]:
+def overrides_of(target: str, length: int, strategy: str) -> Overrides:
+    context = LENGTHS[length]
     fsdp = 64 // context
     mesh = (f"mesh.fsdp={fsdp}", f"mesh.context={context}", f"global_batch_size={fsdp}")
     return (*COMMON, f"target={target}", *mesh, f"sequence_length={length}", f"parallel.context={strategy}")
 
 
-def estimated(overrides: tuple[str, ...]) -> Row:
+def cut(overrides: Overrides) -> Overrides:
+    return (*overrides, "model.num_layers=2")
+
+
+def estimated(overrides: Overrides) -> Row:
     def estimate(spec: RunSpec) -> Row:
         plan = plan_run(spec)
         found = estimate_step(plan)
@@ -87,21 +87,45 @@ def estimated(overrides: tuple[str, ...]) -> Row:
         return Row(why_not=error.problems[0].what)
 
 
-def facts_of(report: dict[str, Any]) -> dict[str, Any]:
+def facts_of(report: Facts) -> Facts:
     step, memory = report["step"], report["memory"]
     return {"step": step, "peak_bytes": memory["peak_bytes_per_chip"], "fits": memory["fits"]}
 
 
-def line_of(name: str, row: dict[str, Any]) -> str:
-    """A line of a table in Markdown."""
-    cells = [*name.split(", "), row["kernel"]]
-    if row["why_not"]:
-        return f"| {' | '.join(cells)} | {row['why_not']} |"
-    step, peak, limit = row["step_seconds"], row["peak_bytes"] / 2**30, row["limit_bytes"] / 2**30
-    fits = "" if peak <= limit else " (does not fit)"
-    cells += [f"{step:.3g} s", f"{100 * row['exposed_context_seconds'] / step:.1f} %", f"{peak:.1f} GiB{fits}"]
-    return f"| {' | '.join(cells)} |"
+def estimates(kept: Rows) -> str:
+    """Returns the table of all layers; exposed: the share of the step that waits for keys, values or heads."""
+
+    def cells(row: Facts | None) -> list[str]:
+        if not row or row["why_not"]:
+            return [row["why_not"] if row else "", "", ""]
+        step, peak = row["step_seconds"], row["peak_bytes"]
+        fits = "" if peak <= row["limit_bytes"] else " (does not fit)"
+        return [f"{step:.3g} s", f"{100 * row['exposed_context_seconds'] / step:.1f} %", f"{gib(peak)} GiB{fits}"]
+
+    return _table(("step", "exposed", "peak"), lambda *cell: cells(kept.get(overrides_of(*cell))))
+
+
+def compiled(kept: Rows) -> str:
+    """Returns the table of two compiled layers; exposed: all communication."""
+
+    def cells(row: Facts | None) -> list[str]:
+        if not row:
+            return ["", "", ""]
+        seconds = [row["step"][key] * 1e3 for key in ("predicted_seconds", "exposed_seconds")]
+        return [*(f"{each:.1f} ms" for each in seconds), f"{gib(row['peak_bytes'])} GiB"]
+
+    return _table(("step", "exposed", "peak"), lambda *cell: cells(kept.get(cut(overrides_of(*cell)))))
+
+
+def _table(columns: Sequence[str], cells: Callable[[str, int, str], list[str]]) -> str:
+    def rows() -> Iterator[list[str]]:
+        for target in TARGETS:
+            for length in LENGTHS:
+                yield [target, f"{length // 1024}k", *(cell for one in STRATEGIES for cell in cells(target, length, one))]
+
+    heads = [f"{one}: {columns[0]}" if n == 0 else columns[n] for one in STRATEGIES for n in range(len(columns))]
+    return markdown(["chips", "tokens", *heads], rows())
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

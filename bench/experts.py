@@ -3,16 +3,13 @@ exchanges stays exposed.
 
     pip install -e '.[tpu]' && python bench/experts.py [--rows TEXT] [--show] [FILE]
 
-Two of their layers with experts, as all are alike; each row takes some four minutes. What was found is kept in FILE
-(bench/experts.jsonl), a line for each, so that a run that was stopped goes on where it was. Prints a table in Markdown.
+Two of their layers with experts, as all are alike; each row takes some four minutes (compiled_rows.py).
 """
 
-import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
-from compiled_rows import Overrides, add_row, read_kept
+from compiled_rows import Facts, Overrides, Rows, gib, make_rows, markdown, parser_of, read_kept, versions_of
 
 KEPT = Path(__file__).with_suffix(".jsonl")
 COMMON = ("sharding=fsdp_expert", "moe.max_imbalance=2", "data=synthetic", "remat=full", "overlap=prefetch")
@@ -44,8 +41,8 @@ ROWS: dict[str, Overrides] = {
 }  # fmt: skip
 
 
-def facts_of(report: dict[str, Any]) -> dict[str, Any]:
-    step, build = report["step"], report["build"]
+def facts_of(report: Facts) -> Facts:
+    step = report["step"]
     exchanged = [each["exposed_seconds"] for each in report["collectives"] if each["mesh_axes"] == ["expert"]]
     return {
         "exchange_exposed_seconds": sum(exchanged),
@@ -53,34 +50,28 @@ def facts_of(report: dict[str, Any]) -> dict[str, Any]:
         "exposed_fraction": step["exposed_fraction"],
         "predicted_mfu": step["predicted_mfu"],
         "peak_bytes": report["memory"]["peak_bytes_per_chip"],
-        "versions": f"jax {build['jax']}, {build['plugin']}",
+        "versions": versions_of(report),
     }
 
 
-def table_row(name: str, facts: dict[str, Any]) -> str:
-    cells = (name, f"{facts['exchange_exposed_seconds'] * 1e3:.1f} ms", f"{facts['predicted_seconds'] * 1e3:.0f} ms",
-             f"{facts['exposed_fraction']:.1%}", f"{facts['predicted_mfu']:.1%}",
-             f"{facts['peak_bytes'] / 2**30:.1f} GiB")  # fmt: skip
-    return f"| {' | '.join(cells)} |"
+def table(kept: Rows) -> str:
+    columns = ("exchange", "exchanges exposed", "step", "all exposed", "MFU", "peak")
+    found = ((name, kept[overrides]) for name, overrides in ROWS.items() if overrides in kept)
+    return markdown(columns, (_cells(name, facts) for name, facts in found))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="exchanges of experts, compiled")
-    parser.add_argument("file", nargs="?", type=Path, default=KEPT)
-    parser.add_argument("--rows", default="", help="only those with this text in their name")
-    parser.add_argument("--show", action="store_true", help="only print the results that are kept")
-    arguments = parser.parse_args()
-    rows = {name: overrides for name, overrides in ROWS.items() if arguments.rows in name}
-    for name, overrides in rows.items():
-        if not arguments.show and overrides not in read_kept(arguments.file):
-            print(f"compiling: {name}", file=sys.stderr, flush=True)
-            add_row(arguments.file, name, overrides, facts_of)
-    kept = read_kept(arguments.file)
-    print("| exchange | exchanges exposed | step | all exposed | MFU | peak |\n|---|---|---|---|---|---|")
-    for name, overrides in rows.items():
-        if overrides in kept:
-            print(table_row(name, kept[overrides]))
+def _cells(name: str, facts: Facts) -> list[str]:
+    exchanged, step = facts["exchange_exposed_seconds"], facts["predicted_seconds"]
+    shares = [f"{facts[key]:.1%}" for key in ("exposed_fraction", "predicted_mfu")]
+    return [name, f"{exchanged * 1e3:.1f} ms", f"{step * 1e3:,.0f} ms", *shares, f"{gib(facts['peak_bytes'])} GiB"]
+
+
+def main() -> int:
+    given = parser_of(__doc__, KEPT).parse_args()
+    num_missing = make_rows(given, ROWS.items(), facts_of)
+    print(table(read_kept(given.file)))
+    return int(num_missing > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,8 +3,8 @@
     pip install -e '.[test]' && python bench/memory_accuracy.py [FILE]
 
 Real widths; few layers, since memory grows by the same amount with each, and in the last rows whole models. A row
-takes half a minute and more to compile; what is measured is kept in FILE (bench/memory_accuracy.jsonl), a line for
-each row, and not compiled again. Prints a table in Markdown.
+takes half a minute and more to compile; what is measured is kept in FILE (bench/memory_accuracy.jsonl) and not compiled
+again. Estimates are made anew, a second for each, and kept beside it.
 peak: `memory_analysis().peak_memory_in_bytes`, the arguments included. reserved: argument + output - alias + temp.
 """
 
@@ -12,12 +12,14 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4",
                "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}  # fmt: skip
 
+from compiled_rows import Facts, markdown, read_lines
 from jax.experimental import topologies
 
 import meshloom
@@ -80,33 +82,29 @@ def compile_row(plan: Plan) -> dict[str, Any]:
     }
 
 
-def read_kept(path: Path) -> dict[str, dict[str, Any]]:
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {" ".join(map(str, row["row"])): row for row in map(json.loads, lines)}
+def table(rows: Sequence[Facts]) -> str:
+    columns = ("model, layers", "sequences", "target", "sharding", "remat", "", "estimate", "XLA's peak", "off", "reserved")
+    return markdown(columns, map(_cells, rows))
+
+
+def _cells(kept: Facts) -> list[str]:
+    model, layers, sequences, length, target, sharding, remat, *others = kept["row"]
+    reserved = kept["argument"] + kept["temp"] + kept["output"] - kept["alias"]
+    off = f"{kept['estimate'] / kept['peak'] - 1:+.1%}"
+    return [f"`{model}`, {layers}", f"{sequences} x {length:,}", target, f"`{sharding}`", f"`{remat}`", " ".join(others),
+            f"{kept['estimate'] / 2**30:.2f}", f"{kept['peak'] / 2**30:.2f}", off, f"{reserved / 2**30:.2f}"]  # fmt: skip
 
 
 def main() -> None:
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else KEPT
-    for number, row in enumerate(ROWS):
-        if " ".join(map(str, row)) in read_kept(path):
-            continue
-        print(f"compiling {number + 1} of {len(ROWS)}: {' '.join(map(str, row))}", file=sys.stderr, flush=True)
-        measured = compile_row(plan_of(row))
-        with path.open("a") as file:
-            file.write(json.dumps({"row": row} | measured) + "\n")
-    kept = read_kept(path)
-    print(
-        "| model, layers | batch | target | sharding | remat | | estimate GiB | XLA's peak GiB | off | reserved GiB |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for row in ROWS:
-        model, layers, sequences, length, target, sharding, remat, *others = row
-        xla = kept[" ".join(map(str, row))]
-        estimate, reserved = estimate_step(plan_of(row)).memory.peak_bytes, xla["argument"] + xla["temp"]
-        reserved += xla["output"] - xla["alias"]
-        print(f"| {model}, {layers} | {sequences} x {length} | {target} | {sharding} | {remat} | {' '.join(others)} "
-              f"| {estimate / 2**30:.2f} | {xla['peak'] / 2**30:.2f} | {estimate / xla['peak'] - 1:+.1%} "
-              f"| {reserved / 2**30:.2f} |", flush=True)  # fmt: skip
+    kept = {tuple(one["row"]): one for one in read_lines(path)}
+    for number, row in enumerate(ROWS, start=1):
+        if row not in kept:
+            print(f"compiling {number} of {len(ROWS)}: {' '.join(map(str, row))}", file=sys.stderr, flush=True)
+            kept[row] = {"row": row} | compile_row(plan_of(row))
+        kept[row]["estimate"] = estimate_step(plan_of(row)).memory.peak_bytes
+        path.write_text("".join(json.dumps(kept[one]) + "\n" for one in ROWS if one in kept))
+    print(table([kept[row] for row in ROWS]))
 
 
 if __name__ == "__main__":

@@ -2,21 +2,16 @@
 
     pip install -e '.[tpu]' && pip install 'jax[cuda13]' && python bench/overlap.py [--rows TEXT] [--layers 2] [FILE]
 
-Each row is compiled by the command for hardware that need not be there: minutes for each program. What was found is
-kept in FILE (bench/overlap.jsonl), a line for each compile, and not compiled again, so that a run that was stopped goes
-on where it was. --layers cuts every model: the table in minutes, for a look. Prints a table in Markdown.
+Each row is compiled by the command for hardware that need not be there: minutes for each program (compiled_rows.py).
+--layers cuts every model: the table in minutes, for a look.
 """
 
-import argparse
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from compiled_rows import NOT_COMPILED, add_row, read_kept
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from compiled_rows import NOT_COMPILED, Facts, Rows, gib, make_rows, markdown, parser_of, read_kept, versions_of
 
 from meshloom.compiler.schema import TriedReport
 
@@ -72,8 +67,8 @@ ROWS = (
 )
 
 
-def facts_of(report: dict[str, Any]) -> dict[str, Any]:
-    step, build, memory = report["step"], report["build"], report["memory"]
+def facts_of(report: Facts) -> Facts:
+    step, memory = report["step"], report["memory"]
     return {
         "predicted_seconds": step["predicted_seconds"],
         "exposed_fraction": step["exposed_fraction"],
@@ -84,62 +79,47 @@ def facts_of(report: dict[str, Any]) -> dict[str, Any]:
         "compute_seconds": step["compute_seconds"],
         "tried": [_named(one) for one in report["search"]["tried"]] if report["search"] else None,
         "chosen": report["search"]["chosen"] if report["search"] else None,
-        "versions": f"jax {build['jax']}, {build['plugin']}",
+        "versions": versions_of(report),
     }
 
 
-def _named(tried: dict[str, Any]) -> dict[str, Any]:
+def _named(tried: Facts) -> Facts:
     kept = ("predicted_seconds", "exposed_fraction", "peak_bytes_per_chip", "fits", "compile_seconds", "why_not")
     return {"name": TriedReport.model_validate_json(json.dumps(tried)).name} | {key: tried[key] for key in kept}
 
 
-def table_row(row: Row, layers: int | None, kept: dict[tuple[str, ...], dict[str, Any]]) -> str | None:
-    """None where nothing of the row is compiled yet but what it is compared with."""
+def table(kept: Rows, layers: int | None = None) -> str:
+    columns = ("model, target, sharding, sequences x length of a chip", *MODES, "chosen", "link / compute")
+    return markdown(columns, filter(None, (cells_of(row, layers, kept) for row in ROWS)))
+
+
+def cells_of(row: Row, layers: int | None, kept: Rows) -> list[str] | None:
+    """Returns None if nothing of the row is compiled yet but what it is compared with."""
     none, xla, auto = (kept.get(row.overrides(mode, layers)) for mode in MODES)
     if auto is None:
         return None
     chosen = auto["tried"][auto["chosen"]]
     share = auto["link_seconds"] / auto["compute_seconds"] if auto["compute_seconds"] else 0.0
-    cells = (row.name, *map(_cell, (none, xla, chosen)), chosen["name"], f"{share:.2f}")
-    return f"| {' | '.join(cells)} |"
+    return [row.name, *map(figures, (none, xla, chosen)), chosen["name"], f"{share:.2f}"]
 
 
-def _cell(one: dict[str, Any] | None) -> str:
+def figures(one: Facts | None) -> str:
     if one is None:
         return NOT_COMPILED
     if one["predicted_seconds"] is None:
         return "does not fit" if one["fits"] is False else one.get("why_not") or "not known"
-    memory = f"{one['peak_bytes_per_chip'] / 2**30:.1f} GiB"
-    return f"{one['exposed_fraction']:.1%}, {one['predicted_seconds']:.3g} s, {memory}"
+    return f"{one['exposed_fraction']:.1%}, {one['predicted_seconds']:.3g} s, {gib(one['peak_bytes_per_chip'])} GiB"
 
 
 def main() -> int:
-    """1 where a row could not be compiled."""
-    parser = argparse.ArgumentParser(description="exposed communication of none, xla and auto")
-    parser.add_argument("file", nargs="?", type=Path, default=KEPT)
-    parser.add_argument("--rows", default="", help="only those with this text in their name")
+    """Returns 1 if a row could not be compiled."""
+    parser = parser_of(__doc__, KEPT)
     parser.add_argument("--layers", type=int, help="of every model")
-    parser.add_argument("--show", action="store_true", help="print what is kept, compile nothing")
-    arguments = parser.parse_args()
-    rows = [row for row in ROWS if arguments.rows in row.name]
-    wanted = [(row, mode) for mode in reversed(MODES) for row in rows if not arguments.show]  # the slow baseline last
-    kept = read_kept(arguments.file)
-    todo = [(row, mode) for row, mode in wanted if row.overrides(mode, arguments.layers) not in kept]
-    num_added = 0
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not todo) as progress:
-        task = progress.add_task("", total=len(todo))
-        for row, mode in todo:
-            progress.update(task, description=f"{row.name}: {mode}")
-            num_added += add_row(arguments.file, row.name, row.overrides(mode, arguments.layers), facts_of)
-            progress.advance(task)
-    kept = read_kept(arguments.file)
-    print("| model, target, sharding, sequences x length of a chip | none | xla | auto | chosen | link / compute |")
-    print("|---|---|---|---|---|---|")
-    for row in rows:
-        if line := table_row(row, arguments.layers, kept):
-            print(line)
-    return int(num_added < len(todo))
+    given = parser.parse_args()
+    todo = [(row.name, row.overrides(mode, given.layers)) for mode in reversed(MODES) for row in ROWS]  # baseline last
+    num_missing = make_rows(given, todo, facts_of)
+    print(table(read_kept(given.file), given.layers))
+    return int(num_missing > 0)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from typing import Any
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}  # plans alone: no device is asked for
 
-from compiled_rows import keep
+from compiled_rows import Facts, gib, keep, markdown, read_lines
 
 import meshloom
 from meshloom.compiler.analysis.program_devices import ProgramDevices
@@ -128,18 +128,22 @@ def print_facts(facts: dict[str, Any]) -> None:
         print(f"  {line}")
 
 
-def table_row(row: dict[str, Any]) -> str:
+def table(rows: Sequence[Facts]) -> str:
+    columns = ("program", "exposed, step", "short ones not queued", "compute", "of it attention", "links", "peak", "unpriced")
+    return markdown(columns, map(_cells, rows))
+
+
+def _cells(row: Facts) -> list[str]:
     kinds, peak = row["compute_seconds_by_kind"], row["peak_bytes_per_device"]
     spent = [sum(kinds.values()), kinds.get("attention", 0.0), row["link_seconds"]]
-    cells = (
+    return [
         row["name"],
-        f"{row['exposed_fraction']:.1%}, {row['predicted_seconds']:.3g} s",
-        f"{row['not_queued_exposed_fraction']:.1%}, {row['not_queued_seconds']:.3g} s",
+        f"{row['exposed_fraction']:.1%}, {row['predicted_seconds']:.4g} s",
+        f"{row['not_queued_exposed_fraction']:.1%}, {row['not_queued_seconds']:.4g} s",
         *(f"{seconds:.3g} s" for seconds in spent),
-        f"{peak / 2**30:.1f} GiB" if peak else "",
+        f"{gib(peak)} GiB" if peak else "",
         str(row["num_unpriced"]),
-    )
-    return f"| {' | '.join(cells)} |"
+    ]
 
 
 def main() -> None:
@@ -150,11 +154,7 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="print what is kept, analyse nothing")
     arguments = parser.parse_args()
     if arguments.show:
-        print(
-            "| program | exposed, step | short ones not queued | compute | of it attention | links | peak | unpriced |"
-        )
-        print("|---|---|---|---|---|---|---|---|")
-        print("\n".join(table_row(json.loads(line)) for line in KEPT.read_text().splitlines()))
+        print(table(read_lines(KEPT)))
         return
     program = read_program(arguments.program, arguments.overrides)
     planned = estimate_step(program.plan).communication

@@ -1,10 +1,9 @@
 """The model FLOPs utilisation that `meshloom compile` predicts, beside what others measured and published.
 
-    pip install -e '.[tpu]' && pip install 'jax[cuda13]' && python bench/published.py [FILE] [--only TEXT] [--runs DIR]
+    pip install -e '.[tpu]' && pip install 'jax[cuda13]' && python bench/published.py [FILE] [--rows TEXT] [--runs DIR]
 
 A row is a public recipe declared as overrides, with the XLA options that it sets, and compiled by the command for its
-hardware, which need not be there. Each takes minutes; what was predicted is kept in FILE (bench/published.jsonl), a
-line for each compile, and not compiled again. With TEXT only recipes with it in their names are compiled. With DIR the
+hardware, which need not be there. Each takes minutes (compiled_rows.py). With DIR the
 run directories are kept there, and steps that were compiled before are priced again from their text, in seconds: FILE
 is written anew. Every recipe is planned and estimated anew, in a second or two (bench/published_estimates.jsonl).
 Prints tables in Markdown, and writes compiler/target/accuracy.json, from which predictions get their range: what it
@@ -14,15 +13,16 @@ Constants of the cost model are global and have their sources in docs/targets.md
 be looked at to choose them, the others only check.
 """
 
-import argparse
 import json
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from compiled_rows import NOT_COMPILED, Overrides, add_row, keep, read_kept
+from compiled_rows import NOT_COMPILED, Overrides, keep, make_rows, markdown, parser_of, read_kept, versions_of
 from prediction_range import BASES, GROUPINGS, LONG, Run, coverage, find_least, kind_of, source_of, table_of
 from published_recipes import RECIPES, Recipe
 
@@ -75,7 +75,7 @@ def facts_of(report: dict[str, Any]) -> dict[str, Any]:
         "fits": report["memory"]["fits"],
         "peak_bytes": report["memory"]["peak_bytes_per_chip"],
         "host_bytes": report["memory"]["host_bytes_per_chip"],
-        "versions": f"jax {report['build']['jax']}, {report['build']['plugin']}",
+        "versions": versions_of(report),
     }
 
 
@@ -114,7 +114,7 @@ def estimate_all(path: Path) -> Rows:
     return read_kept(path)
 
 
-def table_row(recipe: Recipe, kept: Rows, estimates: Rows) -> str:
+def _cells(recipe: Recipe, kept: Rows, estimates: Rows) -> list[str]:
     facts, planned = kept.get(recipe.declaration), estimates.get(recipe.declaration)
     if facts is None:
         cells = ["", NOT_COMPILED, "", ""]
@@ -140,8 +140,7 @@ def table_row(recipe: Recipe, kept: Rows, estimates: Rows) -> str:
             f"{facts['host_bytes'] / 2**30:.1f}" if facts.get("host_bytes") else "",
         ]
     )
-    named = (f"[{recipe.name}]({recipe.source})", recipe.half, _percent(recipe.published_mfu))
-    return f"| {' | '.join((*named, *cells))} |"
+    return [f"[{recipe.name}]({recipe.source})", recipe.half, _percent(recipe.published_mfu), *cells]
 
 
 def _percent(share: float | None) -> str:
@@ -198,8 +197,8 @@ def checked_runs(kept: Rows, estimates: Rows) -> list[Run]:
     return runs
 
 
-def errors_of(kept: Rows) -> Iterator[str]:
-    """The mean and the largest error of each chip and half: of the predicted step, over the published one."""
+def _errors(kept: Rows) -> Iterator[list[str]]:
+    """Yields the mean and the largest error of each chip and half: of the predicted step, over the published one."""
     for chip in (*sorted({chip_of(recipe) for recipe in RECIPES}), "all"):
         cells = [chip]
         for half in ("fitted", "checked"):
@@ -207,16 +206,15 @@ def errors_of(kept: Rows) -> Iterator[str]:
             found = [1 / off - 1 for each in own if (off := ratio(each, kept.get(each.declaration)))]
             mean = sum(map(abs, found)) / len(found) if found else None
             cells += [str(len(found)), _percent(mean), f"{min(found):+.0%} to {max(found):+.0%}" if found else ""]
-        yield f"| {' | '.join(cells)} |"
+        yield cells
 
 
-def coverage_lines(runs: list[Run]) -> Iterator[str]:
-    """Returns a row of each group: how many of its runs lie in the range that the other groups give."""
+def _coverage(runs: list[Run]) -> Iterator[list[str]]:
+    """Yields a row of each group: how many of its runs lie in the range that the other groups give."""
     for grouping in GROUPINGS:
         found = [coverage(runs, basis, grouping, find_least(runs, basis)) for basis in BASES]
         for group in found[0]:
-            inside = " | ".join(str(each[group].inside) for each in found)
-            yield f"| {grouping} | {group} | {found[0][group].total} | {inside} |"
+            yield [grouping, group, str(found[0][group].total), *(str(each[group].inside) for each in found)]
 
 
 def again(run_dir: Path, declaration: Overrides) -> dict[str, Any]:
@@ -231,48 +229,55 @@ def again(run_dir: Path, declaration: Overrides) -> dict[str, Any]:
     return report
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Predicted steps beside published ones.")
-    parser.add_argument("file", nargs="?", type=Path, default=KEPT)
-    parser.add_argument("--only", metavar="TEXT", default="", help="recipes to compile: those with this in their names")
-    parser.add_argument("--runs", type=Path, help="directory of run directories, by name: price these again")
-    return parser.parse_args()
+def rows_table(kept: Rows, estimates: Rows) -> str:
+    columns = ("recipe", "half", "MFU published", "by our FLOPs", "predicted", "step", "exposed", "estimated", "bound",
+               "GiB", "on the host")  # fmt: skip
+    return markdown(columns, (_cells(recipe, kept, estimates) for recipe in RECIPES))
+
+
+def errors_table(kept: Rows) -> str:
+    half = ("mean error", "from, to")
+    return markdown(("chip", "fitted", *half, "checked", *half), _errors(kept))
+
+
+def ranges_table(kept: Rows, estimates: Rows) -> str:
+    columns = ("left out", "", "runs", "in the range, compiled", "estimated")
+    return markdown(columns, _coverage(checked_runs(kept, estimates)))
+
+
+def estimates_table(kept: Rows, estimates: Rows) -> str:
+    """Returns how far the estimated step is off the compiled one, by chip."""
+    off: dict[str, list[float]] = defaultdict(list)
+    for recipe in RECIPES:
+        facts, planned = kept.get(recipe.declaration), estimates.get(recipe.declaration)
+        if facts and planned and facts["predicted_seconds"]:
+            off[chip_of(recipe)].append(planned["estimated_seconds"] / facts["predicted_seconds"] - 1)
+    rows = ([chip, str(len(each)), *(f"{x:+.1%}" for x in (median(each), min(each), max(each)))]
+            for chip, each in sorted(off.items()))  # fmt: skip
+    return markdown(("chip", "programs", "median off", "from", "to"), rows)
+
+
+def declarations_table() -> str:
+    rows = ([each.name, each.remat, f"`{' '.join(each.overrides)}`"] for each in RECIPES)
+    return markdown(("recipe", "its remat", "declared as"), rows)
 
 
 def main() -> int:
-    """1 where a row could not be compiled."""
-    given = arguments()
-    path, num_missing = given.file, 0
+    """Returns 1 if a row could not be compiled."""
+    parser = parser_of(__doc__, KEPT)
+    parser.add_argument("--runs", type=Path, help="directory of run directories, by name: price these again")
+    given = parser.parse_args()
     if given.runs:
-        num_missing = price_runs(path, given.runs)
+        num_missing = price_runs(given.file, given.runs)
     else:
-        known = read_kept(path)
-        asked = [each for each in RECIPES if given.only.lower() in each.name.lower()]
-        todo = [(each.name, each.declaration) for each in asked if each.declaration not in known]
-        for number, (name, overrides) in enumerate(todo, start=1):
-            print(f"compiling {number} of {len(todo)}: {name}: {' '.join(overrides)}", file=sys.stderr, flush=True)
-            num_missing += not add_row(path, name, overrides, facts_of)
-    kept = read_kept(path)
-    estimates = estimate_all(ESTIMATES if path == KEPT else path.with_suffix(".estimates"))
-    columns = ("recipe", "half", "MFU published", "by our FLOPs", "predicted", "step", "exposed", "estimated", "bound",
-               "GiB", "on the host")  # fmt: skip
-    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    for recipe in RECIPES:
-        print(table_row(recipe, kept, estimates))
-    print("\n| chip | fitted | mean error | from, to | checked | mean error | from, to |")
-    print("|---|---|---|---|---|---|---|")
-    for line in errors_of(kept):
-        print(line)
-    runs = checked_runs(kept, estimates)
-    print("\n| left out | | runs | in the range, compiled | estimated |\n|---|---|---|---|---|")
-    for line in coverage_lines(runs):
-        print(line)
-    print("\n| recipe | its remat | declared as |\n|---|---|---|")
-    for recipe in RECIPES:
-        print(f"| {recipe.name} | {recipe.remat} | `{' '.join(recipe.overrides)}` |")
-    if path == KEPT:
-        TABLE.write_text(json.dumps(table_of(runs, best_mfus(kept)), indent=1) + "\n")
-    return int(bool(num_missing))
+        num_missing = make_rows(given, [(each.name, each.declaration) for each in RECIPES], facts_of)
+    kept = read_kept(given.file)
+    estimates = estimate_all(ESTIMATES if given.file == KEPT else given.file.with_suffix(".estimates"))
+    tables = (rows_table(kept, estimates), errors_table(kept), ranges_table(kept, estimates), declarations_table())
+    print(*tables, sep="\n\n")
+    if given.file == KEPT:
+        TABLE.write_text(json.dumps(table_of(checked_runs(kept, estimates), best_mfus(kept)), indent=1) + "\n")
+    return int(num_missing > 0)
 
 
 def price_runs(path: Path, runs: Path) -> int:

@@ -5,8 +5,7 @@ its order is that of the schedules.
 
 Each row is searched by the command without compiling. Then the first N of its answer are compiled for hardware that is
 not there, with the overlap that their estimate rests on, and with --too-large the smallest candidate whose estimate is
-above a device's memory. What was found is saved in FILE (bench/tune.jsonl), a line for each search and each compile, so
-that a run that was stopped continues. Prints a table in Markdown.
+above a device's memory (compiled_rows.py).
 """
 
 import argparse
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compiled_rows import Overrides, add_row, keep, read_kept
+from compiled_rows import Facts, Overrides, Rows, gib, keep, make_rows, markdown, parser_of, read_kept, versions_of
 
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
@@ -124,18 +123,24 @@ def as_compiled(row: Row, one: dict[str, Any]) -> Overrides:
 
 
 def facts_of(report: dict[str, Any]) -> dict[str, Any]:
-    step, memory, build = report["step"], report["memory"], report["build"]
+    step, memory = report["step"], report["memory"]
     return {
         "predicted_seconds": step["predicted_seconds"],
         "exposed_seconds": step["exposed_seconds"],
         "peak_bytes": memory["peak_bytes_per_chip"],
         "limit_bytes": memory["limit_bytes_per_chip"],
         "fits": memory["fits"],
-        "versions": f"jax {build['jax']}, {build['plugin']}",
+        "versions": versions_of(report),
     }
 
 
-def table_row(row: Row, answer: dict[str, Any], kept: dict[Overrides, dict[str, Any]]) -> str:
+def table(kept: Rows) -> str:
+    columns = ("model, target, batch", "candidates", "searched in", "the first", "estimated", "compiled", "GiB estimated",
+               "compiled", "fits", "behind the best compiled", "too large: GiB estimated", "compiled")  # fmt: skip
+    return markdown(columns, (_cells(row, kept[row.overrides], kept) for row in ROWS if row.overrides in kept))
+
+
+def _cells(row: Row, answer: Facts, kept: Rows) -> list[str]:
     first, too_large = answer["best"][0], answer["too_large"]
     compiled = [kept.get(as_compiled(row, one)) for one in answer["best"]]
     own = compiled[0]
@@ -146,13 +151,12 @@ def table_row(row: Row, answer: dict[str, Any], kept: dict[Overrides, dict[str, 
     fits = "" if own is None else "yes" if own["fits"] else "no"
     chosen = " ".join(filter(None, map(_short, first["overrides"])))
     refused = kept.get(as_compiled(row, too_large)) if too_large else None
-    cells = (row.name, f"{answer['num_candidates']:,}", f"{answer['search_seconds']:.0f} s", f"`{chosen}`",
+    return [row.name, f"{answer['num_candidates']:,}", f"{answer['search_seconds']:.0f} s", f"`{chosen}`",
              f"{first['compute_seconds'] + sum(first['exposed_seconds'].values()):.2f} s", step,
-             f"{first['peak_bytes'] / 2**30:.1f}", _gib(own, per_chip), fits,
+             f"{gib(first['peak_bytes'])}", _gib(own, per_chip), fits,
              f"{behind} of {len(known)}" * (len(known) > 1),
-             f"{too_large['peak_bytes'] / 2**30:.1f}" if too_large else "none",
-             _gib(refused, per_chip) + (", fits" if refused and refused["fits"] else ""))  # fmt: skip
-    return f"| {' | '.join(cells)} |"
+             f"{gib(too_large['peak_bytes'])}" if too_large else "none",
+             _gib(refused, per_chip) + (", fits" if refused and refused["fits"] else "")]  # fmt: skip
 
 
 def _short(text: str) -> str:
@@ -162,44 +166,32 @@ def _short(text: str) -> str:
 
 
 def _gib(compiled: dict[str, Any] | None, per_chip: int) -> str:
-    return f"{compiled['peak_bytes'] / per_chip / 2**30:.1f}" if compiled and compiled["peak_bytes"] else ""
-
-
-def compile_row(file: Path, row: Row, one: dict[str, Any], what: str) -> None:
-    if as_compiled(row, one) not in read_kept(file):
-        print(f"compiling: {row.name}, {what}", file=sys.stderr, flush=True)
-        add_row(file, row.name, as_compiled(row, one), facts_of)
+    return gib(compiled["peak_bytes"] / per_chip) if compiled and compiled["peak_bytes"] else ""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="answers of `meshloom tune`, compiled")
-    parser.add_argument("file", nargs="?", type=Path, default=KEPT)
-    parser.add_argument("--rows", default="", help="only those with this text in their name")
+    parser = parser_of(__doc__, KEPT)
     parser.add_argument("--compile", type=int, default=1, help="the first N of each answer")
     parser.add_argument("--too-large", action="store_true", help="compile what does not fit by the estimate, too")
-    parser.add_argument("--show", action="store_true", help="only print the results that are saved")
-    arguments = parser.parse_args()
-    rows = [row for row in ROWS if arguments.rows in row.name]
-    for row in rows:
-        if not arguments.show and row.overrides not in read_kept(arguments.file):
+    given = parser.parse_args()
+    for row in [] if given.show else [row for row in ROWS if given.rows in row.name]:
+        if row.overrides not in read_kept(given.file):
             print(f"searching: {row.name}", file=sys.stderr, flush=True)
             if (answer := search(row)) is not None:
-                keep(arguments.file, row.name, row.overrides, answer)
-    answers = {row: kept for row in rows if (kept := read_kept(arguments.file).get(row.overrides)) is not None}
-    for place in range(0 if arguments.show else arguments.compile):
-        for row, answer in answers.items():
-            if place < len(answer["best"]):
-                compile_row(arguments.file, row, answer["best"][place], f"number {place + 1}")
-    for row, answer in answers.items() if arguments.too_large and not arguments.show else ():
-        if answer["too_large"]:
-            compile_row(arguments.file, row, answer["too_large"], "too large")
-    kept = read_kept(arguments.file)
-    print("| model, target, batch | candidates | searched in | the first | estimated | compiled | GiB estimated | "
-          "compiled | fits | behind the best compiled | too large: GiB estimated | compiled |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
-    for row, answer in answers.items():
-        print(table_row(row, answer, kept))
-    return 0
+                keep(given.file, row.name, row.overrides, answer)
+    kept = read_kept(given.file)
+    num_missing = make_rows(given, candidates_of(kept, given), facts_of)
+    print(table(read_kept(given.file)))
+    return int(num_missing > 0)
+
+
+def candidates_of(kept: Rows, given: argparse.Namespace) -> list[tuple[str, Overrides]]:
+    """Returns what is compiled of the answers: the first of all, the second of all, and so on."""
+    answers = [(row, kept[row.overrides]) for row in ROWS if row.overrides in kept]
+    found = [(row, answer["best"][n]) for n in range(given.compile) for row, answer in answers if n < len(answer["best"])]
+    if given.too_large:
+        found += [(row, answer["too_large"]) for row, answer in answers if answer["too_large"]]
+    return [(row.name, as_compiled(row, one)) for row, one in found]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,73 @@
+"""Prints every table of docs/results that is made of rows that are kept, or writes them into its pages.
+
+    python bench/results.py [--write]
+
+A page has a table between `<!-- table: NAME -->` and `<!-- end -->`. Nothing is compiled, estimated or run here: a script
+of its own makes the rows (bench/README.md). A test compares the pages with what is printed.
+"""
+
+import argparse
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import chaos
+import context
+import experts
+import faults
+import memory_accuracy
+import overlap
+import peer
+import published
+import tune
+from compiled_rows import read_kept, read_lines
+
+PAGES = Path(__file__).parents[1] / "docs/results"
+MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.S)
+
+
+def _published(table: Callable[..., str], *files: Path) -> Callable[[], str]:
+    return lambda: table(*map(read_kept, files))
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "published-errors": _published(published.errors_table, published.KEPT),
+    "published-ranges": _published(published.ranges_table, published.KEPT, published.ESTIMATES),
+    "published-rows": _published(published.rows_table, published.KEPT, published.ESTIMATES),
+    "published-declarations": published.declarations_table,
+    "estimates": _published(published.estimates_table, published.KEPT, published.ESTIMATES),
+    "overlap": lambda: overlap.table(read_kept(overlap.KEPT)),
+    "peer": lambda: peer.table(read_lines(peer.KEPT)),
+    "experts": lambda: experts.table(read_kept(experts.KEPT)),
+    "context-estimates": lambda: context.estimates(read_kept(context.KEPT)),
+    "context-compiled": lambda: context.compiled(read_kept(context.KEPT)),
+    "tune": lambda: tune.table(read_kept(tune.KEPT)),
+    "memory": lambda: memory_accuracy.table(read_lines(memory_accuracy.KEPT)),
+    "chaos": lambda: chaos.table(read_lines(chaos.KEPT)),
+    "faults": lambda: faults.tables(list(faults.read_kept(faults.KEPT).values())),
+}
+
+
+def filled(page: str) -> str:
+    """Returns a page with its tables as they are printed now."""
+    return MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", page)
+
+
+def pages() -> Iterator[Path]:
+    """Yields the pages that have tables of these."""
+    return (path for path in sorted(PAGES.glob("*.md")) if MARKED.search(path.read_text()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/results")
+    if parser.parse_args().write:
+        for path in pages():
+            path.write_text(filled(path.read_text()))
+        return
+    for name, table in TABLES.items():
+        print(f"{name}\n\n{table()}\n")
+
+
+if __name__ == "__main__":
+    main()
