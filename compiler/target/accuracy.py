@@ -2,7 +2,7 @@
 
 accuracy.json has the factors of the ranges. `python bench/published.py` derives them from runs that were not used to
 choose any constant of the cost model (bench/prediction_range.py): 8 of 10 runs lie in the range that runs of other
-sources, of other kinds of programs and on other chips give. docs/published.md has the runs.
+sources, of other kinds of programs and on other chips give. docs/results/published.md has the runs.
 """
 
 import json

@@ -95,7 +95,7 @@ def test_a_row_that_cannot_be_compiled_leaves_the_others(script, tmp_path, monke
 
 
 def test_what_could_not_be_judged_says_why(script):
-    cell = script("overlap")._cell
+    cell = script("overlap").figures
     unknown = {"predicted_seconds": None, "fits": True, "why_not": "the program's text cannot be read: line 7"}
     assert cell(unknown) == "the program's text cannot be read: line 7"
     assert cell(unknown | {"fits": False}) == "does not fit"
@@ -126,6 +126,15 @@ def test_deliberate_faults_fit_the_code_and_their_tests(script):
         "the old text is 0 times in compiler/parallel/weights.py",
         "there is no test tests/project/test_bench.py::test_nowhere",
     ]
+
+
+def test_pages_of_results_have_the_tables_that_their_rows_give(script):
+    """A page whose rows, or whose way to print them, have changed is stale: `python bench/results.py --write`."""
+    results = script("results")
+    pages = list(results.pages())
+    printed = [name for path in pages for _, name, _ in results.MARKED.findall(path.read_text())]
+    assert sorted(printed) == sorted(results.TABLES), "each table is on one page"
+    assert [path.name for path in pages if results.filled(path.read_text()) != path.read_text()] == []
 
 
 def test_half_of_the_recipes_are_only_checked(script):

@@ -20,7 +20,7 @@ from meshloom.compiler.declare.user_code import DeclaredRun
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.spec.data_spec import Source, TokenizerSpec
-from meshloom.compiler.spec.spec import Rule
+from meshloom.compiler.spec.spec import Rule, ShardingSpec
 from meshloom.models.config import Config
 from meshloom.runtime.train.train import plan_and_check
 
@@ -129,7 +129,8 @@ def _member_of(kind: typing.Any, values: dict[str, typing.Any]) -> type[Config]:
 
 
 def test_no_spec_has_a_default_in_code():
-    """Except for keys of a list's entries, which no file of conf/ can complete, and for keys that are not offered."""
+    """Except for keys of a list's entries and of shardings of one's own, which no file of conf/ can complete, and for
+    keys that are not offered."""
 
     def configs(node):
         for sub in node.__subclasses__():
@@ -139,7 +140,7 @@ def test_no_spec_has_a_default_in_code():
     assert len(list(configs(Config))) >= 14
     for config in configs(Config):
         optional = {name for name, field in config.model_fields.items() if field.repr and not field.is_required()}
-        assert optional == ({"alternatives"} if config is Rule else set()), config
+        assert optional == {Rule: {"alternatives"}, ShardingSpec: {"mesh_axes"}}.get(config, set()), config
 
 
 ADAPTERS = {  # the files that use private parts of a library, with the libraries
