@@ -156,7 +156,9 @@ def rules_over(rules: tuple[Rule, ...], mesh_axes: tuple[MeshAxis, ...] | None) 
         last = kept[-1] if kept else None
         if rule.mesh and not mesh:
             continue
-        if last and last.mesh == mesh and (mesh != rule.mesh or last not in rules):  # alike now
+        if last and last.mesh == mesh and (
+            mesh != rule.mesh or last not in rules or set(rule.logical) <= set(last.logical)
+        ):  # what told them apart is left out
             kept[-1] = _of_these_too(last, rule.logical)
         else:
             kept.append(rule.model_copy(update={"mesh": mesh}))
