@@ -1,6 +1,7 @@
 """Estimates of a step without a compiler: peak memory, communication, and the bound of each part."""
 
 from dataclasses import dataclass
+from typing import get_args
 
 from ..jaxpr.unknown import UnknownPrimitive
 from ..plan import Plan
@@ -88,13 +89,10 @@ def estimate_declared(plan: Plan) -> StepEstimate:
     """Returns the estimate of the plan's own program, from which a search begins."""
     step = price_regions(read_step(plan), plan.target.compiler)
     peak = find_peak(step)
-    classes: tuple[MemoryClass, ...] = (
-        "working_parameters", "gathered_weights", "gradients", "activations", "temporaries",
-    )  # fmt: skip
     memory = MemoryEstimate(
         plan.memory.state_bytes,
         plan.memory.batch,
-        *(peak.num_bytes.get(name, 0) for name in classes),
+        **{name: peak.num_bytes.get(name, 0) for name in get_args(MemoryClass)},
         part=peak.at,
         limit_bytes=plan.target.hbm_bytes_per_device,
         host_bytes=host_bytes(step),

@@ -10,7 +10,7 @@ This is the only walk over a program: peak memory, communication, roofline and t
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..jaxpr.fusion import Fused, FusedStep, fuse, stacked_bytes, traffic
 from ..jaxpr.program import Operation, Program
@@ -77,8 +77,7 @@ class Region:
 
 def price_regions(program: Program, compiler: CompilerTraits) -> Region:
     """Returns the region of a whole step, with all others inside of it."""
-    fused = fuse(program, is_loop=False)
-    return Region(program, fused, _priced(fused, compiler, (), is_counted=True))
+    return _with_steps(Region(program, fuse(program, is_loop=False), ()), compiler)
 
 
 def largest_sum(terms: Iterable[tuple[Region, float]]) -> float:
@@ -88,34 +87,28 @@ def largest_sum(terms: Iterable[tuple[Region, float]]) -> float:
     return max(sum(one[stage % len(one)] * value for one, value in each) for stage in range(num_stages))
 
 
-def _priced(
-    fused: Fused, compiler: CompilerTraits, factors: tuple[tuple[float, ...], ...], *, is_counted: bool
-) -> tuple[PricedStep, ...]:
-    program, steps = fused.program, []
+def _with_steps(region: Region, compiler: CompilerTraits) -> Region:
+    program, steps = region.program, []
     places = {id(operation): place for place, operation in enumerate(program.operations)}
-    for step, arrays in traffic(fused, into_matmuls=compiler.fuses_into_matmuls):
+    for step, arrays in traffic(region.fused, into_matmuls=compiler.fuses_into_matmuls):
         operation = step.operation
-        inside = _inside(operation, program, compiler, factors, is_counted=is_counted)
+        inside = tuple(_with_steps(one, compiler) for one in _inside(operation, region, compiler))
         declares = operation.hbm_bytes is not None or operation.flops is None
         num_bytes = operation.hbm_bytes if declares else sum(program.sizes[i] for i in arrays)
         steps.append(PricedStep(step, num_bytes, () if declares else arrays, inside, places[id(operation)]))
-    return tuple(steps)
+    return replace(region, steps=tuple(steps))
 
 
-def _inside(
-    operation: Operation,
-    around: Program,
-    compiler: CompilerTraits,
-    factors: tuple[tuple[float, ...], ...],
-    *,
-    is_counted: bool,
-) -> tuple[Region, ...]:
+def _inside(operation: Operation, around: Region, compiler: CompilerTraits) -> Iterator[Region]:
+    """Yields the regions that an operation runs, without their steps."""
     is_loop = operation.kind == "loop"
-    is_counted = is_counted and not (operation.unknown and operation.unknown.why)
-    stacked = stacked_bytes(operation, around) if is_loop and compiler.copies_loop_carry else 0
-    found = []
     for body in operation.bodies:
-        fused, own = fuse(body.program, is_loop=is_loop), (*factors, body.executions)
-        steps = _priced(fused, compiler, own, is_counted=is_counted)
-        found.append(Region(body.program, fused, steps, own, is_counted, operation.scope, stacked))
-    return tuple(found)
+        yield Region(
+            body.program,
+            fuse(body.program, is_loop=is_loop),
+            steps=(),
+            factors=(*around.factors, body.executions),
+            is_counted=around.is_counted and not (operation.unknown and operation.unknown.why),
+            scope=operation.scope,
+            stacked_bytes=stacked_bytes(operation, around.program) if is_loop and compiler.copies_loop_carry else 0,
+        )
