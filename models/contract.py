@@ -28,7 +28,7 @@ flax.config.update("flax_always_shard_variable", False)
 
 Params = dict[str, Any]  # nested dict of arrays
 IGNORED_TARGET = -1  # a target without loss: the end of a document that is kept apart from the next
-PADDING_TARGET = -2  # the target of a place that holds no token at all
+PADDING_TARGET = -2  # the target of a place that holds no token
 LogicalAxes = tuple[str | None, ...]  # one name per dimension; None: a dimension that is never sharded
 
 
@@ -58,7 +58,7 @@ def plain_operation(kind: str, name: str, plain: Callable[..., Array], *operands
 
 @dataclass(frozen=True)
 class Context:
-    """A context is what the compiler hands to a piece besides its parameters and its input.
+    """The values and functions that the compiler hands to a piece besides its parameters and its input.
 
     positions_BT: int32 (batch or 1, length), the position of each token in its document.
     segment_ids_BT: int32 (batch, length), the document of each token within its sequence, 0 for padding; tokens attend
@@ -123,15 +123,17 @@ class Context:
         return y
 
     def jitter(self, x: Array, amount: float, *, site: int) -> Array:
-        """`x` (batch, ...), each entry times a random number from 1 - amount to 1 + amount, by the keys of dropout."""
+        """Returns `x` (batch, ...), each entry times a random number from 1 - amount to 1 + amount, by the keys of
+        dropout."""
         if self.dropout_keys_B is None or amount == 0:
             return x
         draw = partial(jax.random.uniform, shape=x.shape[1:], minval=1 - amount, maxval=1 + amount)
         return x * jax.vmap(lambda key: draw(jax.random.fold_in(key, site)))(self.dropout_keys_B).astype(x.dtype)
 
     def dropout(self, x: Array, rate: float, *, site: int) -> Array:
-        """`x` (batch, ...) with a share `rate` of it set to zero, and the rest scaled up. site: tells the calls within
-        a piece apart. What is dropped depends on the sequence alone: not on how the batch is split over devices."""
+        """Returns `x` (batch, ...) with a share `rate` of it set to zero, and the rest scaled up. site: tells the
+        calls within a piece apart. What is dropped depends on the sequence alone: not on how the batch is split over
+        devices."""
         if self.dropout_keys_B is None or rate == 0:
             return x
         keys_B = jax.vmap(lambda key: jax.random.fold_in(key, site))(self.dropout_keys_B)
@@ -147,7 +149,7 @@ class Aux:
     Each value is a sum over the tokens that the piece is handed, a part of the global batch, without padding
     (`Context.where_token`); the compiler adds them up over microbatches and devices, and divides by the tokens of the
     global batch. All layers of a stack return the same names; metrics show each as STACK/NAME, averaged over the
-    layers. Which tokens a piece is handed depends on the mesh: what is no sum over tokens is made of totals, by
+    layers. Which tokens a piece is handed depends on the mesh: what is not a sum over tokens is made of totals, by
     `AuxOfTotals` for a microbatch, by `Measure` for the global batch.
 
     losses: scalars, multiplied with the weight that the model chooses; those of all layers are added to the objective.
@@ -189,8 +191,8 @@ def split_aux(output: Any) -> tuple[Any, Aux]:
 
 @dataclass(frozen=True)
 class Piece:
-    """One pure function of a model and the parameters that it takes. name: of the class that it is made from.
-    float32: the paths of those parameters that it takes in float32, whatever type it computes in."""
+    """One pure function of a model and the parameters that it takes. name: the class that it is made from. float32: the
+    paths of the parameters that it takes in float32, whatever type it computes in."""
 
     abstract: Params  # nested dict of jax.ShapeDtypeStruct
     logical_axes: Params  # the same tree, of LogicalAxes
@@ -235,8 +237,8 @@ class Measure:
 @dataclass(frozen=True)
 class Stack:
     """`num_layers` equal layers, run one after the other; parameters are stacked along a first dimension `layers`.
-    rules: of those parameters that a rule updates and not the optimizer, by their paths in the layer. measures: by the
-    names that metrics give them."""
+    rules: the parameters that a rule updates and not the optimizer, by their paths in the layer. measures: by the names
+    that metrics give them."""
 
     name: str
     layer: Piece
@@ -256,7 +258,7 @@ class Model:
 
     tied: parameters of the head that are those of the embedding, by name: {"table_VE": "table_VE"}. max_length: the
     longest sequence that the model can read, in tokens; None: any. A longer sequence_length is refused.
-    num_active_experts: of each dimension `experts`, the entries that one token meets; None: all.
+    num_active_experts: the entries of each dimension `experts` that one token meets; None: all.
     """
 
     embed: Piece
@@ -267,7 +269,7 @@ class Model:
     num_active_experts: int | None = None
 
     def abstract(self) -> Params:
-        """Parameters as `jax.ShapeDtypeStruct`: nothing is allocated."""
+        """Returns the parameters as `jax.ShapeDtypeStruct`: nothing is allocated."""
         stacked = {
             stack.name: jax.tree.map(
                 lambda x, n=stack.num_layers: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), stack.layer.abstract
@@ -286,13 +288,13 @@ class Model:
 
     @property
     def float32(self) -> frozenset[str]:
-        """The paths of the parameters that are stored, gathered and used in float32, in any precision."""
+        """Returns the paths of the parameters that are stored, gathered and used in float32, in any precision."""
         pieces = {"embed": self.embed, "head": self.head} | {stack.name: stack.layer for stack in self.stacks}
         return frozenset(f"{name}/{path}" for name, piece in pieces.items() for path in piece.float32)
 
     @property
     def rules(self) -> dict[str, UpdateRule]:
-        """The rules of all stacks, by the paths of their parameters."""
+        """Returns the rules of all stacks, by the paths of their parameters."""
         return {f"{stack.name}/{path}": rule for stack in self.stacks for path, rule in stack.rules.items()}
 
     def init(self, key: Array) -> Params:
@@ -340,7 +342,7 @@ def build_piece(make: Callable[[nnx.Rngs], nnx.Module]) -> Piece:
 
     `make(rngs)` builds the module; every `nnx.Param` in it carries `out_sharding=(logical axis, ...)`, one name (or
     None) per dimension; `in_float32=True` keeps it in float32 in any precision. Raises TypeError where a Param has no
-    axes, where the module holds state that is no Param, or where it cannot be called with its input and a Context.
+    axes, where the module holds state that is not a Param, or where it cannot be called with its input and a Context.
     """
     module = nnx.eval_shape(lambda: _checked(make(nnx.Rngs(params=0))))
     graphdef, params, other = nnx.split(module, nnx.Param, ...)

@@ -18,7 +18,7 @@ from .numbers import divisors
 from .parts import Norm, NormKind, RopeScaling, bias, matrix, rotate
 
 RESIDUAL = ("batch", "sequence_parallel_length", "embed")  # the residual stream and its norms: each token for itself
-WHOLE = ("batch", "length", "embed")  # what matmuls read of it
+WHOLE = ("batch", "length", "embed")  # the residual stream as matmuls read it
 WITHIN_MLP = ("batch", "length", "mlp")
 
 
@@ -31,7 +31,7 @@ class DecoderBase(ModelConfig):
     num_heads: PositiveInt
     num_kv_heads: PositiveInt  # heads that share one key and value: num_heads / num_kv_heads
     head_dim: PositiveInt
-    mlp_dim: PositiveInt  # of the MLP in a layer, or of each expert
+    mlp_dim: PositiveInt  # the width of the MLP in a layer, or of each expert
     mlp: Literal["gated", "plain"]  # gated: (f(x gate) * (x up)) down; plain: f(x up) down
     mlp_activation: Literal["silu", "gelu", "gelu_tanh", "relu"]
     positions: Literal["rope", "learned"]
@@ -39,18 +39,22 @@ class DecoderBase(ModelConfig):
     rope_scaling: RopeScaling | None
     num_positions: PositiveInt | None  # rows of the table of learned positions: the longest sequence
     norm: NormKind
-    norm_placement: Literal["before", "before_and_after"]  # of attention and MLP
+    norm_placement: Literal["before", "before_and_after"]  # where the norms of attention and MLP stand
     norm_epsilon: PositiveFloat
-    qk_norm: Literal["none", "rms"]  # of each head's queries and keys, before they are turned
-    attention_scale: PositiveFloat | None  # of scores; None: 1 / sqrt(head_dim)
-    attention_windows: Annotated[tuple[PositiveInt | None, ...], Field(min_length=1)]  # in turn; None: all before
+    qk_norm: Literal["none", "rms"]  # the norm of each head's queries and keys, before they are turned
+    attention_scale: PositiveFloat | None  # the factor of scores; None: 1 / sqrt(head_dim)
+    attention_windows: Annotated[
+        tuple[PositiveInt | None, ...], Field(min_length=1)
+    ]  # one layer after the other; None: all tokens before
     attention_soft_cap: PositiveFloat | None
     logit_soft_cap: PositiveFloat | None
-    biases: Literal["none", "qkv", "all"]  # of matrices, but that of the head
+    biases: Literal["none", "qkv", "all"]  # the biases of matrices; the head's has none
     embeddings: Literal["separate", "tied"]  # tied: the head multiplies with the embedding's table
     embedding_scale: Literal["one", "sqrt_embed_dim"]
-    dropout_rate: Annotated[float, Field(ge=0, lt=1)]  # of the embeddings and of what is added to the residual stream
-    initializer_stddev: PositiveFloat  # of every matrix; the two that write to the residual stream: / sqrt(2 layers)
+    dropout_rate: Annotated[
+        float, Field(ge=0, lt=1)
+    ]  # applied to the embeddings and to each addition to the residual stream
+    initializer_stddev: PositiveFloat  # for every matrix; the two that write to the residual stream: / sqrt(2 layers)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -132,8 +136,8 @@ class LayerGroup(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """index: of its window among `attention_windows`. mlp, attention: None for those of a
-    decoder; the layer returns the auxiliary outputs of its MLP, if it has any."""
+    """A layer of a decoder. index: the place of its window among `attention_windows`. mlp, attention: None for those of
+    a decoder; the layer returns the auxiliary outputs of its MLP, if it has any."""
 
     def __init__(
         self, config: DecoderBase, rngs: nnx.Rngs, *, index: int, mlp: nnx.Module | None = None,
@@ -184,8 +188,8 @@ class Head(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Each head's queries meet the keys of its kv_head: num_kv_heads = num_heads is plain multi-head attention
-    (Vaswani et al. 2017), 1 multi-query (Shazeer 2019), between them grouped-query (Ainslie et al. 2023)."""
+    """Attention in which each head's queries meet the keys of its kv_head: num_kv_heads = num_heads is plain multi-head
+    attention (Vaswani et al. 2017), 1 multi-query (Shazeer 2019), between them grouped-query (Ainslie et al. 2023)."""
 
     def __init__(self, config: DecoderBase, rngs: nnx.Rngs, *, window: int | None):
         self.config, self.window = config, window
@@ -234,7 +238,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Gated: Shazeer 2020, arXiv:2002.05202. Its input comes from a norm, each token for itself."""
+    """An MLP, plain or gated (Shazeer 2020, arXiv:2002.05202). Its input comes from a norm, each token for itself."""
 
     def __init__(self, config: DecoderBase, rngs: nnx.Rngs, *, width: int):
         self.config, E, M = config, config.embed_dim, width
@@ -276,7 +280,8 @@ def _norm(config: DecoderBase) -> Norm:
 
 
 def residual_stddev(config: DecoderBase) -> float:
-    """Layers that write to the residual stream start smaller, so that its variance does not grow with depth (GPT-2)."""
+    """Returns the deviation of the matrices that write to the residual stream: they start smaller, so that its variance
+    does not grow with depth (GPT-2)."""
     return config.initializer_stddev * (2 * config.num_layers) ** -0.5
 
 

@@ -13,7 +13,7 @@ from jax import Array
 
 from .activations import ACTIVATIONS
 
-NO_EXPERT = 2**31 - 1  # in place of an expert's number: the token goes to none, as padding does
+NO_EXPERT = 2**31 - 1  # instead of an expert's number: the token goes to none, as padding does
 
 
 def route(
@@ -62,7 +62,7 @@ def shares(tokens_X: Array) -> Array:
 
 
 def _of_best_groups(scores_BTX: Array, num_groups: int, num_chosen: int) -> Array:
-    """The scores, -infinity for experts of other groups: with 0, one of them might beat a score below 0."""
+    """Returns the scores, -infinity for experts of other groups: with 0, one of them might beat a score below 0."""
     scores_BTGX = scores_BTX.reshape(*scores_BTX.shape[:2], num_groups, -1)
     best_BTG2, _ = jax.lax.top_k(scores_BTGX, min(2, scores_BTGX.shape[-1]))
     _, groups_BTK = jax.lax.top_k(jnp.sum(best_BTG2, axis=-1), num_chosen)

@@ -19,16 +19,18 @@ from .parts import Norm, matrix, rotate
 
 
 class LatentAttentionConfig(Config):
-    """`head_dim` of the decoder is the part of a head's query and key that has no position."""
+    """The sizes of latent attention. `head_dim` of the decoder is the part of a head's query and key that has no
+    position."""
 
-    query_dim: PositiveInt  # of the vector that all heads' queries are made of
-    kv_dim: PositiveInt  # of the one that all heads' keys and values are made of
+    query_dim: PositiveInt  # the size of the vector that all heads' queries are made of
+    kv_dim: PositiveInt  # the size of the one that all heads' keys and values are made of
     rope_head_dim: PositiveInt  # the part of a head's query and key that rotary positions turn
     value_head_dim: PositiveInt
 
 
 class LatentAttention(nnx.Module):
-    """Parameters' latent dimensions have the logical axis `embed`, so that they are sharded as other matrices are."""
+    """Attention between heads made of latent vectors. The latent dimensions of parameters have the logical axis
+    `embed`, so that they are sharded as other matrices are."""
 
     def __init__(self, config: DecoderBase, latent: LatentAttentionConfig, rngs: nnx.Rngs, *, window: int | None):
         self.config, self.latent, self.window = config, latent, window

@@ -23,7 +23,8 @@ class LinearStackConfig(ModelConfig):
 
 
 def build_linear_stack(config: LinearStackConfig) -> Model:
-    """tokens -> table -> x W ... W -> logits, without nonlinearity, so that gradients can be checked by hand."""
+    """Returns tokens -> table -> x W ... W -> logits, without nonlinearity, so that gradients can be checked by
+    hand."""
     return Model(
         embed=build_piece(lambda rngs: Embed(config, rngs)),
         stacks=(Stack("layers", build_piece(lambda rngs: Layer(config, rngs)), config.num_layers),),

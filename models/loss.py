@@ -32,8 +32,8 @@ def has_loss(targets_BT: Array) -> Array:
 
 
 def cross_entropy_sums(parts_BTV: Sequence[Array], targets_BT: Array, *, z_loss_weight: float) -> Array:
-    """(objective, cross-entropy), each a sum over tokens: -log softmax(logits)[target] in float32, and for the
-    objective z_loss_weight log(z)^2 more (PaLM, arXiv:2204.02311, section 5). Splits over a sharded vocabulary.
+    """Returns (objective, cross-entropy), each a sum over tokens: -log softmax(logits)[target] in float32, and for the
+    objective z_loss_weight log(z)^2 more (PaLM, arXiv:2204.02311, section 5). It splits over a sharded vocabulary.
 
     parts_BTV: logits, in parts along the vocabulary.
     """
@@ -45,14 +45,15 @@ def cross_entropy_sums(parts_BTV: Sequence[Array], targets_BT: Array, *, z_loss_
         first += part_BTV.shape[-1]
     is_counted_BT = has_loss(targets_BT)
     cross_entropy = jnp.sum(jnp.where(is_counted_BT, log_z_BT - target_logit_BT, 0.0))
-    if z_loss_weight == 0:  # 0 x infinity would be no number
+    if z_loss_weight == 0:  # 0 x infinity would be NaN
         return jnp.stack([cross_entropy, cross_entropy])
     z_loss = z_loss_weight * jnp.sum(jnp.where(is_counted_BT, jnp.square(log_z_BT), 0.0))
     return jnp.stack([cross_entropy + z_loss, cross_entropy])
 
 
 def _of_part(logits_BTV: Array, targets_BT: Array) -> tuple[Array, Array]:
-    """(the target's logit, 0 where it is in another part; log of the sum of exponentials), float32."""
+    """Returns the target's logit, 0 where it is in another part, and the logarithm of the sum of exponentials, both in
+    float32."""
     logits_BTV = logits_BTV.astype(jnp.float32)
     is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])
     return jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0.0), axis=-1), jax.nn.logsumexp(logits_BTV, axis=-1)

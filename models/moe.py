@@ -31,9 +31,9 @@ class MoeConfig(DecoderBase):
     family: Literal["moe"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen, so it is never assigned)
     num_experts: Annotated[int, Field(ge=2)]
     num_experts_per_token: PositiveInt
-    num_shared_experts: NonNegativeInt  # that every token has besides its own: one MLP, so many times as wide
+    num_shared_experts: NonNegativeInt  # the experts of every token besides its own: one MLP, as many times as wide
     num_dense_layers: NonNegativeInt  # the first layers, with one MLP and no experts
-    dense_mlp_dim: PositiveInt | None  # its width
+    dense_mlp_dim: PositiveInt | None  # the width of that MLP
     router_scores: Literal["softmax", "sigmoid"]
     router_weights: Literal["normalized", "scores"]  # normalized: those of a token's experts sum to router_scale
     router_scale: PositiveFloat
@@ -41,9 +41,9 @@ class MoeConfig(DecoderBase):
     num_groups_per_token: PositiveInt
     router_jitter: Annotated[float, Field(ge=0, lt=1)]  # the router's input times 1 - jitter .. 1 + jitter, in training
     latent_attention: LatentAttentionConfig | None  # None: a decoder's attention
-    load_balancing_weight: NonNegativeFloat  # of an auxiliary loss, 1 where all experts have as many tokens
-    router_z_loss_weight: NonNegativeFloat  # of the mean of log(sum exp(logits))^2
-    router_bias_update_rate: NonNegativeFloat | None  # of a bias by which tokens choose experts; None: no bias
+    load_balancing_weight: NonNegativeFloat  # times a loss that is 1 for an even spread
+    router_z_loss_weight: NonNegativeFloat  # the weight of the mean of log(sum exp(logits))^2
+    router_bias_update_rate: NonNegativeFloat | None  # the step of a bias by which tokens choose experts; None: no bias
 
     def build(self) -> Model:
         return build_moe(self)
@@ -177,12 +177,12 @@ class Experts(nnx.Module):
     def _aux(
         self, logits_BTX: Array, scores_BTX: Array, ids_BTK: Array, num_dropped: Array, context: Context
     ) -> AuxOfTotals:
-        """Losses of the router, and what became of the choices of these tokens; padding counts nowhere.
+        """Returns the losses of the router, and what became of the choices of these tokens; padding counts nowhere.
 
         load_balancing: X sum f_i p_i, of the share f_i of the microbatch's choices that are expert i and its mean score
         p_i (Switch, arXiv:2101.03961). router_z: the mean of log(sum exp(logits))^2 (ST-MoE, arXiv:2202.08906).
-        dropped: the share of choices that no expert had room for. expert_tokens: of each expert, which the router's
-        bias and the measures of balance follow.
+        dropped: the share of choices that no expert had room for. expert_tokens: the tokens of each expert, which the
+        router's bias and the measures of balance follow.
         """
         config = self.config
         ids_BTK = context.where_token(ids_BTK, NO_EXPERT)

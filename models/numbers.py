@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 MOST_COUNTED = 2**31 - 1
-LEAST_FLOAT32 = float(np.finfo(np.float32).tiny)  # devices take what is smaller for 0
+LEAST_FLOAT32 = float(np.finfo(np.float32).tiny)  # devices flush anything smaller to 0
 MOST_FLOAT32 = float(np.finfo(np.float32).max)
 
 Bound = Ge | Gt | Le | Lt

@@ -19,7 +19,8 @@ NormKind = Literal["rms", "rms_zero_centered", "layer"]
 
 
 class RopeScaling(Config):
-    """Llama 3.1's stretch of rotary wavelengths for longer contexts (arXiv:2407.21783; constants from Meta's release).
+    """Llama 3.1's stretch of rotary wavelengths for longer contexts (arXiv:2407.21783; the constants are from Meta's
+    release).
 
     Wavelengths shorter than original_length / high_frequency_factor stay, those longer than original_length /
     low_frequency_factor are `factor` times as long, with a smooth passage between; with equal factors, there is none.
@@ -48,7 +49,7 @@ def matrix(
 
 
 def bias(axes: tuple[str, ...], shape: tuple[int, ...]) -> nnx.Param[Array]:
-    """Zeros, to be added to activations."""
+    """Returns zeros, to be added to activations."""
     return nnx.Param(jnp.zeros(shape), out_sharding=axes)
 
 
@@ -79,7 +80,8 @@ class Norm(nnx.Module):
 
 
 def rotate(x_BTHD: Array, positions_BT: Array, *, theta: float, scaling: RopeScaling | None) -> Array:
-    """Rotary positions (Su et al. 2021, arXiv:2104.09864): dimension i turns with dimension i + D/2, in float32."""
+    """Returns heads turned by rotary positions (Su et al. 2021, arXiv:2104.09864): dimension i turns with dimension i +
+    D/2, in float32."""
     half = x_BTHD.shape[-1] // 2
     frequencies_D = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if scaling is not None:
@@ -91,7 +93,7 @@ def rotate(x_BTHD: Array, positions_BT: Array, *, theta: float, scaling: RopeSca
 
 
 def _stretched(frequencies: Array, scaling: RopeScaling) -> Array:
-    turns = scaling.original_length * frequencies / (2 * math.pi)  # over the original length
+    turns = scaling.original_length * frequencies / (2 * math.pi)  # the turns over the original length
     span = scaling.high_frequency_factor - scaling.low_frequency_factor
     kept = jnp.clip((turns - scaling.low_frequency_factor) / span, 0, 1)
     return frequencies * (kept + (1 - kept) / scaling.factor)

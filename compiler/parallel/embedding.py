@@ -93,7 +93,7 @@ class EmbeddingOp(ParallelOp):
         return plan.chosen.weights if weight.array.path in plan.site.parameters else None
 
     def scope(self, plan: OpPlan) -> str | None:
-        """The collectives of a table that is gathered have its own name."""
+        """Returns the scope of exchanged rows. The collectives of a table that is gathered have the table's name."""
         return None if plan.chosen.weights == "gathered" else rows_scope(plan.site.parameters[0])
 
 
@@ -106,7 +106,7 @@ def _over_tokens(plan: ArrayPlan, roles: AxisRoles) -> tuple[Axes, ...]:
 
 
 def _refusal(site: OpSite, inputs: OpInputs, rows: Axes, columns: Axes) -> str | None:
-    """Why rows cannot be exchanged; None where they can."""
+    """Returns why rows cannot be exchanged; None where they can."""
     sharding = inputs.sharding
     accumulated = _over_tokens(_layout(accumulated_layouts(inputs.spec, sharding), site), sharding.roles)
     if not rows and not columns:
@@ -125,7 +125,8 @@ def _refusal(site: OpSite, inputs: OpInputs, rows: Axes, columns: Axes) -> str |
 def _compared(
     rows_bytes: int, table_bytes: int, for_rows: float | None, for_table: float | None
 ) -> tuple[tuple[Cost, Cost], str]:
-    """The costs of exchanged rows and of a gathered table: seconds on the links, bytes where those are not known."""
+    """Returns the costs of exchanged rows and of a gathered table: seconds on the links, or bytes where those are not
+    known."""
     figures = f"{human_bytes(rows_bytes)} of rows, {human_bytes(table_bytes)} of table"
     if for_rows is None or for_table is None:
         return (Cost(rows_bytes, "bytes"), Cost(table_bytes, "bytes")), figures
@@ -134,8 +135,9 @@ def _compared(
 
 
 def exchange_rows(columns: Array, ids: Array, axes: Axes) -> Array:
-    """Whole rows of a table for this device's ids. columns: (rows, columns / n), this device's of n along `axes`. ids:
-    (batch, ...). Returns (batch, ..., columns). The gradient of a row that many tokens use is summed in float32."""
+    """Returns whole rows (batch, ..., columns) of a table for this device's ids. columns: (rows, columns / n), those
+    of this device of n along `axes`. ids: (batch, ...). The gradient of a row that many tokens use is summed in
+    float32."""
     every_id = jax.lax.all_gather(ids, axes, axis=0, tiled=True)
     found = columns.astype(jnp.float32)[every_id].astype(columns.dtype)
     return jax.lax.all_to_all(found, axes, split_axis=0, concat_axis=found.ndim - 1, tiled=True)

@@ -27,8 +27,10 @@ from ..target.compiler_options import hidden_kinds
 from .operation import CollectiveSpec, Cost, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, WeightUse, refused
 
 WHOLE, VOCAB_CHUNKS = "whole", "vocab_chunks"
-MOST_OF_THE_VOCABULARY = 0.8  # in one part: the gather of what is left of it is not hidden
-NUM_PASSES = 4  # over the head's input for each part more: its norm, and the sum of its gradients, forward and backward
+MOST_OF_THE_VOCABULARY = 0.8  # the most in one part: the gather of the rest is not hidden
+NUM_PASSES = (
+    4  # over the head's input for each further part: its norm, and the sum of its gradients, forward and backward
+)
 ALIGNED = 8  # parts of a vocabulary that is a power of two are multiples of this share of it
 
 
@@ -76,13 +78,13 @@ class LmHeadOp(ParallelOp):
 
 
 def _moved(sizes: Sequence[int], axes: Axes) -> tuple[CollectiveSpec, ...]:
-    """A gather forward and a reduce-scatter backward of each of these sizes in bytes."""
+    """Returns a gather forward and a reduce-scatter backward of each of these sizes in bytes."""
     gathers = (CollectiveSpec("all-gather", axes, size, 1, "forward") for size in sizes)
     return (*gathers, *(CollectiveSpec("reduce-scatter", axes, size, 1, "backward") for size in sizes))
 
 
 def _objection(inputs: OpInputs) -> str | None:
-    """Why chunks would hide nothing here; None where they may."""
+    """Returns why chunks would hide nothing here; None where they may."""
     target = inputs.target
     if not target.compiler.gathers_before_loops:
         return f"the compiler for {target.name} does not wait for the head's gather before the layers"
@@ -97,7 +99,8 @@ def _objection(inputs: OpInputs) -> str | None:
 def _with_costs(
     inputs: OpInputs, chunks: Strategy, whole: Strategy, num_bytes: int, axes: Axes
 ) -> tuple[Strategy, Strategy]:
-    """Whole: its gather, which nothing hides. In chunks: the passes over the head's input that are added."""
+    """Returns both strategies with their costs: for the whole head its gather, which nothing hides; for chunks the
+    passes over the head's input that are added."""
     gather, bandwidth = (
         inputs.mesh.alone_seconds("all-gather", num_bytes, axes),
         inputs.target.hbm_bytes_per_second_per_device,
@@ -114,8 +117,8 @@ def _with_costs(
 
 
 def chunk_sizes(vocab_size: int, max_odd_factor: int | None) -> tuple[int, ...]:
-    """Returns the vocabulary in few chunks, the first one small: nothing hides its gather. max_odd_factor: of a chunk
-    o 2^k, the largest o with which its gradient is reduce-scattered; None: any.
+    """Returns the vocabulary in few chunks, the first one small: nothing hides its gather. max_odd_factor: the
+    largest o of a chunk o 2^k with which its gradient is reduce-scattered; None: any.
 
     128,256 entries, max_odd_factor 26: 256, 25 x 1,024, 25 x 4,096.
     """
@@ -131,7 +134,7 @@ def chunk_sizes(vocab_size: int, max_odd_factor: int | None) -> tuple[int, ...]:
 
 
 def _cannot_be_cut(spec: RunSpec, model: Model, sharding: ShardingPlan) -> str | None:
-    """Why its parameters cannot be used in parts; None where they can."""
+    """Returns why its parameters cannot be used in parts; None where they can."""
     if VOCAB in jax.tree.leaves([axes for name, axes in model.head.logical_axes.items() if name in model.tied]):
         return "the embedding has the same weights"
     layouts = (*sharding.parameters, *accumulated_layouts(spec, sharding), *sharding.optimizer)
@@ -157,7 +160,7 @@ def _vocab_sizes(sharding: ShardingPlan) -> set[int]:
 
 
 def _gathered_over(sharding: ShardingPlan) -> tuple[str, ...]:
-    """Mesh axes over which the parameters with a vocabulary are gathered."""
+    """Returns the mesh axes over which the parameters with a vocabulary are gathered."""
     axes = (axis for plan in _with_vocab(sharding) for d in plan.dimensions for axis in d.axes)
     return tuple(dict.fromkeys(axis for axis in axes if axis in sharding.roles.tokens))
 

@@ -25,7 +25,8 @@ AT_ONCE, SEQUENCE_CHUNKS = "at_once", "sequence_chunks"
 
 
 class LossOp(ParallelOp):
-    """Chunked cross-entropy: where the logits of all tokens are too large, head and loss run on some at a time."""
+    """Chunked cross-entropy: where the logits of all tokens are too large, head and loss run on some tokens at a
+    time."""
 
     kind = "loss"
     title = "loss"
@@ -43,7 +44,7 @@ class LossOp(ParallelOp):
         most = max(spec.loss.max_logits_bytes, spec.loss.max_logits_share * (inputs.target.hbm_bytes_per_device or 0))
         shards = {d.logical: mesh.num_shards(d.axes) for plan in inputs.sharding.activations for d in plan.dimensions}
         per_token = inputs.sequences_of_device * spec.model.vocab_size * FLOAT32_BYTES // shards.get("vocab", 1)
-        # What comes in shards of its length is not regrouped.
+        # Logits that come in shards of their length are not regrouped.
         length = inputs.length_of_device
         most_chunks = length // shards.get("sequence_parallel_length", 1)
         fitting = (n for n in divisors(most_chunks) if length // n * per_token <= most)
@@ -61,7 +62,7 @@ class LossOp(ParallelOp):
         return run if plan.chosen.parameters > 1 else None
 
     def scope(self, plan: OpPlan) -> str | None:
-        """Its operations have the names of the head."""
+        """Returns None: its operations have the names of the head."""
         del plan
         return None
 
@@ -78,7 +79,8 @@ def sum_losses_in_blocks(
 
 
 def _blocked(of_block: Callable[[VocabChunks, Array, Array], Any]) -> Callable[[VocabChunks, Array, Array], Any]:
-    """The sum of `of_block` over the first dimension of x and targets, logits made again in the backward pass."""
+    """Returns a function that sums `of_block` over the first dimension of x and targets, and computes logits again in
+    the backward pass."""
 
     @jax.custom_vjp
     def total(parts: VocabChunks, x: Array, targets: Array) -> Any:
@@ -108,7 +110,7 @@ def _blocked(of_block: Callable[[VocabChunks, Array, Array], Any]) -> Callable[[
 
 
 def _blocks(x_BT: Array, num_blocks: int) -> Array:
-    """(batch, length, ...) -> (blocks, batch, length / blocks, ...). A block takes every num_blocks-th token, so that
-    a sharded length stays sharded."""
+    """Returns (blocks, batch, length / blocks, ...) of (batch, length, ...). A block takes every num_blocks-th token,
+    so that a sharded length stays sharded."""
     split = x_BT.reshape(x_BT.shape[0], -1, num_blocks, *x_BT.shape[2:])
     return jnp.moveaxis(split, 2, 0)

@@ -47,8 +47,8 @@ from .operation import (
 PLAIN, COLLECTIVE_MATMUL = "plain", "collective_matmul"
 RING = "ring"  # the fact in a scope: the activation that a matmul sums in a ring
 LENGTH = 1  # the dimension of an activation (batch, length, ...)
-# Over a shard for each sum, as compiled programs have it: 0.22 ms of 67 MB on v5p (libtpu 0.0.42.1). Nothing is
-# fused with a matmul: what is multiplied is cut out, what arrived is added, halves are put together.
+# Passes over a shard for each sum, as compiled programs have them: 0.22 ms of 67 MB on v5p (libtpu 0.0.42.1). Nothing
+# is fused with a matmul: the factor is cut out, the part that arrived is added, halves are put together.
 NUM_PASSES = 9
 
 
@@ -62,9 +62,9 @@ class MatmulRing:
 
 @dataclass(frozen=True)
 class _Product:
-    """The operands of a matmul, by its subscripts. contracted: letters of x that are not in the result, of `depth`
-    entries together. width: of the result for each token. is_ring_shaped: x is contracted over all of its dimensions
-    after the length, with the first ones of the weight."""
+    """The operands of a matmul, by its subscripts. contracted: the letters of x that are not in the result, of `depth`
+    entries together. width: the width of the result for each token. is_ring_shaped: x is contracted over all of its
+    dimensions after the length, with the first ones of the weight."""
 
     letters: str
     contracted: str
@@ -74,7 +74,8 @@ class _Product:
 
 
 def _product(site: OpSite) -> _Product:
-    """ "btm,me->bte" of (16, 128, 384) and (384, 128): contracted "m", depth 384, width 128, ring-shaped."""
+    """Returns the product of a site: "btm,me->bte" of (16, 128, 384) and (384, 128) has contracted "m", depth 384,
+    width 128, and is ring-shaped."""
     operands, result = site.option("subscripts").split("->")
     x, weight = operands.split(",")
     contracted = "".join(letter for letter in x if letter not in result)
@@ -121,18 +122,19 @@ class MatmulOp(ParallelOp):
         return chosen_or_fallback(plans)
 
     def scope(self, plan: OpPlan) -> str:
-        """A compiled matmul has no other name."""
+        """Returns the scope of a matmul, which has no other name in the compiled program."""
         own = fact_scope(self.kind, plan.site.name)
         return own if plan.chosen.name == PLAIN else nested_scope(own, fact_scope(RING, plan.site.name))
 
     def source(self, name: OperationName) -> str | None:
-        """'mlp_output, in a ring'. The partitioner's collectives of other matmuls have their activation's name."""
+        """Returns 'mlp_output, in a ring'. The partitioner's collectives of other matmuls have their activation's
+        name."""
         site = name.fact(RING)
         return f"{site}, in a ring" if site else None
 
 
 def _split_over(site: OpSite, inputs: OpInputs) -> Axes:
-    """Mesh axes that split what is contracted, by the layout of the activation that x is."""
+    """Returns the mesh axes that split what is contracted, by the layout of the activation that x is."""
     x, product = inputs.activation(site.operands[0].activation), _product(site)
     if x is None:
         return ()
@@ -141,13 +143,13 @@ def _split_over(site: OpSite, inputs: OpInputs) -> Axes:
 
 
 def _result_length_axes(site: OpSite, inputs: OpInputs) -> Axes:
-    """Mesh axes that split the length of the result, by its layout, besides those that split the batch."""
+    """Returns the mesh axes that split the length of the result, by its layout, besides those that split the batch."""
     result = inputs.activation(site.name)
     return tuple(axis for axis in result.dimensions[LENGTH].axes if axis in inputs.roles.partitioner) if result else ()
 
 
 def _refusal(site: OpSite, inputs: OpInputs, split_over: Axes) -> str | None:
-    """Why partial results cannot be summed in a ring; None where they can."""
+    """Returns why partial results cannot be summed in a ring; None where they can."""
     spec, mesh = inputs.spec, inputs.mesh
     if not _product(site).is_ring_shaped:
         return f"{site.option('subscripts')} does not contract all of x after its length"
@@ -176,7 +178,7 @@ def _result_bytes(site: OpSite, inputs: OpInputs) -> int:
 
 
 def _summed(site: OpSite, inputs: OpInputs) -> tuple[CollectiveSpec, ...]:
-    """The collective of a plain matmul, once for each part of the batch."""
+    """Returns the collective of a plain matmul, once for each part of the batch."""
     split_over = _split_over(site, inputs)
     is_scattered = set(split_over) <= set(_result_length_axes(site, inputs))
     kind = "reduce-scatter" if is_scattered else "all-reduce"
@@ -185,8 +187,8 @@ def _summed(site: OpSite, inputs: OpInputs) -> tuple[CollectiveSpec, ...]:
 
 
 def _ring_and_plain(site: OpSite, inputs: OpInputs, axis: str, plain: Strategy) -> tuple[Strategy, Strategy]:
-    """Both strategies with their costs: of a ring, what does not run beside its matmuls; of a plain matmul, its
-    reduce-scatter. Of several parts of the batch only one's reduce-scatter has nothing beside it."""
+    """Returns both strategies with their costs: for a ring, what does not run beside its matmuls; for a plain matmul,
+    its reduce-scatter. Where the batch has several parts, only the reduce-scatter of one has nothing beside it."""
     spec, mesh, target = inputs.spec, inputs.mesh, inputs.target
     n, num_parts, ways = mesh.sizes[axis], spec.overlap.layers.batch_split, 2 if _both_ways(inputs) else 1
     result_bytes = _result_bytes(site, inputs)

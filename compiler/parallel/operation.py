@@ -46,8 +46,8 @@ SiteStrategies = tuple[OpSite, "tuple[Strategy, ...]"]
 
 @dataclass(frozen=True)
 class CollectiveSpec:
-    """A collective of one execution of an operation. bytes_each: of the full array, within the shards of other mesh
-    axes, as in `PlannedCollective`. count: executions of it."""
+    """A collective of one execution of an operation. bytes_each: the bytes of the full array, within the shards of
+    other mesh axes, as in `PlannedCollective`. count: its executions."""
 
     kind: CollectiveKind
     mesh_axes: Axes
@@ -58,7 +58,7 @@ class CollectiveSpec:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a strategy takes that nothing hides. Costs compare only where their units agree."""
+    """The cost of a strategy that nothing hides. Costs compare only where their units agree."""
 
     value: float
     unit: Literal["seconds", "bytes"]
@@ -125,8 +125,9 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Exposed:
-    """The part of a site's collectives that a layer waits for. share: of their time, at least. is_beside_attention:
-    they run beside the kernels of attention in their loop, and what takes longer than those is waited for, too."""
+    """The part of a site's collectives that a layer waits for. share: at least this part of their time.
+    is_beside_attention: they run beside the kernels of attention in their loop, and what takes longer than those is
+    waited for, too."""
 
     share: float
     is_beside_attention: bool = False
@@ -134,7 +135,7 @@ class Exposed:
 
 @dataclass(frozen=True)
 class OpPlan:
-    """How one site is run. op: the operation. is_auto: the declaration left the choice to the plan."""
+    """The way in which one site is run. op: the operation. is_auto: the declaration left the choice to the plan."""
 
     op: "ParallelOp"
     site: OpSite
@@ -145,7 +146,7 @@ class OpPlan:
 
     @property
     def has_choice(self) -> bool:
-        """True where more than one strategy could run."""
+        """Returns True where more than one strategy could run."""
         return any(each.can_run for each in self.rejected)
 
     @property
@@ -157,13 +158,14 @@ class OpPlan:
 
     @property
     def how(self) -> str:
-        """In words: what runs, and why."""
+        """Returns what runs and why, in words."""
         return f"{self.chosen.what}: {self.reason}"
 
 
 @dataclass(frozen=True)
 class OpInputs:
-    """Strategies are made from these values. after: plans of the operations that `ParallelOp.after` names, in order."""
+    """The values that strategies are made from. after: plans of the operations that `ParallelOp.after` names, in
+    order."""
 
     spec: RunSpec
     model: Model
@@ -180,25 +182,26 @@ class OpInputs:
 
     @property
     def sequences_of_device(self) -> int:
-        """The sequences of one microbatch on a device."""
+        """Returns the sequences of one microbatch on a device."""
         return sequences_of_device(self.spec, self.mesh, self.roles)
 
     @property
     def length_of_device(self) -> int:
-        """The tokens of a sequence on a device."""
+        """Returns the tokens of a sequence on a device."""
         return self.spec.sequence_length // self.mesh.num_shards(self.roles.length)
 
     @property
     def tokens_of_device(self) -> int:
-        """The tokens of one microbatch on a device."""
+        """Returns the tokens of one microbatch on a device."""
         return self.sequences_of_device * self.length_of_device
 
     def activation(self, name: str | None) -> ArrayPlan | None:
-        """The layout of the activation of this name; None where the model names none so."""
+        """Returns the layout of the activation of this name; None where the model has none of this name."""
         return next((plan for plan in self.sharding.activations if plan.array.path == name), None)
 
     def auto_spec(self, *logical: str | None) -> PartitionSpec:
-        """How an activation of these logical axes lies over the partitioner's axes, by the rules for activations."""
+        """Returns how an activation of these logical axes lies over the partitioner's axes, by the rules for
+        activations."""
         axes = {d.logical: d.axes for plan in self.sharding.activations for d in plan.dimensions if d.logical}
         return keep_axes(
             PartitionSpec(*(axes.get(name, ()) if name else None for name in logical)), self.roles.partitioner
@@ -224,20 +227,21 @@ class ParallelOp(ABC):
     beside_compute: ClassVar[Mapping[str, int]] = {}
 
     def sites(self, inputs: OpInputs) -> Sequence[OpSite]:
-        """Where the operation is done: by default, where the traced model asked for it."""
+        """Returns where the operation is done: by default, where the traced model asked for it."""
         return [site for site in inputs.arrays.sites if site.kind == self.kind]
 
     @abstractmethod
     def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
-        """All ways to run it at a site, the preferred one first; the fallback is among them and is never refused."""
+        """Returns all ways to run it at a site, the preferred one first; the fallback is among them and is never
+        refused."""
 
     def lower(self, plan: OpPlan) -> Lowered | None:
-        """The function that runs the chosen strategy; None: the model's own plain function."""
+        """Returns the function that runs the chosen strategy; None: the model's own plain function."""
         del plan
         return None
 
     def per_token(self, plain: Lowered, *operands: Any, **options: Any) -> Any:
-        """Returns arrays of the shapes of `plain`, of which each token makes its own from its own operands.
+        """Returns arrays of the shapes of `plain`, whose entries each token makes from its own operands.
 
         An operation that looks at other tokens, and exchanges them by itself where a sequence is split, overrides it.
         """
@@ -421,7 +425,8 @@ def choose_strategy(op: ParallelOp, site: OpSite, strategies: Sequence[Strategy]
 
 
 def _choose_by_cost(strategies: Sequence[Strategy]) -> tuple[Strategy, str]:
-    """The cheapest of those that may run, where the costs of all are known; else the first of them."""
+    """Returns the cheapest of those that may run, where the costs of all are known, else the first of them; and the
+    reason."""
     open_ones = [each for each in strategies if each.refusal is None]
     units = {each.cost.unit if each.cost else None for each in open_ones}
     if len(open_ones) > 1 and len(units) == 1 and None not in units:
@@ -447,7 +452,8 @@ def lower_operations(plans: Iterable[OpPlan], piece: str) -> Lowered:
 
 
 def per_token_operation(ops: Iterable[ParallelOp]) -> Lowered:
-    """`Context.operation` without what operations exchange between tokens: for the check that nothing else does."""
+    """Returns the `Context.operation` without what operations exchange between tokens: for the check that nothing else
+    does."""
     by_kind = {op.kind: op for op in ops}
 
     def operation(kind: str, name: str, plain: Lowered, *operands: Any, **options: Any) -> Any:
@@ -459,7 +465,7 @@ def per_token_operation(ops: Iterable[ParallelOp]) -> Lowered:
 
 
 def exposed_by_source(plans: Iterable[OpPlan], target: TargetPlan) -> dict[str, Exposed]:
-    """Returns what is waited for of the collectives of each site of which an operation says that, by their source."""
+    """Returns the exposed part of the collectives of each site whose operation knows it, by their source."""
     found = ((plan, plan.op.hiding(plan, target)) for plan in plans)
     sources = ((plan.op.source(OperationName(plan.op.scope(plan) or "")), one) for plan, one in found if one)
     return {source: one for source, one in sources if source is not None}

@@ -29,7 +29,7 @@ ATTENTION_RESULT, ATTENTION_LSE = "attention.result", "attention.lse"
 
 
 def check_remat(spec: RematSpec, arrays: Arrays) -> None:
-    """Raise ConfigError for stacks that the model does not have, and names that no layer gives an activation."""
+    """Raises ConfigError for stacks that the model does not have, and names that no layer gives an activation."""
     problems = [
         Problem(f"remat.stacks.{stack}", "the model has no such stack of layers", use_one_of(stack, arrays.in_layers))
         for stack in spec.stacks
@@ -46,12 +46,12 @@ def check_remat(spec: RematSpec, arrays: Arrays) -> None:
 
 
 def policy_of(spec: RematSpec, stack: str) -> str:
-    """The policy of one stack: its own, else that of all."""
+    """Returns the policy of one stack: its own, else that of all."""
     return spec.stacks.get(stack, spec.policy)
 
 
 def build_policy(spec: RematSpec, stack: str, arrays: Arrays) -> Policy:
-    """What `jax.checkpoint` asks of each operation of the stack's layers."""
+    """Returns what `jax.checkpoint` asks about each operation of the stack's layers."""
     policies, names = jax.checkpoint_policies, _marks_of(spec.names, arrays)
     match policy_of(spec, stack):
         case "none":
@@ -71,13 +71,13 @@ def build_policy(spec: RematSpec, stack: str, arrays: Arrays) -> Policy:
 
 
 def _marks_of(names: Sequence[str], arrays: Arrays) -> list[str]:
-    """The names by which the arrays of these activations are saved."""
+    """Returns the names by which the arrays of these activations are saved."""
     kept = [name for name in names if name not in arrays.results.get("attention", ())]
     return kept if len(kept) == len(names) else [*kept, ATTENTION_RESULT, ATTENTION_LSE]
 
 
 def marked(name: str, x: Array) -> Array:
-    """The activation, with the name by which a policy knows it."""
+    """Returns the activation, with the name by which a policy knows it."""
     return checkpoint_name(x, name)
 
 

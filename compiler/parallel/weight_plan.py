@@ -21,9 +21,9 @@ ShardedDims = tuple[tuple[int, Axes], ...]  # (dimension, the mesh axes that it 
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """How one parameter is stored and used, its gradient accumulated, and its update split, over the batch axes.
+    """How one parameter is stored and used, its gradient accumulated, and its update split, over the axes of tokens.
 
-    path: of the parameter. use: how a piece gets at it:
+    path: that of the parameter. use: how a piece gets at it:
         gathered  whole, gathered where the piece, or the layer, begins
         hoisted   gathered for all layers of a stack before their loop: a short collective in a layer waits for the
                   long ones that have begun before it
@@ -38,7 +38,7 @@ class WeightPlan:
     frozen parameter, which is gathered as ever, and has no gradient and no update.
     auto_spec, auto_stored_spec: the part of its layout that is over `partitioner`, the axes that XLA's partitioner
     splits, and is XLA's to keep: as a layer sees it, and with the dimension `layers`.
-    tile_rows: of the compiler (CompilerTraits).
+    tile_rows: the rows of the compiler's tiles (CompilerTraits).
     """
 
     path: str
@@ -57,16 +57,17 @@ class WeightPlan:
 
     @property
     def is_reduced_once(self) -> bool:
-        """True where something of the gradient's reduction is left for once per step."""
+        """Returns True where a part of the gradient's reduction is left for once per step."""
         return bool(self.reduced or self.split_late)
 
     def has_collective_in_backward(self, *, is_last: bool) -> bool:
-        """True where a backward pass reduces the gradient over devices. is_last: the pass is the last of a step."""
+        """Returns True where a backward pass reduces the gradient over devices. is_last: the pass is the last of a
+        step."""
         return bool(self.scattered) or (is_last and self.is_reduced_once)
 
     @property
     def scope(self) -> Any:
-        """Within the `with`, operations carry the parameter's path: the schedule's report reads it off them."""
+        """Returns a context in which operations carry the parameter's path: the schedule's report reads it off them."""
         return jax.named_scope(weight_scope(self.path))
 
 
@@ -97,12 +98,12 @@ def plan_weights(inputs: OpInputs, operations: Sequence[OpPlan]) -> dict[str, We
 
 
 def frozen(plan: WeightPlan) -> WeightPlan:
-    """The same for a parameter that is not trained: nothing is reduced, updated or assembled."""
+    """Returns the plan for a parameter that is not trained: nothing is reduced, updated or assembled."""
     return replace(plan, scattered=(), split_early=(), split_late=(), reduced=(), is_trained=False)
 
 
 def _used(made: WeightPlan, stored: ArrayPlan, inputs: OpInputs, operations: Sequence[OpPlan]) -> WeightPlan:
-    """The plan of a weight, with how it is used."""
+    """Returns the plan of a weight, with how it is used."""
     if not made.gathered:
         return made
     wanted = {each.op.weight_use(each, stored) for each in operations}

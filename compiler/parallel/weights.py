@@ -28,7 +28,7 @@ def _moved_by(parts: ShardedDims, num_dimensions: int) -> ShardedDims:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What a backward pass does with gradients.
+    """The options of the reductions in a backward pass.
 
     dtype: the type in which they are reduced over devices. accumulator_dtype: the type in which they are accumulated.
     is_last: once per step, they are reduced all the way to the layout of the update; else to the one that they are
@@ -60,12 +60,13 @@ class Weights:
         return Weights(self.accumulators[name], before, self.working[name], self.layouts[name], self.reduction)
 
     def gathered(self) -> Any:
-        """The whole weights in the compute type, in a tree."""
+        """Returns the whole weights in the compute type, in a tree."""
         before = jax.tree.map(lambda _: None, self.layouts) if self.before is None else self.before
         return jax.tree.map(partial(_gather, self.reduction), self.layouts, self.accumulators, before, self.working)
 
     def gathered_in_parts(self, cut: Any, sizes: Sequence[int], after: Array) -> list[Any]:
-        """The whole weights in parts, a tree each; the gather of a part begins when the part before it is there.
+        """Returns the whole weights in parts, a tree each; the gather of a part begins when the part before it is
+        there.
 
         cut: a tree like them, of each the dimension that is cut into `sizes`; None: all of it is in each part. after:
         an array that the first part's gather waits for: XLA would begin it in front of a loop that makes that array,
@@ -90,7 +91,8 @@ class Weights:
         return trees
 
     def slice_begun_after(self, earlier: Array, dimension: int, first: int, size: int) -> "Weights":
-        """Of one weight, the entries from `first` on along a dimension; its gather begins when `earlier` is there."""
+        """Returns the entries of one weight from `first` on along a dimension; its gather begins when `earlier` is
+        there."""
 
         def cut(x: Array) -> Array:
             return jax.lax.slice_in_dim(x, first, first + size, axis=dimension)
@@ -120,7 +122,8 @@ def _gather(
 
 
 def _begun_after(earlier: Array, x: Array) -> Array:
-    """`x`, for which a compiler needs `earlier`. It removes barriers, so NaN is made of `x` where NaN came before."""
+    """Returns `x`, for which a compiler needs `earlier`. It removes barriers, so NaN is made of `x` where NaN came
+    before."""
     first = jax.lax.stop_gradient(earlier)[(0,) * earlier.ndim]
     return jnp.where(jnp.isnan(first), jnp.full_like(x, jnp.nan), x)
 
@@ -141,7 +144,7 @@ def hoist(weights: Weights) -> Weights:
 def _hoisted(
     reduction: Reduction, layout: WeightPlan, accumulator: Array | None, before: Array | None, working: Array
 ) -> tuple[Array | None, Array | None, Array, WeightPlan]:
-    """(accumulator, before, working, layout) of one weight of a stack, as they are or whole."""
+    """Returns (accumulator, before, working, layout) of one weight of a stack, as they are or whole."""
     if layout.use != "hoisted":
         return accumulator, before, working, layout
     at_once = replace(
@@ -172,7 +175,7 @@ def _hoisted(
 
 
 def all_gather_weight(working: Array, layout: WeightPlan) -> Array:
-    """The whole weight from this device's shard of it."""
+    """Returns the whole weight from this device's shard of it."""
     if not layout.gathered:
         return working
     with layout.scope:
@@ -180,8 +183,8 @@ def all_gather_weight(working: Array, layout: WeightPlan) -> Array:
 
 
 def reduce_weight_gradient(gradient: Array, before: Array | None, layout: WeightPlan, reduction: Reduction) -> Array:
-    """This device's part of the gradient of a whole weight of a layer: where a part is kept, summed over the devices
-    that share it. before: what is accumulated of it already."""
+    """Returns this device's part of the gradient of a whole weight of a layer: where a part is kept, summed over the
+    devices that share it. before: what is accumulated of it already."""
     if layout.scattered:
         scatter = _reduced(lambda g: scatter_dims(g, layout.scattered, layout.tile_rows), layout.auto_spec, layout)
         with layout.scope:
@@ -208,8 +211,8 @@ def gradient_accumulator(
 
 
 def reduce_gradient(gradient: Array, layout: WeightPlan, reduction: Reduction) -> Array:
-    """An accumulated gradient, of all layers, summed over the batch axes that its use did not sum it over, in the
-    layout of the update."""
+    """Returns an accumulated gradient, of all layers, summed over the axes of tokens that its use did not sum it over,
+    in the layout of the update."""
     if not layout.is_reduced_once:
         return gradient
     reduced = _reduced_once(gradient, layout.split_late, layout.auto_stored_spec, layout, reduction.dtype)
@@ -228,26 +231,26 @@ def _reduced_once(
 
 
 def assemble(updated: Array, layout: WeightPlan) -> Array:
-    """An updated parameter, from the layout of the update to the one that it is stored in."""
+    """Returns an updated parameter, from the layout of the update to the one that it is stored in."""
     parts = layout.split_late + layout.split_early  # the last split is undone first
     with layout.scope:
         return _moved(lambda x: gather_dims(x, parts, layout.tile_rows), layout.auto_stored_spec)(updated)
 
 
 def is_assembled(layout: WeightPlan) -> bool:
-    """True where a parameter is updated in smaller shards than it is stored in."""
+    """Returns True where a parameter is updated in smaller shards than it is stored in."""
     return bool(layout.split_early or layout.split_late)
 
 
 def gather_dims(x: Array, parts: ShardedDims, tile_rows: int = 1) -> Array:
-    """All-gathers dimensions of shards. tile_rows: of the compiler (CompilerTraits)."""
+    """Returns shards with dimensions all-gathered. tile_rows: the rows of the compiler's tiles (CompilerTraits)."""
     for dimension, axes in parts:
         x = _unpadded(partial(_all_gather, axes), x, dimension, x.shape[dimension], tile_rows)
     return x
 
 
 def scatter_dims(x: Array, parts: ShardedDims, tile_rows: int = 1) -> Array:
-    """Reduce-scatters dimensions: the transpose of `gather_dims`."""
+    """Returns an array with dimensions reduce-scattered: the transpose of `gather_dims`."""
     for dimension, axes in reversed(parts):
         size = x.shape[dimension] // jax.lax.axis_size(axes)
         x = _unpadded(partial(_reduce_scatter, axes), x, dimension, size, tile_rows)
@@ -263,9 +266,9 @@ def _reduce_scatter(axes: Axes, x: Array, dimension: int) -> Array:
 
 
 def _unpadded(collective: Callable[[Array, int], Array], x: Array, dimension: int, size: int, tile_rows: int) -> Array:
-    """A collective along a dimension, of shards of that size. Rows of a matrix (or its columns) whose shards are no
-    whole tiles of the compiler are moved as arrays of (columns / 128, 128), which are: padded, they are copied before
-    and after, and a reduce-scatter is a synchronous all-reduce (docs/sharding.md)."""
+    """Returns what a collective along a dimension gives, of shards of that size. Rows of a matrix (or its columns)
+    whose shards are not whole tiles of the compiler are moved as arrays of (columns / 128, 128), which are: padded,
+    they are copied before and after, and a reduce-scatter is a synchronous all-reduce (docs/sharding.md)."""
     if x.ndim != 2 or size % tile_rows == 0 or x.shape[1 - dimension] % LANES:
         return collective(x, dimension)
     rows = jnp.moveaxis(x, dimension, 0)
@@ -274,15 +277,15 @@ def _unpadded(collective: Callable[[Array, int], Array], x: Array, dimension: in
 
 
 def _moved(collective: Callable[[Array], Array], auto_spec: PartitionSpec) -> Callable[[Array], Array]:
-    """A collective that moves, on each shard of the auto axes: without this XLA gathers those first."""
+    """Runs a collective that moves, on each shard of the auto axes: without this XLA gathers those first."""
     return _within(collective, auto_spec, axes_in(auto_spec))
 
 
 def _reduced(
     collective: Callable[[Array], Array], auto_spec: PartitionSpec, layout: WeightPlan
 ) -> Callable[[Array], Array]:
-    """A collective that adds, likewise; and with every axis of the mesh manual. XLA's CPU compiler aborts the process
-    at a reduction of bfloat16 in a program that is manual over some axes only (jaxlib 0.10.2: `Invalid binary
+    """Runs a collective that adds, likewise; and with every axis of the mesh manual. XLA's CPU compiler aborts the
+    process at a reduction of bfloat16 in a program that is manual over some axes only (jaxlib 0.10.2: `Invalid binary
     instruction opcode copy`)."""
     return _within(collective, auto_spec, layout.partitioner)
 

@@ -27,9 +27,9 @@ LAYER_INPUT = "layer_input"  # the compiler's name for a layer's input; a remat 
 
 @dataclass(frozen=True)
 class Array:
-    """An array of the program before it is laid out. `path`: its place in the tree, or its name. updated_by: what
-    changes a parameter. compute_dtype: of a parameter, the type in which it is gathered and used. is_tied: it is the
-    embedding's table, and the head multiplies with it."""
+    """An array of the program before it is laid out. path: its place in the tree, or its name. updated_by: what changes
+    a parameter. compute_dtype: the type in which a parameter is gathered and used. is_tied: it is the embedding's
+    table, and the head multiplies with it."""
 
     path: str
     shape: tuple[int, ...]
@@ -113,9 +113,9 @@ class OpSite:
 class Arrays:
     """The arrays that rules lay out. parameters: all of them, by path; activations: the ones that the model names, and
     their gradients if laid out differently; in_layers: by stack, the names that a remat policy may use in its layers;
-    results: by kind of operation, the activations that are what it returns, by name;
-    sites: the operations that the model runs through its context; auxiliary: losses and statistics that layers and the
-    head return (`Aux`), as STACK/NAME and head/NAME."""
+    results: by kind of operation, the names of the activations that it returns; sites: the operations that the model
+    runs through its context; auxiliary: losses and statistics that layers and the head return (`Aux`), as STACK/NAME
+    and head/NAME."""
 
     parameters: tuple[Array, ...]
     activations: tuple[Array, ...]
@@ -233,14 +233,14 @@ class _Recorder:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     activations: dict[str, Array] = field(default_factory=dict)
     marked: list[tuple[jax.Array, str]] = field(default_factory=list)
-    results: list[tuple[Any, str]] = field(default_factory=list)  # of operations, with their kinds
+    results: list[tuple[Any, str]] = field(default_factory=list)  # the results of operations, with their kinds
     result_names: dict[str, set[str]] = field(default_factory=dict)
     sites: dict[tuple[str, str, str], OpSite] = field(default_factory=dict)
     auxiliary: list[str] = field(default_factory=list)
-    piece: str = ""  # that is being traced
+    piece: str = ""  # the piece that is being traced
 
     def without_aux(self, name: str, output: Any) -> Any:
-        """What the piece of this name returned, without its auxiliary outputs."""
+        """Returns the output of the piece of this name without its auxiliary outputs."""
         output, aux = split_aux(output)
         check_aux(name, aux)
         self.auxiliary += [f"{self.piece}/{each}" for each in (*aux.losses, *aux.statistics)]

@@ -42,8 +42,8 @@ from .roles import AxisRoles, plan_roles
 def batch_arrays(spec: RunSpec) -> tuple[str, ...]:
     """Returns the names of the arrays of a batch, each int32 (global_batch_size, sequence_length).
 
-    targets: IGNORED_TARGET (models/contract.py) where there is no loss, PADDING_TARGET where there is no token.
-    positions: of each token in its document, from 0. segment_ids: of the documents of a sequence, from 1; 0 for
+    targets: IGNORED_TARGET (models/contract.py) where there is no loss, PADDING_TARGET at padding.
+    positions: the place of each token in its document, from 0. segment_ids: the documents of a sequence, from 1; 0 for
     padding.
     """
     documents = ("positions", "segment_ids") if spec.data.isolate_documents else ()
@@ -95,7 +95,8 @@ def check_length(spec: RunSpec, model: Model) -> None:
 
 @dataclass(frozen=True)
 class RowOrder:
-    """num_rows: of the global batch. num_shards: devices that split its sequences."""
+    """The order of the rows of a batch. num_rows: the rows of the global batch. num_shards: the devices that split its
+    sequences."""
 
     num_rows: int
     num_shards: int
@@ -104,7 +105,7 @@ class RowOrder:
     def rows_at(self, places: Any) -> Any:
         """Returns the numbers of the sequences that lie at some places of the batch on the devices: an array of
         integers, of NumPy or JAX."""
-        of_both = self.num_rows // (self.num_shards * self.num_microbatches)  # of a microbatch on a device
+        of_both = self.num_rows // (self.num_shards * self.num_microbatches)  # the rows of a microbatch on a device
         shard, microbatch = places // (of_both * self.num_microbatches), places // of_both % self.num_microbatches
         return (microbatch * self.num_shards + shard) * of_both + places % of_both
 
@@ -120,7 +121,8 @@ def plan_row_order(spec: RunSpec, mesh: MeshPlan, roles: AxisRoles) -> RowOrder:
 
 @dataclass(frozen=True)
 class TokenOrder:
-    """num_shards: devices that split the length of a sequence. On one device both orders are that of the sequence."""
+    """The order of the tokens of a sequence. num_shards: the devices that split its length. On one device both orders
+    are that of the sequence."""
 
     name: TokenOrderName
     num_shards: int
@@ -145,7 +147,7 @@ class TokenOrder:
         return np.arange(length).reshape(self.num_chunks, -1)[self.chunks().reshape(-1)].reshape(-1)
 
     def of_shard(self, length: int, shard: jax.Array) -> jax.Array:
-        """Returns the place in the sequence of each token of a shard. length: of the shard's part."""
+        """Returns the place in the sequence of each token of a shard. length: the tokens of a shard."""
         chunk = length // self.chunks_per_shard
         return (jnp.asarray(self.chunks(), jnp.int32)[shard][:, None] * chunk + jnp.arange(chunk)).reshape(-1)
 
@@ -180,7 +182,8 @@ def _lengths(spec: RunSpec, num_chunks: int, target: TargetPlan) -> list[int]:
 
 
 def _mesh_sizes(spec: RunSpec, mesh: MeshPlan, target: TargetPlan, axis: str) -> list[int]:
-    """Sizes of the axis with which the length can be cut. Another axis has to take the rest of the devices."""
+    """Returns the sizes of the axis with which the length can be cut. Another axis has to take the rest of the
+    devices."""
     free = next((name for name, size in spec.mesh if size == -1 and name != axis), None)
     if free is None:
         return []

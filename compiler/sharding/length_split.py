@@ -44,7 +44,7 @@ def check_length_split(spec: RunSpec, model: Model, roles: AxisRoles, per_token:
 
 
 def _mixing(spec: RunSpec, model: Model, per_token: Callable[..., Any]) -> Iterator[str]:
-    """Names of pieces that need other tokens than the one that they work on."""
+    """Yields the names of pieces that need other tokens than the one that they work on."""
     x: Any = jax.ShapeDtypeStruct((1, _recognisable_length(model)), jnp.int32)
     pieces = [model.embed, *(stack.layer for stack in model.stacks), model.head]
     for piece in pieces:
@@ -54,8 +54,8 @@ def _mixing(spec: RunSpec, model: Model, per_token: Callable[..., Any]) -> Itera
 
 
 def _traced(piece: Piece, spec: RunSpec, x: Any, per_token: Callable[..., Any]) -> tuple[bool, Any]:
-    """(True where two devices, each with half of the tokens, make their halves of the output and exchange nothing; the
-    shape of the whole output)."""
+    """Returns True where two devices, each with half of the tokens, make their halves of the output and exchange
+    nothing; and the shape of the whole output."""
     num_devices, params = 2, piece.abstract_in(spec.precision.compute)
 
     def apply(params: Any, positions_BT: jax.Array, segment_ids_BT: jax.Array, x: jax.Array) -> jax.Array:
@@ -77,14 +77,14 @@ def _traced(piece: Piece, spec: RunSpec, x: Any, per_token: Callable[..., Any]) 
 
 
 def _recognisable_length(model: Model) -> int:
-    """An even length that no dimension of a parameter has, so that dimensions of this size are the length."""
+    """Returns an even length that no dimension of a parameter has, so that dimensions of this size are the length."""
     sizes = {size for x in jax.tree.leaves(model.abstract()) for size in x.shape}
     longest = min(model.max_length or 4096, 4096) // 2 * 2
     return next(length for length in range(longest, 0, -2) if length not in sizes)
 
 
 def _moves_along(jaxpr: Jaxpr, length: int) -> bool:
-    """True where an operation takes what is at one place of the length to another, or runs a loop along it."""
+    """Returns True where an operation takes what is at one place of the length to another, or runs a loop along it."""
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
         shapes = [v.aval.shape for v in (*equation.invars, *equation.outvars)]  # type: ignore[attr-defined]
@@ -104,7 +104,7 @@ def _moves_along(jaxpr: Jaxpr, length: int) -> bool:
 
 
 def _reads_at(equation: Any, length: int) -> bool:
-    """True for a gather that takes single places of the length."""
+    """Returns True for a gather that takes single places of the length."""
     sizes = equation.params.get("slice_sizes", ()) if equation.primitive.name == "gather" else ()
     shape = equation.invars[0].aval.shape
     return any(size == length != taken for size, taken in zip(shape, sizes, strict=False))

@@ -69,7 +69,7 @@ def _wrong_rules(model: Model) -> Iterator[tuple[str, str]]:
 
 def check_totals(stack: Stack, aux: Aux) -> None:
     """Raises ConfigError if a rule or a measure of the stack reads a total that its layer does not return, a rule
-    changes the shape or type of its parameter, or a measure is no number."""
+    changes the shape or type of its parameter, or a measure is not a number."""
     parameters = leaves_by_path(stack.layer.abstract)
     readers = {f"the rule for '{path}' of stack '{stack.name}'": rule.total for path, rule in stack.rules.items()}
     readers |= {f"the measure '{name}' of stack '{stack.name}'": each.total for name, each in stack.measures.items()}
@@ -80,7 +80,7 @@ def check_totals(stack: Stack, aux: Aux) -> None:
     for name, measure in stack.measures.items():
         value = jax.eval_shape(measure.of, aux.totals[measure.total])
         if value.shape or name in (*aux.losses, *aux.statistics, *aux.totals):
-            what = f"the measure '{name}' of stack '{stack.name}' is no scalar, or has a name that is used"
+            what = f"the measure '{name}' of stack '{stack.name}' is not a scalar, or has a name that is used"
             raise ConfigError([Problem(WHERE, what, "return a scalar, under a name that the layer's Aux does not use")])
     for path, rule in stack.rules.items():
         where = f"the rule for '{path}' of stack '{stack.name}'"

@@ -25,29 +25,29 @@ class AxisRoles:
 
     @property
     def tokens(self) -> Axes:
-        """The axes that split the tokens of a batch: losses and gradients are summed over them."""
+        """Returns the axes that split the tokens of a batch: losses and gradients are summed over them."""
         return (*self.sequence, *self.length)
 
     @property
     def manual(self) -> Axes:
-        """The axes over which the step is a function of local arrays, which writes out its own collectives."""
+        """Returns the axes over which the step is a function of local arrays, which writes out its own collectives."""
         return (*self.tokens, *self.stage)
 
     @property
     def rows_spec(self) -> PartitionSpec:
-        """The layout of an array with one entry for each sequence."""
+        """Returns the layout of an array with one entry for each sequence."""
         return PartitionSpec(self.sequence or None)
 
     @property
     def tokens_spec(self) -> PartitionSpec:
-        """The layout of an array (sequences, length)."""
+        """Returns the layout of an array (sequences, length)."""
         return PartitionSpec(*self.rows_spec, self.length) if self.length else self.rows_spec
 
 
 def plan_roles(rules: ShardingSpec, sizes: Mapping[str, int]) -> AxisRoles:
     """Returns the role of each mesh axis, by the first rules for activations that name `batch` and `length`.
 
-    sizes: of all mesh axes. {fsdp: 4, stage: 2, tensor: 2, data: 1} with the batch over (data, fsdp) -> sequence
+    sizes: those of all mesh axes. {fsdp: 4, stage: 2, tensor: 2, data: 1} with the batch over (data, fsdp) -> sequence
     (fsdp,), stage (stage,), partitioner (tensor,).
     """
 

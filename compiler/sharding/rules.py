@@ -199,7 +199,7 @@ def split_by(
 def _trouble(array: Array, dimension: int, num_shards: int, compiler: CompilerTraits) -> str:
     """Returns what the compiler would do with shards along a dimension; empty if nothing is wrong with them."""
     own, size = _own_dimensions(array), array.shape[dimension]
-    if len(own) == 2 and size % (num_shards * compiler.tile_rows):  # of more dimensions, two others lie in tiles
+    if len(own) == 2 and size % (num_shards * compiler.tile_rows):  # with more dimensions, two others lie in tiles
         return f"shards of {size // num_shards} would be padded"
     # Where the two are not tied, the embedding exchanges rows, and the head is cut (embedding.py, lm_head.py); in
     # layers, an all-reduce is hidden.

@@ -40,12 +40,12 @@ class ShardingPlan:
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """The paths of the parameters that are trained."""
+        """Returns the paths of the parameters that are trained."""
         return tuple(plan.array.path for plan in self.parameters if plan.array.is_trained)
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """The paths of the other parameters: those without a gradient."""
+        """Returns the paths of the other parameters: those without a gradient."""
         return tuple(plan.array.path for plan in self.parameters if not plan.array.is_trained)
 
 

@@ -79,9 +79,9 @@ PLATFORM_OF = {CUDNN: "gpu", SPLASH: "tpu"}
 
 @dataclass(frozen=True)
 class Kernel:
-    """implementation: of attention. heads: how queries (batch, length, heads, head_dim) lie over `partitioner`.
-    exchange: how keys and values reach the queries of other devices, where mesh axes split the length. budget: of one
-    backward kernel of splash."""
+    """An implementation of attention. heads: how queries (batch, length, heads, head_dim) lie over `partitioner`.
+    exchange: how keys and values reach the queries of other devices, where mesh axes split the length. budget: what one
+    backward kernel of splash may cost."""
 
     implementation: Implementation
     heads: PartitionSpec
@@ -249,7 +249,7 @@ def build_attend(kernel: Kernel) -> Callable[..., Array]:
 
 
 def _attend_plain(*args: Any, **options: Any) -> Array:
-    """`models.attention.attend`, by plain operations that JAX differentiates."""
+    """Returns `models.attention.attend`, by plain operations that JAX differentiates."""
     return marked(ATTENTION_RESULT, attend(*args, **options))
 
 
@@ -257,7 +257,7 @@ def _on_shards(
     kernel: Callable[..., Array], heads: PartitionSpec, axes: Axes, q: Array, k: Array, v: Array,
     segment_ids: Array | None, **options: float | int | None,
 ) -> Array:  # fmt: skip
-    """The kernel on each shard of the heads. axes: those that split them, and maybe others."""
+    """Runs the kernel on each shard of the heads. axes: the mesh axes that split them, and maybe others."""
     if not axes:
         return kernel(q, k, v, segment_ids, **options)
     run = jax.shard_map(
@@ -271,7 +271,7 @@ def _on_shards(
 
 
 _CUDNN = ("dot_product_attention_fwd", "dot_product_attention_bwd")  # JAX's primitives (cudnn.py)
-_CUDNN_BLOCK = 128  # keys of a block of cuDNN's kernels
+_CUDNN_BLOCK = 128  # the keys of a block of cuDNN's kernels
 
 
 def attention_cost(call: KernelCall) -> KernelCost | None:
@@ -285,7 +285,7 @@ def attention_cost(call: KernelCall) -> KernelCost | None:
 
 def _traced_splash(call: KernelCall) -> KernelCost:
     grid = call.parameters["grid_mapping"].grid
-    rows, entries = grid[-3 if "dkv" in call.kernel else -2], grid[-1]  # of the table of blocks that it runs over
+    rows, entries = grid[-3 if "dkv" in call.kernel else -2], grid[-1]  # the table of blocks that it runs over
     num_calls = math.prod(n for n in grid if isinstance(n, int))
     flops = num_calls * sum(matmul_flops(inner) for inner in subprograms(call.parameters))
     used = used_blocks(call.name)
@@ -303,7 +303,8 @@ def _traced_cudnn(call: KernelCall) -> KernelCost:
 
 
 def _compiled_splash(call: KernelCall) -> KernelCost | None:
-    """A table of public libraries takes the mask for causal, and counts half of the square."""
+    """Returns the cost of a compiled kernel of splash. A table of public libraries takes the mask for causal, and
+    counts half of the square."""
     used, stated = used_blocks(call.name), call.stated
     if used is None or stated is None or stated.unit != "attention":
         return None

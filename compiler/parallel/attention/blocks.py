@@ -33,7 +33,7 @@ HIDDEN = -0.7 * float(np.finfo(np.float32).max)  # a score that softmax gives no
 
 class Queries(NamedTuple):
     q_BHTD: Array
-    ids_BT: Array | None  # of documents
+    ids_BT: Array | None  # the documents of tokens
 
 
 class Keys(NamedTuple):
@@ -57,14 +57,15 @@ def used_blocks(name: OperationName) -> tuple[int, int] | None:
 
 
 class Attended(NamedTuple):
-    """lse: log of the sum of the exponentials of scores, float32."""
+    """The result of attention to some keys. lse: the logarithm of the sum of the exponentials of scores, float32."""
 
     out_BHTD: Array
     lse_BHT: Array
 
 
 class Gradient(NamedTuple):
-    """Of what all keys gave. result: the output; out: its gradient; dot: the sum over D of both, float32."""
+    """The output of attention to all keys, and its gradient. result: the output; out: its gradient; dot: the sum over D
+    of both, float32."""
 
     lse_BHT: Array
     out_BHTD: Array
@@ -73,7 +74,7 @@ class Gradient(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of queries, keys and values."""
+    """The gradients of queries, keys and values."""
 
     q_BHTD: Array
     k_BKSD: Array
@@ -82,9 +83,9 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Sight:
-    """Which keys the queries see: those that come `distance` before, of `window` tokens at most (None: any number).
+    """The keys that queries see: those that come `distance` before, of `window` tokens at most (None: any number).
 
-    distance: of the first query from the first key, in tokens; an array where only the device knows it.
+    distance: that of the first query from the first key, in tokens; an array where only the device knows it.
     """
 
     distance: int | Array
@@ -98,13 +99,13 @@ class Sight:
         return self.distance >= num_keys - 1 and is_near
 
     def mask(self, num_queries: int, num_keys: int) -> Array:
-        """(queries, keys): True where a query sees a key."""
+        """Returns a mask (queries, keys) that is True where a query sees a key."""
         distance = self.distance + jnp.arange(num_queries)[:, None] - jnp.arange(num_keys)[None, :]
         return distance >= 0 if self.window is None else (distance >= 0) & (distance < self.window)
 
 
 def split_length(tree: Any, num_parts: int) -> list[Any]:
-    """The chunks of arrays whose length is dimension 2, or 1 where they have two dimensions."""
+    """Returns the chunks of arrays whose length is dimension 2, or 1 where they have two dimensions."""
     leaves, structure = jax.tree.flatten(tree)
     cut = [jnp.split(x, num_parts, axis=min(2, x.ndim - 1)) for x in leaves]
     return [structure.unflatten([parts[i] for parts in cut]) for i in range(num_parts)]
@@ -146,7 +147,8 @@ def named(attended: Attended, dtype: Any) -> Attended:
 
 
 class BlockKernel(Protocol):
-    """sight: which keys the queries see, as a Sight or as the kernel's `shard_sight`."""
+    """Attention of some queries to some of the keys. sight: the keys that the queries see, as a Sight or as the
+    kernel's `shard_sight`."""
 
     def forward(self, queries: Queries, keys: Keys, sight: Any) -> Attended: ...
 
@@ -158,7 +160,7 @@ class BlockKernel(Protocol):
 
 
 def merge(one: Attended, other: Attended) -> Attended:
-    """What both sets of keys give together, in float32."""
+    """Returns what both sets of keys give together, in float32."""
     lse = jnp.logaddexp(one.lse_BHT, other.lse_BHT)
     parts = (jnp.exp(x.lse_BHT - lse)[..., None] * x.out_BHTD.astype(jnp.float32) for x in (one, other))
     return Attended(sum(parts, start=jnp.zeros((), jnp.float32)), lse)
@@ -168,12 +170,13 @@ def both_ids(queries: Queries, keys: Keys) -> tuple[Array, ...]:
     return () if queries.ids_BT is None or keys.ids_BS is None else (queries.ids_BT, keys.ids_BS)
 
 
-TILE = 512  # tokens
+TILE = 512  # in tokens
 QUERIES, KEYS, IDS = 3, 2, 1  # the dimension that is the length, with heads in groups of a kv_head
 
 
 class Visits(NamedTuple):
-    """Tiles of queries and of keys in pairs, (V) each. distance: of the first query from the first key, in tokens."""
+    """Pairs of tiles of queries and of keys, (V) each. distance: that of the first query from the first key, in
+    tokens."""
 
     queries: Array
     keys: Array
@@ -182,7 +185,8 @@ class Visits(NamedTuple):
 
 @dataclass(frozen=True)
 class TiledSight:
-    """Which tiles of the keys the queries see. tile: tokens of one. is_masked: False where all visits see all keys."""
+    """The tiles of the keys that queries see. tile: the tokens of one. is_masked: False where all visits see all
+    keys."""
 
     visits: Visits
     tile: int
@@ -215,7 +219,7 @@ def plan_visits(starts: np.ndarray, num_keys: int, tile: int, window: int | None
 
 
 def tiles_of(sight: Sight, num_queries: int, num_keys: int, *, wanted: int) -> TiledSight:
-    """All tiles, where only the device knows how far the queries are from the keys."""
+    """Returns all tiles, where only the device knows how far the queries are from the keys."""
     tile = tile_size(num_queries, num_keys, wanted=wanted)
     starts = tile * np.arange(num_queries // tile)[None]
     if isinstance(sight.distance, Array):
@@ -228,7 +232,7 @@ def tiles_of(sight: Sight, num_queries: int, num_keys: int, *, wanted: int) -> T
 
 @dataclass(frozen=True)
 class TiledBlocks:
-    """Plain operations, anywhere. tile: the wanted number of tokens of one."""
+    """Plain operations, which run anywhere. tile: the wanted number of tokens of a tile."""
 
     soft_cap: float | None
     tile: int = TILE
@@ -252,7 +256,7 @@ class TiledBlocks:
         out = jnp.zeros((*rows, keys.v_BKSD.shape[-1]), jnp.float32)
         sums = out, jnp.full(rows, HIDDEN, jnp.float32), jnp.zeros(rows, jnp.float32)
         out, highest, total = _over(tiles.visits, visit, sums)
-        total = jnp.where(total == 0, 1.0, total)  # of queries that no visit brought a key
+        total = jnp.where(total == 0, 1.0, total)  # queries that no visit brought a key
         return Attended(_ungrouped(out / total[..., None]), _ungrouped(highest + jnp.log(total)))
 
     def gradients(self, queries: Queries, keys: Keys, sight: Sight | TiledSight, gradient: Gradient) -> Gradients:
@@ -291,7 +295,7 @@ class TiledBlocks:
         return tiles_of(sight, queries.q_BHTD.shape[2], keys.k_BKSD.shape[2], wanted=self.tile)
 
     def _scores(self, queries: Queries, keys: Keys, tiles: TiledSight, visit: Visits) -> tuple[Array, Array | None]:
-        """(scores of a tile, with HIDDEN where nothing is seen; the mask, None where all is)."""
+        """Returns the scores of a tile, with HIDDEN where nothing is seen, and the mask, None where all is seen."""
         tile = tiles.tile
         q = _tile(_grouped(queries.q_BHTD, keys.k_BKSD.shape[1]), visit.queries, tile, QUERIES)
         scores = _scores_of(q, _tile(keys.k_BKSD, visit.keys, tile, KEYS))
@@ -309,7 +313,7 @@ class TiledBlocks:
 
 
 def _over(visits: Visits, visit: Any, sums: Any) -> Any:
-    """The sums after all visits. One alone needs no loop."""
+    """Returns the sums after all visits. A single visit needs no loop."""
     if visits.keys.shape[0] == 1:
         return visit(sums, jax.tree.map(lambda x: x[0], visits))
     return jax.lax.scan(lambda sums, one: (visit(sums, one), None), sums, visits)[0]
@@ -320,7 +324,7 @@ def _scores_of(left: Array, right: Array) -> Array:
 
 
 def _product(subscripts: str, left: Array, right: Array) -> Array:
-    """Multiplies in the type of the right factor, and sums in float32."""
+    """Returns a product in the type of the right factor, summed in float32."""
     return jnp.einsum(subscripts, left.astype(right.dtype), right, preferred_element_type=jnp.float32)
 
 

@@ -44,11 +44,12 @@ ONE_PASS_BYTES = 2
 # Of a ring's permutes beside blocks that are long enough, the share that is waited for with default options: 536 of
 # 1,481 us for v5p:2x2x1, 0.91 of 2.60 ms for h100-8, in compiled schedules of two layers.
 EXPOSED_PERMUTES = 0.35
-FORWARD_MATMULS = 2  # of attention; backward has 5 in one kernel, 7 in two (splash_kernels.py)
+FORWARD_MATMULS = 2  # attention's; backward it has 5 in one kernel, 7 in two (splash_kernels.py)
 
 
 class ContextOp(ParallelOp):
-    """Runs no operation itself: attention is built with what is chosen here (attention.py)."""
+    """The exchange of keys and values. It runs no operation itself: attention is built with what is chosen here
+    (attention.py)."""
 
     kind = "context"
     title = "attention"
@@ -56,11 +57,11 @@ class ContextOp(ParallelOp):
     fallback = ALL_GATHER
 
     def sites(self, inputs: OpInputs) -> Sequence[OpSite]:
-        """The attention of a model."""
+        """Returns the attention of a model."""
         return [replace(site, kind=self.kind) for site in inputs.arrays.sites if site.kind == "attention"]
 
     def scope(self, plan: OpPlan) -> str:
-        """Within that of attention, which runs it."""
+        """Returns the scope within that of attention, which runs the exchange."""
         return fact_scope(EXCHANGE, plan.chosen.name)
 
     def hiding(self, plan: OpPlan, target: TargetPlan) -> Exposed:
@@ -68,7 +69,7 @@ class ContextOp(ParallelOp):
         return Exposed(EXPOSED_PERMUTES, is_beside_attention=True) if is_beside else Exposed(1.0)
 
     def source(self, name: OperationName) -> str | None:
-        """'attention, all_gather'."""
+        """Returns 'attention, all_gather' for the collectives of an exchange."""
         exchange = name.fact(EXCHANGE)
         return f"{self.title}, {exchange}" if exchange else None
 
@@ -115,7 +116,8 @@ class ContextOp(ParallelOp):
 
 
 def _with_kernels(made: Sequence[Strategy], site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
-    """On GPUs, `auto` leaves out what cuDNN's kernel cannot run in, if it can run in another."""
+    """Returns the strategies for GPUs: `auto` leaves out those in which cuDNN's kernel cannot run, if it can run in
+    another."""
     why_not = {each.name: cudnn_refusal(site, inputs, cast(ExchangeName, each.name)) for each in made}
     if all(each.refusal or why_not[each.name] for each in made):
         return made
@@ -125,7 +127,7 @@ def _with_kernels(made: Sequence[Strategy], site: OpSite, inputs: OpInputs) -> S
 
 @dataclass(frozen=True)
 class _Local:
-    """Attention of one part of a microbatch on a device. windows: of all calls in a layer."""
+    """Attention of one part of a microbatch on a device. windows: those of all calls in a layer."""
 
     sequences: int
     length: int
@@ -151,11 +153,11 @@ class _Local:
 
     @property
     def exchanged_kv_heads(self) -> int:
-        """Of Ulysses: repeated until each device has one."""
+        """Returns the kv_heads that Ulysses exchanges: they are repeated until each device has one."""
         return max(self.kv_heads, self.order.num_shards)
 
     def steps(self, window: int | None) -> int:
-        """Permutes of keys and values in a ring."""
+        """Returns the permutes of keys and values in a ring."""
         steps = num_steps(self.order, self.chunk, window)
         return steps if steps < full_steps(self.order) else self.order.num_shards - 1
 
@@ -248,7 +250,7 @@ def _more(matmuls: Mapping[str, int]) -> str:
 
 
 def _pairs(local: _Local) -> float:
-    """Queries and keys that see each other in a layer, for each head and sequence of a device."""
+    """Returns the pairs of queries and keys that see each other in a layer, for each head and sequence of a device."""
     length = local.order.num_shards * local.length
     seen = (length if window is None else min(window, length) for window in local.windows)
     return sum(each * (length - each / 2) for each in seen) / local.order.num_shards
@@ -284,7 +286,7 @@ def _seconds(name: str, local: _Local, inputs: OpInputs, matmuls: int) -> float 
     if name == ULYSSES:
         copies = copied * (2 * local.q_bytes + exchanged_kv_bytes) / memory
         return more + num_calls * 2 * (2 * took["exchange of q"] + took["exchange of kv"] + copies)
-    block = 2 * FORWARD_MATMULS * of_matmul * local.chunk**2  # of two whole blocks
+    block = 2 * FORWARD_MATMULS * of_matmul * local.chunk**2  # the pairs of two whole blocks
     sent = took["permute"] * (1 + 4 / local.itemsize)  # backward, float32 gradients beside keys and values
     if why_permutes_wait(target) is not None:
         each = took["permute"] + sent

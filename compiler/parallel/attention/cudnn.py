@@ -34,13 +34,13 @@ _HOPPER = 9, 0
 
 
 def most_head_dim(target: TargetPlan) -> int:
-    """The largest head that the kernel takes, as JAX has it: 256 from Hopper on, else 128."""
+    """Returns the largest head that the kernel takes, as JAX has it: 256 from Hopper on, else 128."""
     return 256 if _is_hopper_or_later(target) else 128
 
 
 def takes_other_values(target: TargetPlan) -> bool:
-    """True if values may have another width than keys, as JAX has it: from Hopper on, with cuDNN 9.10, which the CUDA
-    plugin requires."""
+    """Returns True if values may have another width than keys, as JAX has it: from Hopper on, with cuDNN 9.10, which
+    the CUDA plugin requires."""
     return _is_hopper_or_later(target)
 
 
@@ -50,8 +50,8 @@ def _is_hopper_or_later(target: TargetPlan) -> bool:
 
 
 class Operands(NamedTuple):
-    """Queries, keys, values. bias: added to the scores. lengths: int32, for SOME_KEYS the number of queries and of keys
-    of each sequence that count."""
+    """Queries, keys and values. bias: an array that is added to the scores. lengths: int32, for SOME_KEYS the number of
+    queries and of keys of each sequence that count."""
 
     q: Array
     k: Array
@@ -62,7 +62,8 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True)
 class Mode:
-    """layout: of queries, keys and values. window: the number of keys that a query sees, its own the last."""
+    """The options of a kernel. layout: the order of dimensions of queries, keys and values. window: the number of keys
+    that a query sees, its own the last."""
 
     scale: float
     mask: Any
@@ -100,7 +101,7 @@ def attend_cudnn(
     q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, segment_ids_BT: Array | None, *, scale: float, window: int | None,
     soft_cap: float | None,
 ) -> Array:  # fmt: skip
-    """Causal attention. Segments are a mask: two bytes for each pair of tokens of a sequence."""
+    """Returns causal attention. Segments are a mask: two bytes for each pair of tokens of a sequence."""
     assert soft_cap is None  # `cudnn_refusal`
     bias = None
     if segment_ids_BT is not None:
@@ -130,8 +131,8 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 class ChunkSight(NamedTuple):
-    """Of chunks of queries on all keys of a sequence. starts: the place of each chunk, in tokens. num_used: blocks
-    before the chunks that are seen, of num_blocks."""
+    """The keys of a whole sequence that chunks of queries see. starts: the place of each chunk, in tokens. num_used:
+    the blocks before the chunks that are seen, of num_blocks."""
 
     starts: Array
     num_used: int
@@ -172,7 +173,7 @@ class CudnnBlocks:
         return list(zip(split_length(queries, len(sight.starts)), sight.starts, strict=True))
 
     def _after(self, queries: Queries, keys: Keys, start: Array, sight: ChunkSight) -> Attended:
-        """One chunk of queries: the keys before it, and its own."""
+        """Returns attention of one chunk of queries to the keys before it, and to its own."""
         with jax.named_scope(blocks_scope(sight.num_used, sight.num_blocks)):
             out, lse = _forward(queries, keys, _num_keys(queries, start), is_causal=False)
         before = Attended(jnp.where(start > 0, out, 0), jnp.where(start > 0, lse, HIDDEN))
@@ -181,7 +182,7 @@ class CudnnBlocks:
     def _gradients_after(
         self, queries: Queries, keys: Keys, start: Array, sight: ChunkSight, gradient: Gradient, of_keys: Any
     ) -> tuple[Array, Any]:
-        """(of the queries, what was known of keys and values with theirs)."""
+        """Returns the gradients of the queries, and what was known of those of keys and values with theirs added."""
         far = gradient._replace(lse_BHT=jnp.where(start > 0, gradient.lse_BHT, -HIDDEN))
         with jax.named_scope(blocks_scope(sight.num_used, sight.num_blocks)):
             dq, *d_keys = _backward(queries, keys, _num_keys(queries, start), far, is_causal=False)
@@ -202,7 +203,7 @@ def _is_causal(sight: Sight) -> bool:
 
 
 def _scope(*, is_causal: bool) -> AbstractContextManager[object]:
-    """The scope of a kernel, by which its FLOPs are counted: without one, those of a causal mask."""
+    """Returns the scope of a kernel, by which its FLOPs are counted: without one, they are those of a causal mask."""
     return nullcontext() if is_causal else jax.named_scope(blocks_scope(1, 1))
 
 

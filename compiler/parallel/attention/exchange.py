@@ -35,7 +35,7 @@ EXCHANGE = "exchange"  # the fact in a scope: how keys and values reach the quer
 
 @dataclass(frozen=True)
 class Exchange:
-    """axes: the mesh axes that split the length."""
+    """How keys and values reach queries. axes: the mesh axes that split the length."""
 
     name: ExchangeName
     axes: Axes
@@ -47,8 +47,8 @@ def attend_over_length(
     q_BTHD: Array, k_BTKD: Array, v_BTKD: Array, ids_BT: Array | None,
     *, scale: float, window: int | None, soft_cap: float | None,
 ) -> Array:  # fmt: skip
-    """Attention, with the signature of `models.attention.attend` after the first three. block_kernel: of a soft cap,
-    for a part of the keys. attend_whole: for whole sequences of some heads."""
+    """Returns attention, with the signature of `models.attention.attend` after the first three. block_kernel: makes the
+    kernel for a part of the keys, of a soft cap. attend_whole: attends within whole sequences of some heads."""
     window = None if window is None or window >= q_BTHD.shape[1] * exchange.order.num_shards else window
     if exchange.name == ULYSSES:
         options = {"scale": scale, "window": window, "soft_cap": soft_cap}
@@ -65,7 +65,8 @@ def attend_over_length(
 def _attend_gathered(
     exchange: Exchange, kernel: BlockKernel, queries: Queries, keys: Keys, window: int | None
 ) -> Array:
-    """The backward pass gathers again: whole keys and values of every layer are not held until then."""
+    """Returns attention to gathered keys. The backward pass gathers again: whole keys and values of every layer are not
+    held until then."""
     length = queries.q_BHTD.shape[2]
 
     def sight() -> Any:
@@ -91,7 +92,7 @@ def attend_by_blocks(
     kernel: Callable[[float | None], BlockKernel], q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, ids_BT: Array | None,
     *, scale: float, window: int | None, soft_cap: float | None,
 ) -> Array:  # fmt: skip
-    """Attention within whole sequences, with the signature of `models.attention.attend` after the kernel."""
+    """Returns attention within whole sequences, with the signature of `models.attention.attend` after the kernel."""
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q_BTHD * jnp.asarray(scale, q_BTHD.dtype), k_BSKD, v_BSKD))
     block_kernel, sight = kernel(soft_cap), Sight(0, window)
 
@@ -110,19 +111,19 @@ def _whole(exchange: Exchange, keys: Keys) -> Keys:
 
 
 def _gathered(exchange: Exchange, x: Array, dimension: int) -> Array:
-    """The whole length, in the order of the sequence."""
+    """Returns the whole length, in the order of the sequence."""
     by_shard = jax.lax.all_gather(x, exchange.axes, axis=dimension)
     return _in_sequence(exchange.order, by_shard, dimension)
 
 
 def _scattered(exchange: Exchange, x: Array, dimension: int) -> Array:
-    """The sum over all devices, of which this one keeps its own tokens."""
+    """Returns this device's own tokens of the sum over all devices."""
     by_shard = _by_shard(exchange.order, x, dimension)
     return jax.lax.psum_scatter(by_shard, exchange.axes, scatter_dimension=dimension, tiled=True)
 
 
 def _in_sequence(order: TokenOrder, by_shard: Array, dimension: int) -> Array:
-    """(.., shards, tokens of each, ..) -> (.., length, ..), with the shards at `dimension`."""
+    """Returns (.., length, ..) of (.., shards, tokens of each, ..), with the shards at `dimension`."""
     before, after = by_shard.shape[:dimension], by_shard.shape[dimension + 2 :]
     if order.chunks_per_shard == 1:
         return by_shard.reshape(*before, -1, *after)
@@ -132,7 +133,7 @@ def _in_sequence(order: TokenOrder, by_shard: Array, dimension: int) -> Array:
 
 
 def _by_shard(order: TokenOrder, x: Array, dimension: int) -> Array:
-    """`_in_sequence` undone, with the shards' tokens one after the other: (.., length, ..)."""
+    """Returns (.., length, ..) with the shards' tokens one after the other: `_in_sequence` undone."""
     if order.chunks_per_shard == 1:
         return x
     before, after = x.shape[:dimension], x.shape[dimension + 1 :]
@@ -159,7 +160,7 @@ def _attend_by_heads(
     return jax.lax.all_to_all(back, exchange.axes, split_axis=1, concat_axis=2, tiled=True)
 
 
-BlocksOf = Callable[[float | None], BlockKernel]  # of a soft cap
+BlocksOf = Callable[[float | None], BlockKernel]  # takes a soft cap
 
 
 def block_kernel(implementation: str, budget: Budget) -> BlocksOf:

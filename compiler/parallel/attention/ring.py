@@ -43,7 +43,7 @@ from .blocks import (
 
 @dataclass(frozen=True)
 class AttentionRing:
-    """axes: the mesh axes that split the length. kernel: of attention between two chunks."""
+    """A ring of devices. axes: the mesh axes that split the length. kernel: computes attention between two chunks."""
 
     axes: Axes
     order: TokenOrder
@@ -51,7 +51,8 @@ class AttentionRing:
 
 
 def attend_in_ring(ring: AttentionRing, queries: Queries, keys: Keys, window: int | None) -> Array:
-    """Attention of this device's queries to all keys that they see. Operands are this device's, in the ring's order."""
+    """Returns attention of this device's queries to all keys that they see. Operands are this device's, in the ring's
+    order."""
     chunk = queries.q_BHTD.shape[2] // ring.order.chunks_per_shard
     is_line = num_steps(ring.order, chunk, window) < full_steps(ring.order)
     forward, backward = (_conveyor_forward, _conveyor_backward) if is_line else (_zigzag_forward, _zigzag_backward)
@@ -94,7 +95,7 @@ def _joined(lo: Array, hi: Array) -> Array:
 
 @dataclass(frozen=True)
 class _Zigzag:
-    """One device's place in the ring. next_one: pairs of the permute."""
+    """One device's place in the ring. next_one: the pairs of the permute."""
 
     ring: AttentionRing
     window: int | None
@@ -115,12 +116,12 @@ class _Zigzag:
         return Sight(0, self.window)
 
     def across(self, step: int) -> Sight:
-        """Of hi on the lo of the device `step` before."""
+        """Returns the sight of hi on the lo of the device `step` before."""
         source = (self.index - step) % self.n
         return self._sight(2 * self.n - 1 - self.index - source)
 
     def along(self, step: int) -> Sight:
-        """Of lo on the lo, or of hi on the hi, of the device `step` before."""
+        """Returns the sight of lo on the lo, or of hi on the hi, of the device `step` before."""
         return self._sight(jnp.abs((self.index - step) % self.n - self.index))
 
     def _sight(self, num_chunks: Array) -> Sight:
@@ -149,8 +150,8 @@ def _zigzag_forward(ring: AttentionRing, window: int | None, queries: Queries, k
 def _zigzag_backward(
     ring: AttentionRing, window: int | None, queries: Queries, keys: Keys, gradient: Gradient
 ) -> Gradients:
-    """Two halves of the own step hide a permute each: lo on lo and hi on hi the first, of keys; hi on lo the last, of
-    gradients that come home."""
+    """Returns the gradients. Two halves of the own step hide a permute each: lo on lo and hi on hi the first, of keys;
+    hi on lo the last, of gradients that come home."""
     place = _Zigzag(ring, window, queries.q_BHTD.shape[2] // 2)
     run = partial(_gradients, ring.kernel)
     (q_lo, q_hi), (kv_lo, kv_hi), (g_lo, g_hi) = (split_length(x, 2) for x in (queries, keys, gradient))
@@ -183,7 +184,7 @@ def _zigzag_backward(
 def _gradients(
     kernel: BlockKernel, queries: Queries, keys: Keys, sight: Sight, gradient: Gradient
 ) -> tuple[Array, tuple[Array, Array]]:
-    """(of the queries, of keys and values), in float32."""
+    """Returns the gradients of the queries, and those of keys and values, in float32."""
     dq, *d_keys = _float32(kernel.gradients(queries, keys, sight, gradient))
     return dq, tuple(d_keys)
 
@@ -193,7 +194,8 @@ def _gradients(
 
 @dataclass(frozen=True)
 class _Line:
-    """Slots of a device are parts of its batch dimension: queries of all slots meet keys that are as far from them."""
+    """A line of devices. Slots of a device are parts of its batch dimension: queries of all slots meet keys that are as
+    far from them."""
 
     ring: AttentionRing
     num_slots: int
@@ -214,7 +216,7 @@ class _Line:
         return [structure.unflatten([parts[slot] for parts in cut]) for slot in range(self.num_slots)]
 
     def moved(self, slots: Sequence[Any], *, is_back: bool = False) -> list[Any]:
-        """Each chunk at the next place of the line; is_back: at the place before. Zeros where none comes."""
+        """Returns each chunk at the next place of the line; is_back: at the place before. Zeros where none comes."""
         up, down = [(i, i + 1) for i in range(self.n - 1)], [(i + 1, i) for i in range(self.n - 1)]
         first_way, second_way = (down, up) if is_back else (up, down)
         moved_first = _moved(slots[0], self.ring.axes, first_way)
@@ -227,7 +229,7 @@ class _Line:
         return [moved_first, _select(is_turn, slots[0], moved_second)]
 
     def is_empty(self, distance: int, batch: int) -> Array:
-        """(slots x batch, 1, 1): True where the line has brought nothing yet."""
+        """Returns (slots x batch, 1, 1): True where the line has brought nothing yet."""
         shard = jax.lax.axis_index(self.ring.axes)
         places = jnp.stack([shard, 2 * self.n - 1 - shard][: self.num_slots])
         return jnp.repeat(places < distance, batch)[:, None, None]
@@ -254,7 +256,8 @@ def _conveyor_forward(ring: AttentionRing, window: int | None, queries: Queries,
 def _conveyor_backward(
     ring: AttentionRing, window: int | None, queries: Queries, keys: Keys, gradient: Gradient
 ) -> Gradients:
-    """The farthest keys first: their gradients go home against the line, and meet those of nearer places on the way."""
+    """Returns the gradients. The farthest keys come first: their gradients go home against the line, and meet those of
+    nearer places on the way."""
     line, batch = _Line(ring, ring.order.chunks_per_shard), queries.q_BHTD.shape[0]
     stacked, of_all = line.stacked(line.slots(queries)), line.stacked(line.slots(gradient))
     chunk = stacked.q_BHTD.shape[2]
@@ -275,6 +278,6 @@ def _conveyor_backward(
 
 
 def _rejoined(line: _Line, x: Array) -> Array:
-    """(slots x batch, heads, chunk, ..) -> (batch, heads, length, ..)."""
+    """Returns (batch, heads, length, ..) of (slots x batch, heads, chunk, ..)."""
     parts = jnp.split(x, line.num_slots)
     return parts[0] if line.num_slots == 1 else _joined(*parts)

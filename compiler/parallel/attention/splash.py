@@ -42,7 +42,8 @@ def attend_splash(
     q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, segment_ids_BT: Array | None, *, scale: float, window: int | None,
     soft_cap: float | None, budget: Budget, interpret: bool,
 ) -> Array:  # fmt: skip
-    """Attention by the kernel. budget: of one backward kernel. interpret: run it operation by operation, anywhere."""
+    """Returns attention by the kernel. budget: what one backward kernel may cost. interpret: run it operation by
+    operation, anywhere."""
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q_BTHD * jnp.asarray(scale, q_BTHD.dtype), k_BSKD, v_BSKD))
     whole = _Whole(window, SplashOptions(soft_cap, budget, interpret=interpret))
     queries, keys = Queries(q, segment_ids_BT), Keys(k, v, segment_ids_BT)
@@ -69,7 +70,7 @@ class _Whole:
         return Gradients(jnp.concatenate(dq, axis=2), *(_sum_of_beginnings(each) for each in of_keys))
 
     def _parts(self, queries: Queries, keys: Keys) -> list[tuple[Tables, slice, tuple[Queries, Keys]]]:
-        """The tables of each kernel, which queries are its own, and its operands."""
+        """Returns the tables of each kernel, its queries, and its operands."""
         length = queries.q_BHTD.shape[2]
         cut = plan_cut(length, self.window)
         parts = []
@@ -81,12 +82,12 @@ class _Whole:
 
 
 def _tokens(tree: Any, which: slice) -> Any:
-    """Some tokens of arrays whose length is dimension 2, or 1 where they have two dimensions."""
+    """Returns some tokens of arrays whose length is dimension 2, or 1 where they have two dimensions."""
     return jax.tree.map(lambda x: jax.lax.slice_in_dim(x, which.start, which.stop, axis=min(2, x.ndim - 1)), tree)
 
 
 def _sum_of_beginnings(parts: Sequence[Array]) -> Array:
-    """The sum of gradients of the first keys, each of more of them than the one before."""
+    """Returns the sum of gradients of the first keys, each of more of them than the one before."""
     *others, total = parts
     for part in others:
         total = total.at[:, :, : part.shape[2]].add(part)
@@ -95,14 +96,15 @@ def _sum_of_beginnings(parts: Sequence[Array]) -> Array:
 
 @dataclass(frozen=True)
 class Cut:
-    """block: tokens of a block. part: queries of a kernel, all of them but in long sequences."""
+    """The kernels of whole sequences. block: the tokens of a block. part: the queries of a kernel, all of them but in
+    long sequences."""
 
     block: int
     part: int
 
 
 def plan_cut(length: int, window: int | None) -> Cut:
-    """The first of BLOCKS whose tables fit, else the largest with as few parts as fit."""
+    """Returns the first of BLOCKS whose tables fit, else the largest with as few parts as fit."""
     whole = [Cut(block, length) for block in dict.fromkeys(block_size(length, most=most) for most in BLOCKS)]
     num_blocks = length // whole[-1].block
     parts = (Cut(whole[-1].block, length // n) for n in range(2, num_blocks + 1) if num_blocks % n == 0)
@@ -121,7 +123,7 @@ def _reach(block: int, num_blocks: int, window: int | None) -> int:
 
 
 def _used_blocks(cut: Cut, first: int, window: int | None) -> tuple[int, int]:
-    """(the blocks that the kernel of these queries computes, all of them)."""
+    """Returns the blocks that the kernel of these queries computes, and all of them."""
     rows, num_keys = np.arange(first, first + cut.part, cut.block) // cut.block, (first + cut.part) // cut.block
     num_used = int((np.minimum(rows, _reach(cut.block, num_keys, window)) + 1).sum())
     return num_used, len(rows) * num_keys
@@ -139,7 +141,7 @@ def _tables(cut: Cut, first: int, window: int | None) -> Tables:
 
 
 def mask_info(first: int, last: int, block: int, window: int | None, *, keys_first: bool) -> MaskInfo:
-    """The tables of one kernel, for all heads: of the queries first .. last, and the keys 0 .. last.
+    """Returns the tables of one kernel, for all heads: of the queries first .. last, and the keys 0 .. last.
 
     They are (1, queries, entries), or with keys_first (1, entries, keys), in blocks. Query block i sees the key blocks
     i - reach .. i. A row has an entry for each of them; a row at the edge also has empty ones, after them, or before
@@ -158,7 +160,7 @@ def mask_info(first: int, last: int, block: int, window: int | None, *, keys_fir
         queries = np.arange(begin, end, dtype=np.int32)[:, None]
         keys = other = np.maximum(0, queries - reach) + np.arange(reach + 1, dtype=np.int32)[None, :]
         is_used = keys <= queries
-    distance = (queries - keys) * block  # of the first query from the first key
+    distance = (queries - keys) * block  # the distance of the first query from the first key
     is_whole = (distance >= block - 1) & (distance + block <= (window or last))
     data_next = np.where(is_used, other, 0)
     block_mask = np.where(is_used, np.where(is_whole, WHOLE, PARTLY), 0)
@@ -168,7 +170,7 @@ def mask_info(first: int, last: int, block: int, window: int | None, *, keys_fir
 
 
 def whole_tables(num_queries: int, num_keys: int) -> Tables:
-    """Every query sees every key: no tables, and no mask."""
+    """Returns the tables where every query sees every key: none, and no mask."""
     block, nothing = block_size(num_queries, num_keys, most=BLOCKS[0]), MaskInfo(None, None, None, None, None)
     num_blocks = (num_queries // block) * (num_keys // block)
     seen = all_blocks(num_queries, block, num_keys)
@@ -176,14 +178,15 @@ def whole_tables(num_queries: int, num_keys: int) -> Tables:
 
 
 def unknown_tables(distance: Array, num_queries: int, num_keys: int, window: int | None) -> Tables:
-    """Only the device knows how far the queries are from the keys: every block is computed, and masked."""
+    """Returns the tables where only the device knows how far the queries are from the keys: every block is computed,
+    and masked."""
     whole = whole_tables(num_queries, num_keys)
     masked = _info(None, distance + jnp.arange(num_queries, dtype=jnp.int32))
     return replace(whole, queries_first=masked, keys_first=masked, mask=CausalMask(window))
 
 
 def block_tables(distance: int, num_queries: int, num_keys: int, window: int | None) -> Tables:
-    """Queries that are `distance` tokens behind the keys."""
+    """Returns the tables of queries that are `distance` tokens behind the keys."""
     block = block_size(num_queries, num_keys, *([distance] if distance else []), most=BLOCKS[0])
     places = np.arange(distance // block, (distance + num_queries) // block)
     forward, backward, num_used = tables_of(places[None], num_keys // block, block, window)
@@ -194,7 +197,7 @@ def block_tables(distance: int, num_queries: int, num_keys: int, window: int | N
 
 
 def shard_tables(chunks: np.ndarray, shard: Array, queries: Array, num_keys: int, window: int | None) -> Tables:
-    """The tables of one shard, of queries that see all keys before them.
+    """Returns the tables of one shard, of queries that see all keys before them.
 
     chunks: the chunks of the sequence that each shard's queries are, (shards, chunks of each). queries: the place in
     the sequence of each of this shard's. Blocks are larger where tables would not fit a TPU's scalar memory.
@@ -225,7 +228,8 @@ def _fits(*tables: "BlockTable") -> bool:
 
 
 def _info(table: Any, queries: Array) -> MaskInfo:
-    """table: which blocks entries are, and how much of each the mask leaves; None: all blocks, in order."""
+    """Returns the kernel's own form of tables. table: which blocks entries are, and how much of each the mask leaves;
+    None: all blocks, in order."""
     data, used = (None, None) if table is None else map(jnp.asarray, table)
     places: Any = queries
     return MaskInfo(data, None, used, None, places)
@@ -235,9 +239,9 @@ BlockTable = tuple[np.ndarray, np.ndarray]  # which block an entry is; how much 
 
 
 def tables_of(places: np.ndarray, num_keys: int, block: int, window: int | None) -> tuple[BlockTable, BlockTable, int]:
-    """(shards, rows of queries) -> tables (shards, 1, rows, entries), and (shards, 1, entries, keys); and how many
-    entries of the shard with most are used. All in blocks. A row of queries that sees nothing has one entry, which the
-    mask hides: the kernel divides by what it has summed."""
+    """Returns tables (shards, 1, rows, entries) and (shards, 1, entries, keys), in blocks, of (shards, rows of
+    queries); and how many entries of the shard with most are used. A row of queries that sees nothing has one entry,
+    which the mask hides: the kernel divides by what it has summed."""
     reach = num_keys if window is None else (window + block - 2) // block
     lowest = np.minimum(np.maximum(places - reach, 0), num_keys - 1)
     highest = np.maximum(np.minimum(places, num_keys - 1), lowest)
@@ -253,7 +257,7 @@ def tables_of(places: np.ndarray, num_keys: int, block: int, window: int | None)
 
 
 def _packed(value: np.ndarray) -> BlockTable:
-    """(shards, rows, columns) -> the columns that each row uses, first; and their values."""
+    """Returns the columns that each row of (shards, rows, columns) uses, first; and their values."""
     width = max(1, int((value > 0).sum(axis=2).max()))
     columns = np.argsort(value == 0, axis=2, kind="stable")[..., :width]
     used = np.take_along_axis(value, columns, axis=2)
@@ -267,8 +271,8 @@ def _typed(table: Any) -> BlockTable:
 
 @dataclass(frozen=True)
 class SplashBlocks:
-    """Splash attention, whose scores stay in the chip's vector memory. budget: of one backward kernel. interpret: run
-    it operation by operation."""
+    """Splash attention, whose scores stay in the chip's vector memory. budget: what one backward kernel may cost.
+    interpret: run it operation by operation."""
 
     soft_cap: float | None
     budget: Budget

@@ -38,17 +38,17 @@ from .blocks import Attended, Gradient, Gradients, Keys, Queries, blocks_scope, 
 KEYS_BLOCKS = (512, 1024, 2048)  # tokens
 # Tokens of a block of keys times the size of a head: 2,048 x 256 take 18.6 of the 16 MiB of vector memory on v5p.
 KEYS_ELEMENTS = 2048 * 128
-TABLE_BYTES = 3 * 2**18  # of the 1 MiB of scalar memory: two tables in int16 and int8, 512 x 512 blocks
-PARTIALS_SHARE = 1 / 32  # of a device's memory, that partial sums may take
+TABLE_BYTES = 3 * 2**18  # the part of the 1 MiB of scalar memory for two tables in int16 and int8, 512 x 512 blocks
+PARTIALS_SHARE = 1 / 32  # the share of a device's memory that partial sums may take
 TWO_KERNELS, ONE_KERNEL = 7, 5  # matmuls
 
-Seen = Callable[[int], np.ndarray]  # tokens of a block of keys -> (shards, blocks of queries, blocks of keys), of bool
+Seen = Callable[[int], np.ndarray]  # tokens of a block of keys -> (shards, blocks of queries, blocks of keys), bool
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What one backward kernel may cost. partials_bytes: of partial sums. flops_per_byte: matmul FLOPs that take as
-    long as a byte of memory. None of both: two kernels."""
+    """The limits of one backward kernel. partials_bytes: the bytes of its partial sums. flops_per_byte: the matmul
+    FLOPs that take as long as a byte of memory. None for both: two kernels."""
 
     partials_bytes: int
     flops_per_byte: float
@@ -59,7 +59,8 @@ NO_BUDGET = Budget(0, 0.0)
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Of one backward call on a device: `queries` tokens of `heads` see some of `keys` tokens, in `block` queries."""
+    """The sizes of one backward call on a device: `queries` tokens of `heads` see some of `keys` tokens, in `block`
+    queries."""
 
     sequences: int
     heads: int
@@ -80,8 +81,9 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class Backward:
-    """keys_block: tokens of a block of keys of the one kernel; None: two kernels. num_used: blocks that it computes, of
-    `num_blocks` of the square. is_by_sequence: one sequence at a time. reason: in words."""
+    """The kernels of a backward pass. keys_block: the tokens of a block of keys of the one kernel; None: two kernels.
+    num_used: the blocks that it computes, of `num_blocks` of the square. is_by_sequence: one sequence at a time.
+    reason: why, in words."""
 
     keys_block: int | None
     num_used: int = 0
@@ -91,7 +93,7 @@ class Backward:
 
 
 def plan_budget(target: TargetPlan, share: float) -> Budget:
-    """Returns what a device of the target allows. share: of the peak, that attention reaches."""
+    """Returns what a device of the target allows. share: the part of the peak that attention reaches."""
     memory, bandwidth = target.hbm_bytes_per_device, target.hbm_bytes_per_second_per_device
     if memory is None or bandwidth is None or target.peak_flops_per_second is None:
         return NO_BUDGET
@@ -124,7 +126,7 @@ def choose_backward(shape: AttentionShape, seen: Seen, budget: Budget) -> Backwa
 
 
 def _keys_blocks(shape: AttentionShape) -> list[int]:
-    """Sizes up to each of KEYS_BLOCKS, in whole blocks of queries, whose tables fit."""
+    """Returns sizes up to each of KEYS_BLOCKS, in whole blocks of queries, whose tables fit."""
     rows, steps = shape.queries // shape.block, shape.keys // shape.block
     divisors = [shape.block * n for n in range(1, steps + 1) if steps % n == 0]
     fitting = [size for size in divisors if size * shape.head_dim <= KEYS_ELEMENTS]
@@ -133,7 +135,7 @@ def _keys_blocks(shape: AttentionShape) -> list[int]:
 
 
 def _seconds_as_flops(shape: AttentionShape, keys_block: int, seen: np.ndarray, budget: Budget) -> float:
-    """Partial sums are written and read."""
+    """Returns the time of a choice in FLOPs. Partial sums are written and read."""
     moved = 2 * shape.partials_bytes(keys_block)
     return ONE_KERNEL * shape.matmul_flops(_share(seen)) + moved * budget.flops_per_byte
 
@@ -156,13 +158,13 @@ def seen_blocks(starts: np.ndarray, block: int, num_keys: int, window: int | Non
 
 
 def all_blocks(num_queries: int, block: int, num_keys: int) -> Seen:
-    """Returns `seen_blocks` of queries that see all keys, or of which only the device knows what they see."""
+    """Returns `seen_blocks` of queries that see all keys, or whose keys only the device knows."""
     return lambda keys_block: np.ones((1, num_queries // block, num_keys // keys_block), bool)
 
 
 def fused_tables(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(shards, rows, columns) -> (data_next, block_mask), each (shards, 1, rows, columns): a block that is hidden reads
-    the next queries that its keys are seen by, else the last."""
+    """Returns (data_next, block_mask), each (shards, 1, rows, columns), of (shards, rows, columns): a block that is
+    hidden reads the next queries that its keys are seen by, else the last."""
     rows = np.arange(seen.shape[1])[None, :, None]
     following = np.minimum.accumulate(np.where(seen, rows, seen.shape[1])[:, ::-1], axis=1)[:, ::-1]
     last = np.max(np.where(seen, rows, 0), axis=1, keepdims=True)
@@ -178,7 +180,8 @@ PARTLY, WHOLE = 1, 2  # how much of a block the mask leaves; 0 where nothing is
 
 @dataclass(frozen=True)
 class CausalMask:
-    """True where a query sees a key: up to its own token, of these many tokens where there is a window."""
+    """A mask that is True where a query sees a key: up to its own token, of these many tokens where there is a
+    window."""
 
     window: int | None
 
@@ -189,10 +192,10 @@ class CausalMask:
 
 @dataclass(frozen=True)
 class Tables:
-    """Which blocks of the keys each block of queries sees. block: tokens of one. queries_first, keys_first: as the
-    kernels read them. mask: which keys a query sees within a block; None: all. num_used: blocks that are computed, of
-    `num_blocks` of the whole square. seen: the same for blocks of keys of another size; shard: which of its shards this
-    device is."""
+    """The blocks of the keys that each block of queries sees. block: the tokens of a block. queries_first, keys_first:
+    as the kernels read them. mask: which keys a query sees within a block; None: all. num_used: the blocks that are
+    computed, of `num_blocks` of the whole square. seen: the same for blocks of keys of another size; shard: which of
+    its shards this device is."""
 
     block: int
     queries_first: MaskInfo
@@ -212,13 +215,14 @@ class Tables:
 
 
 def block_size(*lengths: int, most: int) -> int:
-    """Tokens of a block: the most that divide all lengths, in whole rows of registers."""
+    """Returns the tokens of a block: the most that divide all lengths, in whole rows of registers."""
     return next(size for size in range(min(*lengths, most), 0, -LANES) if not any(n % size for n in lengths))
 
 
 @dataclass(frozen=True)
 class SplashOptions:
-    """budget: of one backward kernel. interpret: run the kernel's operations one by one, on any platform."""
+    """Options of the kernels. budget: what one backward kernel may cost. interpret: run the kernel's operations one by
+    one, on any platform."""
 
     soft_cap: float | None
     budget: Budget
@@ -258,7 +262,7 @@ def _shape(tables: Tables, queries: Queries, keys: Keys) -> AttentionShape:
 def _forward_of_one(
     tables: Tables, q_HTD: Array, k_KSD: Array, v_KSD: Array, *ids: Array, soft_cap: float | None, interpret: bool
 ) -> tuple[Array, Array]:
-    """(attention, lse_HT). It has no gradient."""
+    """Returns (attention, lse_HT) of one sequence. It has no gradient."""
     kernel = splash.SplashAttentionKernel(
         tables.queries_first, None, None, block_sizes=splash.BlockSizes(tables.block, tables.block, tables.block),
         is_mqa=False, save_residuals=True, mask_value=splash.DEFAULT_MASK_VALUE, attn_logits_soft_cap=soft_cap,
@@ -273,8 +277,8 @@ def _dq_of_one(
     tables: Tables, q_HTD: Array, k_KSD: Array, v_KSD: Array, gradient: Any, *ids: Array,
     soft_cap: float | None, interpret: bool,
 ) -> Array:  # fmt: skip
-    """The part of the queries' gradient that these keys bring. gradient: (lse over all keys, gradient of the output,
-    sum of the output times that)."""
+    """Returns the part of the queries' gradient that these keys bring. gradient: (lse over all keys, gradient of the
+    output, sum of the output times that)."""
     (segments,), no_sinks = _segment_ids(ids) or (None,), None
     lse, d_out, dot = gradient
     return splash_dq(
@@ -287,7 +291,7 @@ def _dkv_of_one(
     tables: Tables, q_HTD: Array, k_KSD: Array, v_KSD: Array, gradient: Any, *ids: Array,
     soft_cap: float | None, interpret: bool,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """The part of the gradients of these keys and values that these queries bring."""
+    """Returns the part of the gradients of these keys and values that these queries bring."""
     _, dk, dv = _by_keys(
         q_HTD, k_KSD, v_KSD, gradient, ids, bq=tables.block, bkv=tables.block, bkv_compute=tables.block,
         mask_info=tables.keys_first, use_fused_bwd_kernel=False, **_options(tables, soft_cap, interpret=interpret),
@@ -299,8 +303,8 @@ def _fused_of_one(
     tables: Tables, keys_block: int, q_HTD: Array, k_KSD: Array, v_KSD: Array, gradient: Any, *ids: Array,
     soft_cap: float | None, interpret: bool,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """Both parts, by one kernel. The parts of the queries' gradient are added here, in float32: the kernel's own sum of
-    them is one reduction, for which XLA estimates 3.96 ms for 1.07 GB on v5p; as additions it is 0.8 ms."""
+    """Returns both parts, by one kernel. The parts of the queries' gradient are added here, in float32: the kernel's
+    own sum of them is one reduction, for which XLA estimates 3.96 ms for 1.07 GB on v5p; as additions it is 0.8 ms."""
     call = partial(
         _by_keys, bq=tables.block, bkv=keys_block, bkv_compute=tables.block,
         mask_info=tables.in_blocks_of_keys(keys_block), use_fused_bwd_kernel=True,

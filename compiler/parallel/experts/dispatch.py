@@ -39,7 +39,7 @@ Dispatch = Callable[[Array, Array, Array, RunExperts], tuple[Array, Array]]
 
 @dataclass(frozen=True)
 class Experts:
-    """num_experts: of all devices. axes: the mesh axes that split them. num_devices: along these."""
+    """The experts of all devices. axes: the mesh axes that split them. num_devices: the devices along these axes."""
 
     num_experts: int
     axes: Axes
@@ -80,7 +80,8 @@ def dispatch_local(
 def dispatch_padded(
     x_NE: Array, weights_NK: Array, ids_NK: Array, run: RunExperts, *, experts: Experts, rows: int
 ) -> tuple[Array, Array]:
-    """rows: that a device sends to each device."""
+    """Returns what the experts of all devices make of this device's tokens. rows: the rows that a device sends to each
+    device."""
     n, L, N = experts.num_devices, experts.num_local, ids_NK.size
     order_R, inverse_R, counts_X = sort_by_expert(ids_NK, experts.num_experts)
     counts_nL = counts_X.reshape(n, L)
@@ -109,7 +110,8 @@ def dispatch_padded(
 def dispatch_ragged(
     x_NE: Array, weights_NK: Array, ids_NK: Array, run: RunExperts, *, experts: Experts, rows: int, is_dropless: bool
 ) -> tuple[Array, Array]:
-    """rows: that a device receives. A slice for each expert and source, so that rows arrive sorted by expert."""
+    """Returns what the experts of all devices make of this device's tokens. rows: the rows that a device receives.
+    There is a slice for each expert and source, so that rows arrive sorted by expert."""
     n, L = experts.num_devices, experts.num_local
     me = jax.lax.axis_index(experts.axis)
     order_R, inverse_R, counts_X = sort_by_expert(ids_NK, experts.num_experts)
@@ -133,7 +135,8 @@ def dispatch_ragged(
 def dispatch_gathered(
     x_NE: Array, weights_NK: Array, ids_NK: Array, run: RunExperts, *, experts: Experts, rows: int
 ) -> tuple[Array, Array]:
-    """rows: that a device takes of all tokens."""
+    """Returns what the experts of all devices make of this device's tokens. rows: the rows that a device takes of all
+    tokens."""
     L, K = experts.num_local, ids_NK.shape[1]
     x_all, weights_all, ids_all = (
         jax.lax.all_gather(each, experts.axis, tiled=True) for each in (x_NE, weights_NK, ids_NK)
@@ -146,7 +149,7 @@ def dispatch_gathered(
     sizes_L = jnp.clip(rows - _before(counts_L), 0, counts_L)
     is_real_R1 = (jnp.arange(rows) < sizes_L.sum())[:, None]
     y_RE = run(jnp.where(is_real_R1, x_all[order_R // K], 0), sizes_L)
-    # What is in no row may be anything: it is cleared before it meets a weight, which has a gradient.
+    # A place without a row may hold anything: it is cleared before it meets a weight, which has a gradient.
     y_RE = jnp.where(is_real_R1, y_RE, 0).astype(jnp.float32) * weights_all.reshape(-1)[order_R][:, None]
     sums_NE = jnp.zeros(x_all.shape, jnp.float32).at[order_R // K].add(y_RE).astype(x_NE.dtype)
     y_NE = jax.lax.psum_scatter(sums_NE, experts.axis, scatter_dimension=0, tiled=True)
@@ -193,15 +196,16 @@ def _with_empty_row(x: Array) -> Array:
 
 @jax.custom_vjp
 def _packed(x: Array, source: Array, place: Array) -> Array:
-    """Rows of x into a larger buffer: source of each of its rows, x's number of rows for an empty one. place: of each
-    row of x in the buffer, the buffer's number of rows for one that is dropped."""
+    """Returns the rows of x in a larger buffer. source: the row of x of each row of the buffer, x's number of rows
+    for an empty one. place: the place of each row of x in the buffer, the buffer's number of rows for one that is
+    dropped."""
     del place
     return _with_empty_row(x)[source]
 
 
 @jax.custom_vjp
 def _unpacked(buffer: Array, source: Array, place: Array) -> Array:
-    """`_packed` undone; dropped rows are zeros."""
+    """Returns the rows that `_packed` has put into a buffer; dropped rows are zeros."""
     del source
     return _with_empty_row(buffer)[place]
 
@@ -217,13 +221,14 @@ _unpacked.defvjp(
 
 
 def _before(counts: Array, axis: int = 0) -> Array:
-    """The sum of the counts before each."""
+    """Returns the sum of the counts before each."""
     return jnp.cumsum(counts, axis=axis) - counts
 
 
 @dataclass(frozen=True)
 class _Buffer:
-    """may_be_undefined: rows that nothing is sent to; zeros cost 2 to 3.5 ms of 1 GB on v5p (docs/experts.md)."""
+    """The rows that a device receives. may_be_undefined: rows that nothing is sent to; zeros cost 2 to 3.5 ms of 1 GB
+    on v5p (docs/experts.md)."""
 
     rows: int
     may_be_undefined: bool
@@ -231,8 +236,9 @@ class _Buffer:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _exchanged(axis: Any, sender: _Buffer, receiver: _Buffer, x: Array, there: Any, back: Any) -> Any:
-    """Rows of other devices, in the receiver's buffer. there, back: (offsets here, sizes sent, offsets there, sizes
-    received) of each slice, of this exchange, and of the one that takes the rows back, as its gradient is."""
+    """Returns the rows of other devices, in the receiver's buffer. there, back: (offsets here, sizes sent, offsets
+    there, sizes received) of each slice, of this exchange, and of the one that takes the rows back, as its gradient
+    is."""
     del sender, back
     make = jax.lax.empty if receiver.may_be_undefined else jnp.zeros
     return jax.lax.ragged_all_to_all(x, make((receiver.rows, x.shape[1]), x.dtype), *there, axis_name=axis)
@@ -303,7 +309,7 @@ def _from_places(x_RE: Array, choice_R: Array, place_NK: Array) -> Array:
 
 
 def _linear(of: Callable[..., Array], transposed: Callable[..., Array]) -> None:
-    """Gives a linear function of its first operand its derivative."""
+    """Returns a linear function of its first operand with its derivative."""
     of.defvjp(  # pyright: ignore[reportFunctionMemberAccess]
         lambda x, choice_R, place_NK: (of(x, choice_R, place_NK), (choice_R, place_NK)),
         lambda saved, g: (transposed(g, *saved), None, None),

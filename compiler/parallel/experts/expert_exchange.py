@@ -8,7 +8,7 @@ A transfer is waited for as far as nothing else can run meanwhile:
     experts   needs the last result of the experts, and the layer ends with it
     weights   feeds the gradient of the router's weights alone: the rest of the backward pass runs meanwhile
 
-Of those two in the middle, C chunks or parts of the batch hide all but one C-th, behind the matmuls of the others.
+C chunks or parts of the batch hide all but one C-th of the two in the middle, beside the matmuls of the others.
 Whatever the compiler does not overlap with compute is waited for whole.
 """
 
@@ -29,8 +29,9 @@ _INT32 = _FLOAT32 = 4  # bytes
 
 @dataclass(frozen=True)
 class ExchangeSizes:
-    """tokens: of this device in one chunk. num_chosen: experts of a token. row_bytes: of a token. num_runs: of the
-    exchanges of a layer in one direction, one for each chunk of each part of the batch."""
+    """The sizes of an exchange. tokens: those of this device in one chunk. num_chosen: the experts of a token.
+    row_bytes: the bytes of a token. num_runs: the exchanges of a layer in one direction, one for each chunk of each
+    part of the batch."""
 
     experts: Experts
     tokens: int
@@ -44,7 +45,7 @@ class ExchangeSizes:
 
     @property
     def most_of_device(self) -> int:
-        """Choices of the tokens of one device that can be for experts of one device."""
+        """Returns the choices of the tokens of one device that can be for experts of one device."""
         return self.tokens * min(self.num_chosen, self.experts.num_local)
 
 
@@ -60,7 +61,8 @@ class Leg:
 
 @dataclass(frozen=True)
 class ExchangeTime:
-    """Of a layer, forward and backward. sent_seconds: on the links. waited_seconds: that nothing hides."""
+    """The time of the exchanges of a layer, forward and backward. sent_seconds: on the links. waited_seconds: the part
+    that nothing hides."""
 
     sent_seconds: float
     waited_seconds: float
@@ -138,8 +140,8 @@ def _share(wait: Wait, num_runs: int) -> float:
 
 
 def _hidden_kinds(inputs: OpInputs) -> frozenset[CollectiveKind]:
-    """Kinds of collectives that the compiler overlaps with compute, with the declared presets, or with the one that
-    `overlap.search` is taken to find."""
+    """Returns the kinds of collectives that the compiler overlaps with compute, with the declared presets, or with the
+    one that `overlap.search` is taken to find."""
     overlap, target = inputs.spec.overlap, inputs.target
     names = overlap.flag_presets if overlap.search is None else assumed_weight_presets(overlap.flag_presets, target)
     return hidden_kinds(names, "weights", target) | hidden_kinds(names, "activations", target)

@@ -60,13 +60,13 @@ from .expert_exchange import (
 )
 from .grouped_matmul import Kernels, grouped_cost, grouped_matmul
 
-_ROWS = 128  # buffers have a multiple of so many rows, which grouped matmuls on TPUs work on at once
+_ROWS = 128  # buffers have a multiple of these rows: grouped matmuls on TPUs work on as many at once
 
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """How the operands lie over the partitioner's axes. tokens: of (batch, length, ...). into, out_of: of the experts'
-    first matrices (experts, embed, mlp) and of the last (experts, mlp, embed)."""
+    """How the operands lie over the partitioner's axes. tokens: arrays (batch, length, ...). into, out_of: the experts'
+    first matrices (experts, embed, mlp) and the last (experts, mlp, embed)."""
 
     tokens: PartitionSpec
     into: PartitionSpec
@@ -75,16 +75,17 @@ class ExpertLayout:
 
     @property
     def summed_axes(self) -> Axes:
-        """Mesh axes that split the experts' hidden dimension: results are partial sums."""
+        """Returns the mesh axes that split the experts' hidden dimension: results are partial sums."""
         return axes_of(self.into[2])
 
 
 @dataclass(frozen=True)
 class ExpertsPlan:
-    """rows: of a buffer, for the tokens of one chunk: that a device receives (ragged), takes of all tokens (gathered),
-    sends to each device (padded), or that an expert takes of each device (capacity). most_rows: with which nothing is
-    ever dropped. filled: the share of the rows of all buffers that tokens fill. may_pad: some tokens may go to no
-    expert. waited_share: of the time of its exchanges, what a layer waits for."""
+    """How a layer's experts run. rows: the rows of a buffer, for the tokens of one chunk: those that a device receives
+    (ragged), takes of all tokens (gathered), sends to each device (padded), or that an expert takes of each device
+    (capacity). most_rows: the rows with which nothing is ever dropped. filled: the share of the rows of all buffers
+    that tokens fill. may_pad: some tokens may go to no expert. waited_share: the exposed part of the time of a layer's
+    exchanges."""
 
     how: str
     experts: Experts
@@ -135,7 +136,7 @@ class ExpertsOp(ParallelOp):
         return apply
 
     def per_token(self, plain: Lowered, *operands: Any, **options: Any) -> tuple[Array, Array]:
-        """They sort tokens, and put them back."""
+        """Returns each token times the sum of its weights: experts sort tokens, and put them back."""
         del plain, options
         x, weights, *_ = operands
         return x * jnp.sum(weights, axis=-1, keepdims=True).astype(x.dtype), jnp.zeros(())
@@ -159,7 +160,7 @@ class ExpertsOp(ParallelOp):
         return Exposed(plan.chosen.parameters.waited_share)
 
     def source(self, name: OperationName) -> str | None:
-        """'routed, tokens to experts and back'."""
+        """Returns 'routed, tokens to experts and back' for the collectives of an exchange."""
         site = name.fact(self.kind)
         return f"{site}, tokens to experts and back" if site else None
 
@@ -191,7 +192,7 @@ def _weights(site: OpSite, inputs: OpInputs) -> tuple[ArrayPlan, ArrayPlan]:
 
 
 def _expert_axes(site: OpSite, inputs: OpInputs) -> Axes:
-    """Mesh axes that split the experts. Raises ConfigError for those that do not split the batch."""
+    """Returns the mesh axes that split the experts. Raises ConfigError for those that do not split the batch."""
     plan = _weights(site, inputs)[0]
     (dimension,) = (d for d in plan.dimensions if d.logical == EXPERTS)
     others = [axis for axis in dimension.axes if axis not in inputs.roles.tokens]
@@ -224,7 +225,7 @@ def _kernels(inputs: OpInputs) -> Kernels:
 
 
 def _exchange(name: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -> Strategy:
-    """One of the exchanges that drop nothing unless `moe.max_imbalance` is too small."""
+    """Returns one of the exchanges that drop nothing unless `moe.max_imbalance` is too small."""
     experts, n, imbalance = sizes.experts, sizes.experts.num_devices, inputs.spec.moe.max_imbalance
     mean, most = sizes.choices, n * sizes.most_of_device
     if name == PADDED:
@@ -252,7 +253,7 @@ def _exchange(name: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -
 
 
 def _refusal(name: str, inputs: OpInputs, experts: Experts) -> str | None:
-    """Why an exchange cannot run; None where it can."""
+    """Returns why an exchange cannot run; None where it can."""
     if name != RAGGED:
         return None
     target = inputs.target
@@ -303,8 +304,8 @@ def apply_planned(
 def _apply_on_shards(
     x: Array, weights: Array, ids: Array, gate: Array, up: Array, down: Array, *, plan: ExpertsPlan, activation: str
 ) -> tuple[Array, Array]:
-    """The same, of shards over all mesh axes. Devices that share an expert's hidden dimension need all tokens of one
-    another, and add their results up."""
+    """Returns the same as `apply_planned`, of shards over all mesh axes. Devices that share an expert's hidden
+    dimension need all tokens of one another, and add their results up."""
     layout = plan.layout
     together = parts_of([tuple(axis for axis in axes_of(e) if axis in layout.summed_axes) for e in layout.tokens])
     tokens_apart = tuple(axis for e in layout.tokens for axis in axes_of(e) if axis not in layout.summed_axes)
@@ -320,7 +321,8 @@ def _apply_on_shards(
 
 
 def _apply_in_chunks(x: Array, weights: Array, ids: Array, run: Any, plan: ExpertsPlan) -> tuple[Array, Array]:
-    """Chunks do not depend on one another: one is sent while another's matmuls run."""
+    """Returns the results of all chunks. Chunks do not depend on one another: one is sent while another's matmuls
+    run."""
     tokens = (x.reshape(-1, x.shape[-1]), weights.reshape(-1, weights.shape[-1]), ids.reshape(-1, ids.shape[-1]))
     dispatch: Any = without_unsent(_dispatch(plan), plan.experts) if plan.may_pad else _dispatch(plan)
     chunks = zip(*(jnp.split(each, plan.num_chunks) for each in tokens), strict=True)
@@ -341,8 +343,8 @@ def _dispatch(plan: ExpertsPlan) -> Dispatch:
 
 
 def _runner(gate: Array, up: Array, down: Array, activation: str, plan: ExpertsPlan) -> Any:
-    """(rows sorted by expert, rows of each) -> what the experts make of them; for capacity (rows of equal groups, their
-    weights)."""
+    """Returns a function of rows sorted by expert and the rows of each, that makes what the experts make of them; for
+    capacity it takes rows of equal groups and their weights."""
     f = ACTIVATIONS[activation]
     if plan.how == CAPACITY:
         return partial(run_equal_groups, gate=gate, up=up, down=down, activation=f)

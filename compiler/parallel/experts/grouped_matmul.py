@@ -29,15 +29,16 @@ from jax.experimental.pallas.ops.tpu.megablox import ops
 
 from ...core.kernels import KernelCall, KernelCost
 
-ROWS, COLUMNS, DEPTH = 128, 128, 64  # of a tile: 3 stages of bfloat16 take 96 KiB of the 163 that A100's blocks have
+# A tile: 3 stages of bfloat16 take 96 KiB of the 163 that A100's blocks have.
+ROWS, COLUMNS, DEPTH = 128, 128, 64
 _ROW_DEPTH = 64  # rows that are contracted at once
 _NEIGHBOURS = 8  # tiles of rows that follow one another on the same columns, whose matrix then is in the L2 cache
-_LEAST = 16  # that a tensor core takes
+_LEAST = 16  # the least that a tensor core takes
 _PARAMETERS = triton.CompilerParams(num_warps=8, num_stages=3)
 
 
 class Tiles(NamedTuple):
-    """Of each tile its group and its place in tiles of rows, -1 where it is not used; of each group its first row and
+    """Tiles of rows. For each tile: its group and its place, -1 where it is not used; for each group: its first row and
     the one after its last."""
 
     group_T: Array
@@ -156,14 +157,14 @@ def _in_neighbourhoods(program: Array, num_tiles: int, num_columns: int) -> tupl
 
 
 def _part(most: int, size: int) -> int:
-    """The largest power of two up to `most` that divides a size, which is a multiple of _LEAST."""
+    """Returns the largest power of two up to `most` that divides a size, which is a multiple of _LEAST."""
     while size % most:
         most //= 2
     return most
 
 
 def padded(x: Array, *multiples: int) -> Array:
-    """Returns an array with zeros behind its last dimensions, up to a multiple for each."""
+    """Returns an array with zeros after the end of its last dimensions, up to a multiple for each."""
     extra = [(0, -size % multiple) for size, multiple in zip(x.shape[-len(multiples) :], multiples, strict=True)]
     if not any(after for _, after in extra):
         return x
@@ -171,7 +172,8 @@ def padded(x: Array, *multiples: int) -> Array:
 
 
 def _cost(left: Array, right: Array, num_columns: int) -> pl.CostEstimate:
-    """Counts each row of the left once, against one matrix, as if all rows were filled; the scope says how many are."""
+    """Returns the cost of a kernel that counts each row of the left once, against one matrix, as if all rows were
+    filled; the scope says how many are."""
     num_bytes = left.nbytes + right.nbytes + left.shape[0] * num_columns * left.dtype.itemsize
     return pl.CostEstimate(flops=2 * left.size * num_columns, bytes_accessed=num_bytes, transcendentals=0)
 
@@ -183,7 +185,7 @@ TILE = (512, 1024, 1024)  # rows, what is contracted, columns: of 16384 x 4096 x
 # The kernels ask the attached device whether it multiplies bfloat16, which starts JAX while a step is only planned, and
 # may not be the target. Every TPU from v4 on does, and so do the others.
 megablox.common.supports_bfloat16_matmul = lambda: True
-_MIN_ROWS = 128  # that the kernels take at once
+_MIN_ROWS = 128  # the entries that the kernels take at once
 _ROWS_ARE_CONTRACTED = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
 )

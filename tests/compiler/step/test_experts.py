@@ -255,7 +255,7 @@ def test_a_frozen_bias_stays_and_a_wrong_rule_is_an_error():
             check_totals(replace(stack, rules=rules, measures={}), aux)
     for of, total, words in (
         (lambda tokens: tokens.max(), "load", "the measure 'load' of stack 'layers' reads the total 'load'"),
-        (lambda tokens: tokens, "tokens", "the measure 'load' of stack 'layers' is no scalar"),
+        (lambda tokens: tokens, "tokens", "the measure 'load' of stack 'layers' is not a scalar"),
     ):
         with pytest.raises(ConfigError, match=re.escape(words)):
             check_totals(replace(stack, rules={}, measures={"load": Measure(total, of)}), aux)
