@@ -121,7 +121,11 @@ def _table(columns: Sequence[str], cells: Callable[[str, int, str], list[str]]) 
     def rows() -> Iterator[list[str]]:
         for target in TARGETS:
             for length in LENGTHS:
-                yield [target, f"{length // 1024}k", *(cell for one in STRATEGIES for cell in cells(target, length, one))]
+                yield [
+                    target,
+                    f"{length // 1024}k",
+                    *(cell for one in STRATEGIES for cell in cells(target, length, one)),
+                ]
 
     heads = [f"{one}: {columns[0]}" if n == 0 else columns[n] for one in STRATEGIES for n in range(len(columns))]
     return markdown(["chips", "tokens", *heads], rows())

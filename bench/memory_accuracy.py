@@ -84,7 +84,18 @@ def compile_row(plan: Plan) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Facts]) -> str:
-    columns = ("model, layers", "sequences", "target", "sharding", "remat", "", "estimate", "XLA's peak", "off", "reserved")
+    columns = (
+        "model, layers",
+        "sequences",
+        "target",
+        "sharding",
+        "remat",
+        "",
+        "estimate",
+        "XLA's peak",
+        "off",
+        "reserved",
+    )
     return markdown(columns, map(_cells, rows))
 
 
@@ -92,8 +103,9 @@ def _cells(kept: Facts) -> list[str]:
     model, layers, sequences, length, target, sharding, remat, *others = kept["row"]
     reserved = kept["argument"] + kept["temp"] + kept["output"] - kept["alias"]
     off = f"{kept['estimate'] / kept['peak'] - 1:+.1%}"
-    return [f"`{model}`, {layers}", f"{sequences} x {length:,}", target, f"`{sharding}`", f"`{remat}`", " ".join(others),
-            f"{kept['estimate'] / 2**30:.2f}", f"{kept['peak'] / 2**30:.2f}", off, f"{reserved / 2**30:.2f}"]  # fmt: skip
+    names = [f"`{model}`, {layers}", f"{sequences} x {length:,}", target, f"`{sharding}`", f"`{remat}`"]
+    estimate, peak, reserved = (f"{size / 2**30:.2f}" for size in (kept["estimate"], kept["peak"], reserved))
+    return [*names, " ".join(others), estimate, peak, off, reserved]
 
 
 def main() -> None:

@@ -130,7 +130,16 @@ def print_facts(facts: dict[str, Any]) -> None:
 
 
 def table(rows: Sequence[Facts]) -> str:
-    columns = ("program", "exposed, step", "short ones not queued", "compute", "of it attention", "links", "peak", "unpriced")
+    columns = (
+        "program",
+        "exposed, step",
+        "short ones not queued",
+        "compute",
+        "of it attention",
+        "links",
+        "peak",
+        "unpriced",
+    )
     return markdown(columns, map(_cells, rows))
 
 

@@ -2,8 +2,8 @@
 
     python bench/results.py [--write]
 
-A page has a table between `<!-- table: NAME -->` and `<!-- end -->`. Nothing is compiled, estimated or run here: a script
-of its own makes the rows (bench/README.md). A test compares the pages with what is printed.
+A page has a table between `<!-- table: NAME -->` and `<!-- end -->`. Nothing is compiled, estimated or run here: a
+script of its own makes the rows (bench/README.md). A test compares the pages with what is printed.
 """
 
 import argparse

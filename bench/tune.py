@@ -135,8 +135,10 @@ def facts_of(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(kept: Rows) -> str:
-    columns = ("model, target, batch", "candidates", "searched in", "the first", "estimated", "compiled", "GiB estimated",
-               "compiled", "fits", "behind the best compiled", "too large: GiB estimated", "compiled")  # fmt: skip
+    columns = (
+        "model, target, batch", "candidates", "searched in", "the first", "estimated", "compiled", "GiB estimated",
+        "compiled", "fits", "behind the best compiled", "too large: GiB estimated", "compiled",
+    )  # fmt: skip
     return markdown(columns, (_cells(row, kept[row.overrides], kept) for row in ROWS if row.overrides in kept))
 
 
@@ -188,7 +190,9 @@ def main() -> int:
 def candidates_of(kept: Rows, given: argparse.Namespace) -> list[tuple[str, Overrides]]:
     """Returns what is compiled of the answers: the first of all, the second of all, and so on."""
     answers = [(row, kept[row.overrides]) for row in ROWS if row.overrides in kept]
-    found = [(row, answer["best"][n]) for n in range(given.compile) for row, answer in answers if n < len(answer["best"])]
+    found = [
+        (row, answer["best"][n]) for n in range(given.compile) for row, answer in answers if n < len(answer["best"])
+    ]
     if given.too_large:
         found += [(row, answer["too_large"]) for row, answer in answers if answer["too_large"]]
     return [(row.name, as_compiled(row, one)) for row, one in found]

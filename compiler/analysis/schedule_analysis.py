@@ -23,11 +23,10 @@ from ..target.accuracy import accuracy_of, why_no_range
 from ..target.target import TargetPlan
 from ..xla.hlo import Module
 from ..xla.schedule import Simulation, simulate
-from ..xla.schedule.steps import ALL, Choices, apply_choices, conditionals, open_loops
 from ..xla.schedule.prices import Chip
 from ..xla.schedule.program import read_steps
 from ..xla.schedule.simulate import CollectiveTotals, Priced, Taken
-from ..xla.schedule.steps import Collective, Done, Step, every
+from ..xla.schedule.steps import ALL, Choices, Collective, Done, Step, apply_choices, conditionals, every, open_loops
 from .match import Match, match_planned, source_by_size
 from .program_devices import CollectivePlacement, ProgramDevices
 from .source_lines import line_finder

@@ -8,7 +8,7 @@ NO_AXIS = "ddp"  # nothing is split but the batch
 
 
 def mesh_for(sharding: Mapping[Any, Any]) -> str:
-    """Returns the mesh of a sharding by its rules: {"parameters": [{"logical": ["embed"], "mesh": ["fsdp"]}]} -> "fsdp".
+    """Returns the mesh of a sharding by its rules: "fsdp" of {"parameters": [{"logical": [..], "mesh": ["fsdp"]}]}.
 
     Of several axes it is the first one of fsdp, data and tensor; how many devices the others get is the user's choice.
     """

@@ -96,7 +96,9 @@ def resolve(
                 note = f"{', '.join(rule.mesh)} being of size 1" if rule.mesh and not wanted else ""
                 if dimension in refusals:
                     note = refusals.pop(dimension).why(mesh)
-                later = {each for other in rules[index + 1 :] if mesh.num_shards(other.mesh) > 1 for each in other.logical}
+                later = {
+                    each for other in rules[index + 1 :] if mesh.num_shards(other.mesh) > 1 for each in other.logical
+                }
                 free = [
                     place
                     for place, plan in enumerate(settled)

@@ -121,9 +121,10 @@ class ShardingSpec(Config):
     """Ordered rules per kind of array: each dimension takes the first matching rule whose mesh axes are free.
 
     mesh_axes: the mesh axes that rules split over, which leave out all others; null: all that they name. optimizer: the
-    rules of what does not lie as its parameter; once validated, those of everything else follow. gradients: the table that gradients are laid out by while they are accumulated. If the optimizer's splits more than
-    the parameters', `parameters` sums whole gradients and splits them once per step (ZeRO-1), and `optimizer` splits
-    each gradient as soon as it is computed (ZeRO-2).
+    rules of what does not lie as its parameter; once validated, those of everything else follow. gradients: the table
+    that gradients are laid out by while they are accumulated. If the optimizer's splits more than the parameters',
+    `parameters` sums whole gradients and splits them once per step (ZeRO-1), and `optimizer` splits each gradient as
+    soon as it is computed (ZeRO-2).
     """
 
     mesh_axes: Annotated[tuple[MeshAxis, ...], AfterValidator(_each_once)] | None = None
@@ -156,8 +157,10 @@ def rules_over(rules: tuple[Rule, ...], mesh_axes: tuple[MeshAxis, ...] | None) 
         last = kept[-1] if kept else None
         if rule.mesh and not mesh:
             continue
-        if last and last.mesh == mesh and (
-            mesh != rule.mesh or last not in rules or set(rule.logical) <= set(last.logical)
+        if (
+            last
+            and last.mesh == mesh
+            and (mesh != rule.mesh or last not in rules or set(rule.logical) <= set(last.logical))
         ):  # what told them apart is left out
             kept[-1] = _of_these_too(last, rule.logical)
         else:

@@ -16,7 +16,6 @@ from ..target.compiler_options import Options, refused_options
 from ..target.topology import options_without_device
 
 
-
 @dataclass(frozen=True)
 class Programs(Mapping[str, Any]):
     """The programs of a run, by name.

@@ -28,10 +28,10 @@ from meshloom.compiler.plan import Plan
 from meshloom.compiler.xla.aot import REMATERIALIZATION, built_of, memory_of
 from meshloom.compiler.xla.fingerprint import Fingerprint, fingerprint_of
 from meshloom.compiler.xla.programs import Programs, build, lower
-from ..core.stderr_capture import captured_stderr
 
 from ..core.failures import RunFailed
 from ..core.host_memory import available_bytes
+from ..core.stderr_capture import captured_stderr
 from ..processes.agreement import check_same_program
 from ..processes.distributed import COMPILED, Processes, together
 from ..processes.process_log import say

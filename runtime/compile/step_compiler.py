@@ -12,8 +12,8 @@ from meshloom.compiler.plan import Plan
 from meshloom.compiler.spec.spec import RunSpec
 from meshloom.compiler.xla.aot import REMATERIALIZATION, Built, LoweredStep, compile_ahead
 from meshloom.compiler.xla.fingerprint import Fingerprint
-from ..core.stderr_capture import Captured, captured_stderr
 
+from ..core.stderr_capture import Captured, captured_stderr
 from ..processes.process_log import say
 from .artifact import FOLDER, Artifact, find_artifact, write_artifact
 from .compile_cache import check_did_not_abort, one_compiles, store_of, unkept

@@ -12,8 +12,8 @@ from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.spec.target_spec import CpuTarget, GpuTarget, LocalTarget, TargetSpec, TpuTarget
 from meshloom.compiler.target.target import plan_target
 from meshloom.compiler.target.topology import installed_compilers
-from ..core.stderr_capture import Captured, captured_stderr
 
+from ..core.stderr_capture import Captured, captured_stderr
 from .distributed import Processes
 from .jax_private import has_chip
 

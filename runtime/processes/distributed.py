@@ -26,10 +26,10 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
 from meshloom.compiler.spec.spec import RunSpec
-from ..core.stderr_capture import captured_native_stderr
 
 from ..core.failures import LOST, RunFailed
 from ..core.interruptible import interruptibly
+from ..core.stderr_capture import captured_native_stderr
 from .initialize import initialize, plan_start
 from .jax_private import joined
 from .lost import Lookout, tell_reason

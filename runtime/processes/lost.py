@@ -26,10 +26,10 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import be
 from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.spec.spec import DistributedSpec
-from ..core.stderr_capture import captured_tail
 
 from ..core.failures import LOST
 from ..core.interruptible import leave_now
+from ..core.stderr_capture import captured_tail
 
 LOG = logging.getLogger("meshloom")
 _POLL_SECONDS = 0.2

@@ -15,8 +15,8 @@ from meshloom import __version__
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.visible import visible
 from meshloom.compiler.spec.spec import RunSpec
-from ..core.stderr_capture import captured_native_stderr, captured_tail
 
+from ..core.stderr_capture import captured_native_stderr, captured_tail
 from .distributed import Processes
 
 LOG = logging.getLogger("meshloom")  # runtime/processes/process_log.py gives it a file

@@ -22,9 +22,9 @@ from jax.errors import JaxRuntimeError
 from jax.experimental.multihost_utils import reached_preemption_sync_point
 
 from meshloom.compiler.core.errors import Problem
-from ..core.stderr_capture import terminal
 
 from ..core.failures import LOST, RunFailed
+from ..core.stderr_capture import terminal
 from .distributed import Processes
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

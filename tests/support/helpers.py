@@ -39,7 +39,7 @@ from meshloom.compiler.sharding.batch import batch_arrays
 from meshloom.compiler.spec.spec import RunSpec
 from meshloom.compiler.step.train_step import build_loss, build_train_step
 from meshloom.compiler.target.target import TargetPlan, plan_target
-from meshloom.compiler.xla.programs import PROGRAMS, Programs, build, lower
+from meshloom.compiler.xla.programs import Programs, build, lower
 from meshloom.models import Context, Model, split_aux
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
 from meshloom.runtime.cli.main import run

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from meshloom import conf
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.hydra_settings import search_path_override

@@ -8,11 +8,19 @@ from meshloom.compiler.analysis.timeline_events import schedule_events
 from meshloom.compiler.xla.hlo import Module, parse_module
 from meshloom.compiler.xla.schedule.alike import find_repeated
 from meshloom.compiler.xla.schedule.buffers import read_buffers
-from meshloom.compiler.xla.schedule.steps import ALL, Choices, apply_choices, conditionals
 from meshloom.compiler.xla.schedule.prices import Chip
 from meshloom.compiler.xla.schedule.program import read_steps
 from meshloom.compiler.xla.schedule.simulate import Priced, simulate
-from meshloom.compiler.xla.schedule.steps import Branches, Compute, Loop, Step
+from meshloom.compiler.xla.schedule.steps import (
+    ALL,
+    Branches,
+    Choices,
+    Compute,
+    Loop,
+    Step,
+    apply_choices,
+    conditionals,
+)
 from support.schedules import module
 
 

@@ -7,12 +7,23 @@ import pytest
 from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.compiler.xla.hlo.groups import parse_groups
-from meshloom.compiler.xla.schedule.steps import ALL, Choices, apply_choices, conditionals, open_loops
 from meshloom.compiler.xla.schedule.kernels import TRITON
 from meshloom.compiler.xla.schedule.prices import GROUPED_EFFICIENCY, KERNEL_GAP_SECONDS, Chip
 from meshloom.compiler.xla.schedule.program import read_steps
 from meshloom.compiler.xla.schedule.simulate import Priced, Simulation, Taken, simulate
-from meshloom.compiler.xla.schedule.steps import Collective, Compute, Loop, Step, collectives_of, every
+from meshloom.compiler.xla.schedule.steps import (
+    ALL,
+    Choices,
+    Collective,
+    Compute,
+    Loop,
+    Step,
+    apply_choices,
+    collectives_of,
+    conditionals,
+    every,
+    open_loops,
+)
 from support.schedules import GATHER, GROUPS, START, compute, loop, module
 
 TPU = Chip(

@@ -42,9 +42,9 @@ from meshloom.compiler.xla.aot import (
 )
 from meshloom.compiler.xla.hlo import parse
 from meshloom.compiler.xla.programs import Programs, build, lower
-from meshloom.runtime.core.stderr_capture import captured_stderr
 from meshloom.runtime.compile.artifact import Artifact, find_artifact, load_programs, read_artifact, write_artifact
 from meshloom.runtime.compile.compile_command import CompileJob, compile_step, prepare_compile
+from meshloom.runtime.core.stderr_capture import captured_stderr
 from meshloom.runtime.train.train import find_precompiled
 from support.helpers import documented_files, meshloom, on_devices, run_in_process, written_files
 
