@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from meshloom.compiler.report.explain import SCHEMA_VERSION as PLAN_VERSION
 from meshloom.compiler.report.views.diff_text import show_diff
 from meshloom.compiler.schema import SCHEMA_VERSION, Report
 
-from ..rundir.find_runs import PLAN, REPORT, SPEC
+from ..rundir.find_runs import PLAN, REPORT, SPEC, check_directory
 from .words import Syntax, Words, run_words
 
 USAGE = """\
@@ -50,9 +49,7 @@ def _diff(words: Words) -> None:
 
 def read_run_for_diff(run_dir: Path) -> Run:
     """Returns the run that a directory holds. Raises ConfigError if it holds none, or its files are damaged."""
-    if not run_dir.is_dir():
-        what = "this is a file" if run_dir.is_file() else "there is no such directory"
-        raise ConfigError([Problem(str(run_dir), what, _near(run_dir))])
+    check_directory(run_dir, "name a run directory, one with spec.yaml and plan.json")
     report = _report(run_dir / REPORT) if not _is_declared(run_dir) else None
     if report is not None and report.build is None:  # inspected, not compiled here
         return Run(str(run_dir), {}, {}, report)
@@ -66,13 +63,6 @@ def read_run_for_diff(run_dir: Path) -> Run:
 
 def _is_declared(run_dir: Path) -> bool:
     return any((run_dir / name).exists() for name in (SPEC, PLAN))
-
-
-def _near(run_dir: Path) -> str:
-    fix = "name a run directory, one with spec.yaml and plan.json"
-    names = [path.name for path in run_dir.parent.iterdir() if path.is_dir()] if run_dir.parent.is_dir() else []
-    near = get_close_matches(run_dir.name, names, n=1)
-    return fix + (f" (did you mean '{run_dir.parent / near[0]}'?)" if near else "")
 
 
 def _text(path: Path) -> str:

@@ -8,11 +8,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from meshloom.compiler.core.console import Column, Console, Part, Table
-from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.format import counted, human_seconds
 from meshloom.compiler.core.visible import write_out
 
-from ..rundir.find_runs import METRICS, SPEC, FoundRun, find_directories, read_run
+from ..rundir.find_runs import METRICS, SPEC, FoundRun, check_directory, find_directories, read_run
 from ..rundir.run_record import RECORD_FILE
 from ..sweep.figures import FIGURES, best_of, value_of
 from ..sweep.read import Sweep, read_sweep
@@ -70,9 +70,7 @@ def _show_runs(words: Words) -> None:
 def find_lines(paths: Sequence[Path]) -> list[Line]:
     """Returns runs and sweeps, the newest first. Raises ConfigError if a path is not a directory."""
     for path in paths:
-        if not path.is_dir():
-            what = "this is a file" if path.exists() else "there is no such directory"
-            raise ConfigError([Problem(str(path), what, "name a directory with runs, or leave it out")])
+        check_directory(path, "name a directory with runs, or leave it out")
     tops = paths or [*(Path(name) for name in PLACES if Path(name).is_dir()), *_named_runs()]
     found = [directory for top in tops for directory in _directories(top)]
     lines = [_of_sweep(path) if (path / SWEEP_FILE).is_file() else _of_run(path) for path in found]

@@ -6,8 +6,11 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
+
+from meshloom.compiler.core.errors import ConfigError, Problem
 
 from ..core.exclusive import is_held
 from ..core.files import parse_json
@@ -40,6 +43,16 @@ class FoundRun:
     predicted_seconds: float | None
     began: str | None
     changed: str
+
+
+def check_directory(path: Path, fix: str) -> None:
+    """Raises ConfigError if a path is not a directory. fix: what to name instead; the nearest name is added to it."""
+    if path.is_dir():
+        return
+    what = "this is a file" if path.exists() else "there is no such directory"
+    names = [each.name for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
+    near = get_close_matches(path.name, names, n=1)
+    raise ConfigError([Problem(str(path), what, fix + (f" (did you mean '{path.parent / near[0]}'?)" if near else ""))])
 
 
 def is_run(directory: Path) -> bool:

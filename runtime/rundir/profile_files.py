@@ -19,6 +19,7 @@ from meshloom.compiler.profile.trace import Trace, read_trace
 from meshloom.compiler.report.views.profile import render_profile
 
 from ..core.files import replace_text
+from .find_runs import check_directory
 
 FOLDER = "profile"
 TEXT, PREDICTED = "train.hlo.txt", "predicted.json"
@@ -42,9 +43,7 @@ def place_of(run_dir: Path, process: int) -> Path:
 
 def read_profile(run_dir: Path) -> RunProfile:
     """Returns the profile of a run directory's traced steps. Raises ConfigError if it has none or is damaged."""
-    if not run_dir.is_dir():
-        what = "this is a file" if run_dir.is_file() else "there is no such directory"
-        raise ConfigError([Problem(str(run_dir), what, "name the run directory of a `meshloom train`")])
+    check_directory(run_dir, "name the run directory of a `meshloom train`")
     prediction, files = all_of(lambda: _prediction(run_dir / FOLDER / PREDICTED), lambda: _newest_traces(run_dir))
     traces = all_of(
         *(lambda path=path, process=process: _trace(path, prediction, process) for process, path in files.items())

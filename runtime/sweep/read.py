@@ -5,7 +5,6 @@ The sweep may be running, finished, or killed. Curves are thinned out for a page
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -15,7 +14,7 @@ from meshloom.compiler.core.format import counted
 
 from ..core.exclusive import is_held
 from ..core.files import parse_json
-from ..rundir.find_runs import METRICS, SPEC, steps_in
+from ..rundir.find_runs import METRICS, SPEC, check_directory, steps_in
 from .figures import find_figure
 from .rows import ROWS_FILE, SCHEMA_VERSION, SWEEP_FILE, Row, SweepFile
 
@@ -41,9 +40,7 @@ def read_sweep(directory: Path) -> Sweep:
 
     A cut-off last row is left out with a note: its writer was killed, or is writing it.
     """
-    if not directory.is_dir():
-        what = "this is a file" if directory.is_file() else "there is no such directory"
-        raise ConfigError([Problem(str(directory), what, _near(directory))])
+    check_directory(directory, f"name the directory of a sweep, one with {SWEEP_FILE}")
     file = _sweep_file(directory / SWEEP_FILE)
     find_figure(file.objective, where=f"{directory / SWEEP_FILE}: objective")
     rows, notes = _rows(directory / ROWS_FILE)
@@ -55,13 +52,6 @@ def read_sweep(directory: Path) -> Sweep:
         verb = "has" if num_left == 1 else "have"
         notes.append(f"{counted(num_left, 'point')} {verb} no row: the sweep was stopped; {_AGAIN}")
     return Sweep(directory, file, rows, is_running, tuple(notes))
-
-
-def _near(directory: Path) -> str:
-    fix = f"name the directory of a sweep, one with {SWEEP_FILE}"
-    names = [path.name for path in directory.parent.iterdir() if path.is_dir()] if directory.parent.is_dir() else []
-    near = get_close_matches(directory.name, names, n=1)
-    return fix + (f" (did you mean '{directory.parent / near[0]}'?)" if near else "")
 
 
 def _sweep_file(path: Path) -> SweepFile:
