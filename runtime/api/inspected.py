@@ -35,7 +35,7 @@ T = TypeVar("T", int, float)
 
 @dataclass(frozen=True, repr=False)
 class Inspection:
-    """What was read from the text of a compiled program.
+    """A compiled program as its text describes it.
 
     source: the file of the text; None if it did not come from one. note: the choice that was made among several
     programs; empty if there was none.

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from meshloom.compiler.core.console import Column, Console, Table
@@ -41,9 +40,7 @@ class Display(Observer):
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def left(self, error: BaseException | None) -> None:  # noqa: ARG002
         self._bar.stop()
 
     def step_reported(self, metrics: Metrics) -> None:

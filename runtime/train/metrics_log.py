@@ -4,7 +4,6 @@ import json
 import shutil
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from meshloom.compiler.core.errors import Problem
@@ -47,9 +46,7 @@ class MetricsLog(Observer):
         watch.earlier = spent_by_earlier_starts(log.kept_line, log.last_line, watch.began)
         return log
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def left(self, error: BaseException | None) -> None:
         with suppress(OSError) if isinstance(error, RunFailed) else nullcontext():  # it was reported already
             self._file.close()
 

@@ -31,7 +31,6 @@ from .metrics import Metrics
 from .time_spent import Stopwatch, TimeKind
 
 LOG = logging.getLogger("meshloom")
-NO_VALUES: Mapping[str, float] = {}
 
 # Takes a state, a batch, the number of the step and the batch's place in the data; returns the new state and metrics.
 TakeStep = Callable[[Any, dict[str, jax.Array], int, dict[str, Any]], tuple[Any, dict[str, jax.Array]]]
@@ -56,7 +55,10 @@ class Observer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Sees the end of the run, with the exception that ended it."""
+        self.left(error)
+
+    def left(self, error: BaseException | None) -> None:
+        """Sees the end of the run, with the exception that ended it, if there is one."""
 
     def run_started(self, first_step: int) -> None:
         """Sees that training begins, after `first_step` steps."""
@@ -69,10 +71,9 @@ class Observer:
         """Returns True if this step has to end before the next one is dispatched; `step_ended` then gets its state."""
         return False
 
-    def step_ended(self, step: int, times: StepTimes, state: Any) -> Mapping[str, float]:  # noqa: ARG002
-        """Returns values to add to the metrics of a step that ended. state: the state after the step; None if it was
-        donated to the next step."""
-        return NO_VALUES
+    def step_ended(self, step: int, times: StepTimes, state: Any) -> Mapping[str, float] | None:
+        """Returns values to add to the metrics of a step that ended, if there are any. state: the state after the step;
+        None if it was donated to the next step."""
 
     def evaluated(self, step: int, loss: float | None) -> None:
         """Sees the held-out loss after a step; None if no held-out token has a target."""
@@ -119,7 +120,7 @@ class Observers(Observer):
         return any(each.reads_at_once(step) for each in self._each)
 
     def step_ended(self, step: int, times: StepTimes, state: Any) -> Mapping[str, float]:
-        return {name: x for each in self._each for name, x in each.step_ended(step, times, state).items()}
+        return {name: x for each in self._each for name, x in (each.step_ended(step, times, state) or {}).items()}
 
     def evaluated(self, step: int, loss: float | None) -> None:
         for each in self._each:

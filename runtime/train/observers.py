@@ -23,55 +23,49 @@ MORE_ROOM = (
 )
 
 
-class MissingTargets(Observer):
-    """Warns about the first step, and the first evaluation, whose batches have no targets."""
+class TokenWarning(Observer):
+    """Warns about tokens that teach the model nothing, each time once in a run."""
 
     def __init__(self, warn: Callable[[Problem], None]):
         self._warn = warn
-        self._warned: set[str] = set()
+        self._warned = set[str]()
 
     @classmethod
     def of_run(cls, run: ObservedRun) -> Self:
         """Returns the observer of a run."""
         return cls(run.warn)
+
+    def _warn_once(self, name: str, problem: Problem) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
+            self._warn(problem)
+
+
+class MissingTargets(TokenWarning):
+    """Warns about the first step, and the first evaluation, whose batches have no targets."""
 
     def step_reported(self, metrics: Metrics) -> None:
         """Warns if the step's global batch had no target."""
         if not metrics.num_targets:
             what = "its global batch has no target: the loss is 0, and only auxiliary losses have gradients"
-            self._warn_once(f"step {metrics.step}", what)
+            self._warn_once("step", Problem(f"step {metrics.step}", what, LONGER_DOCUMENTS))
 
     def evaluated(self, step: int, loss: float | None) -> None:  # noqa: ARG002
         """Warns if no held-out batch has a target."""
         if loss is None:
-            self._warn_once("evaluation", "no token of the held-out batches has a target: there is no held-out loss")
-
-    def _warn_once(self, where: str, what: str) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            self._warn(Problem(where, what, LONGER_DOCUMENTS))
+            what = "no token of the held-out batches has a target: there is no held-out loss"
+            self._warn_once("evaluation", Problem("evaluation", what, LONGER_DOCUMENTS))
 
 
-class DroppedTokens(Observer):
+class DroppedTokens(TokenWarning):
     """Warns about the first step in which experts had no room for all choices."""
 
-    def __init__(self, warn: Callable[[Problem], None]):
-        self._warn = warn
-        self._has_warned = False
-
-    @classmethod
-    def of_run(cls, run: ObservedRun) -> Self:
-        """Returns the observer of a run."""
-        return cls(run.warn)
-
     def step_reported(self, metrics: Metrics) -> None:
-        """Warns if the step dropped a choice, once in a run."""
+        """Warns if the step dropped a choice."""
         shares = [value for name, value in metrics.auxiliary.items() if name.split("/")[1] == DROPPED]
-        if self._has_warned or not any(share > 0 for share in shares):
-            return
-        self._has_warned = True
-        what = f"{max(shares):.2%} of the choices of experts found no room and were dropped"
-        self._warn(Problem(f"step {metrics.step}", what, MORE_ROOM))
+        if any(share > 0 for share in shares):
+            what = f"{max(shares):.2%} of the choices of experts found no room and were dropped"
+            self._warn_once(DROPPED, Problem(f"step {metrics.step}", what, MORE_ROOM))
 
 
 # Each returns the observer of a run, or None if the declaration or this process has none. The watchdog comes before the

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -27,7 +26,7 @@ from meshloom.compiler.xla.programs import Programs
 from ..core.files import replace_text
 from ..processes.distributed import Processes
 from ..rundir.profile_files import FOLDER, PREDICTED, TEXT, place_of
-from .observer import NO_VALUES, ObservedRun, Observer, StepTimes, TakeStep
+from .observer import ObservedRun, Observer, StepTimes, TakeStep
 from .time_spent import TimeKind
 
 KEY = "profile.steps"
@@ -72,9 +71,7 @@ class Profiler(Observer):
             run.spec, run.processes, run.run_dir, pause=run.observers.pause, files=files, say=run.say, warn=run.warn
         )
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def left(self, error: BaseException | None) -> None:  # noqa: ARG002
         self.stop()
 
     def run_started(self, first_step: int) -> None:
@@ -123,11 +120,10 @@ class Profiler(Observer):
 
         return traced
 
-    def step_ended(self, step: int, times: StepTimes, state: Any) -> Mapping[str, float]:  # noqa: ARG002
+    def step_ended(self, step: int, times: StepTimes, state: Any) -> None:  # noqa: ARG002
         """Ends the trace if this is its last step."""
         if self._is_last(step):
             self.stop(state)
-        return NO_VALUES
 
     def stop(self, state: Any = None) -> None:
         """Ends the trace, if one is in progress, and writes it, once the step that made this state is done."""

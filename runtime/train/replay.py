@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshloom.compiler.core.errors import Problem
+from meshloom.compiler.core.format import human_names
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.step.state_checks import build_digest, replica_dimensions
 from meshloom.compiler.step.train_step import LOSS_BY_SHARD
@@ -219,8 +220,8 @@ class Replay(Observer):
                 odd |= is_odd
                 where.append(path)
         if where:
-            more = f" and {len(where) - 1} more" if len(where) > 1 else ""
-            what = f"the replicas of {where[0]}{more} differ: {self._named(self._mesh.devices[odd])}; {self._suspect}"
+            named = self._named(self._mesh.devices[odd])
+            what = f"the replicas of {human_names(where, most=1)} differ: {named}; {self._suspect}"
             fix = "start the same command again, without that host: it goes on from the last checkpoint"
             raise RunFailed(Problem(f"step {step}", what, fix), FAULTY)
 
@@ -229,9 +230,7 @@ class Replay(Observer):
             return jax.device_get(self._digest(state))
 
     def _named(self, devices: Iterable[Any]) -> str:
-        devices = list(devices)
-        named = [f"{one} on {self._hosts[one.process_index]}" for one in devices[:MOST_NAMED]]
-        return ", ".join(named) + (f" and {len(devices) - MOST_NAMED} more" if len(devices) > MOST_NAMED else "")
+        return human_names([f"{one} on {self._hosts[one.process_index]}" for one in devices], most=MOST_NAMED)
 
 
 def odd_replicas(sums: np.ndarray, along: Sequence[int]) -> np.ndarray:

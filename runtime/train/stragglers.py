@@ -18,7 +18,7 @@ from meshloom.compiler.core.format import human_seconds, human_share
 from meshloom.compiler.spec.spec import StragglersSpec
 
 from ..processes.distributed import Processes
-from .observer import NO_VALUES, ObservedRun, Observer, StepTimes
+from .observer import ObservedRun, Observer, StepTimes
 
 FOLDER = "meshloom/stragglers"  # in the store of the coordination service; a folder for each window of steps
 
@@ -36,20 +36,20 @@ class Stragglers(Observer):
         """Returns the observer of a run."""
         return cls(run.spec.stragglers, run.processes, run.warn)
 
-    def step_ended(self, step: int, times: StepTimes, state: Any) -> Mapping[str, float]:  # noqa: ARG002
+    def step_ended(self, step: int, times: StepTimes, state: Any) -> Mapping[str, float] | None:  # noqa: ARG002
         """Notes the times of a step. At the end of a window of steps, process 0 returns the means of every process over
         the previous window, by names of metrics, so that no process waits for another."""
         if self._spec is None or self._processes.count == 1:
-            return NO_VALUES
+            return None
         self._times.append(times)
         if step % self._spec.every_num_steps:
-            return NO_VALUES
+            return None
         window = step // self._spec.every_num_steps
         try:
             self._tell(window)
             found = self._others(window - 1) if self._processes.is_first else {}
         except jax.errors.JaxRuntimeError:  # the service is gone, which the run notices by itself
-            return NO_VALUES
+            return None
         if found:
             self._name_slowest(step, found)
         return as_metrics(found)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of
@@ -96,9 +95,7 @@ class Trackers(Observer):
         tracked = tracked_run(run.plan, run.run_dir, run.first_step, run.warn)
         return cls(find_trackers(run.spec.logging), tracked, run.warn)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def left(self, error: BaseException | None) -> None:
         for each in self._open:
             self._guarded("when it was closed", type(each), each.close, has_failed=isinstance(error, Exception))
 

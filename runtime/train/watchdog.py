@@ -16,13 +16,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import jax
 
 from meshloom.compiler.core.errors import Problem
-from meshloom.compiler.core.format import counted, human_seconds
+from meshloom.compiler.core.format import counted, human_names, human_seconds
 from meshloom.compiler.spec.spec import WatchdogSpec
 
 from ..core.failures import HUNG
@@ -30,7 +29,7 @@ from ..processes.distributed import Processes
 from ..processes.lost import Lookout
 from ..processes.process_log import FOLDER as LOG_FOLDER
 from .metrics import Metrics
-from .observer import NO_VALUES, ObservedRun, Observer, StepTimes
+from .observer import ObservedRun, Observer, StepTimes
 from .time_spent import TimeKind
 
 LOG = logging.getLogger("meshloom")
@@ -72,12 +71,10 @@ class Watchdog(Observer):
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def left(self, error: BaseException | None) -> None:  # noqa: ARG002
         self._over.set()
 
-    def step_ended(self, step: int, times: StepTimes, state: Any) -> Mapping[str, float]:  # noqa: ARG002
+    def step_ended(self, step: int, times: StepTimes, state: Any) -> None:  # noqa: ARG002
         """Notes the end of a step and its time."""
         with self._lock:
             self._done, self._since = step, time.monotonic()
@@ -87,7 +84,6 @@ class Watchdog(Observer):
             LOG.info(f"step {step} has ended: the run goes on")
             if self._processes.client is not None:
                 self._processes.client.key_value_delete(self._key)
-        return NO_VALUES
 
     @contextmanager
     def pause(self, kind: TimeKind) -> Iterator[None]:  # noqa: ARG002
@@ -185,5 +181,4 @@ def describe_hang(done: Mapping[int, int], hosts: tuple[str, ...]) -> str:
 
 
 def _named(indices: list[int], hosts: tuple[str, ...]) -> str:
-    named = [f"process {index} on {hosts[index]}" for index in indices[:4]]
-    return ", ".join(named) + (f" and {len(indices) - 4} more" if len(indices) > 4 else "")
+    return human_names([f"process {index} on {hosts[index]}" for index in indices], most=4)

@@ -49,7 +49,7 @@ def test_process_0_has_the_times_of_all_over_the_window_before():
 
 def test_a_process_alone_tells_of_nothing():
     alone = Stragglers(SPEC, Processes(), print)
-    assert [alone.step_ended(step, SLOW, None) for step in range(1, 5)] == [{}] * 4
+    assert [alone.step_ended(step, SLOW, None) for step in range(1, 5)] == [None] * 4
 
 
 SLOW_ITEMS = """
