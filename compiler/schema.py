@@ -25,12 +25,12 @@ class TargetReport(Record):
     name: str
     chip: str
     num_chips: PositiveInt
-    num_devices: PositiveInt  # of JAX
+    num_devices: PositiveInt  # devices of JAX
     num_slices: PositiveInt
     hbm_bytes_per_chip: PositiveInt | None
     hbm_bytes_per_second: PositiveFloat | None  # of one chip
     peak_flops_per_second: PositiveFloat | None  # of one chip, in the compute type
-    calibration: str  # which of its figures were measured, and on which runs; empty: none
+    calibration: str  # the figures that were measured, and on which runs; empty: none
     placement: dict[str, str]  # mesh axis -> where it lies: "fsdp": "ICI x (16, wraps) x ICI y (16, wraps)"
 
 
@@ -56,7 +56,7 @@ class MemoryChange(Record):
     cost: str  # "the forward pass is computed twice"
 
 
-MAX_IMBALANCE = "moe.max_imbalance"  # of an alternative with room for the usual imbalance of experts alone
+MAX_IMBALANCE = "moe.max_imbalance"  # the key of an alternative with room for the usual imbalance of experts
 
 
 class Alternative(Record):
@@ -124,7 +124,7 @@ class StepReport(Record):
     compute_seconds_by_kind: dict[ComputeKind, NonNegativeFloat]
     exposed_seconds: NonNegativeFloat | None
     exposed_fraction: NonNegativeFloat | None  # of predicted_seconds
-    least_seconds: NonNegativeFloat | None  # of all parts whose time is known
+    least_seconds: NonNegativeFloat | None  # the sum of all parts whose time is known
     predicted_seconds: NonNegativeFloat | None  # None where that of a part is not known
     predicted_range_seconds: tuple[NonNegativeFloat, NonNegativeFloat] | None
     predicted_range_basis: str | None  # the published runs that give the range (target/accuracy.py)
@@ -134,7 +134,7 @@ class StepReport(Record):
     num_unpriced: NonNegativeInt  # kernels of an unknown time, which count with the least that they can take
     counted_once: tuple[str, ...]  # loops whose number of iterations is not known
     num_bounded: NonNegativeInt  # matmuls whose estimate by the compiler is more than they can take
-    bounded_seconds: NonNegativeFloat  # by which these estimates are longer than their prices
+    bounded_seconds: NonNegativeFloat  # the sum by which these estimates are longer than their prices
 
 
 class RooflinePart(Record):

@@ -28,7 +28,7 @@ from ..step.train_step import build_train_step
 from ..target.compiler_options import assumed_weight_presets, presets_for, why_permutes_wait
 from ..target.target import TargetPlan
 
-BATCH_SPLIT = 2  # what the searches of docs/results/overlap.md chose wherever axes split matmuls
+BATCH_SPLIT = 2  # the choice of the searches of docs/results/overlap.md chose wherever axes split matmuls
 USUAL = 1.25  # the capacity factor that Switch Transformers settled on (arXiv:2101.03961, section 2.2)
 
 

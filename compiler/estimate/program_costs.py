@@ -167,7 +167,7 @@ class _Reader:
         self.weights = sorted(weights)
         self.ops = ops
         self.numbers: list[float] = []
-        self.first: dict[int, int] = {}  # of a program, the place of its first size; its host sizes follow
+        self.first: dict[int, int] = {}  # the place of a program's first size; its host sizes follow the sizes
         self.works: list[Work] = []
         self.transfers: list[Transfer] = []
 
@@ -176,7 +176,7 @@ class _Reader:
         for one in regions:
             self.first[id(one.program)] = len(self.numbers)
             self.numbers += [*one.program.sizes, *one.program.host_sizes]
-        places: dict[int, tuple[int, ...]] = {}  # of each body's executions
+        places: dict[int, tuple[int, ...]] = {}  # the places of a body's executions, by id
         factors = tuple(tuple(self.factor(each, places) for each in one.factors) for one in regions)
         for number, one in enumerate(regions):
             self.region(number, one)

@@ -32,7 +32,7 @@ from .regions import Region, largest_sum
 
 Figure = Literal["flops", "hbm_bytes", "link_bytes", "link_seconds"]
 Bound = Literal["flops", "hbm", "link"]
-Term = tuple[Region, float | None]  # of each execution of a region; None: unknown
+Term = tuple[Region, float | None]  # a figure of one execution of a region; None: unknown
 
 
 def plan_roofline(plan: Plan, step: Region) -> tuple[RooflinePart, ...]:

@@ -103,7 +103,7 @@ def traffic(fused: Fused, *, into_matmuls: bool) -> list[tuple[FusedStep, tuple[
         if any(i in inlined for i in step.writes):
             moved.append((step, ()))
             continue
-        if step.operation.name == "gather":  # of a table, the rows that are looked up
+        if step.operation.name == "gather":  # only the rows of the table that are looked up
             moved.append((step, (*step.writes, *step.writes)))
         else:
             moved.append((step, (*step.writes, *(i for i in reads if not (step.is_fused and i in read_already)))))

@@ -18,7 +18,7 @@ COLLECTIVES: dict[str, CollectiveKind] = {
     "psum": "all-reduce", "psum_invariant": "all-reduce", "pmax": "all-reduce", "pmin": "all-reduce",
     "ppermute": "collective-permute",
 }  # fmt: skip
-LANES = 128  # of a row of a TPU's registers, which arrays in memory are tiled by
+LANES = 128  # in a row of a TPU's registers; arrays in memory are tiled by it
 PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}  # sums of products: flops.py
 _OTHERS = {  # an array in, an array out
     "gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max", "sort", "top_k",
@@ -31,7 +31,7 @@ REDUCTIONS = {
     "argmax", "argmin",
 }  # fmt: skip
 _CUMULATIVE = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"}
-CALLS = {  # of one jaxpr, whose arguments are the operands
+CALLS = {  # they call one jaxpr, whose arguments are the operands
     "jit", "pjit", "call", "closed_call", "core_call", "remat", "remat2", "checkpoint", "composite", "custom_jvp_call",
     "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call", "custom_partitioning", "xla_metadata_call",
 }  # fmt: skip
@@ -44,18 +44,18 @@ _ARITHMETIC = {
     "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
     "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh", "xor", "zeta",
 }  # fmt: skip
-_TYPES_AND_PARTS = {  # other bytes of the same numbers, or some of them
+_TYPES_AND_PARTS = {  # they return the same numbers in other bytes, or some of them
     "bitcast_convert_type", "broadcast_in_dim", "broadcast_to", "concatenate", "convert_element_type", "device_put",
     "from_edtype", "pad", "reduce_precision", "rev", "slice", "split", "stack", "stop_gradient",
     "tile", "to_edtype", "unstack",
 }  # fmt: skip
-_MADE = {"empty", "empty2", "iota", "zeros_like"}  # of no operand
+_MADE = {"empty", "empty2", "iota", "zeros_like"}  # without operands
 _RANDOM = {
     "iota_2x32_shape", "philox2x32", "philox4x32", "prng_join", "prng_random_bits", "prng_seed", "prng_split",
     "random_bits", "random_clone", "random_fold_in", "random_gamma", "random_seed", "random_split", "random_unwrap",
     "random_wrap", "rng_bit_generator", "rng_uniform", "threefry2x32", "threefry4x32",
 }  # fmt: skip
-_NO_WORK = {  # for the tracer and the host, or a number that the device has
+_NO_WORK = {  # they tell the tracer or the host something, or return a number that the device has
     "axis_index", "create_token", "after_all", "debug_callback", "debug_print", "inspect_sharding", "layout_constraint",
     "pbroadcast", "platform_index", "preduced", "pvary", "reduced_vary_cast_p", "vary_unreduced_cast_p",
     "with_memory_space_constraint",

@@ -25,7 +25,7 @@ from .propagate import DimAxes, propagate, taken
 from .subprograms import KnownValues, scan_of, subprograms, without_consts
 from .unknown import EACH_BRANCH, CallCost, unknown_of
 
-_SHAPES = {"reshape", "transpose", "squeeze", "expand_dims"}  # before or behind a sum over devices: alike
+_SHAPES = {"reshape", "transpose", "squeeze", "expand_dims"}  # they commute with a sum over devices
 _ADDITIONS = {"add", "add_any"}
 
 
@@ -75,9 +75,9 @@ class _Reader:
     host_sizes: list[int] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     layouts: list[DimAxes] = field(default_factory=list)
-    widths: list[int] = field(default_factory=list)  # of each value's last dimension
+    widths: list[int] = field(default_factory=list)  # the length of each value's last dimension
     partial: dict[int, "_Partial"] = field(default_factory=dict)  # values that devices have yet to add up
-    brought: dict[tuple[int, CollectiveKind, DimAxes], int] = field(default_factory=dict)  # what `crossed` has made
+    brought: dict[tuple[int, CollectiveKind, DimAxes], int] = field(default_factory=dict)  # the results of `crossed`
 
     def read(self, jaxpr: Jaxpr, layouts: Sequence[DimAxes], scope: str) -> Program:
         inputs = [self.value(x.aval, layout) for x, layout in zip(jaxpr.invars, layouts, strict=True)]
@@ -172,7 +172,7 @@ class _Reader:
             return self.constrained(equation, operands, scope)
         if name == "optimization_barrier":
             return self.barrier(equation, operands, scope)
-        if name == "reduce_precision":  # what remat keeps is put through one, to its own type
+        if name == "reduce_precision":  # remat puts saved values through one, to their own type
             return operands
         partial = self.still_partial(name, operands)
         operands = operands if partial else [self.summed(i) for i in operands]
@@ -309,7 +309,7 @@ class _Reader:
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
         axes = tuple(axis for axis in axes if isinstance(axis, str) and self.mesh_sizes[axis] > 1)
         full = max(sum(self.sizes[i] for i in operands), sum(self.sizes[i] for i in results))
-        if name == "ragged_all_to_all":  # the smaller side is full of rows, but for uneven loads; the rest is places
+        if name == "ragged_all_to_all":  # the smaller side is full, unless loads are uneven; the larger has spare room
             full = min(self.sizes[operands[0]], self.sizes[results[0]])
         full *= self.num_shards(axes) if COLLECTIVES[name] == "all-to-all" else 1  # both sides are parts
         return TracedCollective(COLLECTIVES[name], axes, full, self.dtypes[operands[0]])
@@ -327,7 +327,7 @@ class _Reader:
             return CallCost(2 * length * self.sizes[results[0]] // out.dtype.itemsize)
         if equation.primitive.name == "dynamic_slice":  # the slice is read and written
             return CallCost(0, 2 * self.sizes[results[0]])
-        if equation.primitive.name == "dynamic_update_slice":  # in place
+        if equation.primitive.name == "dynamic_update_slice":  # the slice is read and written, in place
             return CallCost(0, 2 * self.sizes[operands[1]])
         cost = own or cost_of(equation)
         if isinstance(cost, str) or kind not in ("matmul", "other", "kernel"):
@@ -364,7 +364,7 @@ class _Reader:
         result = self.value(aval, layout)
         kind: Kind = "move" if self.sizes[result] == self.sizes[operand] else "pointwise"
         self.operations.append(Operation(kind, "shard_map", scope, (operand,), (result,)))
-        if not layout:  # a number is the same inside
+        if not layout:  # a scalar is the same inside
             self.known.given[result] = lambda: self.known.find(operand)
         return result
 
@@ -382,7 +382,7 @@ class _Reader:
         for place, (x, i) in enumerate(zip(equation.outvars, program.outputs, strict=True)):
             layout = body.layouts[i] if place < scan.num_carried else ((), *body.layouts[i])
             results.append(self.value(x.aval, layout))
-            if place >= scan.num_carried:  # as it lies in the body
+            if place >= scan.num_carried:  # stacked in the layout that it has in the body
                 self.sizes[results[-1]] = scan.num_trips * program.sizes[i]
         self.operations.append(
             Operation(

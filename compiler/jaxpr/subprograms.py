@@ -34,7 +34,7 @@ _ELEMENTWISE: Mapping[str, Callable[..., Known]] = {
     "div": lambda x, y: np.trunc(x / y).astype(np.result_type(x, y)),
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
 }  # fmt: skip
-_RESHAPING = {"reshape", "squeeze", "expand_dims", "copy", "pvary", "optimization_barrier"}
+_RESHAPING = {"reshape", "squeeze", "expand_dims", "copy", "pvary"}
 
 
 @dataclass(frozen=True)

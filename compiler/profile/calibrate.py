@@ -17,7 +17,7 @@ from ..spec.calibration_spec import CalibratedLink, Calibration, LinkCalibration
 from .compare import OperationRow, ProfileReport
 
 KINDS: tuple[ComputeKind, ...] = ("matmul", "attention", "other")
-LARGEST_CONDITION = 1e4  # of the fit of two factors
+LARGEST_CONDITION = 1e4  # of the matrix, for a fit of two factors
 
 
 def calibrate(reports: Sequence[ProfileReport], source: str) -> Calibration:

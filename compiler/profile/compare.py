@@ -66,7 +66,7 @@ class ProfileReport(Record):
     model: str
     target: str
     chip: str | None
-    calibration: Calibration | None  # of the predicted times
+    calibration: Calibration | None  # used by the predicted times
     platform: Literal["cpu", "gpu", "tpu"]
     steps: tuple[int, ...]
     num_executions: PositiveInt

@@ -18,7 +18,7 @@ from ..xla.hlo import Instruction, Module, parse_module
 from ..xla.schedule.prices import instruction_kind
 
 PREDICTION_VERSION = 2  # of predicted.json
-_CONTAINERS = frozenset({"call", "conditional", "while"})  # whose events contain those of what they run
+_CONTAINERS = frozenset({"call", "conditional", "while"})  # their events contain those of what they run
 _NOTHING = frozenset({"constant", "get-tuple-element", "parameter", "tuple"})
 
 
@@ -45,7 +45,7 @@ class Prediction(Record):
     unknown: why a value of `step` or of a collective is None, as in report.json."""
 
     schema_version: Literal[2]
-    module: str  # as a trace names it
+    module: str
     model: str
     target: str
     chip: str | None

@@ -41,8 +41,8 @@ R = TypeVar("R")
 ParallelMap = Callable[[Callable[[T], R], Sequence[T]], Iterable[R]]
 
 NUM_CHUNKS = 2  # in which the first reference computes its logits
-NUM_MICROBATCHES = 64  # of the first reference; one that is apart from their loop is then a small part of them
-COUNT_RATIOS = (2, 8, 512)  # of sequences, chunks and microbatches, in the order of Point.counts
+NUM_MICROBATCHES = 64  # of the first reference; the one that may be outside of their loop is then a small part
+COUNT_RATIOS = (2, 8, 512)  # ratios of sequences, chunks and microbatches
 RANK_TOLERANCE = 1e-6
 
 
@@ -233,7 +233,7 @@ def trace(point: TracePoint) -> Reference:
     weights = frozenset(array.array.path for array in plan.sharding.parameters)
     shape, numbers = read_costs(price_regions(read_step(plan), plan.target.compiler), weights, plan.ops)
     loss = loop_trips(plan.operations)
-    trips = {int(numbers[region[0][0]]) for region in shape.regions if len(region) == 1}  # of the outer loops
+    trips = {int(numbers[region[0][0]]) for region in shape.regions if len(region) == 1}  # trips of outer loops
     number = point.num_microbatches
     is_last_apart = plan.spec.overlap.layers.reduce_in_backward and number not in trips and number - 1 in trips
     head_dim = head_dim_of(plan.operations)
@@ -262,7 +262,7 @@ def fit_family(references: Sequence[Reference]) -> Family:
 def count_exponents(grown: Numbers, steps: Numbers) -> Numbers:
     """Returns the exponents of each number, a row for each count: of the 27 choices of -1, 0 and 1 the one that comes
     closest to the growth of the number. grown: log2 of its ratio; steps: log2 of the ratio of each count."""
-    choices = np.array(list(product((0, 1, -1), repeat=len(steps))))  # of equal ones the first, without needless ones
+    choices = np.array(list(product((0, 1, -1), repeat=len(steps))))  # the first of equally close ones has most zeros
     off = np.abs(choices @ steps - grown[:, None])
     return choices[np.argmin(off, axis=1)].T.astype(float)
 
@@ -280,7 +280,7 @@ def _logarithms(one: Reference) -> Numbers:
 def _grown(others: Sequence[Reference], numbers: Numbers) -> Numbers:
     with np.errstate(invalid="ignore"):
         grown = np.stack([_logarithms(one) for one in others]) - numbers
-    grown[~np.isfinite(grown)] = 0.0  # nothing in one of them
+    grown[~np.isfinite(grown)] = 0.0  # zero in one of them
     return grown
 
 

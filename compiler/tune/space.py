@@ -32,7 +32,7 @@ from ..target.target import TargetPlan, calibrate_target, plan_target
 PARAMETERS_TOO_LARGE = "the parameters alone are larger than a device's memory"
 GroupChoices = tuple[tuple[str, str], ...]  # the option of each config group
 Sizes = tuple[tuple[str, int], ...]  # of mesh axes
-MeshPoint = tuple[Sizes, tuple[str, ...], int]  # of a variant: its whole mesh, the order of devices, and microbatches
+MeshPoint = tuple[Sizes, tuple[str, ...], int]  # sizes of all axes, order of devices, number of microbatches
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class _Rules:
         for order in permutations(used):
             try:
                 placed = plan_placement(sizes, self.target, order)
-            except ConfigError:  # no axis of it can cross slices, which the rules say in any order
+            except ConfigError:  # no axis can cross slices; the rules refuse it in any order
                 return [self.spec.device_order]
             found.setdefault(str(placed.describe()), order)
             if order and (block := square_block(placed, order[0])):
