@@ -1,4 +1,4 @@
-"""Arithmetic of a traced program: what its matmuls, convolutions and FFTs take, and what cannot be counted.
+"""Counts the arithmetic of a traced program: its matmuls, convolutions and FFTs, and names what cannot be counted.
 
 As in every published MFU, arithmetic of single elements counts as zero. Unknown is never counted as zero: a primitive
 in no list (operation_kinds.py) is priced by JAX's own analysis, or reported by name (unknown.py).
@@ -32,11 +32,11 @@ _COMPLEX_FFT = 5  # FLOPs per element and level of a radix-2 FFT (Cooley and Tuk
 
 @dataclass(frozen=True)
 class FlopCount:
-    """The FLOPs of a part of a program.
+    """A count of FLOPs.
 
-    products: FLOPs of sums of products, whose backward pass takes twice as many: a gradient of each factor. transforms:
-    FLOPs of linear maps without a weight, whose backward pass takes as many. unknown: the primitives that are in
-    neither. masked: those of the products that compute, or read, scores which attention's mask hides.
+    products: sums of products, whose backward pass takes twice as many: a gradient of each factor. transforms: linear
+    maps without a weight, whose backward pass takes as many. unknown: what is in neither. masked: the part of the
+    products that makes scores which attention's mask hides, or reads them.
     """
 
     products: int = 0
@@ -54,8 +54,11 @@ class FlopCount:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """The FLOPs of a model. per_step: those of a step; None where `unknown` names a primitive that cannot be counted.
-    masked_per_step: those that attention's mask makes redundant, forward and backward."""
+    """The FLOPs of a model.
+
+    per_step: those of a step; None where `unknown` names something that cannot be counted. masked_per_step: those that
+    attention's mask makes needless, forward and backward.
+    """
 
     per_step: int | None
     unknown: tuple[UnknownPrimitive, ...]
@@ -68,7 +71,7 @@ class ModelFlops:
 
     @property
     def why_unknown(self) -> str | None:
-        """Returns the names and places of primitives that cannot be counted; None where there are none."""
+        """Returns the names of what cannot be counted, with their places; None where everything is."""
         return "; ".join(map(str, self.unknown)) or None
 
 
@@ -83,21 +86,21 @@ class CountedOp(KernelOwner, Protocol):
 def count_model_flops(
     model: Model, spec: RunSpec, ops: Sequence[CountedOp], frozen: Collection[str] = ()
 ) -> ModelFlops:
-    """Returns the FLOPs of forward and backward over a global batch. Recomputation does not count.
+    """Returns the FLOPs of forward and backward over a global batch; what is computed twice counts once.
 
-    Backward is twice forward: a gradient for each of the two factors of a product (an FFT has one). Attention counts
-    the whole square of scores, as in PaLM's MFU (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), also where a
-    mask hides half of it.
+    The backward pass takes twice the forward pass: a gradient for each of the two factors of a product (an FFT has
+    one). Attention counts the whole square of scores, even where a mask hides half of it, as PaLM's MFU does (Chowdhery
+    et al. 2022, arXiv:2204.02311, appendix B).
 
-    frozen: paths of parameters that are not trained. Their gradients are not counted, nor are gradients of activations
-    that depend on frozen parameters alone.
+    frozen: paths of parameters that are not trained. Their gradients are not counted, nor those of what they alone
+    make.
     """
     total = forward = _count_forward(model, spec, ops)
     flops = 3 * total.products + 2 * total.transforms
     if frozen:
         total = _count_with_frozen(model, spec, ops, frozen)
         flops = total.known
-    batch, masked = spec.global_batch_size, 3 * forward.masked  # with frozen parameters at most
+    batch, masked = spec.global_batch_size, 3 * forward.masked  # an upper bound if some parameters are frozen
     return ModelFlops(None if total.unknown else flops * batch, total.unknown, masked * batch)
 
 
@@ -106,7 +109,7 @@ def _count_forward(model: Model, spec: RunSpec, ops: Sequence[CountedOp]) -> Flo
     tokens_BT = jax.ShapeDtypeStruct((1, spec.sequence_length), jnp.int32)
 
     def count(apply: Any, params: Any, x: Any, part: str) -> tuple[FlopCount, Any]:
-        def forward(params: Any, x: Any) -> Any:  # positions are traced too, so that no array of their length is made
+        def forward(params: Any, x: Any) -> Any:  # positions are traced, so that no array of their length is made
             positions = jnp.arange(spec.sequence_length)[None]
             context = Context(positions, lambda _, x, *axes, **__: x, partial(_marking_masks, spec, ops))
             return split_aux(apply(params, x, context))
@@ -196,13 +199,13 @@ def _count_with_frozen(model: Model, spec: RunSpec, ops: Sequence[CountedOp], fr
 
 
 def count_flops(jaxpr: Jaxpr, part: str, within: tuple[Any, ...] = (), *, ops: Sequence[KernelOwner] = ()) -> FlopCount:
-    """Returns the FLOPs of a jaxpr: 2 per multiply and add; the body of a scan once per trip; of branches the longest.
-    within: the equations that call it. ops: operations that know their own kernels."""
+    """Returns the FLOPs of a jaxpr: 2 for each multiply and add, the body of a scan once per trip, and the longest
+    branch of a cond. within: the equations that call it. ops: operations that know their own kernels."""
     return added(_count(equation, part, within, ops) for equation in jaxpr.eqns)
 
 
 def added(counts: Iterable[FlopCount]) -> FlopCount:
-    """Returns the sum of counts, in which each unknown primitive is named once."""
+    """Returns the sum of counts, with each unknown primitive once."""
     counts = list(counts)
     unknown = dict.fromkeys(one for count in counts for one in count.unknown)
     products, transforms, masked = (sum(getattr(c, n) for c in counts) for n in ("products", "transforms", "masked"))
@@ -286,7 +289,7 @@ def _stated(cost: CallCost, name: str) -> KernelCost:
 
 
 def contracted_dims(equation: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the dimensions that a product sums over: those of its first factor, and of its second."""
+    """Returns the dimensions of the two factors of a product that it sums over, in pairs."""
     params = equation.params
     if equation.primitive.name == "conv_general_dilated":
         numbers = params["dimension_numbers"]
@@ -317,7 +320,7 @@ def _product_flops(equation: Any) -> int:
 
 
 def _fft_flops(equation: Any) -> int:
-    """Returns 5 N log2 N for each transform of N complex numbers, half of that where one side is real."""
+    """Returns 5 N log2 N for each transform of N complex numbers, half of it where one side is real."""
     lengths = equation.params["fft_lengths"]
     sides = [equation.invars[0].aval, equation.outvars[0].aval]
     size = max(math.prod(side.shape) for side in sides)  # half of a real transform's spectrum is left out

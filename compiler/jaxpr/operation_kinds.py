@@ -1,7 +1,7 @@
-"""Sorts operations of a jaxpr by primitive into kinds, as the fused program treats them.
+"""Sorts the operations of a jaxpr by primitive into kinds, as the fused program treats them.
 
 The lists are closed. A primitive in none of them, such as one that a user defines or a later JAX adds, is "unknown": it
-does not count as cheap, and the estimate says what it does not know of it (unknown.py).
+is not taken for a cheap one, and the estimate names what it does not know about it (unknown.py).
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ COLLECTIVES: dict[str, CollectiveKind] = {
 }  # fmt: skip
 LANES = 128  # in a row of a TPU's registers; arrays in memory are tiled by it
 PRODUCTS = {"dot_general", "ragged_dot_general", "conv_general_dilated"}  # sums of products: flops.py
-_OTHERS = {  # an array in, an array out
+_OTHERS = {  # they read an array and write an array
     "gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max", "sort", "top_k",
     "approx_top_k", "dynamic_slice", "dynamic_update_slice", "cholesky", "triangular_solve", "fft", "reduce_window",
     "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter", "select_and_scatter_add",

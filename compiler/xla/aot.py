@@ -1,6 +1,6 @@
-"""Lower and compile ahead of time, and tell a refusal for memory from a mistake in the options.
+"""Lowers and compiles ahead of time, and tells a refusal for lack of memory from a mistake in the options.
 
-A program for a topology is not runnable here; what there is of it is its text, its memory and its serialised form.
+A program for a topology cannot run here. It has a text, its memory and a serialised form.
 """
 
 import re
@@ -19,12 +19,12 @@ from ..target.compiler_options import option_problem
 from .fingerprint import Fingerprint, fingerprint_of
 from .programs import PROGRAMS, Programs, build, lower
 
-REMATERIALIZATION = "Involuntary full rematerialization"  # jax 0.12 says so where it gathers a whole array
+REMATERIALIZATION = "Involuntary full rematerialization"  # printed by JAX 0.12 where it gathers a whole array
 TRAIN = "train"
 UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 _TOO_LARGE = re.compile(r"Ran out of memory (?:on|in memory space) hbm", re.I)
-_SIZES = (  # needed, available: each form in which libtpu has been seen to say it
+_SIZES = (  # the sizes needed and available, in each form that libtpu has been seen to use
     re.compile(r"\((?P<needed>[\d.]+[BKMGT]?)\) exceeds available HBM \((?P<available>[\d.]+[BKMGT]?)\)"),
     re.compile(r"Used (?P<needed>[\d.]+[BKMGT]?) of (?P<available>[\d.]+[BKMGT]?) hbm", re.I),
 )
@@ -32,7 +32,10 @@ _SIZES = (  # needed, available: each form in which libtpu has been seen to say 
 
 @dataclass(frozen=True)
 class LoweredStep:
-    """The programs of a plan before they are compiled, and what they are. seconds: that lowering them took."""
+    """The programs of a plan before they are compiled, with their fingerprint.
+
+    seconds: the time that lowering took.
+    """
 
     programs: Programs
     fingerprint: Fingerprint
@@ -41,25 +44,28 @@ class LoweredStep:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """The compiler found no way within a device's memory. needed: the least that it found, all arrays included; None
-    where its words do not say."""
+    """The compiler could not fit the program into a device's memory.
+
+    needed_bytes: the least that it found, with all arrays; None where its message does not say. available_bytes: the
+    limit, likewise. said: the first line of its message.
+    """
 
     needed_bytes: int | None
     available_bytes: int | None
-    said: str  # by the compiler, its first line
+    said: str
 
 
 @dataclass(frozen=True)
 class ProgramMemory:
-    """Bytes of one device, as XLA lays them out."""
+    """The bytes of a program on one device, as XLA lays them out."""
 
     arguments_bytes: int
     outputs_bytes: int
-    aliased_bytes: int  # of the outputs, written into donated arguments
-    temporaries_bytes: int  # with the gaps between them
+    aliased_bytes: int  # the part of the outputs that is written into donated arguments
+    temporaries_bytes: int  # including the gaps between arrays
     code_bytes: int
     host_bytes: int  # arrays in the host's memory
-    peak_bytes: int  # of what lives at once, arguments included, without the gaps
+    peak_bytes: int  # the most that lives at once, including arguments, without the gaps
 
     @property
     def taken_bytes(self) -> int:
@@ -70,11 +76,11 @@ class ProgramMemory:
     def needed_bytes(self, platform: str) -> int | None:
         """Returns what the program needs of a device; None where the compiler's numbers do not say.
 
-        Of a TPU what lives at once: the gaps between arrays are not what is refused. (Programs of 17.6 GiB with gaps
-        and 13.4 GiB without compile for a limit of 15.75 GiB.) Where arrays lie on the host, libtpu 0.0.42.1 gives the
-        arguments with the larger of two peaks, the device's and the host's: 3.08 + 10.00 GiB for llama3_70b with 10.00
-        GiB on the host and 9.2 GiB of temporaries on the device. Elsewhere with gaps: temporaries of a GPU are one
-        block.
+        For a TPU that is what lives at once: it is not refused for the gaps between arrays. (Programs of 17.6 GiB with
+        gaps and 13.4 GiB without compile for a limit of 15.75 GiB.) If arrays lie on the host, libtpu 0.0.42.1 reports
+        the arguments and the larger of two peaks, the device's and the host's: 3.08 + 10.00 GiB for llama3_70b with
+        10.00 GiB on the host and 9.2 GiB of temporaries on the device. On other platforms the gaps count: temporaries
+        of a GPU are one block.
         """
         if platform != "tpu":
             return self.taken_bytes
@@ -83,11 +89,12 @@ class ProgramMemory:
 
 @dataclass(frozen=True)
 class Built:
-    """The compiler's output for all programs. text, memory: of the train step, None if it does not fit.
+    """The compiler's output for all programs.
 
-    executables: serialised, by program; not_serialised: why not, for the others. notes: lines that the compiler printed
-    about arrays that it gathers whole, unasked (REMATERIALIZATION). cache: whether it was found among what was compiled
-    before; off: nothing was looked for.
+    text, memory: those of the train step; None if it does not fit. executables: the serialised programs, by name.
+    not_serialised: the reason for each of the others. notes: the compiler's lines about arrays that it gathers whole
+    without being asked (REMATERIALIZATION). cache: whether the programs were found among earlier ones; off: nothing was
+    looked up.
     """
 
     text: str | None
@@ -130,9 +137,9 @@ def built_of(compiled: Programs, seconds: float) -> Built:
 
 
 def load_program(executable: bytes, lowered: Any, mesh: Mesh) -> Any:
-    """Returns a serialised program as a `jax.stages.Compiled` for these devices; lowered: the same, before compiling.
+    """Returns a serialised program as a `jax.stages.Compiled` for these devices. lowered: the same program, lowered.
 
-    Never give it bytes of others: loading them runs code.
+    Give it only bytes that you trust: loading them runs code.
     """
     devices = list(mesh.devices.flat)
     return serialize_executable.deserialize_and_load(
@@ -156,8 +163,7 @@ def memory_of(compiled: Any) -> ProgramMemory:
 
 
 def parse_out_of_memory(said: str) -> OutOfMemory | None:
-    """ "... required for HLO temporaries (638.11G) exceeds available HBM (15.75G)" -> OutOfMemory; None for any other
-    error."""
+    """Returns what "... (638.11G) exceeds available HBM (15.75G)" says; None for any other error."""
     if not _TOO_LARGE.search(said):
         return None
     sizes = next((match for form in _SIZES if (match := form.search(said))), None)
@@ -177,6 +183,6 @@ def _compiled_or_refused(lowered: Programs) -> tuple[Programs | None, OutOfMemor
 
 
 def _bytes(text: str) -> int:
-    """ "15.75G" -> 16911433728."""
+    """Returns the bytes of a size: "15.75G" -> 16911433728."""
     number = text.rstrip("BKMGT")
     return int(float(number) * UNITS[text[len(number) :]])

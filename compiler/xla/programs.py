@@ -1,4 +1,4 @@
-"""A plan's programs: traced and lowered for a mesh of devices, then compiled."""
+"""Traces and lowers a plan's programs for a mesh of devices, then compiles them."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -44,7 +44,10 @@ class Programs(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class _Operands:
-    """What programs of a plan take, as sharded ShapeDtypeStructs. replicated: the layout of small results."""
+    """The operands of a plan's programs, as sharded ShapeDtypeStructs.
+
+    replicated: the layout of small results.
+    """
 
     state: Any
     batch: Any

@@ -1,4 +1,4 @@
-"""Replica groups -> lists of devices, in each form that XLA writes.
+"""Reads replica groups as lists of devices, in each form that XLA writes.
 
 {{0,1},{2,3}}                          listed
 [2,4]<=[8]                             eight devices in order, two groups of four

@@ -1,4 +1,4 @@
-"""The text of an HLO module -> computations of instructions. Attributes are read when they are asked for.
+"""Parses the text of an HLO module into computations of instructions. Attributes are read when they are asked for.
 
     %fusion.1 = bf16[8,128]{1,0} fusion(%param.0, %copy.2), kind=kLoop, calls=%fused.1, metadata={op_name="mul"}
     name        type             opcode operands            attributes
@@ -17,7 +17,8 @@ from .types import COMMENT, ArrayType, num_bytes, parse_type
 
 
 class HloError(ValueError):
-    """A text that is no HLO module, or one that this parser does not know; with the line, where it is one."""
+    """The text is not an HLO module, or has a form that this parser does not know. The message names the line if there
+    is one."""
 
 
 _MODULE = "HloModule "
@@ -33,16 +34,19 @@ _OPERAND = re.compile(r"%([\w.\-]+)")
 _BRACKETED = re.compile(r"\[[^\[\]{}()]*\]|\{[^\[\]{}()]*\}|\([^\[\]{}()]*\)")
 _CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _CALLED_LIST = re.compile(r"\b(called_computations|branch_computations)=\{([^}]*)\}")
-_MESH_VALUE = re.compile(r"mesh\[[^\]]*\](?:, device_ids=\(.*?\))?(?= \{) \{[^}]*\}")  # commas within, and no brackets
+_MESH_VALUE = re.compile(r"mesh\[[^\]]*\](?:, device_ids=\(.*?\))?(?= \{) \{[^}]*\}")  # it has commas inside and no brackets
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_UNKNOWN_CYCLES = 2**63 - 1  # what the TPU compiler writes where it has no estimate
+_UNKNOWN_CYCLES = 2**63 - 1  # the TPU compiler writes it where it has no estimate
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One line. operands: names, in order. argument: what the parentheses hold where it is no operand: of
-    `constant(4)` the 4. attributes: the rest of the line."""
+    """One line of a computation.
+
+    operands: their names, in order. argument: the text in parentheses if it is not an operand: the 4 of `constant(4)`.
+    attributes: the rest of the line.
+    """
 
     name: str
     opcode: str
@@ -91,7 +95,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Computation:
-    """A list of instructions; in a scheduled module they are executed in this order."""
+    """A list of instructions. In a scheduled module they run in this order."""
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -102,7 +106,7 @@ class Computation:
 
     @cached_property
     def root(self) -> Instruction:
-        """Its result."""
+        """Returns the instruction whose value is the result."""
         return next((each for each in self.instructions if each.is_root), self.instructions[-1])
 
     @cached_property
@@ -114,7 +118,10 @@ class Computation:
 
 @dataclass(frozen=True)
 class Module:
-    """header: the first line. tables: lines of the tables of source lines that may follow it."""
+    """A program.
+
+    header: its first line. tables: the lines of the tables of source lines that may follow the header.
+    """
 
     name: str
     header: str
@@ -181,8 +188,11 @@ def parse_module(text: str) -> Module:
 
 @dataclass
 class _Reader:
-    """Reads a text line by line. name: of the computation that is open. body: its instructions, each with the number of
-    its first line; the last one is open until its brackets close."""
+    """Reads a text line by line.
+
+    name: the name of the open computation. body: its instructions, each with the number of its first line; the last one
+    is open until its brackets close.
+    """
 
     header: str = ""
     entry: str = ""
@@ -288,7 +298,7 @@ def _instruction(line: str, number: int) -> Instruction:
     opcode = _OPCODE.search(line, head.end() - 1) if head else None
     if not head or not opcode:
         raise HloError(f"line {number}: no instruction: {line.strip()[:80]}")
-    # A tuple's type is in parentheses itself; its end is the first that an opcode follows.
+    # A tuple's type is itself in parentheses; it ends at the first one that an opcode follows.
     type_text = line[head.end() : opcode.start()]
     end = _closing(line, opcode.end())
     if end is None:

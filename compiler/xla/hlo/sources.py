@@ -31,7 +31,7 @@ def source_finder(module: Module) -> Callable[[Instruction], tuple[SourceLine, .
         while frame in frames and len(found) < len(frames):
             place = places.get(frames[frame].get("file_location_id", 0), {})
             found.append(SourceLine(files.get(place.get("file_name_id", 0), ""), place.get("line", 0)))
-            frame = frames[frame].get("parent_frame_id", 1) - 1  # XLA counts parents from 1, and 1 is none
+            frame = frames[frame].get("parent_frame_id", 1) - 1  # XLA counts frames from 1, and parent 1 means none
         return tuple(found)
 
     def find(instruction: Instruction) -> tuple[SourceLine, ...]:

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
-# Bits of an element; what is not listed is 8 bits per digit of its name, as f32.
+# Bits of an element. Other types say them in their names: f32, s8.
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}
 _ARRAY = re.compile(r"\b(pred|token|opaque|bf16|[fscu]\d+[a-z0-9]*)\[([\d,<=]*)\](\{[^{}]*\})?")
 _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
@@ -16,8 +16,11 @@ HBM = 0
 
 @dataclass(frozen=True, slots=True)
 class ArrayType:
-    """memory_space: 0 is HBM; on TPUs 1 is the vector memory, 5 the host's. num_padding: elements that fill up its
-    tiles."""
+    """The type of an array.
+
+    memory_space: 0 is HBM; on TPUs 1 is the vector memory and 5 the host's. num_padding: the elements that fill up its
+    tiles.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -83,7 +86,8 @@ def _array(dtype: str, dimensions: str, layout: str | None) -> ArrayType:
 
 
 def _padding(shape: tuple[int, ...], layout: str) -> int:
-    """Elements added: {1,0:T(8,128)} fills the dimensions that lie innermost up to multiples of 8 and of 128."""
+    """Returns the elements that are added: {1,0:T(8,128)} fills the innermost dimensions up to multiples of 8 and of
+    128."""
     match = _TILE.match(layout)
     if not match:
         return 0

@@ -1,4 +1,4 @@
-"""Where the values of a module come from and go to: through views, tuples, loops, branches, calls and fusions.
+"""Follows the values of a module through views, tuples, loops, branches, calls and fusions.
 
     %g = all-gather(%x)
     %t = tuple(%i, %g)
@@ -23,13 +23,16 @@ VIEWS = frozenset({
 })  # fmt: skip
 CASTS = frozenset({"convert", "reduce-precision"})
 
-Path = tuple[int, ...]  # of an element within nested tuples
+Path = tuple[int, ...]  # the place of an element within nested tuples
 
 
 @dataclass(frozen=True)
 class ValueUse:
-    """An instruction that uses a value. place: which of its operands that is. array: the value as it is read there.
-    loops: the loops into which the value goes on its way, the outermost first. is_result: it leaves the program."""
+    """An instruction that uses a value.
+
+    place: the position of the operand. array: the value as the instruction reads it. loops: the loops that the value
+    enters on its way, the outermost first. is_result: it leaves the program.
+    """
 
     reader: Instruction
     place: int
@@ -40,7 +43,7 @@ class ValueUse:
 
 @dataclass(frozen=True)
 class ModuleValue:
-    """A value, by the instruction that names it, or an element of it."""
+    """A value: the name of an instruction, or an element of its tuple."""
 
     computation: Computation
     instruction: Instruction

@@ -21,10 +21,10 @@ from .kernels import kernel_work
 from .program import COLLECTIVES, global_groups
 from .trips import num_trips
 
-Classes = tuple[int, ...]  # of each device a number, the same for those that have the same
+Classes = tuple[int, ...]  # a number for each device; devices with the same value have the same number
 Value = Classes | list["Value"]
 
-MOST_ROUNDS = 8  # of a loop, until its state is known; a longer chain counts as different on each device
+MOST_ROUNDS = 8  # the most walks over a loop until its state is known; a longer chain counts as different on each device
 _LISTED = re.compile(r"\{devices=\[([\d,]+)\]([\d,]+)")
 _TILED = re.compile(r"\{devices=(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
 _DIFFERENT = frozenset(
@@ -36,8 +36,11 @@ _WRAPPED = frozenset({"async-start", "call-start"})
 
 @dataclass(frozen=True)
 class Repeated:
-    """The arithmetic of one instruction in a step. within: the instruction of the schedule that holds it. classes: the
-    devices that compute the same have the same number."""
+    """The arithmetic of one instruction in a step.
+
+    within: the instruction of the schedule that holds it. classes: a number for each device; devices that compute the
+    same have the same number.
+    """
 
     instruction: Instruction
     within: str
@@ -60,7 +63,7 @@ class Repeated:
         return tuple(device for device, number in enumerate(self.classes) if number == self.classes[0])
 
 
-Found = dict[tuple[int, str, int], Repeated]  # by instruction, the one of the schedule around it, and classes
+Found = dict[tuple[int, str, int], Repeated]  # by instruction, the scheduled instruction around it, and classes
 
 
 def find_repeated(module: Module) -> tuple[Repeated, ...]:
@@ -76,8 +79,12 @@ def find_repeated(module: Module) -> tuple[Repeated, ...]:
 
 @dataclass
 class _Walk:
-    """found: filled where instructions run `times`; 0 where a loop's state is not known yet. Equal classes are one
-    object, so that they are joined once. A computation is walked once for the same arguments, with what it finds."""
+    """Walks a program with the classes of each value.
+
+    found: the arithmetic, filled where instructions run `times`; times is 0 while a loop's state is not known yet.
+    Equal classes are one object, so that they are joined once. A computation is walked once for the same arguments,
+    with what it finds.
+    """
 
     module: Module
     found: Found = field(default_factory=dict)
@@ -294,7 +301,7 @@ class _Walk:
 
 
 def _add(found: Found, to: Found, times: float) -> None:
-    """Adds what a computation does in one run, for so many runs."""
+    """Adds the arithmetic of one run of a computation, for so many runs."""
     for key, one in found.items():
         before = to[key].flops if key in to else 0.0
         to[key] = replace(one, flops=before + one.flops * times)

@@ -1,4 +1,4 @@
-"""The arithmetic of fused attention, by what each library's kernel says of itself.
+"""Counts the arithmetic of fused attention, by what the text of each library's kernel says.
 
 cuDNN                the intermediate tensor (batch, heads, queries, keys), the mask and its window
 Transformer Engine   its attributes, or the shapes of packed queries, keys and values
@@ -33,7 +33,10 @@ _FLOATS = ("bf16", "f16", "f32")
 
 @dataclass(frozen=True)
 class _Square:
-    """The scores of all heads together: queries x keys. share: of them that are computed."""
+    """The scores of all heads together, queries x keys.
+
+    share: the part of them that is computed.
+    """
 
     num_queries: int
     num_keys: int
@@ -100,8 +103,11 @@ def _of_cudnn(text: str, queries: ArrayType) -> _Square | None:
 
 
 def _of_shapes(instruction: Instruction, arrays: list[ArrayType], queries: ArrayType) -> _Square:
-    """Queries (B, H, T, D) or (B, T, H, D), or (H, T, D) of a single sequence; packed with keys and values (B, T, 3, H,
-    D). Keys follow them, of the same rank or packed with the values (B, T, 2, H, D)."""
+    """Returns the scores by the shapes of operands.
+
+    Queries are (B, H, T, D) or (B, T, H, D), or (H, T, D) for a single sequence, or packed with keys and values (B, T,
+    3, H, D). Keys follow them, of the same rank or packed with the values (B, T, 2, H, D).
+    """
     shape = queries.shape
     if len(shape) == 5:
         shape = tuple(size for n, size in enumerate(shape) if n != (2 if shape[2] == 3 else 3))

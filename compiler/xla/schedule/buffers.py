@@ -1,4 +1,4 @@
-"""A scheduled module -> its arrays in HBM: what writes each, what reads it, and which of them live at the worst moment.
+"""Finds the arrays of a scheduled module in HBM: what writes each, what reads it, and which of them live at the peak.
 
 An array lives from the instruction that makes it to the last that reads it, in the order of the schedule. These make
 none, and name one that is there:
@@ -35,10 +35,13 @@ _ALIAS = re.compile(r"\{([\d, ]*)\}: ?\((\d+), ?\{([\d, ]*)\}")
 
 @dataclass(frozen=True)
 class Buffer:
-    """An array. writers, readers: instructions, in the order of the text; what writes a part of it is no reader.
-    loops: names of the `while`s throughout which it lives."""
+    """An array in memory.
 
-    name: str  # of the instruction that made it
+    writers, readers: instructions, in the order of the text; one that writes a part of the array is not a reader.
+    loops: the names of the `while`s throughout which it lives.
+    """
+
+    name: str  # the instruction that made it
     array: ArrayType
     writers: tuple[Instruction, ...]
     readers: tuple[Instruction, ...]
@@ -51,9 +54,12 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Buffers:
-    """arguments: of the program, there all the time. others: all that it makes. at_peak: those of them that live when
-    most do. peak_at: the instruction that runs then, behind those of the loops that it is in. bytes_during: what lives
-    while an instruction runs, by its name."""
+    """The arrays of a program.
+
+    arguments: those of the program, which are always there. others: all that it makes. at_peak: those of the others
+    that live at the peak. peak_at: the instruction that runs then, after the loops around it. bytes_during: the bytes
+    that live while an instruction runs, by its name.
+    """
 
     arguments: tuple[Buffer, ...]
     others: tuple[Buffer, ...]
@@ -88,7 +94,10 @@ def read_buffers(module: Module) -> Buffers:
 
 @dataclass(frozen=True)
 class _Peak:
-    """during: the bytes that live while an instruction runs, by its name."""
+    """The worst moment of a computation.
+
+    during: the bytes that live while an instruction runs, by its name.
+    """
 
     num_bytes: int = 0
     live: tuple[int, ...] = ()
@@ -98,7 +107,7 @@ class _Peak:
 
 @dataclass
 class _Made:
-    """An array while the walk goes on."""
+    """An array during the walk."""
 
     name: str
     array: ArrayType
@@ -112,8 +121,11 @@ class _Made:
 
 @dataclass(frozen=True)
 class _Ran:
-    """A computation that was walked. outside: the arrays that it was given, by number; touched: writers and readers
-    that it added to each. value: its result. new: the arrays of it that it made, by number."""
+    """A computation that was walked.
+
+    outside: the numbers of the arrays that it was given. touched: the writers and readers that it added to each. value:
+    its result. new: the arrays of the result that it made, by number.
+    """
 
     outside: tuple[int, ...]
     touched: list[tuple[tuple[Instruction, ...], tuple[Instruction, ...]]]
@@ -124,7 +136,10 @@ class _Ran:
 
 @dataclass
 class _Step:
-    """The effect of an instruction on memory. names_only: it moves nothing."""
+    """The effect of an instruction on memory.
+
+    names_only: it moves nothing.
+    """
 
     value: ArraySet
     made: set[int] = field(default_factory=set)
@@ -136,9 +151,9 @@ class _Step:
 class _Walk:
     module: Module
     arrays: list[_Made] = field(default_factory=list)
-    same: dict[int, int] = field(default_factory=dict)  # what is another array's place
+    same: dict[int, int] = field(default_factory=dict)  # an array -> the array whose place it takes
     known: dict[Hashable, _Ran] = field(default_factory=dict)
-    arguments: frozenset[int] = frozenset()  # of the program: only its results may take their place
+    arguments: frozenset[int] = frozenset()  # the program's; only its results may take their place
 
     @property
     def is_tpu(self) -> bool:
@@ -200,7 +215,7 @@ class _Walk:
     def _peak(self, computation: Computation, steps: list[_Step], values: dict[str, ArraySet], own: set[int]) -> _Peak:
         own = {n for n in own if n not in self.same}
         last: dict[int, int] = {}
-        written: dict[int, int] = {}  # an array outside -> the step that first writes into it
+        written: dict[int, int] = {}  # an array from outside -> the step that first writes into it
         for place, (each, step) in enumerate(zip(computation.instructions, steps, strict=True)):
             for n in step.made & self.same.keys():
                 written.setdefault(self.place(n), place)
@@ -290,7 +305,7 @@ class _Walk:
         elementwise operations."""
         is_elementwise = each.opcode == "copy" or (each.opcode == "fusion" and each.attribute("kind") == "kLoop")
         is_sum = each.opcode == "all-reduce-start" or (each.opcode == "all-reduce" and self.is_tpu)
-        is_widened = self.is_tpu and any(array.dtype != "f32" for array in each.arrays)  # a sum in float32
+        is_widened = self.is_tpu and any(array.dtype != "f32" for array in each.arrays)  # sums are in float32
         if not is_elementwise and (not is_sum or is_widened):
             return []
         read = {self.place(n): n for name in each.operands for n in _flat(values[name]) if last.get(n) == place}
@@ -382,8 +397,8 @@ class _Walk:
         return _renamed(given, number), tuple(self.arrays[n].array for n in outside), tuple(lie), tuple(kept)
 
     def _started(self, each: Instruction, operands: list[ArraySet]) -> ArraySet:
-        """(operands, results, ...) but for three: an all-reduce has results alone, a copy the other order, and what
-        receives has no operand to send."""
+        """Returns the place of the results of a start. It is (operands, results, ...), except that an all-reduce has
+        results alone, a copy has the other order, and a receive has no operand to send."""
         elements = elements_of(each.type_text)
         if each.opcode == "all-reduce-start" or elements is None:
             return self.made(each, each.type_text)
@@ -395,7 +410,7 @@ class _Walk:
     def _made_by(self, each: Instruction, operands: list[ArraySet]) -> ArraySet:
         if each.opcode in _IN_PLACE:
             return operands[0]
-        if each.attribute("custom_call_target") == "ConcatBitcast":  # slices that lie side by side
+        if each.attribute("custom_call_target") == "ConcatBitcast":  # the slices lie side by side
             return frozenset(_flat(tuple(operands)))
         elements = elements_of(each.type_text)
         places = self._places(each)
@@ -407,7 +422,7 @@ class _Walk:
         return found if elements is not None else found[0]
 
     def _places(self, each: Instruction) -> dict[int, tuple[int, tuple[int, ...]]]:
-        """Results that are written in place: index -> operand and the element of it."""
+        """Returns the results that are written in place: index -> operand and the element of it."""
         told = each.attribute("output_to_operand_aliasing")
         if told:
             return {_path(out)[0] if out.strip() else 0: (int(n), _path(at)) for out, n, at in _ALIAS.findall(told)}

@@ -1,4 +1,4 @@
-"""Kernels of libraries, which a program only calls by name: what each family has to compute and to move.
+"""Prices kernels of libraries, which a program only calls by name: what each family computes and moves.
 
 cuBLAS, cuDNN          matmuls, convolutions, attention, by dimension numbers and shapes
 Transformer Engine     matmuls, also grouped, and attention by shapes and attributes; casts, norms and activations move
@@ -12,8 +12,8 @@ These are public libraries, which programs without a plan call too: that is why 
 files of operations. An operation is asked first, and says what it alone knows of its kernel, such as the rows that
 tokens fill (`ParallelOp.kernel_cost`).
 
-Of all others nothing is known but what they write, and the step takes at least that; those that communicate are named
-so. All rows of a library's grouped matmul count, as no shape says how many its groups fill.
+Other kernels are known by what they write alone, and the step takes at least that; those that communicate are named so.
+All rows of a library's grouped matmul count, as no shape says how many its groups fill.
 """
 
 import math
@@ -32,7 +32,7 @@ TRITON = "__gpu$xla.gpu.triton"  # a custom call: a kernel of Pallas
 MOSAIC = "tpu_custom_call"
 MATMULS = frozenset({"convolution", "dot", "ragged-dot", "scaled-dot"})
 
-# They read their operands and write their results once.
+# These kernels read their operands and write their results once.
 _STREAMS = re.compile(
     r"te_(?:(?:layer|rms)?norm|d?act|dgelu|gelu|silu|dsilu|gated|dgated|cast|d?bias|dbias|(?:grouped_)?quantize"
     r"|dequantize|transpose|scaled_|grouped_gemm_d2h)|^Assume\w+InBounds?$|^(?:GatherScatterIndicesBitpacked|GetRngSeed"
@@ -40,10 +40,10 @@ _STREAMS = re.compile(
 )
 _COMMUNICATES = re.compile(r"nccl|nvshmem|collective|comm_gemm|all_?(?:reduce|gather|to_?all)|mpi_", re.IGNORECASE)
 _RADIX = re.compile(r"__cub\$DeviceRadixSort")
-_RADIX_BITS = 8  # of a key that one pass of a radix sort orders: https://nvidia.github.io/cccl/cub
+_RADIX_BITS = 8  # bits of a key that one pass of a radix sort orders: https://nvidia.github.io/cccl/cub
 _SIZE = re.compile(r'"?\b([MNK])"? ?[=:] ?"?(\d+)')
 _COST = {key: re.compile(rf'"{key}":\s*"?(\d+)') for key in ("flops", "bytes_accessed")}
-# Opcodes whose arithmetic or whose number of passes no shape says: at least they read and write once.
+# Opcodes whose shapes say neither their arithmetic nor their passes; they read and write at least once.
 _AT_LEAST_ONCE = frozenset({"cholesky", "fft", "triangular-solve"})
 _LOG_TILE = 11  # XLA's bitonic sort for GPUs orders tiles of 2,048 in shared memory: xla/backends/gpu, EmitSort
 
@@ -104,7 +104,7 @@ def _array(array: ArrayType) -> KernelArray:
 
 def _of_library(instruction: Instruction, operands: tuple[ArrayType, ...], target: str) -> KernelCost | None:
     if target == MOSAIC and instruction.name.startswith("ragged-dot-metadata"):
-        found = KernelCost()  # the places of groups, for the kernel after it
+        found = KernelCost()  # it computes the places of groups, for the kernel after it
     elif is_attention(instruction):
         found = attention_work(instruction, operands)
     elif target == MOSAIC:
@@ -115,7 +115,7 @@ def _of_library(instruction: Instruction, operands: tuple[ArrayType, ...], targe
         found = KernelCost()
     elif _is_gemm(target) or target.endswith("blockScaledDot"):
         found = (_grouped_by_shapes if "group" in target.lower() else _matmul)(instruction, operands)
-        if found and _COMMUNICATES.search(target):  # beside the matmul, over links that nothing names
+        if found and _COMMUNICATES.search(target):  # it also communicates, over links that nothing names
             found = replace(found, unknown=_named(instruction))
     elif _RADIX.search(target):
         found = _radix_sort(operands)
@@ -125,7 +125,8 @@ def _of_library(instruction: Instruction, operands: tuple[ArrayType, ...], targe
 
 
 def _unknown(instruction: Instruction) -> KernelCost:
-    """A kernel may read a part of what it is given, and writes its results, if they are not an operand of it."""
+    """Returns a lower bound: a kernel may read only a part of its operands, but writes its results, unless they are
+    operands."""
     places = re.findall(r"\{([\d, ]*)\}: ?\(\d+", instruction.attribute("output_to_operand_aliasing") or "")
     given = {int(place.split(",")[0] or 0) for place in places}
     written = sum(each.num_bytes for n, each in enumerate(instruction.arrays) if n not in given)

@@ -1,11 +1,11 @@
-"""Prices compute on a chip from what the program says, by the best source for each operation.
+"""Prices compute on a chip, by the best source that the program has for each operation.
 
-cycles   the TPU compiler's own estimate, over the clock
-bound    a matmul whose estimate is longer than arithmetic at the chip's measured share of the peak, and memory traffic,
-         both need: it takes the longer of these two
-flops    matmuls and attention kernels without an estimate: arithmetic at a measured share of the peak
-bytes    all else: what is read and written at a measured share of the memory's bandwidth
-nothing  a kernel that nothing is known of: at least what it writes, and a launch
+cycles   the TPU compiler's own estimate, divided by the clock
+bound    for a matmul whose estimate is longer than both its arithmetic at the chip's measured share of the peak and its
+         memory traffic: the longer of these two
+flops    for matmuls and attention kernels without an estimate: arithmetic at a measured share of the peak
+bytes    for all else: what is read and written, at a measured share of the memory's bandwidth
+nothing  for an unknown kernel: at least what it writes, and a launch
 """
 
 import re
@@ -22,14 +22,14 @@ from .attention_kernels import is_attention
 from .kernels import is_matmul, is_pallas, kernel_work
 from .steps import Compute, PricedBy
 
-# Of grouped matmuls of experts, an assumption: the share of the peak on TPUs, and on GPUs that of what cuBLAS reaches.
+# The share of the peak that grouped matmuls reach on TPUs, and of cuBLAS's rate on GPUs. This is an assumption.
 GROUPED_EFFICIENCY = 0.6
-KERNEL_SECONDS = 2e-6  # a GPU kernel cannot be shorter, launched from a graph
+KERNEL_SECONDS = 2e-6  # the shortest GPU kernel, launched from a graph
 # From the end of a kernel to the start of the next: 3.4 us for each of 2.9 us, launched from a graph
 # (https://developer.nvidia.com/blog/cuda-graphs).
 KERNEL_GAP_SECONDS = 0.5e-6
 
-# They do no work, or work that runs beside the compute unit: copies between memories, what other instructions do.
+# Instructions without work for the compute unit: names of values, and copies between memories.
 _FREE = frozenset({
     "add-dependency", "after-all", "bitcast", "constant", "copy-done", "copy-start", "domain", "dynamic-slice-done",
     "dynamic-slice-start", "dynamic-update-slice-done", "dynamic-update-slice-start", "get-tuple-element", "iota",
@@ -38,16 +38,19 @@ _FREE = frozenset({
 _FREE_TARGETS = frozenset({
     "AllocateBuffer", "ConcatBitcast", "PrepareAsyncCallDone", "PrepareAsyncCallStart", "Sharding", "SliceBuffer",
 })  # fmt: skip
-_NEGLIGIBLE_BYTES = 4096  # on TPUs, scalars beside the vector unit
+_NEGLIGIBLE_BYTES = 4096  # on TPUs such scalars are handled beside the vector unit
 _SLICES = frozenset({"dynamic-slice", "gather", "slice"})
 _VIEWS = frozenset({"bitcast", "reshape"})
 
 
 @dataclass(frozen=True)
 class Chip:
-    """Figures of one JAX device that prices rest on; peak: by type of the operands. The shares of the peaks are those
-    that single large kernels reach. factors: by kind of compute, how much
-    longer it takes, by a calibration."""
+    """The figures of one JAX device that prices are made from.
+
+    peak_flops_per_second: peaks by type of the operands. matmul_share, attention_shares, memory_share: the shares of
+    the peaks that single large kernels reach; for attention by the size of a head. factors: how much longer each kind
+    of compute takes, by a calibration.
+    """
 
     platform: str  # tpu, gpu
     clock_hz: float | None
@@ -84,8 +87,11 @@ def price_instruction(
 
 @dataclass(frozen=True)
 class _Price:
-    """seconds: if by nothing, what it takes at least; None where that is not known. estimated: the compiler's estimate
-    where the price is another."""
+    """The price of an instruction.
+
+    seconds: its time, or the least that it takes where `by` is "nothing"; None where that is not known. estimated: the
+    compiler's estimate, if the price is another. unknown: the kernel without a known time.
+    """
 
     seconds: float | None
     by: PricedBy
@@ -147,13 +153,14 @@ def work_of(
 
 
 def _is_xla_triton(instruction: Instruction) -> bool:
-    """Returns True for a kernel that XLA generates with Triton and calls, and not fuses: its computation is there."""
+    """Returns True for a kernel that XLA generates with Triton and calls instead of fusing: its computation is
+    there."""
     return bool(instruction.called) and (instruction.attribute("custom_call_target") or "").startswith("__triton")
 
 
 def moved_bytes(instruction: Instruction, around: Computation, module: Module) -> int:
-    """Returns the bytes that an operation reads and writes. An operand that is only sliced counts its slices, and an
-    operand that is updated in place counts the update."""
+    """Returns the bytes that an operation reads and writes. An operand that is only sliced counts as its slices, and
+    one that is updated in place as the update."""
     if instruction.opcode == "dynamic-update-slice":
         return 2 * _bytes_of(instruction.operands[1], around)
     if instruction.opcode in _SLICES:
@@ -166,8 +173,8 @@ def moved_bytes(instruction: Instruction, around: Computation, module: Module) -
 
 
 def _read_of(parameter: Instruction, inner: Computation) -> int:
-    """Returns the bytes of a parameter that a fusion reads: of one that is only sliced, also behind another view of it,
-    the slices."""
+    """Returns the bytes of a parameter that a fusion reads: the slices of one that is only sliced, even through a
+    view."""
     views, users = {parameter.name}, list[Instruction]()
     for each in inner.instructions:  # operands come before their users
         if views.isdisjoint(each.operands):
@@ -187,7 +194,7 @@ def _read_of(parameter: Instruction, inner: Computation) -> int:
 
 
 def _written(inner: Computation) -> int:
-    """Returns the bytes that a fusion writes: of an array that it updates in place, the update."""
+    """Returns the bytes that a fusion writes: the update of an array that it updates in place."""
     names = inner.root.operands if inner.root.opcode == "tuple" else (inner.root.name,)
     outputs = [inner.by_name[name] for name in names if name in inner.by_name]
     return sum(_written_by(each, inner) for each in outputs)

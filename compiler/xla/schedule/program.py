@@ -1,11 +1,11 @@
-"""A scheduled module -> the steps of one device: every form in which a compiler writes a collective, seen as one.
+"""Reads a scheduled module as the steps of one device, with every form in which a compiler writes a collective.
 
 all-gather                           synchronous
 all-gather-start, all-gather-done    asynchronous (GPU)
 fusion around AsyncCollectiveStart   asynchronous (TPU): chunks are sent from within the matmuls that follow
 fusion around an all-reduce and a dynamic-slice    a reduce-scatter (TPU), synchronous
 async-start, -update, -done          asynchronous, on another unit (TPU: SparseCore) where what they call is a
-                                     collective; else a copy between memories, which is none
+                                     collective; otherwise a copy between memories
 send, recv, their -done              of TPUs a collective across slices, by way of the hosts, named in the send's
                                      attributes; of GPUs pairs of devices. From the send until what is received is there
 """
@@ -49,7 +49,7 @@ _ASYNC = _STARTS | _UPDATES | _DONES
 
 @dataclass(frozen=True)
 class Inner:
-    """A collective that an instruction holds, and the computation that it is in."""
+    """A collective inside an instruction, with its computation."""
 
     instruction: Instruction
     computation: Computation
@@ -90,7 +90,7 @@ class _Reader:
         if opcode == "recv-done":
             return [Done(name, instruction.name) for name in answered_by(instruction, around)]
         if opcode == "send-done" and is_answered(instruction.operands[0], around):
-            return []  # what is sent has left the device; the transfer ends where it is received
+            return []  # the data has left the device; the transfer ends where it is received
         if opcode == "send":
             return [Start(begun_by(instruction, around, self.module.num_devices))]
         if opcode in COLLECTIVES:
@@ -170,7 +170,7 @@ class _Reader:
         alike = [Inner(each, inner.computation) for each in beside if each.opcode == within.opcode]
         groups, arrays = self._groups(within), [array for each in alike for array in _arrays(each)]
         is_sliced = kind == "all-reduce" and within is not instruction and _is_scattered(inner)
-        times = len(groups[0]) if groups and kind in MOVING else 1  # operands are parts
+        times = len(groups[0]) if groups and kind in MOVING else 1  # each operand is a part
         return Collective(
             name=instruction.name,
             kind="reduce-scatter" if is_sliced else kind,

@@ -1,4 +1,4 @@
-"""Sends and what is received: of TPUs collectives across slices, by way of the hosts; of GPUs pairs of devices.
+"""Reads sends and receives: on TPUs collectives across slices, by way of the hosts; on GPUs pairs of devices.
 
     send(%x, %t), frontend_attributes={..., _xla_host_transfer_rendezvous="psum.99_0",
       _xla_megascale_target="{1,2}x{0:7}", _xla_megascale_transfer_type="ALL_REDUCE"}
@@ -25,7 +25,7 @@ _KINDS: dict[str, CollectiveKind] = {
     "REDUCE_SCATTER": "reduce-scatter",
 }  # fmt: skip
 _DEVICES = re.compile(r"_xla_megascale_target=\{((?:\{[\d,>-]+\},?)+)\}")
-_SLICE = 100_000  # the first device of a slice, which are counted from 1
+_SLICE = 100_000  # slice n has the devices from n x 100,000 on; slices are counted from 1
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _PAIRS = re.compile(r'_xla_send_recv_source_target_pairs="?(\{\{[\d,{}\s]*\}\})')
 
@@ -40,7 +40,7 @@ def begun_by(send: Instruction, around: Computation, num_devices: int) -> Collec
     source = around.by_name.get(send.operands[0])
     arrays = source.arrays if source is not None else ()
     num_parts = num_slices or (len(groups[0]) if groups else 1)
-    times = num_parts if kind in MOVING else 1  # a part is sent
+    times = num_parts if kind in MOVING else 1  # the operand is one part
     return Collective(
         name=send.name,
         kind=kind or "send",

@@ -1,4 +1,4 @@
-"""The steps of a program in time: one compute unit, and links that serve what they are given in the program's order.
+"""Runs the steps of a program in time: one compute unit, and links that serve transfers in the program's order.
 
 An asynchronous collective begins when it is started and all its links are free of those started before it, and runs
 beside the compute that follows. Where its end is waited for before it has come, compute stands still; that time is
@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from ...core.collectives import COMPUTE, ComputeKind
 from .steps import Branches, Collective, Compute, Done, Loop, Start, Step
 
-SMALLEST_SECONDS = 1e-12  # less is rounding
+SMALLEST_SECONDS = 1e-12  # smaller times are rounding errors
 
 
 @dataclass(frozen=True)
 class Taken:
-    """A branch, by the share of executions in which it runs; None: nobody says it, and it counts as always."""
+    """A branch, by the share of executions that run it; None: the share is not known, and the branch counts always."""
 
     share: float | None
 
@@ -30,13 +30,16 @@ class Taken:
         return f"{'always taken' if self.share == 1 else f'taken in {100 * self.share:.3g} %'}, as chosen"
 
 
-Loops = tuple[tuple[str, int | Taken | None], ...]  # around a step, by name, the outermost first
+Loops = tuple[tuple[str, int | Taken | None], ...]  # the loops around a step, by name, the outermost first
 
 
 @dataclass(frozen=True)
 class Priced:
-    """alone_seconds: of a collective that has its links for itself; None where it is not known, and it counts as none.
-    links: the names of those that it takes."""
+    """The price of a collective.
+
+    alone_seconds: its time with its links to itself; None where that is not known, and it counts as zero. links: the
+    names of the links that it takes.
+    """
 
     alone_seconds: float | None
     links: tuple[str, ...]
@@ -44,8 +47,11 @@ class Priced:
 
 @dataclass
 class CollectiveTotals:
-    """One collective over all its executions in a step. hidden_behind: of its time the compute that ran meanwhile,
-    seconds by name; what is neither there nor exposed ran while compute waited for another collective."""
+    """The totals of one collective over all its executions in a step.
+
+    hidden_behind: the compute that ran during its time, in seconds by name. The part of its time that is neither there
+    nor exposed passed while compute waited for another collective.
+    """
 
     collective: Collective
     loops: Loops
@@ -63,7 +69,7 @@ class CollectiveTotals:
         return hidden if hidden > SMALLEST_SECONDS * self.count else 0.0
 
     def add(self, count: float, alone_seconds: float | None) -> None:
-        """Adds executions with this time each."""
+        """Adds so many executions of this time each."""
         self.count += count
         if self.alone_seconds is not None:
             self.alone_seconds = None if alone_seconds is None else self.alone_seconds + count * alone_seconds
@@ -71,9 +77,11 @@ class CollectiveTotals:
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of time on one track, on which nothing overlaps. name: of the instruction that runs, or that is waited
-    for; of a loop that is not shown to its end. trip: of the innermost loop around it, the number of the iteration from
-    0, or of the iterations that are left out."""
+    """A stretch of time on one track, on which nothing overlaps.
+
+    name: the instruction that runs, or that is waited for, or the loop whose last trips are not shown. trip: the trip
+    of the innermost loop around it.
+    """
 
     track: str
     name: str
@@ -81,12 +89,15 @@ class Segment:
     start_seconds: float
     seconds: float
     trip: "Trip | None" = None
-    branch: tuple[str, Taken] | None = None  # the innermost conditional that it is in a branch of
+    branch: tuple[str, Taken] | None = None  # the innermost conditional around it, and the branch
 
 
 @dataclass(frozen=True)
 class Trip:
-    """An iteration of a loop, or several that are alike."""
+    """One iteration of a loop, or several that are alike.
+
+    index: the number of the first, from 0.
+    """
 
     loop: str
     index: int  # from 0
@@ -95,10 +106,14 @@ class Trip:
 
 @dataclass
 class Simulation:
-    """seconds: of a step. operations: seconds of compute by name, of all executions. bounded: by name, the seconds by
-    which the compiler's estimates are longer. unpriced: by name, the kernels that may take longer. unknown_loops: whose
-    trips count as one. segments: for a timeline; of a loop the first trips, and the rest as one. They have a branch
-    that runs in a share of executions as one that runs, so they may end after the step does on average."""
+    """The result of a simulation.
+
+    seconds: the time of a step. operations: the seconds of compute by name, over all executions. bounded: by name, the
+    seconds by which the compiler's estimates are longer than the prices. unpriced: by name, the kernels that may take
+    longer. unknown_loops: the loops whose trips count as one. segments: the timeline. It shows the first trips of a
+    loop and the rest as one, and each branch with a share as one that runs; so it may end after the step does on
+    average.
+    """
 
     seconds: float = 0.0
     compute_seconds: dict[ComputeKind, float] = field(default_factory=dict)
@@ -123,7 +138,10 @@ def simulate(steps: tuple[Step, ...], price: Callable[[Collective], Priced]) -> 
 
 @dataclass(frozen=True)
 class _Transfer:
-    """One execution of a collective. behind: the one for whose end it had to wait in a queue."""
+    """One execution of a collective.
+
+    behind: the transfer whose end it had to wait for in a queue.
+    """
 
     collective: Collective
     loops: Loops
@@ -133,8 +151,11 @@ class _Transfer:
 
 
 class _Clock:
-    """_now: without the trips of loops that others stand for, _skipped. _shown: seconds by which segments are later
-    than on average, since a branch before them is shown as taken."""
+    """Runs steps in time.
+
+    _now: the time without the trips that are represented by others, which are _skipped. _shown: the seconds by which
+    segments are later than on average, because a branch before them is shown as taken.
+    """
 
     def __init__(self, price: Callable[[Collective], Priced]):
         self.result, self._price = Simulation(), price
@@ -143,7 +164,7 @@ class _Clock:
         self._flying: dict[str, _Transfer] = {}
         self._last_on: dict[str, _Transfer] = {}  # by link
         self._branch_of: tuple[str, Taken] | None = None
-        self._ends: dict[Hashable, float] = {}  # of branches, each tried once at a time with the same in flight
+        self._ends: dict[Hashable, float] = {}  # the ends of branches; each is tried once with the same transfers in flight
 
     @property
     def seconds(self) -> float:
@@ -240,9 +261,9 @@ class _Clock:
         self._trip = outer
 
     def _branch(self, step: Branches, weight: float, loops: Loops, is_shown: bool) -> None:
-        """Runs the branch that ends last, for which one runs is not known before. Where its share is, the rest of the
-        executions are of the one that ends first; each takes its share of the time. The first of these is shown, as in
-        a step that takes it."""
+        """Runs one branch of a conditional. Without a share it is the branch that ends last. With a share, the rest of
+        the executions run the branch that ends first, and each takes its share of the time; the branch that ends last
+        is shown, as in a step that runs it."""
         ordered = sorted(step.branches, key=self._end_of)
         runs = ((ordered[-1], Taken(step.share)),)
         if step.share is not None and ordered[0] is ordered[-1]:

@@ -1,4 +1,4 @@
-"""Reads a scheduled program as what one device does, one step after the other."""
+"""The steps of a scheduled program: what one device does, one thing after the other."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,9 +11,11 @@ PricedBy = Literal["cycles", "bound", "flops", "bytes", "nothing"]
 
 @dataclass(frozen=True)
 class Compute:
-    """One operation on the compute unit. seconds: None where nothing is known of its time. estimated_seconds: what the
-    compiler estimates, where the price is bounded below that. unknown: the kernel, if all that is known is that
-    it takes `seconds` at least."""
+    """One operation on the compute unit.
+
+    seconds: its time; None where nothing is known of it. estimated_seconds: the compiler's estimate, if the price is
+    bounded below it. unknown: the kernel, if it takes at least `seconds` and nobody knows how much longer.
+    """
 
     name: str
     kind: ComputeKind
@@ -28,13 +30,13 @@ class Compute:
 class Collective:
     """One collective operation, named by the instruction that starts it.
 
-    num_bytes: of the full array (before a reduce-scatter, after an all-gather, all parts of an all-to-all), of all
-    arrays that it takes together; num_elements: of each of those. groups: positions in the mesh's order of devices, of
-    permutes and sends pairs (from, to); empty where they are not known. num_slices: of a collective across slices, each
-    device with those at its place in the others; it has no groups. is_padded: of an all-reduce, that each device
-    fills its part of the array alone. num_axes: of the torus that carry it at once; None: all of its group's. form: how
-    the program says it. made_by: where it has no op_name, those of the matmuls that compute its operands, the nearest
-    first.
+    num_bytes: the bytes of the full arrays together: before a reduce-scatter, after an all-gather, all parts of an
+    all-to-all. num_elements: the elements of each array. groups: positions in the mesh's order of devices; for permutes
+    and sends, pairs (from, to); empty where they are not known. num_slices: the slices of a collective across slices,
+    in which each device meets those at its place in the other slices; it has no groups. is_padded: it is an all-reduce
+    to which each device contributes its own part of the array alone. num_axes: the axes of the torus that carry it at
+    once; None: all of its group. form: how the program writes it. made_by: if it has no op_name, those of the matmuls
+    that compute its operands, the nearest first.
     """
 
     name: str
@@ -60,14 +62,17 @@ class Collective:
 
 @dataclass(frozen=True)
 class Start:
-    """The collective begins; what follows runs meanwhile."""
+    """A collective begins; the steps that follow run beside it."""
 
     collective: Collective
 
 
 @dataclass(frozen=True)
 class Done:
-    """The steps that follow need the result of the collective of this name. by: the instruction that waits for it."""
+    """The steps that follow need the result of the collective of this name.
+
+    by: the instruction that waits for it.
+    """
 
     name: str
     by: str = ""
@@ -75,7 +80,10 @@ class Done:
 
 @dataclass(frozen=True)
 class Loop:
-    """num_trips: None where it cannot be read from the program; then it counts once."""
+    """A loop.
+
+    num_trips: its iterations; None where the program does not say, and it counts once.
+    """
 
     name: str
     num_trips: int | None
@@ -84,8 +92,11 @@ class Loop:
 
 @dataclass(frozen=True)
 class Branches:
-    """One of them runs. share: of executions in which the one runs that ends last, in others that which ends first;
-    None: nobody says it, and the last one counts."""
+    """A conditional, which runs one of its branches.
+
+    share: the share of executions that run the branch that ends last, while the others run the one that ends first;
+    None: it is not known, and the last one counts.
+    """
 
     name: str
     branches: tuple[tuple["Step", ...], ...]
@@ -122,20 +133,23 @@ def collectives_of(steps: tuple[Step, ...]) -> Iterator[Collective]:
     return (start.collective for start in every(steps, Start))
 
 
-ALL = ""  # the key of a choice for all that have none of their own
+ALL = ""  # the key of the choice for all others
 
 
 @dataclass(frozen=True)
 class Choices:
-    """trips: iterations of loops whose number is not known, by name. shares: of conditionals, by name, the share of
-    executions in which the branch runs that ends last."""
+    """Facts of a run that its user gives because the program does not contain them.
+
+    trips: the iterations of loops whose number is not known, by name. shares: by the name of a conditional, the share
+    of its executions that run the branch that ends last.
+    """
 
     trips: Mapping[str, int] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
 
 
 def apply_choices(steps: tuple[Step, ...], choices: Choices) -> tuple[Step, ...]:
-    """Returns the steps with a user's choices; what was one computation in several places is one still."""
+    """Returns the steps with a user's choices. A computation that runs in several places stays one object."""
     known: dict[int, tuple[Step, ...]] = {}
 
     def applied(steps: tuple[Step, ...]) -> tuple[Step, ...]:

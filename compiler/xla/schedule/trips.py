@@ -1,4 +1,4 @@
-"""Counts the trips of a loop. GPU programs say it; elsewhere it is read from the condition.
+"""Counts the trips of a loop. GPU programs state it; elsewhere it follows from the condition.
 
     condition: compare(get-tuple-element(state, i), bound), direction=LT
     body:      element i of its result is element i of its argument plus a step
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from ..hlo import Computation, Instruction, Module
 
 _KNOWN = re.compile(r'"known_trip_count":\s*\{"n":"(\d+)"\}')
-# A constant is the same behind these.
+# These instructions leave a constant as it is.
 _TRANSPARENT = {"copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "opt-barrier"}
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE", "EQ": "EQ"}
 
@@ -31,7 +31,7 @@ def num_trips(loop: Instruction, around: Computation, module: Module) -> int | N
     if compared is None:
         return None
     direction, left, right = compared
-    if isinstance(left, int):  # a bound on the left: the comparison is read from the other side
+    if isinstance(left, int):  # the bound is on the left: the comparison is mirrored
         direction, left, right = _MIRRORED.get(direction, ""), right, left
     index = _element(left, condition)
     if index is None:

@@ -1,4 +1,4 @@
-"""The work of a kernel, as its program states it: arithmetic in FLOPs, memory traffic in bytes."""
+"""Counts the arithmetic of matmuls and convolutions, as their program states it."""
 
 import math
 import re
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..hlo import Instruction
 from ..hlo.types import ArrayType
 
-# Both forms of JSON: as it is, and with escaped quotes within a string.
+# Both forms of JSON: plain, and within a string with escaped quotes.
 _DIMENSIONS = re.compile(r'(lhs|rhs)_(contracting|batch|ragged)_dim(?:ension)?s\\?"?[:=]\s*[\[{]([^\]}]*)[\]}]')
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
@@ -28,8 +28,8 @@ def dot_flops(instruction: Instruction, operands: tuple[ArrayType, ...]) -> floa
 
 
 def contraction(left: ArrayType, right: ArrayType, result: ArrayType) -> float | None:
-    """Returns the FLOPs of a product of two matrices, of which only the shapes are known: rows x depth by depth x
-    columns. None if these are no such shapes."""
+    """Returns the FLOPs of a product of two matrices by their shapes alone: rows x depth by depth x columns. None if
+    the shapes do not fit."""
     if not (left.num_elements and right.num_elements and result.num_elements):
         return None
     squared, rest = divmod(left.num_elements * right.num_elements, result.num_elements)
@@ -47,7 +47,7 @@ def _fits(depth: int, shape: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class Convolution:
-    """The shapes of a convolution: of its inputs, its kernel and its outputs, whichever of them it computes."""
+    """The shapes of a convolution: inputs, kernel and outputs, whichever of them it computes."""
 
     image: tuple[int, ...]
     kernel: tuple[int, ...]
@@ -55,8 +55,9 @@ class Convolution:
 
 
 def convolution_flops(instruction: Instruction, shapes: Convolution) -> float | None:
-    """Returns the FLOPs of a convolution, as which TPUs write matmuls: 2 for each tap of the window that lies on the
-    input, not on its padding or between its elements. Batches of matmuls are spatial dimensions with such windows."""
+    """Returns the FLOPs of a convolution, the form in which TPUs write matmuls: 2 for each tap of the window that lies
+    on the input, not on its padding or between its elements. Batches of matmuls are spatial dimensions with such
+    windows."""
     labels = _LABELS.search(instruction.attributes)
     if labels is None or any(len(shape) != len(labels[1]) for shape in (shapes.image, shapes.kernel, shapes.out)):
         return None
