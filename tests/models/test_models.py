@@ -8,7 +8,9 @@ import pytest
 from conftest import plan_of
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
-from support.helpers import gradients_of, reference_loss, tiered
+from support.programs import gradients_of
+from support.reference import reference_loss
+from support.tiers import tiered
 
 # Sums of the shapes in the checkpoints that their makers published; tied tables once.
 PUBLISHED = {

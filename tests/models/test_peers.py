@@ -14,7 +14,7 @@ from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.models.decoder import DecoderBase
 from meshloom.models.moe import MoeConfig
-from support.helpers import forward
+from support.reference import forward
 
 torch = pytest.importorskip("torch", reason="pip install -e '.[peers]'")
 transformers = pytest.importorskip("transformers", reason="pip install -e '.[peers]'")

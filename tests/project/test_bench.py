@@ -14,7 +14,7 @@ import pytest
 from meshloom.compiler.analysis.program_memory import read_peak
 from meshloom.compiler.xla.hlo import parse_module
 from support import reports
-from support.helpers import recorded_text
+from support.recorded import recorded_text
 
 FOLDER = Path(__file__).parents[2] / "bench"
 

@@ -3,7 +3,7 @@
 from functools import cache
 
 from meshloom.compiler.target.placement import Placement, plan_placement
-from support.helpers import target_of
+from support.programs import target_of
 
 AXES = ("replica", "data", "fsdp", "stage", "context", "expert", "tensor")
 cached_target_of = cache(target_of)

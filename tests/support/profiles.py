@@ -5,7 +5,7 @@ from pathlib import Path
 
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.profile.prediction import Prediction, predict
-from support.helpers import plan_as_declared
+from support.programs import plan_as_declared
 
 MODULE, STEPS = "jit_train_step", (10, 11)
 CYCLES = 1_500_000  # of v5e in a millisecond

@@ -10,7 +10,7 @@ from meshloom.compiler.core.errors import EXPOSED
 from meshloom.compiler.schema import CollectiveReport, StepReport
 from meshloom.compiler.xla.fingerprint import fields_of_program
 from support import reports
-from support.helpers import meshloom
+from support.commands import meshloom
 
 WEIGHT, ACTIVATION = "layers/mlp/up_EM, backward", "jit(step)/attend/dot_general, forward"
 TARGET = ("target=h100-8", "sharding=fsdp")

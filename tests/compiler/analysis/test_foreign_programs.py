@@ -11,7 +11,8 @@ from meshloom.compiler.analysis.program_devices import ProgramDevices
 from meshloom.compiler.analysis.program_text import Unavailable
 from meshloom.compiler.report.inspect_report import report_inspected
 from meshloom.compiler.target.placement import plan_own_order
-from support.helpers import SCHEDULES, recorded_text, target_of
+from support.programs import target_of
+from support.recorded import SCHEDULES, recorded_text
 
 TARGETS = {"maxtext_dense": "v5p-128", "equinox": "h100-8"}
 PEAK_BYTES = {"maxtext_dense": 5_979_694_848, "equinox": 7483438564}  # as XLA counted it where they were compiled

@@ -14,7 +14,8 @@ from meshloom.compiler.report.inspect_report import report_inspected
 from meshloom.compiler.target.placement import plan_own_order
 from meshloom.compiler.xla.aot import ProgramMemory
 from meshloom.compiler.xla.hlo.sources import SourceLine
-from support.helpers import recorded_text, target_of
+from support.programs import target_of
+from support.recorded import recorded_text
 from support.schedules import GATHER, GROUPS, compute, module
 
 TEXT = module(f"  ROOT %g = {GATHER}", compute("a", 5))

@@ -29,7 +29,8 @@ from meshloom.compiler.schema import CollectiveReport, Finding
 from meshloom.compiler.xla.aot import REMATERIALIZATION
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.runtime.core.stderr_capture import captured_stderr
-from support.helpers import programs_of, tiered
+from support.programs import programs_of
+from support.tiers import tiered
 
 MIB = 2**20
 PLANNED = PlannedCollective(

@@ -6,7 +6,7 @@ from meshloom.compiler.analysis.inspected import inspect_text
 from meshloom.compiler.analysis.program_devices import ProgramDevices
 from meshloom.compiler.schema import Finding
 from meshloom.compiler.target.placement import plan_own_order
-from support.helpers import target_of
+from support.programs import target_of
 from support.schedules import START, compute, module
 
 LARGE = 2**21  # elements: 8 MiB in float32

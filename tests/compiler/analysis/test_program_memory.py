@@ -12,7 +12,8 @@ from meshloom.compiler.xla.aot import memory_of
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.compiler.xla.hlo.types import elements_of, parse_type
 from meshloom.compiler.xla.schedule.buffers import Buffers, read_buffers
-from support.helpers import programs_of, recorded_text
+from support.programs import programs_of
+from support.recorded import recorded_text
 
 KB = "f32[256]{0}"
 MIB = 2**20

@@ -22,7 +22,7 @@ from meshloom.compiler.xla.hlo import HloError, parse_module
 from meshloom.compiler.xla.schedule.prices import Chip
 from meshloom.compiler.xla.schedule.program import read_steps
 from meshloom.compiler.xla.schedule.steps import Compute, Loop, Start, every
-from support.helpers import SCHEDULES, recorded_text
+from support.recorded import SCHEDULES, recorded_text
 
 COMMANDS, FOR_MEMORY = (
     dict(re.findall(r"^\*\*(\w+)\*\*:.*\n\n    meshloom compile (.*)$", section, re.M))

@@ -16,7 +16,7 @@ from meshloom.compiler.jaxpr.flops import ModelFlops
 from meshloom.compiler.jaxpr.unknown import UnknownPrimitive
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.xla.hlo import parse_module
-from support.helpers import programs_of
+from support.programs import programs_of
 from support.schedules import GATHER, GROUPS, START, compute, loop, module
 
 PATHS = ("layers/attention/key_EKD", "layers/mlp/up_EM", "head/kernel_EV")

@@ -12,7 +12,8 @@ from meshloom.compiler.analysis.inspected import inspect_text
 from meshloom.compiler.analysis.program_devices import ProgramDevices
 from meshloom.compiler.schema import CollectiveReport, Finding
 from meshloom.compiler.target.placement import plan_own_order
-from support.helpers import recorded_text, target_of
+from support.programs import target_of
+from support.recorded import recorded_text
 from support.schedules import GROUPS, compute, module
 
 NUM, MIB = 2**20, 2**20  # elements of a gathered array in bfloat16: 2 MiB

@@ -17,7 +17,7 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.user_code import code_allowed_from
 from meshloom.runtime.train.train import plan_and_check
-from support.helpers import tiered
+from support.tiers import tiered
 from support.wrong_data import write_wrong_data
 
 MY_CODE = ("my_code", "my_broken_code", "my_wrong_import", "my_syntax")

@@ -6,7 +6,7 @@ import pytest
 
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.declare.compose import Request, read_spec
-from support.helpers import meshloom
+from support.commands import meshloom
 
 OF_TOOLS = {"WANDB_PROJECT": "theirs", "WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": "http://user:secret@host",
             "MLFLOW_EXPERIMENT_NAME": "other"}  # fmt: skip

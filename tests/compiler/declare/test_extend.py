@@ -23,7 +23,9 @@ from conftest import plan_of, spec_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.compiler.declare.user_code import code_allowed_from
-from support.helpers import gradients_of, reference_loss, tiered
+from support.programs import gradients_of
+from support.reference import reference_loss
+from support.tiers import tiered
 
 DOCS = Path(__file__).parents[3] / "docs" / "extend.md"
 PYPROJECT = """

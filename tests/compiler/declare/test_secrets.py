@@ -27,7 +27,7 @@ from meshloom.runtime.data import open_data
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.process_log import process_log, say
 from meshloom.runtime.rundir.run_dir import write_declaration
-from support.helpers import meshloom, run_in_process
+from support.commands import meshloom, run_in_process
 
 SECRET = 'hunter2"\\ of-a-token'
 CODE = """

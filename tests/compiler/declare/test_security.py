@@ -16,7 +16,7 @@ from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.compiler.declare.user_code import check_importable, code_allowed_from, load_class, parse_allowed
 from meshloom.models import ModelConfig
 from meshloom.runtime.data.shards import open_shards
-from support.helpers import run_in_process
+from support.commands import run_in_process
 from support.wrong_data import write_wrong_data
 
 LEAVES_A_TRACE = "from pathlib import Path\nPath('ran').touch()\n"

@@ -13,7 +13,7 @@ from meshloom.compiler.declare.user_code import code_allowed_from
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
 from meshloom.runtime.cli import main as cli
-from support.helpers import run_in_process
+from support.commands import run_in_process
 
 MODEL = """
 import sys

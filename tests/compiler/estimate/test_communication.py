@@ -12,7 +12,7 @@ from meshloom.compiler.estimate.estimated_step import read_step
 from meshloom.compiler.estimate.regions import price_regions
 from meshloom.compiler.jaxpr.program import TracedCollective
 from meshloom.compiler.xla.programs import lower
-from support.helpers import collective_elements_per_step, collectives_per_step
+from support.collectives import collective_elements_per_step, collectives_per_step
 
 TENSOR_8 = ("sharding=tensor", "mesh.data=1", "mesh.tensor=8")
 

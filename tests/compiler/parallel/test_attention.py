@@ -17,7 +17,8 @@ from meshloom.compiler.parallel.attention.attention import Kernel, build_attend
 from meshloom.compiler.parallel.attention.splash import attend_splash
 from meshloom.compiler.parallel.attention.splash_kernels import NO_BUDGET, Budget
 from meshloom.models.attention import attend
-from support.helpers import forward, tiered
+from support.reference import forward
+from support.tiers import tiered
 
 HERE = {"cpu": "cpu-8", "gpu": "h100-8", "tpu": "v5e-8"}
 CASES = {

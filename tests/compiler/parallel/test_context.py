@@ -13,7 +13,7 @@ from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.parallel.attention.context import balance
 from meshloom.compiler.report.explain import plan_as_json
 from meshloom.compiler.sharding.batch import TokenOrder
-from support.helpers import plan_as_declared
+from support.programs import plan_as_declared
 
 CONTEXT = ("sharding=fsdp_context", "mesh.context=4", "sequence_length=32")
 FEW_KV_HEADS = ("model.num_heads=16", "model.num_kv_heads=2")

@@ -25,7 +25,7 @@ from meshloom.compiler.parallel.experts.dispatch import (
 from meshloom.compiler.parallel.experts.grouped_matmul import grouped_matmul
 from meshloom.models.experts import NO_EXPERT
 from support.experts import dense_experts, emulated_ragged_all_to_all
-from support.helpers import tiered
+from support.tiers import tiered
 
 N, E, M, X, K, DEVICES = 16, 8, 4, 8, 2, 4  # tokens of each device; the rest as in dispatch.py
 EXPERTS = Experts(X, ("expert",), DEVICES)

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 from conftest import plan_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.parallel.embedding import exchange_rows
-from support.helpers import gradients_of, written_collectives
+from support.collectives import written_collectives
+from support.programs import gradients_of
 
 EXCHANGE, GATHER = "parallel.embedding=all_to_all", "parallel.embedding=all_gather"
 LLAMA3_V6E = (

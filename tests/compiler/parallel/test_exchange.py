@@ -21,7 +21,7 @@ from meshloom.compiler.parallel.attention.exchange import Exchange, attend_by_bl
 from meshloom.compiler.parallel.attention.splash import SplashBlocks
 from meshloom.compiler.parallel.attention.splash_kernels import NO_BUDGET, Budget
 from meshloom.compiler.sharding.batch import TokenOrder
-from support.helpers import tiered
+from support.tiers import tiered
 
 SCALE = 0.4
 # exchange, order, shards, window, soft cap, documents

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ from meshloom.compiler.tune.space import mesh_axes
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.compiler.xla.schedule.prices import GROUPED_EFFICIENCY, Chip, price_instruction
 from support.experts import MOE
-from support.helpers import TESTS, plan_as_declared
+from support.programs import plan_as_declared
 
 EXPERT = ("sharding=fsdp_expert", "target=cpu-4", "mesh.fsdp=2", "mesh.expert=2")
 OVER_TENSOR = (
@@ -113,7 +114,9 @@ def test_an_exchange_is_priced_by_what_nothing_hides():
 def test_prices_are_near_what_compiled_schedules_leave_exposed():
     """bench/experts.jsonl: two layers with experts in each row. Padded: its empty rows are priced as if they were sent
     like the others."""
-    rows = [json.loads(line) for line in (TESTS.parent / "bench" / "experts.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (Path(__file__).parents[3] / "bench" / "experts.jsonl").read_text().splitlines()
+    ]
     compiled = {row["name"]: row["exchange_exposed_seconds"] / 2 for row in rows if "padded" not in row["name"]}
     priced = {}
     for row in rows:

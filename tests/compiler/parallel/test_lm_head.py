@@ -16,7 +16,8 @@ from meshloom.compiler.parallel.operation import Refusal
 from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.schema import Report
 from meshloom.models import Piece
-from support.helpers import meshloom, written_collectives
+from support.collectives import written_collectives
+from support.commands import meshloom
 
 CHUNKS, WHOLE = "parallel.lm_head=vocab_chunks", "parallel.lm_head=whole"
 LLAMA3_V6E = (

@@ -15,7 +15,8 @@ from meshloom.compiler.parallel.loss import sum_losses_in_blocks
 from meshloom.models import IGNORED_TARGET, Context
 from meshloom.models.loss import cross_entropy_sums, sum_losses
 from meshloom.runtime.data import open_data
-from support.helpers import forward, gradients_of, programs_of
+from support.programs import gradients_of, programs_of
+from support.reference import forward
 
 
 def head(params, x, _=None):

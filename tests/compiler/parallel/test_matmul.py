@@ -17,7 +17,9 @@ from meshloom.compiler.plan import Plan
 from meshloom.compiler.schema import Report
 from meshloom.compiler.search.overlap import applied, overlap_candidates
 from meshloom.compiler.xla.programs import lower
-from support.helpers import collectives_per_step, meshloom, plan_as_declared
+from support.collectives import collectives_per_step
+from support.commands import meshloom
+from support.programs import plan_as_declared
 
 NAMES = ("attention_output", "mlp_output")
 RINGS, NO_RINGS = "parallel.matmul=collective_matmul", "parallel.matmul=plain"

@@ -15,7 +15,9 @@ from meshloom.compiler.jaxpr.flops import matmul_flops
 from meshloom.compiler.parallel.remat import policy_of
 from meshloom.compiler.step.train_step import build_loss
 from meshloom.models.decoder import DecoderConfig
-from support.helpers import gradients_of, reference_loss, tiered
+from support.programs import gradients_of
+from support.reference import reference_loss
+from support.tiers import tiered
 
 FLOAT32_BYTES = 4
 LOOPS = {

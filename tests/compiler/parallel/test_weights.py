@@ -34,7 +34,7 @@ from meshloom.compiler.step.schedule import StackFunctions
 from meshloom.compiler.step.sequential import scan_layers
 from meshloom.compiler.target.compiler_options import plan_preset_options, refused_options
 from meshloom.models import Aux
-from support.helpers import target_of
+from support.programs import target_of
 
 DIMENSIONS = {"scale_E": "LE", "up_EM": "LEM", "down_ME": "LME"}  # of a layer's weights
 SIZES = {"L": 3, "E": 8, "M": 6}

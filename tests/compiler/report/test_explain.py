@@ -19,7 +19,7 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.jaxpr.flops import matmul_flops
 from meshloom.compiler.report.explain import explain, plan_as_json
 from meshloom.models.decoder import DecoderConfig
-from support.helpers import reference_loss
+from support.reference import reference_loss
 
 ON_CHIPS = ("precision=bfloat16", "sharding.on_replicated=allow")
 # Meta, "The Llama 3 Herd of Models" (arXiv:2407.21783), and the released checkpoints' own totals.

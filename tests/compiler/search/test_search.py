@@ -45,7 +45,8 @@ from meshloom.compiler.xla.aot import Built, ProgramMemory, compile_ahead, lower
 from meshloom.runtime.compile.overlap_search import search_overlap
 from meshloom.runtime.compile.step_compiler import StoredStep
 from support import reports
-from support.helpers import meshloom, plan_as_declared
+from support.commands import meshloom
+from support.programs import plan_as_declared
 
 V5P = ("target=v5p-128", "model=llama3_8b", "sharding=fsdp", "global_batch_size=64", "sequence_length=2048")
 AHEAD = LayerLoop(unroll=2, batch_split=1, prefetch=1, deferred_reduce_scatter=True, reduce_in_backward=False)

@@ -18,7 +18,7 @@ from meshloom.compiler.spec.spec import MeshSpec, Rule
 from meshloom.compiler.spec.target_spec import CpuTarget
 from meshloom.compiler.target.mesh import MeshPlan, plan_mesh
 from meshloom.compiler.target.target import TargetPlan, plan_target
-from support.helpers import programs_of
+from support.programs import programs_of
 
 AXES = ("replica", "data", "fsdp", "stage", "context", "expert", "tensor")
 

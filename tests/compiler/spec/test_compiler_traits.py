@@ -9,7 +9,7 @@ from meshloom.compiler.spec.compiler_traits import CompilerTraits, read_compiler
 from meshloom.compiler.spec.flag_presets import preset_file, read_flag_presets
 from meshloom.compiler.spec.target_names import kinds
 from meshloom.compiler.target.compiler_options import presets_for
-from support.helpers import target_of
+from support.programs import target_of
 
 COMPILER = Path(__file__).parents[3] / "compiler"
 PLATFORMS = {"cpu", "gpu", "tpu"}

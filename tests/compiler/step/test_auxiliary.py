@@ -22,7 +22,9 @@ from meshloom.runtime.train.metrics_log import MetricsLog
 from meshloom.runtime.train.tensorboard import TensorBoard
 from meshloom.runtime.train.time_spent import NOTHING
 from meshloom.runtime.train.trackers import Trackers, tracked_run
-from support.helpers import Reported, gradients_of, loop_over, observers_of, programs_of, tiered
+from support.loops import Reported, loop_over, observers_of
+from support.programs import gradients_of, programs_of
+from support.tiers import tiered
 
 PENALTY = 0.05
 CASES = {

@@ -13,14 +13,14 @@ import pytest
 
 from conftest import LINEAR_STACK, WHOLE_STREAM, plan_of
 from meshloom.compiler.xla.programs import lower
-from support.helpers import (
+from support.collectives import (
     collective_elements_per_step,
     collectives_per_step,
     collectives_run,
     largest_outside_loops,
-    programs_of,
     written_collectives,
 )
+from support.programs import programs_of
 
 NUM_LAYERS, PER_LAYER, OUTSIDE = 3, 9, 3  # parameters of a small decoder: in a layer, in embed and head
 

@@ -16,8 +16,8 @@ from meshloom.compiler.plan import Plan
 from meshloom.compiler.step.train_step import build_loss
 from meshloom.models import Context, Model, split_aux
 from meshloom.runtime.train.feed import in_token_order
-from support.helpers import tiered
 from support.pairwise import all_pairs, cover_pairs, pairs_of
+from support.tiers import tiered
 
 CHOICES = {
     "mesh": {

@@ -11,7 +11,9 @@ from meshloom.compiler.spec.compiler_traits import read_compiler_traits
 from meshloom.compiler.step.train_step import build_loss
 from meshloom.compiler.target import target
 from meshloom.compiler.xla.programs import lower
-from support.helpers import evaluate, gradients_of, on_devices, programs_of, reference_loss, reference_steps, tiered
+from support.programs import evaluate, gradients_of, on_devices, programs_of
+from support.reference import reference_loss, reference_steps
+from support.tiers import tiered
 
 DDP, FSDP, TENSOR, BOTH = "sharding=ddp", "sharding=fsdp", "sharding=tensor", "sharding=fsdp_tensor"
 PREFETCH, IN_BACKWARD = "overlap=prefetch", "overlap.layers.reduce_in_backward=true"

@@ -19,9 +19,12 @@ from meshloom.compiler.sharding.model_check import check_model, check_totals
 from meshloom.compiler.spec.compiler_traits import read_compiler_traits
 from meshloom.compiler.step.train_step import build_train_step
 from meshloom.models import Aux, Context, Measure, UpdateRule, split_aux
+from support.collectives import written_collectives
 from support.experts import MOE, documents_of, emulated_ragged_all_to_all, objective, without_padding
-from support.helpers import gradients_of, on_devices, programs_of, reference_steps, tiered, written_collectives
 from support.pairwise import all_pairs, cover_pairs, pairs_of
+from support.programs import gradients_of, on_devices, programs_of
+from support.reference import reference_steps
+from support.tiers import tiered
 
 EXPERT = ("sharding=fsdp_expert", "target=cpu-4", "mesh.fsdp=2", "mesh.expert=2")
 PADDED, GATHERED, CAPACITY, RAGGED = (

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from conftest import plan_of
-from support.helpers import evaluate, programs_of
+from support.programs import evaluate, programs_of
 
 
 def _norm(x, scale, epsilon):

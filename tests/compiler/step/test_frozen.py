@@ -15,7 +15,9 @@ from meshloom.compiler.report.explain import explain, plan_as_json
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints, restore
 from meshloom.runtime.checkpoint.start import Start
 from meshloom.runtime.data import open_data
-from support.helpers import gradients_of, on_devices, programs_of, tiered, written_collectives
+from support.collectives import written_collectives
+from support.programs import gradients_of, on_devices, programs_of
+from support.tiers import tiered
 
 FROZEN = "frozen_parameters=[embed/*,layers/up_EM]"
 FSDP = ("target=cpu-4", "sharding=fsdp")

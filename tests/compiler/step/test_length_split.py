@@ -16,7 +16,8 @@ from meshloom.compiler.parallel.operation import per_token_operation
 from meshloom.compiler.sharding.length_split import check_length_split
 from meshloom.models import Stack, build_piece
 from meshloom.runtime.train.feed import local_rows, to_devices
-from support.helpers import gradients_of, programs_of, tiered
+from support.programs import gradients_of, programs_of
+from support.tiers import tiered
 
 OTHERS = "{logical: [sequence_parallel_length, vocab, embed, mlp, heads, kv_heads, head_dim], mesh: []}"
 OVER_CONTEXT = ("target=cpu-4", "sharding=fsdp", "mesh.fsdp=2", "mesh.context=2",

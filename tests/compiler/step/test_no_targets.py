@@ -15,7 +15,9 @@ from meshloom.runtime.checkpoint.checkpoints import Checkpoints
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.stop import StopRequest
 from meshloom.runtime.train.observers import MissingTargets
-from support.helpers import Reported, loop_over, observers_of, programs_of, reference_adamw, reference_loss
+from support.loops import Reported, loop_over, observers_of
+from support.programs import programs_of
+from support.reference import reference_adamw, reference_loss
 
 STEPS = ("num_steps=2", "evaluation.every_num_steps=1", "checkpoint=disabled", "schedule.num_warmup_steps=0")
 

@@ -24,7 +24,7 @@ from meshloom.compiler.sharding.arrays import Array, find_arrays
 from meshloom.compiler.target.mesh import plan_mesh
 from meshloom.compiler.target.target import plan_target
 from meshloom.compiler.xla.programs import lower
-from support.helpers import reference_loss
+from support.reference import reference_loss
 
 AXES = ("replica", "data", "fsdp", "tensor")
 NAMES = ("batch", "length", "embed", "mlp", "heads", "kv_heads", "head_dim", "vocab", "layers")

@@ -13,7 +13,7 @@ from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.step import train_step
 from meshloom.compiler.step.schedule import HeadOutput, Sums, split_microbatches
 from meshloom.models import Aux
-from support.helpers import gradients_of
+from support.programs import gradients_of
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from meshloom.compiler.xla.programs import lower
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints, restore
 from meshloom.runtime.checkpoint.start import Start
 from meshloom.runtime.data import open_data
-from support.helpers import on_devices, programs_of
+from support.programs import on_devices, programs_of
 
 ONE = "target=cpu-1"
 

@@ -21,8 +21,8 @@ from meshloom.compiler.target.links import collective_seconds
 from meshloom.compiler.target.mesh import MeshPlan
 from meshloom.compiler.target.placement import plan_placement
 from meshloom.compiler.target.target import TargetPlan, topology_arguments
-from support.helpers import plan_as_declared
 from support.placements import AXES, cached_target_of, placed
+from support.programs import plan_as_declared
 
 
 # The one-way bandwidth of a link: 45 GB/s on v5e, 90 on v5p. A ring uses it both ways on each of its axes, a line once;

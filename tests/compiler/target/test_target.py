@@ -20,7 +20,8 @@ from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.spec.target_names import chip_file, examples, is_sized, kinds, problem_of
 from meshloom.compiler.spec.target_spec import SwitchSpec, TorusSpec, TpuTarget
 from meshloom.compiler.target.target import plan_target, topology_arguments
-from support.helpers import run_in_process, target_of
+from support.commands import run_in_process
+from support.programs import target_of
 
 CHIPS = [kind for kind in kinds() if kind != "cpu"]
 TPUS = [kind for kind in CHIPS if isinstance(chip_file(kind)[1], TorusSpec)]

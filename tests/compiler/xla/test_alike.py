@@ -13,7 +13,8 @@ from meshloom.compiler.analysis.program_devices import ProgramDevices
 from meshloom.compiler.target.placement import plan_own_order
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.compiler.xla.schedule.alike import find_repeated
-from support.helpers import recorded_text, target_of
+from support.programs import target_of
+from support.recorded import recorded_text
 from support.schedules import loop, module
 
 DOT = "f32[8,8] dot({}), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"

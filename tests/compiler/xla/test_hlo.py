@@ -16,7 +16,7 @@ from meshloom.compiler.xla.hlo import HloError, Module, module_name, parse_modul
 from meshloom.compiler.xla.hlo.groups import parse_groups
 from meshloom.compiler.xla.hlo.sources import SourceLine, source_finder
 from meshloom.compiler.xla.hlo.types import ArrayType, num_bytes, parse_type
-from support.helpers import programs_of
+from support.programs import programs_of
 
 TEXT = """\
 HloModule jit_step, is_scheduled=true, num_partitions=8

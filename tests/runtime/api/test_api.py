@@ -33,7 +33,7 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.report.views.page import plan_table
 from meshloom.runtime.compile.watched import Phases, watched
-from support.helpers import run_in_process
+from support.commands import run_in_process
 
 TINY = (*SMALL, *LINEAR_STACK, "model.num_layers=1", "global_batch_size=8", "num_steps=4", "compilation_cache=null")
 WRONG = ("modl=tiny", "seed=x", "num_steps=-3")

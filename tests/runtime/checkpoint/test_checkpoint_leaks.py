@@ -11,7 +11,7 @@ import pytest
 
 from conftest import spec_of
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
-from support.helpers import NoData
+from support.loops import NoData
 
 MEMORY = Path("/dev/shm")  # where there is one, saves take half of the time: no disk has to sync
 

@@ -15,7 +15,7 @@ from meshloom.runtime.checkpoint.start import find_restorable, saved_tree
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.process_log import process_log
 from meshloom.runtime.train.train import plan_and_check, run_training
-from support.helpers import run_in_process
+from support.commands import run_in_process
 
 RUN = (*LINEAR_STACK, "model.num_layers=1", "num_steps=2", "evaluation.num_batches=1", "logging=quiet")
 SAVED = (*RUN, "target=cpu-4", "sharding=fsdp_tensor", "mesh.tensor=2")

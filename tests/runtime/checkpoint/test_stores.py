@@ -15,7 +15,7 @@ from meshloom.runtime.checkpoint.start import check_checkpoint, finished
 from meshloom.runtime.core.manifest import damage_in
 from meshloom.runtime.core.stores import file_sizes, folder_at
 from meshloom.runtime.data.download import local_copy
-from support.helpers import meshloom
+from support.commands import meshloom
 
 pytest.importorskip("moto.server", reason="pip install -e '.[test]'")
 s3fs = pytest.importorskip("s3fs", reason="pip install -e '.[test]'")

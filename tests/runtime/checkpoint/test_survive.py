@@ -26,7 +26,7 @@ from meshloom.runtime.core.manifest import FILE, damage_in
 from meshloom.runtime.train.decisions import NonFinite, SkipCounter
 from meshloom.runtime.train.metrics import Metrics
 from meshloom.runtime.train.time_spent import NOTHING
-from support.helpers import meshloom, run_in_process
+from support.commands import meshloom, run_in_process
 
 QUICK = (
     "model=linear_stack", "model.embed_dim=32", "model.num_layers=2", "target=cpu-8", "sharding=fsdp", "data=synthetic",

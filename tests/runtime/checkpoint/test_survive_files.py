@@ -20,7 +20,8 @@ from meshloom.runtime.core.failures import RunFailed
 from meshloom.runtime.core.files import remove_for_good
 from meshloom.runtime.core.manifest import FILE, FileEntry
 from meshloom.runtime.data import open_data
-from support.helpers import NoData, programs_of
+from support.loops import NoData
+from support.programs import programs_of
 
 SMALLEST = ("target=cpu-2", "model.num_layers=1", "sharding=fsdp")
 

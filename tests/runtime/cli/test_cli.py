@@ -21,7 +21,7 @@ from meshloom.runtime.cli.commands import COMMANDS
 from meshloom.runtime.cli.hydra_app import parse_flags
 from meshloom.runtime.cli.main import run
 from meshloom.runtime.train.display import next_steps
-from support.helpers import meshloom, run_in_process
+from support.commands import meshloom, run_in_process
 
 
 def test_help_imports_nothing_heavy():

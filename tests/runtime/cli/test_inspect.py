@@ -14,7 +14,8 @@ from meshloom.compiler.xla.fingerprint import Fingerprint
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.runtime.compile.artifact import write_artifact
 from meshloom.runtime.rundir.run_dir import write_declaration
-from support.helpers import recorded_text, run_in_process
+from support.commands import run_in_process
+from support.recorded import recorded_text
 from support.schedules import GATHER, compute, module
 
 TEXT = module(f"  ROOT %g = {GATHER}", compute("a", 5))

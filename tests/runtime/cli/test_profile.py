@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from support.browser import CHROMIUM, chromium
-from support.helpers import run_in_process
+from support.commands import run_in_process
 from support.profiles import GPU_STEP, MODULE, STEPS, TPU_STEP, prediction, write_run
 from support.traces import gpu_trace, tpu_trace
 

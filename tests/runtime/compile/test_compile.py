@@ -46,7 +46,9 @@ from meshloom.runtime.compile.artifact import Artifact, find_artifact, load_prog
 from meshloom.runtime.compile.compile_command import CompileJob, compile_step, prepare_compile
 from meshloom.runtime.core.stderr_capture import captured_stderr
 from meshloom.runtime.train.train import find_precompiled
-from support.helpers import documented_files, meshloom, on_devices, run_in_process, written_files
+from support.commands import meshloom, run_in_process
+from support.programs import on_devices
+from support.run_files import documented_files, written_files
 
 TINY = ("model.num_layers=1", "global_batch_size=8")
 LINE = (*SMALL, *TINY, "experiment=smoke", "num_steps=4")

@@ -15,7 +15,7 @@ from meshloom.runtime.compile.run_programs import make_programs, meet
 from meshloom.runtime.core.failures import RunFailed
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.stop import StopRequest
-from support.helpers import run_in_process
+from support.commands import run_in_process
 
 # As jax 0.12 prints it; 0.10.2 prints none.
 WHOLE = (

@@ -24,7 +24,7 @@ from meshloom.runtime.data import open_data, write
 from meshloom.runtime.data import tokenize as tokenize_module
 from meshloom.runtime.data.corpus import open_store
 from meshloom.runtime.data.shards import open_shards
-from support.helpers import meshloom, run_in_process
+from support.commands import meshloom, run_in_process
 
 NUM_DOCUMENTS = 3000
 

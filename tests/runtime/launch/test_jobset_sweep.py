@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from conftest import SMALL
-from support.helpers import meshloom, run_in_process
+from support.commands import meshloom, run_in_process
 
 KUBECTL = f"""#!{sys.executable}
 import json, pathlib, subprocess, sys, yaml

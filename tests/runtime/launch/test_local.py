@@ -17,7 +17,7 @@ from meshloom.compiler.spec.launch_spec import LocalLaunch
 from meshloom.runtime.launch.local import local_processes, run_local
 from meshloom.runtime.launch.plan import Hosts, LaunchPlan
 from meshloom.runtime.rundir.profile_files import read_profile
-from support.helpers import meshloom
+from support.commands import meshloom
 
 # A process of a run: its words are overrides, of which it reads its index; then it runs the code.
 PROGRAM = """

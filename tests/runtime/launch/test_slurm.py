@@ -15,7 +15,7 @@ import pytest
 
 from conftest import SMALL
 from meshloom.compiler.core.errors import ConfigError
-from support.helpers import meshloom, run_in_process
+from support.commands import meshloom, run_in_process
 from support.launch import rendered
 from support.several import TIMEOUTS, free_port
 from support.slurm import MISSING, Slurm, can_start, slurm

@@ -8,7 +8,7 @@ import sys
 import pytest
 from jax._src import hardware_utils
 
-from support.helpers import meshloom, with_plugin
+from support.commands import meshloom, with_plugin
 
 BROKEN = "def initialize():\n    raise RuntimeError('no driver of that name')\n"
 # JAX takes it for one that has to start.

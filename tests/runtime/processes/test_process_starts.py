@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from meshloom.runtime.core.failures import HUNG, LOST
-from support.helpers import run_in_process, with_plugin
+from support.commands import run_in_process, with_plugin
 from support.several import Started, free_port, keys, open_mpi, slurm
 
 NUM_STEPS = 40

@@ -37,7 +37,7 @@ from meshloom.runtime.processes.distributed import Disagreement, Processes, curr
 from meshloom.runtime.processes.initialize import plan_start
 from meshloom.runtime.processes.process_log import process_log
 from meshloom.runtime.train.feed import local_rows, rows_held, to_devices
-from support.helpers import NoData
+from support.loops import NoData
 from support.several import free_port, in_both, joined, open_mpi, slurm
 
 

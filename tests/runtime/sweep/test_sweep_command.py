@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from support.helpers import meshloom, run_in_process
+from support.commands import meshloom, run_in_process
 
 # A model of a user's own, whose points go wrong in each way there is.
 TROUBLE = """

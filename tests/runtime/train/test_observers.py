@@ -25,7 +25,8 @@ from meshloom.runtime.train import observers
 from meshloom.runtime.train.loop import Loop
 from meshloom.runtime.train.observer import Observer
 from meshloom.runtime.train.train import plan_and_check, run_training
-from support.helpers import Batches, loop_over, observers_of, programs_of
+from support.loops import Batches, loop_over, observers_of
+from support.programs import programs_of
 
 RUN = (*LINEAR_STACK, "target=cpu-2", "model.num_layers=1", "schedule.num_warmup_steps=0", "num_steps=4",
        "evaluation.every_num_steps=3", "evaluation.num_batches=1", "checkpoint.every_num_steps=2")  # fmt: skip

@@ -18,7 +18,8 @@ from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.stop import StopRequest
 from meshloom.runtime.rundir.profile_files import read_profile
 from meshloom.runtime.train.profiler import Profiler, check_profile, predicted_files
-from support.helpers import Reported, loop_over, observers_of, programs_of
+from support.loops import Reported, loop_over, observers_of
+from support.programs import programs_of
 
 STEPS = ("num_steps=5", "evaluation.every_num_steps=4", "checkpoint=disabled", "schedule.num_warmup_steps=0",
          "profile.steps=[2,3]")  # fmt: skip

@@ -14,7 +14,7 @@ from meshloom.compiler.step.train_step import LOSS_BY_SHARD
 from meshloom.runtime.compile.run_programs import mesh_of
 from meshloom.runtime.core.failures import FAULTY, RunFailed
 from meshloom.runtime.train.replay import FEWEST_LOSSES, Replay, odd_replicas, suspect_of
-from support.helpers import on_devices, programs_of
+from support.programs import on_devices, programs_of
 
 DECLARED = (*LINEAR_STACK, "sharding=hsdp", "mesh.replica=2", "mesh.fsdp=4", "on_nonfinite=replay",
             "replay.check_every_num_steps=3")  # fmt: skip

@@ -12,7 +12,7 @@ from meshloom.compiler.declare.user_code import code_allowed_from
 from meshloom.runtime.core.failures import RunFailed
 from meshloom.runtime.train.tensorboard import TensorBoard
 from meshloom.runtime.train.trackers import Trackers, find_trackers, tracked_run
-from support.helpers import meshloom
+from support.commands import meshloom
 from support.recording_tracker import Failing, Recording
 
 MINE = "support.recording_tracker:Recording"

@@ -20,7 +20,9 @@ from meshloom.runtime.checkpoint.checkpoints import Checkpoints, restore
 from meshloom.runtime.checkpoint.start import Start
 from meshloom.runtime.data import open_data
 from meshloom.runtime.train.time_spent import KINDS
-from support.helpers import documented_files, meshloom, on_devices, programs_of, run_in_process, written_files
+from support.commands import meshloom, run_in_process
+from support.programs import on_devices, programs_of
+from support.run_files import documented_files, written_files
 
 NUM_STEPS = 90
 RUN = (*SMALL, f"num_steps={NUM_STEPS}", "evaluation.every_num_steps=30", "evaluation.num_batches=2",

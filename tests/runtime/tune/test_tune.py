@@ -6,7 +6,7 @@ import pytest
 
 from conftest import SMALL
 from meshloom.runtime.sweep.read import read_sweep
-from support.helpers import run_in_process
+from support.commands import run_in_process
 
 TUNE = ("tune", *SMALL, "precision=bfloat16", "tune.groups.sharding=[fsdp_tensor]", "tune.groups.remat=[full]",
         "tune.microbatches=[1]", "tune.mesh.replica=[1]")  # fmt: skip

@@ -1,0 +1,62 @@
+"""Runs the command, in this process or in one of its own."""
+
+import io
+import logging
+import os
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import absl.logging
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+
+from meshloom.runtime.cli.main import run
+
+
+def with_plugin(folder: Path, name: str, code: str) -> dict[str, str]:
+    """The environment of a process in which JAX finds this plugin, instead of any of its name."""
+    path = folder / "plugins/jax_plugins" / name / "__init__.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(code)
+    return {"PYTHONPATH": os.pathsep.join([str(folder / "plugins"), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended, with what it wrote."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_in_process(*args: str, cwd: Path | None = None, **environment: str) -> Ended:
+    """Runs the command in this process, to its end: what a start of Python costs is saved. What it sets for a whole
+    process is put back: Hydra's state, its arguments, the level of logging, the environment, the directory."""
+    out, error = io.StringIO(), io.StringIO()
+    # Hydra closes all handlers of logging, and this one closes any stream but Python's own: pytest's would be lost.
+    absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
+    argv, before, here, level = list(sys.argv), dict(os.environ), Path.cwd(), logging.root.level
+    os.environ |= environment
+    os.chdir(cwd or here)
+    try:
+        with redirect_stdout(out), redirect_stderr(error):
+            code = run(list(args))
+    finally:
+        os.chdir(here)
+        os.environ.clear()
+        os.environ |= before
+        sys.argv[:] = argv
+        logging.root.setLevel(level)
+        GlobalHydra.instance().clear()
+        HydraConfig.instance().cfg = None
+    return Ended(code, out.getvalue(), error.getvalue())
+
+
+def meshloom(*args: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command in a process of its own, to its end, with the XLA flags of the tests."""
+    line = [sys.executable, "-m", "meshloom", *args]
+    return subprocess.run(line, capture_output=True, text=True, cwd=cwd, env=os.environ | env, timeout=300, check=False)
