@@ -82,7 +82,7 @@ def numpy_name(dtype: str) -> str:
     """Returns NumPy's name for XLA's name of a type: bf16 -> bfloat16, s32 -> int32, f8e4m3fn -> float8_e4m3fn."""
     if dtype == "pred":
         return "bool"
-    kind, bits, form = re.fullmatch(r"([a-z]+?)(\d*)(\w*)", dtype).groups()  # type: ignore[union-attr]
+    kind, bits, form = re.fullmatch(r"([a-z]+)(\d*)(\w*)", dtype).groups()  # type: ignore[union-attr]
     names = {"bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex"}
     return f"{names.get(kind, kind)}{bits}{f'_{form}' if form else ''}"
 

@@ -86,7 +86,8 @@ class Doubling(ParallelOp):
         """A kernel that nothing else knows: so many FLOPs for each element."""
         if "doubling_kernel" not in call.kernel:
             return None
-        return KernelCost(FLOPS_EACH * math.prod(call.operands[0].shape), num_bytes=NUM_BYTES)
+        x = call.operands[0]
+        return KernelCost(FLOPS_EACH * math.prod(x.shape), x.dtype, num_bytes=NUM_BYTES)
 
     def compute_kind(self, name: OperationName, *, is_pallas: bool) -> ComputeKind | None:
         return "matmul" if is_pallas and name.fact(self.kind) else None
