@@ -24,7 +24,8 @@ from .core.errors import all_of
 from .core.trees import like
 from .estimate.estimate import estimate_declared
 from .jaxpr.flops import count_model_flops
-from .parallel.operation import OpInputs, OpPlan, ParallelOp, per_token_operation, plan_operations
+from .parallel.choose import plan_operations
+from .parallel.operation import OpInputs, OpPlan, ParallelOp, per_token_operation
 from .parallel.registry import OPERATIONS
 from .parallel.remat import check_remat
 from .parallel.weight_plan import plan_weights

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from ..core.trees import like
 from ..jaxpr.program import Program
 from ..jaxpr.read_jaxpr import layout_of, read_jaxpr
-from ..parallel.operation import OpInputs, plan_operations
+from ..parallel.choose import plan_operations
+from ..parallel.operation import OpInputs
 from ..parallel.weight_plan import plan_weights
 from ..plan import Plan
 from ..schema import MAX_IMBALANCE

@@ -32,17 +32,8 @@ from ..core.scopes import OperationName, fact_scope, nested_scope
 from ..sharding.arrays import OpSite
 from ..spec.overlap_spec import StrategyChoice
 from ..target.compiler_options import why_permutes_wait
-from .operation import (
-    CollectiveSpec,
-    Cost,
-    Lowered,
-    OpInputs,
-    OpPlan,
-    ParallelOp,
-    Refusal,
-    Strategy,
-    chosen_or_fallback,
-)
+from .choose import chosen_or_fallback
+from .operation import CollectiveSpec, Cost, Lowered, OpInputs, OpPlan, ParallelOp, Refusal, Strategy
 
 PLAIN, COLLECTIVE_MATMUL = "plain", "collective_matmul"
 RING = "ring"  # the fact in a scope: the activation that a matmul sums in a ring

@@ -23,17 +23,8 @@ from meshloom.compiler.estimate.estimated_step import read_step
 from meshloom.compiler.estimate.program_costs import read_costs
 from meshloom.compiler.estimate.regions import price_regions
 from meshloom.compiler.estimate.step_time import plan_hiding
-from meshloom.compiler.parallel.operation import (
-    Cost,
-    Exposed,
-    Lowered,
-    OpInputs,
-    OpPlan,
-    ParallelOp,
-    Refusal,
-    Strategy,
-    choose_strategy,
-)
+from meshloom.compiler.parallel.choose import choose_strategy
+from meshloom.compiler.parallel.operation import Cost, Exposed, Lowered, OpInputs, OpPlan, ParallelOp, Refusal, Strategy
 from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.report.explain import plan_as_json
 from meshloom.compiler.search.overlap import overlap_candidates

@@ -15,7 +15,7 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
-from meshloom.compiler.parallel.operation import choice_of
+from meshloom.compiler.parallel.choose import choice_of
 from meshloom.compiler.report.explain import plan_as_json
 from meshloom.compiler.sharding.arrays import build_model, find_arrays
 from meshloom.models import Context, Model, Piece, split_aux
