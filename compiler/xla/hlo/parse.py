@@ -34,7 +34,7 @@ _OPERAND = re.compile(r"%([\w.\-]+)")
 _BRACKETED = re.compile(r"\[[^\[\]{}()]*\]|\{[^\[\]{}()]*\}|\([^\[\]{}()]*\)")
 _CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _CALLED_LIST = re.compile(r"\b(called_computations|branch_computations)=\{([^}]*)\}")
-_MESH_VALUE = re.compile(r"mesh\[[^\]]*\](?:, device_ids=\(.*?\))?(?= \{) \{[^}]*\}")  # it has commas inside and no brackets
+_MESH_VALUE = re.compile(r"mesh\[[^\]]*\](?:, device_ids=\(.*?\))?(?= \{) \{[^}]*\}")  # commas inside, no brackets
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN_CYCLES = 2**63 - 1  # the TPU compiler writes it where it has no estimate

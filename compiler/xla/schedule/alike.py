@@ -24,7 +24,7 @@ from .trips import num_trips
 Classes = tuple[int, ...]  # a number for each device; devices with the same value have the same number
 Value = Classes | list["Value"]
 
-MOST_ROUNDS = 8  # the most walks over a loop until its state is known; a longer chain counts as different on each device
+MOST_ROUNDS = 8  # walks over a loop until its state is known; a longer chain counts as different on each device
 _LISTED = re.compile(r"\{devices=\[([\d,]+)\]([\d,]+)")
 _TILED = re.compile(r"\{devices=(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)")
 _DIFFERENT = frozenset(

@@ -164,7 +164,7 @@ class _Clock:
         self._flying: dict[str, _Transfer] = {}
         self._last_on: dict[str, _Transfer] = {}  # by link
         self._branch_of: tuple[str, Taken] | None = None
-        self._ends: dict[Hashable, float] = {}  # the ends of branches; each is tried once with the same transfers in flight
+        self._ends: dict[Hashable, float] = {}  # of branches; each is tried once with the same transfers in flight
 
     @property
     def seconds(self) -> float:
