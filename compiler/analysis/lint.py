@@ -55,7 +55,7 @@ HEAD_IN_CHUNKS = Advice(
     "cut the vocabulary: parallel.lm_head=vocab_chunks",
     lambda plan: any(each.chosen.weights == "chunked" for each in plan.operations),
 )
-MORE_TOKENS = "give each device more tokens: a larger global_batch_size, for which it takes no longer"
+MORE_TOKENS = "give each device more tokens with a larger global_batch_size: this transfer takes no longer then"
 FULL_REMAT = Advice("remat=full", lambda plan: plan.spec.remat.policy == "full")
 
 
@@ -67,7 +67,7 @@ def with_preset_for(plan: Plan, kind: CollectiveKind) -> Advice | None:
     if name is None:
         return None
     return Advice(
-        f"set overlap.flag_presets=[{name}], with which {kind}s of most shapes stay what they are",
+        f"set overlap.flag_presets=[{name}], which keeps {kind}s of most shapes as they are",
         lambda plan: kind in hidden_kinds(plan.spec.overlap.flag_presets, "weights", plan.target),
     )
 
@@ -342,7 +342,7 @@ def find_too_exposed(
         return None
     if share is None or None in [each.exposed_seconds for each in collectives]:
         what = f"overlap.max_exposed allows {human_share(limit)} of the step, and the exposed time is not known"
-        fix = "see why below `unknown` in report.json; choose another target, or set overlap.max_exposed=null"
+        fix = "see the reason in `unknown` of report.json; choose another target, or set overlap.max_exposed=null"
         return Finding(rule=TOO_EXPOSED, severity="warning", what=what, where="step.exposed_fraction", fix=fix)
     if share <= limit:
         return None

@@ -145,7 +145,7 @@ def _cannot_tell_apart(step: CompiledStep, rest: int | None) -> str | None:
     if is_near and sum(peak.by_class.get(name, 0) for name in TOLD_APART) <= rest:
         return None
     said = f"{human_bytes(counted)} per device, and the compiler counts {human_bytes(found)}"
-    return f"part of the temporaries: what lives at the peak was counted as {said}"
+    return f"part of the temporaries: the live bytes at the peak were counted as {said}"
 
 
 def target_report(placement: Placement) -> TargetReport:

@@ -99,7 +99,7 @@ def plan_preset_options(names: Sequence[str], target: TargetPlan) -> Options:
         if known is not None and known.flags is not None:
             found |= known.flags
             continue
-        what = f"'{name}' has no options for {target.name}" if known else f"there is no set '{name}'"
+        what = f"'{name}' has no options for {target.name}" if known else f"there is no preset '{name}'"
         fix = use_one_of(name, list(choices)) if choices else "leave it out"
         problems.append(Problem(f"overlap.flag_presets[{index}]", what, fix))
     raise_if_any(problems)

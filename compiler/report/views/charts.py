@@ -50,7 +50,7 @@ def memory_bar(report: Report) -> StackedBar:
     parts = [(name.replace("_", " "), count, f"memory-{name}") for name, count in counts]
     rest = (memory.peak_bytes_per_chip or 0) - sum(count for name, count in counts if name != "code")
     if rest > 0:
-        parts.append(("not told apart", rest, "memory-other"))
+        parts.append(("unclassified", rest, "memory-other"))
     left = left_bytes(memory)
     if parts and left is not None and left > 0:
         parts.append(("left", left, "ground"))

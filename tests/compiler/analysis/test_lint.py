@@ -101,7 +101,7 @@ def test_a_preset_that_keeps_reduce_scatters_is_named_where_the_target_has_one()
         lint(plan_of(*overrides), [whole], matches, (PLANNED, SCATTER), ())[0].fix
         for overrides in ((*v5p, "overlap.flag_presets=[]"), v5p, ("target=v5e-16", "precision=bfloat16"))
     ]
-    assert fixes[0].startswith("set overlap.flag_presets=[sparse_core], with which reduce-scatters of most shapes stay")
+    assert fixes[0].startswith("set overlap.flag_presets=[sparse_core], which keeps reduce-scatters of most shapes")
     assert all(fix.startswith("reduce gradients in bfloat16") for fix in fixes[1:])
 
 
