@@ -109,7 +109,8 @@ def _check_blocks(chips: Mapping[str, int], shape: ChipShape, blocks: Mapping[st
     for axis, block in blocks.items():
         shown, num = f"{axis}:{'x'.join(map(str, block))}", math.prod(block)
         if num != chips[axis]:
-            what = f"{shown} is a block of {num} chips, and {axis} has {counted(chips[axis], 'chip')} in a slice"
+            has = f"{axis} has {counted(chips[axis], 'chip')} in a slice"
+            what = f"{shown} is a block of {counted(num, 'chip')}, and {has}"
             fix = f"give a block of {chips[axis]} chips, or none" if chips[axis] > 1 else f"name {axis} without a block"
             problems.append(Problem("device_order", what, fix))
         elif len(block) > len(shape) or any(size % along for size, along in zip(shape, block, strict=False)):

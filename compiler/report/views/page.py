@@ -245,6 +245,7 @@ def template_environment() -> jinja2.Environment:
     )
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False, "separators": (",", ":"), "allow_nan": False}
     environment.filters |= {
+        "counted": counted,
         "human_bytes": human_bytes,
         "human_seconds": human_seconds,
         "human_share": human_share,

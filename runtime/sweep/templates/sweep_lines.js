@@ -86,7 +86,7 @@ class Parallel {
     }
     if (this.lit) this.line(paper, this.lit, css("--vermilion"), 1, 3);
     this.drawAxes(paper);
-    byId("selected").textContent = `${selected.length.toLocaleString("en-US")} of ${points.length.toLocaleString("en-US")} points, the ten best are strong`;
+    byId("selected").textContent = `${selected.length.toLocaleString("en-US")} of ${points.length.toLocaleString("en-US")} ${points.length === 1 ? "point" : "points"}, the ten best in bold`;
   }
 
   line(paper, point, colour, opacity, thickness) {

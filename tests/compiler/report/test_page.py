@@ -99,6 +99,14 @@ def test_a_large_report_is_a_small_page():
     assert f"the longest {NUM_EVENTS:,} of 20,000 events" in page, "what is left out is told"
 
 
+def test_one_is_no_plural():
+    report, events = reports.fits()
+    target = report.target.model_copy(update={"num_chips": 1})
+    page = render_page(report.model_copy(update={"target": target}), events)
+    assert "1 chip" in page
+    assert not re.search(r"\b1 (chips|places|arrays)\b", page)
+
+
 @in_browser
 @pytest.mark.parametrize("case", reports.CASES)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
