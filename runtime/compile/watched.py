@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 import jax
@@ -29,6 +28,7 @@ import jax
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, ConfigError, Problem
 from meshloom.compiler.core.format import human_bytes, human_names, human_seconds
+from meshloom.compiler.declare.user_code import allow_words
 from meshloom.compiler.spec.spec import RunSpec
 from meshloom.compiler.target.compiler_options import option_problem
 from meshloom.compiler.xla.aot import OutOfMemory, parse_out_of_memory
@@ -67,7 +67,7 @@ class Phases:
             self._stack.callback(self._end_telling)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def begin(self, phase: str) -> None:
@@ -127,7 +127,7 @@ def compile_in_child(spec: RunSpec, overrides: Sequence[str], *, log: Path) -> N
     words = [word for word in overrides if not word.startswith(NOT_OF_CHILD)]
     with tempfile.TemporaryDirectory() as run_dir, log.open("ab") as printed:
         own = ("compile.timeout_seconds=null", "overlap.search=null", f"hydra.run.dir={run_dir}")
-        command = [sys.executable, "-m", "meshloom", "compile", *words, *own]
+        command = [sys.executable, "-m", "meshloom", "compile", *allow_words(), *words, *own]
         child = subprocess.Popen(command, stdout=printed, stderr=printed, start_new_session=True)
         try:
             child.wait(seconds)

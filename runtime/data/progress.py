@@ -1,7 +1,6 @@
 """Shows the progress of reading a corpus: a bar on a terminal, lines elsewhere, and nothing if it is quick."""
 
 import time
-from types import TracebackType
 from typing import Self
 
 from meshloom.compiler.core.console import Console
@@ -22,9 +21,7 @@ class TextProgress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._is_shown:
             self._bar.stop()
 

@@ -15,7 +15,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from jax.errors import JaxRuntimeError
@@ -107,9 +107,7 @@ class StopRequest:
             self._agreed.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._agreed.stop()
         for number, handler in self._before.items():
             signal.signal(number, handler)

@@ -25,6 +25,7 @@ from meshloom.compiler.analysis.program_text import Unavailable
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, ConfigError
 from meshloom.compiler.declare.compose import Request
+from meshloom.compiler.declare.user_code import code_allowed_from
 from meshloom.compiler.driver import compile_plan, report_of
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.report.views.facts import NO_REASON, unknown_values
@@ -44,6 +45,7 @@ from meshloom.compiler.xla.hlo import parse
 from meshloom.compiler.xla.programs import Programs, build, lower
 from meshloom.runtime.compile.artifact import Artifact, find_artifact, load_programs, read_artifact, write_artifact
 from meshloom.runtime.compile.compile_command import CompileJob, compile_step, prepare_compile
+from meshloom.runtime.compile.watched import compile_in_child
 from meshloom.runtime.core.stderr_capture import captured_stderr
 from meshloom.runtime.train.train import find_precompiled
 from support.commands import meshloom, run_in_process
@@ -461,6 +463,17 @@ def test_what_a_process_with_a_budget_compiled_is_the_same(compiled):
     ours, theirs = (read_artifact(compiled / name) for name in ("budget_run", "run"))
     assert ours.built.text == theirs.built.text
     assert "train it: meshloom train" in (compiled / "budget_run/logs/compiler.log").read_text()
+
+
+@pytest.mark.ci
+def test_a_process_with_a_budget_may_run_the_code_that_this_one_may(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("theirs_in_a_child.py").write_text("from pathlib import Path\nPath('imported').touch()\n")
+    with code_allowed_from(("theirs_in_a_child",)):
+        compile_in_child(
+            spec_of("compile.timeout_seconds=99"), ("model.family=theirs_in_a_child:Mine",), log=Path("log")
+        )
+    assert Path("imported").exists(), Path("log").read_text()
 
 
 def test_a_budget_needs_a_place_for_what_is_compiled(tmp_path):
