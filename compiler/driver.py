@@ -34,10 +34,9 @@ from .report.build_report import build_report
 from .schema import Alternative, MemoryChange, Report, SearchReport
 from .sharding.arrays import Arrays, build_model, find_arrays
 from .sharding.batch import check_batch, check_length, check_token_order
-from .sharding.gradients import check_gradients
 from .sharding.length_split import check_length_split
 from .sharding.roles import AxisRoles, plan_roles
-from .sharding.sharding import ShardingPlan, check_rules, plan_sharding, usable_mesh
+from .sharding.sharding import ShardingPlan, check_gradients, check_rules, plan_sharding, usable_mesh
 from .sharding.state import build_optimizer, check_schedule, plan_state, update_layouts
 from .spec.spec import RunSpec
 from .target.compiler_options import Options, check_unroll, options_around_faults, plan_preset_options, with_presets

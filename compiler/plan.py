@@ -17,10 +17,9 @@ from .jaxpr.flops import ModelFlops
 from .parallel.operation import OpPlan, ParallelOp
 from .sharding.arrays import EXPERTS, Array, Arrays
 from .sharding.batch import RowOrder, TokenOrder, batch_arrays, plan_row_order, plan_token_order
-from .sharding.gradients import accumulated_layouts
 from .sharding.roles import AxisRoles
 from .sharding.rules import ArrayPlan, DimensionPlan
-from .sharding.sharding import ShardingPlan, gathered_bytes
+from .sharding.sharding import ShardingPlan, accumulated_layouts, gathered_bytes
 from .sharding.state import State, bytes_per_device
 from .spec.spec import RunSpec
 from .target.compiler_options import Options, describe_presets, inert_presets

@@ -12,10 +12,9 @@ from jax import Array
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
-from .activations import ACTIVATIONS
 from .contract import Context, Model, ModelConfig, Stack, build_piece
 from .numbers import divisors
-from .parts import Norm, NormKind, RopeScaling, bias, matrix, rotate
+from .parts import ACTIVATIONS, Norm, NormKind, RopeScaling, bias, matrix, rotate
 
 RESIDUAL = ("batch", "sequence_parallel_length", "embed")  # the residual stream and its norms: each token for itself
 WHOLE = ("batch", "length", "embed")  # the residual stream as matmuls read it

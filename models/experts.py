@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .activations import ACTIVATIONS
+from .parts import ACTIVATIONS
 
 NO_EXPERT = 2**31 - 1  # instead of an expert's number: the token goes to none, as padding does
 

@@ -15,6 +15,13 @@ from pydantic_core import PydanticCustomError
 
 from .config import Config
 
+# The activation functions of MLPs and of experts, by the names that configs give them.
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+}
 NormKind = Literal["rms", "rms_zero_centered", "layer"]
 
 

@@ -22,8 +22,8 @@ from ..core.format import human_names, human_seconds, human_share
 from ..estimate.communication import PlannedCollective
 from ..plan import Plan
 from ..schema import CollectiveReport, Finding, StepReport, by_exposed, total
-from ..sharding.gradients import accumulated_layouts
 from ..sharding.rules import ArrayPlan
+from ..sharding.sharding import accumulated_layouts
 from ..target.compiler_options import hidden_kinds, presets_for
 from ..xla.aot import REMATERIALIZATION
 from .match import Match

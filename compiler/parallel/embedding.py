@@ -18,10 +18,9 @@ from ..core.format import human_bytes, human_seconds
 from ..core.partition_spec import Axes
 from ..core.scopes import rows_scope
 from ..sharding.arrays import OpSite
-from ..sharding.gradients import accumulated_layouts
 from ..sharding.roles import AxisRoles
 from ..sharding.rules import ArrayPlan
-from ..sharding.sharding import gathered_bytes
+from ..sharding.sharding import accumulated_layouts, gathered_bytes
 from .operation import (
     CollectiveSpec,
     Cost,

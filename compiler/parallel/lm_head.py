@@ -18,9 +18,8 @@ from ..core.partition_spec import Axes
 from ..core.trees import leaves_by_path, like
 from ..jaxpr.read_jaxpr import read_jaxpr
 from ..sharding.arrays import VOCAB, OpSite, vocab_dimensions
-from ..sharding.gradients import accumulated_layouts
 from ..sharding.rules import ArrayPlan
-from ..sharding.sharding import ShardingPlan, gathered_bytes
+from ..sharding.sharding import ShardingPlan, accumulated_layouts, gathered_bytes
 from ..spec.compiler_traits import odd_part
 from ..spec.spec import RunSpec
 from ..target.compiler_options import hidden_kinds

@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec
 from ..core.partition_spec import Axes, axes_of
 from ..core.scopes import weight_scope
 from ..sharding.arrays import EXPERTS
-from ..sharding.gradients import accumulated_layouts
 from ..sharding.roles import AxisRoles
 from ..sharding.rules import ArrayPlan
+from ..sharding.sharding import accumulated_layouts
 from .operation import OpInputs, OpPlan
 
 Use = Literal["gathered", "hoisted", "chunked", "sharded"]

@@ -19,7 +19,7 @@ from ..parallel.weight_plan import WeightPlan
 from ..plan import Plan
 from ..schema import TriedReport
 from ..sharding.batch import sequences_of_device
-from ..sharding.gradients import check_gradients
+from ..sharding.sharding import check_gradients
 from ..spec.flag_presets import FlagPreset
 from ..spec.overlap_spec import LayerLoop, OverlapConfig, StrategyChoice
 from ..spec.spec import RunSpec

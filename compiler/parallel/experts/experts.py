@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from meshloom.models.activations import ACTIVATIONS
+from meshloom.models.parts import ACTIVATIONS
 
 from ...core.collectives import ComputeKind
 from ...core.errors import ConfigError, Problem
