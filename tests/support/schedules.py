@@ -1,5 +1,9 @@
 """Pieces of small scheduled programs, written by hand."""
 
+from collections.abc import Iterator
+
+from meshloom.compiler.xla.schedule.steps import Collective, Start, Step, every
+
 GROUPS = "replica_groups={{0,1,2,3}}"
 
 
@@ -20,6 +24,11 @@ GATHER = f"bf16[32]{{0}} all-gather(%x), {GROUPS}, dimensions={{0}}"
 
 
 START = f"(bf16[8]{{0}}, bf16[32]{{0}}) all-gather-start(%x), {GROUPS}, dimensions={{0}}"
+
+
+def collectives_of(steps: tuple[Step, ...]) -> Iterator[Collective]:
+    """Returns every collective of a program, once."""
+    return (start.collective for start in every(steps, Start))
 
 
 def loop(*body: str, trips: int, condition: str | None = None) -> tuple[str, str]:

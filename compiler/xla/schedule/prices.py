@@ -105,10 +105,10 @@ def _price(
     estimated = None
     if chip.clock_hz and (cycles := instruction.estimated_cycles) is not None:
         estimated = cycles / chip.clock_hz
-    work = work_of(instruction, _operand_types(instruction, around), module, ops)
+    work = _work_of(instruction, _operand_types(instruction, around), module, ops)
     if estimated is not None and not work.flops:
         return _Price(estimated, "cycles")
-    moved = moved_bytes(instruction, around, module) if work.num_bytes is None else work.num_bytes
+    moved = _moved_bytes(instruction, around, module) if work.num_bytes is None else work.num_bytes
     memory_seconds = moved / (chip.hbm_bytes_per_second * chip.memory_share)
     if chip.platform == "tpu" and not work.flops and moved <= _NEGLIGIBLE_BYTES:
         return _Price(None, "nothing", unknown=work.unknown) if work.unknown else _Price(0.0, "bytes")
@@ -132,7 +132,7 @@ def _share(work: KernelCost, chip: Chip) -> float:
     return share_of_head(chip.attention_shares, work.head_dim) if work.unit == "attention" else chip.matmul_share
 
 
-def work_of(
+def _work_of(
     instruction: Instruction, operands: tuple[ArrayType, ...], module: Module, ops: Sequence[KernelOwner]
 ) -> KernelCost:
     """Returns the work of an instruction, of a fusion with all that it calls."""
@@ -142,7 +142,7 @@ def work_of(
     for name in instruction.called:
         computation = module.computations[name]
         for inner in computation.instructions:
-            found = work_of(inner, _operand_types(inner, computation), module, ops)
+            found = _work_of(inner, _operand_types(inner, computation), module, ops)
             total = replace(
                 total,
                 flops=total.flops + found.flops,
@@ -158,7 +158,7 @@ def _is_xla_triton(instruction: Instruction) -> bool:
     return bool(instruction.called) and (instruction.attribute("custom_call_target") or "").startswith("__triton")
 
 
-def moved_bytes(instruction: Instruction, around: Computation, module: Module) -> int:
+def _moved_bytes(instruction: Instruction, around: Computation, module: Module) -> int:
     """Returns the bytes that an operation reads and writes. An operand that is only sliced counts as its slices, and
     one that is updated in place as the update."""
     if instruction.opcode == "dynamic-update-slice":

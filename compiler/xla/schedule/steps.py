@@ -128,11 +128,6 @@ def every(steps: tuple[Step, ...], kind: type[S]) -> Iterator[S]:
     return within(steps)
 
 
-def collectives_of(steps: tuple[Step, ...]) -> Iterator[Collective]:
-    """Returns every collective of a program, once."""
-    return (start.collective for start in every(steps, Start))
-
-
 ALL = ""  # the key of the choice for all others
 
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshloom.compiler.xla.schedule.simulate import Priced, Simulation, simulate
-from meshloom.compiler.xla.schedule.steps import Branches, Collective, Compute, Done, Loop, Start, Step, collectives_of
+from meshloom.compiler.xla.schedule.steps import Branches, Collective, Compute, Done, Loop, Start, Step
+from support.schedules import collectives_of
 
 LINKS = ("x", "y", "DCN")
 seconds = st.integers(0, 40).map(lambda n: n / 1024)

@@ -19,12 +19,11 @@ from meshloom.compiler.xla.schedule.steps import (
     Loop,
     Step,
     apply_choices,
-    collectives_of,
     conditionals,
     every,
     open_loops,
 )
-from support.schedules import GATHER, GROUPS, START, compute, loop, module
+from support.schedules import GATHER, GROUPS, START, collectives_of, compute, loop, module
 
 TPU = Chip(
     "tpu",
