@@ -93,7 +93,7 @@ def _problems_of_values(flags: argparse.Namespace) -> list[Problem]:
     if flags.package is not None and not flags.cfg:
         problems.append(Problem("--package", "chooses a part of what --cfg shows", "add --cfg job, or leave it out"))
     if flags.check and flags.multirun:
-        what = "is of a single plan; the table of a sweep says which points do not fit"
+        what = "checks a single plan; the table of a sweep shows which points do not fit"
         problems.append(Problem(CHECK, what, "leave out --check, or -m"))
     return problems
 

@@ -98,7 +98,7 @@ def _is_jax_variable(error: ValueError) -> bool:
 def _show_jax_variable(error: ValueError) -> int:
     said = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("JAX_"))
     write_error(f"error: environment: JAX cannot read one of its variables: {error}")
-    write_error(f"  fix: correct or unset what is wrong of {', '.join(said)}")
+    write_error(f"  fix: correct or unset one of {', '.join(said)}")
     return MISTAKE
 
 

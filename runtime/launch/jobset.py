@@ -109,7 +109,7 @@ def _problems(plan: LaunchPlan, launch: JobSetLaunch) -> Iterator[Problem]:
         fix = "set launch.volumes=[{kind: claim, name: NAME, mount: /mnt/runs}], or kind bucket or host"
         yield Problem("launch.volumes", what, fix)
     if launch.spot and not plan.hosts.chips:
-        yield Problem("launch.spot", "is of nodes with chips, and the target has none", "leave it out")
+        yield Problem("launch.spot", "asks for spot nodes with chips, and the target has no chips", "leave it out")
 
 
 def _is_below(path: str, folder: str) -> bool:

@@ -261,6 +261,6 @@ def _all_chips() -> dict[str, ChipNames]:
 def chip_names(chip: str) -> ChipNames:
     """Returns the names that engines have for a chip. Raises ConfigError if there are none."""
     if chip not in _all_chips():
-        what = f"no engine's name of {chip} is known"
+        what = f"the engines have no known name for {chip}"
         raise ConfigError([Problem("launch", what, f"choose a target of {', '.join(_all_chips())}")])
     return _all_chips()[chip]

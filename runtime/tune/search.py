@@ -197,7 +197,7 @@ def compare_targets(space: Space, request: Request, run_dir: Path, model: str, c
     console.table(_ranges(ones))
     if len(tied) > 1:
         near = f"their ranges overlap, or on one chip they are within {human_share(SAME_CHIP)}"
-        say(console, f"a tie: {', '.join(one.name for one in tied)}: {near}, so none is said to be best")
+        say(console, f"a tie: {', '.join(one.name for one in tied)}: {near}, so none is called the best")
     for one in ones:
         if one.found:
             if too_fast := above_published(one.found.answer):
