@@ -69,7 +69,7 @@ def test_train_help_lists_every_group_and_option_a_line_each():
     lines = run_in_process("train", "--help").stdout.splitlines()
     for group, options in {
         "model": ["tiny", "llama3_8b", "llama3_70b", "llama3_405b", "linear_stack"], "target": ["cpu-N", "local"],
-        "mesh": ["ddp", "fsdp", "tensor", "fsdp_tensor", "zero1", "zero2", "hsdp"],
+        "mesh": ["ddp", "fsdp", "tensor", "fsdp_tensor", "hsdp"],
         "sharding": ["ddp", "fsdp", "tensor", "fsdp_tensor", "zero1", "zero2", "hsdp"],
         "precision": ["float32", "bfloat16", "bfloat16_params", "bfloat16_pure", "float16"],
         "remat": ["none", "full", "save_dots", "save_names", "offload"],
