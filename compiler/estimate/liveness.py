@@ -137,7 +137,18 @@ def _inside(operation: Operation, body: Region) -> Iterator[LiveSet]:
 
 
 def _class_of(operation: Operation, value: int) -> MemoryClass:
-    """Returns the class of an array. Loops that belong to neither pass run both, once for each microbatch."""
+    """Returns the class of an array. Loops that belong to neither pass run both, once for each microbatch. The result of
+    a cond has the class that one of its branches makes."""
+    if operation.kind == "branches":
+        place = operation.outputs.index(value)
+        classes: list[MemoryClass] = [
+            _class_of(one, made)
+            for program, made in ((body.program, body.program.outputs[place]) for body in operation.bodies)
+            for one in program.operations
+            if made in one.outputs
+        ]
+        named: list[MemoryClass] = [each for each in classes if each != "temporaries"]
+        return named[0] if named else "temporaries"
     name = OperationName(operation.scope)
     if name.is_cast_of_parameters:
         return "working_parameters"

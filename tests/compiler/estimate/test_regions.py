@@ -90,6 +90,13 @@ def test_the_peak_is_in_the_branch_that_holds_most(plan, heavy_first):
     assert find_peak(regions_of(plan, loop(trip))).total == 3 * SQUARE
 
 
+def test_what_a_branch_gathers_is_a_gathered_weight(plan):
+    def trip(t, x, w):
+        return lax.cond(t < 1, lambda: lax.all_gather(x[: SIZE // FSDP], "fsdp", tiled=True), lambda: x)
+
+    assert find_peak(regions_of(plan, loop(trip))).num_bytes["gathered_weights"] == SQUARE
+
+
 def test_stages_run_what_is_theirs_and_the_slowest_counts(plan):
     """Stage 0 multiplies in all trips, and stage 1 adds up over devices."""
 
