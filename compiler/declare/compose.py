@@ -71,6 +71,12 @@ class Request:
         object.__setattr__(self, "overrides", tuple(map(with_quoted_homes, self.overrides)))
 
     @property
+    def config_words(self) -> tuple[str, ...]:
+        """Returns the command-line arguments that name the config, unless it is Meshloom's own."""
+        name = ("--config-name", self.config_name) if self.config_name != "config" else ()
+        return (*name, "--config-path", self.config_path) if self.config_path else name
+
+    @property
     def search_path(self) -> list[str]:
         """Returns the override that says where users' configs are; empty if there are only Meshloom's."""
         return [text for text in self.overrides if overridden_key(text) == SEARCH_PATH]

@@ -105,7 +105,10 @@ def compile_step(job: CompileJob, run_dir: Path, *, request: Request, model: str
 
     with only_run_in(run_dir), recorded_run(run_dir, "compile") as record:
         _show_header(console, job)
-        compiled = compile_job(job, run_dir, overrides=request.overrides, model=model, replan=replan, console=console)
+        compiled = compile_job(
+            job, run_dir, overrides=request.overrides, model=model, replan=replan, console=console,
+            words=request.config_words,
+        )  # fmt: skip
         files = write_compiled(compiled, run_dir)
         _show_result(console, compiled, files, None if compiled.refusal else run_dir)
         record.end(compiled.refusal, why_refused(compiled))
@@ -134,12 +137,14 @@ def compile_job(
     model: str | None,
     replan: Replan | None,
     console: Console,
+    words: tuple[str, ...] = (),
 ) -> Compiled:
     """Compiles, or finds an earlier compile. run_dir: the folder of the compiler's log.
 
     overrides, model: as for a report. replan: plans the declaration with more overrides; None if none can be suggested.
+    words: the arguments of `meshloom compile` before the overrides.
     """
-    stored, searched = _compiled(job, StepCompiler(job.devices, run_dir, console), overrides)
+    stored, searched = _compiled(job, StepCompiler(job.devices, run_dir, console, words), overrides)
     raise_if_interrupted()
     with Phases(console, "alternatives") as phases:
         phases.begin("estimating")

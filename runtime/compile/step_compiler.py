@@ -36,13 +36,15 @@ class StoredStep:
 class StepCompiler:
     """Compiles steps for the same devices.
 
-    run_dir: a folder whose artifact is looked at first, and which takes the compiler's log. known: compiled programs by
+    run_dir: a folder whose artifact is looked at first, and which takes the compiler's log. words: arguments of
+    `meshloom compile` before the overrides. known: compiled programs by
     fingerprint, so that none is compiled twice.
     """
 
     devices: Sequence[Any]
     run_dir: Path
     console: Console
+    words: tuple[str, ...] = ()
     known: dict[str, tuple[Built, Artifact | None]] = field(default_factory=dict)
 
     def compile(self, plan: Plan, overrides: tuple[str, ...], status: str) -> StoredStep:
@@ -86,7 +88,8 @@ class _StoredCompile:
         by_child = self.spec.compile.timeout_seconds is not None and not find_artifact(lowered.fingerprint, places)
         if by_child:
             self.phases.begin(COMPILE)
-            compile_in_child(self.spec, self.overrides, log=self.compiler.run_dir / COMPILER_LOG)
+            words = (*self.compiler.words, *self.overrides)
+            compile_in_child(self.spec, words, log=self.compiler.run_dir / COMPILER_LOG)
         with one_compiles(store):
             self.artifact = find_artifact(lowered.fingerprint, places)
             if self.artifact:

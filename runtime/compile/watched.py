@@ -115,16 +115,16 @@ def watched(compile_programs: Callable[[], T], *, log: Path, terminal: int, phas
         raise
 
 
-def compile_in_child(spec: RunSpec, overrides: Sequence[str], *, log: Path) -> None:
+def compile_in_child(spec: RunSpec, words: Sequence[str], *, log: Path) -> None:
     """Waits for a child, `meshloom compile` of the same declaration, which leaves the step in `compilation_cache`.
 
     If the child fails, this returns all the same: the caller then compiles itself and gets the compiler's own error.
-    log: the file that the child's output is appended to. Raises RunFailed, after ending the child, if the budget is
-    spent.
+    words: its arguments, the overrides last. log: the file that the child's output is appended to. Raises RunFailed,
+    after ending the child, if the budget is spent.
     """
     seconds = spec.compile.timeout_seconds
     assert seconds is not None
-    words = [word for word in overrides if not word.startswith(NOT_OF_CHILD)]
+    words = [word for word in words if not word.startswith(NOT_OF_CHILD)]
     with tempfile.TemporaryDirectory() as run_dir, log.open("ab") as printed:
         own = ("compile.timeout_seconds=null", "overlap.search=null", f"hydra.run.dir={run_dir}")
         command = [sys.executable, "-m", "meshloom", "compile", *allow_words(), *words, *own]

@@ -238,9 +238,7 @@ def words_of_train(request: Request, allowed: Sequence[str], *more: str) -> list
     """Returns the words after `meshloom train`. allowed: modules whose code it may run. more: overrides after those of
     the request."""
     words = [f"{FLAG}={','.join(allowed)}"] if allowed else []
-    words += ["--config-name", request.config_name] if request.config_name != "config" else []
-    words += ["--config-path", request.config_path] if request.config_path else []
-    return [*words, *request.overrides, *more]
+    return [*words, *request.config_words, *request.overrides, *more]
 
 
 class ChipNames(Record):

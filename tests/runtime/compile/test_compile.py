@@ -456,9 +456,14 @@ def test_a_compiler_that_takes_too_long_is_ended_and_its_options_named(compiled)
 
 @pytest.mark.ci
 def test_what_a_process_with_a_budget_compiled_is_the_same(compiled):
+    """Also with the user's own configs, which the child gets: it leaves the one program."""
+    shutil.copytree(Path(__file__).parents[3] / "conf", compiled / "own")
+    config = compiled / "own/config.yaml"
+    config.write_text(re.sub(r"^seed: .*", "seed: 7", config.read_text(), flags=re.M))
     budget = ("compile.timeout_seconds=900", "compilation_cache=budget", "hydra.run.dir=budget_run")
-    done = meshloom("compile", *LINE, *budget, cwd=compiled)
+    done = meshloom("compile", "--config-path=own", *LINE, *budget, cwd=compiled)
     assert (done.returncode, done.stderr) == (0, "")
+    assert len([path for path in (compiled / "budget/artifacts").iterdir() if path.is_dir()]) == 1
     assert json.loads((compiled / "budget_run/report.json").read_text())["build"]["cache"] == "miss"
     ours, theirs = (read_artifact(compiled / name) for name in ("budget_run", "run"))
     assert ours.built.text == theirs.built.text
