@@ -137,8 +137,8 @@ def _inside(operation: Operation, body: Region) -> Iterator[LiveSet]:
 
 
 def _class_of(operation: Operation, value: int) -> MemoryClass:
-    """Returns the class of an array. Loops that belong to neither pass run both, once for each microbatch. The result of
-    a cond has the class that one of its branches makes."""
+    """Returns the class of an array. Loops that belong to neither pass run both, once for each microbatch. The result
+    of a cond has the class that one of its branches makes."""
     if operation.kind == "branches":
         place = operation.outputs.index(value)
         classes: list[MemoryClass] = [

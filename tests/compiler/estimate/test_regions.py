@@ -91,7 +91,7 @@ def test_the_peak_is_in_the_branch_that_holds_most(plan, heavy_first):
 
 
 def test_what_a_branch_gathers_is_a_gathered_weight(plan):
-    def trip(t, x, w):
+    def trip(t, x, _w):
         return lax.cond(t < 1, lambda: lax.all_gather(x[: SIZE // FSDP], "fsdp", tiled=True), lambda: x)
 
     assert find_peak(regions_of(plan, loop(trip))).num_bytes["gathered_weights"] == SQUARE
