@@ -16,9 +16,9 @@ from compiled_rows import Facts, Overrides, Rows, gib, keep, make_rows, markdown
 
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
-from meshloom.compiler.spec.spec import RunSpec
 
 KEPT = Path(__file__).with_suffix(".jsonl")
 TARGETS = ("v5p-128", "v6e-64", "h100-64")  # 64 chips each

@@ -1,6 +1,6 @@
 """The straight line, a pass per line. A decision belongs inside its pass.
 
-    plan = plan_run(spec)                 RunSpec -> Plan             what can be decided without a compiler
+    plan = plan_run(spec)                 PlanSpec -> Plan             what can be decided without a compiler
     step = compile_plan(plan, devices)    Plan -> CompiledStep        estimated, lowered, compiled, and its text read
     report = report_of(step)              CompiledStep -> Report      judged, for people and tools
 
@@ -38,14 +38,14 @@ from .sharding.length_split import check_length_split
 from .sharding.roles import AxisRoles, plan_roles
 from .sharding.sharding import ShardingPlan, check_gradients, check_rules, plan_sharding, usable_mesh
 from .sharding.state import build_optimizer, check_schedule, plan_state, update_layouts
-from .spec.spec import RunSpec
+from .spec.plan_spec import AnyPlanSpec, PlanSpec
 from .target.compiler_options import Options, check_unroll, options_around_faults, plan_preset_options, with_presets
 from .target.mesh import MeshPlan, plan_mesh
 from .target.target import TargetPlan, calibrate_target, plan_target
 from .xla.aot import Built, LoweredStep, compile_ahead, lower_ahead
 
 
-def plan_run(spec: RunSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan:
+def plan_run(spec: AnyPlanSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan[AnyPlanSpec]:
     """Decides everything that can be decided without a compiler. Raises ConfigError with all that cannot run.
 
     ops: the operations that run by a strategy of the plan; the registry's, and yours.
@@ -58,7 +58,7 @@ def plan_run(spec: RunSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan:
     optimizer = build_optimizer(spec, model, update_layouts(model, sharding), mesh)
     abstract, specs = plan_state(spec, model, optimizer, sharding, mesh)
     return Plan(
-        spec=layout.inputs.spec,
+        spec=spec.settled(overlap=layout.inputs.spec.overlap),
         target=target,
         mesh=mesh,
         model=model,
@@ -100,7 +100,7 @@ class Layout:
 
 
 def plan_layout(
-    spec: RunSpec, model: Model, target: TargetPlan, arrays: Arrays, ops: Sequence[ParallelOp] = OPERATIONS
+    spec: PlanSpec, model: Model, target: TargetPlan, arrays: Arrays, ops: Sequence[ParallelOp] = OPERATIONS
 ) -> Layout:
     """Decides the layout, in milliseconds: a search calls it for each mesh. Raises ConfigError with all that cannot
     run."""
@@ -131,7 +131,9 @@ def plan_layout(
     return Layout(inputs, operations, preset_options)
 
 
-def _plan_sharding(spec: RunSpec, arrays: Arrays, mesh: MeshPlan, roles: AxisRoles, target: TargetPlan) -> ShardingPlan:
+def _plan_sharding(
+    spec: PlanSpec, arrays: Arrays, mesh: MeshPlan, roles: AxisRoles, target: TargetPlan
+) -> ShardingPlan:
     """Returns the layouts; of a length that cannot be cut one error, and not one for each array that has it."""
     check_token_order(spec, mesh, roles, target)
     return plan_sharding(spec.sharding, arrays, mesh, roles, target.compiler)

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic
 
 import jax
 import optax
@@ -21,7 +21,7 @@ from .sharding.roles import AxisRoles
 from .sharding.rules import ArrayPlan, DimensionPlan
 from .sharding.sharding import ShardingPlan, accumulated_layouts, gathered_bytes
 from .sharding.state import State, bytes_per_device
-from .spec.spec import RunSpec
+from .spec.plan_spec import AnyPlanSpec, PlanSpec
 from .target.compiler_options import Options, describe_presets, inert_presets
 from .target.mesh import MeshPlan
 from .target.target import TargetPlan
@@ -47,10 +47,10 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Generic[AnyPlanSpec]):
     """abstract, specs: the state (state.py) as trees of ShapeDtypeStruct and of PartitionSpec."""
 
-    spec: RunSpec
+    spec: AnyPlanSpec
     target: TargetPlan
     mesh: MeshPlan
     model: Model
@@ -134,7 +134,7 @@ def _num_active(array: Array, num_experts: int | None) -> int:
     return math.prod(num_experts if name == EXPERTS and num_experts else size for name, size in sizes)
 
 
-def plan_memory(spec: RunSpec, mesh: MeshPlan, sharding: ShardingPlan, abstract: State, specs: State) -> MemoryPlan:
+def plan_memory(spec: PlanSpec, mesh: MeshPlan, sharding: ShardingPlan, abstract: State, specs: State) -> MemoryPlan:
     """Bytes per device, from the shards of every array. abstract, specs: the state."""
 
     def size(abstract: Any, specs: Any) -> int:
@@ -160,7 +160,7 @@ def plan_memory(spec: RunSpec, mesh: MeshPlan, sharding: ShardingPlan, abstract:
     )
 
 
-def _prefetched_bytes(spec: RunSpec, mesh: MeshPlan, sharding: ShardingPlan) -> int:
+def _prefetched_bytes(spec: PlanSpec, mesh: MeshPlan, sharding: ShardingPlan) -> int:
     """Returns the bytes of the largest stack, as stacks run one after the other. What no axis of the tokens splits
     is not gathered."""
     sizes = dict[str, int]()

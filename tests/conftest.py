@@ -44,10 +44,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 gc.set_threshold(50_000, 20, 100)
 
 from meshloom.compiler.declare.compose import Request, read_spec  # noqa: E402
+from meshloom.compiler.declare.run_spec import RunSpec  # noqa: E402
 from meshloom.compiler.declare.user_code import code_allowed_from  # noqa: E402
 from meshloom.compiler.driver import plan_run  # noqa: E402
 from meshloom.compiler.plan import Plan  # noqa: E402
-from meshloom.compiler.spec.spec import RunSpec  # noqa: E402
 
 TIERS = ("plain", "ci", "release")
 
@@ -108,12 +108,12 @@ def spec_of(*overrides: str) -> RunSpec:
 
 
 @cache
-def plan_of(*overrides: str) -> Plan:
+def plan_of(*overrides: str) -> Plan[RunSpec]:
     """The plan of a small run with these overrides."""
     return plan_run(spec_of(*overrides))
 
 
-def pointwise_plan(*overrides: str) -> Plan:
+def pointwise_plan(*overrides: str) -> Plan[RunSpec]:
     """The plan of a small run of the pointwise model."""
     with code_allowed_from(["support.pointwise"]):
         return plan_of(*POINTWISE, *overrides)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshloom.compiler.core.errors import ConfigError, Problem
-    from meshloom.compiler.spec.spec import RunSpec
+    from meshloom.compiler.declare.run_spec import RunSpec
     from meshloom.runtime.api.compiled import CompiledStep, Report, compile, report
     from meshloom.runtime.api.declared import Explanation, Plan, compose, explain, plan
     from meshloom.runtime.api.inspected import Inspection, inspect
@@ -51,7 +51,7 @@ __all__ = [
     "train",
 ]
 _PLACES = {  # of the names above; a module is imported when one of its names is used
-    "compiler.spec.spec": ("RunSpec",),
+    "compiler.declare.run_spec": ("RunSpec",),
     "compiler.core.errors": ("ConfigError", "Problem"),
     "runtime.api.compiled": ("CompiledStep", "Report", "compile", "report"),
     "runtime.api.declared": ("Explanation", "Plan", "compose", "explain", "plan"),

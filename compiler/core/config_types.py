@@ -2,9 +2,9 @@
 
 import unicodedata
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from .places import (
@@ -38,6 +38,17 @@ def _as_place(find: Callable[[str], str]) -> AfterValidator:
     return AfterValidator(validate)
 
 
+def _compiler_option(value: Any) -> Any:
+    """Raises one error, where a union would raise one for each of its types."""
+    if isinstance(value, str) or (isinstance(value, int | float) and abs(value) < 2**63):
+        return value
+    context = {
+        "what": f"{value} is not true, false, a number of 64 bits or text",
+        "fix": "give a value of the option's type",
+    }
+    raise PydanticCustomError("choice", "{what}", context)
+
+
 FloatType = Literal["float32", "bfloat16"]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 UpToOne = Annotated[float, Field(ge=0, le=1)]
@@ -50,3 +61,4 @@ CachePlace = Annotated[Text, _as_place(cache_place)]
 CheckpointPlace = Annotated[Text, _as_place(checkpoint_place)]
 ShardsPlace = Annotated[Text, _as_place(shards_place)]
 WrittenShardsPlace = Annotated[Text, _as_place(written_shards_place)]
+CompilerOption = Annotated[bool | int | float | str, BeforeValidator(_compiler_option)]

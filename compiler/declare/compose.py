@@ -32,7 +32,6 @@ from ..core.user_code import blamed_on_user
 from ..core.visible import visible_line
 from ..spec import target_names
 from ..spec.secrets import Sources
-from ..spec.spec import RunSpec
 from .compositions import compose_kept, kept_groups
 from .config_files import plain_values, problems_of_files, register_sources
 from .environment import IN_DEFAULTS, find_sources, register_resolver
@@ -52,6 +51,7 @@ from .hydra_settings import (
 from .overrides import overridden_key, parse_override, parsed_or_none, quoted, shortened, with_quoted_homes
 from .own_meshes import mesh_for
 from .problems import MOST_SHOWN, ConfigGroups, reported, validation_problems
+from .run_spec import RunSpec
 from .user_code import FLAG, spec_class
 
 T = TypeVar("T")

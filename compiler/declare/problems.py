@@ -17,8 +17,8 @@ from ..core.errors import ConfigError, Problem, use_one_of
 from ..core.format import counted
 from ..core.visible import visible_line
 from ..spec import target_names
-from ..spec.spec import RunSpec
 from .overrides import COMMAND_LINE, parsed_or_none, shortened
+from .run_spec import RunSpec
 
 
 class ConfigGroups(dict[str, list[str]]):

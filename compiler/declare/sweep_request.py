@@ -13,11 +13,11 @@ from hydra.core.override_parser.types import Glob, Override
 from omegaconf import DictConfig, OmegaConf
 
 from ..core.errors import COMMAND_LINE, ConfigError, Problem, raise_if_any
-from ..spec.spec import RunSpec
 from .compose import Request, compose_hydra, hydra_session, read_spec
 from .compositions import compositions_kept
 from .hydra_settings import SEARCH_PATH, SWEEPER_PARAMS, check_subdirectories
 from .overrides import MOST_POINTS, parse_override, parsed_or_none, sweep_values
+from .run_spec import RunSpec
 
 MOST_CHECKED = 40  # values of one key, spread over all that there are; each takes 0.05 s, or 0.3 s for a group
 GRIDS = ("hydra_plugins.meshloom_sweeps.sweeper.GridSweeper", "hydra._internal.core_plugins.basic_sweeper.BasicSweeper")

@@ -36,7 +36,7 @@ from ..core.errors import ConfigError, Problem, use_one_of
 from ..core.user_code import problem_in_user_code
 from ..optim.contract import OptimizerConfig, ScheduleConfig
 from ..optim.registry import OPTIMIZERS, SCHEDULES
-from ..spec.spec import RunSpec
+from .run_spec import RunSpec
 
 T = TypeVar("T")
 

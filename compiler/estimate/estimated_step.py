@@ -24,7 +24,7 @@ from ..plan import Plan
 from ..schema import MAX_IMBALANCE
 from ..sharding.batch import batch_arrays, sequences_of_device
 from ..spec.overlap_spec import OverlapSpec
-from ..spec.spec import RunSpec
+from ..spec.plan_spec import PlanSpec
 from ..step.train_step import build_train_step
 from ..target.compiler_options import assumed_weight_presets, presets_for, why_permutes_wait
 from ..target.target import TargetPlan
@@ -110,7 +110,7 @@ def plan_usual_imbalance(plan: Plan) -> Plan | None:
     return _planned_anew(plan, spec)
 
 
-def _planned_anew(plan: Plan, spec: RunSpec) -> Plan:
+def _planned_anew(plan: Plan, spec: PlanSpec) -> Plan:
     """Returns the plan with another declaration, under which all arrays are laid out as before."""
     inputs = OpInputs(spec, plan.model, plan.arrays, plan.sharding, plan.mesh, plan.target)
     operations = plan_operations(plan.ops, inputs)

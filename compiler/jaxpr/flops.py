@@ -20,7 +20,7 @@ from meshloom.models import Context, Model, Piece, split_aux
 from ..core.kernels import KernelArray, KernelCall, KernelCost, KernelOwner, ask_owners
 from ..core.scopes import OperationName
 from ..core.trees import combined, leaves_by_path, pick
-from ..spec.spec import RunSpec
+from ..spec.step_spec import StepSpec
 from .operation_kinds import CALLS, PRODUCTS, equation_kind
 from .subprograms import scan_of, subprograms
 from .unknown import CallCost, UnknownPrimitive, ask_jax, unknown_of
@@ -80,11 +80,11 @@ class CountedOp(KernelOwner, Protocol):
 
     kind: ClassVar[str]
 
-    def masked_share(self, spec: RunSpec, *operands: Any, **options: Any) -> Fraction: ...
+    def masked_share(self, spec: StepSpec, *operands: Any, **options: Any) -> Fraction: ...
 
 
 def count_model_flops(
-    model: Model, spec: RunSpec, ops: Sequence[CountedOp], frozen: Collection[str] = ()
+    model: Model, spec: StepSpec, ops: Sequence[CountedOp], frozen: Collection[str] = ()
 ) -> ModelFlops:
     """Returns the FLOPs of forward and backward over a global batch; what is computed twice counts once.
 
@@ -104,7 +104,7 @@ def count_model_flops(
     return ModelFlops(None if total.unknown else flops * batch, total.unknown, masked * batch)
 
 
-def _count_forward(model: Model, spec: RunSpec, ops: Sequence[CountedOp]) -> FlopCount:
+def _count_forward(model: Model, spec: StepSpec, ops: Sequence[CountedOp]) -> FlopCount:
     """Returns the FLOPs of the forward pass of one sequence."""
     tokens_BT = jax.ShapeDtypeStruct((1, spec.sequence_length), jnp.int32)
 
@@ -130,7 +130,7 @@ _MASKED = "meshloom_masked"  # a call's name says which share of its products a 
 
 
 def _marking_masks(
-    spec: RunSpec,
+    spec: StepSpec,
     ops: Sequence[CountedOp],
     kind: str,
     _: str,
@@ -158,7 +158,7 @@ def _masked(name: str, inside: FlopCount) -> FlopCount:
     return replace(inside, masked=inside.products * int(hidden) // int(whole))
 
 
-def _count_with_frozen(model: Model, spec: RunSpec, ops: Sequence[CountedOp], frozen: Collection[str]) -> FlopCount:
+def _count_with_frozen(model: Model, spec: StepSpec, ops: Sequence[CountedOp], frozen: Collection[str]) -> FlopCount:
     """Returns the FLOPs of each piece's forward pass for one sequence, and of its derivative by what is trained."""
 
     def count(piece: Piece, name: str, x: Any, *, with_dx: bool, tied: Mapping[str, str]) -> tuple[FlopCount, Any]:

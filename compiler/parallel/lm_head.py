@@ -21,7 +21,7 @@ from ..sharding.arrays import VOCAB, OpSite, vocab_dimensions
 from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import ShardingPlan, accumulated_layouts, gathered_bytes
 from ..spec.compiler_traits import odd_part
-from ..spec.spec import RunSpec
+from ..spec.plan_spec import PlanSpec
 from ..target.compiler_options import hidden_kinds
 from .operation import CollectiveSpec, Cost, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, WeightUse, refused
 
@@ -132,7 +132,7 @@ def chunk_sizes(vocab_size: int, max_odd_factor: int | None) -> tuple[int, ...]:
     return tuple(reversed(sizes))
 
 
-def _cannot_be_cut(spec: RunSpec, model: Model, sharding: ShardingPlan) -> str | None:
+def _cannot_be_cut(spec: PlanSpec, model: Model, sharding: ShardingPlan) -> str | None:
     """Returns why its parameters cannot be used in parts; None where they can."""
     if VOCAB in jax.tree.leaves([axes for name, axes in model.head.logical_axes.items() if name in model.tied]):
         return "the embedding has the same weights"
@@ -168,7 +168,7 @@ def _with_vocab(sharding: ShardingPlan) -> tuple[ArrayPlan, ...]:
     return tuple(plan for plan in _of_head(sharding.parameters) if VOCAB in plan.array.logical_axes)
 
 
-def cut_refusal(spec: RunSpec, model: Model) -> str | None:
+def cut_refusal(spec: PlanSpec, model: Model) -> str | None:
     """Returns why a part of the parameters' vocabulary does not make that part of the logits alone; None where it does.
 
     Split over two devices along the vocabulary, they exchange nothing, and each has half of the logits.

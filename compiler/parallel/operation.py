@@ -32,7 +32,9 @@ from ..sharding.batch import sequences_of_device
 from ..sharding.roles import AxisRoles
 from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import ShardingPlan
-from ..spec.spec import RunSpec, StrategyChoice
+from ..spec.overlap_spec import StrategyChoice
+from ..spec.plan_spec import PlanSpec
+from ..spec.step_spec import StepSpec
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
 
@@ -164,7 +166,7 @@ class OpInputs:
     """The values that strategies are made from. after: plans of the operations that `ParallelOp.after` names, in
     order."""
 
-    spec: RunSpec
+    spec: PlanSpec
     model: Model
     arrays: Arrays
     sharding: ShardingPlan
@@ -260,7 +262,7 @@ class ParallelOp(ABC):
         del call
         return None
 
-    def masked_share(self, spec: RunSpec, *operands: Any, **options: Any) -> Fraction:
+    def masked_share(self, spec: StepSpec, *operands: Any, **options: Any) -> Fraction:
         """Returns the share of the products of its plain function that a mask makes needless. operands, options: what
         the model hands to `Context.operation`."""
         del spec, operands, options

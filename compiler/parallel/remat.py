@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ..core.errors import Problem, raise_if_any, use_one_of
 from ..sharding.arrays import Arrays
-from ..spec.spec import RematSpec
+from ..spec.step_spec import RematSpec
 
 # Operations that move data and compute nothing. Their results are made again in the backward pass, never kept: to keep
 # a gathered weight would undo its sharding, and what is derived from one by moving it is as large.

@@ -12,7 +12,7 @@ from ..plan import Plan
 from ..schema import SCHEMA_VERSION
 from ..sharding.arrays import Array
 from ..sharding.rules import ArrayPlan
-from ..spec.spec import Rule
+from ..spec.sharding_spec import Rule
 from .explain_estimate import estimate_as_json, print_estimate, unknown_primitives
 
 COLUMNS = (

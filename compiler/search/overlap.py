@@ -22,7 +22,7 @@ from ..sharding.batch import sequences_of_device
 from ..sharding.sharding import check_gradients
 from ..spec.flag_presets import FlagPreset
 from ..spec.overlap_spec import LayerLoop, OverlapConfig, StrategyChoice
-from ..spec.spec import RunSpec
+from ..spec.plan_spec import AnyPlanSpec, PlanSpec
 from ..target.compiler_options import aborts_unrolled, hidden_kinds, presets_for
 from ..target.target import TargetPlan
 from .evaluation import Candidate, Evaluation
@@ -47,14 +47,14 @@ class OverlapCandidate(Candidate):
     wait: ExpectedWait
 
 
-def applied(way: OverlapConfig, spec: RunSpec) -> RunSpec:
+def applied(way: OverlapConfig, spec: AnyPlanSpec) -> AnyPlanSpec:
     """Returns the declaration with these settings and without a search."""
     overlap = {"layers": way.layers, "flag_presets": way.flag_presets, "search": None}
     parallel = {**spec.parallel, **way.parallel}
     return spec.model_copy(update={"overlap": spec.overlap.model_copy(update=overlap), "parallel": parallel})
 
 
-def overrides_of_way(way: OverlapConfig, declared: RunSpec) -> tuple[str, ...]:
+def overrides_of_way(way: OverlapConfig, declared: PlanSpec) -> tuple[str, ...]:
     """Returns the overrides that select it on a command line, after those of the declaration: the settings that
     differ."""
     layers, loop = way.layers.model_dump(), declared.overlap.layers.model_dump()

@@ -16,7 +16,7 @@ from meshloom.models import Context, LogicalAxes, Model, Params, is_logical_axes
 from ..core.errors import Problem, raise_if_any, use_one_of
 from ..core.trees import leaves_by_path
 from ..core.user_code import blamed_on_user
-from ..spec.spec import RunSpec
+from ..spec.step_spec import StepSpec
 from .model_check import check_aux, check_embedded, check_model, check_of_head, check_output, check_totals
 
 EXPERTS = "experts"  # the logical axis of expert weights: they stay on their devices, and tokens are sent to them
@@ -144,7 +144,7 @@ def vocab_dimensions(model: Model) -> Params:
     return jax.tree.map(place, model.logical_axes()["head"], is_leaf=is_logical_axes)
 
 
-def build_model(spec: RunSpec) -> Model:
+def build_model(spec: StepSpec) -> Model:
     """Returns the model that the spec declares; allocates nothing. Raises ConfigError if a user's model cannot be
     built."""
     family = spec.model.family
@@ -152,7 +152,7 @@ def build_model(spec: RunSpec) -> Model:
         return check_model(family, spec.model.build())
 
 
-def find_arrays(spec: RunSpec, model: Model) -> Arrays:
+def find_arrays(spec: StepSpec, model: Model) -> Arrays:
     """Returns the arrays of a run, by tracing the model once; nothing is allocated. Raises ConfigError where that fails
     in a user's model."""
     family = spec.model.family
@@ -169,7 +169,7 @@ def find_arrays(spec: RunSpec, model: Model) -> Arrays:
     )
 
 
-def _parameters(model: Model, spec: RunSpec) -> tuple[Array, ...]:
+def _parameters(model: Model, spec: StepSpec) -> tuple[Array, ...]:
     """Returns all parameters of the model by path, such as `layers/attention/query_EHD`."""
     axes = leaves_by_path(model.logical_axes(), is_leaf=is_logical_axes)
     shapes = {path: x.shape for path, x in leaves_by_path(model.abstract()).items()}
@@ -188,7 +188,7 @@ def _parameters(model: Model, spec: RunSpec) -> tuple[Array, ...]:
     )
 
 
-def _trace(model: Model, spec: RunSpec, recorder: "_Recorder") -> dict[str, tuple[str, ...]]:
+def _trace(model: Model, spec: StepSpec, recorder: "_Recorder") -> dict[str, tuple[str, ...]]:
     """Traces embed, one layer of each stack and head with the recorder, at the size of one global microbatch. Returns
     the names of activations by stack."""
     in_layers: dict[str, tuple[str, ...]] = {}
@@ -278,7 +278,7 @@ class _Recorder:
         return tuple(path for path, array in self.parameters.items() if array is x)[:1]
 
 
-def frozen_paths(spec: RunSpec, paths: Iterable[str], *, ruled: Collection[str] = ()) -> frozenset[str]:
+def frozen_paths(spec: StepSpec, paths: Iterable[str], *, ruled: Collection[str] = ()) -> frozenset[str]:
     """Returns the paths of the parameters that `frozen_parameters` names. ruled: those that rules update.
 
     Raises ConfigError for a pattern that matches no parameter, where no parameter is left to train, and for

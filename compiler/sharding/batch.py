@@ -33,13 +33,14 @@ from meshloom.models.numbers import divisors
 from ..core.errors import ConfigError, Problem, raise_if_any
 from ..core.format import be, counted
 from ..jaxpr.operation_kinds import LANES
-from ..spec.spec import RunSpec, TokenOrderName
+from ..spec.plan_spec import PlanSpec
+from ..spec.step_spec import StepSpec, TokenOrderName
 from ..target.mesh import MeshPlan, nearest, plan_mesh
 from ..target.target import TargetPlan
 from .roles import AxisRoles, plan_roles
 
 
-def batch_arrays(spec: RunSpec) -> tuple[str, ...]:
+def batch_arrays(spec: StepSpec) -> tuple[str, ...]:
     """Returns the names of the arrays of a batch, each int32 (global_batch_size, sequence_length).
 
     targets: IGNORED_TARGET (models/contract.py) where there is no loss, PADDING_TARGET at padding.
@@ -50,12 +51,12 @@ def batch_arrays(spec: RunSpec) -> tuple[str, ...]:
     return ("inputs", "targets", *documents)
 
 
-def sequences_of_device(spec: RunSpec, mesh: MeshPlan, roles: AxisRoles) -> int:
+def sequences_of_device(spec: StepSpec, mesh: MeshPlan, roles: AxisRoles) -> int:
     """Returns the sequences of one microbatch on a device."""
     return spec.global_batch_size // spec.num_microbatches // mesh.num_shards(roles.sequence)
 
 
-def check_batch(spec: RunSpec, mesh: MeshPlan, roles: AxisRoles) -> None:
+def check_batch(spec: StepSpec, mesh: MeshPlan, roles: AxisRoles) -> None:
     """Raises ConfigError if microbatches times data shards do not divide the global batch, or the parts of a layer do
     not divide a device's share of it."""
     axes = roles.sequence
@@ -83,7 +84,7 @@ def _check_parts(num_parts: int, num_sequences: int) -> None:
         raise_if_any([Problem("overlap.layers.batch_split", what, fix)])
 
 
-def check_length(spec: RunSpec, model: Model) -> None:
+def check_length(spec: StepSpec, model: Model) -> None:
     """Raises ConfigError if sequences are longer than the model supports."""
     if model.max_length is not None and spec.sequence_length > model.max_length:
         what = f"{spec.sequence_length} tokens are more than the model's maximum of {model.max_length}"
@@ -114,7 +115,7 @@ class RowOrder:
         return self.rows_at(np.arange(self.num_rows))
 
 
-def plan_row_order(spec: RunSpec, mesh: MeshPlan, roles: AxisRoles) -> RowOrder:
+def plan_row_order(spec: StepSpec, mesh: MeshPlan, roles: AxisRoles) -> RowOrder:
     """Returns the order in which the declaration lays out sequences on this mesh."""
     return RowOrder(spec.global_batch_size, mesh.num_shards(roles.sequence), spec.num_microbatches)
 
@@ -157,7 +158,7 @@ def plan_token_order(name: TokenOrderName, mesh: MeshPlan, roles: AxisRoles) -> 
     return TokenOrder(name, mesh.num_shards(roles.length))
 
 
-def check_token_order(spec: RunSpec, mesh: MeshPlan, roles: AxisRoles, target: TargetPlan) -> None:
+def check_token_order(spec: PlanSpec, mesh: MeshPlan, roles: AxisRoles, target: TargetPlan) -> None:
     """Raises ConfigError where the length cannot be cut in equal chunks, with the nearest that can."""
     axes, order = roles.length, plan_token_order(spec.token_order, mesh, roles)
     length, num_chunks = spec.sequence_length, order.num_chunks
@@ -174,14 +175,14 @@ def check_token_order(spec: RunSpec, mesh: MeshPlan, roles: AxisRoles, target: T
     raise_if_any([Problem("sequence_length", what + of_each, ", or ".join(fixes))])
 
 
-def _lengths(spec: RunSpec, num_chunks: int, target: TargetPlan) -> list[int]:
+def _lengths(spec: StepSpec, num_chunks: int, target: TargetPlan) -> list[int]:
     """Returns the nearest below and above; on TPUs those that kernels take."""
     step = num_chunks * LANES if target.platform == "tpu" else num_chunks
     below = spec.sequence_length // step * step
     return [length for length in (below, below + step) if length]
 
 
-def _mesh_sizes(spec: RunSpec, mesh: MeshPlan, target: TargetPlan, axis: str) -> list[int]:
+def _mesh_sizes(spec: PlanSpec, mesh: MeshPlan, target: TargetPlan, axis: str) -> list[int]:
     """Returns the sizes of the axis with which the length can be cut. Another axis has to take the rest of the
     devices."""
     free = next((name for name, size in spec.mesh if size == -1 and name != axis), None)
@@ -190,7 +191,7 @@ def _mesh_sizes(spec: RunSpec, mesh: MeshPlan, target: TargetPlan, axis: str) ->
     return [size for size in divisors(mesh.sizes[free] * mesh.sizes[axis]) if _works(spec, target, axis, size)]
 
 
-def _works(spec: RunSpec, target: TargetPlan, axis: str, size: int) -> bool:
+def _works(spec: PlanSpec, target: TargetPlan, axis: str, size: int) -> bool:
     other = spec.model_copy(update={"mesh": spec.mesh.model_copy(update={axis: size})})
     try:
         mesh = plan_mesh(other.mesh, target, other.device_order)

@@ -17,7 +17,7 @@ from ..jaxpr.fusion import needed
 from ..jaxpr.program import Program
 from ..jaxpr.read_jaxpr import read_jaxpr
 from ..jaxpr.subprograms import subprograms
-from ..spec.spec import RunSpec
+from ..spec.step_spec import StepSpec
 from .roles import AxisRoles
 
 LENGTH = "length"  # the logical axis
@@ -28,7 +28,7 @@ _RESIZING = {"slice", "pad", "concatenate", "dynamic_slice", "dynamic_update_sli
              "reduce_window_max", "conv_general_dilated"}  # fmt: skip
 
 
-def check_length_split(spec: RunSpec, model: Model, roles: AxisRoles, per_token: Callable[..., Any]) -> None:
+def check_length_split(spec: StepSpec, model: Model, roles: AxisRoles, per_token: Callable[..., Any]) -> None:
     """Raises ConfigError where the rules split the length, and a layer or the head looks from one token at another
     otherwise than by attention. per_token: `Context.operation` without what an operation exchanges by itself
     (parallel/operation.py)."""
@@ -43,7 +43,7 @@ def check_length_split(spec: RunSpec, model: Model, roles: AxisRoles, per_token:
     )
 
 
-def _mixing(spec: RunSpec, model: Model, per_token: Callable[..., Any]) -> Iterator[str]:
+def _mixing(spec: StepSpec, model: Model, per_token: Callable[..., Any]) -> Iterator[str]:
     """Yields the names of pieces that need other tokens than the one that they work on."""
     x: Any = jax.ShapeDtypeStruct((1, _recognisable_length(model)), jnp.int32)
     pieces = [model.embed, *(stack.layer for stack in model.stacks), model.head]
@@ -53,7 +53,7 @@ def _mixing(spec: RunSpec, model: Model, per_token: Callable[..., Any]) -> Itera
             yield piece.name
 
 
-def _traced(piece: Piece, spec: RunSpec, x: Any, per_token: Callable[..., Any]) -> tuple[bool, Any]:
+def _traced(piece: Piece, spec: StepSpec, x: Any, per_token: Callable[..., Any]) -> tuple[bool, Any]:
     """Returns True where two devices, each with half of the tokens, make their halves of the output and exchange
     nothing; and the shape of the whole output."""
     num_devices, params = 2, piece.abstract_in(spec.precision.compute)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from jax.sharding import PartitionSpec
 
 from ..core.partition_spec import STAGE, Axes
-from ..spec.spec import ShardingSpec
+from ..spec.sharding_spec import ShardingRules
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class AxisRoles:
         return PartitionSpec(*self.rows_spec, self.length) if self.length else self.rows_spec
 
 
-def plan_roles(rules: ShardingSpec, sizes: Mapping[str, int]) -> AxisRoles:
+def plan_roles(rules: ShardingRules, sizes: Mapping[str, int]) -> AxisRoles:
     """Returns the role of each mesh axis, by the first rules for activations that name `batch` and `length`.
 
     sizes: those of all mesh axes. {fsdp: 4, stage: 2, tensor: 2, data: 1} with the batch over (data, fsdp) -> sequence

@@ -23,7 +23,7 @@ from meshloom.models.numbers import divisors
 
 from ..core.errors import Problem
 from ..spec.compiler_traits import CompilerTraits
-from ..spec.spec import Rule
+from ..spec.sharding_spec import Rule
 from ..target.mesh import MeshPlan, nearest
 from .arrays import Array
 

@@ -16,7 +16,8 @@ from meshloom.models import LOGICAL_AXES
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from ..core.partition_spec import STAGE
 from ..spec.compiler_traits import CompilerTraits
-from ..spec.spec import MeshSpec, Rule, RunSpec, ShardingSpec
+from ..spec.plan_spec import MeshSpec, PlanSpec
+from ..spec.sharding_spec import Rule, ShardingSpec
 from ..target.mesh import MeshPlan
 from .arrays import EXPERTS, Array, Arrays
 from .roles import AxisRoles
@@ -82,7 +83,7 @@ def plan_sharding(
     return ShardingPlan(parameters, optimizer, activations, roles, warnings)
 
 
-def usable_mesh(spec: RunSpec) -> MeshSpec:
+def usable_mesh(spec: PlanSpec) -> MeshSpec:
     """Returns the declared sizes. Raises ConfigError for stages: pipelines are not implemented."""
     if spec.mesh.stage != 1:
         what = "pipeline parallelism is not implemented: nothing is split over it"
@@ -235,7 +236,7 @@ def _names(arrays: Iterable[Array]) -> set[str]:
     return {name for array in arrays for name in array.logical_axes if name}
 
 
-def accumulated_layouts(spec: RunSpec, sharding: ShardingPlan) -> tuple[ArrayPlan, ...]:
+def accumulated_layouts(spec: PlanSpec, sharding: ShardingPlan) -> tuple[ArrayPlan, ...]:
     """Returns the layout in which each parameter's gradient is accumulated. A single microbatch whose gradients are
     reduced in its backward pass accumulates none: they are computed in the layout of the update. A frozen parameter,
     which has no gradient, has the layout in which it is stored."""
@@ -246,7 +247,7 @@ def accumulated_layouts(spec: RunSpec, sharding: ShardingPlan) -> tuple[ArrayPla
     return tuple(updated.get(plan.array.path, plan) for plan in sharding.parameters)
 
 
-def check_gradients(spec: RunSpec, sharding: ShardingPlan) -> None:
+def check_gradients(spec: PlanSpec, sharding: ShardingPlan) -> None:
     """Raises ConfigError if gradients are reduced layer by layer while the update splits layers over devices."""
     chosen = {
         "sharding.gradients": ("optimizer", "parameters", spec.sharding.gradients == "optimizer"),

@@ -23,22 +23,22 @@ from ..core.trees import leaves_by_path, like, pick
 from ..core.user_code import blamed_on_user
 from ..optim.contract import Setting
 from ..optim.parameter_kinds import parameter_kinds
-from ..spec.spec import RunSpec
+from ..spec.step_spec import StepSpec
 from ..target.mesh import MeshPlan
 from .sharding import ShardingPlan
 
 
-def check_schedule(spec: RunSpec) -> None:
+def check_schedule(spec: StepSpec) -> None:
     """Raises ConfigError if the schedule does not fit in the run."""
     raise_if_any(spec.schedule.problems(spec.num_steps))
 
 
-def build_schedule(spec: RunSpec) -> optax.Schedule:
+def build_schedule(spec: StepSpec) -> optax.Schedule:
     """Returns the schedule: the number of updates made -> the learning rate of the next."""
     return spec.schedule.build(spec.optimizer.learning_rate, spec.num_steps)
 
 
-def build_optimizer(spec: RunSpec, model: Model, layouts: Any, mesh: MeshPlan) -> optax.GradientTransformation:
+def build_optimizer(spec: StepSpec, model: Model, layouts: Any, mesh: MeshPlan) -> optax.GradientTransformation:
     """Returns clipping by global norm followed by the optimizer. It computes in float32, whatever the parameters' type.
     layouts: the PartitionSpec in which each trained parameter is updated."""
     trained = leaves_by_path(layouts, is_leaf=lambda node: isinstance(node, PartitionSpec))
@@ -74,7 +74,7 @@ State = dict[str, Any]
 
 
 def plan_state(
-    spec: RunSpec, model: Model, optimizer: optax.GradientTransformation, sharding: ShardingPlan, mesh: MeshPlan
+    spec: StepSpec, model: Model, optimizer: optax.GradientTransformation, sharding: ShardingPlan, mesh: MeshPlan
 ) -> tuple[State, State]:
     """Returns the state as two trees: of ShapeDtypeStruct and of PartitionSpec."""
 
@@ -101,7 +101,7 @@ def update_layouts(model: Model, sharding: ShardingPlan) -> Any:
     return like(trained, {plan.array.path: plan.spec for plan in sharding.optimizer})
 
 
-def initial_loss_scale(spec: RunSpec) -> dict[str, jax.Array]:
+def initial_loss_scale(spec: StepSpec) -> dict[str, jax.Array]:
     """Returns the initial loss scale. scale: the factor of the loss. num_finite_steps: since the scale last changed."""
     assert spec.precision.loss_scale is not None
     return {

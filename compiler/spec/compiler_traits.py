@@ -12,7 +12,7 @@ from pydantic import Field
 from meshloom.models.config import Record
 
 from ..core.collectives import CollectiveKind
-from .spec import CompilerOption
+from ..core.config_types import CompilerOption
 
 
 class CompilerTraits(Record):

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from meshloom.models.config import Record
 
 from ..core.collectives import CollectiveKind
-from .spec import CompilerOption
+from ..core.config_types import CompilerOption
 
 Moved = Literal["weights", "activations"]
 Options = Mapping[str, CompilerOption]

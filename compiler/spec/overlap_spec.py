@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 from meshloom.models.config import Config
 
 from ..core.config_types import Fraction, Text
+from .narrow import Narrow
 
 AUTO = "auto"  # a strategy, or flag presets, that the plan chooses
 
@@ -81,8 +82,15 @@ class OverlapSearch(Config):
     min_gain: Fraction  # of the shortest step so far: what could not save that much is not compiled
 
 
-class OverlapSpec(Config):
+class StepOverlap(Narrow):
+    """How the loop over layers is written, so that communication overlaps with compute."""
+
     layers: LayerLoop
+
+
+class OverlapSpec(StepOverlap):
+    """A way to overlap, the search for a better one, and the limit of what may stay exposed."""
+
     flag_presets: tuple[Text, ...]  # of compiler_options.py, by name; the later wins
     search: OverlapSearch | None
     max_exposed: Fraction | None  # of the predicted step, waiting for communication; compiling fails above it

@@ -23,7 +23,7 @@ from ..core.trees import combined, leaves_by_path, nested_dict, pick
 from ..parallel.weights import assemble, is_assembled
 from ..plan import Plan
 from ..sharding.state import State, build_schedule, update_layouts
-from ..spec.spec import LossScaleSpec
+from ..spec.step_spec import LossScaleSpec
 
 Totals = Mapping[str, Mapping[str, Array]]
 Update = Callable[[State, Array, Any, Totals], tuple[State, dict[str, Array]]]

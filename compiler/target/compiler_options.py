@@ -9,10 +9,11 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from ..core.collectives import CollectiveKind
+from ..core.config_types import CompilerOption
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from ..spec.flag_presets import FlagPreset, Moved, Options
 from ..spec.overlap_spec import AUTO
-from ..spec.spec import CompilerOption, RunSpec
+from ..spec.plan_spec import PlanSpec
 from .target import TargetPlan
 
 _NO_SUCH_OPTION = re.compile(r"No such compile option: '(?P<name>[^']*)'")
@@ -29,13 +30,13 @@ def default_presets(target: TargetPlan) -> tuple[str, ...]:
     return tuple(name for name, one in presets_for(target).items() if one.is_default)
 
 
-def with_presets(spec: RunSpec, target: TargetPlan) -> RunSpec:
+def with_presets(spec: PlanSpec, target: TargetPlan) -> PlanSpec:
     """Returns the declaration with `auto` of overlap.flag_presets replaced by the default presets of the target. The
     key keeps its origin, since it still declares what was typed."""
     found = [default_presets(target) if name == AUTO else (name,) for name in spec.overlap.flag_presets]
     names = tuple(dict.fromkeys(name for several in found for name in several))
     overlap = spec.overlap.model_copy(update={"flag_presets": names})
-    return spec.model_copy(update={"overlap": overlap}).with_origin(spec.origin)
+    return spec.settled(overlap=overlap)
 
 
 def describe_presets(names: Sequence[str], target: TargetPlan) -> str | None:
@@ -106,7 +107,7 @@ def plan_preset_options(names: Sequence[str], target: TargetPlan) -> Options:
     return found
 
 
-def options_around_faults(spec: RunSpec, target: TargetPlan) -> Options:
+def options_around_faults(spec: PlanSpec, target: TargetPlan) -> Options:
     """Returns the options that the target's compiler needs in order not to fail on the declaration."""
     precision = spec.precision
     is_narrow = precision.gradient_reduction != precision.gradients

@@ -14,7 +14,7 @@ from meshloom.models.numbers import divisors
 from ..core.collectives import CollectiveKind
 from ..core.errors import ConfigError, Problem
 from ..core.format import counted
-from ..spec.spec import MeshSpec
+from ..spec.plan_spec import MeshSpec
 from .links import collective_seconds
 from .placement import Placement, plan_placement
 from .target import TargetPlan

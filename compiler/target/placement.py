@@ -17,7 +17,7 @@ import numpy as np
 from meshloom.models.numbers import divisors
 
 from ..core.errors import ConfigError, Problem
-from ..spec.spec import MeshAxis
+from ..spec.sharding_spec import MeshAxis
 from ..spec.target_spec import SwitchSpec, TorusSpec
 from .axis_segments import (
     TORUS_AXES,

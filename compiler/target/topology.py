@@ -14,9 +14,9 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from ..core.config_types import CompilerOption
 from ..core.errors import ConfigError, Problem
 from ..core.format import be, counted
-from ..spec.spec import CompilerOption
 from ..spec.target_spec import ChipSpec, TargetSpec, TpuTarget
 from .target import TargetPlan, topology_arguments
 

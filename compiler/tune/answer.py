@@ -16,7 +16,7 @@ from ..estimate.estimated_step import assume_overlap, overrides_of
 from ..estimate.program_costs import Numbers
 from ..search.evaluation import Evaluation, evaluate_plan
 from ..spec.overlap_spec import OverlapSpec
-from ..spec.spec import RunSpec
+from ..spec.plan_spec import PlanSpec
 from ..spec.tune_spec import Objective
 from ..target.target import TargetPlan
 from .families import Family, Key, Reference, TracePoint, family_key, find_families, group_candidates
@@ -208,7 +208,7 @@ def merit(prices: Prices, objective: Objective) -> Numbers:
     return prices.peak_bytes if objective == "memory" else prices.time.seconds
 
 
-def _estimate_best(prices: Prices, limit: int, spec: RunSpec, run: Runner) -> tuple[Estimated, ...]:
+def _estimate_best(prices: Prices, limit: int, spec: PlanSpec, run: Runner) -> tuple[Estimated, ...]:
     """Returns the best candidates that fit, with an estimate of each."""
     merits = np.where(prices.peak_bytes <= MARGIN * limit, merit(prices, spec.tune.objective), np.inf)
     order = [int(place) for place in np.argsort(merits, kind="stable") if np.isfinite(merits[place])]
@@ -235,7 +235,7 @@ class Exact:
     overlap: OverlapSpec
 
 
-def estimate_spec(spec: RunSpec) -> Exact:
+def estimate_spec(spec: PlanSpec) -> Exact:
     """Returns the estimate of one declaration, which takes a second and no devices."""
     plan = plan_run(spec)
     found = evaluate_plan(plan)
@@ -254,7 +254,7 @@ def _estimated(one: MeshCandidate, exact: Exact, limit: int) -> Estimated:
     return Estimated(candidate=one, mfu=mfu, cost=cost, overlap=exact.overlap, **figures)
 
 
-def cost_per_million_tokens(spec: RunSpec, target: TargetPlan, seconds: float) -> float | None:
+def cost_per_million_tokens(spec: PlanSpec, target: TargetPlan, seconds: float) -> float | None:
     """Returns what a million tokens cost, by the user's price of a chip-hour; None without one."""
     price = spec.tune.price_per_chip_hour.get(target.chip.name) if target.chip else None
     if price is None:

@@ -31,7 +31,7 @@ from ..parallel.operation import head_dim_of, loop_trips, runs_beside_compute
 from ..parallel.registry import OPERATIONS
 from ..sharding.roles import plan_roles
 from ..spec.overlap_spec import StrategyChoice
-from ..spec.spec import RunSpec
+from ..spec.plan_spec import PlanSpec
 from ..target.target import TargetPlan
 from .space import MeshCandidate, Sizes, Variant, with_layout
 
@@ -284,7 +284,7 @@ def _grown(others: Sequence[Reference], numbers: Numbers) -> Numbers:
     return grown
 
 
-def _spec_of(point: TracePoint) -> RunSpec:
+def _spec_of(point: TracePoint) -> PlanSpec:
     """Returns the declaration of a point, with its batch, and with a limit on logits that gives its chunks."""
     base = point.variant.spec
     sizes = dict(point.sizes)

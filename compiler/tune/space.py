@@ -24,7 +24,7 @@ from ..parallel.remat import check_remat
 from ..search.evaluation import Candidate
 from ..sharding.arrays import Arrays, build_model, find_arrays
 from ..sharding.roles import AxisRoles, plan_roles
-from ..spec.spec import RunSpec
+from ..spec.plan_spec import PlanSpec
 from ..target.mesh import MeshPlan
 from ..target.placement import plan_placement, square_block
 from ..target.target import TargetPlan, calibrate_target, plan_target
@@ -41,7 +41,7 @@ class Variant:
     by."""
 
     choices: GroupChoices
-    spec: RunSpec
+    spec: PlanSpec
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -73,7 +73,7 @@ class MeshCandidate(Candidate):
     def sizes(self) -> Sizes:
         return tuple((axis, size) for axis, size in self.mesh.sizes.items() if size > 1)
 
-    def spec(self) -> RunSpec:
+    def spec(self) -> PlanSpec:
         """Returns the whole declaration."""
         return with_layout(self.variant.spec, self.mesh.sizes, self.num_microbatches, self.device_order)
 
@@ -102,8 +102,8 @@ def _check_size(number: int, most: int) -> None:
 
 
 def with_layout(
-    spec: RunSpec, sizes: Mapping[str, int], num_microbatches: int, device_order: Sequence[str] | None = None
-) -> RunSpec:
+    spec: PlanSpec, sizes: Mapping[str, int], num_microbatches: int, device_order: Sequence[str] | None = None
+) -> PlanSpec:
     """Returns the declaration on a mesh of these sizes, with this number of microbatches, and with another order of
     devices if one is given."""
     order = spec.device_order if device_order is None else tuple(device_order)
@@ -147,7 +147,7 @@ def num_points(variant: Variant) -> int:
     return sum(1 for _ in _Rules(variant).points())
 
 
-def mesh_axes(spec: RunSpec) -> tuple[str, ...]:
+def mesh_axes(spec: PlanSpec) -> tuple[str, ...]:
     """Returns the mesh axes that the sharding rules use. Of axes with the same role, such as replica and data, which
     only split the batch, it returns the first."""
     roles: dict[str, frozenset[tuple[str, int]]] = {}
@@ -275,11 +275,11 @@ def _values(
     return {**dict(variant.choices), **axes, **placed, "num_microbatches": num_microbatches}
 
 
-def _pinned_sizes(spec: RunSpec) -> dict[str, tuple[int, ...]]:
+def _pinned_sizes(spec: PlanSpec) -> dict[str, tuple[int, ...]]:
     return {axis: (size,) for axis, size in dict(spec.tune.pin.get("mesh", {})).items()}
 
 
-def _microbatches(spec: RunSpec, shards: int) -> Sequence[int]:
+def _microbatches(spec: PlanSpec, shards: int) -> Sequence[int]:
     """Returns the numbers of microbatches that leave each shard whole sequences; 1 where none does, so that the refusal
     is counted."""
     pinned = spec.tune.pin.get("num_microbatches")
@@ -290,7 +290,7 @@ def _microbatches(spec: RunSpec, shards: int) -> Sequence[int]:
     return [n for n in numbers if wanted is None or n in wanted]
 
 
-def _layout_key(spec: RunSpec) -> str:
+def _layout_key(spec: PlanSpec) -> str:
     """Returns the part of a declaration that layouts depend on: variants that differ in remat or the optimizer share
     them."""
     return json.dumps(spec.model_dump(mode="json", exclude={"remat", "optimizer", "schedule"}), sort_keys=True)

@@ -1,8 +1,9 @@
 """Identifies a compiled program: equal fingerprints mean the same program for the same devices.
 
 The text of the lowered program says all that a declaration, a model's code and the version of Meshloom have to do with
-it; so it is what is compared, as a hash. The keys of the declaration are kept beside it for one purpose: to name those
-that make two texts differ.
+it; so it is what is compared, as a hash. The step of the declaration (StepSpec) is kept beside it for one purpose: to
+name the keys that make two texts differ. Where it runs is compared as what it comes to: devices, compiler options and
+the sizes of the mesh, so that mesh.fsdp=-1 is mesh.fsdp=8 on eight devices.
 """
 
 import hashlib
@@ -17,10 +18,11 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from ..core.config_types import CompilerOption
 from ..core.errors import Problem
 from ..core.key_paths import leaves
 from ..plan import Plan
-from ..spec.spec import CompilerOption, RunSpec
+from ..spec.step_spec import StepSpec
 from .programs import Programs
 
 PACKAGES = ("jax", "jaxlib")
@@ -28,24 +30,12 @@ PLUGINS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt")}  #
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # they change the compiled program, not the lowered one
 UNSET = "not set"
 
-# Keys that no program depends on; each other one is taken to reach it. Target, mesh, compiler options and their sets do
-# so in their own fields of a Fingerprint, as what they come to: mesh.fsdp=-1 is mesh.fsdp=8 on eight devices.
-NOT_IN_PROGRAM = (
-    "run", "target", "mesh", "device_order", "compiler_options", "shards", "checkpoint", "distributed", "logging",
-    "compile", "evaluation", "sweep", "tune", "launch", "watchdog", "stragglers", "replay.spike_factor",
-    "profile", "artifact", "num_skips_allowed", "compilation_cache", "sharding.replicated_bytes_threshold",
-    "sharding.on_replicated",
-    "on_out_of_memory", "overlap.max_exposed", "overlap.search", "overlap.flag_presets", "data.source",
-    "data.tokenizer", "data.held_out_fraction", "data.held_out_by", "data.shuffle_seed",
-    "data.num_epochs", "data.max_text_bytes", "data.num_prefetch_threads", "data.num_prefetch_batches",
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Fingerprint:
     """programs: SHA-256 of each lowered text. devices, environment: what they are compiled for, and by.
     compiler_options: those declared, by name or in sets; options_without_device: those added where the devices are not
-    there. spec: keys of the declaration that may reach a program, and the sizes of the mesh, each value as JSON."""
+    there. spec: the keys of the step, and the sizes of the mesh, each value as JSON."""
 
     programs: Mapping[str, str]
     devices: Mapping[str, str]
@@ -68,14 +58,8 @@ def fingerprint_of(plan: Plan, lowered: Programs, mesh: Mesh) -> Fingerprint:
         environment=describe_environment(mesh.devices.flat[0].platform),
         compiler_options=lowered.compiler_options,
         options_without_device=lowered.options_without_device,
-        spec=fields_of_program(plan.spec) | {f"mesh.{axis}": str(size) for axis, size in plan.mesh.sizes.items()},
+        spec=dict(flat(StepSpec.of(plan.spec).as_compared() | {"mesh": dict(plan.mesh.sizes)})),
     )
-
-
-def fields_of_program(spec: RunSpec) -> dict[str, str]:
-    """Returns {"optimizer.b1": "0.9", ...} without the keys that no program depends on."""
-    outside = tuple(f"{key}." for key in NOT_IN_PROGRAM)
-    return {key: value for key, value in flat(spec.as_compared()) if not f"{key}.".startswith(outside)}
 
 
 def describe_devices(mesh: Mesh) -> dict[str, str]:

@@ -65,7 +65,7 @@ def _lower_init(plan: Plan, operands: _Operands) -> Any:
 
 
 def _lower_train(plan: Plan, operands: _Operands) -> Any:
-    """Lowers (state, batch) -> (state, metrics); the state is donated unless `RunSpec.keeps_state`."""
+    """Lowers (state, batch) -> (state, metrics); the state is donated unless `StepSpec.keeps_state`."""
     donated = () if plan.spec.keeps_state else (0,)
     layouts = (operands.shardings, operands.replicated)
     step = jax.jit(build_train_step(plan), donate_argnums=donated, out_shardings=layouts)

@@ -17,9 +17,9 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.declare.compose import read_spec
 from meshloom.compiler.declare.model_choice import model_of
+from meshloom.compiler.declare.run_spec import Origin, RunSpec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.report.views.page import page_in_frame, render_page
-from meshloom.compiler.spec.spec import Origin, RunSpec
 
 from ..compile.compile_command import Compiled, CompileJob, compile_job, find_job, write_compiled
 from ..core.exclusive import only_run_in

@@ -14,13 +14,13 @@ from meshloom.compiler.core.format import human_bytes, human_parameters
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.hydra_settings import SEARCH_PATH, search_path_override
 from meshloom.compiler.declare.overrides import overridden_key
+from meshloom.compiler.declare.run_spec import Origin, RunSpec
 from meshloom.compiler.declare.user_code import parse_allowed
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.report.explain import explain as print_plan
 from meshloom.compiler.report.explain import plan_as_json
 from meshloom.compiler.report.views.page import plan_table
-from meshloom.compiler.spec.spec import Origin, RunSpec
 from meshloom.compiler.spec.target_spec import LocalTarget
 
 from ..processes.devices import start_devices
@@ -32,7 +32,7 @@ WIDTH = 200  # of tables, in characters
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(compiler_plan.Plan):
+class Plan(compiler_plan.Plan[RunSpec]):
     """The decisions that precede any compiler: mesh, layouts with reasons, memory, FLOPs.
 
     The compiler's own class cannot show itself in a notebook: the views of a report are made from plans.
@@ -110,7 +110,7 @@ def shown_as(kind: type[T], found: Any, **more: Any) -> T:
     return kind(**{field.name: getattr(found, field.name) for field in fields(found)} | more)
 
 
-def with_spec(declared: Sequence[str | RunSpec | compiler_plan.Plan], then: Callable[[RunSpec], T]) -> T:
+def with_spec(declared: Sequence[str | RunSpec | compiler_plan.Plan[RunSpec]], then: Callable[[RunSpec], T]) -> T:
     """Returns `then` of one declaration, of the one of a plan, or of the one that overrides compose.
 
     Its problems are reported together with all others of the overrides; for that it may be tried on a part of them.

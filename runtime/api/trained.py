@@ -13,7 +13,7 @@ from pathlib import Path
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import counted
-from meshloom.compiler.spec.spec import RunSpec
+from meshloom.compiler.declare.run_spec import RunSpec
 
 from ..processes.distributed import Processes
 from ..processes.initialize import plan_start

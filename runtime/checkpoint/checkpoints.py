@@ -17,7 +17,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from meshloom.compiler.core.errors import ConfigError, Problem
-from meshloom.compiler.spec.spec import CheckpointSpec, RunSpec
+from meshloom.compiler.declare.run_spec import CheckpointSpec, RunSpec
 
 from ..core.failures import STORAGE, RunFailed, is_of_one_process, storage_reason
 from ..core.files import free_name, remove_for_good

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshloom.compiler.core.trees import leaves_by_path
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.sharding.state import build_schedule
-from meshloom.compiler.spec.spec import RunSpec
 
 MOST_SHOWN = 6
 

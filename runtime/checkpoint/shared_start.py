@@ -11,8 +11,8 @@ import jax
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import human_bytes
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.spec.spec import RunSpec
 
 from ..core.stores import Folder, absolute, check_writable, folder_at, is_remote
 from ..processes.distributed import Processes, together
@@ -23,7 +23,7 @@ from .start import Start, checkpoint_folder, describe_damage, find_start
 LEAST_COMPRESSED = 0.5  # Orbax compresses arrays with zstd; trained float32 shrinks by a tenth, never to half
 
 
-def find_shared_start(run_dir: Path, plan: Plan, console: Console, processes: Processes) -> Start | None:
+def find_shared_start(run_dir: Path, plan: Plan[RunSpec], console: Console, processes: Processes) -> Start | None:
     """Returns the checkpoint to continue from, the same in all processes; None for a fresh start. It is complete, and
     of this model. Process 0 reads each byte once, and warns about a lack of disk space.
 
@@ -34,7 +34,7 @@ def find_shared_start(run_dir: Path, plan: Plan, console: Console, processes: Pr
     return together("sight of the checkpoint", lambda: seen(found, processes))
 
 
-def found_by_first(run_dir: Path, plan: Plan, console: Console, processes: Processes) -> Start | None:
+def found_by_first(run_dir: Path, plan: Plan[RunSpec], console: Console, processes: Processes) -> Start | None:
     """Returns the start that process 0 finds; the others get its place."""
     if not processes.is_first:
         told = json.loads(processes.from_first("start"))
@@ -48,7 +48,7 @@ def found_by_first(run_dir: Path, plan: Plan, console: Console, processes: Proce
         processes.from_first("start", json.dumps(told))
 
 
-def _find(run_dir: Path, plan: Plan, console: Console) -> Start | None:
+def _find(run_dir: Path, plan: Plan[RunSpec], console: Console) -> Start | None:
     start = find_start(run_dir, plan.spec, plan.abstract)
     folder = checkpoint_folder(run_dir, plan.spec)
     if plan.spec.checkpoint.is_saving:

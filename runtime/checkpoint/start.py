@@ -9,7 +9,7 @@ from orbax.checkpoint import v1 as ocp
 
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if_any
 from meshloom.compiler.core.format import counted
-from meshloom.compiler.spec.spec import RunSpec
+from meshloom.compiler.declare.run_spec import RunSpec
 
 from ..core.failures import STORAGE, RunFailed
 from ..core.manifest import FILE, Compared, damage_in

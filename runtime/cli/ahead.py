@@ -6,11 +6,11 @@ from pathlib import Path
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, all_of
 from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.explain import explain
-from meshloom.compiler.spec.spec import RunSpec
 
 from ..checkpoint.restore_plan import plan_restore
 from ..checkpoint.start import Start, check_checkpoint, find_restorable

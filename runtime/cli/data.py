@@ -17,9 +17,9 @@ from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.declare.data_spec import HuggingFaceTokenizer, OneSource
 from meshloom.compiler.declare.overrides import override
-from meshloom.compiler.spec.data_spec import HuggingFaceTokenizer, OneSource
-from meshloom.compiler.spec.spec import RunSpec
+from meshloom.compiler.declare.run_spec import RunSpec
 
 from ..core.exclusive import LOCK, alone
 from ..core.files import replace_json

@@ -18,9 +18,9 @@ from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.model_choice import chosen_model, model_of
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.declare.user_code import allowed_modules
 from meshloom.compiler.driver import plan_run
-from meshloom.compiler.spec.spec import RunSpec
 from meshloom.compiler.spec.target_spec import LocalTarget
 
 from ..core.failures import is_of_one_process

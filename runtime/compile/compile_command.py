@@ -16,6 +16,7 @@ from meshloom.compiler.core.errors import DOES_NOT_FIT, EXPOSED, ConfigError, Pr
 from meshloom.compiler.core.format import human_bytes, human_share
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.overrides import override
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.declare.user_code import allow_words
 from meshloom.compiler.driver import plan_run, report_of
 from meshloom.compiler.estimate.estimate import StepEstimate, estimate_step
@@ -25,7 +26,6 @@ from meshloom.compiler.schema import MemoryChange, Report, SearchReport
 from meshloom.compiler.search.alternatives import find_alternatives, suggest_changes
 from meshloom.compiler.search.evaluation import Replan
 from meshloom.compiler.search.overlap import check_can_judge
-from meshloom.compiler.spec.spec import RunSpec
 from meshloom.compiler.target.compiler_options import check_compiler_options
 from meshloom.compiler.target.target import plan_target
 from meshloom.compiler.target.topology import find_devices
@@ -51,7 +51,7 @@ LOG = logging.getLogger("meshloom")
 class CompileJob:
     """A step that can be compiled: its plan, its devices, and the lines that were printed while they were found."""
 
-    plan: Plan
+    plan: Plan[RunSpec]
     devices: Sequence[Any]
     said: tuple[str, ...] = ()
 
@@ -79,7 +79,7 @@ def prepare_compile(spec: RunSpec) -> CompileJob:
     return replace(job, said=(*said, *job.said))
 
 
-def find_job(spec: RunSpec, make_plan: Callable[[], Plan]) -> CompileJob:
+def find_job(spec: RunSpec, make_plan: Callable[[], Plan[RunSpec]]) -> CompileJob:
     """Returns the job of a declaration whose devices have started. Raises ConfigError with all problems."""
     with captured_stderr() as captured:
         plan, devices, *_ = all_of(
@@ -100,7 +100,7 @@ def compile_step(job: CompileJob, run_dir: Path, *, request: Request, model: str
     Raises ConfigError for wrong compiler options and for a directory that is in use, RunFailed if the compiler fails.
     """
 
-    def replan(more: tuple[str, ...]) -> Plan:
+    def replan(more: tuple[str, ...]) -> Plan[RunSpec]:
         return read_spec(replace(request, overrides=(*request.overrides, *more)), then=plan_run)
 
     with only_run_in(run_dir), recorded_run(run_dir, "compile") as record:
@@ -161,7 +161,7 @@ def compile_job(
     return Compiled(stored, report)
 
 
-def _estimate_of(declared: Plan, step: CompiledStep) -> StepEstimate:
+def _estimate_of(declared: Plan[RunSpec], step: CompiledStep) -> StepEstimate:
     """Returns the estimate of the declaration: the compiled step's, unless a search chose another step."""
     return step.estimate if step.plan is declared else estimate_step(declared)
 

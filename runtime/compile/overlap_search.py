@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from meshloom import compiler as compiler_package
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_declared
 from meshloom.compiler.plan import Plan
@@ -45,7 +46,9 @@ Tried = tuple[OverlapConfig, Evaluation]
 Untried = Literal["num_equal", "num_ruled_out", "num_untried"]  # reasons why a candidate has no row, as in SearchReport
 
 
-def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...]) -> tuple[StoredStep, SearchReport]:
+def search_overlap(
+    plan: Plan[RunSpec], compiler: StepCompiler, overrides: tuple[str, ...]
+) -> tuple[StoredStep, SearchReport]:
     """Returns the step with the shortest prediction and the table of all compiled candidates.
 
     Steps that meet `overlap.max_exposed` come first; if no step fits, the declared one is returned. Raises the errors
@@ -74,7 +77,7 @@ def search_overlap(plan: Plan, compiler: StepCompiler, overrides: tuple[str, ...
 
 
 def _try_in_turn(
-    plan: Plan,
+    plan: Plan[RunSpec],
     candidates: Sequence[OverlapCandidate],
     declared: StoredStep,
     compiled: Callable[[OverlapCandidate, int], StoredStep],
@@ -140,7 +143,7 @@ def _attempt(compile_it: Callable[[], StoredStep]) -> tuple[StoredStep | None, E
     return made, evaluate_step(made.step), made.step.built.compile_seconds
 
 
-def _decision_file(plan: Plan, declared: StoredStep, candidates: Sequence[OverlapCandidate]) -> Path | None:
+def _decision_file(plan: Plan[RunSpec], declared: StoredStep, candidates: Sequence[OverlapCandidate]) -> Path | None:
     """Returns the file of a decision, named by everything that it depends on: the program, the candidates and their
     order, the bounds and limits, the figures of the chip, and the code that judges."""
     folder = cache_folder(plan.spec)

@@ -21,7 +21,7 @@ from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.hydra_settings import SEARCH_PATH
 from meshloom.compiler.declare.overrides import overridden_key
 from meshloom.compiler.spec.calibration_spec import Calibration
-from meshloom.compiler.spec.spec import MeshSpec
+from meshloom.compiler.spec.plan_spec import MeshSpec
 from meshloom.compiler.spec.target_spec import TargetSpec
 from meshloom.compiler.target.mesh import plan_mesh
 from meshloom.compiler.target.placement import plan_own_order

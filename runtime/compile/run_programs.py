@@ -24,6 +24,7 @@ from meshloom.compiler.analysis.lint import find_gathered_whole
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, Problem
 from meshloom.compiler.core.format import counted, human_bytes
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.xla.aot import REMATERIALIZATION, built_of, memory_of
 from meshloom.compiler.xla.fingerprint import Fingerprint, fingerprint_of
@@ -83,7 +84,7 @@ class Ready:
 
 
 def make_programs(
-    plan: Plan,
+    plan: Plan[RunSpec],
     precompiled: Precompiled | None,
     run_dir: Path,
     *,
@@ -113,13 +114,18 @@ def compiler_log(run_dir: Path, processes: Processes) -> Path:
     return run_dir / "logs" / ("compiler.log" if processes.is_first else f"compiler-{processes.index}.log")
 
 
-def mesh_of(plan: Plan) -> Mesh:
+def mesh_of(plan: Plan[RunSpec]) -> Mesh:
     """Returns the plan's mesh of attached devices."""
     return plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
 
 
 def _ready(
-    plan: Plan, precompiled: Precompiled | None, lowered: Programs, mesh: Mesh, compile_: Compile, processes: Processes
+    plan: Plan[RunSpec],
+    precompiled: Precompiled | None,
+    lowered: Programs,
+    mesh: Mesh,
+    compile_: Compile,
+    processes: Processes,
 ) -> Ready:
     start = time.perf_counter()
     if precompiled:
@@ -134,7 +140,7 @@ def _ready(
     return Ready(programs, cache.describe(time.perf_counter() - start), tuple(cache.warnings))
 
 
-def meet(plan: Plan, make: Callable[[], Programs], processes: Processes) -> Programs:
+def meet(plan: Plan[RunSpec], make: Callable[[], Programs], processes: Processes) -> Programs:
     """Returns the programs of `make`, once all processes have theirs. Raises RunFailed in all of them if one fails to
     compile, or lacks the memory to run."""
 
@@ -146,7 +152,9 @@ def meet(plan: Plan, make: Callable[[], Programs], processes: Processes) -> Prog
     return together(COMPILED, made, processes=processes, timeout_seconds=plan.spec.distributed.compile_timeout_seconds)
 
 
-def compile_together(plan: Plan, lowered: Programs, mesh: Mesh, compile_: Compile, processes: Processes) -> Ready:
+def compile_together(
+    plan: Plan[RunSpec], lowered: Programs, mesh: Mesh, compile_: Compile, processes: Processes
+) -> Ready:
     """Returns programs that all processes load, if each has them stored, or that all compile and store."""
     start = time.perf_counter()
     fingerprint = fingerprint_of(plan, lowered, mesh)
@@ -182,7 +190,7 @@ def _keep(place: Path | None, fingerprint: Fingerprint, programs: Programs, seco
 REGARDLESS = "on_out_of_memory=try goes on regardless"
 
 
-def check_state_memory(plan: Plan, processes: Processes) -> None:
+def check_state_memory(plan: Plan[RunSpec], processes: Processes) -> None:
     """Raises RunFailed if parameters, optimizer state and batch alone need more memory than there is, or if the host of
     an accelerator lacks the memory for the copy that a save makes of them."""
     needed = plan.memory.state_bytes + plan.memory.batch
@@ -191,7 +199,7 @@ def check_state_memory(plan: Plan, processes: Processes) -> None:
         _check_host(plan, _saved_bytes(plan, processes), "a save copies the state to the memory of its host")
 
 
-def check_program_memory(plan: Plan, compiled: Any, processes: Processes) -> None:
+def check_program_memory(plan: Plan[RunSpec], compiled: Any, processes: Processes) -> None:
     """Raises RunFailed if the compiled train step needs more memory than devices or host have."""
     memory = memory_of(compiled)
     needed = memory.needed_bytes(plan.target.platform)
@@ -202,7 +210,7 @@ def check_program_memory(plan: Plan, compiled: Any, processes: Processes) -> Non
         _check_host(plan, on_host, "the compiled train step keeps arrays in the memory of its host")
 
 
-def _check_devices(plan: Plan, bytes_per_device: int, purpose: str, processes: Processes) -> None:
+def _check_devices(plan: Plan[RunSpec], bytes_per_device: int, purpose: str, processes: Processes) -> None:
     each = f"{human_bytes(bytes_per_device)} are needed on each"
     if plan.target.platform == "cpu":
         num_devices = _devices_of_host(plan, processes)
@@ -214,29 +222,29 @@ def _check_devices(plan: Plan, bytes_per_device: int, purpose: str, processes: P
         _refuse(plan, f"{each} device of {plan.target.name} {purpose}, and {human_bytes(available)} are available")
 
 
-def _check_host(plan: Plan, needed: int, why: str) -> None:
+def _check_host(plan: Plan[RunSpec], needed: int, why: str) -> None:
     available = available_bytes()
     if needed > available:
         _refuse(plan, f"{why}: {human_bytes(needed)} are needed, {human_bytes(available)} are available")
 
 
-def _refuse(plan: Plan, what: str) -> None:
+def _refuse(plan: Plan[RunSpec], what: str) -> None:
     if plan.spec.on_out_of_memory == "refuse":
         fix = "choose a smaller model or batch, or more devices (`meshloom explain` plans without any)"
         raise RunFailed(Problem("target", what, f"{fix}; {REGARDLESS}"), DOES_NOT_FIT)
 
 
-def _device_bytes(plan: Plan) -> int | None:
+def _device_bytes(plan: Plan[RunSpec]) -> int | None:
     """Returns the memory that the runtime gives programs on a device; if it does not say, that of the chip."""
     stats = jax.local_devices()[0].memory_stats() or {}
     return stats.get("bytes_limit", plan.target.hbm_bytes_per_device)
 
 
-def _devices_of_host(plan: Plan, processes: Processes) -> int:
+def _devices_of_host(plan: Plan[RunSpec], processes: Processes) -> int:
     return plan.target.num_devices // processes.count * processes.num_on_host
 
 
-def _saved_bytes(plan: Plan, processes: Processes) -> int:
+def _saved_bytes(plan: Plan[RunSpec], processes: Processes) -> int:
     """Returns the bytes that this host saves: replicas are saved once."""
     whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(plan.abstract))
     return min(whole, plan.memory.state_bytes * _devices_of_host(plan, processes))

@@ -7,9 +7,9 @@ from typing import Any
 
 from meshloom.compiler.analysis.compiled_step import CompiledStep
 from meshloom.compiler.core.console import Console
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.driver import compile_plan
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.spec.spec import RunSpec
 from meshloom.compiler.xla.aot import REMATERIALIZATION, Built, LoweredStep, compile_ahead
 from meshloom.compiler.xla.fingerprint import Fingerprint
 
@@ -47,7 +47,7 @@ class StepCompiler:
     words: tuple[str, ...] = ()
     known: dict[str, tuple[Built, Artifact | None]] = field(default_factory=dict)
 
-    def compile(self, plan: Plan, overrides: tuple[str, ...], status: str) -> StoredStep:
+    def compile(self, plan: Plan[RunSpec], overrides: tuple[str, ...], status: str) -> StoredStep:
         """Returns the compiled step of a plan. overrides: the overrides that declare it. status: a text to show
         meanwhile.
 

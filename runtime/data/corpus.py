@@ -10,10 +10,10 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.core.places import is_url
+from meshloom.compiler.declare.data_spec import DataSpec, OneSource, PythonStdlibSource, SyntheticSource
 from meshloom.compiler.declare.overrides import override
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.sharding.batch import batch_arrays
-from meshloom.compiler.spec.data_spec import DataSpec, OneSource, PythonStdlibSource, SyntheticSource
-from meshloom.compiler.spec.spec import RunSpec
 
 from .documents import Part, num_text_bytes, parts_of
 from .download import local_copy

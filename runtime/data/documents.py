@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshloom.compiler.core.errors import ConfigError, Problem
-from meshloom.compiler.spec.data_spec import JsonlSource, OneSource, ParquetSource, PythonSource, TextFilesSource
+from meshloom.compiler.declare.data_spec import JsonlSource, OneSource, ParquetSource, PythonSource, TextFilesSource
 
 from . import formats
 from .files import SourceFile, UnreadableError, find_files, local_file

@@ -6,7 +6,7 @@ from itertools import islice
 
 from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.format import counted
-from meshloom.compiler.spec.data_spec import OneSource
+from meshloom.compiler.declare.data_spec import OneSource
 
 from .documents import Document, parts_of
 from .tokenize import is_empty

@@ -10,9 +10,9 @@ import grain
 
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if_any
 from meshloom.compiler.core.format import be, counted, human_parameters
+from meshloom.compiler.declare.data_spec import MixtureSource, OneSource
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.spec.data_spec import MixtureSource, OneSource
-from meshloom.compiler.spec.spec import RunSpec
 
 from .batches import NEXT_BATCH, Batches, BatchSource, shuffled
 from .corpus import SPLITS, Corpus, Sequences, open_corpus
@@ -243,7 +243,7 @@ def _summary(spec: RunSpec, corpora: list[Corpus]) -> str:
 LARGE = 1_000_000_000  # parameters; the 25 MB of Python's library teach such a model nothing
 
 
-def warnings_of_demo_data(plan: Plan) -> tuple[Problem, ...]:
+def warnings_of_demo_data(plan: Plan[RunSpec]) -> tuple[Problem, ...]:
     """Returns a warning if a large model would train on the default data, which are only meant for trying the loop."""
     if plan.spec.data.source.kind != "python_stdlib" or plan.num_parameters < LARGE:
         return ()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from meshloom.compiler.core.errors import ConfigError, Problem, use_one_of
-from meshloom.compiler.spec.data_spec import HuggingFaceTokenizer, SentencePieceTokenizer, TokenizerSpec
+from meshloom.compiler.declare.data_spec import HuggingFaceTokenizer, SentencePieceTokenizer, TokenizerSpec
 
 from .files import require
 

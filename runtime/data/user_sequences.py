@@ -6,7 +6,7 @@ import numpy as np
 
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.format import counted
-from meshloom.compiler.spec.data_spec import DataSpec, PythonSource
+from meshloom.compiler.declare.data_spec import DataSpec, PythonSource
 from meshloom.models import PADDING_TARGET
 
 from .packing import PADDING, PackedSequence

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
-from meshloom.compiler.spec.launch_spec import LaunchConfig, SkyPilotLaunch, TpuVmLaunch, XpkLaunch
+from meshloom.compiler.declare.launch_spec import LaunchConfig, SkyPilotLaunch, TpuVmLaunch, XpkLaunch
 
 from ..core.failures import FINAL, HUNG, LOST, STORAGE
 from .plan import ChipNames, LaunchPlan, chip_names

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshloom.compiler.core.visible import write_error, write_out
-from meshloom.compiler.spec.launch_spec import (
+from meshloom.compiler.declare.launch_spec import (
     JobSetLaunch,
     LaunchSpec,
     LocalLaunch,
@@ -21,7 +21,7 @@ from meshloom.compiler.spec.launch_spec import (
     TpuVmLaunch,
     XpkLaunch,
 )
-from meshloom.compiler.spec.spec import RunSpec
+from meshloom.compiler.declare.run_spec import RunSpec
 
 from .clouds import render_skypilot, render_tpu_vm, xpk_command
 from .jobset import is_schema_there, render_jobset

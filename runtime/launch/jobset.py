@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from meshloom.compiler.core.errors import Problem, raise_if_any
-from meshloom.compiler.spec.launch_spec import JobSetLaunch, Volume
+from meshloom.compiler.declare.launch_spec import JobSetLaunch, Volume
 
 from ..core.failures import FINAL
 from .plan import LaunchPlan, chip_names

@@ -18,9 +18,9 @@ from pathlib import Path
 from types import FrameType
 
 from meshloom.compiler.core.visible import write_error
+from meshloom.compiler.declare.launch_spec import LocalLaunch
 from meshloom.compiler.declare.overrides import override
-from meshloom.compiler.spec.launch_spec import LocalLaunch
-from meshloom.compiler.spec.spec import DistributedSpec
+from meshloom.compiler.declare.run_spec import DistributedSpec
 
 from ..core.failures import FINAL, INTERRUPTED
 from .plan import LaunchPlan

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from meshloom.compiler.core.errors import ConfigError, Problem
-from meshloom.compiler.spec.launch_spec import SlurmLaunch
+from meshloom.compiler.declare.launch_spec import SlurmLaunch
 
 from ..core.failures import FINAL, PREEMPTED
 from .plan import LaunchPlan

@@ -16,7 +16,7 @@ from typing import Any
 
 from meshloom import __version__
 from meshloom.compiler.core.errors import Problem
-from meshloom.compiler.spec.spec import RunSpec
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.xla.fingerprint import flat
 from meshloom.compiler.xla.programs import Programs
 

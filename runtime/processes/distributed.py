@@ -25,7 +25,7 @@ import jax
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
-from meshloom.compiler.spec.spec import RunSpec
+from meshloom.compiler.declare.run_spec import RunSpec
 
 from ..core.failures import LOST, RunFailed
 from ..core.interruptible import interruptibly

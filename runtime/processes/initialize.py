@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
-from meshloom.compiler.spec.spec import DistributedSpec
+from meshloom.compiler.declare.run_spec import DistributedSpec
 from meshloom.compiler.spec.target_spec import TargetSpec
 
 from ..core.failures import LOST, RunFailed

@@ -25,7 +25,7 @@ import jax
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import be
 from meshloom.compiler.core.visible import write_error
-from meshloom.compiler.spec.spec import DistributedSpec
+from meshloom.compiler.declare.run_spec import DistributedSpec
 
 from ..core.failures import LOST
 from ..core.interruptible import leave_now

@@ -14,7 +14,7 @@ from pathlib import Path
 from meshloom import __version__
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.visible import visible
-from meshloom.compiler.spec.spec import RunSpec
+from meshloom.compiler.declare.run_spec import RunSpec
 
 from ..core.stderr_capture import captured_native_stderr, captured_tail
 from .distributed import Processes

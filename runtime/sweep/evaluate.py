@@ -14,12 +14,12 @@ from meshloom.compiler.core.format import human_bytes
 from meshloom.compiler.declare.compose import read_spec
 from meshloom.compiler.declare.model_choice import model_of
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.declare.user_code import code_allowed_from
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import StepEstimate, estimate_step
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.explain import explain
-from meshloom.compiler.spec.spec import RunSpec
 from meshloom.compiler.target.accuracy import Basis, accuracy_of
 
 from ..compile.compile_command import Compiled, compile_step, prepare_compile, why_refused

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from meshloom.compiler.core.errors import Problem, raise_if_any
-from meshloom.compiler.spec.launch_spec import LaunchSpec
+from meshloom.compiler.declare.launch_spec import LaunchSpec
 
 from .rows import SweepCommand
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshloom.compiler.core.errors import Problem
-from meshloom.compiler.spec.spec import RunSpec
+from meshloom.compiler.declare.run_spec import RunSpec
 
 from ..core.failures import NONFINITE, RunFailed
 from .metrics import Metrics

@@ -9,6 +9,7 @@ from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.declare.hydra_settings import RUN_DIR
 from meshloom.compiler.declare.overrides import overridden_key
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
 
 from ..data.splits import warnings_of_demo_data
@@ -26,7 +27,7 @@ TRY_NEXT = (
 class Display(Observer):
     """Shows the metrics of each step."""
 
-    def __init__(self, console: Console, plan: Plan, *, first_step: int, token_unit: str):
+    def __init__(self, console: Console, plan: Plan[RunSpec], *, first_step: int, token_unit: str):
         self.console, self.plan, self.token_unit = console, plan, token_unit
         self._bar = console.bar("step", "doing", "count", "bar", "numbers", "elapsed", "left")
         self._bar.update(first_step, total=plan.spec.num_steps)
@@ -60,7 +61,7 @@ class Display(Observer):
             say(self.console, f"step {metrics.step}: held-out loss {metrics.eval_loss:.3f} nats per {self.token_unit}")
 
 
-def show_header(console: Console, plan: Plan) -> None:
+def show_header(console: Console, plan: Plan[RunSpec]) -> None:
     """Shows the run that is about to start, in one line, and its warnings."""
     say(console, f"meshloom train: {plan.num_parameters / 1e6:,.1f} M parameters, {plan.mesh} on {plan.target.name}, "
         f"{counted(plan.spec.num_steps, 'step')} of {counted(plan.spec.tokens_per_step, 'token')}")  # fmt: skip
@@ -71,7 +72,7 @@ def show_header(console: Console, plan: Plan) -> None:
         say(console, warning.as_warning())
 
 
-def _not_judged(plan: Plan) -> tuple[Problem, ...]:
+def _not_judged(plan: Plan[RunSpec]) -> tuple[Problem, ...]:
     """Returns a warning if the declaration limits exposed time and `train` compiles the step, which is not judged."""
     if plan.spec.overlap.max_exposed is None or plan.spec.artifact is not None:
         return ()
@@ -79,7 +80,7 @@ def _not_judged(plan: Plan) -> tuple[Problem, ...]:
     return (Problem("overlap.max_exposed", "is not judged by `meshloom train`", fix),)
 
 
-def _not_counted(plan: Plan) -> tuple[Problem, ...]:
+def _not_counted(plan: Plan[RunSpec]) -> tuple[Problem, ...]:
     """Returns a warning for each primitive with unknown FLOPs, because of which the MFU is unknown."""
     why = ((one, f"MFU is not reported: {one.name} at {one.place}: {one.why}") for one in plan.model_flops.unknown)
     return tuple(Problem("model.family", what, one.fix) for one, what in why)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.step.train_step import NUM_PADDING
 from meshloom.compiler.xla.programs import Programs
@@ -42,7 +43,7 @@ class Loop:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Plan[RunSpec],
         programs: Programs,
         *,
         batches: BatchIterator,

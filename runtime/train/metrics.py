@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
 
 from .time_spent import TimeSpent, take_time_spent
@@ -59,7 +60,7 @@ def by_layer(auxiliary: Mapping[str, np.ndarray], how: Literal["mean", "each"]) 
     }
 
 
-def mfu(plan: Plan, step_seconds: float) -> float | None:
+def mfu(plan: Plan[RunSpec], step_seconds: float) -> float | None:
     """Returns the model FLOPs utilisation over all devices, remat excluded; None if the target's peak or the model's
     FLOPs are unknown."""
     peak, flops = plan.target.peak_flops_per_second, plan.model_flops_per_step
@@ -67,7 +68,7 @@ def mfu(plan: Plan, step_seconds: float) -> float | None:
 
 
 def metrics_of(
-    plan: Plan,
+    plan: Plan[RunSpec],
     step: int,
     read: Mapping[str, Any],
     eval_loss: float | None,

@@ -20,8 +20,8 @@ import jax
 
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import Problem
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.spec.spec import RunSpec
 from meshloom.compiler.xla.programs import Programs
 
 from ..data import Data, describe_documents
@@ -148,7 +148,7 @@ class ObservedRun:
     """A run that is about to train, as its observers know it. first_step: the steps that are done already. model: the
     declaration's name for its model; None if it has none."""
 
-    plan: Plan
+    plan: Plan[RunSpec]
     programs: Programs
     data: Data
     run_dir: Path

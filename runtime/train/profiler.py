@@ -15,11 +15,11 @@ from typing import Any, Self
 import jax
 
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.profile.prediction import predict
 from meshloom.compiler.profile.trace import STEP_ANNOTATION
-from meshloom.compiler.spec.spec import RunSpec
 from meshloom.compiler.xla.hlo import HloError
 from meshloom.compiler.xla.programs import Programs
 

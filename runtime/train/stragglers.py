@@ -15,7 +15,7 @@ import jax
 
 from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.format import human_seconds, human_share
-from meshloom.compiler.spec.spec import StragglersSpec
+from meshloom.compiler.declare.run_spec import StragglersSpec
 
 from ..processes.distributed import Processes
 from .observer import ObservedRun, Observer, StepTimes

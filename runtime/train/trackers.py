@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of
+from meshloom.compiler.declare.logging_spec import LoggingSpec
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.declare.user_code import load_class
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.spec.logging_spec import LoggingSpec
 
 from ..core.failures import RunFailed
 from ..core.files import parse_json, replace_json
@@ -126,7 +127,7 @@ def find_trackers(options: LoggingSpec) -> tuple[type[Tracker], ...]:
 
 
 def tracked_run(
-    plan: Plan, run_dir: Path, first_step: int, warn: Callable[[Problem], None] = lambda _: None
+    plan: Plan[RunSpec], run_dir: Path, first_step: int, warn: Callable[[Problem], None] = lambda _: None
 ) -> TrackedRun:
     """Returns a run as trackers know it."""
     spec, labels = plan.spec, plan.spec.run

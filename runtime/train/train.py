@@ -20,10 +20,10 @@ from meshloom.compiler.core.key_paths import is_within
 from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.declare.hydra_settings import RUN_DIR
 from meshloom.compiler.declare.overrides import overridden_key, override
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.declare.user_code import allow_words
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.spec.spec import RunSpec
 from meshloom.compiler.target.compiler_options import check_compiler_options
 from meshloom.compiler.xla.fingerprint import fingerprint_of
 from meshloom.compiler.xla.programs import Programs, lower
@@ -70,7 +70,7 @@ class Job:
     """A run that passed all checks: its plan, its data, the artifact that is loaded instead of compiling, and the lines
     that were printed while devices were found. model: the declaration's name for its model; None if it has none."""
 
-    plan: Plan
+    plan: Plan[RunSpec]
     data: Data
     precompiled: Precompiled | None = None
     said: tuple[str, ...] = ()
@@ -235,7 +235,7 @@ def _show_job(job: Job, console: Console) -> None:
     say(console, job.data.summary)
 
 
-def find_precompiled(plan: Plan, named: Path) -> Precompiled:
+def find_precompiled(plan: Plan[RunSpec], named: Path) -> Precompiled:
     """Returns the artifact, after checking that it is for this plan and these devices. Raises ConfigError with all
     differences."""
     artifact, mesh = read_artifact(named), mesh_of(plan)
@@ -245,7 +245,7 @@ def find_precompiled(plan: Plan, named: Path) -> Precompiled:
 
 
 def _initial_state(
-    start: Start | None, plan: Plan, programs: Programs, batches: BatchIterator, console: Console
+    start: Start | None, plan: Plan[RunSpec], programs: Programs, batches: BatchIterator, console: Console
 ) -> tuple[Any, int, int]:
     """Returns the state to start from, of this run, of another, or a fresh one, with its steps and tokens so far."""
     if start is None:
@@ -282,7 +282,7 @@ def _check_data_left(batches: BatchIterator, num_steps: int) -> None:
         raise ConfigError([Problem("data.num_epochs", what, "use more epochs, or null (no end), or fewer steps")])
 
 
-def _where(plan: Plan, run_dir: Path, saved: int | None) -> list[tuple[str, str]]:
+def _where(plan: Plan[RunSpec], run_dir: Path, saved: int | None) -> list[tuple[str, str]]:
     rows = [("run directory", f"{run_dir}"), ("metrics", f"{run_dir}/metrics.jsonl")]
     if saved is not None:
         folder = checkpoint_folder(run_dir, plan.spec) if plan.spec.checkpoint.directory else f"{run_dir}/{FOLDER}"

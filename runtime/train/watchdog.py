@@ -22,7 +22,7 @@ import jax
 
 from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.format import counted, human_names, human_seconds
-from meshloom.compiler.spec.spec import WatchdogSpec
+from meshloom.compiler.declare.run_spec import WatchdogSpec
 
 from ..core.failures import HUNG
 from ..processes.distributed import Processes

@@ -15,7 +15,7 @@ from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
 from meshloom.compiler.declare.compose import Request, hydra_session, read_spec
 from meshloom.compiler.declare.compositions import compositions_kept
 from meshloom.compiler.declare.overrides import parse_override
-from meshloom.compiler.spec.spec import RunSpec
+from meshloom.compiler.spec.plan_spec import PlanSpec
 from meshloom.compiler.tune.answer import Estimated
 from meshloom.compiler.tune.space import GroupChoices, Variant, check_pins, num_points, product_of
 
@@ -33,7 +33,7 @@ class Space:
     """
 
     request: Request
-    spec: RunSpec
+    spec: PlanSpec
     pinned: Mapping[str, Any]
     groups: Mapping[str, tuple[str, ...]]
     choices: tuple[GroupChoices, ...]

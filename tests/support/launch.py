@@ -4,7 +4,7 @@ from functools import cache
 
 from conftest import SMALL
 from meshloom.compiler.declare.compose import Request, read_spec
-from meshloom.compiler.spec.spec import RunSpec
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.runtime.launch.engines import Rendering, render
 from meshloom.runtime.launch.plan import LaunchPlan, plan_launch
 

@@ -9,9 +9,9 @@ import numpy as np
 import optax
 from jax import Array
 
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.optim.lr_schedules import CosineSchedule
 from meshloom.compiler.optim.optimizers import AdamWConfig
-from meshloom.compiler.spec.spec import RunSpec
 from meshloom.models import Context, Model, split_aux
 
 

@@ -42,7 +42,7 @@ from ...jaxpr.flops import matmul_flops
 from ...jaxpr.operation_kinds import LANES
 from ...jaxpr.subprograms import subprograms
 from ...sharding.arrays import OpSite
-from ...spec.spec import RunSpec
+from ...spec.step_spec import StepSpec
 from ...target.target import TargetPlan
 from ..operation import Lowered, OpInputs, OpPlan, ParallelOp, Strategy, refused
 from ..remat import ATTENTION_RESULT, marked
@@ -131,7 +131,7 @@ class AttentionOp(ParallelOp):
         sums = (jnp.sum(x, axis=range(2, x.ndim), keepdims=True) for x in arrays)
         return jnp.broadcast_to(sum(sums, start=jnp.zeros(())), out.shape).astype(out.dtype)
 
-    def masked_share(self, spec: RunSpec, *operands: Any, **options: Any) -> Fraction:
+    def masked_share(self, spec: StepSpec, *operands: Any, **options: Any) -> Fraction:
         """Returns the share of scores that are hidden. A query sees the keys up to its own, and of those the last
         `window`. Where documents are isolated, how much it sees is up to the data: its own key at least."""
         queries, keys = (operand.shape[1] for operand in operands[:2])

@@ -8,7 +8,7 @@ from conftest import plan_of
 from meshloom.compiler.analysis.lint import TOO_EXPOSED, find_too_exposed, least_batch
 from meshloom.compiler.core.errors import EXPOSED
 from meshloom.compiler.schema import CollectiveReport, StepReport
-from meshloom.compiler.xla.fingerprint import fields_of_program
+from meshloom.compiler.spec.step_spec import StepSpec
 from support import reports
 from support.commands import meshloom
 
@@ -112,4 +112,4 @@ def test_the_demand_is_an_exit_code(tmp_path):
 
 
 def test_a_demand_changes_no_program():
-    assert fields_of_program(demand(0.3).spec) == fields_of_program(plan_of(*TARGET).spec)
+    assert StepSpec.of(demand(0.3).spec) == StepSpec.of(plan_of(*TARGET).spec)

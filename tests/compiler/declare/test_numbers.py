@@ -11,8 +11,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.optim.contract import OptimizerConfig
-from meshloom.compiler.spec import spec
 from meshloom.models.config import Config
 from meshloom.models.numbers import divisors
 
@@ -88,8 +88,8 @@ def test_a_text_is_not_empty_and_fits_into_a_path(one, name):
 def test_the_largest_seed_is_the_last_that_makes_a_key_of_its_own():
     keys = [np.asarray(jax.random.key_data(jax.random.key(seed))) for seed in (0, 1, 2**31, 2**32 - 2, 2**32 - 1)]
     assert len({key.tobytes() for key in keys}) == len(keys)
-    assert not _is_refused(spec.RunSpec, "seed", 2**32 - 1)
-    assert _is_refused(spec.RunSpec, "seed", 2**32)
+    assert not _is_refused(RunSpec, "seed", 2**32 - 1)
+    assert _is_refused(RunSpec, "seed", 2**32)
 
 
 def test_the_classes_of_users_are_checked_too():

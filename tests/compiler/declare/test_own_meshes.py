@@ -9,7 +9,8 @@ import pytest
 from meshloom import conf
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.own_meshes import mesh_for
-from meshloom.compiler.spec.spec import Rule, RunSpec, rules_over, with_rules_of_others
+from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.spec.sharding_spec import Rule, rules_over, with_rules_of_others
 
 FOLDER = Path(conf.__path__[0])
 SHARDINGS = sorted(path.stem for path in FOLDER.glob("sharding/[!_]*.yaml"))

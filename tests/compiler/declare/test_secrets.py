@@ -15,11 +15,12 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.redaction import hidden, hide
 from meshloom.compiler.core.visible import visible
 from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.declare.user_code import code_allowed_from
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.report.views.page import _config
-from meshloom.compiler.spec.spec import RunSpec
-from meshloom.compiler.xla.fingerprint import fields_of_program
+from meshloom.compiler.spec.step_spec import StepSpec
+from meshloom.compiler.xla.fingerprint import flat
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
 from meshloom.runtime.cli.hydra_app import do_nothing, parse_flags, run_hydra_app
 from meshloom.runtime.cli.main import _show_crash
@@ -134,9 +135,9 @@ def test_keys_that_rest_on_the_environment_through_others_are_found_and_defaults
 
 def test_a_program_is_still_told_from_another_by_the_value(monkeypatch):
     """By a digest, which does not show it."""
-    first = fields_of_program(spec_of(SEED))
+    first = dict(flat(StepSpec.of(spec_of(SEED)).as_compared()))
     monkeypatch.setenv("STEPS", "4")
-    second = fields_of_program(spec_of(SEED))
+    second = dict(flat(StepSpec.of(spec_of(SEED)).as_compared()))
     assert {key for key in first if first[key] != second[key]} == {"seed"}
     assert first["seed"].startswith('"${oc.decode:${oc.env:STEPS}} (digest ')
 

@@ -17,6 +17,7 @@ from meshloom.compiler.analysis.program_text import Unavailable
 from meshloom.compiler.analysis.schedule_analysis import ScheduleAnalysis
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.estimate.estimate import estimate_declared, estimate_step
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.views.facts import unknown_values
@@ -299,7 +300,7 @@ class Unreadable:
     def __init__(self, *places: int, errors: Mapping[int, Exception] = MappingProxyType({}), equal: Sequence[int] = ()):
         self.places, self.errors, self.equal, self.num_compiled = places, errors, equal, 0
 
-    def compile(self, plan: Plan, overrides: tuple[str, ...], status: str) -> StoredStep:  # noqa: ARG002
+    def compile(self, plan: Plan[RunSpec], overrides: tuple[str, ...], status: str) -> StoredStep:  # noqa: ARG002
         place, self.num_compiled = self.num_compiled, self.num_compiled + 1
         if place in self.errors:
             raise self.errors[place]

@@ -14,7 +14,8 @@ from meshloom.compiler.core.trees import leaves_by_path, like
 from meshloom.compiler.sharding.arrays import Array
 from meshloom.compiler.sharding.rules import ArrayPlan, resolve
 from meshloom.compiler.spec.compiler_traits import CompilerTraits
-from meshloom.compiler.spec.spec import MeshSpec, Rule
+from meshloom.compiler.spec.plan_spec import MeshSpec
+from meshloom.compiler.spec.sharding_spec import Rule
 from meshloom.compiler.spec.target_spec import CpuTarget
 from meshloom.compiler.target.mesh import MeshPlan, plan_mesh
 from meshloom.compiler.target.target import TargetPlan, plan_target

@@ -10,8 +10,9 @@ import pytest
 
 from conftest import LINEAR_STACK, plan_of
 from meshloom.compiler.core.trees import leaves_by_path
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.spec.spec import LossScaleSpec
+from meshloom.compiler.spec.step_spec import LossScaleSpec
 from meshloom.compiler.step.train_step import build_init
 from meshloom.compiler.step.update import build_update, next_loss_scale
 from meshloom.compiler.xla.programs import lower
@@ -35,7 +36,7 @@ def _updating(*overrides: str):
     return plan, jax.jit(build_update(plan)), state
 
 
-def _gradients(plan: Plan, value: float | None = None) -> Any:
+def _gradients(plan: Plan[RunSpec], value: float | None = None) -> Any:
     chance = np.random.default_rng(0)
     grads = jax.tree.map(
         lambda x: jnp.asarray(chance.normal(size=x.shape), plan.spec.precision.gradients), plan.abstract["params"]

@@ -7,14 +7,11 @@ import jax
 import pytest
 
 from conftest import plan_of, spec_of
-from meshloom.compiler.xla.fingerprint import (
-    NOT_IN_PROGRAM,
-    Fingerprint,
-    differences,
-    fields_of_program,
-    fingerprint_of,
-    flat,
-)
+from meshloom.compiler.driver import plan_run
+from meshloom.compiler.plan import Plan
+from meshloom.compiler.spec.plan_spec import PlanSpec
+from meshloom.compiler.spec.step_spec import StepSpec
+from meshloom.compiler.xla.fingerprint import Fingerprint, differences, fingerprint_of, flat
 from meshloom.compiler.xla.programs import lower
 
 TINY = ("model.num_layers=1", "global_batch_size=8")
@@ -61,7 +58,10 @@ OUTSIDE = (
 
 
 def fingerprint(*overrides: str) -> Fingerprint:
-    plan = plan_of(*TINY, *overrides)
+    return fingerprint_of_plan(plan_of(*TINY, *overrides))
+
+
+def fingerprint_of_plan(plan: Plan) -> Fingerprint:
     mesh = plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
     return fingerprint_of(plan, lower(plan, mesh), mesh)
 
@@ -71,21 +71,29 @@ def usual() -> Fingerprint:
     return fingerprint()
 
 
-def test_every_key_reaches_the_program_or_is_known_not_to():
-    spec = spec_of(*TINY)
-    named, all_keys = fields_of_program(spec), dict(flat(spec.model_dump(mode="json")))
-    outside = {key for key in all_keys if any(key == name or key.startswith(f"{name}.") for name in NOT_IN_PROGRAM)}
-    assert set(named) | outside == set(all_keys)
-    assert not set(named) & outside
-    for name in NOT_IN_PROGRAM:
-        assert any(key == name or key.startswith(f"{name}.") for key in all_keys), f"{name} is no key"
+def keys_of_step(*overrides: str) -> dict[str, str]:
+    return dict(flat(StepSpec.of(spec_of(*overrides)).as_compared()))
+
+
+def test_the_step_has_keys_of_the_declaration_with_their_values():
+    declared = dict(flat(spec_of(*TINY).as_compared()))
+    assert keys_of_step(*TINY).items() <= declared.items()
+
+
+@pytest.mark.parametrize("more", [(), ("data=python", "data.source.object=a:B", "data.source.items=sequences")])
+def test_passes_read_no_more_of_a_declaration_than_its_step_and_its_place(more):
+    """The plan of nothing but the PlanSpec makes the same programs, with the same keys."""
+    spec = spec_of(*TINY, *more)
+    alone = PlanSpec.of(spec)
+    assert type(alone.data) is not type(spec.data)
+    assert fingerprint_of_plan(plan_run(alone)) == fingerprint_of_plan(plan_run(spec))
 
 
 def test_keys_outside_of_the_program_do_not_change_it(usual):
     before, after = (dict(flat(spec_of(*TINY, *more).model_dump(mode="json"))) for more in ((), OUTSIDE))
     own_fields = ("target.", "mesh.", "compiler_options", "overlap.flag_presets")
     unchanged = {key for key in before if after.get(key, ...) == before[key] and not key.startswith(own_fields)}
-    assert unchanged == set(fields_of_program(spec_of(*TINY))), "OUTSIDE changes all others"
+    assert unchanged == set(keys_of_step(*TINY)), "OUTSIDE changes all others"
     assert fingerprint(*OUTSIDE).digest == usual.digest
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from conftest import SMALL, spec_of
-from meshloom.compiler.spec.launch_spec import LocalLaunch
+from meshloom.compiler.declare.launch_spec import LocalLaunch
 from meshloom.runtime.launch.local import local_processes, run_local
 from meshloom.runtime.launch.plan import Hosts, LaunchPlan
 from meshloom.runtime.rundir.profile_files import read_profile

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from conftest import LINEAR_STACK, plan_of, spec_of
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
-from meshloom.compiler.spec.spec import DistributedSpec, RunSpec
+from meshloom.compiler.declare.run_spec import DistributedSpec, RunSpec
 from meshloom.compiler.xla.programs import Programs, build, lower
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
 from meshloom.runtime.checkpoint.shared_start import found_by_first, seen

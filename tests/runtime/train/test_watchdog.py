@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from meshloom.compiler.core.errors import Problem
-from meshloom.compiler.spec.spec import WatchdogSpec
+from meshloom.compiler.declare.run_spec import WatchdogSpec
 from meshloom.runtime.core.failures import FINAL, HUNG
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.train.observer import StepTimes

@@ -8,6 +8,7 @@ from pydantic_core import PydanticCustomError
 from meshloom.models.config import Config
 
 from ..core.config_types import LocalPath, NumBytes, Place, Seed, ShardsPlace, Text, WrittenShardsPlace
+from ..spec.step_spec import BatchSpec
 
 
 def _not_empty(paths: tuple[str, ...]) -> tuple[str, ...]:
@@ -130,10 +131,10 @@ class SentencePieceTokenizer(Config):
 TokenizerSpec = Annotated[BytesTokenizer | HuggingFaceTokenizer | SentencePieceTokenizer, Field(discriminator="kind")]
 
 
-class DataSpec(Config):
+class DataSpec(BatchSpec):
     source: Source
     tokenizer: TokenizerSpec | None  # None: the source holds tokens already
-    packing: Literal["concatenate", "first_fit"]  # of documents into sequences
+    packing: Literal["concatenate", "first_fit"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
     isolate_documents: bool  # batches mark where documents begin; the last token of a document has no target
     held_out_fraction: Annotated[float, Field(ge=0, lt=1)]  # 0: nothing is held out or evaluated
     held_out_by: Literal["document", "position"]  # whole documents, by their names, or the last tokens of each source
@@ -144,11 +145,10 @@ class DataSpec(Config):
     num_prefetch_batches: PositiveInt
 
     @property
-    def may_pad(self) -> bool:
-        """Returns True if sequences may be padded: places of a batch that hold no token."""
+    def gives_sequences(self) -> bool:
+        """Returns True if a class of the user, or one of a mixture, returns whole sequences."""
         parts = [each.source for each in self.source.parts.values()] if self.source.kind == "mixture" else [self.source]
-        is_given = any(part.kind == "python" and part.items == "sequences" for part in parts)
-        return is_given or self.packing != "concatenate"
+        return any(part.kind == "python" and part.items == "sequences" for part in parts)
 
 
 class ShardsSpec(Config):

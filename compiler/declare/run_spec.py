@@ -1,0 +1,174 @@
+"""RunSpec: the whole declaration of a run. Each default is written once, in `conf/`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr
+from pydantic_core import PydanticCustomError
+
+from meshloom.models.config import Config
+
+from ..core.config_types import CachePlace, CheckpointPlace, LocalPath, Text
+from ..spec.plan_spec import PlanSpec
+from ..spec.step_spec import ReplayCheck
+from .data_spec import DataSpec, ShardsSpec
+from .launch_spec import LaunchSpec
+from .logging_spec import LoggingSpec
+
+
+class CheckpointSpec(Config):
+    """When checkpoints are saved, and which are retained: those that any of the three retention keys selects.
+
+    Without an interval, in steps or minutes, nothing is saved, not even at the end.
+    """
+
+    every_num_steps: PositiveInt | None
+    every_num_minutes: PositiveFloat | None  # whenever the last one is this old
+    keep: PositiveInt  # the latest ones
+    keep_best: NonNegativeInt  # the ones with the lowest held-out loss
+    keep_every_num_steps: PositiveInt | None  # the ones whose step is a multiple of this
+    directory: CheckpointPlace | None  # a path, gs:// or s3://; None: RUN_DIR/checkpoints
+    restore_from: CheckpointPlace | None  # RUN_DIR, or a folder of checkpoints, or one of them, to start from
+
+    @property
+    def is_saving(self) -> bool:
+        return self.every_num_steps is not None or self.every_num_minutes is not None
+
+
+class DistributedSpec(Config):
+    """The processes of the run, each with its part of the devices, and how they find each other."""
+
+    cluster: Literal["auto", "none", "slurm", "ompi", "mpi4py", "gketpu", "gcetpu"]  # what started them, by JAX's names
+    coordinator_address: Text | None  # host:port that process 0 opens for the others; None: as the cluster says
+    num_processes: PositiveInt | None
+    process_id: NonNegativeInt | None  # of this process
+    local_device_ids: tuple[NonNegativeInt, ...] | None  # GPUs of this process; None: all, or one under SLURM, Open MPI
+    initialization_timeout_seconds: PositiveInt  # to wait until all have connected
+    compile_timeout_seconds: PositiveInt  # how long the first process to finish compiling waits for the last
+    heartbeat_timeout_seconds: PositiveInt  # without a heartbeat for this long, a process counts as dead
+    shutdown_timeout_seconds: PositiveInt  # to wait until all have finished
+
+
+class SweepSpec(Config):
+    """Settings of `-m` that hold for every launcher."""
+
+    objective: Text | None  # the figure that its table is sorted by; None: step_seconds, of training final_loss
+    retry: tuple[
+        Literal["failed", "aborted", "timed_out", "out_of_memory"], ...
+    ]  # points that the same command runs again
+
+
+class EvaluationSpec(Config):
+    every_num_steps: PositiveInt
+    num_batches: PositiveInt  # always the same batches
+
+
+class CompileSpec(Config):
+    """timeout_seconds: what the compiler may take for one program of `meshloom compile`; None: what it takes."""
+
+    timeout_seconds: PositiveInt | None
+
+
+class WatchdogSpec(Config):
+    """A step may take factor times the median of the steps before it, and min_seconds at least."""
+
+    factor: PositiveFloat
+    min_seconds: PositiveFloat
+    abort: bool  # end the processes, so that what launched them starts the run again
+
+
+def _first_and_last(steps: tuple[int, ...]) -> tuple[int, ...]:
+    if len(steps) == 2 and steps[0] <= steps[1]:
+        return steps
+    what = f"[{', '.join(map(str, steps))}] is not a first and a last step"
+    fix = "give both, such as [10,13]: steps 10, 11, 12 and 13"
+    raise PydanticCustomError("choice", "{what}", {"what": what, "fix": fix})
+
+
+class StragglersSpec(Config):
+    """every_num_steps: how often processes tell process 0 of their times. cost_share: of a step; a process that costs
+    more is named."""
+
+    every_num_steps: PositiveInt
+    cost_share: PositiveFloat
+
+
+class ReplaySpec(ReplayCheck):
+    """Steps that run again from the state before them, which is kept for it.
+
+    spike_factor: with `on_nonfinite=replay`, how many times the median of the losses before it makes a loss suspect.
+    check_every_num_steps: how often a step that is not suspect runs twice, and replicas of the state are compared.
+    """
+
+    spike_factor: Annotated[float, Field(gt=1)]
+
+
+class ProfileSpec(Config):
+    """steps: the first and the last step of a trace, by the numbers in metrics.jsonl."""
+
+    steps: Annotated[tuple[PositiveInt, ...], AfterValidator(_first_and_last)] | None
+
+
+class RunLabels(Config):
+    """The names and notes of a run are saved, logged and shown, but are not part of any program."""
+
+    name: Text | None  # also in the name of its job, if it is launched
+    tags: tuple[Text, ...]
+    notes: Text | None
+    extra: dict[str, Any]  # a user's own keys
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The command line that a declaration came from: its overrides, an extra folder of configs, and modules whose code
+    it may run. It is not part of the declaration: any two compare equal. overrides: None if the declaration was not
+    typed.
+    """
+
+    overrides: tuple[str, ...] | None = field(default=None, compare=False)
+    config_dir: str | None = field(default=None, compare=False)
+    code_allowed_from: tuple[str, ...] = field(default=(), compare=False)
+
+
+class RunSpec(PlanSpec):
+    """A whole run: its step, its place, and how the runtime runs it."""
+
+    data: DataSpec  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
+    shards: ShardsSpec
+    checkpoint: CheckpointSpec
+    distributed: DistributedSpec
+    logging: LoggingSpec
+    evaluation: EvaluationSpec
+    sweep: SweepSpec
+    num_skips_allowed: NonNegativeInt  # in a row, if such steps are skipped
+    on_out_of_memory: Literal["refuse", "try"]  # if a run needs more memory than there is
+    compilation_cache: CachePlace | None  # directory of compiled programs; None: compile at each start
+    compile: CompileSpec
+    artifact: LocalPath | None  # a compiled train step to load instead of compiling
+    launch: LaunchSpec  # how `meshloom launch` starts the run on its hosts
+    watchdog: WatchdogSpec | None  # None: a run that hangs is not noticed
+    stragglers: StragglersSpec | None  # None: processes do not tell of their times
+    replay: ReplaySpec  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
+    profile: ProfileSpec
+    run: RunLabels
+
+    _origin: Origin = PrivateAttr(default=Origin())
+
+    def with_origin(self, origin: Origin) -> Self:
+        """Returns the declaration with its origin."""
+        copied = self.model_copy()
+        copied._origin = origin
+        return copied
+
+    @property
+    def origin(self) -> Origin:
+        """Returns how the declaration was typed."""
+        return self._origin
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Returns the same with other values; the typed overrides then no longer declare it."""
+        copied = super().model_copy(update=update, deep=deep)
+        if update:
+            copied._origin = replace(self._origin, overrides=None)
+        return copied

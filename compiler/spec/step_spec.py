@@ -1,0 +1,211 @@
+"""StepSpec: the typed, frozen part of a declaration that reaches a program. Each default is written once, in `conf/`.
+
+Quantities end in their unit, counts start with `num_`, batch sizes are global unless they say otherwise.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    PrivateAttr,
+    SerializeAsAny,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from meshloom.models import ModelConfig
+from meshloom.models.config import Config
+
+from ..core.config_types import FloatType, Fraction, NumBytes, Seed, Text
+from ..optim.contract import OptimizerConfig, ScheduleConfig
+from .calibration_spec import Calibration
+from .narrow import Narrow
+from .overlap_spec import StepOverlap, StrategyChoice
+from .secrets import Sources, as_compared, as_written
+from .sharding_spec import ShardingRules
+
+TokenOrderName = Literal["zigzag", "contiguous"]
+RematPolicy = Literal["none", "full", "save_dots", "save_names", "offload"]
+
+
+class LossScaleSpec(Config):
+    """Dynamic loss scaling: Micikevicius et al. 2018, arXiv:1710.03740. The loss is multiplied by a scale, so that
+    small gradients are not lost in float16. If a gradient overflows, the update is skipped and the scale is lowered."""
+
+    initial: PositiveFloat
+    growth_factor: Annotated[float, Field(ge=1)]
+    growth_interval: PositiveInt  # updates without an overflow until the scale grows
+    backoff_factor: Annotated[float, Field(gt=0, lt=1)]
+
+
+class PrecisionSpec(Config):
+    parameters: FloatType  # as stored and saved, and read by the forward pass
+    master: Literal["float32"] | None  # the updated weights, laid out as optimizer state; None: the parameters
+    compute: Literal["float32", "bfloat16", "float16"]  # parameters are cast to it once per step, and gathered in it
+    gradients: FloatType  # the type in which they are accumulated over layers' uses and microbatches
+    gradient_reduction: FloatType  # the type in which gradients are reduced over the network
+    frozen: FloatType | None  # the type in which frozen parameters are stored; None: as the others
+    loss_scale: LossScaleSpec | None  # for float16 only
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.master == self.parameters:
+            raise _mistake("master", "parameters in float32 need no master copy", "set precision.master=null")
+        if self.compute == "float16" and self.loss_scale is None:
+            what = "float16 loses small gradients without a loss scale"
+            raise _mistake("loss_scale", what, "choose precision=float16, or precision.compute=bfloat16")
+        if self.compute != "float16" and self.loss_scale is not None:
+            what = f"a loss scale is only for float16, and precision.compute is {self.compute}"
+            raise _mistake("loss_scale", what, "set precision.loss_scale=null, or precision.compute=float16")
+        return self
+
+
+class RematSpec(Config):
+    """Rematerialisation saves some results of a layer's forward pass for the backward pass, and recomputes the rest."""
+
+    policy: RematPolicy  # of every stack of layers
+    stacks: dict[str, RematPolicy]  # of single stacks, by name
+    names: tuple[Text, ...]  # the activations that save_names saves and offload moves to host memory
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        used = [policy for policy in (self.policy, *self.stacks.values()) if policy in ("save_names", "offload")]
+        if used and not self.names:
+            what = f"is empty, and {used[0]} saves activations by name"
+            raise _mistake("names", what, "set remat.names=[...], such as [attended, hidden]")
+        if self.names and not used:
+            what = f"names {', '.join(self.names)}, but the policy {self.policy} saves no activations by name"
+            raise _mistake("names", what, "set remat.names=[], or choose remat=save_names or remat=offload")
+        return self
+
+
+class LossSpec(Config):
+    """Mean cross-entropy per target, in float32."""
+
+    z_loss_weight: NonNegativeFloat  # weight of log(z)^2, which keeps logits from drifting (PaLM: 1e-4); 0: off
+    # Float32 logits held at once per device are limited to the larger of the two; the head runs on chunks of that size.
+    max_logits_bytes: NumBytes
+    max_logits_share: Fraction  # of a device's memory
+
+
+class MoeSpec(Config):
+    """Tokens are sent to experts by these limits (docs/experts.md)."""
+
+    max_imbalance: Annotated[float, Field(ge=1)] | None  # rows of a buffer, over the mean; None: for any imbalance
+    capacity_factor: PositiveFloat  # parallel.experts=capacity: rows of an expert, over the mean
+    num_chunks: PositiveInt  # of a device's tokens: one is sent while another's experts run
+
+
+class BatchSpec(Narrow):
+    """How documents lie in the sequences of a batch.
+
+    packing: of documents into sequences; given: a class of the user returns whole sequences. isolate_documents: batches
+    mark where documents begin, and the last token of a document has no target.
+    """
+
+    packing: Literal["concatenate", "first_fit", "given"]
+    isolate_documents: bool
+
+    @classmethod
+    def of(cls, wider: Any) -> Self:
+        """Returns how sequences are made, without where their documents come from."""
+        packing = "given" if wider.gives_sequences else wider.packing
+        return cls.model_construct(packing=packing, isolate_documents=wider.isolate_documents)
+
+    @property
+    def gives_sequences(self) -> bool:
+        """Returns True if a class of the user returns whole sequences."""
+        return self.packing == "given"
+
+    @property
+    def may_pad(self) -> bool:
+        """Returns True if sequences may be padded: places of a batch that hold no token."""
+        return self.gives_sequences or self.packing != "concatenate"
+
+
+class ReplayCheck(Narrow):
+    """check_every_num_steps: how often a step that is not suspect runs twice, and replicas of the state are
+    compared."""
+
+    check_every_num_steps: PositiveInt | None
+
+
+class StepSpec(Narrow):
+    """All that the programs of a run depend on, but for the devices that they are compiled for (PlanSpec): its
+    fingerprint names the keys of this value. `global_batch_size` is in sequences, over all devices and microbatches."""
+
+    model: SerializeAsAny[ModelConfig]
+    calibration: Calibration
+    sharding: ShardingRules
+    precision: PrecisionSpec
+    remat: RematSpec
+    overlap: StepOverlap
+    loss: LossSpec
+    moe: MoeSpec
+    parallel: dict[Text, StrategyChoice]  # by operation (compiler/parallel/registry.py)
+    optimizer: SerializeAsAny[OptimizerConfig]
+    schedule: SerializeAsAny[ScheduleConfig]
+    data: BatchSpec
+    replay: ReplayCheck
+    frozen_parameters: tuple[Text, ...]  # patterns of paths, such as embed/*: no gradient and no update
+    on_nonfinite: Literal["stop", "skip", "replay"]  # for a step whose loss or gradient norm is not finite: no update,
+    # or run again to tell the data from the hardware
+    seed: Seed
+    num_steps: PositiveInt
+    global_batch_size: PositiveInt
+    sequence_length: PositiveInt
+    token_order: TokenOrderName  # of the tokens of a sequence, where mesh axes split its length
+    num_microbatches: PositiveInt
+
+    _sources: Sources = PrivateAttr(default_factory=dict)  # of values that came from the environment
+
+    @classmethod
+    def of(cls, wider: Any) -> Self:
+        """Returns this class's part of a declaration, with the sources of its values."""
+        return super().of(wider).with_sources(wider._sources)
+
+    def with_sources(self, sources: Sources) -> Self:
+        """Returns the declaration with the sources of its values, so that values from the environment are not
+        written."""
+        copied = self.model_copy()
+        copied._sources = sources
+        return copied
+
+    def settled(self, **chosen: Any) -> Self:
+        """Returns the declaration with what a pass chose where it leaves the choice; what was typed declares it
+        still."""
+        return super().model_copy(update=chosen)
+
+    def as_written(self) -> dict[str, Any]:
+        """Returns the declaration as JSON values for files and people, with `${oc.env:TOKEN}` instead of its value."""
+        return as_written(self.model_dump(mode="json"), self._sources)
+
+    def as_compared(self) -> dict[str, Any]:
+        """Returns the declaration as JSON values that are equal exactly if the declarations are, with digests of
+        secrets."""
+        return as_compared(self.model_dump(mode="json"), self._sources)
+
+    def compared_value(self, key: str, value: Any) -> Any:
+        """Returns one value of the declaration in the same form."""
+        return as_compared(value, self._sources, key)
+
+    @property
+    def may_skip(self) -> bool:
+        """Returns True if a non-finite step is skipped; a loss scale always skips them, to find its size."""
+        return self.on_nonfinite == "skip" or self.precision.loss_scale is not None
+
+    @property
+    def keeps_state(self) -> bool:
+        """Returns True if the state before a step is kept until it is known what came of the step."""
+        return self.on_nonfinite == "replay" or self.replay.check_every_num_steps is not None
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch_size * self.sequence_length
+
+
+def _mistake(key: str, what: str, fix: str) -> PydanticCustomError:
+    return PydanticCustomError("choice", "{what}", {"what": what, "key": key, "fix": fix})
