@@ -104,7 +104,9 @@ def resolve(
                     for place, plan in enumerate(settled)
                     if plan is None and place != dimension and array.logical_axes[place] not in later
                 ]
-                split, why = split_by(rule, array, dimension, free, mesh.num_shards(wanted), compiler)
+                split, why = dimension, ""
+                if len(wanted) == 1:  # over several mesh axes it was not measured
+                    split, why = split_by(rule, array, dimension, free, mesh.num_shards(wanted), compiler)
                 if split != dimension:
                     settled[dimension] = DimensionPlan(name, size, (), index, why)
                     name, size, note = array.logical_axes[split], array.shape[split], f"instead of {name}"
