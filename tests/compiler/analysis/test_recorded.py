@@ -22,6 +22,7 @@ from meshloom.compiler.xla.hlo import HloError, parse_module
 from meshloom.compiler.xla.schedule.prices import Chip
 from meshloom.compiler.xla.schedule.program import read_steps
 from meshloom.compiler.xla.schedule.steps import Compute, Loop, Start, every
+from meshloom.models.decoder import DecoderConfig
 from support.recorded import SCHEDULES, recorded_text
 
 COMMANDS, FOR_MEMORY = (
@@ -103,6 +104,7 @@ def test_what_was_found_adds_up(name):
     for each in found:
         assert seconds(each.hidden_seconds, each.exposed_seconds) == pytest.approx(each.alone_seconds)
     trips = {each.where for each in found if each.where != "once"}
+    assert isinstance(plan.spec.model, DecoderConfig)
     num_layers = plan.spec.model.num_layers
     # XLA's compiler for GPUs takes a trip out of the backward loop.
     loops = {num_layers, num_layers - 1} if plan.target.platform == "gpu" else {num_layers}
@@ -134,6 +136,7 @@ def test_a_layer_forward_and_one_backward_are_found_in_the_timeline(name):
         length = (view.end_ns - view.start_ns) / 1e9
         assert seconds(*(each.seconds for each in within)) == pytest.approx(length, rel=1e-5)
         whole = seconds(*(each.seconds for each in on_compute if each.loop == loop))
+        assert isinstance(plan.spec.model, DecoderConfig)
         assert whole == pytest.approx(length * plan.spec.model.num_layers, rel=0.5)
     assert backward.end_ns - backward.start_ns > forward.end_ns - forward.start_ns
 

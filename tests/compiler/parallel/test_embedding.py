@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from conftest import plan_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.parallel.embedding import exchange_rows
+from meshloom.models.decoder import DecoderConfig
 from support.collectives import written_collectives
 from support.programs import gradients_of
 
@@ -86,6 +87,7 @@ def test_an_exchange_sends_rows_and_no_table():
         plan = plan_of("sharding=fsdp", way)
         found[way] = written_collectives(plan)
     spec = plan.spec
+    assert isinstance(spec.model, DecoderConfig)
     (gathers, gathered), (exchanges, exchanged) = found[GATHER], found[EXCHANGE]
     assert gathers["all-to-all"] == 0
     assert exchanges["all-to-all"] == 2, "forward and backward"

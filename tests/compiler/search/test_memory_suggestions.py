@@ -4,6 +4,7 @@ import pytest
 
 from conftest import SMALL
 from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.plan import Plan
@@ -13,16 +14,16 @@ from support.programs import programs_of
 LONG = (*SMALL, "sequence_length=256", "global_batch_size=16", "model.num_layers=4")
 
 
-def planned(*overrides: str) -> Plan:
+def planned(*overrides: str) -> Plan[RunSpec]:
     return read_spec(Request((*LONG, *overrides)), then=plan_run)
 
 
-def compiled_bytes(plan: Plan) -> int:
+def compiled_bytes(plan: Plan[RunSpec]) -> int:
     stats = programs_of(plan)["train"].memory_analysis()
     return stats.argument_size_in_bytes + stats.temp_size_in_bytes
 
 
-def seconds_of(plan: Plan) -> float:
+def seconds_of(plan: Plan[RunSpec]) -> float:
     time = estimate_step(plan).time
     assert time is not None
     return time.seconds / plan.spec.tokens_per_step

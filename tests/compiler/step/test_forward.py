@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from conftest import plan_of
+from meshloom.models.decoder import DecoderConfig
 from support.programs import evaluate, programs_of
 
 
@@ -57,6 +58,7 @@ def test_loss_is_that_of_a_float64_forward_pass(sharding, tokens):
     plan = plan_of(f"sharding={sharding}")
     programs = programs_of(plan)
     state = programs["init"]()
+    assert isinstance(plan.spec.model, DecoderConfig)
     scale = np.random.default_rng(1).uniform(0.5, 1.5, (plan.spec.model.num_layers, plan.spec.model.embed_dim))
     norm = state["params"]["layers"]["attention_norm"]
     norm["scale_E"] = jax.device_put(scale.astype(np.float32), norm["scale_E"].sharding)  # scales other than one
