@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.format import human_names
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.step.state_checks import build_digest, replica_dimensions
 from meshloom.compiler.step.train_step import LOSS_BY_SHARD
@@ -89,7 +90,7 @@ class Replay(Observer):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Plan[RunSpec],
         mesh: Mesh,
         *,
         hosts: Sequence[str],

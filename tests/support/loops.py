@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.xla.programs import Programs
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
@@ -60,7 +61,7 @@ def observers_of(*each: Observer) -> Observers:
 
 def loop_over(
     batch: dict[str, np.ndarray],
-    plan: Plan,
+    plan: Plan[RunSpec],
     programs: Programs,
     checkpoints: Checkpoints,
     stop: StopRequest,

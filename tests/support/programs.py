@@ -10,6 +10,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 
 from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.step.train_step import build_loss
@@ -24,7 +25,7 @@ def target_of(name: str, *, num_slices: int = 1) -> TargetPlan:
     return plan_target(read_spec(Request(chosen), then=lambda spec: spec.target), "bfloat16")
 
 
-def plan_as_declared(*overrides: str) -> Plan:
+def plan_as_declared(*overrides: str) -> Plan[RunSpec]:
     """Returns the plan of exactly these overrides, without the small sizes that `plan_of` adds."""
     return read_spec(Request(overrides), then=plan_run)
 

@@ -21,6 +21,7 @@ from support.tiers import tiered
 
 OTHERS = "{logical: [sequence_parallel_length, vocab, embed, mlp, heads, kv_heads, head_dim], mesh: []}"
 OVER_CONTEXT = ("target=cpu-4", "sharding=fsdp", "mesh.fsdp=2", "mesh.context=2",
+                "sharding.mesh_axes=[replica, data, fsdp, context]",
                 "sharding.activations=[{logical: [batch], mesh: [replica, data, fsdp]}, "
                 f"{{logical: [length], mesh: [context]}}, {OTHERS}]")  # fmt: skip
 CASES = {

@@ -8,6 +8,7 @@ import pytest
 
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.declare.compose import Request
+from meshloom.compiler.estimate.step_time import StepTime
 from meshloom.compiler.report.views.profile import show_profile
 from meshloom.compiler.tune.answer import Answer, Estimated, WhatIf
 from meshloom.compiler.tune.price import Prices
@@ -39,8 +40,8 @@ def _answer() -> Answer:
                   host_fits=None, mfu=0.4312, cost=0.0123, overlap=one.variant.spec.overlap)
         for n, one in enumerate(candidates[:6])
     )  # fmt: skip
-    ones, exposed = np.ones(len(candidates)), {("fsdp",): np.ones(len(candidates))}
-    prices = Prices(tuple(candidates), 2**33 * ones, ones, 8 * ones, exposed)
+    ones = np.ones(len(candidates))
+    prices = Prices(tuple(candidates), 2**33 * ones, ones, StepTime(8 * ones, {("fsdp",): ones}))
     changes = (WhatIf("links of twice the bandwidth", candidates[0], candidates[1], 8.96, 7.5),)
     return Answer(space.variants[0].target(), best, prices, refused, 2**34, changes)
 
