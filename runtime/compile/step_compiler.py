@@ -20,6 +20,9 @@ from .compile_cache import check_did_not_abort, one_compiles, store_of, unkept
 from .watched import COMPILE, LOWER, READ, Phases, compile_in_child, watched
 
 COMPILER_LOG = Path("logs/compiler.log")
+NOT_BY_CHILD = (
+    "the compile with compile.timeout_seconds failed or kept nothing in compilation_cache; compiling without it"
+)
 
 
 @dataclass(frozen=True)
@@ -94,16 +97,17 @@ class _StoredCompile:
             self.artifact = find_artifact(lowered.fingerprint, places)
             if self.artifact:
                 return replace(self.artifact.built, cache="miss" if by_child else "hit")
-            built = self._compiled(lowered, store and store.with_name(f"{store.name}.aborted"))
+            check_did_not_abort(aborted := store and store.with_name(f"{store.name}.aborted"))
+            if by_child:
+                say(self.compiler.console, f"warning: {NOT_BY_CHILD}")
+            built = self._compiled(lowered, aborted)
             if store is None:
                 return built
             self.artifact = self._stored(store, lowered.fingerprint, built)
             return replace(built, cache="miss")
 
     def _compiled(self, lowered: LoweredStep, aborted: Path | None) -> Built:
-        """Returns the compiled step. aborted: the file that takes the reason of an abort, and may have an earlier
-        one."""
-        check_did_not_abort(aborted)
+        """Returns the compiled step. aborted: the file that takes the reason of an abort."""
         built = watched(
             lambda: compile_ahead(lowered),
             log=self.compiler.run_dir / COMPILER_LOG,

@@ -45,6 +45,7 @@ from meshloom.compiler.xla.hlo import parse
 from meshloom.compiler.xla.programs import Programs, build, lower
 from meshloom.runtime.compile.artifact import Artifact, find_artifact, load_programs, read_artifact, write_artifact
 from meshloom.runtime.compile.compile_command import CompileJob, compile_step, prepare_compile
+from meshloom.runtime.compile.step_compiler import NOT_BY_CHILD
 from meshloom.runtime.compile.watched import compile_in_child
 from meshloom.runtime.core.stderr_capture import captured_stderr
 from meshloom.runtime.train.train import find_precompiled
@@ -468,6 +469,17 @@ def test_what_a_process_with_a_budget_compiled_is_the_same(compiled):
     ours, theirs = (read_artifact(compiled / name) for name in ("budget_run", "run"))
     assert ours.built.text == theirs.built.text
     assert "train it: meshloom train" in (compiled / "budget_run/logs/compiler.log").read_text()
+
+
+@pytest.mark.ci
+def test_a_compile_that_goes_on_without_its_budget_says_so(compiled):
+    """The child cannot keep what it compiled."""
+    (compiled / "full").mkdir()
+    (compiled / "full/artifacts").touch()
+    budget = ("compile.timeout_seconds=900", "compilation_cache=full", "hydra.run.dir=full_run")
+    done = meshloom("compile", *LINE, *budget, cwd=compiled)
+    assert done.returncode == 0
+    assert f"warning: {NOT_BY_CHILD}" in " ".join(done.stdout.split())
 
 
 @pytest.mark.ci
