@@ -1,10 +1,25 @@
-"""The bases of all typed nodes: frozen, complete, strict."""
+"""The bases of all typed nodes: frozen, complete, strict, and with numbers that a step can hold.
 
-from typing import Any
+What was declared of a number stays true in the types that a step computes in. It computes in float32 and counts in
+int32. 0.99999999 is below 1, and 1.0 in float32; 1e-60 is 0 there, and 1e39 infinity; 10^30 is more than a program can
+count.
+"""
 
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, get_args, get_origin
+
+import numpy as np
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
-from .numbers import check_numbers
+MOST_COUNTED = 2**31 - 1
+LEAST_FLOAT32 = float(np.finfo(np.float32).tiny)  # devices flush anything smaller to 0
+MOST_FLOAT32 = float(np.finfo(np.float32).max)
+
+Bound = Ge | Gt | Le | Lt
 
 
 class Record(BaseModel):
@@ -17,7 +32,7 @@ class Config(Record):
     """A frozen node of a declaration.
 
     No field has a default here: defaults are written once, in `conf/`. Numbers are those that a step can hold
-    (numbers.py): a field of whole numbers that may be 2^31 or more declares an upper bound.
+    (`check_numbers`): a field of whole numbers that may be 2^31 or more declares an upper bound.
     """
 
     @field_validator("*", mode="after")
@@ -25,3 +40,75 @@ class Config(Record):
     def _check_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         check_numbers(value, cls.model_fields[str(info.field_name)])
         return value
+
+
+def mistake(what: str, fix: str, key: str | None = None) -> PydanticCustomError:
+    """Returns the error of a validator: what is wrong with a field, and the fix. key: the field, for a validator of a
+    whole node."""
+    return PydanticCustomError("mistake", "{what}", {"what": what, "fix": fix} | ({"key": key} if key else {}))
+
+
+def check_numbers(value: Any, field: FieldInfo) -> None:
+    """Raises a mistake for a number of a field, or one in its list, that a step cannot hold.
+
+    A field of whole numbers that declares an upper bound is held to that one instead of int32's.
+    """
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, float):
+            _check_float(number, tuple(_bounds(field.annotation, field.metadata)))
+        elif isinstance(number, int) and abs(number) > MOST_COUNTED:
+            _check_int(number, tuple(_bounds(field.annotation, field.metadata)))
+
+
+def divisors(number: int) -> list[int]:
+    """Returns all divisors, ascending: 12 -> [1, 2, 3, 4, 6, 12]."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def _check_float(number: float, bounds: tuple[Bound, ...]) -> None:
+    if number and abs(number) < LEAST_FLOAT32:
+        or_zero = " or 0" if _is_within(0.0, bounds) else ""
+        raise mistake(f"{number} is 0 in float32", f"give at least {LEAST_FLOAT32:.8g}{or_zero}")
+    if abs(number) > MOST_FLOAT32:
+        raise mistake(f"{number} is infinity in float32", f"give at most {MOST_FLOAT32:.8g}")
+    rounded = np.float32(number)
+    if not _is_within(float(rounded), bounds):
+        is_above = float(rounded) > number
+        nearest = np.nextafter(rounded, np.float32("-inf" if is_above else "inf"))
+        raise mistake(f"{number} is {rounded!s} in float32", f"give at {'most' if is_above else 'least'} {nearest!s}")
+
+
+def _check_int(number: int, bounds: tuple[Bound, ...]) -> None:
+    if not any(isinstance(bound, Le | Lt) for bound in bounds):
+        side, bound = ("most", MOST_COUNTED) if number > 0 else ("least", -MOST_COUNTED)
+        raise mistake(f"{number} is out of range", f"give at {side} {bound}")
+
+
+def _bounds(annotation: Any, metadata: Any = ()) -> Iterator[Bound]:
+    """Yields the bounds on a field's numbers, also those within a union and those of a list's elements."""
+    for one in metadata:
+        parts = one.metadata if isinstance(one, FieldInfo) else [one]
+        yield from (part for part in parts if isinstance(part, Bound))
+    inner, *own = get_args(annotation) or (None,)
+    if get_origin(annotation) is Annotated:
+        yield from _bounds(inner, own)
+    else:
+        for argument in get_args(annotation):
+            yield from _bounds(argument)
+
+
+def _is_within(number: Any, bounds: tuple[Bound, ...]) -> bool:
+    return all(_holds(number, bound) for bound in bounds)
+
+
+def _holds(number: Any, bound: Any) -> bool:
+    match bound:
+        case Gt():
+            return number > bound.gt
+        case Ge():
+            return number >= bound.ge
+        case Lt():
+            return number < bound.lt
+        case _:
+            return number <= bound.le

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
-from pydantic_core import PydanticCustomError
 
+from .config import divisors, mistake
 from .contract import Context, Model, ModelConfig, Stack, build_piece
-from .numbers import divisors
 from .parts import ACTIVATIONS, Norm, NormKind, RopeScaling, bias, matrix, rotate
 
 RESIDUAL = ("batch", "sequence_parallel_length", "embed")  # the residual stream and its norms: each token for itself
@@ -59,11 +58,11 @@ class DecoderBase(ModelConfig):
     def _check(self) -> Self:
         if self.num_heads % self.num_kv_heads:
             what = f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
-            raise problem("num_kv_heads", what, f"use one of {', '.join(map(str, divisors(self.num_heads)))}")
+            raise mistake(what, f"use one of {', '.join(map(str, divisors(self.num_heads)))}", "num_kv_heads")
         if self.num_layers % len(self.attention_windows):
             windows = len(self.attention_windows)
             what = f"num_layers={self.num_layers} is not a multiple of the {windows} attention_windows"
-            raise problem("num_layers", what, f"use a multiple of {windows}")
+            raise mistake(what, f"use a multiple of {windows}", "num_layers")
         return self._check_positions()
 
     def _check_positions(self) -> Self:
@@ -72,13 +71,13 @@ class DecoderBase(ModelConfig):
         used, unused = (rope, learned) if self.positions == "rope" else (learned, rope)
         first = next(iter(used))
         if used[first] is None:
-            raise problem(first, f"positions={self.positions} needs it", f"set model.{first}=...")
+            raise mistake(f"positions={self.positions} needs it", f"set model.{first}=...", first)
         for key, value in unused.items():
             if value is not None:
-                raise problem(key, f"positions={self.positions} does not use it", f"set model.{key}=null")
+                raise mistake(f"positions={self.positions} does not use it", f"set model.{key}=null", key)
         if self.positions == "rope" and self.head_dim % 2:
             what = f"head_dim={self.head_dim} is odd, and rotary positions turn pairs of dimensions"
-            raise problem("head_dim", what, f"use {self.head_dim + 1}")
+            raise mistake(what, f"use {self.head_dim + 1}", "head_dim")
         return self
 
 
@@ -282,7 +281,3 @@ def residual_stddev(config: DecoderBase) -> float:
     """Returns the deviation of the matrices that write to the residual stream: they start smaller, so that its variance
     does not grow with depth (GPT-2)."""
     return config.initializer_stddev * (2 * config.num_layers) ** -0.5
-
-
-def problem(key: str, what: str, fix: str) -> PydanticCustomError:
-    return PydanticCustomError("decoder", "{what}", {"what": what, "key": key, "fix": fix})

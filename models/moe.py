@@ -16,11 +16,11 @@ from flax import nnx
 from jax import Array
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from .config import divisors, mistake
 from .contract import Aux, AuxOfTotals, Context, Measure, Model, Stack, UpdateRule, build_piece
-from .decoder import MLP, RESIDUAL, DecoderBase, Embed, Head, Layer, problem, residual_stddev
+from .decoder import MLP, RESIDUAL, DecoderBase, Embed, Head, Layer, residual_stddev
 from .experts import NO_EXPERT, balanced_bias, expert_entropy, expert_load, route, shares
 from .latent_attention import LatentAttention, LatentAttentionConfig
-from .numbers import divisors
 from .parts import matrix
 
 TOKENS = "expert_tokens"  # the total of a layer: how many tokens chose each expert
@@ -53,31 +53,31 @@ class MoeConfig(DecoderBase):
         experts, chosen, groups = self.num_experts, self.num_experts_per_token, self.num_expert_groups
         if experts % groups:
             what = f"num_experts={experts} is not a multiple of num_expert_groups={groups}"
-            raise problem("num_expert_groups", what, f"use one of {', '.join(map(str, divisors(experts)))}")
+            raise mistake(what, f"use one of {', '.join(map(str, divisors(experts)))}", "num_expert_groups")
         if self.num_groups_per_token > groups:
             what = f"a token chooses {self.num_groups_per_token} of {groups} groups"
-            raise problem("num_groups_per_token", what, f"use {groups} or less")
+            raise mistake(what, f"use {groups} or less", "num_groups_per_token")
         if chosen > (eligible := self.num_groups_per_token * experts // groups):
             what = f"a token chooses {chosen} of {eligible} experts"
-            raise problem("num_experts_per_token", what, f"use {eligible} or less")
+            raise mistake(what, f"use {eligible} or less", "num_experts_per_token")
         return self._check_layers()
 
     def _check_layers(self) -> Self:
         if self.num_dense_layers >= self.num_layers:
             what = f"{self.num_dense_layers} of num_layers={self.num_layers} layers are dense: none has experts"
-            raise problem("num_dense_layers", what, f"use {self.num_layers - 1} or less, or model.family=decoder")
+            raise mistake(what, f"use {self.num_layers - 1} or less, or model.family=decoder", "num_dense_layers")
         if self.num_dense_layers and self.dense_mlp_dim is None:
-            raise problem("dense_mlp_dim", f"num_dense_layers={self.num_dense_layers} needs it", "set it")
+            raise mistake(f"num_dense_layers={self.num_dense_layers} needs it", "set it", "dense_mlp_dim")
         if not self.num_dense_layers and self.dense_mlp_dim is not None:
-            raise problem("dense_mlp_dim", "num_dense_layers=0 does not use it", "set model.dense_mlp_dim=null")
+            raise mistake("num_dense_layers=0 does not use it", "set model.dense_mlp_dim=null", "dense_mlp_dim")
         for key, value, only in (("mlp", self.mlp, ("gated",)), ("biases", self.biases, ("none", "qkv"))):
             if value not in only:
-                raise problem(key, f"{value} is not implemented for experts", f"use {' or '.join(only)}")
+                raise mistake(f"{value} is not implemented for experts", f"use {' or '.join(only)}", key)
         if self.latent_attention is not None:
             self._check_latent()
         if len(self.attention_windows) > 1:
             what = "several in turn are not implemented for layers with experts"
-            raise problem("attention_windows", what, "give one window, or null")
+            raise mistake(what, "give one window, or null", "attention_windows")
         return self
 
     def _check_latent(self) -> None:
@@ -85,11 +85,11 @@ class MoeConfig(DecoderBase):
         for key, value in unused.items():
             if getattr(self, key) != value:
                 what = f"{getattr(self, key)} is not implemented for latent attention"
-                raise problem(key, what, f"set model.{key}={value}")
+                raise mistake(what, f"set model.{key}={value}", key)
         assert self.latent_attention is not None
         if self.latent_attention.rope_head_dim % 2:
             what = f"rope_head_dim={self.latent_attention.rope_head_dim} is odd, and pairs of dimensions are turned"
-            raise problem("latent_attention", what, f"use {self.latent_attention.rope_head_dim + 1}")
+            raise mistake(what, f"use {self.latent_attention.rope_head_dim + 1}", "latent_attention")
 
 
 def build_moe(config: MoeConfig) -> Model:

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from pydantic import PositiveFloat, PositiveInt, model_validator
-from pydantic_core import PydanticCustomError
 
-from .config import Config
+from .config import Config, mistake
 
 # The activation functions of MLPs and of experts, by the names that configs give them.
 ACTIVATIONS = {
@@ -43,8 +42,7 @@ class RopeScaling(Config):
         if self.low_frequency_factor <= self.high_frequency_factor:
             return self
         what = f"{self.low_frequency_factor} is more than high_frequency_factor={self.high_frequency_factor}"
-        context = {"what": what, "key": "low_frequency_factor", "fix": "exchange them: Llama 3.1 has 1 and 4"}
-        raise PydanticCustomError("rope_scaling", "{what}", context)
+        raise mistake(what, "exchange them: Llama 3.1 has 1 and 4", "low_frequency_factor")
 
 
 def matrix(

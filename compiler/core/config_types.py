@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
-from pydantic_core import PydanticCustomError
+
+from meshloom.models.config import mistake
 
 from .places import (
     PlaceError,
@@ -23,7 +24,7 @@ def _without_controls(text: str) -> str:
     if not any(unicodedata.category(character) == "Cc" for character in text):
         return text
     what = f"{text!r} contains a control character"
-    raise PydanticCustomError("text", "{what}", {"what": what, "fix": "leave it out"})
+    raise mistake(what, "leave it out")
 
 
 def _as_place(find: Callable[[str], str]) -> AfterValidator:
@@ -33,7 +34,7 @@ def _as_place(find: Callable[[str], str]) -> AfterValidator:
         try:
             return find(text)
         except PlaceError as error:
-            raise PydanticCustomError("place", "{what}", {"what": error.what, "fix": error.fix}) from error
+            raise mistake(error.what, error.fix) from error
 
     return AfterValidator(validate)
 
@@ -42,11 +43,7 @@ def _compiler_option(value: Any) -> Any:
     """Raises one error, where a union would raise one for each of its types."""
     if isinstance(value, str) or (isinstance(value, int | float) and abs(value) < 2**63):
         return value
-    context = {
-        "what": f"{value} is not true, false, a number of 64 bits or text",
-        "fix": "give a value of the option's type",
-    }
-    raise PydanticCustomError("choice", "{what}", context)
+    raise mistake(f"{value} is not true, false, a number of 64 bits or text", "give a value of the option's type")
 
 
 FloatType = Literal["float32", "bfloat16"]

@@ -3,9 +3,8 @@
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, PositiveFloat, PositiveInt
-from pydantic_core import PydanticCustomError
 
-from meshloom.models.config import Config
+from meshloom.models.config import Config, mistake
 
 from ..core.config_types import LocalPath, NumBytes, Place, Seed, ShardsPlace, Text, WrittenShardsPlace
 from ..spec.step_spec import BatchSpec
@@ -15,7 +14,7 @@ def _not_empty(paths: tuple[str, ...]) -> tuple[str, ...]:
     """Refuses an empty list; a bound of pydantic's would also count the places that were refused."""
     if paths:
         return paths
-    raise PydanticCustomError("choice", "is empty", {"fix": "give at least 1"})
+    raise mistake("is empty", "give at least 1")
 
 
 # Files, or glob patterns, in which ** matches all folders; also URLs of them

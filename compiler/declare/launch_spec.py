@@ -7,9 +7,8 @@ import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
-from pydantic_core import PydanticCustomError
 
-from meshloom.models.config import Config
+from meshloom.models.config import Config, mistake
 
 from ..core.config_types import Text
 
@@ -23,8 +22,7 @@ def _variables(environment: dict[str, str]) -> dict[str, str]:
     wrong = [name for name in environment if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)]
     if not wrong:
         return environment
-    context = {"what": f"'{wrong[0]}' is not the name of a variable", "fix": "use letters, digits and _"}
-    raise PydanticCustomError("choice", "{what}", context)
+    raise mistake(f"'{wrong[0]}' is not the name of a variable", "use letters, digits and _")
 
 
 Environment = Annotated[dict[Text, Annotated[str, BeforeValidator(_as_text)]], AfterValidator(_variables)]

@@ -3,9 +3,8 @@
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, PositiveInt
-from pydantic_core import PydanticCustomError
 
-from meshloom.models.config import Config
+from meshloom.models.config import Config, mistake
 
 from ..core.config_types import Text
 from ..core.errors import use_one_of
@@ -16,11 +15,9 @@ TRACKERS = ("tensorboard", "wandb", "mlflow")
 def _known(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if name not in TRACKERS and ":" not in name:
-            context = {"what": f"there is no '{name}'", "fix": use_one_of(name, [*TRACKERS, "module:Class"])}
-            raise PydanticCustomError("choice", "{what}", context)
+            raise mistake(f"there is no '{name}'", use_one_of(name, [*TRACKERS, "module:Class"]))
     if twice := {name for name in names if names.count(name) > 1}:
-        context = {"what": f"'{min(twice)}' comes twice", "fix": "name each once"}
-        raise PydanticCustomError("choice", "{what}", context)
+        raise mistake(f"'{min(twice)}' comes twice", "name each once")
     return names
 
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr
-from pydantic_core import PydanticCustomError
 
-from meshloom.models.config import Config
+from meshloom.models.config import Config, mistake
 
 from ..core.config_types import CachePlace, CheckpointPlace, LocalPath, Text
 from ..spec.plan_spec import PlanSpec
@@ -83,7 +82,7 @@ def _first_and_last(steps: tuple[int, ...]) -> tuple[int, ...]:
         return steps
     what = f"[{', '.join(map(str, steps))}] is not a first and a last step"
     fix = "give both, such as [10,13]: steps 10, 11, 12 and 13"
-    raise PydanticCustomError("choice", "{what}", {"what": what, "fix": fix})
+    raise mistake(what, fix)
 
 
 class StragglersSpec(Config):

@@ -14,7 +14,8 @@ import optax
 from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
-from pydantic_core import PydanticCustomError
+
+from meshloom.models.config import mistake
 
 from ..core.config_types import FloatType, Fraction
 from .contract import DecayOn, OptimizerConfig, Setting
@@ -43,7 +44,7 @@ class _MomentsConfig(OptimizerConfig):
                 what = f"{decay} moves a moment by less than bfloat16 can represent"
                 most = int(_SLOWEST_BFLOAT16_DECAY * 1000) / 1000
                 fix = f"set optimizer.moment_dtype=float32, or optimizer.{key}={most} or less"
-                raise _mistake(key, what, fix)
+                raise mistake(what, fix, key)
         return self
 
     def _check_momentum(self, momentum: float | None) -> Self:
@@ -51,7 +52,7 @@ class _MomentsConfig(OptimizerConfig):
             return self._check_moments_move(momentum=momentum)
         if self.moment_dtype != "float32":
             what = f"is {self.moment_dtype}, but without a momentum there are no moments"
-            raise _mistake("moment_dtype", what, "set optimizer.moment_dtype=float32, or optimizer.momentum=0.9")
+            raise mistake(what, "set optimizer.moment_dtype=float32, or optimizer.momentum=0.9", "moment_dtype")
         return self
 
 
@@ -99,7 +100,7 @@ class SgdConfig(_MomentsConfig):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.momentum is None and self.nesterov:
-            raise _mistake("nesterov", "nesterov needs a momentum", "set optimizer.nesterov=false, or optimizer.momentum=0.9")  # fmt: skip  # noqa: E501
+            raise mistake("nesterov needs a momentum", "set optimizer.nesterov=false, or optimizer.momentum=0.9", "nesterov")  # fmt: skip  # noqa: E501
         return self._check_momentum(self.momentum)
 
     def build(self, setting: Setting) -> optax.GradientTransformation:
@@ -209,7 +210,3 @@ def spread_axes(num_copies: int, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 def _is_in_muon(kind: Any) -> bool:
     return kind.is_in_stack and len(kind.groups) == 2
-
-
-def _mistake(key: str, what: str, fix: str) -> PydanticCustomError:
-    return PydanticCustomError("optimizer", "{what}", {"what": what, "key": key, "fix": fix})

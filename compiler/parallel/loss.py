@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from meshloom.models import Aux
+from meshloom.models.config import divisors
 from meshloom.models.loss import Head, VocabChunks, sum_losses
-from meshloom.models.numbers import divisors
 
 from ..core.format import human_bytes
 from ..sharding.arrays import OpSite

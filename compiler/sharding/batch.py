@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshloom.models import Model
-from meshloom.models.numbers import divisors
+from meshloom.models.config import divisors
 
 from ..core.errors import ConfigError, Problem, raise_if_any
 from ..core.format import be, counted

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
-from meshloom.models.numbers import divisors
+from meshloom.models.config import divisors
 
 from ..core.errors import Problem
 from ..spec.compiler_traits import CompilerTraits

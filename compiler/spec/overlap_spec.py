@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
-from pydantic_core import PydanticCustomError
 
-from meshloom.models.config import Config
+from meshloom.models.config import Config, mistake
 
 from ..core.config_types import Fraction, Text
 from .narrow import Narrow
@@ -27,8 +26,8 @@ class LayerLoop(Config):
     def _check(self) -> Self:
         if self.deferred_reduce_scatter and not self.prefetch:
             what = "is true, but the loop over layers prefetches nothing"
-            fix = {"key": "deferred_reduce_scatter", "fix": "set overlap.layers.prefetch=1, or choose overlap=prefetch"}
-            raise PydanticCustomError("choice", "{what}", {"what": what, **fix})
+            fix = "set overlap.layers.prefetch=1, or choose overlap=prefetch"
+            raise mistake(what, fix, "deferred_reduce_scatter")
         return self
 
 
@@ -38,7 +37,7 @@ def _one_or_by_name(value: Any) -> Any:
     if is_text(value) or (isinstance(value, Mapping) and all(map(is_text, [*value, *value.values()]))):
         return value
     what = f"{value!r} is neither a strategy nor a mapping of names to strategies"
-    raise PydanticCustomError("choice", "{what}", {"what": what, "fix": "set auto, a strategy, or {NAME: STRATEGY}"})
+    raise mistake(what, "set auto, a strategy, or {NAME: STRATEGY}")
 
 
 # How an operation runs over the mesh: auto, one strategy for all of its sites, or a strategy for each named site.

@@ -5,10 +5,9 @@ import re
 from typing import Annotated, get_args
 
 from pydantic import AfterValidator, Field
-from pydantic_core import PydanticCustomError
 from typing_extensions import TypeVar
 
-from meshloom.models.config import Config
+from meshloom.models.config import Config, mistake
 
 from ..core.config_types import CompilerOption
 from ..core.errors import use_one_of
@@ -22,21 +21,17 @@ from .tune_spec import TuneSpec
 def _axis_size(size: int) -> int:
     if size == -1 or size >= 1:
         return size
-    raise PydanticCustomError("axis_size", "{size} is not a valid axis size", {"size": size, "fix": "use 1 or more, or -1 for all remaining devices"})  # fmt: skip  # noqa: E501
+    raise mistake(f"{size} is not a valid axis size", "use 1 or more, or -1 for all remaining devices")
 
 
 def _placed_axis(entry: str) -> str:
     """Returns "fsdp", or "expert:2x2", an axis with the block of chips that its devices are."""
     axis, colon, block = entry.partition(":")
     if axis not in get_args(MeshAxis):
-        context = {"what": f"there is no mesh axis '{axis}'", "fix": use_one_of(axis, get_args(MeshAxis))}
-        raise PydanticCustomError("choice", "{what}", context)
+        raise mistake(f"there is no mesh axis '{axis}'", use_one_of(axis, get_args(MeshAxis)))
     if colon and not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3}){1,2}", block):
-        context = {
-            "what": f"'{block}' is no block of chips",
-            "fix": f"write {axis}:2x2, chips along x and y, or {axis}:2x2x1",
-        }
-        raise PydanticCustomError("choice", "{what}", context)
+        fix = f"write {axis}:2x2, chips along x and y, or {axis}:2x2x1"
+        raise mistake(f"'{block}' is no block of chips", fix)
     return entry
 
 

@@ -3,9 +3,8 @@
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
 
-from meshloom.models.config import Config
+from meshloom.models.config import Config, mistake
 
 from ..core.config_types import NumBytes, Text
 from .narrow import Narrow
@@ -15,12 +14,10 @@ MeshAxis = Literal["replica", "data", "fsdp", "context", "expert", "tensor"]
 
 
 def each_once(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the mesh axes. Raises PydanticCustomError where one comes twice."""
+    """Returns the mesh axes. Raises a mistake where one comes twice."""
     if len(set(axes)) == len(axes):
         return axes
-    raise PydanticCustomError(
-        "twice", "{axes} names a mesh axis twice", {"axes": ", ".join(axes), "fix": "name it once"}
-    )
+    raise mistake(f"{', '.join(axes)} names a mesh axis twice", "name it once")
 
 
 class Rule(Config):

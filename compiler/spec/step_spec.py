@@ -14,10 +14,9 @@ from pydantic import (
     SerializeAsAny,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from meshloom.models import ModelConfig
-from meshloom.models.config import Config
+from meshloom.models.config import Config, mistake
 
 from ..core.config_types import FloatType, Fraction, NumBytes, Seed, Text
 from ..optim.contract import OptimizerConfig, ScheduleConfig
@@ -53,13 +52,13 @@ class PrecisionSpec(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.master == self.parameters:
-            raise _mistake("master", "parameters in float32 need no master copy", "set precision.master=null")
+            raise mistake("parameters in float32 need no master copy", "set precision.master=null", "master")
         if self.compute == "float16" and self.loss_scale is None:
             what = "float16 loses small gradients without a loss scale"
-            raise _mistake("loss_scale", what, "choose precision=float16, or precision.compute=bfloat16")
+            raise mistake(what, "choose precision=float16, or precision.compute=bfloat16", "loss_scale")
         if self.compute != "float16" and self.loss_scale is not None:
             what = f"a loss scale is only for float16, and precision.compute is {self.compute}"
-            raise _mistake("loss_scale", what, "set precision.loss_scale=null, or precision.compute=float16")
+            raise mistake(what, "set precision.loss_scale=null, or precision.compute=float16", "loss_scale")
         return self
 
 
@@ -75,10 +74,10 @@ class RematSpec(Config):
         used = [policy for policy in (self.policy, *self.stacks.values()) if policy in ("save_names", "offload")]
         if used and not self.names:
             what = f"is empty, and {used[0]} saves activations by name"
-            raise _mistake("names", what, "set remat.names=[...], such as [attended, hidden]")
+            raise mistake(what, "set remat.names=[...], such as [attended, hidden]", "names")
         if self.names and not used:
             what = f"names {', '.join(self.names)}, but the policy {self.policy} saves no activations by name"
-            raise _mistake("names", what, "set remat.names=[], or choose remat=save_names or remat=offload")
+            raise mistake(what, "set remat.names=[], or choose remat=save_names or remat=offload", "names")
         return self
 
 
@@ -205,7 +204,3 @@ class StepSpec(Narrow):
     @property
     def tokens_per_step(self) -> int:
         return self.global_batch_size * self.sequence_length
-
-
-def _mistake(key: str, what: str, fix: str) -> PydanticCustomError:
-    return PydanticCustomError("choice", "{what}", {"what": what, "key": key, "fix": fix})

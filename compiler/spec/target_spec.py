@@ -6,12 +6,11 @@ a chip may be several JAX devices, and names may count cores. Link bandwidths ar
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
-from pydantic_core import PydanticCustomError
 
-from meshloom.models.config import Config
+from meshloom.models.config import Config, mistake
 
 from ..core.config_types import NumBytes, Text, UpToOne
 from ..core.format import counted
@@ -194,7 +193,7 @@ class GpuTarget(Config):
         if self.shape[1] > self.network.chips_per_node:
             what = f"a node of {self.chip.name} has {counted(self.network.chips_per_node, 'GPU')}, not {self.shape[1]}"
             fix = f"use {self.chip.name}-N, or {self.chip.name}:NODESx{self.network.chips_per_node}"
-            raise PydanticCustomError("choice", "{what}", {"what": what, "key": "shape", "fix": fix})
+            raise mistake(what, fix, "shape")
         return self
 
 
@@ -229,7 +228,6 @@ def _largest(network: TorusSpec) -> ChipShape:
     return min((s for s in network.shapes() if math.prod(s) == network.most_chips), key=sum)
 
 
-def _no_such_slice(chip: ChipSpec, network: TorusSpec, shape: ChipShape) -> PydanticCustomError:
+def _no_such_slice(chip: ChipSpec, network: TorusSpec, shape: ChipShape) -> Exception:
     what = f"there is no slice of {'x'.join(map(str, shape))} chips of {chip.name}"
-    context: dict[str, Any] = {"what": what, "key": "shape", "fix": f"use one of {slices_that_exist(chip, network)}"}
-    return PydanticCustomError("choice", "{what}", context)
+    return mistake(what, f"use one of {slices_that_exist(chip, network)}", "shape")

@@ -4,9 +4,8 @@ import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
-from pydantic_core import PydanticCustomError
 
-from meshloom.models.config import Config
+from meshloom.models.config import Config, mistake
 
 from ..core.config_types import Text
 
@@ -51,5 +50,5 @@ class TuneSpec(Config):
         if self.objective == "cost" and not self.price_per_chip_hour:
             what = "is cost, and no price is known"
             fix = "set tune.price_per_chip_hour={v5p: PRICE}, in any currency"
-            raise PydanticCustomError("choice", "{what}", {"what": what, "key": "objective", "fix": fix})
+            raise mistake(what, fix, "objective")
         return self

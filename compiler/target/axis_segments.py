@@ -16,7 +16,7 @@ from itertools import product
 from types import MappingProxyType
 from typing import cast
 
-from meshloom.models.numbers import divisors
+from meshloom.models.config import divisors
 
 from ..core.collectives import LinkKind
 from ..core.errors import ConfigError, Problem, raise_if_any

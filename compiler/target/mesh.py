@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from meshloom.models.numbers import divisors
+from meshloom.models.config import divisors
 
 from ..core.collectives import CollectiveKind
 from ..core.errors import ConfigError, Problem

@@ -14,7 +14,7 @@ from typing import Any, cast, get_args
 
 import numpy as np
 
-from meshloom.models.numbers import divisors
+from meshloom.models.config import divisors
 
 from ..core.errors import ConfigError, Problem
 from ..spec.sharding_spec import MeshAxis

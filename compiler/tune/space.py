@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import permutations, product
 from typing import Any
 
-from meshloom.models.numbers import divisors
+from meshloom.models.config import divisors
 
 from ..core.errors import ConfigError, Problem, raise_if_any
 from ..driver import Layout, plan_layout

@@ -13,8 +13,7 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.optim.contract import OptimizerConfig
-from meshloom.models.config import Config
-from meshloom.models.numbers import divisors
+from meshloom.models.config import Config, divisors
 
 
 def _classes(of: type[Config] = Config) -> Iterator[type[Config]]:
