@@ -252,7 +252,7 @@ def test_a_name_says_which_of_two_arrays_of_the_same_sizes_it_is():
 def test_real_programs_cross_what_the_plan_says(monkeypatch, sharding):
     """However small: every collective of the compiled program has its like in the plan, but for sums of scalars."""
     monkeypatch.setattr("meshloom.compiler.analysis.lint.LEAST_BYTES", 1024)
-    plan = plan_of(f"sharding={sharding}", f"mesh={sharding}")
+    plan = plan_of(f"sharding={sharding}")
     planned = estimate_step(plan).communication
     analysis = analyse_schedule(parse_module(programs_of(plan)["train"].as_text()), plan, planned)
     findings = lint(plan, analysis.collectives, analysis.matches, planned, ())
