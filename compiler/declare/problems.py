@@ -120,7 +120,7 @@ def validation_problems(error: ValidationError, spec_type: type[RunSpec], groups
     problems = [_problem(detail, spec_type, groups) for detail in details[:MOST_PROBLEMS]]
     if (num_left := len(details) - MOST_PROBLEMS) > 0:
         problems.append(Problem("the declaration", f"has {counted(num_left, 'more problem')}", "correct these first"))
-    # The optimizer's rules default to those of the parameters: what is wrong with both is reported once.
+    # sharding.optimizer may repeat the rules of the parameters: a mistake in both is reported once.
     originals = [p for p in problems if p.where.startswith("sharding.parameters")]
     echoes = [replace(p, where=p.where.replace("parameters", "optimizer", 1)) for p in originals]
     return [problem for problem in problems if problem not in echoes]

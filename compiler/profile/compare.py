@@ -55,7 +55,7 @@ class OperationRow(Compared):
 
 
 class ProfileReport(Record):
-    """What ran, compared with what was predicted.
+    """A traced run, compared with its prediction.
 
     steps: the traced steps, where the trace names them. fastest, slowest: of the steps on any device. idle: neither
     compute nor a collective ran. unmatched: seconds of instructions that the program does not have. notes: what is

@@ -118,8 +118,8 @@ def watched(compile_programs: Callable[[], T], *, log: Path, terminal: int, phas
 def compile_in_child(spec: RunSpec, words: Sequence[str], *, log: Path) -> None:
     """Waits for a child, `meshloom compile` of the same declaration, which leaves the step in `compilation_cache`.
 
-    If the child fails, this returns all the same: the caller then warns, compiles itself and gets the compiler's own
-    error.
+    If the child fails, this returns all the same: the caller then warns, and compiles the step itself.
+
     words: its arguments, the overrides last. log: the file that the child's output is appended to. Raises RunFailed,
     after ending the child, if the budget is spent.
     """

@@ -28,7 +28,7 @@ def places(own: Path) -> str:
 
 @pytest.mark.parametrize("name", [*ALONE, "fsdp_tensor"])
 def test_a_sharding_that_names_no_mesh_has_that_of_its_axes(name, tmp_path):
-    """Of several axes, fsdp has all devices."""
+    """If there are several axes, fsdp has all devices."""
     original = read(f"sharding={name}")
     (tmp_path / "sharding").mkdir()
     (tmp_path / "sharding/mine.yaml").write_text(original.sharding.model_dump_json())  # JSON is YAML, too

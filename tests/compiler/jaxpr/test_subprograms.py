@@ -1,4 +1,4 @@
-"""What the equations of a jaxpr call, as versions of JAX write it, and how often: against programs that count."""
+"""The programs that equations of a jaxpr call, and how often: against programs that count."""
 
 from functools import reduce
 
