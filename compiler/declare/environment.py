@@ -14,7 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from ..core.redaction import hide, interpolation
+from ..core.visible import hide, interpolation
 from ..spec.secrets import Sources, joined
 
 # In the defaults of conf/, for keys that nobody typed: no secrets. Set to nothing, they are not set.

@@ -12,8 +12,7 @@ import yaml
 from conftest import LINEAR_STACK, SMALL, plan_of
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.compiler.core.redaction import hidden, hide
-from meshloom.compiler.core.visible import visible
+from meshloom.compiler.core.visible import hidden, hide, visible
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.declare.user_code import code_allowed_from
