@@ -9,11 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from ..core.format import counted, human_count, human_names, human_seconds, human_share
 from ..schema import Finding, StepReport
 from ..xla.hlo import Module
-from ..xla.hlo.sources import source_finder
 from ..xla.schedule.alike import Repeated, find_repeated
 from .lint import NUM_PLACES
 from .program_devices import ProgramDevices
-from .source_lines import shown
+from .source_lines import shown, source_finder
 
 LEAST_SHARE = 0.1  # the share of the arithmetic that would be saved if each result were computed once
 

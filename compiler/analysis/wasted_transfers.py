@@ -16,11 +16,10 @@ from ..core.collectives import CollectiveKind
 from ..core.format import counted, human_bytes, human_names, human_seconds, human_share
 from ..schema import CollectiveReport, Finding, total
 from ..xla.hlo import Computation, Instruction, Module
-from ..xla.hlo.sources import source_finder
 from ..xla.hlo.types import ArrayType, bits_of
 from ..xla.hlo.uses import VIEWS, ModuleValue, Uses, ValueUse
 from .lint import LEAST_BYTES, NUM_PLACES
-from .source_lines import shown
+from .source_lines import shown, source_finder
 
 MOST_USED = 0.5  # the share of a gathered array; an operation that uses more needs it whole
 _MOVED: frozenset[CollectiveKind] = frozenset({"all-gather", "all-to-all", "collective-permute"})  # nothing is summed

@@ -75,3 +75,19 @@ class KernelOwner(Protocol):
 def ask_owners(owners: Sequence[KernelOwner], call: KernelCall) -> KernelCost | None:
     """Returns the cost of a call by the first operation that knows the kernel; None where none of them does."""
     return next((cost for owner in owners if (cost := owner.kernel_cost(call)) is not None), None)
+
+
+def share_of_head(shares: Mapping[int, float], size: int) -> float:
+    """Returns the share of the peak that attention with heads of this size reaches. Between two sizes that are known,
+    what a score takes is a line: its matmuls, and its part of the softmax. A smaller head takes as long as the smallest
+    that is known."""
+    known = sorted(shares)
+    if size <= known[0]:
+        return shares[known[0]] * size / known[0]
+    if size >= known[-1]:
+        return shares[known[-1]]
+    low, high = max(each for each in known if each <= size), min(each for each in known if each >= size)
+    if low == high:
+        return shares[low]
+    at_low, at_high = low / shares[low], high / shares[high]
+    return size / (at_low + (at_high - at_low) * (size - low) / (high - low))

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from ..core.collectives import CollectiveKind
-from ..core.head_shares import share_of_head
+from ..core.kernels import share_of_head
 from ..core.partition_spec import Axes
 from ..parallel.operation import Exposed, exposed_by_source, head_dim_of, runs_beside_compute
 from ..plan import Plan

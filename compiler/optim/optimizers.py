@@ -5,11 +5,12 @@ An optimizer is a subclass of `OptimizerConfig` with a `name` and `build`. The c
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
@@ -20,7 +21,6 @@ from meshloom.models.config import mistake
 from ..core.config_types import FloatType, Fraction
 from .contract import DecayOn, OptimizerConfig, Setting
 from .parameter_kinds import DimGroups
-from .transforms import each_layer, stored_in
 
 # A moment that moves by less than 2^-8 of a like-sized gradient does not move at all: bfloat16 has 8 bits of precision.
 _SLOWEST_BFLOAT16_DECAY = 1 - 2**-8
@@ -210,3 +210,36 @@ def spread_axes(num_copies: int, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 def _is_in_muon(kind: Any) -> bool:
     return kind.is_in_stack and len(kind.groups) == 2
+
+
+def stored_in(moments: optax.GradientTransformation, dtype: FloatType) -> optax.GradientTransformation:
+    """Returns the transformation with its state stored in `dtype` between steps and computed in float32."""
+
+    def cast(state: Any, dtype: Any) -> Any:
+        is_moment = lambda x: jnp.ndim(x) > 0 and jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+        return jax.tree.map(lambda x: x.astype(dtype) if is_moment(x) else x, state)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, state = moments.update(updates, cast(state, jnp.float32), params)
+        return updates, cast(state, dtype)
+
+    return optax.GradientTransformation(lambda params: cast(moments.init(params), dtype), update)
+
+
+def each_layer(whole: optax.GradientTransformation, kinds: Any) -> optax.GradientTransformation:
+    """Returns the transformation applied to each layer of a stack separately, so that its maxima and means are per
+    layer. Its state is split by component of the model."""
+    stacked = {piece: jax.tree.leaves(tree)[0].is_in_stack for piece, tree in kinds.items()}
+
+    def run(piece: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.vmap(function) if stacked[piece] else function
+
+    def init(params: Any) -> Any:
+        return {piece: run(piece, whole.init)(part) for piece, part in params.items()}
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        assert params is not None
+        done = {p: run(p, whole.update)(part, state[p], params[p]) for p, part in updates.items()}
+        return {p: updates for p, (updates, _) in done.items()}, {p: state for p, (_, state) in done.items()}
+
+    return optax.GradientTransformation(init, update)

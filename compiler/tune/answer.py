@@ -16,8 +16,7 @@ from ..estimate.estimated_step import assume_overlap, overrides_of
 from ..estimate.program_costs import Numbers
 from ..search.evaluation import Evaluation, evaluate_plan
 from ..spec.overlap_spec import OverlapSpec
-from ..spec.plan_spec import PlanSpec
-from ..spec.tune_spec import Objective
+from ..spec.plan_spec import Objective, PlanSpec
 from ..target.target import TargetPlan
 from .families import Family, Key, Reference, TracePoint, family_key, find_families, group_candidates
 from .price import Prices, price_candidates

@@ -34,8 +34,7 @@ from jax.sharding import PartitionSpec
 from meshloom.models.attention import attend
 
 from ...core.collectives import ComputeKind
-from ...core.head_shares import share_of_head
-from ...core.kernels import KernelCall, KernelCost
+from ...core.kernels import KernelCall, KernelCost, share_of_head
 from ...core.partition_spec import Axes, axes_in, axes_of
 from ...core.scopes import ATTENTION, OperationName, fact_scope, nested_scope
 from ...jaxpr.flops import matmul_flops

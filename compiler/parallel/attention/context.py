@@ -20,7 +20,7 @@ import numpy as np
 
 from ...core.collectives import CollectiveKind
 from ...core.format import human_names, human_seconds
-from ...core.head_shares import share_of_head
+from ...core.kernels import share_of_head
 from ...core.partition_spec import axes_of
 from ...core.scopes import OperationName, fact_scope
 from ...sharding.arrays import OpSite

@@ -3,7 +3,6 @@
 parse.py     the text, as a module of computations of instructions
 types.py     types of values: bytes of arrays and tuples
 groups.py    replica groups, as lists of devices
-sources.py   which line of the program an instruction comes from
 """
 
 from .parse import Computation, HloError, Instruction, Module, module_name, parse_module, split_modules

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...core.collectives import ComputeKind
-from ...core.head_shares import share_of_head
-from ...core.kernels import KernelCost, KernelOwner
+from ...core.kernels import KernelCost, KernelOwner, share_of_head
 from ...core.scopes import OperationName
 from ..hlo import Computation, Instruction, Module
 from ..hlo.types import ArrayType, parse_type

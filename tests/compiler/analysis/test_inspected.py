@@ -8,12 +8,11 @@ import pytest
 
 from meshloom.compiler.analysis.inspected import inspect_text
 from meshloom.compiler.analysis.program_devices import ProgramDevices, connected, strides_of
-from meshloom.compiler.analysis.source_lines import shown
+from meshloom.compiler.analysis.source_lines import SourceLine, shown
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.report.inspect_report import report_inspected
 from meshloom.compiler.target.placement import plan_own_order
 from meshloom.compiler.xla.aot import ProgramMemory
-from meshloom.compiler.xla.hlo.sources import SourceLine
 from support.programs import target_of
 from support.recorded import recorded_text
 from support.schedules import GATHER, GROUPS, compute, module

@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from conftest import plan_of
+from meshloom.compiler.analysis.source_lines import SourceLine, source_finder
 from meshloom.compiler.xla.hlo import HloError, Module, module_name, parse_module, split_modules
 from meshloom.compiler.xla.hlo.groups import parse_groups
-from meshloom.compiler.xla.hlo.sources import SourceLine, source_finder
 from meshloom.compiler.xla.hlo.types import ArrayType, num_bytes, parse_type
 from support.programs import programs_of
 
