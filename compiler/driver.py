@@ -142,7 +142,7 @@ def _plan_sharding(
 def compile_plan(
     plan: Plan, devices: Sequence[Any], *, compile_step: Callable[[LoweredStep], Built] = compile_ahead
 ) -> CompiledStep:
-    """Compile the plan's step for devices, which need not be attached, and read what the compiler made of it.
+    """Compiles the plan's step for devices, which need not be attached, and reads what the compiler made of it.
 
     compile_step: a caller's own, such as one that looks first among what was compiled before. Raises ConfigError for
     compiler options that are wrong, JaxRuntimeError where the compiler fails for another reason than memory.
@@ -163,9 +163,11 @@ def report_of(
     search: SearchReport | None = None,
     alternatives: tuple[Alternative, ...] = (),
 ) -> Report:
-    """Report a compiled step, with findings. overrides, model: what declared it, and what it calls its model.
-    changes: that would make it fit. search: of which it is the best. alternatives: other declarations, by the
-    estimate."""
+    """Returns the report of a compiled step, with its findings.
+
+    overrides, model: the words that declared it, and their name for the model. changes: those that would make it fit.
+    search: the search that chose it. alternatives: other declarations, by the estimate.
+    """
     findings = find_findings(step, is_searched=search is not None)
     return build_report(
         step, findings, overrides=overrides, model=model, changes=changes, search=search, alternatives=alternatives

@@ -42,13 +42,16 @@ class MemoryPlan:
 
     @property
     def state_bytes(self) -> int:
-        """What a step takes and gives back."""
+        """Returns the bytes of the state, which a step takes and returns."""
         return self.parameters + self.master + self.optimizer + self.scalars
 
 
 @dataclass(frozen=True)
 class Plan(Generic[AnyPlanSpec]):
-    """abstract, specs: the state (state.py) as trees of ShapeDtypeStruct and of PartitionSpec."""
+    """Everything that is decided before a compiler is called.
+
+    abstract, specs: the state (state.py) as trees of ShapeDtypeStruct and of PartitionSpec.
+    """
 
     spec: AnyPlanSpec
     target: TargetPlan
@@ -68,7 +71,7 @@ class Plan(Generic[AnyPlanSpec]):
     preset_options: Options  # of overlap.flag_presets, for the target's compiler, and those that it fails without
 
     def operations_of(self, kind: str) -> tuple[OpPlan, ...]:
-        """The plans of one operation, for each of its sites."""
+        """Returns the plans of one operation, for each of its sites."""
         return tuple(each for each in self.operations if each.op.kind == kind)
 
     def operation(self, kind: str) -> OpPlan:
@@ -80,7 +83,8 @@ class Plan(Generic[AnyPlanSpec]):
 
     @property
     def auxiliary(self) -> tuple[str, ...]:
-        """Losses and statistics of layers and head: metrics of each step, such as layers/z_loss."""
+        """Returns the names of the losses and statistics of layers and head, such as layers/z_loss: metrics of each
+        step."""
         return self.arrays.auxiliary
 
     @property
@@ -90,17 +94,17 @@ class Plan(Generic[AnyPlanSpec]):
 
     @property
     def token_order(self) -> TokenOrder:
-        """In which order the tokens of a sequence lie on the devices that split its length."""
+        """Returns the order in which the tokens of a sequence lie on the devices that split its length."""
         return plan_token_order(self.spec.token_order, self.mesh, self.roles)
 
     @property
     def row_order(self) -> RowOrder:
-        """In which order the sequences of a batch lie on the devices that split it."""
+        """Returns the order in which the sequences of a batch lie on the devices that split it."""
         return plan_row_order(self.spec, self.mesh, self.roles)
 
     @property
     def model_flops_per_step(self) -> int | None:
-        """None where `model_flops.unknown` says why."""
+        """Returns the FLOPs of a step; None where `model_flops.unknown` says why."""
         return self.model_flops.per_step
 
     @property
@@ -109,12 +113,12 @@ class Plan(Generic[AnyPlanSpec]):
 
     @property
     def num_active_parameters(self) -> int:
-        """Those that one token meets: of a dimension `experts` as many entries as it has experts."""
+        """Returns the number of parameters that a token meets: of a dimension `experts` its own entries."""
         return sum(_num_active(plan.array, self.model.num_active_experts) for plan in self.sharding.parameters)
 
     @property
     def warnings(self) -> tuple[Problem, ...]:
-        """What runs as it is declared, and may not be meant."""
+        """Returns warnings about what runs as it is declared, and may not be meant."""
         spec = self.spec
         return (
             *self.sharding.warnings,
@@ -125,7 +129,7 @@ class Plan(Generic[AnyPlanSpec]):
 
     @property
     def flag_presets(self) -> str | None:
-        """A line on the presets of XLA options that it is compiled with; None if there are none."""
+        """Returns a line about the presets of XLA options that it is compiled with; None if there are none."""
         return describe_presets(self.spec.overlap.flag_presets, self.target)
 
 
@@ -181,8 +185,8 @@ def _typed(params: Any, dtype: str) -> Any:
 def plan_state_arrays(
     abstract: State, specs: State, parameters: tuple[ArrayPlan, ...], mesh: MeshPlan
 ) -> tuple[ArrayPlan, ...]:
-    """A row for each array of the optimizer's state, and each master weight. One that is shaped as a parameter lies as
-    that parameter's state was planned; any other where the optimizer's own computation puts it."""
+    """Returns a row for each array of the optimizer's state, and each master weight. One that is shaped as a parameter
+    lies as that parameter's state was planned; any other where the optimizer's own computation puts it."""
     abstract = {key: abstract[key] for key in ("master", "optimizer") if key in abstract}
     layouts = leaves_by_path(specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
     rows = []

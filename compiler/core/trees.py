@@ -17,17 +17,17 @@ def like(tree: Any, leaves: Mapping[str, Any]) -> Any:
 
 
 def pick(tree: Any, paths: Collection[str], is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
-    """The nested dict of the leaves at these paths: {"a": {"b": 1}, "c": 2}, ["a/b"] -> {"a": {"b": 1}}."""
+    """Returns the nested dict of the leaves at these paths: {"a": {"b": 1}, "c": 2}, ["a/b"] -> {"a": {"b": 1}}."""
     return nested_dict({path: leaf for path, leaf in leaves_by_path(tree, is_leaf).items() if path in paths})
 
 
 def combined(tree: Any, other: Any) -> dict[str, Any]:
-    """The nested dict of the leaves of both."""
+    """Returns the nested dict of the leaves of both."""
     return nested_dict(leaves_by_path(tree) | leaves_by_path(other))
 
 
 def nested_dict(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """`leaves_by_path` undone, for nested dicts."""
+    """Returns the nested dict of leaves by path: undoes `leaves_by_path`."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
         *outer, last = path.split("/")

@@ -162,7 +162,7 @@ def _count_with_frozen(model: Model, spec: StepSpec, ops: Sequence[CountedOp], f
     """Returns the FLOPs of each piece's forward pass for one sequence, and of its derivative by what is trained."""
 
     def count(piece: Piece, name: str, x: Any, *, with_dx: bool, tied: Mapping[str, str]) -> tuple[FlopCount, Any]:
-        """tied: paths of parameters that another piece has."""
+        """Returns the FLOPs of one piece, and its output. tied: paths of parameters that another piece has."""
         leaves = leaves_by_path(piece.abstract)
         trained = {path for path in leaves if tied.get(path, f"{name}/{path}") not in frozen}
         fixed = pick(piece.abstract, leaves.keys() - trained)

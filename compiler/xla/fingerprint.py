@@ -116,7 +116,8 @@ def differences(wanted: Fingerprint, found: Fingerprint, *, folder: str, fix: st
 
 
 def flat(values: Any) -> Iterable[tuple[str, str]]:
-    """{"optimizer": {"b1": 0.9}} -> ("optimizer.b1", "0.9"); lists are values, and a group without keys is one."""
+    """Yields keys with values as JSON: {"optimizer": {"b1": 0.9}} -> ("optimizer.b1", "0.9"). Lists are values, and so
+    is a group without keys."""
     return ((key, json.dumps(value)) for key, value in leaves(values))
 
 
