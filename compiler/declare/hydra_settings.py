@@ -84,21 +84,10 @@ def without_plugin(group: str, option: str) -> Problem | None:
     return Problem(group, f"'{option}' is not installed", f"pip install {package}") if package else None
 
 
-def check_subdirectories(hydra: DictConfig) -> None:
-    """Raises ConfigError if all points of a sweep would have the same directory. hydra: its own node, unresolved."""
-    text = subdirectory_of(hydra)
-    if "${" not in text:
-        raise ConfigError([one_directory(repr(text))])
-
-
-def subdirectory_of(hydra: DictConfig) -> str:
-    """Returns how the directories of points are named, unresolved."""
-    return str(OmegaConf.to_container(hydra.sweep, resolve=False)["subdir"])  # type: ignore[index]
-
-
-def sweep_directory_of(hydra: DictConfig) -> str:
-    """Returns how the directory of a sweep is named, unresolved."""
-    return str(OmegaConf.to_container(hydra.sweep, resolve=False)["dir"])  # type: ignore[index]
+def check_subdirectories(subdirectory: str) -> None:
+    """Raises ConfigError if all points of a sweep would have the same directory: none of its name differs."""
+    if "${" not in subdirectory:
+        raise ConfigError([one_directory(repr(subdirectory))])
 
 
 def one_directory(directory: str) -> Problem:

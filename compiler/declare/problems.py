@@ -28,7 +28,8 @@ class ConfigGroups(dict[str, list[str]]):
     appended: frozenset[str] = frozenset()
 
 
-MISTAKES = (ConfigError, HydraException, OmegaConfBaseException, OSError)  # what a user can fix
+OF_HYDRA = (HydraException, OmegaConfBaseException)
+MISTAKES = (ConfigError, *OF_HYDRA, OSError)  # what a user can fix
 LOOK = "see `meshloom train --help` and `--cfg job`"
 
 

@@ -42,6 +42,22 @@ class SweepRequest:
     is_grid: bool
 
     @property
+    def launcher(self) -> dict[str, Any]:
+        """Returns the settings of the launcher."""
+        values: Any = OmegaConf.to_container(self.hydra.launcher, resolve=True)
+        return values
+
+    @property
+    def directory(self) -> str:
+        """Returns how the directory of the sweep is named, unresolved."""
+        return _unresolved(self.hydra.sweep)["dir"]
+
+    @property
+    def subdirectory(self) -> str:
+        """Returns how the directories of points are named, unresolved."""
+        return _unresolved(self.hydra.sweep)["subdir"]
+
+    @property
     def num_points(self) -> int | None:
         """Returns how many points there are; None where the sweeper decides as it goes."""
         return math.prod(map(len, self.axes.values())) if self.is_grid else None
@@ -76,7 +92,7 @@ def read_sweep_request(request: Request) -> SweepRequest:
         problems += _check_values(request, base, list(axes.values()), first)
         raise_if_any(problems)
         if num_points > 1:
-            check_subdirectories(hydra)
+            check_subdirectories(_unresolved(hydra.sweep)["subdir"])
     fixed = tuple(text for text in base if not _is_of_hydra(text) or _is_search_path(text))
     asked = [text for text in request.overrides if _is_of_sweeper(text) and not is_grid]
     return SweepRequest(_replaced(request, [*asked, *written]), fixed, tuple(base), axes, first[0], hydra, is_grid)
@@ -120,11 +136,14 @@ def _is_search_path(text: str) -> bool:
 def _params(hydra: DictConfig, request: Request) -> Iterator[str]:
     """Returns `hydra.sweeper.params` as overrides, without those that are typed too."""
     typed = {_name(text) for text in request.overrides}
-    sweeper = OmegaConf.to_container(hydra.sweeper, resolve=False)
-    assert isinstance(sweeper, dict)
-    for key, value in _flat(sweeper.get("params") or {}):
+    for key, value in _flat(_unresolved(hydra.sweeper).get("params") or {}):
         if _name(text := f"{key}={value}") not in typed:
             yield text
+
+
+def _unresolved(node: DictConfig) -> dict[str, Any]:
+    values: Any = OmegaConf.to_container(node, resolve=False)
+    return values
 
 
 def _flat(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -15,8 +15,8 @@ from meshloom.compiler import schema
 from meshloom.compiler.analysis import compiled_step
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.declare.choices import model_of
 from meshloom.compiler.declare.compose import read_spec
-from meshloom.compiler.declare.model_choice import model_of
 from meshloom.compiler.declare.run_spec import Origin, RunSpec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.report.views.page import page_in_frame, render_page

@@ -11,12 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import jax
-from hydra.errors import HydraException
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
-from omegaconf.errors import OmegaConfBaseException
 
 from meshloom.compiler.declare.hydra_private import hydra_state_put_back
-from meshloom.compiler.declare.problems import as_config_error
+from meshloom.compiler.declare.problems import OF_HYDRA, as_config_error
 from meshloom.compiler.declare.user_code import code_allowed_from
 from meshloom.compiler.spec.target_spec import LocalTarget, TargetSpec
 from meshloom.compiler.target.topology import CUDA_ENVIRONMENT, LIBTPU_ENVIRONMENT
@@ -37,7 +35,7 @@ def as_guest(modules: Sequence[str] = ()) -> Iterator[None]:
     with hydra_state_put_back(), code_allowed_from(modules):
         try:
             yield
-        except (HydraException, OmegaConfBaseException) as error:
+        except OF_HYDRA as error:
             raise as_config_error(error) from error
 
 

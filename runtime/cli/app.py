@@ -9,21 +9,14 @@ import os
 from contextlib import suppress
 
 from meshloom.compiler.core.errors import MISTAKE, ConfigError, Problem
+from meshloom.compiler.declare.application import run_application
 from meshloom.compiler.declare.compose import check_config_files, read_spec
 from meshloom.compiler.declare.environment import masked
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
 from meshloom.compiler.declare.user_code import FLAG, VARIABLE, code_allowed_from, parse_allowed
 
 from .commands import Command
-from .hydra_app import (
-    do_nothing,
-    offer_whole_options,
-    parse_flags,
-    request_of_flags,
-    run_hydra_app,
-    show_help,
-    show_mistake,
-)
+from .hydra_app import offer_whole_options, parse_flags, request_of_flags, show_help, show_mistake
 
 
 def run_declared(command: Command, args: list[str]) -> int:
@@ -57,15 +50,15 @@ def _run(command: Command, flags: argparse.Namespace) -> int:
         read_spec(request, then=lambda spec: spec)
         try:
             with masked():  # --resolve must not show values from the environment
-                run_hydra_app(request, flags, task=do_nothing)
+                run_application(request, flags)
         except SystemExit:  # Hydra ends like this if there is no such --package, and has said so
             return MISTAKE
     elif flags.info or flags.hydra_help:
         check_config_files(request)  # Hydra sets up logging as they say
         with suppress(SystemExit):  # Hydra ends like this after its own help
-            run_hydra_app(request, flags, task=do_nothing)
+            run_application(request, flags)
     elif flags.shell_completion:
-        offer_whole_options(lambda: run_hydra_app(request, flags, task=do_nothing))
+        offer_whole_options(lambda: run_application(request, flags))
     else:
         return command.load()(request, flags)
     return 0

@@ -1,4 +1,4 @@
-"""Reads the flags of a command, which are Hydra's, and runs Hydra's own main for a request that was checked.
+"""Reads the flags of a command, which are Hydra's, shows its help, and runs it in a run directory.
 
 Settings have no dashes: a flag that looks like a setting is refused with the setting to type. `--help` lists the config
 groups and their options, one on a line; a shell completes Hydra's words without files that are parts of others.
@@ -7,39 +7,26 @@ groups and their options, one on a line; a shell completes Hydra's words without
 import argparse
 import io
 import logging
-import logging.config
-import os
 import re
 import shutil
 import sys
 import textwrap
-import traceback
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import redirect_stdout
 from difflib import get_close_matches
-from importlib.resources import files
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NoReturn
-
-import hydra
-from hydra import compose
-from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigSource
-from omegaconf import DictConfig, OmegaConf
+from typing import NoReturn
 
 from meshloom.compiler.core.errors import COMMAND_LINE, DOES_NOT_FIT, MISTAKE, ConfigError, Problem
-from meshloom.compiler.core.key_paths import leaves
 from meshloom.compiler.core.visible import write_error, write_out
-from meshloom.compiler.declare.compose import Request, chosen_options, config_sources, hydra_arguments, hydra_session
-from meshloom.compiler.declare.config_files import register_sources
+from meshloom.compiler.declare.application import HydraJob, run_application
+from meshloom.compiler.declare.choices import all_keys, described_groups
+from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.declare.hydra_private import hydra_flags
 from meshloom.compiler.declare.hydra_settings import search_path_override
-from meshloom.compiler.declare.model_choice import chosen_model
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
 from meshloom.compiler.declare.user_code import FLAG
-from meshloom.compiler.spec.target_names import patterns
 
 from ..processes.distributed import Processes
 from ..processes.process_log import process_log
@@ -121,12 +108,7 @@ def _unknown_flag(command: str, name: str, value: str) -> Problem:
 
 def _keys_like(name: str) -> list[str]:
     """Returns the keys that a flag may have meant, the likeliest first."""
-    try:
-        with hydra_session(Request(())) as groups:
-            values = OmegaConf.to_container(compose("config"), resolve=False)
-    except HydraException:
-        return []
-    keys = [*(key for key, _ in leaves(values)), *groups]
+    keys = all_keys()
     same = [key for key in keys if name in (key, key.rpartition(".")[2])]
     if same:
         return sorted(same, key=lambda key: key.count("."))
@@ -142,13 +124,11 @@ def show_help(command: Command, request: Request) -> None:
     if command.name == "explain":
         write_out(f"       {CHECK}: exit code {DOES_NOT_FIT} if the step does not fit, by the estimate")
     write_out("")
-    with hydra_session(request) as groups:
-        chosen, sources = chosen_options(request), config_sources(request)
-        for group, options in groups.items():
-            write_out(f"{group}=")
-            for name in patterns() if group == "target" else options:
-                default = "  (default)" if chosen.get(group) == name else ""
-                _write_wrapped(f"  {name:<16}{_description(sources, group, name)}{default}".rstrip(), indent=18)
+    for group, options in described_groups(request).items():
+        write_out(f"{group}=")
+        for option in options:
+            default = "  (default)" if option.is_default else ""
+            _write_wrapped(f"  {option.name:<16}{option.description}{default}".rstrip(), indent=18)
     write_out("\nvalues: `--cfg job` prints all keys with their values; set one as key=value")
     _write_wrapped(f"code of your own: {FLAG}=MODULE lets a config name modules that are not installed", indent=0)
 
@@ -159,50 +139,6 @@ def _write_wrapped(text: str, *, indent: int) -> None:
     write_out("\n".join(textwrap.wrap(text, max(width, 2 * indent), subsequent_indent=" " * indent)))
 
 
-def _description(sources: Sequence[ConfigSource], group: str, name: str) -> str:
-    """Returns the first readable comment of an option's file, or of the file from which sizes of a target are made."""
-    names = (name, f"_{name.removesuffix('-N')}") if group == "target" else (name,)
-    texts = (_text(source, f"{group}/{each}.yaml") for each in names for source in sources)
-    lines = next((text.splitlines() for text in texts if text is not None), [])
-    comments = (line[1:].strip() for line in lines if line.startswith("#"))
-    return next((line for line in comments if line and not line.startswith("@package")), "")
-
-
-def _text(source: ConfigSource, name: str) -> str | None:
-    """Returns the text of a file in a place of configs; None if it does not have the file, or any files."""
-    if source.scheme() not in ("file", "pkg"):
-        return None
-    place = Path(source.path) if source.scheme() == "file" else files(source.path)
-    file = place / name
-    return file.read_bytes().decode(errors="replace") if file.is_file() else None
-
-
-HydraTask = Callable[[DictConfig], Any]
-
-
-def run_hydra_app(request: Request, flags: argparse.Namespace, task: HydraTask) -> None:
-    """Runs Hydra's main with the overrides of the request. Its errors are raised as exceptions."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    register_sources()
-    switches = ("multirun", "resolve", "shell_completion", "hydra_help")
-    kept = [f"--{name.replace('_', '-')}" for name in switches if getattr(flags, name)]
-    for name in ("cfg", "info", "package"):
-        value = getattr(flags, name)
-        kept += [f"--{name}", value] if value else []
-    kept += ["--config-path", request.config_path] if request.config_path else []
-    overrides = flags.overrides if flags.shell_completion else hydra_arguments(request)
-    # Hydra's main reads its words here. Its compose API starts no sweeper and no launcher, of ours or of others.
-    sys.argv = ["meshloom", *kept, "--config-name", request.config_name, *overrides]
-    try:
-        hydra.main(version_base="1.3", config_path="pkg://meshloom.conf", config_name=request.config_name)(task)()
-    except ValueError as error:
-        if traceback.extract_tb(error.__traceback__)[-1].filename != logging.config.__file__:
-            raise
-        what = f"cannot be set up: {error.__cause__ or error}"
-        fix = "correct it, or leave it out: a run writes its messages to logs/ anyway"
-        raise ConfigError([Problem("hydra.job_logging", what, fix)]) from error
-
-
 def run_in_directory(request: Request, flags: argparse.Namespace, run: Callable[[Path, str | None], int]) -> int:
     """Runs a task in the run directory that Hydra makes, with the log of a process. Returns the exit code.
 
@@ -211,9 +147,8 @@ def run_in_directory(request: Request, flags: argparse.Namespace, run: Callable[
     """
     exit_codes = [MISTAKE]
 
-    def task(composed: DictConfig) -> None:
-        run_dir = as_typed(Path(HydraConfig.get().runtime.output_dir))
-        model = chosen_model(composed, HydraConfig.get())
+    def task(job: HydraJob) -> None:
+        run_dir, model = as_typed(job.directory), job.model()
         try:
             with process_log(run_dir, Processes()):
                 exit_codes[0] = _run_logged(lambda: run(run_dir, model))
@@ -221,7 +156,7 @@ def run_in_directory(request: Request, flags: argparse.Namespace, run: Callable[
             exit_codes[0] = show_mistake(as_config_error(error))
 
     check_run_dir(request)
-    run_hydra_app(request, flags, task)
+    run_application(request, flags, task)
     return exit_codes[0]
 
 
@@ -231,10 +166,6 @@ def _run_logged(run: Callable[[], int]) -> int:
     except MISTAKES as error:
         LOG.error(error, exc_info=isinstance(error, OSError))
         return show_mistake(as_config_error(error))
-
-
-def do_nothing(_: DictConfig) -> None:
-    """Does nothing: the task for requests that Hydra itself answers."""
 
 
 def show_mistake(error: ConfigError) -> int:

@@ -7,11 +7,11 @@ import argparse
 import os
 import traceback
 from pathlib import Path
-from typing import Any
 
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import counted
+from meshloom.compiler.declare.application import run_application
 from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.declare.hydra_settings import SUBDIRECTORY, SWEEP_DIR
 from meshloom.compiler.declare.overrides import in_quotes, overridden_key, override
@@ -31,7 +31,7 @@ from ..sweep.rows import SWEEP_COMMANDS, SweepCommand
 from ..sweep.settings import cluster_settings, pool_settings
 from ..tune.search import compare_targets, search_into
 from ..tune.variants import find_space
-from .hydra_app import run_hydra_app, run_in_directory
+from .hydra_app import run_in_directory
 
 LAUNCHER_LOG = "launcher.log"
 
@@ -48,8 +48,8 @@ def run_sweep(name: str, request: Request, flags: argparse.Namespace) -> int:
     asked = read_sweep_request(request)
     start = plan_start(asked.spec.distributed, asked.spec.target, os.environ) if command == "train" else None
     process = process_index(start, os.environ) if start else 0
-    cluster = cluster_settings(asked.hydra, command, asked.spec.launch)
-    settings = cluster or pool_settings(asked.hydra, command, is_joined=start is not None)
+    cluster = cluster_settings(asked.launcher, command, asked.spec.launch)
+    settings = cluster or pool_settings(asked.launcher, command, is_joined=start is not None)
     console = Console(is_quiet=process > 0)
     with open_sweep(command, asked, settings, process=process, allowed=allowed_modules(), console=console) as engine:
         try:
@@ -85,12 +85,8 @@ def _run(engine: Engine, flags: argparse.Namespace) -> None:
         named.append(f"{SUBDIRECTORY}={in_quotes(subdirectory(list(asked.axes)))}")
     kept = [text for text in asked.request.overrides if overridden_key(text) != SWEEP_DIR]
     request = Request((*kept, *named), asked.request.config_name, asked.request.config_path)
-    with launching(engine) as point_task:
-
-        def task(config: Any) -> float:
-            return point_task(config)
-
-        run_hydra_app(request, flags, task)
+    with launching(engine) as task:
+        run_application(request, flags, task)
 
 
 def tune_command(request: Request, flags: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import BinaryIO
 
-from meshloom.compiler.declare.model_choice import model_of
+from meshloom.compiler.declare.choices import model_of
 from meshloom.compiler.declare.overrides import override
 from meshloom.compiler.declare.user_code import code_allowed_from
 

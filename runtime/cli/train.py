@@ -9,14 +9,12 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
-
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import MISTAKE, all_of
 from meshloom.compiler.core.visible import write_error
+from meshloom.compiler.declare.application import HydraJob, run_application
+from meshloom.compiler.declare.choices import model_of
 from meshloom.compiler.declare.compose import Request, read_spec
-from meshloom.compiler.declare.model_choice import chosen_model, model_of
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.declare.user_code import allowed_modules
@@ -34,7 +32,7 @@ from ..processes.process_log import process_log
 from ..rundir.run_dir import as_typed, check_run_dir, in_shared_run_dir
 from ..train.time_spent import process_began
 from ..train.train import Job, prepare, run_training
-from .hydra_app import run_hydra_app, show_mistake
+from .hydra_app import show_mistake
 
 LOG = logging.getLogger("meshloom")
 
@@ -65,14 +63,14 @@ def _train_together(request: Request, flags: argparse.Namespace) -> int:
     if processes.count == 1:
         check_run_dir(request)
 
-    def run(shown: Path, composed: DictConfig) -> int:
+    def run(shown: Path, hydra_job: HydraJob) -> int:
         try:
             if isinstance(declared, distributed.Disagreement):
                 raise declared
             console = Console(is_quiet=not processes.is_first)
             job, words, began = declared, request.overrides, process_began()
             if job.plan.spec.profile.steps:  # the profile shows the prediction by this name
-                job = replace(job, model=chosen_model(composed, HydraConfig.get()))
+                job = replace(job, model=hydra_job.model())
             return run_training(job, shown, overrides=words, console=console, processes=processes, began=began)
         except MISTAKES as error:  # Hydra would print a line of its own about it
             LOG.error(error, exc_info=isinstance(error, OSError))
@@ -84,17 +82,16 @@ def _train_together(request: Request, flags: argparse.Namespace) -> int:
             distributed.crash(error, shown)
             raise
 
-    def task(composed: DictConfig) -> None:
-        run_dir = Path(HydraConfig.get().runtime.output_dir)
-        shown = as_typed(run_dir)
+    def task(hydra_job: HydraJob) -> None:
+        run_dir, shown = hydra_job.directory, as_typed(hydra_job.directory)
         try:
             with process_log(run_dir, processes):
-                exit_codes[0] = run(shown, composed)
+                exit_codes[0] = run(shown, hydra_job)
         except OSError as error:  # of the log itself
             distributed.crash(error, shown)
             exit_codes[0] = _show_once(error)
 
-    run_hydra_app(in_shared_run_dir(request, processes), flags, task)
+    run_application(in_shared_run_dir(request, processes), flags, task)
     return exit_codes[0]
 
 

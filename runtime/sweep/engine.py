@@ -21,8 +21,6 @@ from meshloom.compiler.declare.hydra_settings import (
     JOB_NUMBER,
     SWEEP_DIR,
     one_directory,
-    subdirectory_of,
-    sweep_directory_of,
 )
 from meshloom.compiler.declare.overrides import overridden_key
 from meshloom.compiler.declare.sweep_request import SweepRequest, value_of
@@ -156,7 +154,7 @@ class Engine:
     @property
     def is_named_by_user(self) -> bool:
         """Returns True if the user has set `hydra.sweep.subdir`."""
-        return subdirectory_of(self.asked.hydra) != JOB_NUMBER
+        return self.asked.subdirectory != JOB_NUMBER
 
     def template(self) -> Task:
         """Returns the task without what differs between points."""
@@ -286,7 +284,7 @@ def check_checkpoints_apart(asked: SweepRequest) -> None:
 
 def _find_directory(asked: SweepRequest, identity: str, retry: Sequence[Status]) -> tuple[Path, Sweep | None]:
     """Returns the directory of the sweep, and the sweep that an earlier start has left there."""
-    pattern, settled = sweep_directory_of(asked.hydra), replace(asked.request, overrides=asked.settled)
+    pattern, settled = asked.directory, replace(asked.request, overrides=asked.settled)
     if "*" in as_glob(pattern):
         earlier = find_unfinished(pattern, identity)
         if earlier and (num_left(earlier) or any(row.status in retry for row in earlier.rows)):

@@ -11,8 +11,8 @@ from meshloom.compiler.analysis.compiled_step import limit_bytes, used_devices_p
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT
 from meshloom.compiler.core.format import human_bytes
+from meshloom.compiler.declare.choices import model_of
 from meshloom.compiler.declare.compose import read_spec
-from meshloom.compiler.declare.model_choice import model_of
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.declare.user_code import code_allowed_from

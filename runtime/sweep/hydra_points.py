@@ -11,13 +11,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobReturn, JobStatus
-from omegaconf import DictConfig
 from pydantic import ValidationError
 
 from meshloom.compiler.core.errors import ConfigError, Problem
-from meshloom.compiler.declare.hydra_private import make_sources_portable
+from meshloom.compiler.declare.application import HydraJob, make_sources_portable
 from meshloom.models.config import Record
 
 from ..core.files import replace_text
@@ -58,17 +55,16 @@ class PointTask:
     first_index: int
     ended: Mapping[tuple[int | None, tuple[str, ...]], float | None]
 
-    def __call__(self, _: DictConfig) -> float:
-        """Runs the point that Hydra is at, and returns its objective. The worst value keeps a sweeper that chooses by
+    def __call__(self, job: HydraJob) -> float:
+        """Runs the point of the job, and returns its objective. The worst value keeps a sweeper that chooses by
         results away from points that are not done."""
-        config = HydraConfig.get()
-        index, overrides = self.first_index + int(config.job.num), tuple(config.overrides.task)
+        index, overrides = self.first_index + job.number, job.overrides
         swept = tuple(swept_of(overrides, self.axes))
         for key in ((index, swept), (None, swept)):
             if key in self.ended:
                 return self._or_worst(self.ended[key])
         declared = replace(self.template.request, overrides=(*self.template.request.overrides, *swept))
-        task = replace(self.template, request=declared, directory=Path(config.runtime.output_dir))
+        task = replace(self.template, request=declared, directory=job.directory)
         outcome = OwnProcess(task, timeout_seconds=None).run()
         ended = EndedPoint(index=index, overrides=overrides, directory=str(task.directory), outcome=outcome)
         self.spool.mkdir(parents=True, exist_ok=True)
@@ -79,20 +75,16 @@ class PointTask:
         return self.worst if value is None else value
 
 
-def launch(jobs: Sequence[Sequence[str]], first_index: int) -> list[JobReturn]:
-    """Runs a batch of Hydra's jobs in our pool, and returns the objective of each in a JobReturn."""
+def launch(jobs: Sequence[Sequence[str]], first_index: int) -> list[float]:
+    """Runs a batch of Hydra's jobs in our pool, and returns the objective of each; the worst one for a point that is
+    not done."""
     if _engine is None:
         what = "meshloom_pool runs sweeps of meshloom alone"
         raise ConfigError([Problem("hydra/launcher", what, "choose another one: hydra/launcher=basic")])
     rows = _engine.run_batch(jobs, first_index)
-    worst, returns = _worst(_engine.file.objective), []
-    for overrides, row in zip(jobs, rows, strict=True):
-        value = _objective(row.figures, _engine.file.objective) if row and row.status == "done" else None
-        returned = JobReturn()
-        returned.overrides, returned.status = list(overrides), JobStatus.COMPLETED
-        returned.return_value = worst if value is None else value
-        returns.append(returned)
-    return returns
+    name = _engine.file.objective
+    found = (_objective(row.figures, name) if row and row.status == "done" else None for row in rows)
+    return [_worst(name) if value is None else value for value in found]
 
 
 @contextmanager

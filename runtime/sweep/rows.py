@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from omegaconf import OmegaConf
 from pydantic import NonNegativeFloat, NonNegativeInt
 
+from meshloom.compiler.declare.application import register_function
 from meshloom.compiler.declare.compose import Request
 from meshloom.models.config import Record
 
@@ -179,4 +179,4 @@ def _point_name(overrides: Sequence[str], swept_keys: str) -> str:
 
 
 # Hydra names the directories of other launchers' jobs, sometimes in a process that imports this module for one job.
-OmegaConf.register_new_resolver(POINT_NAME, _point_name, replace=True)
+register_function(POINT_NAME, _point_name)

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from meshloom.compiler.core.errors import Problem, raise_if_any
 from meshloom.compiler.declare.launch_spec import LaunchSpec
 
@@ -46,15 +44,13 @@ class ClusterSettings:
     num_at_once: int | None
 
 
-def cluster_settings(hydra: DictConfig, command: SweepCommand, launch: LaunchSpec) -> ClusterSettings | None:
+def cluster_settings(launcher: Mapping[str, Any], command: SweepCommand, launch: LaunchSpec) -> ClusterSettings | None:
     """Returns the settings of a cluster's launcher; None if another launcher was chosen. Raises ConfigError if it
     cannot run this sweep."""
-    values = OmegaConf.to_container(hydra.launcher, resolve=True)
-    assert isinstance(values, dict)
-    engine = CLUSTERS.get(str(values.get("_target_")))
+    engine = CLUSTERS.get(str(launcher.get("_target_")))
     if engine is None:
         return None
-    num_at_once = values.get("num_at_once")
+    num_at_once = launcher.get("num_at_once")
     raise_if_any(_problems_of_cluster(engine, num_at_once, command, launch))
     return ClusterSettings(engine, num_at_once)
 
@@ -73,22 +69,20 @@ def _problems_of_cluster(
         yield Problem("hydra.launcher.num_at_once", what, "give 1 or more, or null: as many as there is room for")
 
 
-def pool_settings(hydra: DictConfig, command: SweepCommand, *, is_joined: bool) -> PoolSettings | None:
+def pool_settings(launcher: Mapping[str, Any], command: SweepCommand, *, is_joined: bool) -> PoolSettings | None:
     """Returns the settings of the pool; None if another launcher was chosen. Raises ConfigError with all problems.
 
     is_joined: each point runs in several processes together, which go through the points in the same order.
     """
-    values = OmegaConf.to_container(hydra.launcher, resolve=True)
-    assert isinstance(values, dict)
-    if values.get("_target_") != TARGET:
+    if launcher.get("_target_") != TARGET:
         return None
-    raise_if_any(_problems(values, is_joined=is_joined))
-    if values["num_workers"] is not None:
-        num_workers = values["num_workers"]
+    raise_if_any(_problems(launcher, is_joined=is_joined))
+    if launcher["num_workers"] is not None:
+        num_workers = launcher["num_workers"]
     else:
         num_workers = 1 if command == "train" else _default_workers(command)
-    given = values["worker_bytes"]
-    return PoolSettings(num_workers, values["timeout_seconds"], given or EXPECTED_BYTES[command], given is not None)
+    given = launcher["worker_bytes"]
+    return PoolSettings(num_workers, launcher["timeout_seconds"], given or EXPECTED_BYTES[command], given is not None)
 
 
 def _problems(values: Mapping[Any, Any], *, is_joined: bool) -> Iterator[Problem]:

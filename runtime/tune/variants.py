@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
 
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
-from meshloom.compiler.declare.compose import Request, hydra_session, read_spec
+from meshloom.compiler.declare.choices import as_config_file
+from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.compositions import compositions_kept
 from meshloom.compiler.declare.overrides import parse_override
 from meshloom.compiler.spec.plan_spec import PlanSpec
@@ -116,31 +116,9 @@ def _joined(pinned: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, An
 
 def write_experiment(space: Space, winner: Estimated, path: Path, why: str) -> None:
     """Writes the declaration of the winner: the typed overrides, and the searched ones."""
-    groups, values = _split(space.request, winner)
+    typed = [text for text in space.request.overrides if not text.startswith(("hydra.", "tune."))]
+    searched = [f"{key}={value}" for key, value in winner.candidate.values.items()]
+    groups, values = as_config_file(space.request, [*typed, *searched])
     text = "# @package _global_\n" + "".join(f"# {line}\n" for line in why.splitlines())
     text += yaml.safe_dump({"defaults": groups}, sort_keys=False) + yaml.safe_dump(values, sort_keys=False)
     replace_text(path, text)
-
-
-def _split(request: Request, winner: Estimated) -> tuple[list[Any], dict[str, Any]]:
-    """Returns the options of groups, as in a defaults list, and the values of keys."""
-    searched = winner.candidate.values
-    typed = [text for text in request.overrides if not text.startswith(("hydra.", "tune."))]
-    experiments: list[str] = []
-    choices: dict[str, str] = {}  # the last option of each group
-    values = OmegaConf.create({})
-    with hydra_session(request) as known:
-        for text in (*typed, *(f"{key}={value}" for key, value in searched.items())):
-            parsed = parse_override(text)
-            key, value = parsed.key_or_group, parsed.value()
-            if key == "experiment":
-                experiments = [str(value)]
-            elif key in known or key == "target":
-                choices[f"override /{key}"] = str(value)
-            elif not parsed.is_delete():
-                OmegaConf.update(values, key, value, merge=True)
-    plain = OmegaConf.to_container(values)
-    assert isinstance(plain, dict)
-    return [*experiments, *({key: option} for key, option in choices.items())], {
-        str(key): value for key, value in plain.items()
-    }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.utils import JobReturn
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
@@ -40,4 +40,8 @@ class PoolLauncher(Launcher):
         """Runs a batch of points. Returns a JobReturn for each, with the objective as its value."""
         from meshloom.runtime.sweep.hydra_points import launch  # noqa: PLC0415 (it is heavy)
 
-        return launch(job_overrides, initial_job_idx)
+        values = launch(job_overrides, initial_job_idx)
+        returns = [JobReturn(overrides=list(overrides), status=JobStatus.COMPLETED) for overrides in job_overrides]
+        for returned, value in zip(returns, values, strict=True):
+            returned.return_value = value
+        return returns

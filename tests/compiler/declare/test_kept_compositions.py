@@ -5,9 +5,9 @@ import pytest
 from conftest import LINEAR_STACK, SMALL
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.declare import compositions
+from meshloom.compiler.declare.choices import model_of
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.compositions import compositions_kept, forget_compositions
-from meshloom.compiler.declare.model_choice import model_of
 
 LINES = [
     ("seed=3",),

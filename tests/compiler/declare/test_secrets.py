@@ -13,6 +13,7 @@ from conftest import LINEAR_STACK, SMALL, plan_of
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.visible import hidden, hide, visible
+from meshloom.compiler.declare.application import run_application
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.declare.user_code import code_allowed_from
@@ -21,7 +22,7 @@ from meshloom.compiler.report.views.page import _config
 from meshloom.compiler.spec.step_spec import StepSpec
 from meshloom.compiler.xla.fingerprint import flat
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
-from meshloom.runtime.cli.hydra_app import do_nothing, parse_flags, run_hydra_app
+from meshloom.runtime.cli.hydra_app import parse_flags
 from meshloom.runtime.cli.main import _show_crash
 from meshloom.runtime.data import open_data
 from meshloom.runtime.processes.distributed import Processes
@@ -76,7 +77,7 @@ def files_with(text: str, folder: Path) -> list[str]:
 def test_the_files_of_a_run_name_the_variable(folder):
     """Declaration, plan, checkpoint, log and Hydra's own record; the user's class has the value."""
     run_dir, words = folder / "run", (*SMALL, *REMOTE, SEED)
-    run_hydra_app(Request((*words, "hydra.run.dir=run")), parse_flags("train", [])[0], task=do_nothing)
+    run_application(Request((*words, "hydra.run.dir=run")), parse_flags("train", [])[0])
     assert (run_dir / ".hydra/config.yaml").exists()
     plan = read_spec(Request(words), then=plan_run)
     write_declaration(plan, run_dir)

@@ -3,9 +3,9 @@
 import pytest
 from hydra import compose
 
+from meshloom.compiler.declare.choices import chosen_model
 from meshloom.compiler.declare.compose import Request, hydra_session
 from meshloom.compiler.declare.hydra_settings import search_path_override
-from meshloom.compiler.declare.model_choice import chosen_model
 
 
 def named(*overrides: str, config_name: str = "config") -> str | None:
