@@ -1,0 +1,128 @@
+"""The families of published models, and what is asked of them: names of tensors, and config.json both ways."""
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Any
+
+import jax
+
+from ..contract import Model, ModelConfig
+from . import llama
+from .config_json import UNUSED, Reader
+from .contract import Family, Mistake, NotUnderstood, PublishedTensor, Row, Slot, Values
+
+FAMILIES: tuple[Family, ...] = (*llama.FAMILIES,)
+
+ShapesByPath = dict[str, tuple[int, ...]]
+
+
+def tensors(config: ModelConfig) -> tuple[PublishedTensor, ...]:
+    """Returns the tensors of published files that hold a model: each parameter exactly once, tied tables once. Raises
+    NotUnderstood for a model that no family describes."""
+    model = config.build()
+    keyed = jax.tree_util.tree_leaves_with_path(model.abstract())
+    shapes = {jax.tree_util.keystr(keys, simple=True, separator="/"): x.shape for keys, x in keyed}
+    places = tuple(_layers(model))
+    rows = family_of(config).rows(config)
+    return tuple(found for row in rows for found in _of_row(row, shapes, places))
+
+
+def tensors_in(config: ModelConfig, names: Collection[str]) -> tuple[tuple[PublishedTensor, ...], frozenset[str]]:
+    """Returns the same tensors under the names of a folder, and those of its names that no parameter needs.
+
+    names: all that a folder has. Some folders leave out the first part of each name: GPT-2's have "wte.weight" for
+    "transformer.wte.weight". What neither part of the result names is foreign to the model.
+    """
+    family, found = family_of(config), tensors(config)
+    prefix = family.prefix
+    if not any(name.startswith(prefix) for name in names):
+        found = tuple(replace(tensor, name=tensor.name.removeprefix(prefix)) for tensor in found)
+    unused = list(family.unused)
+    if getattr(config, "embeddings", None) == "tied":
+        unused.append(r"lm_head\.weight")
+    patterns = [re.compile(f"({re.escape(prefix)})?{pattern}") for pattern in unused]
+    needed = {tensor.name for tensor in found}
+    return found, frozenset(n for n in names if n not in needed and any(p.fullmatch(n) for p in patterns))
+
+
+def family_of(config: ModelConfig, *, model_type: str | None = None) -> Family:
+    """Returns the first family that a config can be written as. model_type: the one to prefer, if it can."""
+    preferred = sorted(FAMILIES, key=lambda family: family.model_type != model_type)
+    differences = [family.differs(config) for family in preferred]
+    if fitting := [family for family, differs in zip(preferred, differences, strict=True) if not differs]:
+        return fitting[0]
+    raise NotUnderstood(min(differences, key=len))
+
+
+def read_config(config_json: Values) -> dict[str, Any]:
+    """Returns the keys of conf `model` that a config.json says. Raises NotUnderstood with all keys that may change the
+    computation and are not understood."""
+    family = _named(config_json)
+    reader = Reader(config_json)
+    read = family.read(reader)
+    reader.finish()
+    return read
+
+
+def write_config(
+    config: ModelConfig, *, dtype: str, max_length: int, base: Values | None = None
+) -> dict[str, Any]:  # fmt: skip
+    """Returns the config.json of a model. dtype: of the tensors. max_length: the longest sequence that it was trained
+    for. base: the config.json that it came from: its family is kept, and its keys that are not of the computation."""
+    family = family_of(config, model_type=base["model_type"] if base else None)
+    kept = {key: value for key, value in base.items() if key in UNUSED} if base else {}
+    named = {"architectures": [family.architecture], "model_type": family.model_type}
+    lengths = {"max_position_embeddings": max_length} | kept
+    return lengths | named | {"dtype": dtype, "torch_dtype": dtype} | family.write(config)
+
+
+def _named(config_json: Values) -> Family:
+    architectures = config_json.get("architectures") or ()
+    for key, named, of in (("architectures", architectures[0] if architectures else None, "architecture"),
+                           ("model_type", config_json.get("model_type"), "model_type")):  # fmt: skip
+        if named is None:
+            continue
+        by_name = {getattr(family, of): family for family in FAMILIES}
+        if named in by_name:
+            return by_name[named]
+        near = get_close_matches(str(named), by_name, n=1, cutoff=0.6)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        raise NotUnderstood([Mistake(key, f"'{named}' is not implemented", f"{hint}use one of {', '.join(by_name)}")])
+    raise NotUnderstood([Mistake("architectures", "is missing", "take the config.json of a published model")])
+
+
+def _layers(model: Model) -> Iterator[tuple[str, int]]:
+    """Yields the place of each layer, in order: the path above its parameters, and its index in their first dimension.
+    A stack may repeat a group of layers, layer_0, layer_1 and so on."""
+    for stack in model.stacks:
+        inner = [name for name in stack.layer.abstract if re.fullmatch(r"layer_\d+", name)]
+        inner.sort(key=lambda name: int(name.removeprefix("layer_")))
+        for index in range(stack.num_layers):
+            yield from ((f"{stack.name}/{name}", index) for name in inner) if inner else ((stack.name, index),)
+
+
+def _of_row(row: Row, shapes: ShapesByPath, places: Collection[tuple[str, int]]) -> Iterator[PublishedTensor]:
+    """Yields the tensors of one row of a table: of each layer and each expert that has its parameters."""
+    if "{layer}" not in row.name:
+        yield from _of_place(row, row.name, row.paths, (), shapes)
+        return
+    for layer, (above, index) in enumerate(places):
+        paths = tuple(f"{above}/{path}" for path in row.paths)
+        name = row.name.replace("{layer}", str(layer))
+        if "{expert}" not in name:
+            yield from _of_place(row, name, paths, (index,), shapes)
+        elif paths[0] in shapes:
+            for expert in range(shapes[paths[0]][1]):
+                yield from _of_place(row, name.replace("{expert}", str(expert)), paths, (index, expert), shapes)
+
+
+def _of_place(
+    row: Row, name: str, paths: tuple[str, ...], index: tuple[int, ...], shapes: ShapesByPath
+) -> Iterator[PublishedTensor]:
+    if any(path not in shapes for path in paths):
+        return
+    layout = row.layout(tuple(shapes[path][len(index) :] for path in paths))
+    slots = tuple(Slot(path, index) for path in paths)
+    yield PublishedTensor(name, layout.shape, slots, layout.to_ours, layout.to_published)
