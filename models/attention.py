@@ -17,19 +17,22 @@ def attend(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    is_seen: Array | None = None,
 ) -> Array:
     """Returns softmax(scores) v of shape (B, T, H, D of v), scores = scale q k over the tokens up to each token's own.
 
     window: a token sees this many tokens, itself included. soft_cap: scores become soft_cap tanh(scores / soft_cap)
     (Gemma 2, arXiv:2408.00118). segment_ids_BT: a token sees tokens with its own id alone. Scores and softmax are in
-    float32; all of them are in memory at once: B H T S of them.
+    float32; all of them are in memory at once: B H T S of them. is_seen: a mask as `sees` makes it, which replaces
+    `window` and `segment_ids_BT`, where queries and keys are not of the same tokens.
     """
     B, T, H, D = q_BTHD.shape
     q_BTKGD = q_BTHD.reshape(B, T, k_BSKD.shape[2], -1, D)
     scores = scale * jnp.einsum("btkgd,bskd->bkgts", q_BTKGD, k_BSKD, preferred_element_type=jnp.float32)
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-    is_seen = sees(T, window, segment_ids_BT)
+    if is_seen is None:
+        is_seen = sees(T, window, segment_ids_BT)
     weights = jax.nn.softmax(jnp.where(is_seen, scores, jnp.finfo(jnp.float32).min), axis=-1)
     attended = jnp.einsum("bkgts,bskd->btkgd", weights.astype(v_BSKD.dtype), v_BSKD)
     return attended.reshape(B, T, H, v_BSKD.shape[-1])

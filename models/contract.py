@@ -56,6 +56,12 @@ def plain_operation(kind: str, name: str, plain: Callable[..., Array], *operands
     return plain(*operands, **options)
 
 
+def remember_nothing(name: str, x: Array, *logical_axes: str | None) -> Array:
+    """Returns `x` itself: `Context.remember` where all tokens of a sequence are at hand."""
+    del name, logical_axes
+    return x
+
+
 @dataclass(frozen=True)
 class Context:
     """The values and functions that the compiler hands to a piece besides its parameters and its input.
@@ -73,6 +79,10 @@ class Context:
     dropout_keys_B: a key for each sequence, of this piece alone. None: nothing is dropped.
     is_token_BT: bool (batch, length), False for padding. None: there is no padding. What counts tokens, or sums over
         them, leaves padding out by `where_token`.
+    remember: `remember(name, x, *logical_axes)` returns what a layer has made of all tokens so far, from `x` (batch,
+        length, ...), what it makes of the tokens at hand. In training and evaluation that is `x` itself. While text is
+        generated, the tokens at hand may be the newest alone: those before come from the layer's cache
+        (compiler/step/decode.py). Whatever a token reads of other tokens has to go through it, and through `attend`.
     """
 
     positions_BT: Array
@@ -81,6 +91,7 @@ class Context:
     segment_ids_BT: Array | None = None
     dropout_keys_B: Array | None = None
     is_token_BT: Array | None = None
+    remember: Callable[..., Array] = remember_nothing
 
     def where_token(self, x: Array, otherwise: float = 0) -> Array:
         """Returns `x` (batch, length, ...) with `otherwise` at padding."""

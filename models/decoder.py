@@ -1,7 +1,8 @@
 """The decoder family: Llama, GPT-2, Qwen 3, Gemma 2 and what lies between them, told apart by their configs alone.
 
 Shapes end in their dimensions:
-B batch, T length, E embed, H heads, K kv_heads, D head_dim, M mlp, V vocab, P positions.
+B batch, T length, S length of what is remembered, E embed, H heads, K kv_heads, D head_dim, M mlp, V vocab,
+P positions.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -218,8 +219,10 @@ class Attention(nnx.Module):
         if config.rope_theta is not None:
             q_BTHD = rotate(q_BTHD, context.positions_BT, theta=config.rope_theta, scaling=config.rope_scaling)
             k_BTKD = rotate(k_BTKD, context.positions_BT, theta=config.rope_theta, scaling=config.rope_scaling)
+        k_BSKD = context.remember("keys", k_BTKD, "batch", "length", "kv_heads", "head_dim")
+        v_BSKD = context.remember("values", v_BTKD, "batch", "length", "kv_heads", "head_dim")
         scale = config.attention_scale or config.head_dim**-0.5
-        a_BTHD = context.attend(q_BTHD, k_BTKD, v_BTKD, context.segment_ids_BT, scale=scale, window=self.window,
+        a_BTHD = context.attend(q_BTHD, k_BSKD, v_BSKD, context.segment_ids_BT, scale=scale, window=self.window,
                                 soft_cap=config.attention_soft_cap)  # fmt: skip
         a_BTHD = context.activation("attended", a_BTHD, "batch", "length", "heads", "head_dim")
         out_BTE = context.matmul("attention_output", "bthd,hde->bte", a_BTHD, self.out_HDE[...])

@@ -4,7 +4,10 @@
     x -> kv latent    -> norm -> of each head: a key of D, and a value of its own width
       -> R more, turned, the same for all heads: the rest of each key
 
-Shapes: B batch, T length, E embed, H heads, D head_dim, R rope_head_dim, V value_head_dim, Q query latent, L kv latent.
+A cache of generation holds the kv latents and the turned rest of the keys, S of them (Context.remember).
+
+Shapes: B batch, T length, S length of what is remembered, E embed, H heads, D head_dim, R rope_head_dim,
+V value_head_dim, Q query latent, L kv latent.
 """
 
 import jax.numpy as jnp
@@ -45,12 +48,12 @@ class LatentAttention(nnx.Module):
         self.out_HVE = matrix(rngs, ("heads", "head_dim", "embed"), (H, V, E), stddev=residual_stddev(config))
 
     def __call__(self, x_BTE: Array, context: Context) -> Array:
-        q_BTHD, k_BTHD, v_BTHV = self._queries_keys_values(x_BTE, context)
+        q_BTHD, k_BSHD, v_BSHV = self._queries_keys_values(x_BTE, context)
         q_BTHD = context.activation("queries", q_BTHD, "batch", "length", "heads", "head_dim")
-        k_BTHD = context.activation("keys", k_BTHD, "batch", "length", "heads", "head_dim")
-        v_BTHV = context.activation("values", v_BTHV, "batch", "length", "heads", "head_dim")
+        k_BSHD = context.activation("keys", k_BSHD, "batch", "length", "heads", "head_dim")
+        v_BSHV = context.activation("values", v_BSHV, "batch", "length", "heads", "head_dim")
         scale = self.config.attention_scale or q_BTHD.shape[-1] ** -0.5
-        a_BTHV = context.attend(q_BTHD, k_BTHD, v_BTHV, context.segment_ids_BT, scale=scale, window=self.window,
+        a_BTHV = context.attend(q_BTHD, k_BSHD, v_BSHV, context.segment_ids_BT, scale=scale, window=self.window,
                                 soft_cap=self.config.attention_soft_cap)  # fmt: skip
         a_BTHV = context.activation("attended", a_BTHV, "batch", "length", "heads", "head_dim")
         out_BTE = context.matmul("attention_output", "bthv,hve->bte", a_BTHV, self.out_HVE[...])
@@ -63,13 +66,14 @@ class LatentAttention(nnx.Module):
         q_BTHD = context.matmul("queries", "btq,qhd->bthd", self.query_norm(latent_BTQ), self.query_up_QHD[...])
         latent_BTL = context.matmul("kv_latent", "bte,el->btl", x_BTE, self.kv_down_EL[...])
         latent_BTL = context.activation("kv_latent", latent_BTL, "batch", "length", None)
-        normed_BTL = self.kv_norm(latent_BTL[..., :L])
-        kv_BTHD = context.matmul("keys_values", "btl,lhd->bthd", normed_BTL, self.kv_up_LHD[...])
+        normed_BSL = context.remember("kv_latent", self.kv_norm(latent_BTL[..., :L]), "batch", "length", None)
+        kv_BSHD = context.matmul("keys_values", "btl,lhd->bthd", normed_BSL, self.kv_up_LHD[...])
         q_turned = self._turned(q_BTHD[..., D:], context)
         k_turned = self._turned(latent_BTL[:, :, None, L:], context)
-        k_turned = jnp.broadcast_to(k_turned, q_turned.shape)
+        k_turned = context.remember("turned_keys", k_turned, "batch", "length", None, None)
+        k_turned = jnp.broadcast_to(k_turned, (*kv_BSHD.shape[:3], k_turned.shape[-1]))
         q_BTHD = jnp.concatenate([q_BTHD[..., :D], q_turned], axis=-1)
-        return q_BTHD, jnp.concatenate([kv_BTHD[..., :D], k_turned], axis=-1), kv_BTHD[..., D:]
+        return q_BTHD, jnp.concatenate([kv_BSHD[..., :D], k_turned], axis=-1), kv_BSHD[..., D:]
 
     def _turned(self, x_BTHR: Array, context: Context) -> Array:
         theta, scaling = self.config.rope_theta, self.config.rope_scaling

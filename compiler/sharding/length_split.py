@@ -39,11 +39,11 @@ def check_length_split(spec: StepSpec, model: Model, roles: AxisRoles, per_token
     fix = f"set {', '.join(f'mesh.{axis}=1' for axis in axes)}, or give 'length' a rule with mesh: []"
     what = "{} looks from one token at another, and the length is split over {}"
     raise_if_any(
-        Problem("sharding.activations", what.format(name, over), fix) for name in _mixing(spec, model, per_token)
+        Problem("sharding.activations", what.format(name, over), fix) for name in mixing_pieces(spec, model, per_token)
     )
 
 
-def _mixing(spec: StepSpec, model: Model, per_token: Callable[..., Any]) -> Iterator[str]:
+def mixing_pieces(spec: StepSpec, model: Model, per_token: Callable[..., Any]) -> Iterator[str]:
     """Yields the names of pieces that need other tokens than the one that they work on."""
     x: Any = jax.ShapeDtypeStruct((1, _recognisable_length(model)), jnp.int32)
     pieces = [model.embed, *(stack.layer for stack in model.stacks), model.head]

@@ -10,6 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..plan import Plan
 from ..sharding.batch import batch_arrays
+from ..step.decode import BatchShape, batch_spec, build_decode, build_prefill, build_working, plan_cache
+from ..step.sampling import Sampling, sample
 from ..step.state_checks import is_finite
 from ..step.train_step import build_eval_step, build_init, build_train_step
 from ..target.compiler_options import Options, refused_options
@@ -92,17 +94,77 @@ PROGRAMS = tuple(_LOWER)
 
 def lower(plan: Plan, mesh: Mesh, names: Collection[str] = PROGRAMS) -> Programs:
     """Traces and lowers the plan's programs for a mesh of devices; each is a `jax.stages.Lowered`."""
+    operands = _operands(plan, mesh)
+    with jax.set_mesh(mesh):
+        programs = {name: lower_one(plan, operands) for name, lower_one in _LOWER.items() if name in names}
+    return _of_plan(plan, mesh, programs, operands)
+
+
+def lower_generation(
+    plan: Plan, mesh: Mesh, shape: BatchShape, names: Collection[str] = ("working", "prefill", "decode")
+) -> Programs:
+    """Traces and lowers the programs that generate text (step/decode.py) for batches of one size.
+
+    working: parameters as they are stored -> as the others take them. prefill: (parameters, tokens, padding, sampling,
+    numbers of the sequences) -> (next token of each, cache). decode: (parameters, cache, newest tokens, their slot,
+    padding, sampling, numbers of the sequences, number of the next token) -> the same; the cache is donated.
+    """
+    operands = _operands(plan, mesh)
+    stored = operands.state["params"]
+    cache, specs = plan_cache(plan, shape)
+    cache = jax.tree.map(lambda x, spec: _on(mesh, x.shape, x.dtype, spec), cache, specs)
+    rows = batch_spec(plan, shape.num_sequences)
+    of_rows = _on(mesh, (shape.num_sequences,), jnp.int32, rows)
+    tokens = _on(mesh, (shape.num_sequences, shape.prompt_length), jnp.int32, PartitionSpec(*rows, None))
+    one = operands.replicated
+    scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=one)
+    sampling = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), Sampling.abstract())
+    layout = jax.tree.map(lambda x: x.sharding, cache)
+    run_prefill, run_decode = build_prefill(plan, cache), build_decode(plan, shape.num_slots)
+
+    def prefill(params: Any, tokens: Any, padding: Any, sampling: Any, numbers: Any) -> Any:
+        logits, cache = run_prefill(params, tokens, padding)
+        return sample(logits, sampling, numbers, jnp.zeros((), jnp.int32)), cache
+
+    def decode(
+        params: Any, cache: Any, newest: Any, slot: Any, padding: Any, sampling: Any, numbers: Any, count: Any
+    ) -> Any:
+        logits, cache = run_decode(params, cache, newest, slot, padding)
+        return sample(logits, sampling, numbers, count), cache
+
+    to_working = jax.jit(build_working(plan), out_shardings=operands.shardings["params"])
+    with jax.set_mesh(mesh):
+        params = jax.tree.map(
+            lambda x, like: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like.sharding),
+            jax.eval_shape(to_working, stored),
+            stored,
+        )
+        lowerings: dict[str, Callable[[], Any]] = {
+            "working": lambda: to_working.lower(stored),
+            "prefill": lambda: jax.jit(prefill, out_shardings=(one, layout)).lower(
+                params, tokens, of_rows, sampling, of_rows
+            ),
+            "decode": lambda: jax.jit(decode, donate_argnums=1, out_shardings=(one, layout)).lower(
+                params, cache, _on(mesh, of_rows.shape, jnp.int32, one.spec), scalar, of_rows, sampling, of_rows, scalar
+            ),
+        }
+        programs = {name: lower_one() for name, lower_one in lowerings.items() if name in names}
+    return _of_plan(plan, mesh, programs, operands)
+
+
+def _operands(plan: Plan, mesh: Mesh) -> _Operands:
     state = jax.tree.map(lambda x, spec: _on(mesh, x.shape, x.dtype, spec), plan.abstract, plan.specs)
     tokens_shape = (plan.spec.global_batch_size, plan.spec.sequence_length)
     tokens = _on(mesh, tokens_shape, jnp.int32, plan.roles.tokens_spec)
     batch = dict.fromkeys(batch_arrays(plan.spec), tokens)
-    operands = _Operands(state, batch, NamedSharding(mesh, PartitionSpec()))
-    with jax.set_mesh(mesh):
-        programs = {name: lower_one(plan, operands) for name, lower_one in _LOWER.items() if name in names}
+    return _Operands(state, batch, NamedSharding(mesh, PartitionSpec()))
+
+
+def _of_plan(plan: Plan, mesh: Mesh, programs: Mapping[str, Any], operands: _Operands) -> Programs:
     left_out = refused_options(plan.preset_options, mesh.devices.flat[0])
     options = {k: v for k, v in plan.preset_options.items() if k not in left_out} | plan.spec.compiler_options
     without_device = {k: v for k, v in options_without_device(plan.target).items() if k not in options}
-    return Programs(programs, state, batch, options, without_device, tuple(left_out))
+    return Programs(programs, operands.state, operands.batch, options, without_device, tuple(left_out))
 
 
 def build(lowered: Programs) -> Programs:

@@ -1,0 +1,306 @@
+"""Builds the programs that generate text: the model's pieces, with what its layers remember in a cache.
+
+    prefill  prompts of a batch, padded at the left to one length      -> logits after the last token, cache
+    decode   the newest token of each sequence, and the cache          -> logits after it, cache
+
+    slots          0    1    2    3    4    5 ..       a slot of the cache is a place of the padded batch
+    sequence 0     -    -    The  sun  is   warm       positions 0 1 2 3, padding 2
+    sequence 1     A    cat  sat  on   it   .          positions 0 1 2 3 4 5
+
+Padding is at the left, so that the newest tokens of all sequences have one slot: a cache is written in place, by one
+`dynamic_update_slice`, and the head reads the last slot alone. A token attends to no padding.
+
+Layers run in a scan that carries the cache of its whole stack: as an input and an output of the scan it would be copied
+for each token (32 MiB more for a cache of 32 MiB, and a third of the speed, on 8 CPU devices). The programs take the
+parameters in their compute types, as they lie in the state. All axes of the mesh are the partitioner's, and activations
+are laid out by their rules, where these divide a dimension; a batch may have any size.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from meshloom.models import Context, LogicalAxes, Params, split_aux, split_output
+from meshloom.models.contract import Piece
+
+from ..core.errors import Problem, raise_if_any
+from ..core.scopes import piece_scope
+from ..core.trees import like
+from ..core.user_code import blamed_on_user
+from ..parallel.operation import Lowered, per_token_operation
+from ..plan import Plan
+from ..sharding.length_split import LENGTH, mixing_pieces
+from ..sharding.model_check import WHERE
+from ..spec.sharding_spec import Rule
+
+# By piece and name, such as layers/keys: (layers, sequences, slots, ...); `embed` has one layer.
+Cache = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """The sizes of a batch that is generated, each a program of its own. prompt_length: that of prompts with their
+    padding. num_slots: the length of the cache: prompts, and what is generated."""
+
+    num_sequences: int
+    prompt_length: int
+    num_slots: int
+
+
+def check_generates(plan: Plan) -> None:
+    """Raises ConfigError for a model of a user in which a token reads other tokens otherwise than by attention."""
+    if ":" not in plan.spec.model.family:
+        return
+    fix = "let tokens read one another through context.remember and context.attend alone (docs/generate.md)"
+    with blamed_on_user(WHERE, f"tracing {plan.spec.model.family}", is_theirs=True):
+        mixing = list(mixing_pieces(plan.spec, plan.model, per_token_operation(plan.ops)))
+    what = "{} looks from one token at another otherwise than by attention, and could not be run token by token"
+    raise_if_any(Problem(WHERE, what.format(name), fix) for name in mixing)
+
+
+def plan_cache(plan: Plan, shape: BatchShape) -> tuple[Cache, Any]:
+    """Returns the cache as ShapeDtypeStructs, and its layout: what each piece remembers of one token, for all slots.
+    Raises ConfigError where that fails in a user's model."""
+    check_generates(plan)
+    dtype = plan.spec.precision.compute
+    layout, family = _Layout(plan), plan.spec.model.family
+    pieces = {"embed": (plan.model.embed, 1)} | {s.name: (s.layer, s.num_layers) for s in plan.model.stacks}
+    x: Any = jax.ShapeDtypeStruct((shape.num_sequences, 1), jnp.int32)
+    cache, specs = Cache(), dict[str, dict[str, PartitionSpec]]()
+    for name, (piece, num_layers) in pieces.items():
+        memory = _Finder(shape.num_slots)
+        with blamed_on_user(WHERE, f"tracing {family} for one token", is_theirs=":" in family):
+            x = _trace(piece, dtype, memory, x)
+        cache[name], specs[name] = {}, {}
+        for key, (one, axes) in memory.found.items():
+            sizes = (num_layers, one.shape[0], shape.num_slots, *one.shape[2:])
+            cache[name][key] = jax.ShapeDtypeStruct(sizes, one.dtype)
+            specs[name][key] = PartitionSpec(None, *layout.spec(one.shape, axes))
+    return {k: v for k, v in cache.items() if v}, {k: v for k, v in specs.items() if v}
+
+
+def build_working(plan: Plan) -> Callable[[Params], Params]:
+    """Returns a function from the parameters of the state to those that the programs take, in their compute types."""
+    types = {each.array.path: each.array.compute_dtype for each in plan.sharding.parameters}
+    used = like(plan.abstract["params"], types)
+    return lambda params: jax.tree.map(lambda x, dtype: x.astype(dtype), params, used)
+
+
+def build_prefill(plan: Plan, cache: Cache) -> Callable[[Params, Array, Array], tuple[Array, Cache]]:
+    """Returns a function (parameters, tokens_BT, padding_B) -> (float32 logits_BV after the last token, cache).
+
+    padding_B: how many of the first tokens of each sequence are padding. cache: its shapes.
+    """
+    run = _Runner(plan)
+
+    def prefill(params: Params, tokens_BT: Array, padding_B: Array) -> tuple[Array, Cache]:
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache)
+        slots_T = jnp.arange(tokens_BT.shape[1])
+        is_token_BT = slots_T >= padding_B[:, None]
+        tokens = _Tokens(slots_T, padding_B, _plain, is_token_BT.astype(jnp.int32), is_token_BT, reads_cache=False)
+        return run.forward(params, tokens_BT, tokens, zeros)
+
+    return prefill
+
+
+def build_decode(plan: Plan, num_slots: int) -> Callable[[Params, Cache, Array, Array, Array], tuple[Array, Cache]]:
+    """Returns a function (parameters, cache, token_B, slot, padding_B) -> (float32 logits_BV after it, cache).
+
+    slot: the place of the newest tokens in the cache, whose length is num_slots."""
+    run = _Runner(plan)
+
+    def decode(params: Params, cache: Cache, token_B: Array, slot: Array, padding_B: Array) -> tuple[Array, Cache]:
+        slots_T = slot + jnp.arange(1)
+        attend = _attention_to_cache(slots_T, padding_B, num_slots)
+        return run.forward(params, token_B[:, None], _Tokens(slots_T, padding_B, attend, reads_cache=True), cache)
+
+    return decode
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The tokens at hand. reads_cache: whether earlier tokens are in the cache; else these are the first."""
+
+    slots_T: Array
+    padding_B: Array
+    operation: Lowered
+    segment_ids_BT: Array | None = None
+    is_token_BT: Array | None = None
+    reads_cache: bool = False
+
+    @property
+    def positions_BT(self) -> Array:
+        return jnp.maximum(self.slots_T - self.padding_B[:, None], 0)
+
+    def context(self, activation: Callable[..., Array], remember: Callable[..., Array]) -> Context:
+        return Context(
+            self.positions_BT, activation, self.operation, self.segment_ids_BT, None, self.is_token_BT, remember
+        )
+
+
+class _Runner:
+    """Runs a plan's model over the tokens at hand, and writes what it remembers into the cache."""
+
+    def __init__(self, plan: Plan):
+        self.model, self.layout = plan.model, _Layout(plan)
+
+    def forward(self, params: Params, tokens_BT: Array, tokens: _Tokens, cache: Cache) -> tuple[Array, Cache]:
+        model = self.model
+        with jax.named_scope(piece_scope("embed")):
+            own = cache.get("embed", {})
+            x_BTE, made = self._run(model.embed, params["embed"], tokens_BT, tokens, own, jnp.zeros((), jnp.int32))
+        written = {"embed": made} if made else {}
+        for stack in model.stacks:
+            with jax.named_scope(piece_scope(stack.name)):
+                own = cache.get(stack.name, {})
+                x_BTE, made = self._run_stack(stack.layer, params[stack.name], x_BTE, tokens, own, stack.num_layers)
+            written |= {stack.name: made} if made else {}
+        with jax.named_scope(piece_scope("head")):
+            whole = model.head_params(params["head"], params["embed"])
+            last = _Tokens(tokens.slots_T[-1:], tokens.padding_B, _plain)
+            output = model.head.apply(whole, x_BTE[:, -1:], last.context(self.layout.activation, _head_remembers))
+        return split_aux(output)[0][:, 0].astype(jnp.float32), written
+
+    def _run_stack(
+        self, layer: Piece, stacked: Params, x_BTE: Array, tokens: _Tokens, cache: Mapping[str, Array], num_layers: int
+    ) -> tuple[Array, dict[str, Array]]:
+        def one(carry: tuple[Array, Any], each: tuple[Params, Array]) -> tuple[tuple[Array, Any], None]:
+            x_BTE, cache = carry
+            params, index = each
+            return self._run(layer, params, x_BTE, tokens, cache, index), None
+
+        return jax.lax.scan(one, (x_BTE, dict(cache)), (stacked, jnp.arange(num_layers)))[0]
+
+    def _run(
+        self, piece: Piece, params: Params, x: Array, tokens: _Tokens, cache: Mapping[str, Array], index: Array
+    ) -> tuple[Array, dict[str, Array]]:
+        """Runs one piece. Returns its output, and the cache of its stack with what it remembers."""
+        memory = _Memory(dict(cache), index, tokens)
+        output = piece.apply(params, x, tokens.context(self.layout.activation, memory.remember))
+        return split_output(output)[0], memory.cache
+
+
+class _Names:
+    """Gives each call of `remember` within a piece a name of its own: keys, keys_1, .. for layers of a group."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, int] = {}
+
+    def name(self, name: str) -> str:
+        count = self._calls.get(name, 0)
+        self._calls[name] = count + 1
+        return f"{name}_{count}" if count else name
+
+
+@dataclass
+class _Memory:
+    """The cache of a stack while one of its layers is traced. index: the number of the layer."""
+
+    cache: dict[str, Array]
+    index: Array
+    tokens: _Tokens
+    names: _Names = field(default_factory=_Names)
+
+    def remember(self, name: str, x: Array, *_: str | None) -> Array:
+        key = self.names.name(name)
+        start = (self.index, 0, self.tokens.slots_T[0], *[0] * (x.ndim - 2))
+        self.cache[key] = jax.lax.dynamic_update_slice(self.cache[key], x[None], start)
+        if not self.tokens.reads_cache:
+            return x
+        return jax.lax.dynamic_index_in_dim(self.cache[key], self.index, keepdims=False)
+
+
+@dataclass
+class _Finder:
+    """Finds what a piece remembers of one token. found: an array and its logical axes, by name."""
+
+    num_slots: int
+    found: dict[str, tuple[Any, LogicalAxes]] = field(default_factory=dict)
+    names: _Names = field(default_factory=_Names)
+
+    def remember(self, name: str, x: Array, *axes: str | None) -> Array:
+        if len(axes) != x.ndim or x.ndim < 2:
+            raise ValueError(f"remember('{name}'): an array of shape {x.shape} needs {x.ndim} logical axes, has {axes}")
+        if x.shape[1] != 1:
+            raise ValueError(f"remember('{name}'): dimension 1 of {x.shape} is to be the length, which is 1 here")
+        self.found[self.names.name(name)] = (jax.ShapeDtypeStruct(x.shape, x.dtype), axes)
+        return jnp.broadcast_to(x, (x.shape[0], self.num_slots, *x.shape[2:]))
+
+
+def _trace(piece: Piece, dtype: str, memory: _Finder, x: Any) -> Any:
+    """Returns the shape of a piece's output for one token of each sequence."""
+
+    def apply(params: Params, x: Array) -> Array:
+        zeros_B = jnp.zeros(x.shape[0], jnp.int32)
+        attend = _attention_to_cache(zeros_B[:1], zeros_B, memory.num_slots)
+        tokens = _Tokens(zeros_B[:1], zeros_B, attend)
+        return split_output(piece.apply(params, x, tokens.context(lambda _, x, *__, **___: x, memory.remember)))[0]
+
+    return jax.eval_shape(apply, piece.abstract_in(dtype), x)
+
+
+class _Layout:
+    """Lays out activations over all axes of the mesh, by the rules for activations. A mesh axis that does not divide a
+    dimension does not split it: a batch may be small. Nothing splits the length, which is that of one token."""
+
+    def __init__(self, plan: Plan):
+        self._rules: Sequence[Rule] = plan.spec.sharding.activations
+        self._sizes = plan.mesh.sizes
+
+    def spec(self, shape: Sequence[int], logical_axes: Sequence[str | None]) -> PartitionSpec:
+        used, entries = set[str](), list[tuple[str, ...] | None]()
+        for size, name in zip(shape, logical_axes, strict=True):
+            rule = next((rule for rule in self._rules if name in rule.logical), None)
+            axes = tuple(axis for axis in rule.mesh if self._sizes[axis] > 1) if rule and name != LENGTH else ()
+            num_shards = 1
+            for axis in axes:
+                num_shards *= self._sizes[axis]
+            is_split = bool(axes) and used.isdisjoint(axes) and size % num_shards == 0
+            used |= set(axes) if is_split else set()
+            entries.append(axes if is_split else None)
+        return PartitionSpec(*entries)
+
+    def activation(self, name: str, x: Array, *axes: str | None, gradient: LogicalAxes | None = None) -> Array:
+        del name, gradient
+        return jax.lax.with_sharding_constraint(x, self.spec(x.shape, axes))
+
+
+def batch_spec(plan: Plan, num_sequences: int) -> PartitionSpec:
+    """Returns the layout of an array with one entry for each sequence."""
+    return _Layout(plan).spec((num_sequences,), ("batch",))
+
+
+def _plain(kind: str, name: str, plain: Lowered, *operands: Any, **options: Any) -> Any:
+    del kind, name
+    return plain(*operands, **options)
+
+
+def _attention_to_cache(slots_T: Array, padding_B: Array, num_slots: int) -> Lowered:
+    """Returns the `Context.operation` in which the queries of these slots attend to the keys of a cache."""
+
+    def operation(kind: str, name: str, plain: Lowered, *operands: Any, **options: Any) -> Any:
+        if kind != "attention":
+            return plain(*operands, **options)
+        queries, keys, values, *_ = operands
+        if keys.shape[1] != num_slots:
+            what = f"attend('{name}') gets keys of {keys.shape[1]} of {num_slots} tokens"
+            raise ValueError(f"{what}: pass what keys and values are made of through context.remember")
+        slots_S = jnp.arange(num_slots)
+        distance_TS = slots_T[:, None] - slots_S[None, :]
+        is_seen_TS = distance_TS >= 0
+        if (window := options.get("window")) is not None:
+            is_seen_TS &= distance_TS < window
+        is_seen_BTS = is_seen_TS[None] & (slots_S[None, None, :] >= padding_B[:, None, None])
+        return plain(queries, keys, values, None, **options, is_seen=is_seen_BTS[:, None, None])
+
+    return operation
+
+
+def _head_remembers(name: str, x: Array, *_: str | None) -> Array:
+    del x
+    raise ValueError(f"remember('{name}'): the head reads each token by itself, and remembers nothing")
