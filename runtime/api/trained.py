@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from ..processes.initialize import plan_start
 from ..processes.process_log import meshloom_log
 from ..train.metrics import Metrics, read_metrics
 from ..train.train import Job, prepare, run_training
-from .declared import Plan, shown_as, with_spec
+from .declared import Plan, request_of_origin, shown_as, with_spec
 from .guest import as_guest, settings_put_back, warn
 
 
@@ -64,6 +64,7 @@ def train(*declared: str | RunSpec | Plan, run_dir: str | PathLike[str] | None =
     with settings_put_back():
         job = with_spec(declared, _prepare_alone)
         spec = job.plan.spec
+        job = replace(job, request=request_of_origin(spec.origin) if spec.origin.overrides is not None else None)
         with as_guest(spec.origin.code_allowed_from), _folder(run_dir) as folder, meshloom_log(folder):
             quiet, overrides = Console(is_quiet=True), spec.origin.overrides or ()
             alone = Processes()

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,25 +31,31 @@ def find_shared_start(run_dir: Path, plan: Plan[RunSpec], console: Console, proc
     Raises in all processes what `find_start` and `check_space` raise, and ConfigError if one process does not see the
     checkpoint.
     """
-    found = together("checkpoint to start from", lambda: found_by_first(run_dir, plan, console, processes))
+    return start_of_first(lambda: find_for_run(run_dir, plan, console), processes)
+
+
+def start_of_first(find: Callable[[], Start | None], processes: Processes) -> Start | None:
+    """Returns the start that process 0 finds, in all processes, once each has seen its folder."""
+    found = together("checkpoint to start from", lambda: found_by_first(find, processes))
     return together("sight of the checkpoint", lambda: seen(found, processes))
 
 
-def found_by_first(run_dir: Path, plan: Plan[RunSpec], console: Console, processes: Processes) -> Start | None:
+def found_by_first(find: Callable[[], Start | None], processes: Processes) -> Start | None:
     """Returns the start that process 0 finds; the others get its place."""
     if not processes.is_first:
         told = json.loads(processes.from_first("start"))
         return Start(folder_at(told["path"]), told["step"], told["is_own"], {}) if told else None
     told = None  # sent in any case: the others wait for it
     try:
-        start = _find(run_dir, plan, console)
+        start = find()
         told = start and {"path": str(start.path), "step": start.step, "is_own": start.is_own}
         return start
     finally:
         processes.from_first("start", json.dumps(told))
 
 
-def _find(run_dir: Path, plan: Plan[RunSpec], console: Console) -> Start | None:
+def find_for_run(run_dir: Path, plan: Plan[RunSpec], console: Console) -> Start | None:
+    """Returns the checkpoint that a run continues from, after checking the room for more; sets damaged ones aside."""
     start = find_start(run_dir, plan.spec, plan.abstract)
     folder = checkpoint_folder(run_dir, plan.spec)
     if plan.spec.checkpoint.is_saving:

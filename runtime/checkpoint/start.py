@@ -19,6 +19,7 @@ from .differences import shown, tree_differences
 from .s3 import SCHEME, teach_orbax_s3
 
 FOLDER = "checkpoints"
+RESTORE_FROM = "checkpoint.restore_from"
 COMMITTED = "commit_success.txt"  # finishes a save where Orbax cannot rename
 EXPECTED = ("data/data.json", "state/_METADATA")  # files of every checkpoint
 
@@ -66,9 +67,9 @@ def find_start(run_dir: Path, spec: RunSpec, state: Any) -> Start | None:
     own = checkpoint_folder(run_dir, spec)
     if there := list(finished(own)):
         raise_if_any(_link_problem(path) for path in there if _is_link(path))
-        start = _newest_good(own, there, is_own=True)
+        start = newest_good(own, there, is_own=True)
     elif spec.checkpoint.restore_from is not None:
-        start = _newest_good(*_candidates(spec.checkpoint.restore_from), is_own=False)
+        start = newest_good(*_candidates(spec.checkpoint.restore_from), is_own=False)
     else:
         return None
     _check_same_tree(start.path, state)
@@ -80,7 +81,7 @@ def find_restorable(spec: RunSpec, state: Any) -> Start | None:
     far as can be seen without reading the arrays."""
     if spec.checkpoint.restore_from is None:
         return None
-    start = _newest_good(*_candidates(spec.checkpoint.restore_from), is_own=False, compare="sizes")
+    start = newest_good(*_candidates(spec.checkpoint.restore_from), is_own=False, compare="sizes")
     _check_same_tree(start.path, state)
     return start
 
@@ -131,17 +132,25 @@ def _check_clock(spec: RunSpec) -> None:
 
 
 def _check_restore(spec: RunSpec) -> None:
-    if spec.checkpoint.restore_from is None:
-        return
-    check_bucket(folder_at(spec.checkpoint.restore_from), "checkpoint.restore_from")
-    directory, step = parse_place(spec.checkpoint.restore_from)
-    steps = [int(path.name) for path in finished(directory)]
-    if step is None and not steps:
-        fix = "name a run that saved one, or RUN_DIR/checkpoints/STEP of it; to go on with a run, leave it out"
-        raise ConfigError([Problem("checkpoint.restore_from", f"there is no finished checkpoint in {directory}", fix)])
+    if spec.checkpoint.restore_from is not None:
+        check_bucket(folder_at(spec.checkpoint.restore_from), RESTORE_FROM)
+        check_is_there(spec.checkpoint.restore_from, RESTORE_FROM)
+
+
+def check_is_there(place: str, key: str) -> tuple[Folder, list[Folder]]:
+    """Returns the folder of the checkpoints at a place, and those that it names, newest first. Raises ConfigError if
+    there is none. key: the place of mistakes."""
+    directory, step = parse_place(place)
+    paths = list(finished(directory))
+    if step is None and not paths:
+        fix = "name a run that saved one, or RUN_DIR/checkpoints/STEP of it"
+        fix += "; to go on with a run, leave it out" if key == RESTORE_FROM else ""
+        raise ConfigError([Problem(key, f"there is no finished checkpoint in {directory}", fix)])
+    steps = sorted(int(path.name) for path in paths)
     if step is not None and step not in steps:
-        there = f"use one of {', '.join(map(str, sorted(steps)))}" if steps else "name the directory of a run with some"
-        raise ConfigError([Problem("checkpoint.restore_from", f"there is no checkpoint {step} in {directory}", there)])
+        there = f"use one of {', '.join(map(str, steps))}" if steps else "name the directory of a run with some"
+        raise ConfigError([Problem(key, f"there is no checkpoint {step} in {directory}", there)])
+    return directory, [directory / str(step)] if step is not None else paths
 
 
 def parse_place(text: str) -> tuple[Folder, int | None]:
@@ -167,7 +176,8 @@ def describe_damage(damaged: dict[Folder, str]) -> str:
     return "; ".join(f"checkpoint {path.name}: {what}" for path, what in damaged.items())
 
 
-def _newest_good(directory: Folder, paths: list[Folder], *, is_own: bool, compare: Compared = "content") -> Start:
+def newest_good(directory: Folder, paths: list[Folder], *, is_own: bool, compare: Compared = "content") -> Start:
+    """Returns the first of these checkpoints that is as it was saved. Raises RunFailed if none is."""
     damaged: dict[Folder, str] = {}
     for path in paths:
         what = damage_in(path, expected=EXPECTED, step=int(path.name), compare=compare) or _unreadable(path)
@@ -176,7 +186,7 @@ def _newest_good(directory: Folder, paths: list[Folder], *, is_own: bool, compar
         damaged[path] = what
     fix = "bring back a copy of one, or start anew in another hydra.run.dir; nothing was changed"
     if not is_own:
-        fix = "choose another checkpoint with checkpoint.restore_from=RUN_DIR/checkpoints/STEP"
+        fix = "choose another checkpoint, by RUN_DIR/checkpoints/STEP"
     raise RunFailed(Problem(str(directory), f"no checkpoint can be used: {describe_damage(damaged)}", fix), STORAGE)
 
 

@@ -22,7 +22,7 @@ from .hydra_app import offer_whole_options, parse_flags, request_of_flags, show_
 def run_declared(command: Command, args: list[str]) -> int:
     """Runs a command that takes overrides. Returns the exit code: 2 for the user's mistakes, which are all printed."""
     try:
-        flags, problems = parse_flags(command.name, args)
+        flags, problems = parse_flags(command, args)
         with code_allowed_from(_allowed(flags)):
             if problems:
                 raise ConfigError([*problems, *_problems_beside(flags)])

@@ -16,12 +16,16 @@ CHECK = "--check"  # a flag of explain
 @dataclass(frozen=True)
 class Command:
     """A command. place: the function that runs it, as module:function of this package; it returns the exit code.
-    takes_overrides: it is called with the request and Hydra's flags, else with the words after its name."""
+    takes_overrides: it is called with the request and Hydra's flags, else with the words after its name. opens_weights:
+    its first word is a run or a folder of published weights, which the overrides change. flags: its own flags, each
+    with what it does, besides those of Hydra."""
 
     name: str
     description: str
     place: str
     takes_overrides: bool = True
+    opens_weights: bool = False
+    flags: tuple[tuple[str, str], ...] = ()
 
     def load(self) -> Callable[..., int]:
         """Imports the command's module, and returns the function that runs it."""
@@ -31,7 +35,12 @@ class Command:
 
 _ALL = (
     Command("train", "compile for the attached devices, and run", "train:train_command"),
-    Command("explain", "show the plan in seconds, without compiling: layouts, memory, time", "ahead:explain_command"),
+    Command(
+        "explain",
+        "show the plan in seconds, without compiling: layouts, memory, time",
+        "ahead:explain_command",
+        flags=((CHECK, "exit code 3 if the step does not fit, by the estimate"),),
+    ),
     Command("compile", "compile ahead of time, without the hardware: report and artifact", "ahead:compile_command"),
     Command(
         "inspect",

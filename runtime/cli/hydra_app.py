@@ -18,7 +18,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NoReturn
 
-from meshloom.compiler.core.errors import COMMAND_LINE, DOES_NOT_FIT, MISTAKE, ConfigError, Problem
+from meshloom.compiler.core.errors import COMMAND_LINE, MISTAKE, ConfigError, Problem
 from meshloom.compiler.core.visible import write_error, write_out
 from meshloom.compiler.declare.application import HydraJob, run_application
 from meshloom.compiler.declare.choices import all_keys, described_groups
@@ -28,6 +28,7 @@ from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
 from meshloom.compiler.declare.user_code import FLAG
 
+from ..inference.run_request import request_of_run
 from ..processes.distributed import Processes
 from ..processes.process_log import process_log
 from ..rundir.run_dir import as_typed, check_run_dir
@@ -40,29 +41,58 @@ _PART = re.compile(r"(?:\S*[=/])?_[\w.-]*$")  # model=_llama, data/_base: names 
 RESUMES = ("resume", "continue", "restart", "restore")  # what other trainers call it
 
 
-def parse_flags(command: str, args: Sequence[str]) -> tuple[argparse.Namespace, list[Problem]]:
-    """Returns the flags with the overrides, and their problems. Raises ConfigError if a known flag lacks its value."""
+def parse_flags(command: Command, args: Sequence[str]) -> tuple[argparse.Namespace, list[Problem]]:
+    """Returns the flags with the overrides, and their problems; `place` is the folder of weights that the line names.
+    Raises ConfigError if a known flag lacks its value."""
     parser = hydra_flags()
     parser.add_argument(FLAG, action="append", default=[], metavar="MODULE")
-    parser.set_defaults(check=False)
-    if command == "explain":
-        parser.add_argument(CHECK, action="store_true")
-    parser.prog, parser.error = f"meshloom {command}", _refuse  # type: ignore[method-assign]
+    parser.set_defaults(check=False, place=None)
+    for flag, _ in command.flags:
+        parser.add_argument(flag, action="store_true")
+    parser.prog, parser.error = f"meshloom {command.name}", _refuse  # type: ignore[method-assign]
     flags, rest = parser.parse_known_args(list(args))
     flags.overrides += [text for text in rest if not text.startswith("-")]  # argparse takes only those before a flag
     problems = _problems_of_values(flags)
     for name, value in _unknown_flags(args, {text for text in rest if text.startswith("-")}):
-        problems.append(_unknown_flag(command, name, value or ""))
+        problems.append(_unknown_flag(command.name, name, value or ""))
         if value is not None and value in flags.overrides:
             flags.overrides.remove(value)
     if flags.experimental_rerun:
         fix = "type the line again with hydra.run.dir=RUN_DIR: spec.yaml of a run holds what it was"
         problems.append(Problem(COMMAND_LINE, "--experimental-rerun is not supported", fix))
+    if command.opens_weights:
+        problems += _take_place(command, flags)
     return flags, problems
 
 
+def _take_place(command: Command, flags: argparse.Namespace) -> list[Problem]:
+    """Moves the word that names a folder of weights from the overrides to `flags.place`. Returns the problems."""
+    if flags.help or flags.hydra_help or flags.shell_completion:
+        return []
+    places = [word for word in flags.overrides if _is_path(word)]
+    if not places and flags.overrides and Path(flags.overrides[0]).is_dir():  # a point of a sweep: seed=1,sharding=ddp
+        places = flags.overrides[:1]
+    line = f"type: meshloom {command.name} RUN|DIR [group=option ...] [key=value ...]"
+    if flags.multirun:
+        return [Problem(COMMAND_LINE, f"{command.name} opens one folder, and -m asks for several", "leave out -m")]
+    if len(places) != 1:
+        named = f"names {len(places)} folders ({', '.join(places)})" if places else "names no folder of weights"
+        return [Problem(COMMAND_LINE, f"the line {named}", f"{line}; `meshloom runs` lists the runs on this machine")]
+    flags.overrides.remove(places[0])
+    flags.place = places[0]
+    return []
+
+
+def _is_path(word: str) -> bool:
+    """Returns True for a word that is neither key=value nor the deletion of a key."""
+    return "=" not in word and not (word.startswith("~") and not word.startswith("~/"))
+
+
 def request_of_flags(flags: argparse.Namespace) -> Request:
-    """Returns the request, in which `--config-dir` is one more place to look for configs."""
+    """Returns the request, in which `--config-dir` is one more place to look for configs. Raises ConfigError if the
+    line names a folder of weights, and there is none."""
+    if flags.place is not None:
+        return request_of_run(flags.place, flags.overrides, flags)
     overrides = search_path_override(flags.overrides, flags.config_dir)
     path = str(Path(flags.config_path).resolve()) if flags.config_path else None
     return Request(tuple(overrides), flags.config_name or "config", path)
@@ -119,10 +149,13 @@ def _keys_like(name: str) -> list[str]:
 def show_help(command: Command, request: Request) -> None:
     """Prints all config groups, also those of the user, each option with the first line of its file."""
     write_out(f"meshloom {command.name}: {command.description}\n")
-    write_out(f"usage: meshloom {command.name} [group=option ...] [group.key=value ...] [FLAG ...]")
+    first = "RUN|DIR " if command.opens_weights else ""
+    write_out(f"usage: meshloom {command.name} {first}[group=option ...] [group.key=value ...] [FLAG ...]")
+    if command.opens_weights:
+        write_out("       RUN: a run directory, or RUN/checkpoints/STEP; DIR: a folder of published weights")
     write_out("       flags are those of Hydra: -m, --cfg job, ...")
-    if command.name == "explain":
-        write_out(f"       {CHECK}: exit code {DOES_NOT_FIT} if the step does not fit, by the estimate")
+    for flag, does in command.flags:
+        write_out(f"       {flag}: {does}")
     write_out("")
     for group, options in described_groups(request).items():
         write_out(f"{group}=")

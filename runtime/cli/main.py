@@ -152,5 +152,9 @@ def complete_command() -> Command | None:
     command = COMMANDS.get(name)
     if command is None or not command.takes_overrides:  # the shell itself completes directories
         return None
-    os.environ["COMP_LINE"] = program + line[line.index(name, len(program)) + len(name) :]
+    rest = line[line.index(name, len(program)) + len(name) :]
+    if command.opens_weights:  # Hydra completes overrides; the shell itself completes the folder
+        *typed, last = rest.split(" ")
+        rest = " ".join([*(word for word in typed if not word or "=" in word or word.startswith("-")), last])
+    os.environ["COMP_LINE"] = program + rest
     return command

@@ -68,7 +68,7 @@ def _train_together(request: Request, flags: argparse.Namespace) -> int:
             if isinstance(declared, distributed.Disagreement):
                 raise declared
             console = Console(is_quiet=not processes.is_first)
-            job, words, began = declared, request.overrides, process_began()
+            job, words, began = replace(declared, request=request), request.overrides, process_began()
             if job.plan.spec.profile.steps:  # the profile shows the prediction by this name
                 job = replace(job, model=hydra_job.model())
             return run_training(job, shown, overrides=words, console=console, processes=processes, began=began)

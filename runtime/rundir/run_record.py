@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import NonNegativeInt, ValidationError
 
+from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
 from meshloom.models.config import Record
 
@@ -30,11 +31,28 @@ LOG = logging.getLogger("meshloom")
 Ended = Literal["done", "stopped", "failed"]
 
 
+class RecordedRequest(Record):
+    """The words that declared a run, by which its weights are opened again; values from the environment stay by name.
+
+    config_name, config_path: as in a `Request`.
+    """
+
+    overrides: tuple[str, ...]
+    config_name: str
+    config_path: str | None
+
+    @classmethod
+    def of(cls, request: Request) -> Self:
+        """Returns the record of a request."""
+        return cls(overrides=request.overrides, config_name=request.config_name, config_path=request.config_path)
+
+
 class RunRecord(Record):
     """The content of `run.json`.
 
     state: "running" from start to end; a process that is killed leaves it so, without holding the lock. why: the reason
-    if it stopped or failed. began, ended: in UTC, by ISO 8601.
+    if it stopped or failed. began, ended: in UTC, by ISO 8601. request: None if the run was not declared by overrides,
+    or an older version wrote the record.
     """
 
     schema_version: Literal[1] = 1
@@ -46,6 +64,7 @@ class RunRecord(Record):
     ended: str | None = None
     host: str
     pid: NonNegativeInt
+    request: RecordedRequest | None = None
 
 
 class Recorder:
@@ -78,10 +97,19 @@ class Recorder:
 
 
 @contextmanager
-def recorded_run(run_dir: Path, command: Literal["train", "compile"]) -> Iterator[Recorder]:
+def recorded_run(
+    run_dir: Path, command: Literal["train", "compile"], request: Request | None = None
+) -> Iterator[Recorder]:
     """Records within the `with` that the command is running, and afterwards that it is done, unless it raised or
     `Recorder.end` was called. The process that holds the directory calls it."""
-    running = RunRecord(command=command, state="running", began=_now(), host=socket.gethostname(), pid=os.getpid())
+    running = RunRecord(
+        command=command,
+        state="running",
+        began=_now(),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        request=RecordedRequest.of(request) if request else None,
+    )
     recorder = Recorder(run_dir, running)
     link_latest(run_dir)
     with before_leaving(recorder.end):

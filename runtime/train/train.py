@@ -18,6 +18,7 @@ from meshloom.compiler.core.errors import ConfigError, Problem, all_of
 from meshloom.compiler.core.format import be, counted
 from meshloom.compiler.core.key_paths import is_within
 from meshloom.compiler.core.visible import write_error
+from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.declare.hydra_settings import RUN_DIR
 from meshloom.compiler.declare.overrides import overridden_key, override
 from meshloom.compiler.declare.run_spec import RunSpec
@@ -68,13 +69,15 @@ LOG = logging.getLogger("meshloom")
 @dataclass(frozen=True)
 class Job:
     """A run that passed all checks: its plan, its data, the artifact that is loaded instead of compiling, and the lines
-    that were printed while devices were found. model: the declaration's name for its model; None if it has none."""
+    that were printed while devices were found. model: the declaration's name for its model; None if it has none.
+    request: what declared it, for the record of the run; None if overrides did not."""
 
     plan: Plan[RunSpec]
     data: Data
     precompiled: Precompiled | None = None
     said: tuple[str, ...] = ()
     model: str | None = None
+    request: Request | None = None
 
 
 def prepare(spec: RunSpec, warn: Callable[[str], None] = write_error) -> Job:
@@ -138,7 +141,7 @@ def run_training(
         together("lock of the run directory", lambda: held.enter_context(only_run_in(run_dir)))
         saved_in = job.plan.spec.checkpoint.directory if job.plan.spec.checkpoint.is_saving else None
         together("lock of the checkpoints", lambda: held.enter_context(only_run_that_saves_in(saved_in)))
-        record = held.enter_context(recorded_run(run_dir, "train")) if processes.is_first else None
+        record = held.enter_context(recorded_run(run_dir, "train", job.request)) if processes.is_first else None
         exit_code = _train(job, run_dir, watch, overrides=overrides, console=console, processes=processes)
         return record.end(exit_code) if record else exit_code
 

@@ -22,6 +22,7 @@ from meshloom.compiler.report.views.page import _config
 from meshloom.compiler.spec.step_spec import StepSpec
 from meshloom.compiler.xla.fingerprint import flat
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
+from meshloom.runtime.cli.commands import COMMANDS
 from meshloom.runtime.cli.hydra_app import parse_flags
 from meshloom.runtime.cli.main import _show_crash
 from meshloom.runtime.data import open_data
@@ -77,7 +78,7 @@ def files_with(text: str, folder: Path) -> list[str]:
 def test_the_files_of_a_run_name_the_variable(folder):
     """Declaration, plan, checkpoint, log and Hydra's own record; the user's class has the value."""
     run_dir, words = folder / "run", (*SMALL, *REMOTE, SEED)
-    run_application(Request((*words, "hydra.run.dir=run")), parse_flags("train", [])[0])
+    run_application(Request((*words, "hydra.run.dir=run")), parse_flags(COMMANDS["train"], [])[0])
     assert (run_dir / ".hydra/config.yaml").exists()
     plan = read_spec(Request(words), then=plan_run)
     write_declaration(plan, run_dir)

@@ -9,6 +9,7 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.compiler.declare.sweep_request import read_sweep_request
+from meshloom.runtime.cli.commands import COMMANDS
 from meshloom.runtime.cli.hydra_app import parse_flags, request_of_flags
 
 NINES = "9" * 5000
@@ -82,7 +83,7 @@ def own_configs(tmp_path_factory) -> Path:
 
 def _judge(words: list[str]) -> None:
     """Does what every command does before anything else."""
-    flags, _ = parse_flags("train", words)
+    flags, _ = parse_flags(COMMANDS["train"], words)
     request = request_of_flags(flags)
     if flags.multirun:
         read_sweep_request(request)

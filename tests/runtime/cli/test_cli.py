@@ -234,7 +234,7 @@ def test_overrides_may_stand_on_both_sides_of_a_flag():
         "train", "num_steps=7", "--cfg", "job", "seed=3", "-p", "run.extra", "run.extra.rate=9", "--resolve"
     )
     assert (shown.returncode, shown.stderr) == (0, "")
-    flags, problems = parse_flags("train", ["seed=1", "--cfg", "job", "num_steps=7", "--resolve", "seed=2"])
+    flags, problems = parse_flags(COMMANDS["train"], ["seed=1", "--cfg", "job", "num_steps=7", "--resolve", "seed=2"])
     assert (flags.overrides, problems) == (["seed=1", "num_steps=7", "seed=2"], [])
 
 
