@@ -1,6 +1,6 @@
 """The answer of a search: the best candidates, why the first wins, what would change that, and why others are refused.
 
-A search over variants (runtime/tune/choose.py) asks for the best that each can do on any mesh, by prices alone.
+A search over variants (runtime/tune/variants.py) asks for the best that each can do on any mesh, by prices alone.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -20,9 +20,8 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.declare.run_spec import CheckpointSpec, RunSpec
 
 from ..core.failures import STORAGE, RunFailed, is_of_one_process, storage_reason
-from ..core.files import free_name, remove_for_good
+from ..core.files import Folder, free_name, is_remote, remove_for_good, what_store_said
 from ..core.manifest import write_manifest
-from ..core.stores import Folder, is_remote, what_store_said
 from ..data.batches import converted_state
 from .differences import schedule_record
 from .start import COMMITTED, Start, checkpoint_folder, context_for, finished

@@ -19,7 +19,7 @@ from meshloom.compiler.plan import Plan
 from meshloom.compiler.sharding.state import bytes_per_device
 from meshloom.compiler.target.mesh import describe_mesh
 
-from ..core.stores import Folder
+from ..core.files import Folder
 from .differences import described, first_lines, parameters_first
 from .start import FOLDER, Start, saved_tree
 

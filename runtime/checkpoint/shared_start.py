@@ -15,7 +15,7 @@ from meshloom.compiler.core.format import human_bytes
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
 
-from ..core.stores import Folder, absolute, check_writable, folder_at, is_remote
+from ..core.files import Folder, absolute, check_writable, folder_at, is_remote
 from ..processes.distributed import Processes, together
 from ..processes.process_log import say
 from .checkpoints import set_aside

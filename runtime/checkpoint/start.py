@@ -12,8 +12,8 @@ from meshloom.compiler.core.format import counted
 from meshloom.compiler.declare.run_spec import RunSpec
 
 from ..core.failures import STORAGE, RunFailed
+from ..core.files import Folder, absolute, check_bucket, folder_at, is_remote
 from ..core.manifest import FILE, Compared, damage_in
-from ..core.stores import Folder, absolute, check_bucket, folder_at, is_remote
 from ..processes.distributed import current
 from .differences import shown, tree_differences
 from .s3 import SCHEME, teach_orbax_s3

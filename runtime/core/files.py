@@ -1,15 +1,136 @@
-"""Writes small files whole, hashes files, and removes directories that are still being written to."""
+"""Reads and writes files and folders: whole small files, hashes, and folders behind gs:// and s3://.
+
+Behind a URL a folder is a prefix of names. etils.epath gives it pathlib's methods; fsspec, below epath, does the rest.
+TensorStore writes there without fsspec, so fsspec must not cache its listings.
+"""
 
 import hashlib
 import itertools
 import json
+import logging
 import os
+import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .stores import Folder, is_remote, remove_folder
+import fsspec
+import fsspec.config
+from etils import epath
+
+from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.places import is_url
+
+Folder = Path | epath.Path
+
+PACKAGES = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}  # extras of pyproject.toml, by scheme
+BLOCK_BYTES = 2**24  # that are read at once from a file
+_PROBE = ".meshloom-can-write"
+
+logging.getLogger("gcsfs").setLevel(logging.ERROR)  # it warns for each file if it may not read the bucket's kind
+for _scheme in ("s3", "gs", "gcs"):
+    fsspec.config.conf.setdefault(_scheme, {}).setdefault("use_listings_cache", False)
+
+
+def folder_at(text: str) -> Folder:
+    """Returns the folder of a path or URL."""
+    return epath.Path(text) if is_url(text) else Path(text)
+
+
+def is_remote(folder: Folder) -> bool:
+    """Returns True for a folder behind a URL."""
+    return is_url(str(folder))
+
+
+def absolute(folder: Folder) -> Folder:
+    """Returns the absolute path without links; a URL unchanged."""
+    return folder if is_remote(folder) else Path(os.path.realpath(folder))  # `resolve` raises for a link to itself
+
+
+def file_sizes(folder: Folder) -> dict[str, int]:
+    """Returns the sizes of all files in a folder and below, by path in it."""
+    if not is_remote(folder):
+        local = Path(folder)
+        found = (path for path in sorted(local.rglob("*")) if path.is_file())
+        return {path.relative_to(local).as_posix(): path.stat().st_size for path in found}
+    system, place = _system(folder)
+    infos = system.find(place, detail=True)
+    return {name.removeprefix(place).lstrip("/"): info["size"] for name, info in sorted(infos.items())}
+
+
+def remove_folder(folder: Folder) -> None:
+    """Removes a folder and its content, as far as possible."""
+    if not is_remote(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    system, place = _system(folder)
+    if system.exists(place):
+        system.rm(place, recursive=True)
+
+
+def check_bucket(folder: Folder, where: str) -> None:
+    """Raises ConfigError if a folder behind a URL cannot be read: a package, the bucket or access is missing."""
+    if not is_remote(folder):
+        return
+    with _problems_at(folder, where, "read"):
+        system, place = _system(folder)
+        bucket = place.partition("/")[0]
+        system.ls(place) if system.exists(place) else system.ls(bucket)
+
+
+def check_writable(folder: Folder, where: str) -> None:
+    """Raises ConfigError if nothing can be written into a folder behind a URL. Writes a small file and removes it."""
+    if not is_remote(folder):
+        return
+    with _problems_at(folder, where, "written to"):
+        system, place = _system(folder)
+        system.pipe_file(f"{place}/{_PROBE}", b"1")
+        system.rm_file(f"{place}/{_PROBE}")
+
+
+def blocks_of(url: str, name: str, where: str) -> Iterator[bytes]:
+    """Yields the content of a file in a folder behind a URL. Raises FileNotFoundError if there is none, and ConfigError
+    if it cannot be read."""
+    with _problems_at(url, where, "read", let_pass=FileNotFoundError):
+        system, place = _system(url)
+        file = system.open(f"{place.rstrip('/')}/{name}", "rb")
+    with file:
+        while True:
+            with _problems_at(url, where, "read"):
+                block = file.read(BLOCK_BYTES)
+            if not block:
+                return
+            yield block
+
+
+def what_store_said(error: BaseException) -> str:
+    """Returns the error of a store in one line: each kind of store has its own exceptions."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _system(folder: Folder | str) -> tuple[Any, str]:
+    system, place = fsspec.core.url_to_fs(str(folder))
+    return system, str(place)
+
+
+@contextmanager
+def _problems_at(
+    folder: Folder | str, where: str, done: str, *, let_pass: type[Exception] | tuple[()] = ()
+) -> Iterator[None]:
+    try:
+        yield
+    except let_pass:
+        raise
+    except ImportError as error:
+        extra = PACKAGES.get(str(folder).partition("://")[0])
+        fix = f"pip install 'meshloom[{extra}]'" if extra else str(error)
+        raise ConfigError([Problem(where, f"'{folder}' needs a package that is not installed", fix)]) from error
+    except Exception as error:
+        what = f"'{folder}' cannot be {done}: {what_store_said(error)}"
+        raise ConfigError([Problem(where, what, "check the name of the bucket, and your access to it")]) from error
+
 
 AnyFolder = TypeVar("AnyFolder", bound=Folder)
 

@@ -14,8 +14,7 @@ from pydantic import NonNegativeInt, ValidationError
 
 from meshloom.models.config import Record
 
-from .files import file_sha256, replace_json
-from .stores import Folder, file_sizes, is_remote
+from .files import Folder, file_sha256, file_sizes, is_remote, replace_json
 
 FILE = "manifest.json"
 WRITTEN_LAST = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # by Orbax, after the manifest; no array needs them

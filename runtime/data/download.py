@@ -21,8 +21,7 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import counted, human_bytes
 
 from ..core.exclusive import in_turn
-from ..core.files import replace_bytes
-from ..core.stores import blocks_of
+from ..core.files import blocks_of, replace_bytes
 from .progress import TextProgress
 from .shards import INDEX, Index, ShardFiles, parse_index
 

@@ -24,10 +24,9 @@ from meshloom.compiler.declare.launch_spec import (
 from meshloom.compiler.declare.run_spec import RunSpec
 
 from .clouds import render_skypilot, render_tpu_vm, xpk_command
-from .jobset import is_schema_there, render_jobset
+from .clusters import is_schema_there, render_jobset, render_slurm
 from .local import PORT, as_shell, local_processes, run_local
 from .plan import LaunchPlan
-from .slurm import render_slurm
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ from .figures import find_figure
 from .identity import as_glob, find_unfinished, identity_of, num_left, versions
 from .page import PAGE, render_sweep
 from .pool import Pool
-from .progress import SweepProgress
 from .read import Sweep, read_sweep
 from .rows import (
     INTERRUPTED,
@@ -52,7 +51,7 @@ from .rows import (
 )
 from .settings import ClusterSettings, PoolSettings
 from .submitted import JobSets, SlurmArrays, SubmittedPoints
-from .table import show_table
+from .table import SweepProgress, show_table
 
 OBJECTIVES: dict[SweepCommand, str] = {"explain": "step_seconds", "compile": "step_seconds", "train": "final_loss"}
 PROCESSES = ".processes"  # rows of all processes but the first, if several run each point together

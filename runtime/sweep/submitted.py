@@ -26,9 +26,8 @@ from meshloom.compiler.declare.user_code import code_allowed_from
 
 from ..core.failures import FINAL
 from ..core.files import replace_text
-from ..launch.jobset import render_jobset
+from ..launch.clusters import render_jobset, render_slurm_array
 from ..launch.plan import LaunchPlan, plan_launch
-from ..launch.slurm import render_slurm_array
 from .outcomes import outcome_of_error, outcome_of_run
 from .rows import PRINTED, Outcome, Point, Task
 from .settings import ClusterSettings

@@ -1,11 +1,16 @@
-"""Shows and exports the rows of a sweep as a table: on a terminal, the best first; in a file, as CSV or Parquet."""
+"""Shows a sweep on the terminal: while it runs, each point that has ended; then a table, the best first.
+
+The table is exported as CSV or Parquet, too.
+"""
 
 import csv
 import io
 import json
 import re
+import shlex
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +18,7 @@ from typing import Any
 
 from meshloom.compiler.core.console import Column, Console, Table
 from meshloom.compiler.core.errors import ConfigError, Problem
-from meshloom.compiler.core.format import counted
+from meshloom.compiler.core.format import counted, human_seconds
 
 from ..core.files import replace_bytes
 from .figures import (
@@ -39,6 +44,8 @@ STATUS_TEXT: dict[Status, str] = {
     "timed_out": "timed out", "out_of_memory": "out of this machine's memory",
     "running": "running",
 }  # fmt: skip
+SECONDS_BETWEEN_LINES = 30.0  # without a terminal
+MOST_LINES = 200  # for points that are done; the others are always shown
 
 
 def show_table(
@@ -258,3 +265,58 @@ def _one_type(values: list[Any]) -> list[Any]:
     if len(types) > 1 or any(isinstance(value, int) and abs(value) >= 2**63 for value in values):
         return [None if value is None else json.dumps(value) for value in values]
     return values
+
+
+class SweepProgress:
+    """Shows the counts; on a terminal, in a line that stays below all others. num_points: None if unknown. rows: of
+    points that ended before."""
+
+    def __init__(self, console: Console, *, num_points: int | None, objective: str, rows: Iterable[Row] = ()):
+        self._console, self._num_points, self._figure = console, num_points, FIGURES[objective]
+        self._counts = Counter(row.status for row in rows)
+        self._num_said, self._last_line = 0, time.monotonic()
+        self._bar = console.bar("sweep", "doing", "bar", "numbers", "elapsed", "left", is_transient=True)
+
+    def __enter__(self) -> "SweepProgress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def ended(self, row: Row) -> None:
+        """Shows the outcome of a point."""
+        self._counts[row.status] += 1
+        if row.status == "done":
+            self._num_said += 1
+            if self._num_said > MOST_LINES:
+                return
+        text = shlex.join(row.overrides) or "the point"
+        style = "green" if row.status == "done" else "red"
+        self._console.line((STATUS_TEXT[row.status], style), f"  {text}  ", (_result(row, self._figure), "dim"))
+
+    def update(self, num_running: int) -> None:
+        """Shows the counts."""
+        num_ended = self._counts.total()
+        self._bar.update(num_ended, total=self._num_points, numbers=self.numbers(num_running))
+        if not self._console.is_terminal and time.monotonic() - self._last_line > SECONDS_BETWEEN_LINES:
+            self._last_line = time.monotonic()
+            self._console.line(self.numbers(num_running))
+
+    def numbers(self, num_running: int) -> str:
+        """Returns "12 done, 1 failed, 2 running, 85 left"; a point that does not fit has not failed."""
+        done, does_not_fit = self._counts["done"], self._counts["does_not_fit"]
+        failed = self._counts.total() - done - does_not_fit
+        parts = [f"{done:,} done", *([f"{does_not_fit:,} not fitting"] if does_not_fit else []), f"{failed:,} failed"]
+        parts.append(f"{num_running:,} running")
+        if self._num_points is not None:
+            parts.append(f"{max(0, self._num_points - self._counts.total() - num_running):,} left")
+        return ", ".join(parts)
+
+
+def _result(row: Row, figure: Figure) -> str:
+    if row.status != "done":
+        return row.why or ""
+    value = value_of(row, figure)
+    taken = f"in {human_seconds(row.seconds)}" if row.seconds is not None else ""
+    return taken if value is None else f"{figure.heading} {figure.human(value)}, {taken}"

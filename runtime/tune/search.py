@@ -19,10 +19,8 @@ from ..sweep.page import PAGE, render_sweep
 from ..sweep.read import read_sweep
 from ..sweep.rows import ROWS_FILE, SWEEP_FILE, Row
 from ..sweep.table import show_table
-from .choose import choose_variants
-from .rows import OBJECTIVES, row_of_estimate, rows_of, sweep_file
-from .show import above_published, show_answer, why_it_wins
-from .variants import Space, find_space, write_experiment
+from .show import OBJECTIVES, above_published, row_of_estimate, rows_of, show_answer, sweep_file, why_it_wins
+from .variants import Space, choose_variants, find_space, write_experiment
 from .workers import CompiledCandidate, best_compiled, compile_best, workers
 
 SECONDS_OF_DAY = 86400

@@ -12,8 +12,8 @@ import pytest
 from conftest import LINEAR_STACK, SMALL, spec_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.runtime.checkpoint.start import check_checkpoint, finished
+from meshloom.runtime.core.files import file_sizes, folder_at
 from meshloom.runtime.core.manifest import damage_in
-from meshloom.runtime.core.stores import file_sizes, folder_at
 from meshloom.runtime.data.download import local_copy
 from support.commands import meshloom
 

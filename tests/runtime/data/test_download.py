@@ -16,7 +16,7 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.runtime.cli.data import prepare_corpus, tokenize_corpus
 from meshloom.runtime.core.exclusive import in_turn
-from meshloom.runtime.core.stores import PACKAGES
+from meshloom.runtime.core.files import PACKAGES
 from meshloom.runtime.data import download, open_data
 
 URL = "memory://corpora/tokens"

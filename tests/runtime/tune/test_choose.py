@@ -9,8 +9,7 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.tune.answer import TOO_LARGE, Runner, remembering, value_of_variants
 from meshloom.compiler.tune.families import TracePoint
-from meshloom.runtime.tune.choose import choose_variants
-from meshloom.runtime.tune.variants import find_space
+from meshloom.runtime.tune.variants import choose_variants, find_space
 
 NARROW = ("model=linear_stack", "data=synthetic", "target=v5p-16", "global_batch_size=64", "tune.mesh={tensor: [1]}",
           "tune.microbatches=[1]")  # fmt: skip

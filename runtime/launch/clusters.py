@@ -1,26 +1,118 @@
-"""Renders `launch=jobset`: a JobSet of Kubernetes, for TPU slices and GPU nodes.
+"""Renders a batch script of SLURM, and a JobSet of Kubernetes: the engines that restart a run by its exit code.
 
-A slice is a Job, and a host is a pod. TPU hosts find each other by the variables that GKE sets, other hosts by the DNS
-name of the first pod. The whole set restarts when a pod fails, unless its exit code is final.
+SLURM queues a job again after a preemption, a time limit or a lost host. In a JobSet a slice is a Job, and a host is a
+pod. TPU hosts find each other by the variables that GKE sets, other hosts by the DNS name of the first pod. The whole
+set restarts when a pod fails, unless its exit code is final.
 """
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from meshloom.compiler.core.errors import Problem, raise_if_any
-from meshloom.compiler.declare.launch_spec import JobSetLaunch, Volume
+from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
+from meshloom.compiler.declare.launch_spec import JobSetLaunch, SlurmLaunch, Volume
 
-from ..core.failures import FINAL
+from ..core.failures import FINAL, PREEMPTED
 from .plan import LaunchPlan, chip_names
-from .templates import as_yaml
+from .templates import as_yaml, template
 
 HOSTS = "hosts"  # the only replicated job; its name is a part of the pods' names (plan.py)
 CONTAINER = "run"
 COORDINATOR_PORT = 8476
 TPU_PORTS = (8471, 8080, 8482, 8431)  # between chips, between slices, for JAX's coordinator, for metrics
 NODE_POOL = "cloud.google.com/gke-nodepool"
+
+
+def render_slurm(plan: LaunchPlan, launch: SlurmLaunch) -> str:
+    """Returns the script for `sbatch`."""
+    return _render_script(
+        plan,
+        launch,
+        options=[*_script_options(plan, launch), f"--output={plan.run_dir}/logs/slurm-%j.log"],
+        command=plan.command(*_device_words(plan, launch)),
+        failures=shlex.quote(f"{plan.run_dir}/logs/failures"),
+        elements=[],
+    )
+
+
+def render_slurm_array(
+    elements: Sequence[tuple[LaunchPlan, str, str]], launch: SlurmLaunch, *, num_at_once: int | None, log: str
+) -> str:
+    """Returns the script of an array. Each of its elements is a run of its own, on hosts of the same kind.
+
+    elements: plans, each with a file for its output and one for its exit code. log: the log of the script itself.
+    """
+    first = elements[0][0]
+    limit = f"%{num_at_once}" if num_at_once else ""
+    runs = [
+        {
+            "command": plan.command(*_device_words(plan, launch)),
+            "output": shlex.quote(output),
+            "exit_file": shlex.quote(exit_file),
+            "failures": shlex.quote(f"{exit_file}.failures"),
+        }
+        for plan, output, exit_file in elements
+    ]
+    options = [*_script_options(first, launch), f"--array=0-{len(elements) - 1}{limit}", f"--output={log}"]
+    return _render_script(first, launch, options=options, elements=runs)
+
+
+def _render_script(plan: LaunchPlan, launch: SlurmLaunch, **more: Any) -> str:
+    _check(plan, launch)
+    return template("slurm.sh.jinja").render(
+        environment={name: shlex.quote(value) for name, value in plan.environment.items()},
+        setup=launch.setup,
+        srun=shlex.join(_srun(launch)),
+        final="|".join(map(str, FINAL)),
+        preempted=PREEMPTED,
+        max_restarts=launch.max_restarts,
+        **more,
+    )
+
+
+def _check(plan: LaunchPlan, launch: SlurmLaunch) -> None:
+    per_host = launch.processes_per_host
+    if per_host == 1 or not plan.hosts.chips:
+        return
+    if not plan.hosts.is_gpu or per_host != plan.hosts.chips:
+        each = f"1 or {plan.hosts.chips}, a process for each GPU" if plan.hosts.is_gpu else "1"
+        what = f"{per_host} processes do not share a host with {plan.hosts.chips} chips of {plan.hosts.kind}"
+        raise ConfigError([Problem("launch.processes_per_host", what, f"use {each}")])
+
+
+def _script_options(plan: LaunchPlan, launch: SlurmLaunch) -> Iterator[str]:
+    """Yields options of sbatch."""
+    yield f"--job-name={plan.name}"
+    yield f"--nodes={plan.hosts.count}"
+    yield f"--ntasks-per-node={launch.processes_per_host}"
+    if plan.hosts.is_gpu:
+        yield f"--gpus-per-node={plan.hosts.chips}"
+    for name in ("partition", "account", "qos"):
+        if value := getattr(launch, name):
+            yield f"--{name}={value}"
+    if launch.time_limit:
+        yield f"--time={launch.time_limit}"
+        yield f"--signal=TERM@{launch.grace_seconds}"  # sent to the processes, not to this script
+    yield "--requeue"
+    yield "--open-mode=append"
+    for name, value in launch.options.items():
+        yield f"--{name}" if value is None else f"--{name}={value}"
+
+
+def _srun(launch: SlurmLaunch) -> list[str]:
+    """Returns the srun command. If a process fails, the others are ended after the grace period."""
+    words = ["srun", "--kill-on-bad-exit=0", f"--wait={launch.grace_seconds}"]
+    words += [f"--container-image={launch.image}"] if launch.image else []
+    words += [f"--container-mounts={','.join(launch.mounts)}"] if launch.mounts else []
+    return words
+
+
+def _device_words(plan: LaunchPlan, launch: SlurmLaunch) -> list[str]:
+    """Returns the override that gives one process all GPUs of its node; under SLURM, JAX would give it one."""
+    if not plan.hosts.is_gpu or launch.processes_per_host > 1:
+        return []
+    return [shlex.quote(f"distributed.local_device_ids=[{','.join(map(str, range(plan.hosts.chips or 0)))}]")]
 
 
 def render_jobset(plan: LaunchPlan, launch: JobSetLaunch) -> str:
@@ -181,7 +273,7 @@ def _resource(plan: LaunchPlan) -> str:
 
 def _container(plan: LaunchPlan, launch: JobSetLaunch) -> dict[str, Any]:
     # exec: SIGTERM reaches the run, and its exit code is the container's.
-    script = "\n".join(["set -e", *launch.setup, f"exec {plan.command(*_words(plan))}"])
+    script = "\n".join(["set -e", *launch.setup, f"exec {plan.command(*_process_words(plan))}"])
     chips = {_resource(plan): str(plan.hosts.chips)} if plan.hosts.chips else {}
     mounts = [{"name": f"volume-{i}", "mountPath": volume.mount} for i, volume in enumerate(launch.volumes)]
     mounts += [{"name": "shm", "mountPath": "/dev/shm"}] if plan.hosts.is_gpu else []
@@ -201,7 +293,7 @@ def _container(plan: LaunchPlan, launch: JobSetLaunch) -> dict[str, Any]:
     )
 
 
-def _words(plan: LaunchPlan) -> list[str]:
+def _process_words(plan: LaunchPlan) -> list[str]:
     """Returns the overrides by which a process finds the others. On a TPU, JAX reads GKE's variables instead."""
     if _is_tpu(plan) or plan.hosts.count == 1:
         return []
