@@ -16,7 +16,7 @@ from ..checkpoint.restore_plan import plan_restore
 from ..checkpoint.start import Start, check_checkpoint, find_restorable
 from ..compile.compile_command import compile_step, prepare_compile
 from ..processes.devices import plan_without_devices
-from .hydra_app import run_in_directory
+from .app import run_in_directory
 
 
 def explain_command(request: Request, flags: argparse.Namespace) -> int:

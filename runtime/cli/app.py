@@ -2,21 +2,46 @@
 
 A single run is composed and checked first, then handed to Hydra, which makes the run directory. A sweep is checked
 value by value, then runs each point in a process of its own: devices, compiler and signals belong to one run alone.
+
+Settings have no dashes: a flag that looks like a setting is refused with the setting to type. `--help` lists the config
+groups and their options, one on a line; a shell completes Hydra's words without files that are parts of others.
 """
 
 import argparse
+import io
+import logging
 import os
-from contextlib import suppress
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import redirect_stdout, suppress
+from difflib import get_close_matches
+from itertools import zip_longest
+from pathlib import Path
+from typing import NoReturn
 
-from meshloom.compiler.core.errors import MISTAKE, ConfigError, Problem
-from meshloom.compiler.declare.application import run_application
-from meshloom.compiler.declare.compose import check_config_files, read_spec
+from meshloom.compiler.core.errors import COMMAND_LINE, MISTAKE, ConfigError, Problem
+from meshloom.compiler.core.visible import write_error, write_out
+from meshloom.compiler.declare.application import HydraJob, run_application
+from meshloom.compiler.declare.choices import all_keys, described_groups
+from meshloom.compiler.declare.compose import Request, check_config_files, read_spec
 from meshloom.compiler.declare.environment import masked
+from meshloom.compiler.declare.hydra_private import hydra_flags
+from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
 from meshloom.compiler.declare.user_code import FLAG, VARIABLE, code_allowed_from, parse_allowed
 
-from .commands import Command
-from .hydra_app import offer_whole_options, parse_flags, request_of_flags, show_help, show_mistake
+from ..inference.run_request import request_of_run
+from ..processes.distributed import Processes
+from ..processes.process_log import process_log
+from ..rundir.run_dir import as_typed, check_run_dir
+from .commands import CHECK, SWEEP, Command
+
+LOG = logging.getLogger("meshloom")
+_PART = re.compile(r"(?:\S*[=/])?_[\w.-]*$")  # model=_llama, data/_base: names with a first `_`
+RESUMES = ("resume", "continue", "restart", "restore")  # what other trainers call it
 
 
 def run_declared(command: Command, args: list[str]) -> int:
@@ -43,9 +68,7 @@ def _run(command: Command, flags: argparse.Namespace) -> int:
     if flags.help:
         show_help(command, request)
     elif flags.multirun or "hydra.mode=MULTIRUN" in request.overrides:
-        from .sweep import run_sweep
-
-        return run_sweep(command.name, request, flags)
+        return SWEEP.load()(command.name, request, flags)
     elif flags.cfg:
         read_spec(request, then=lambda spec: spec)
         try:
@@ -71,3 +94,179 @@ def _problems_beside(flags: argparse.Namespace) -> tuple[Problem, ...]:
     except MISTAKES as error:
         return as_config_error(error).problems
     return ()
+
+
+def parse_flags(command: Command, args: Sequence[str]) -> tuple[argparse.Namespace, list[Problem]]:
+    """Returns the flags with the overrides, and their problems; `place` is the folder of weights that the line names.
+    Raises ConfigError if a known flag lacks its value."""
+    parser = hydra_flags()
+    parser.add_argument(FLAG, action="append", default=[], metavar="MODULE")
+    parser.set_defaults(check=False, place=None)
+    for flag, _ in command.flags:
+        parser.add_argument(flag, action="store_true")
+    parser.prog, parser.error = f"meshloom {command.name}", _refuse  # type: ignore[method-assign]
+    flags, rest = parser.parse_known_args(list(args))
+    flags.overrides += [text for text in rest if not text.startswith("-")]  # argparse takes only those before a flag
+    problems = _problems_of_values(flags)
+    for name, value in _unknown_flags(args, {text for text in rest if text.startswith("-")}):
+        problems.append(_unknown_flag(command.name, name, value or ""))
+        if value is not None and value in flags.overrides:
+            flags.overrides.remove(value)
+    if flags.experimental_rerun:
+        fix = "type the line again with hydra.run.dir=RUN_DIR: spec.yaml of a run holds what it was"
+        problems.append(Problem(COMMAND_LINE, "--experimental-rerun is not supported", fix))
+    if command.opens_weights:
+        problems += _take_place(command, flags)
+    return flags, problems
+
+
+def _take_place(command: Command, flags: argparse.Namespace) -> list[Problem]:
+    """Moves the word that names a folder of weights from the overrides to `flags.place`. Returns the problems."""
+    if flags.help or flags.hydra_help or flags.shell_completion:
+        return []
+    places = [word for word in flags.overrides if _is_path(word)]
+    if not places and flags.overrides and Path(flags.overrides[0]).is_dir():  # a point of a sweep: seed=1,sharding=ddp
+        places = flags.overrides[:1]
+    line = f"type: meshloom {command.name} RUN|DIR [group=option ...] [key=value ...]"
+    if flags.multirun:
+        return [Problem(COMMAND_LINE, f"{command.name} opens one folder, and -m asks for several", "leave out -m")]
+    if len(places) != 1:
+        named = f"names {len(places)} folders ({', '.join(places)})" if places else "names no folder of weights"
+        return [Problem(COMMAND_LINE, f"the line {named}", f"{line}; `meshloom runs` lists the runs on this machine")]
+    flags.overrides.remove(places[0])
+    flags.place = places[0]
+    return []
+
+
+def _is_path(word: str) -> bool:
+    """Returns True for a word that is neither key=value nor the deletion of a key."""
+    return "=" not in word and not (word.startswith("~") and not word.startswith("~/"))
+
+
+def request_of_flags(flags: argparse.Namespace) -> Request:
+    """Returns the request, in which `--config-dir` is one more place to look for configs. Raises ConfigError if the
+    line names a folder of weights, and there is none."""
+    if flags.place is not None:
+        return request_of_run(flags.place, flags.overrides, flags)
+    overrides = search_path_override(flags.overrides, flags.config_dir)
+    path = str(Path(flags.config_path).resolve()) if flags.config_path else None
+    return Request(tuple(overrides), flags.config_name or "config", path)
+
+
+def _refuse(message: str) -> NoReturn:
+    fix = "`meshloom COMMAND --help` lists what there is; settings have no dashes: num_steps=20"
+    raise ConfigError([Problem(COMMAND_LINE, message, fix)])
+
+
+def _problems_of_values(flags: argparse.Namespace) -> list[Problem]:
+    """Returns the problems of flags that would silently change nothing."""
+    empty = [name for name in ("config_path", "config_name") if getattr(flags, name) == ""]
+    problems = [Problem(f"--{name.replace('_', '-')}", "is empty", "name one, or leave it out") for name in empty]
+    if flags.package is not None and not flags.cfg:
+        problems.append(Problem("--package", "chooses a part of what --cfg shows", "add --cfg job, or leave it out"))
+    if flags.check and flags.multirun:
+        what = "checks a single plan; the table of a sweep shows which points do not fit"
+        problems.append(Problem(CHECK, what, "leave out --check, or -m"))
+    return problems
+
+
+def _unknown_flags(args: Sequence[str], unknown: Set[str]) -> Iterator[tuple[str, str | None]]:
+    """Yields each unknown flag as typed, with its value: after `=`, or the next word if that is not an override."""
+    for text, following in zip_longest(args, args[1:], fillvalue="-"):
+        if text in unknown:
+            name, has_value, value = text.partition("=")
+            is_value = not has_value and "=" not in following and not following.startswith("-")
+            yield name, value if has_value else following if is_value else None
+
+
+def _unknown_flag(command: str, name: str, value: str) -> Problem:
+    what, bare = f"there is no flag '{name}'", name.lstrip("-").replace("-", "_")
+    if bare.startswith(RESUMES) and command in ("train", "data"):
+        where = " with hydra.run.dir=RUN_DIR of the run" if command == "train" else ""
+        return Problem(COMMAND_LINE, what, f"type the same line again{where}: it goes on from where that stopped")
+    keys = _keys_like(bare)
+    shown = f"{keys[0] if keys else 'key'}={value or '...'}"
+    if keys:
+        return Problem(COMMAND_LINE, what, f"settings have no dashes: {shown}")
+    return Problem(COMMAND_LINE, what, f"settings have no dashes: write {shown}; `--cfg job` prints all keys")
+
+
+def _keys_like(name: str) -> list[str]:
+    """Returns the keys that a flag may have meant, the likeliest first."""
+    keys = all_keys()
+    same = [key for key in keys if name in (key, key.rpartition(".")[2])]
+    if same:
+        return sorted(same, key=lambda key: key.count("."))
+    ends = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    return [ends[end] for end in get_close_matches(name, ends, n=1, cutoff=0.7)]
+
+
+def show_help(command: Command, request: Request) -> None:
+    """Prints all config groups, also those of the user, each option with the first line of its file."""
+    write_out(f"meshloom {command.name}: {command.description}\n")
+    first = "RUN|DIR " if command.opens_weights else ""
+    write_out(f"usage: meshloom {command.name} {first}[group=option ...] [group.key=value ...] [FLAG ...]")
+    if command.opens_weights:
+        write_out("       RUN: a run directory, or RUN/checkpoints/STEP; DIR: a folder of published weights")
+    write_out("       flags are those of Hydra: -m, --cfg job, ...")
+    for flag, does in command.flags:
+        write_out(f"       {flag}: {does}")
+    write_out("")
+    for group, options in described_groups(request).items():
+        write_out(f"{group}=")
+        for option in options:
+            default = "  (default)" if option.is_default else ""
+            _write_wrapped(f"  {option.name:<16}{option.description}{default}".rstrip(), indent=18)
+    write_out("\nvalues: `--cfg job` prints all keys with their values; set one as key=value")
+    _write_wrapped(f"code of your own: {FLAG}=MODULE lets a config name modules that are not installed", indent=0)
+
+
+def _write_wrapped(text: str, *, indent: int) -> None:
+    """Prints a line; on a terminal, in lines that fit, the others indented."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else len(text)
+    write_out("\n".join(textwrap.wrap(text, max(width, 2 * indent), subsequent_indent=" " * indent)))
+
+
+def run_in_directory(request: Request, flags: argparse.Namespace, run: Callable[[Path, str | None], int]) -> int:
+    """Runs a task in the run directory that Hydra makes, with the log of a process. Returns the exit code.
+
+    run: takes the directory and the name of the chosen model, and returns the exit code. Its mistakes are printed and
+    logged here: Hydra would print a line of its own about them.
+    """
+    exit_codes = [MISTAKE]
+
+    def task(job: HydraJob) -> None:
+        run_dir, model = as_typed(job.directory), job.model()
+        try:
+            with process_log(run_dir, Processes()):
+                exit_codes[0] = _run_logged(lambda: run(run_dir, model))
+        except OSError as error:  # of the log itself
+            exit_codes[0] = show_mistake(as_config_error(error))
+
+    check_run_dir(request)
+    run_application(request, flags, task)
+    return exit_codes[0]
+
+
+def _run_logged(run: Callable[[], int]) -> int:
+    try:
+        return run()
+    except MISTAKES as error:
+        LOG.error(error, exc_info=isinstance(error, OSError))
+        return show_mistake(as_config_error(error))
+
+
+def show_mistake(error: ConfigError) -> int:
+    """Prints all problems, and returns the exit code."""
+    write_error(str(error))
+    return error.exit_code
+
+
+def offer_whole_options(complete: Callable[[], None]) -> None:
+    """Prints the options that Hydra's completion prints, without files that are parts of others."""
+    out = io.StringIO()
+    with redirect_stdout(out):
+        complete()
+    lines = out.getvalue().splitlines()
+    words = [[word for word in line.split(" ") if not _PART.match(word)] for line in lines]
+    write_out("\n".join(map(" ".join, words)))

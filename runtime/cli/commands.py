@@ -82,4 +82,5 @@ _ALL = (
     Command("launch", "run on every host: SLURM, Kubernetes, Cloud TPU, or a rehearsal", "train:launch_command"),
     Command("data", "tokenise a corpus into shards, once, for data=tokens to read", "data:data_command"),
 )
+SWEEP = Command("-m", "run a command for each combination of values", "sweep:run_sweep")
 COMMANDS = MappingProxyType({command.name: command for command in _ALL})

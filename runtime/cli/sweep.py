@@ -31,7 +31,7 @@ from ..sweep.rows import SWEEP_COMMANDS, SweepCommand
 from ..sweep.settings import cluster_settings, pool_settings
 from ..tune.search import compare_targets, search_into
 from ..tune.variants import find_space
-from .hydra_app import run_in_directory
+from .app import run_in_directory
 
 LAUNCHER_LOG = "launcher.log"
 

@@ -32,7 +32,7 @@ from ..processes.process_log import process_log
 from ..rundir.run_dir import as_typed, check_run_dir, in_shared_run_dir
 from ..train.time_spent import process_began
 from ..train.train import Job, prepare, run_training
-from .hydra_app import show_mistake
+from .app import show_mistake
 
 LOG = logging.getLogger("meshloom")
 

@@ -22,8 +22,8 @@ from meshloom.compiler.report.views.page import _config
 from meshloom.compiler.spec.step_spec import StepSpec
 from meshloom.compiler.xla.fingerprint import flat
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
+from meshloom.runtime.cli.app import parse_flags
 from meshloom.runtime.cli.commands import COMMANDS
-from meshloom.runtime.cli.hydra_app import parse_flags
 from meshloom.runtime.cli.main import _show_crash
 from meshloom.runtime.data import open_data
 from meshloom.runtime.processes.distributed import Processes

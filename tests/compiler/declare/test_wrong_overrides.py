@@ -9,8 +9,8 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.compiler.declare.sweep_request import read_sweep_request
+from meshloom.runtime.cli.app import parse_flags, request_of_flags
 from meshloom.runtime.cli.commands import COMMANDS
-from meshloom.runtime.cli.hydra_app import parse_flags, request_of_flags
 
 NINES = "9" * 5000
 ALIASES = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(

@@ -17,8 +17,8 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.runtime.cli.app import parse_flags
 from meshloom.runtime.cli.commands import COMMANDS
-from meshloom.runtime.cli.hydra_app import parse_flags
 from meshloom.runtime.cli.main import run
 from meshloom.runtime.train.display import next_steps
 from support.commands import meshloom, run_in_process

@@ -7,8 +7,8 @@ import pytest
 
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.declare.compose import Request
+from meshloom.runtime.cli.app import parse_flags
 from meshloom.runtime.cli.commands import Command
-from meshloom.runtime.cli.hydra_app import parse_flags
 from meshloom.runtime.inference.run_request import request_of_run
 from meshloom.runtime.rundir.run_record import recorded_run
 
