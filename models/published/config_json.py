@@ -10,8 +10,9 @@ from .contract import Mistake, NotUnderstood, Values
 # Keys that no logit and no gradient depends on: what made the file, how text is generated, what a trainer may want.
 UNUSED = frozenset((
     "_name_or_path", "_attn_implementation_autoset", "attn_implementation", "architectures", "auto_map",
-    "_commit_hash", "cache_implementation", "dtype", "ep_size", "model_type", "torch_dtype", "transformers_version",
-    "use_cache",
+    "_commit_hash", "base_model_tp_plan", "cache_implementation", "dtype", "ep_size", "gradient_checkpointing",
+    "is_llama_config", "keys_to_ignore_at_inference", "loss_type", "model_type", "neftune_noise_alpha", "torch_dtype",
+    "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
     # tokens
     "bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "tokenizer_class",
     "prefix",
@@ -27,7 +28,7 @@ UNUSED = frozenset((
     "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "tf_legacy_loss",
     "torchscript",
     # the length that the model was trained for, which the declaration chooses; how a product is split
-    "max_position_embeddings", "pretraining_tp",
+    "max_position_embeddings", "max_sequence_length", "model_max_length", "pretraining_tp",
     # losses of routers in training, which the declaration chooses
     "aux_loss_alpha", "router_aux_loss_coef", "seq_aux",
 ))  # fmt: skip
@@ -36,7 +37,8 @@ UNUSED = frozenset((
 ONLY: dict[str, Sequence[Any]] = {
     "add_cross_attention": (False,), "attention_dropout": (0, 0.0, None), "cross_attention_hidden_size": (None,),
     "is_decoder": (False, True), "is_encoder_decoder": (False,), "pruned_heads": (None, {}),
-    "quantization_config": (None,), "use_bfloat16": (False,), "use_bidirectional_attention": (None, False),
+    "quantization_config": (None,), "rope_interleaved": (False,), "tie_encoder_decoder": (False,),
+    "use_bfloat16": (False,), "use_bidirectional_attention": (None, False), "use_mrope": (False,),
 }  # fmt: skip
 MISSING = object()
 
@@ -74,6 +76,10 @@ class Reader:
             fix = fix or f"this architecture is implemented with {' or '.join(dict.fromkeys(map(_shown, allowed)))}"
             self.refuse(key, f"{_shown(value)} is not implemented", fix)
         return value
+
+    def optional(self, key: str, missing: float | None) -> Any:
+        """Returns a number or None. missing: what transformers takes for a key that is not there: null says None."""
+        return self.number(key, otherwise=None if key in self.values else missing)
 
     def refuse(self, key: str, what: str, fix: str) -> None:
         """Notes a mistake, to be raised with all others."""

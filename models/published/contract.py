@@ -96,7 +96,7 @@ class Family:
     keys of conf `model`; write: the reverse. fits: the values of our keys with which a config can be written as this
     family, SOME for any but null; keys that it does not name are free. check: what else keeps a config from it.
     prefix: the beginning of names that some files leave out. unused: patterns of names, after that, of tensors that
-    some files hold and that no parameter needs.
+    some files hold and that no parameter needs; {num_layers} is ours.
     """
 
     architecture: str

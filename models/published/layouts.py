@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import cache
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from .contract import Layout, Shapes
@@ -92,4 +93,5 @@ def neighbours_turned(num_turned: int) -> Callable[[Shapes], Layout]:
 
 
 def _joined(parts: list[Array]) -> Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+    library = np if all(isinstance(part, np.ndarray) for part in parts) else jnp
+    return parts[0] if len(parts) == 1 else library.concatenate(parts, axis=-1)

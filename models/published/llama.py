@@ -47,11 +47,14 @@ UNUSED = (
 )  # a buffer of old releases, computed from config.json
 
 
-def read_llama(reader: Reader, *, tied: bool = False, activation: tuple[str, ...] = ("hidden_act",)) -> dict[str, Any]:
-    """Returns the keys of our config that all decoders share. tied, activation: what a file that does not say has, and
-    the keys of the activation function."""
+def read_llama(
+    reader: Reader, *, tied: bool = False, activation: tuple[str, str] = ("hidden_act", "silu"), theta: float = 10000.0,
+    epsilon: float = 1e-6, kv_heads: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Returns the keys of our config that all decoders share. What transformers takes where a file does not say: tied,
+    theta, epsilon, kv_heads (None: as many as heads); activation: the key, and its value."""
     heads, width = reader.number("num_attention_heads"), reader.number("hidden_size")
-    named = reader.get(*activation, otherwise="silu")
+    named = reader.get(activation[0], otherwise=activation[1])
     if named not in ACTIVATIONS:
         reader.refuse(activation[0], f"'{named}' is not implemented", f"use a model with {', '.join(ACTIVATIONS)}")
     reader.only("attention_bias", False, otherwise=False, fix="use a model without biases, or Qwen 2's, of q, k and v")
@@ -62,14 +65,14 @@ def read_llama(reader: Reader, *, tied: bool = False, activation: tuple[str, ...
         "embed_dim": width,
         "num_layers": reader.number("num_hidden_layers"),
         "num_heads": heads,
-        "num_kv_heads": reader.number("num_key_value_heads", otherwise=heads),
+        "num_kv_heads": reader.optional("num_key_value_heads", kv_heads) or heads,
         "head_dim": reader.number("head_dim", otherwise=width // heads if width and heads else None),
         "mlp_dim": reader.number("intermediate_size"),
         "mlp_activation": ACTIVATIONS.get(named),
-        "norm_epsilon": reader.number("rms_norm_eps", otherwise=1e-6),
+        "norm_epsilon": reader.number("rms_norm_eps", otherwise=epsilon),
         "embeddings": "tied" if reader.get("tie_word_embeddings", otherwise=tied) else "separate",
         "initializer_stddev": reader.number("initializer_range", otherwise=0.02),
-        **read_rope(reader),
+        **read_rope(reader, theta=theta),
     }
 
 
@@ -92,8 +95,8 @@ def write_llama(config: Any) -> dict[str, Any]:
 
 
 def _read_mistral(reader: Reader) -> dict[str, Any]:
-    window = reader.number("sliding_window", otherwise=None)
-    return read_llama(reader) | {"attention_windows": [window]}
+    window = reader.optional("sliding_window", 4096)
+    return read_llama(reader, kv_heads=8) | {"attention_windows": [window]}
 
 
 def _write_mistral(config: Any) -> dict[str, Any]:

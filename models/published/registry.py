@@ -9,11 +9,13 @@ from typing import Any
 import jax
 
 from ..contract import Model, ModelConfig
-from . import llama
+from . import deepseek, gemma, gpt2, llama, mixtral, qwen
 from .config_json import UNUSED, Reader
 from .contract import Family, Mistake, NotUnderstood, PublishedTensor, Row, Slot, Values
 
-FAMILIES: tuple[Family, ...] = (*llama.FAMILIES,)
+FAMILIES: tuple[Family, ...] = (
+    *llama.FAMILIES, *qwen.FAMILIES, *gemma.FAMILIES, *mixtral.FAMILIES, *deepseek.FAMILIES, *gpt2.FAMILIES,
+)  # fmt: skip
 
 ShapesByPath = dict[str, tuple[int, ...]]
 
@@ -42,7 +44,8 @@ def tensors_in(config: ModelConfig, names: Collection[str]) -> tuple[tuple[Publi
     unused = list(family.unused)
     if getattr(config, "embeddings", None) == "tied":
         unused.append(r"lm_head\.weight")
-    patterns = [re.compile(f"({re.escape(prefix)})?{pattern}") for pattern in unused]
+    known = [pattern.replace("{num_layers}", str(getattr(config, "num_layers", None))) for pattern in unused]
+    patterns = [re.compile(f"({re.escape(prefix)})?{pattern}") for pattern in known]
     needed = {tensor.name for tensor in found}
     return found, frozenset(n for n in names if n not in needed and any(p.fullmatch(n) for p in patterns))
 
@@ -70,12 +73,17 @@ def write_config(
     config: ModelConfig, *, dtype: str, max_length: int, base: Values | None = None
 ) -> dict[str, Any]:  # fmt: skip
     """Returns the config.json of a model. dtype: of the tensors. max_length: the longest sequence that it was trained
-    for. base: the config.json that it came from: its family is kept, and its keys that are not of the computation."""
+    for, unless `base` says one. base: the config.json that it came from: its family is kept, and its keys that are not
+    of the computation."""
     family = family_of(config, model_type=base["model_type"] if base else None)
-    kept = {key: value for key, value in base.items() if key in UNUSED} if base else {}
+    if base:
+        kept = {key: value for key, value in base.items() if key in UNUSED}
+    else:  # without these, transformers takes the numbers of the family's first release
+        kept: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        if getattr(config, "num_positions", None) is None:
+            kept["max_position_embeddings"] = max_length
     named = {"architectures": [family.architecture], "model_type": family.model_type}
-    lengths = {"max_position_embeddings": max_length} | kept
-    return lengths | named | {"dtype": dtype, "torch_dtype": dtype} | family.write(config)
+    return kept | named | {"dtype": dtype, "torch_dtype": dtype} | family.write(config)
 
 
 def _named(config_json: Values) -> Family:

@@ -1,0 +1,117 @@
+"""DeepSeek-V3: latent attention, the first layers dense, shared experts, and a bias by which tokens choose experts.
+
+transformers turns pairs of neighbours by rotary positions, and we turn halves: the turned columns of q_b_proj and of
+kv_a_proj_with_mqa are put in our order.
+"""
+
+from typing import Any
+
+from .config_json import Reader
+from .contract import SOME, Family, Row
+from .layouts import linear, neighbours_turned, same
+from .llama import ENDS, MLP, NORMS, UNUSED, read_llama, write_llama
+from .qwen import EXPERTS, ROUTED, WINDOWED
+
+SHARED = (
+    Row("model.layers.{layer}.mlp.shared_experts.gate_proj.weight", ("mlp/shared/gate_EM",), linear()),
+    Row("model.layers.{layer}.mlp.shared_experts.up_proj.weight", ("mlp/shared/up_EM",), linear()),
+    Row("model.layers.{layer}.mlp.shared_experts.down_proj.weight", ("mlp/shared/down_ME",), linear()),
+    Row("model.layers.{layer}.mlp.gate.e_score_correction_bias", ("mlp/router_bias_X",), same),
+)
+
+
+def latent_rows(config: Any) -> tuple[Row, ...]:
+    """Returns the rows of latent attention."""
+    turned = neighbours_turned(config.latent_attention.rope_head_dim)
+    attention = "model.layers.{layer}.self_attn."
+    return (
+        Row(attention + "q_a_proj.weight", ("attention/query_down_EQ",), linear()),
+        Row(attention + "q_a_layernorm.weight", ("attention/query_norm/scale_E",), same),
+        Row(attention + "q_b_proj.weight", ("attention/query_up_QHD",), turned),
+        Row(attention + "kv_a_proj_with_mqa.weight", ("attention/kv_down_EL",), turned),
+        Row(attention + "kv_a_layernorm.weight", ("attention/kv_norm/scale_E",), same),
+        Row(attention + "kv_b_proj.weight", ("attention/kv_up_LHD",), linear()),
+        Row(attention + "o_proj.weight", ("attention/out_HVE",), linear(2)),
+    )
+
+
+def read_deepseek(reader: Reader) -> dict[str, Any]:
+    """Returns the keys of our config for DeepSeek-V3."""
+    read = read_llama(reader)
+    num_dense = reader.number("first_k_dense_replace", otherwise=3)
+    nope, rope = (reader.number(f"qk_{part}_head_dim", otherwise=n) for part, n in (("nope", 128), ("rope", 64)))
+    reader.only("head_dim", None, rope, otherwise=None)
+    reader.only("qk_head_dim", None, nope + rope, otherwise=None)
+    reader.only("rope_interleave", True, otherwise=True)
+    reader.only("moe_layer_freq", 1, otherwise=1)
+    reader.only("scoring_func", "sigmoid", otherwise="sigmoid")
+    reader.only("topk_method", "noaux_tc", otherwise="noaux_tc")
+    reader.asked |= {"num_nextn_predict_layers", "num_mtp_layers"}  # layers after the last one, which are not read
+    return read | {key: values[0] for key, values in ROUTED.items()} | {
+        "num_kv_heads": read["num_heads"],
+        "head_dim": nope,
+        "mlp_dim": reader.number("moe_intermediate_size", otherwise=2048),
+        "num_experts": reader.number("n_routed_experts", "num_local_experts", otherwise=256),
+        "num_experts_per_token": reader.number("num_experts_per_tok", otherwise=8),
+        "num_shared_experts": reader.number("n_shared_experts", otherwise=1),
+        "num_dense_layers": num_dense,
+        "dense_mlp_dim": read["mlp_dim"] if num_dense else None,
+        "router_scores": "sigmoid",
+        "router_weights": "normalized" if reader.get("norm_topk_prob", otherwise=True) else "scores",
+        "router_scale": reader.number("routed_scaling_factor", otherwise=2.5),
+        "num_expert_groups": reader.number("n_group", otherwise=8),
+        "num_groups_per_token": reader.number("topk_group", otherwise=4),
+        # The bias stays as it was published, as in the last 500 B tokens of pretraining (arXiv:2412.19437, 4.2).
+        "router_bias_update_rate": 0.0,
+        "latent_attention": {
+            "query_dim": reader.number("q_lora_rank", otherwise=1536),
+            "kv_dim": reader.number("kv_lora_rank", otherwise=512),
+            "rope_head_dim": rope,
+            "value_head_dim": reader.number("v_head_dim", otherwise=128),
+        },
+    }  # fmt: skip
+
+
+def write_deepseek(config: Any) -> dict[str, Any]:
+    """Returns the keys of config.json for DeepSeek-V3, without layers that predict more tokens."""
+    latent = config.latent_attention
+    return write_llama(config) | {
+        "attention_bias": False,
+        "head_dim": latent.rope_head_dim,
+        "intermediate_size": config.dense_mlp_dim or config.mlp_dim,
+        "moe_intermediate_size": config.mlp_dim,
+        "n_routed_experts": config.num_experts,
+        "num_experts_per_tok": config.num_experts_per_token,
+        "n_shared_experts": config.num_shared_experts,
+        "first_k_dense_replace": config.num_dense_layers,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": config.router_weights == "normalized",
+        "routed_scaling_factor": config.router_scale,
+        "n_group": config.num_expert_groups,
+        "topk_group": config.num_groups_per_token,
+        "num_nextn_predict_layers": 0,
+        "q_lora_rank": latent.query_dim,
+        "kv_lora_rank": latent.kv_dim,
+        "qk_rope_head_dim": latent.rope_head_dim,
+        "qk_nope_head_dim": config.head_dim,
+        "v_head_dim": latent.value_head_dim,
+        "rope_interleave": True,
+    }
+
+
+FITS = WINDOWED | ROUTED | {
+    "attention_windows": ((None,),), "latent_attention": (SOME,), "num_shared_experts": (SOME,),
+    "num_dense_layers": (SOME,), "dense_mlp_dim": (None, SOME), "router_scores": ("sigmoid",),
+    "router_weights": ("normalized", "scores"), "router_scale": (SOME,), "num_expert_groups": (SOME,),
+    "num_groups_per_token": (SOME,), "router_bias_update_rate": (SOME,),
+}  # fmt: skip
+
+FAMILIES = (
+    Family(
+        "DeepseekV3ForCausalLM", "deepseek_v3", read=read_deepseek, write=write_deepseek, fits=FITS,
+        rows=lambda config: ENDS + NORMS + latent_rows(config) + MLP + EXPERTS + SHARED,
+        unused=(*UNUSED, r"layers\.{num_layers}\..*"),  # the layer that predicts one more token
+    ),
+)  # fmt: skip
