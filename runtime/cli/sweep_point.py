@@ -1,4 +1,4 @@
-"""Runs a point of a sweep in a process of its own, which runtime/sweep/own_process.py starts."""
+"""Runs a point of a sweep in a process of its own, which runtime/sweep/pool.py starts."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from ..core.files import replace_text
 from ..launch.plan import words_of_train
 from ..sweep.evaluate import evaluate
 from ..sweep.outcomes import outcome_of_run
-from ..sweep.own_process import read_task
+from ..sweep.pool import read_task
 from ..sweep.rows import INTERRUPTED, PRINTED, Outcome, Task
 from .main import main as run_command
 

@@ -29,10 +29,9 @@ from ..core.exclusive import alone
 from ..core.files import replace_json, replace_text
 from ..rundir.run_dir import as_typed
 from .figures import find_figure
-from .identity import as_glob, find_unfinished, identity_of, num_left, versions
 from .page import PAGE, render_sweep
 from .pool import Pool
-from .read import Sweep, read_sweep
+from .read import Sweep, as_glob, find_unfinished, identity_of, num_left, read_sweep, versions
 from .rows import (
     INTERRUPTED,
     ROWS_FILE,

@@ -20,7 +20,7 @@ from meshloom.models.config import Record
 from ..core.files import replace_text
 from .engine import Engine
 from .figures import find_figure
-from .own_process import OwnProcess
+from .pool import OwnProcess
 from .rows import POINT_NAME, Figures, Outcome, Task, swept_of
 
 SPOOL = ".ended"  # a folder of the sweep: outcomes of points that other processes ran

@@ -1,34 +1,39 @@
 """Runs the points of a sweep in worker processes: an abort, a hang or a lack of memory ends one of them alone.
 
 Points of `explain` and `compile` run in Pebble's worker processes, which stay warm. Points of `train`, and those that
-need devices that JAX cannot have in a warm process, run in a process of their own. Points start one by one, as many at
-once as memory allows.
+need devices that JAX cannot have in a warm process, run in a process of their own: devices, signals and environment
+variables belong to one run of training alone. Points start one by one, as many at once as memory allows.
 """
 
 import gc
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, TimeoutError, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 import psutil
 from pebble import ProcessExpired, ProcessPool
+from pydantic import ValidationError
 
 from meshloom.compiler.declare.compositions import keep_compositions
 
 from ..core.host_memory import available_bytes
 from .evaluate import evaluate
 from .outcomes import outcome_of_death, outcome_of_error, outcome_of_memory, outcome_of_timeout
-from .own_process import OwnProcess, end_with
-from .rows import Outcome, Point, Task
+from .rows import PRINTED, Outcome, Point, Task
 from .settings import PoolSettings
 
 _POLL_SECONDS = 0.2
@@ -36,6 +41,87 @@ MOST_POINTS_OF_A_WORKER = 500  # traced programs stay in memory; a fresh worker 
 LEAST_LEFT = 512 * 2**20  # below this the system is about to end processes: the youngest point is ended first
 EVENTS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))  # their `oom_kill` counts what the system ended
 Work = Callable[[Task], Outcome | None]
+MODULE = "meshloom.runtime.cli.sweep_point"  # it reads a task from its input, and ends when that is closed
+_PARENT_POLL_SECONDS = 0.5
+
+
+@dataclass
+class OwnProcess:
+    """Runs one point. process: set once it has started."""
+
+    task: Task
+    timeout_seconds: float | None
+    process: subprocess.Popen[bytes] | None = field(default=None)
+    is_interrupted: bool = False
+
+    def run(self) -> Outcome:
+        """Returns the outcome of the point. Its process has a session of its own, which a terminal's Ctrl-C does not
+        reach."""
+        self.task.directory.mkdir(parents=True, exist_ok=True)
+        printed = self.task.directory / PRINTED
+        with tempfile.TemporaryDirectory(prefix="meshloom-point-") as folder, printed.open("ab") as log:
+            start, told = log.tell(), Path(folder) / "outcome.json"
+            # -P: the working directory is not on the import path of this process, and must not be on the point's.
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", MODULE],
+                stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+            try:
+                self._tell(pickle.dumps((self.task, told)))
+                exit_code = self.process.wait(self.timeout_seconds)
+            except subprocess.TimeoutExpired:
+                self.end(signal.SIGKILL)
+                return outcome_of_timeout(self.timeout_seconds or 0)
+            finally:
+                self.end(signal.SIGKILL)
+            with suppress(OSError, ValidationError):
+                return Outcome.model_validate_json(told.read_bytes())
+            with printed.open("rb") as file:
+                file.seek(start)
+                said = file.read().decode(errors="replace")
+            return outcome_of_death(exit_code, self.task.directory, said)
+
+    def interrupt(self) -> None:
+        """Asks the process to stop, as Ctrl-C does: a training run saves a checkpoint first."""
+        self.is_interrupted = True
+        self._signal(signal.SIGINT)
+
+    def end(self, number: int) -> None:
+        """Ends the process and all of its children."""
+        self._signal(number)
+        if self.process:
+            self.process.wait()
+            if self.process.stdin:
+                with suppress(OSError):
+                    self.process.stdin.close()
+
+    def _tell(self, message: bytes) -> None:
+        assert self.process is not None
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it has died already; its exit code says how
+            self.process.stdin.write(len(message).to_bytes(8, "big") + message)
+            self.process.stdin.flush()
+
+    def _signal(self, number: int) -> None:
+        if self.process and self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+
+
+def read_task(read: Callable[[int], bytes]) -> tuple[Task, Path]:
+    """Returns the task that the parent has sent, and the file for its outcome."""
+    return pickle.loads(read(int.from_bytes(read(8), "big")))
+
+
+def end_with(parent: int) -> None:
+    """Ends this process when its parent has died, in whatever way: nobody would take its result."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_POLL_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @dataclass

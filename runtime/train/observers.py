@@ -7,12 +7,11 @@ from meshloom.compiler.core.errors import Problem
 
 from .display import Display
 from .metrics import Metrics
-from .metrics_log import MetricsLog
 from .observer import ObservedRun, Observer
 from .profiler import Profiler
 from .replay import Replay
 from .stragglers import Stragglers
-from .trackers import Trackers
+from .trackers import MetricsLog, Trackers
 from .watchdog import LastStep, Watchdog
 
 LONGER_DOCUMENTS = "train on longer documents, or set data.isolate_documents=false; metrics.jsonl has num_targets"

@@ -24,7 +24,7 @@ from meshloom.compiler.target.accuracy import accuracy_of, best_published_mfu
 from meshloom.compiler.tune.answer import Answer, Estimated, WhatIf, cost_per_million_tokens
 from meshloom.compiler.tune.space import MeshCandidate
 
-from ..sweep.identity import versions
+from ..sweep.read import versions
 from ..sweep.rows import SCHEMA_VERSION, Figures, Point, Row, SweepFile, row_of
 from .variants import Space
 from .workers import CompiledCandidate

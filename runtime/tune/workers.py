@@ -23,7 +23,7 @@ from meshloom.compiler.tune.answer import Answer, Estimated, Runner
 
 from ..core.failures import RunFailed
 from ..processes.devices import plan_without_devices
-from ..sweep.own_process import OwnProcess, end_with
+from ..sweep.pool import OwnProcess, end_with
 from ..sweep.rows import Outcome, Task, directory_name
 from .variants import Space
 

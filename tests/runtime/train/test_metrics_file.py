@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from meshloom.runtime.train.metrics import Metrics
-from meshloom.runtime.train.metrics_log import MetricsLog
 from meshloom.runtime.train.time_spent import NOTHING
+from meshloom.runtime.train.trackers import MetricsLog
 
 
 def _line(step: int) -> bytes:
