@@ -18,12 +18,20 @@ VocabChunks = Sequence[Params]  # the head's parameters, a tree for each part of
 
 
 def sum_losses(
-    head: Head, parts: VocabChunks, x_BTE: Array, targets_BT: Array, *, z_loss_weight: float
+    head: Head,
+    parts: VocabChunks,
+    x_BTE: Array,
+    targets_BT: Array,
+    *,
+    z_loss_weight: float,
+    by_sequence: bool = False,
 ) -> tuple[Array, Aux]:
-    """Returns (objective, cross-entropy), each summed over all targets that are not ignored, float32 (2,); and the
-    head's auxiliary outputs, which a head in parts of the vocabulary does not have."""
+    """Returns (objective, cross-entropy), each summed over all targets that are not ignored, float32 (2,), or with
+    `by_sequence` over those of each sequence, (2, B); and the head's auxiliary outputs, which a head in parts of the
+    vocabulary does not have."""
     logits, aux = zip(*(split_aux(head(params, x_BTE, targets_BT)) for params in parts), strict=True)
-    return cross_entropy_sums(logits, targets_BT, z_loss_weight=z_loss_weight), aux[0]
+    sums = cross_entropy_sums(logits, targets_BT, z_loss_weight=z_loss_weight, by_sequence=by_sequence)
+    return sums, aux[0]
 
 
 def has_loss(targets_BT: Array) -> Array:
@@ -31,11 +39,13 @@ def has_loss(targets_BT: Array) -> Array:
     return targets_BT >= 0
 
 
-def cross_entropy_sums(parts_BTV: Sequence[Array], targets_BT: Array, *, z_loss_weight: float) -> Array:
+def cross_entropy_sums(
+    parts_BTV: Sequence[Array], targets_BT: Array, *, z_loss_weight: float, by_sequence: bool = False
+) -> Array:
     """Returns (objective, cross-entropy), each a sum over tokens: -log softmax(logits)[target] in float32, and for the
     objective z_loss_weight log(z)^2 more (PaLM, arXiv:2204.02311, section 5). It splits over a sharded vocabulary.
 
-    parts_BTV: logits, in parts along the vocabulary.
+    parts_BTV: logits, in parts along the vocabulary. by_sequence: sums over the tokens of each sequence.
     """
     target_logit_BT, log_z_BT = _of_part(parts_BTV[0], targets_BT)
     first = parts_BTV[0].shape[-1]
@@ -44,10 +54,11 @@ def cross_entropy_sums(parts_BTV: Sequence[Array], targets_BT: Array, *, z_loss_
         target_logit_BT, log_z_BT = target_logit_BT + of_part, jnp.logaddexp(log_z_BT, log_z_of_part)
         first += part_BTV.shape[-1]
     is_counted_BT = has_loss(targets_BT)
-    cross_entropy = jnp.sum(jnp.where(is_counted_BT, log_z_BT - target_logit_BT, 0.0))
+    axis = -1 if by_sequence else None
+    cross_entropy = jnp.sum(jnp.where(is_counted_BT, log_z_BT - target_logit_BT, 0.0), axis=axis)
     if z_loss_weight == 0:  # 0 x infinity would be NaN
         return jnp.stack([cross_entropy, cross_entropy])
-    z_loss = z_loss_weight * jnp.sum(jnp.where(is_counted_BT, jnp.square(log_z_BT), 0.0))
+    z_loss = z_loss_weight * jnp.sum(jnp.where(is_counted_BT, jnp.square(log_z_BT), 0.0), axis=axis)
     return jnp.stack([cross_entropy + z_loss, cross_entropy])
 
 

@@ -12,7 +12,6 @@ import json
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 
 from ..core.trees import like
 from ..jaxpr.program import Program
@@ -22,7 +21,7 @@ from ..parallel.operation import OpInputs
 from ..parallel.weight_plan import plan_weights
 from ..plan import Plan
 from ..schema import MAX_IMBALANCE
-from ..sharding.batch import batch_arrays, sequences_of_device
+from ..sharding.batch import batch_shapes, sequences_of_device
 from ..spec.overlap_spec import OverlapSpec
 from ..spec.plan_spec import PlanSpec
 from ..step.train_step import build_train_step
@@ -36,8 +35,8 @@ USUAL = 1.25  # the capacity factor that Switch Transformers settled on (arXiv:2
 def read_step(plan: Plan) -> Program:
     """Returns the program of the plan's train step, which it traces. Inputs: the leaves of the state, then those of the
     batch."""
-    shape = (plan.spec.global_batch_size, plan.spec.sequence_length)
-    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in batch_arrays(plan.spec)}
+    shapes = batch_shapes(plan.spec, plan.roles)
+    batch = {name: shape for name, (shape, _) in shapes.items()}
     # Shards of whole tiles and others are to be the same operations: tune compares the traces of meshes.
     weights = jax.tree.map(lambda each: replace(each, tile_rows=1), plan.weights)
     step = build_train_step(replace(plan, weights=weights))
@@ -45,7 +44,7 @@ def read_step(plan: Plan) -> Program:
         traced = jax.make_jaxpr(step)(plan.abstract, batch)
     is_spec = lambda node: isinstance(node, jax.sharding.PartitionSpec)  # noqa: E731
     specs = jax.tree.leaves(plan.specs, is_leaf=is_spec)
-    specs += [plan.roles.tokens_spec] * len(batch)
+    specs += [spec for _, spec in shapes.values()]
     layouts = [layout_of(spec, len(x.aval.shape)) for spec, x in zip(specs, traced.jaxpr.invars, strict=True)]
     joins_sums = not plan.target.compiler.all_reduces_each_matmul
     program = read_jaxpr(

@@ -71,10 +71,10 @@ class LossOp(ParallelOp):
 
 
 def sum_losses_in_blocks(
-    head: Head, parts: VocabChunks, x_BTE: Array, targets_BT: Array, *, z_loss_weight: float, num_blocks: int
+    head: Head, parts: VocabChunks, x_BTE: Array, targets_BT: Array, *, num_blocks: int, **options: Any
 ) -> tuple[Array, Aux]:
     """Returns what `models.loss.sum_losses` does, of as many parts of the tokens one after the other."""
-    of_block = partial(sum_losses, head, z_loss_weight=z_loss_weight)
+    of_block = partial(sum_losses, head, **options)
     return _blocked(of_block)(parts, _blocks(x_BTE, num_blocks), _blocks(targets_BT, num_blocks))
 
 

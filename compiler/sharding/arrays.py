@@ -22,6 +22,12 @@ from .model_check import check_aux, check_embedded, check_model, check_of_head, 
 EXPERTS = "experts"  # the logical axis of expert weights: they stay on their devices, and tokens are sent to them
 VOCAB = "vocab"  # the logical axis
 UpdatedBy = Literal["optimizer", "rule", "nothing"]  # nothing: it is frozen
+PAIR_METRICS = (
+    "pair_accuracy",
+    "pair_margin",
+    "chosen_log_prob",
+    "rejected_log_prob",
+)  # of the head (step/preferences.py)
 LAYER_INPUT = "layer_input"  # the compiler's name for a layer's input; a remat policy may use it
 
 
@@ -165,7 +171,7 @@ def find_arrays(spec: StepSpec, model: Model) -> Arrays:
         in_layers,
         {kind: frozenset(names) for kind, names in recorder.result_names.items()},
         tuple(recorder.sites.values()),
-        tuple(recorder.auxiliary),
+        (*recorder.auxiliary, *(f"head/{name}" for name in PAIR_METRICS if spec.has_pairs)),
     )
 
 

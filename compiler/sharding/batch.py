@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from meshloom.models import Model
 from meshloom.models.config import divisors
@@ -51,6 +52,18 @@ def batch_arrays(spec: StepSpec) -> tuple[str, ...]:
     return ("inputs", "targets", *documents)
 
 
+REFERENCE = "reference"  # float32 (global_batch_size,): each sequence's log-probability by the reference of a DPO
+
+
+def batch_shapes(spec: StepSpec, roles: AxisRoles) -> dict[str, tuple[jax.ShapeDtypeStruct, PartitionSpec]]:
+    """Returns the shape and the layout of each array of a global batch."""
+    tokens = jax.ShapeDtypeStruct((spec.global_batch_size, spec.sequence_length), jnp.int32)
+    shapes = dict.fromkeys(batch_arrays(spec), (tokens, roles.tokens_spec))
+    if spec.objective.kind == "dpo":
+        shapes[REFERENCE] = (jax.ShapeDtypeStruct((spec.global_batch_size,), jnp.float32), roles.rows_spec)
+    return shapes
+
+
 def sequences_of_device(spec: StepSpec, mesh: MeshPlan, roles: AxisRoles) -> int:
     """Returns the sequences of one microbatch on a device."""
     return spec.global_batch_size // spec.num_microbatches // mesh.num_shards(roles.sequence)
@@ -64,6 +77,7 @@ def check_batch(spec: StepSpec, mesh: MeshPlan, roles: AxisRoles) -> None:
     size, parts = spec.global_batch_size, shards * microbatches
     if size % parts == 0:
         _check_parts(spec.overlap.layers.batch_split, size // parts)
+        _check_pairs(spec, size // parts)
         return
     split = " x ".join(f"{axis}={mesh.sizes[axis]}" for axis in axes)
     by = f"{counted(shards, 'data shard')} ({split})" if axes else "1 data shard"
@@ -82,6 +96,13 @@ def _check_parts(num_parts: int, num_sequences: int) -> None:
         what = f"{counted(num_sequences, 'sequence')} of a device {be(num_sequences)} not divisible by {num_parts}"
         fix = f"use {nearest(num_parts, divisors(num_sequences))}"
         raise_if_any([Problem("overlap.layers.batch_split", what, fix)])
+
+
+def _check_pairs(spec: StepSpec, num_sequences: int) -> None:
+    if spec.has_pairs and num_sequences % 2:
+        what = f"{counted(num_sequences, 'sequence')} of a device and microbatch {be(num_sequences)} no whole pairs"
+        fix = f"use global_batch_size={2 * spec.global_batch_size}, or fewer microbatches: objective={spec.objective.kind} compares two neighbouring sequences"  # noqa: E501
+        raise_if_any([Problem("global_batch_size", what, fix)])
 
 
 def check_length(spec: StepSpec, model: Model) -> None:

@@ -22,6 +22,7 @@ from ..core.config_types import FloatType, Fraction, NumBytes, Seed, Text
 from ..optim.contract import OptimizerConfig, ScheduleConfig
 from .calibration_spec import Calibration
 from .narrow import Narrow
+from .objective_spec import ObjectiveSpec, compares_pairs
 from .overlap_spec import StepOverlap, StrategyChoice
 from .secrets import Sources, as_compared, as_written
 from .sharding_spec import ShardingRules
@@ -143,6 +144,7 @@ class StepSpec(Narrow):
     remat: RematSpec
     overlap: StepOverlap
     loss: LossSpec
+    objective: ObjectiveSpec
     moe: MoeSpec
     parallel: dict[Text, StrategyChoice]  # by operation (compiler/parallel/registry.py)
     optimizer: SerializeAsAny[OptimizerConfig]
@@ -200,6 +202,11 @@ class StepSpec(Narrow):
     def keeps_state(self) -> bool:
         """Returns True if the state before a step is kept until it is known what came of the step."""
         return self.on_nonfinite == "replay" or self.replay.check_every_num_steps is not None
+
+    @property
+    def has_pairs(self) -> bool:
+        """Returns True if sequences 2i and 2i + 1 of a batch are a pair that the objective compares."""
+        return compares_pairs(self.objective)
 
     @property
     def tokens_per_step(self) -> int:

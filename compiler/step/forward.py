@@ -22,24 +22,34 @@ from ..parallel.remat import build_policy, marked
 from ..parallel.weights import Weights
 from ..plan import Plan
 from ..sharding.arrays import LAYER_INPUT, gradient_name, vocab_dimensions
+from ..sharding.batch import REFERENCE
+from .preferences import compare_pairs
 from .schedule import Batch, HeadOutput, Microbatch, ModelFunctions, StackFunctions
 
 BatchSplit = tuple[Any, ...]  # a tree for each part of the batch
 
 
 def build_functions(
-    plan: Plan, num_targets: Array, num_tokens: Array | float, dropout_key: Array | None
+    plan: Plan,
+    num_targets: Array,
+    num_tokens: Array | float,
+    dropout_key: Array | None,
+    *,
+    is_by_sequence: bool = False,
 ) -> ModelFunctions:
     """Returns the plan's model as functions of local arrays; x is a tuple of the parts of the batch.
 
-    num_targets, num_tokens: counts over the global batch. dropout_key: None for no dropout.
+    num_targets, num_tokens: counts over the global batch. dropout_key: None for no dropout. is_by_sequence: the loss is
+    the log-probabilities of sequences, (global_batch_size,), with 0 for those that are not in the microbatch.
     """
     model, make_context, run = plan.model, _context_maker(plan), lower_operations(plan.operations, "head")
+    of_pairs = compare_pairs(plan) if plan.spec.has_pairs else None
     num_parts = plan.spec.overlap.layers.batch_split
 
     def prepare(batch: Batch) -> Microbatch:
         shared = _shared(batch, dropout_key, plan)
-        return Microbatch(batch["inputs"], batch["targets"], shared, _parts_of_batch(shared, num_parts))
+        parts = _parts_of_batch(shared, num_parts)
+        return Microbatch(batch["inputs"], batch["targets"], shared, parts, batch["row"], batch.get(REFERENCE))
 
     def embed(weights: Weights, microbatch: Microbatch) -> tuple[BatchSplit, Params]:
         with jax.named_scope(piece_scope("embed")):
@@ -60,8 +70,15 @@ def build_functions(
 
             of_parts = tuple(model.head_params(part, embed) for part in parts)
             operands = (apply, of_parts, x_BTE, microbatch.targets_BT)
-            weight = plan.spec.loss.z_loss_weight
-            summed: Any = run("loss", "cross_entropy", sum_losses, *operands, z_loss_weight=weight)
+            options = {"z_loss_weight": plan.spec.loss.z_loss_weight}
+            if is_by_sequence or of_pairs:
+                summed: Any = run("loss", "cross_entropy", sum_losses, *operands, **options, by_sequence=True)
+                log_probs_B, aux = -summed[0][1], summed[1]
+                if of_pairs and not is_by_sequence:
+                    return of_pairs(log_probs_B, microbatch.targets_BT, microbatch.reference_B, aux)
+                of_batch = jnp.zeros((plan.spec.global_batch_size,)).at[microbatch.rows_B].set(log_probs_B)
+                return HeadOutput(jnp.zeros(()), of_batch, aux)
+            summed = run("loss", "cross_entropy", sum_losses, *operands, **options)
             (objective, loss), aux = summed
         return HeadOutput(objective / jnp.maximum(num_targets, 1), loss, aux)
 

@@ -91,12 +91,15 @@ class ModelFunctions:
 @dataclass(frozen=True)
 class Microbatch:
     """Some sequences of this device. context: the values that embedding and head read. layers: the values that layers
-    read besides their weights and x."""
+    read besides their weights and x. rows_B: the numbers of the sequences in the global batch. reference_B: the
+    log-probability of each sequence's targets by the reference of a DPO; None without one."""
 
     inputs_BT: Array
     targets_BT: Array
     context: Any
     layers: Any
+    rows_B: Array
+    reference_B: Array | None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ that the transfers of data parallelism are written down (weights.py), and automa
 activation rules say how matmuls are split.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..core.scopes import UPDATE, WORKING_PARAMETERS
 from ..core.trees import like, pick
 from ..parallel.weights import Reduction
 from ..plan import Plan
-from ..sharding.batch import batch_arrays
+from ..sharding.batch import REFERENCE, batch_shapes
 from ..sharding.state import State, initial_loss_scale, update_layouts
 from .forward import build_functions
 from .schedule import Batch, ModelWeights
@@ -30,6 +30,7 @@ from .sequential import choose_schedule
 from .update import build_update
 
 LOSS_BY_SHARD = "loss_by_shard"
+NUM_TARGETS = "num_targets"
 NUM_PADDING = "num_padding"  # the number of places of the batch that hold no token
 
 TrainStep = Callable[[State, Batch], tuple[State, dict[str, Array]]]
@@ -38,7 +39,7 @@ TrainStep = Callable[[State, Batch], tuple[State, dict[str, Array]]]
 def build_train_step(plan: Plan) -> TrainStep:
     """Returns the step as a function of global arrays, whose rows are in the order of `plan.row_order`.
 
-    Its metrics are those of the update (update.py), num_targets, NUM_PADDING if the data may have some,
+    Its metrics are those of the update (update.py), NUM_TARGETS, NUM_PADDING if the data may have some,
     `plan.auxiliary`, and those of a stack by layer. If the state before a step is kept, also LOSS_BY_SHARD: the sums
     over the shards of the batch, in the order of the mesh, which reveal a device that computes wrongly.
 
@@ -51,18 +52,18 @@ def build_train_step(plan: Plan) -> TrainStep:
     def train_step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
         scale = state["loss_scale"]["scale"] if "loss_scale" in state else 1.0
         dropout_key = jax.random.fold_in(jax.random.key(plan.spec.seed), state["step"])
-        (loss, num_targets), grads, auxiliary, more = gradients(state["params"], batch, dropout_key, scale)
+        (loss, num_compared), grads, auxiliary, more = gradients(state["params"], batch, dropout_key, scale)
         with jax.named_scope(UPDATE):
             totals = {name: aux.totals for name, aux in auxiliary.items()}
-            state, metrics = update(state, loss / jnp.maximum(num_targets, 1), grads, totals)
-        return state, metrics | {"num_targets": num_targets} | _auxiliary_metrics(plan, auxiliary) | more
+            state, metrics = update(state, loss / jnp.maximum(num_compared, 1), grads, totals)
+        return state, metrics | {NUM_TARGETS: num_compared} | _auxiliary_metrics(plan, auxiliary) | more
 
     return train_step
 
 
 def build_eval_step(plan: Plan) -> Callable[[Params, Batch], Array]:
-    """Returns a function (params, batch) -> float32 [summed cross-entropy in nats, number of targets] of one global
-    batch."""
+    """Returns a function (params, batch) -> float32 [summed loss, number of targets or pairs] of one global batch: of
+    cross-entropy in nats, or of an objective of pairs."""
     return build_loss(plan, with_gradients=False)
 
 
@@ -85,74 +86,113 @@ def build_init(plan: Plan) -> Callable[[], State]:
 
 
 def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
-    """Returns a function (params, batch, dropout_key, scale) -> [cross-entropy, number of targets], summed over a
-    global batch.
+    """Returns a function (params, batch, dropout_key, scale) -> [loss, number of what it is a sum over], of a global
+    batch: cross-entropy and targets, or the loss of an objective of pairs and their number.
 
     With `with_gradients` it also returns the gradient of scale times the mean objective, in the layout of the update,
     for the trained parameters; the auxiliary outputs by stack, and of the head; and NUM_PADDING and LOSS_BY_SHARD by
     name, if they are due. dropout_key: None for no dropout. Gradients are accumulated in `precision.gradients` over the
     microbatches.
     """
-    roles = plan.roles
-    local = _build_local_loss(plan, with_gradients=with_gradients)
-    split = local
-    tokens_specs = dict.fromkeys(batch_arrays(plan.spec), roles.tokens_spec)
-    if roles.manual:
-        params_specs, update_specs = (
-            jax.tree.map(lambda p: keep_axes(p, roles.manual), specs, is_leaf=_is_spec)
-            for specs in (plan.specs["params"], update_layouts(plan.model, plan.sharding))
-        )
-        split = jax.shard_map(
-            local,
-            in_specs=(
-                params_specs,
-                tokens_specs | {"row": roles.rows_spec},
-                PartitionSpec(),
-                PartitionSpec(),
-            ),
-            out_specs=(PartitionSpec(), update_specs, PartitionSpec(), PartitionSpec())
-            if with_gradients
-            else PartitionSpec(),
-            axis_names=set(plan.mesh.sizes) - set(roles.partitioner),  # an axis of size 1 may be manual, too
-            check_vma=False,  # the reductions are all written out, and tested against one device
-        )
+    of_update = update_layouts(plan.model, plan.sharding) if with_gradients else None
+    split = _over_the_mesh(plan, _build_local_loss(plan, with_gradients=with_gradients), of_update)
 
     def over_the_mesh(params: Params, batch: Batch, dropout_key: Array | None = None, scale: Any = 1.0) -> Any:
-        # The number of each sequence, on whichever device it is.
-        rows = {"row": plan.row_order.rows_at(jnp.arange(plan.spec.global_batch_size))}
-        return split(params, batch | rows, dropout_key, jnp.asarray(scale, jnp.float32))
+        return split(params, batch, dropout_key, jnp.asarray(scale, jnp.float32))
 
     return over_the_mesh
 
 
+def build_log_probs(plan: Plan) -> Callable[[Params, Batch], Array]:
+    """Returns a function (params, batch) -> float32 (global_batch_size,): the sum of the log-probabilities of each
+    sequence's targets, by the number of the sequence in the global batch."""
+    split = _over_the_mesh(plan, _build_local_log_probs(plan), None, without=[REFERENCE])
+    return lambda params, batch: split(params, batch, None, jnp.zeros(()))
+
+
+def _over_the_mesh(
+    plan: Plan, local: Callable[..., Any], of_update: Any, *, without: Collection[str] = ()
+) -> Callable[..., Any]:
+    """Returns a function of this device's arrays as one of global arrays: (params, batch, dropout_key, scale).
+
+    of_update: the layouts of the gradients that it returns after its first result; None if it returns no gradients.
+    without: arrays that its batches lack.
+    """
+    roles, split = plan.roles, local
+    specs = {name: spec for name, (_, spec) in batch_shapes(plan.spec, roles).items() if name not in without}
+    if roles.manual:
+        params_specs, update_specs = (
+            jax.tree.map(lambda p: keep_axes(p, roles.manual), specs, is_leaf=_is_spec)
+            for specs in (plan.specs["params"], of_update)
+        )
+        split = jax.shard_map(
+            local,
+            in_specs=(params_specs, specs | {"row": roles.rows_spec}, PartitionSpec(), PartitionSpec()),
+            out_specs=PartitionSpec()
+            if of_update is None
+            else (PartitionSpec(), update_specs, PartitionSpec(), PartitionSpec()),
+            axis_names=set(plan.mesh.sizes) - set(roles.partitioner),  # an axis of size 1 may be manual, too
+            check_vma=False,  # the reductions are all written out, and tested against one device
+        )
+
+    def with_rows(params: Params, batch: Batch, dropout_key: Array | None, scale: Array) -> Any:
+        # The number of each sequence, on whichever device it is.
+        rows = {"row": plan.row_order.rows_at(jnp.arange(plan.spec.global_batch_size))}
+        return split(params, batch | rows, dropout_key, scale)
+
+    return with_rows
+
+
 def _build_local_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
     """Returns the same function for this device's part of the batch and its shards of the parameters."""
-    precision, tokens = plan.spec.precision, plan.roles.tokens
-    schedule = choose_schedule(plan)
-    used_types = like(plan.abstract["params"], {p.array.path: p.array.compute_dtype for p in plan.sharding.parameters})
-    reduction = Reduction(jnp.dtype(precision.gradient_reduction), precision.gradients, is_last=False)
+    tokens, schedule = plan.roles.tokens, choose_schedule(plan)
     over_batch = partial(jax.lax.psum, axis_name=tokens) if tokens else lambda x: x
     by_shard = partial(jax.lax.all_gather, axis_name=tokens) if tokens else lambda x: x[None]
 
     def local(params: Params, batch: Batch, dropout_key: Array | None, scale: Array) -> Any:
-        with jax.named_scope(WORKING_PARAMETERS):
-            working = jax.tree.map(lambda x, dtype: x.astype(dtype), params, used_types)
-        num_targets = over_batch(jnp.sum(has_loss(batch["targets"])))
+        weights = _model_weights(plan, params)
+        num_targets = num_compared = over_batch(jnp.sum(has_loss(batch["targets"])))
         num_tokens: Array | float = float(plan.spec.tokens_per_step)  # it may exceed int32
         more = dict[str, Array]()
         if plan.spec.data.may_pad:
             more[NUM_PADDING] = over_batch(jnp.sum(batch["targets"] == PADDING_TARGET))
             num_tokens = jnp.maximum(num_tokens - more[NUM_PADDING].astype(jnp.float32), 1)
-        weights = ModelWeights(params, working, plan.weights, reduction, plan.mesh.num_shards)
+        if plan.spec.has_pairs:
+            more[NUM_TARGETS], num_compared = num_targets, jnp.asarray(plan.spec.global_batch_size // 2, jnp.int32)
         functions = build_functions(plan, num_targets, num_tokens, dropout_key)
         sums, grads = schedule.run(functions, weights, batch, gradient_scale=scale if with_gradients else None)
-        loss = jnp.stack([over_batch(sums.loss), num_targets.astype(jnp.float32)])
+        loss = jnp.stack([over_batch(sums.loss), num_compared.astype(jnp.float32)])
         if not with_gradients:
             return loss
         grads, auxiliary = pick(grads, plan.sharding.trained), jax.tree.map(over_batch, sums.auxiliary)
         return loss, grads, auxiliary, more | ({LOSS_BY_SHARD: by_shard(sums.loss)} if plan.spec.keeps_state else {})
 
     return local
+
+
+def _build_local_log_probs(plan: Plan) -> Callable[..., Any]:
+    """Returns the function of `build_log_probs` for this device's part of the batch and its shards of the
+    parameters."""
+    tokens, schedule = plan.roles.tokens, choose_schedule(plan)
+
+    def local(params: Params, batch: Batch, dropout_key: Array | None, scale: Array) -> Array:
+        del scale
+        num_tokens = float(plan.spec.tokens_per_step)  # scales losses of layers, which are not returned
+        functions = build_functions(plan, jnp.ones(()), num_tokens, dropout_key, is_by_sequence=True)
+        sums, _ = schedule.run(functions, _model_weights(plan, params), batch, gradient_scale=None)
+        return jax.lax.psum(sums.loss, tokens) if tokens else sums.loss
+
+    return local
+
+
+def _model_weights(plan: Plan, params: Params) -> ModelWeights:
+    """Returns this device's shards as the weights of a pass, cast to the compute type."""
+    precision, parameters = plan.spec.precision, plan.sharding.parameters
+    used_types = like(plan.abstract["params"], {p.array.path: p.array.compute_dtype for p in parameters})
+    reduction = Reduction(jnp.dtype(precision.gradient_reduction), precision.gradients, is_last=False)
+    with jax.named_scope(WORKING_PARAMETERS):
+        working = jax.tree.map(lambda x, dtype: x.astype(dtype), params, used_types)
+    return ModelWeights(params, working, plan.weights, reduction, plan.mesh.num_shards)
 
 
 def _auxiliary_metrics(plan: Plan, auxiliary: dict[str, Aux]) -> dict[str, Array]:

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..plan import Plan
-from ..sharding.batch import batch_arrays
+from ..sharding.batch import REFERENCE, batch_shapes
 from ..step.decode import BatchShape, batch_spec, build_decode, build_prefill, build_working, plan_cache
 from ..step.sampling import Sampling, sample
 from ..step.state_checks import is_finite
-from ..step.train_step import build_eval_step, build_init, build_train_step
+from ..step.train_step import build_eval_step, build_init, build_log_probs, build_train_step
 from ..target.compiler_options import Options, refused_options
 from ..target.topology import options_without_device
 
@@ -22,7 +22,7 @@ from ..target.topology import options_without_device
 class Programs(Mapping[str, Any]):
     """The programs of a run, by name.
 
-    by_name: those that were asked for, in the order of `PROGRAMS`. state, batch: what they take, as sharded
+    by_name: those that were asked for. state, batch: what they take, as sharded
     ShapeDtypeStructs. compiler_options: the declared ones, for all programs. options_without_device: those that
     compiling for absent chips takes. options_left_out: options of presets that the compiler does not know.
     """
@@ -80,6 +80,13 @@ def _lower_evaluate(plan: Plan, operands: _Operands) -> Any:
     return step.lower(operands.state["params"], operands.batch)
 
 
+def _lower_log_probs(plan: Plan, operands: _Operands) -> Any:
+    """Lowers (params, batch) -> log-probabilities of the sequences, by their numbers in the batch."""
+    tokens = {name: x for name, x in operands.batch.items() if name != REFERENCE}
+    step = jax.jit(build_log_probs(plan), out_shardings=operands.replicated)
+    return step.lower(operands.state["params"], tokens)
+
+
 def _lower_is_finite(plan: Plan, operands: _Operands) -> Any:
     """Lowers state -> boolean."""
     del plan
@@ -88,8 +95,9 @@ def _lower_is_finite(plan: Plan, operands: _Operands) -> Any:
 
 _LOWER: Mapping[str, Callable[[Plan, _Operands], Any]] = {
     "init": _lower_init, "train": _lower_train, "evaluate": _lower_evaluate, "is_finite": _lower_is_finite,
+    "log_probs": _lower_log_probs,
 }  # fmt: skip
-PROGRAMS = tuple(_LOWER)
+PROGRAMS = ("init", "train", "evaluate", "is_finite")  # of every run; others are asked for by name
 
 
 def lower(plan: Plan, mesh: Mesh, names: Collection[str] = PROGRAMS) -> Programs:
@@ -154,9 +162,8 @@ def lower_generation(
 
 def _operands(plan: Plan, mesh: Mesh) -> _Operands:
     state = jax.tree.map(lambda x, spec: _on(mesh, x.shape, x.dtype, spec), plan.abstract, plan.specs)
-    tokens_shape = (plan.spec.global_batch_size, plan.spec.sequence_length)
-    tokens = _on(mesh, tokens_shape, jnp.int32, plan.roles.tokens_spec)
-    batch = dict.fromkeys(batch_arrays(plan.spec), tokens)
+    shapes = batch_shapes(plan.spec, plan.roles)
+    batch = {name: _on(mesh, x.shape, x.dtype, spec) for name, (x, spec) in shapes.items()}
     return _Operands(state, batch, NamedSharding(mesh, PartitionSpec()))
 
 

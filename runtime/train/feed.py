@@ -42,7 +42,7 @@ def sequences_of(order: RowOrder, rows: Sequence[int]) -> tuple[int, ...]:
 
 def in_token_order(local: Mapping[str, np.ndarray], order: np.ndarray | None) -> Mapping[str, np.ndarray]:
     """Returns rows with their tokens in the order of devices that split sequences (sharding/batch.py)."""
-    return local if order is None else {name: x[:, order] for name, x in local.items()}
+    return local if order is None else {name: x[:, order] if x.ndim > 1 else x for name, x in local.items()}
 
 
 def to_devices(
