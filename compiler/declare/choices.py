@@ -20,6 +20,7 @@ from .compose import Request, chosen_options, config_sources, hydra_arguments, h
 from .compositions import compose_kept
 from .overrides import parse_override
 from .problems import ConfigGroups
+from .published_model import FAMILY, folder_name
 
 NUM_CHANGES = 2  # changed keys that are named
 
@@ -108,7 +109,8 @@ def model_of(request: Request) -> str | None:
 
 
 def chosen_model(composed: DictConfig, hydra: HydraConf) -> str | None:
-    """Returns 'llama2_7b', or 'llama2_7b (num_layers=4)' if something sets model.num_layers=4.
+    """Returns 'llama2_7b', or 'llama2_7b (num_layers=4)' if something sets model.num_layers=4; of a published model the
+    name of its folder.
 
     hydra: Hydra's own node of the same composition; Hydra must still be set up. Returns None if no option is chosen, or
     if the family differs from the option's, whose name would then be misleading.
@@ -123,6 +125,8 @@ def chosen_model(composed: DictConfig, hydra: HydraConf) -> str | None:
     assert isinstance(plain, dict)
     if model["family"] != plain.get("family"):
         return None
+    if model["family"] == FAMILY:
+        option, plain = folder_name(str(model.get("path"))), plain | {"path": model.get("path")}
     changes = [f"{key}={_as_typed(value)}" for key, value in model.items() if key not in plain or plain[key] != value]
     changes += [f"~{key}" for key in plain if key not in model]
     return f"{option} ({human_names(changes, NUM_CHANGES)})" if changes else str(option)

@@ -51,6 +51,7 @@ from .hydra_settings import (
 from .overrides import overridden_key, parse_override, parsed_or_none, quoted, shortened, with_quoted_homes
 from .own_meshes import mesh_for
 from .problems import MOST_SHOWN, ConfigGroups, reported, validation_problems
+from .published_model import with_published_model
 from .run_spec import RunSpec
 from .user_code import FLAG, spec_class
 
@@ -222,7 +223,9 @@ def _validate(overrides: Sequence[str], request: Request, groups: ConfigGroups) 
     problems += not_plain
     if problems:  # nothing that the files name is imported
         return None, problems
-    spec_type, problems = spec_class(values)
+    values, problems = with_published_model(values, [overridden_key(text) for text in overrides])
+    spec_type, not_loaded = spec_class(values)
+    problems += not_loaded
     try:
         with blamed_on_user("the declaration", "checking it", is_theirs=False):
             spec = spec_type.model_validate_json(json.dumps(values)).with_sources(sources)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -92,6 +93,6 @@ def neighbours_turned(num_turned: int) -> Callable[[Shapes], Layout]:
     return layout
 
 
-def _joined(parts: list[Array]) -> Array:
+def _joined(parts: list[Any]) -> Any:
     library = np if all(isinstance(part, np.ndarray) for part in parts) else jnp
     return parts[0] if len(parts) == 1 else library.concatenate(parts, axis=-1)

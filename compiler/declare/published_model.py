@@ -1,0 +1,150 @@
+"""`model=from_hf model.path=DIR`: the declaration of a published model is made from the config.json of its folder.
+
+    {family: from_hf, path: DIR, num_layers: 4}  ->  what DIR/config.json says, with num_layers: 4
+
+What config.json does not say, of training alone, is as in conf/model. The model is resolved before the declaration is
+checked, so neither a program nor its fingerprint knows the folder. Its weights and its tokenizer are those of the run,
+unless the declaration names others.
+"""
+
+import json
+import os
+from collections.abc import Collection
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshloom.models.published import NotUnderstood, read_config
+
+from ..core.errors import ConfigError, Problem
+from ..core.places import PlaceError, local_path
+
+FAMILY = "from_hf"
+CONFIG = "config.json"
+BASES = {"decoder": "_llama", "moe": "_moe"}  # the files of conf/model with what all models of a family share
+PLACEHOLDER = "tiny"  # is checked in place of a model that cannot be read, so that other mistakes are found, too
+BYTES = {"kind": "bytes"}
+TOKENIZER = "tokenizer.json"
+
+
+def with_published_model(values: dict[str, Any], typed: Collection[str]) -> tuple[dict[str, Any], list[Problem]]:
+    """Returns the values of a declaration with its published model resolved, and what is wrong with that; others as
+    they are. typed: the keys and groups of the overrides."""
+    declared = values.get("model")
+    if not isinstance(declared, dict) or declared.get("family") != FAMILY:
+        return values, []
+    try:
+        folder = _folder(declared.get("path"))
+        read = _read(folder)
+    except ConfigError as error:
+        return values | {"model": _own(PLACEHOLDER)}, list(error.problems)
+    own = {key: value for key, value in declared.items() if key not in ("family", "path")}
+    model = merged(merged(_own(BASES[read["family"]]), read), own)
+    return _with_folder(values, folder, typed) | {"model": model}, []
+
+
+def folder_name(path: str) -> str:
+    """Returns the name of a published model by its folder: also one in the cache of Hugging Face's Hub,
+    models--ORGANIZATION--NAME/snapshots/REVISION."""
+    folder = Path(path)
+    if folder.parent.name == "snapshots":
+        return folder.parent.parent.name.rpartition("--")[2]
+    return folder.name or path
+
+
+def merged(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of both; where both have a key, the others', and nodes are merged."""
+    found = dict(values)
+    for key, value in others.items():
+        known = found.get(key)
+        found[key] = merged(known, value) if isinstance(known, dict) and isinstance(value, dict) else value
+    return found
+
+
+def _folder(path: Any) -> Path:
+    """Returns the folder. Raises ConfigError if it is not there, or has no config.json."""
+    if not isinstance(path, str) or not path:
+        what = "has no value" if path is None else f"{path!r} is not a path"
+        raise ConfigError([Problem("model.path", what, "set model.path=DIR, a folder with config.json and weights")])
+    try:
+        folder = Path(os.path.abspath(local_path(path)))
+    except PlaceError as error:
+        raise ConfigError([Problem("model.path", error.what, error.fix)]) from error
+    if folder.is_dir() and (folder / CONFIG).is_file():
+        return folder
+    if folder.is_dir():
+        what = f"'{path}' has no {CONFIG}"
+        below = sorted(str(found.parent) for found in folder.glob(f"*/{CONFIG}"))
+        fix = f"give the folder that has it: {below[0]}" if below else "give a folder as transformers writes it"
+        raise ConfigError([Problem("model.path", what, fix)])
+    if folder.is_file():
+        what, fix = f"'{path}' is a file", f"give its folder: {os.path.dirname(path) or '.'}"
+        raise ConfigError([Problem("model.path", what, fix)])
+    what = f"there is no folder '{path}'"
+    is_name = path.count("/") == 1 and not path.startswith((".", "/", "~"))
+    fix = (
+        f"download it first: hf download {path} --local-dir DIR" if is_name else "give the folder of a published model"
+    )
+    raise ConfigError([Problem("model.path", what, fix)])
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """Returns the keys of the model that a folder's config.json says. Raises ConfigError with all that is wrong."""
+    file = folder / CONFIG
+    try:
+        said = json.loads(file.read_bytes(), parse_constant=_refuse_constant)
+    except OSError as error:
+        raise ConfigError(
+            [Problem(str(file), error.strerror or str(error), "give this process access to it")]
+        ) from error
+    except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
+        what = f"is not valid JSON: {error}"
+        raise ConfigError([Problem(str(file), what, "download it again, or correct it")]) from error
+    if not isinstance(said, dict):
+        what = f"holds a {type(said).__name__}, not an object with keys"
+        raise ConfigError([Problem(str(file), what, "take the config.json that was published with the weights")])
+    try:
+        return read_config(said)
+    except NotUnderstood as error:
+        raise ConfigError(Problem(f"{file}: {m.key}", m.what, m.fix) for m in error.mistakes) from error
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _with_folder(values: dict[str, Any], folder: Path, typed: Collection[str]) -> dict[str, Any]:
+    """Returns the values with the weights and the tokenizer of the folder, where the declaration names no others: a
+    checkpoint to start from, or a tokenizer that is typed, or other than that of bytes."""
+    checkpoint, data = values.get("checkpoint"), values.get("data")
+    changes: dict[str, Any] = {}
+    if isinstance(checkpoint, dict) and "weights_from" in checkpoint:
+        named = checkpoint["weights_from"] or checkpoint.get("restore_from")
+        changes["checkpoint"] = checkpoint if named else checkpoint | {"weights_from": f"hf:{folder}"}
+    is_bytes = isinstance(data, dict) and data.get("tokenizer") == BYTES and not _names_tokenizer(typed)
+    if is_bytes and (folder / TOKENIZER).is_file():
+        tokenizer = {"kind": "huggingface", "path": str(folder / TOKENIZER), "end_of_document": None}
+        changes["data"] = data | {"tokenizer": tokenizer}
+    return values | changes
+
+
+def _names_tokenizer(typed: Collection[str]) -> bool:
+    return any(key.replace("/", ".").startswith("data.tokenizer") for key in typed)
+
+
+@cache
+def _file(name: str) -> dict[str, Any]:
+    return yaml.safe_load((files("meshloom.conf") / "model" / f"{name}.yaml").read_text())
+
+
+def _own(name: str) -> dict[str, Any]:
+    """Returns the keys of a file of Meshloom's own conf/model, with those of the files that it is based on."""
+    found: dict[str, Any] = {}
+    for base in _file(name).get("defaults", ["_self_"]):
+        found |= (
+            {key: value for key, value in _file(name).items() if key != "defaults"} if base == "_self_" else _own(base)
+        )
+    return found
