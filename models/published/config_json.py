@@ -9,13 +9,14 @@ from .contract import Mistake, NotUnderstood, Values
 
 # Keys that no logit and no gradient depends on: what made the file, how text is generated, what a trainer may want.
 UNUSED = frozenset((
-    "_name_or_path", "_attn_implementation_autoset", "attn_implementation", "architectures", "auto_map",
-    "_commit_hash", "base_model_tp_plan", "cache_implementation", "dtype", "ep_size", "gradient_checkpointing",
+    "_name_or_path", "_model_name_or_path", "_attn_implementation_autoset", "attn_implementation", "architectures",
+    "auto_map", "_commit_hash", "base_model_tp_plan", "cache_implementation", "dtype", "ep_size",
+    "gradient_checkpointing",
     "is_llama_config", "keys_to_ignore_at_inference", "loss_type", "model_type", "neftune_noise_alpha", "torch_dtype",
     "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
     # tokens
     "bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "tokenizer_class",
-    "prefix",
+    "unk_token_id", "prefix",
     # generation
     "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping",
     "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id",
