@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -49,7 +49,6 @@ from .hydra_settings import (
     without_plugin,
 )
 from .overrides import overridden_key, parse_override, parsed_or_none, quoted, shortened, with_quoted_homes
-from .own_meshes import mesh_for
 from .problems import MOST_SHOWN, ConfigGroups, reported, validation_problems
 from .published_model import with_published_model
 from .run_spec import RunSpec
@@ -58,6 +57,8 @@ from .user_code import FLAG, spec_class
 T = TypeVar("T")
 OPT_IN = FLAG.lstrip("-").replace("-", "_")
 OPTIONAL = ("experiment",)  # groups that need no choice
+MESHES = {"fsdp": "fsdp", "data": "ddp", "tensor": "tensor"}  # by mesh axis; the first two have all devices along it
+NO_AXIS = "ddp"  # nothing is split but the batch
 
 
 @dataclass(frozen=True)
@@ -288,6 +289,24 @@ def _all_forced(overrides: Sequence[str], request: Request, groups: ConfigGroups
     rules = OmegaConf.to_container(own.sharding)
     mesh = name if name in meshes else mesh_for(rules) if isinstance(rules, dict) else ""
     return [*forced, f"mesh={mesh}"] if mesh in meshes else forced
+
+
+def mesh_for(sharding: Mapping[Any, Any]) -> str:
+    """Returns the mesh of a sharding by its rules: "fsdp" of {"parameters": [{"logical": [..], "mesh": ["fsdp"]}]}.
+
+    Of several axes it is the first one of fsdp, data and tensor; how many devices the others get is the user's choice.
+    """
+    named = {axis for table in sharding.values() for axis in _axes_of_table(table)}
+    used = sharding.get("mesh_axes")
+    named &= set(used) if isinstance(used, list) else named
+    return next((mesh for axis, mesh in MESHES.items() if axis in named), NO_AXIS)
+
+
+def _axes_of_table(table: Any) -> Iterable[str]:
+    """Yields the mesh axes of a table of rules, but for those of the batch, which every mesh splits."""
+    for rule in table if isinstance(table, list) else ():
+        if isinstance(rule, Mapping) and "batch" not in (rule.get("logical") or ()):
+            yield from rule.get("mesh") or ()
 
 
 def _forced(text: str, groups: ConfigGroups) -> str:

@@ -63,6 +63,9 @@ _NAMES_A_PLACE = re.compile(r"dump|file|path|(^|_)dir|_to$|_from$|denylist|plugi
 _OF_VARIABLE = re.compile(r"\$\{oc\.env:\w+\}(/[^$]*)?")
 _OF_KEY = re.compile(r"\$\{([A-Za-z_][\w.]*)\}(/[^$]*)?")
 
+# docs/security.md promises that no file uses up the machine by expanding to a large declaration. OmegaConf copies what
+# an alias names, and resolves each reference anew: ten lines of ten each become 10^10 values. So a file is counted
+# while it is parsed, and references are counted before one is resolved.
 MOST_VALUES = 10_000
 MOST_NESTED = 50
 MOST_CHARACTERS = 1_000_000  # of a text that is made of interpolations

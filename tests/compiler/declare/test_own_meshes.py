@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshloom import conf
-from meshloom.compiler.declare.compose import Request, read_spec
-from meshloom.compiler.declare.own_meshes import mesh_for
+from meshloom.compiler.declare.compose import Request, mesh_for, read_spec
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.spec.sharding_spec import Rule, rules_over, with_rules_of_others
 
