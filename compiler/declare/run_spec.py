@@ -13,6 +13,7 @@ from ..core.errors import use_one_of
 from ..spec.plan_spec import PlanSpec
 from ..spec.step_spec import ReplayCheck
 from .data_spec import DataSpec, ShardsSpec
+from .generate_spec import GenerateSpec
 from .launch_spec import LaunchSpec
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
@@ -180,6 +181,7 @@ class RunSpec(PlanSpec):
     compilation_cache: CachePlace | None  # directory of compiled programs; None: compile at each start
     compile: CompileSpec
     artifact: LocalPath | None  # a compiled train step to load instead of compiling
+    generate: GenerateSpec  # of `meshloom generate`
     launch: LaunchSpec  # how `meshloom launch` starts the run on its hosts
     watchdog: WatchdogSpec | None  # None: a run that hangs is not noticed
     stragglers: StragglersSpec | None  # None: processes do not tell of their times

@@ -28,6 +28,7 @@ from meshloom.compiler.declare.application import HydraJob, run_application
 from meshloom.compiler.declare.choices import all_keys, described_groups
 from meshloom.compiler.declare.compose import Request, check_config_files, read_spec
 from meshloom.compiler.declare.environment import masked
+from meshloom.compiler.declare.generate_spec import SECTION, GenerateSpec, in_section
 from meshloom.compiler.declare.hydra_private import hydra_flags
 from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
@@ -117,6 +118,8 @@ def parse_flags(command: Command, args: Sequence[str]) -> tuple[argparse.Namespa
         problems.append(Problem(COMMAND_LINE, "--experimental-rerun is not supported", fix))
     if command.opens_weights:
         problems += _take_place(command, flags)
+    if command.section == SECTION:
+        flags.overrides = in_section(flags.overrides)
     return flags, problems
 
 
@@ -211,6 +214,8 @@ def show_help(command: Command, request: Request) -> None:
     write_out("       flags are those of Hydra: -m, --cfg job, ...")
     for flag, does in command.flags:
         write_out(f"       {flag}: {does}")
+    if command.section == SECTION:
+        _write_wrapped(f"       keys of its own: {', '.join(GenerateSpec.model_fields)}", indent=7)
     write_out("")
     for group, options in described_groups(request).items():
         write_out(f"{group}=")

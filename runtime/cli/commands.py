@@ -11,6 +11,7 @@ from importlib import import_module
 from types import MappingProxyType
 
 CHECK = "--check"  # a flag of explain
+JSON = "--json"  # a flag of generate
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Command:
     """A command. place: the function that runs it, as module:function of this package; it returns the exit code.
     takes_overrides: it is called with the request and Hydra's flags, else with the words after its name. opens_weights:
     its first word is a run or a folder of published weights, which the overrides change. flags: its own flags, each
-    with what it does, besides those of Hydra."""
+    with what it does, besides those of Hydra. section: the section of the config whose keys it takes without
+    its name."""
 
     name: str
     description: str
@@ -26,6 +28,7 @@ class Command:
     takes_overrides: bool = True
     opens_weights: bool = False
     flags: tuple[tuple[str, str], ...] = ()
+    section: str = ""
 
     def load(self) -> Callable[..., int]:
         """Imports the command's module, and returns the function that runs it."""
@@ -77,6 +80,14 @@ _ALL = (
         "list runs and sweeps on this machine: state, last step, loss",
         "runs:runs_command",
         takes_overrides=False,
+    ),
+    Command(
+        "generate",
+        "continue a prompt with the weights of a run or a published model",
+        "generate:generate_command",
+        opens_weights=True,
+        flags=((JSON, "a JSON line for each prompt, when its text is complete"),),
+        section="generate",
     ),
     Command("tune", "search for the best mesh, sharding and remat, without compiling", "sweep:tune_command"),
     Command("launch", "run on every host: SLURM, Kubernetes, Cloud TPU, or a rehearsal", "train:launch_command"),

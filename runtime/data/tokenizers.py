@@ -44,6 +44,10 @@ class Tokenizer(ABC):
     def encode_texts(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Returns the tokens of each text in UTF-8, without end tokens. Raises UnicodeDecodeError."""
 
+    @abstractmethod
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens, with U+FFFD for bytes that are no character."""
+
     def encode(self, contents: Sequence[bytes | np.ndarray]) -> list[np.ndarray]:
         """Returns the tokens of each document with its end token, in the identity's dtype. Arrays are tokens already.
 
@@ -69,6 +73,9 @@ class Bytes(Tokenizer):
 
     def encode_texts(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         return [np.frombuffer(text, np.uint8) for text in texts]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
 
 class HuggingFace(Tokenizer):
@@ -105,6 +112,9 @@ class HuggingFace(Tokenizer):
         encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
+
 
 class SentencePiece(Tokenizer):
     """Uses a `.model` file of SentencePiece."""
@@ -139,6 +149,9 @@ class SentencePiece(Tokenizer):
     def encode_texts(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         tokens = self._processor.encode([text.decode() for text in texts], add_bos=False, add_eos=False)
         return [np.array(one, np.uint32) for one in tokens]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._processor.decode([int(token) for token in tokens])
 
 
 def open_tokenizer(spec: TokenizerSpec) -> Tokenizer:

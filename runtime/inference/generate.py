@@ -1,0 +1,216 @@
+"""Generates text with the weights of a run or a published model, in batches, by two compiled programs for each size.
+
+    generator = Generator(plan, mesh, params, tokenizer)
+    for event in generator.run(prompts, settings): ...        Piece, Piece, Completion, ...
+
+The text of a batch comes while it is made: the program of the next token runs while the last one is decoded here.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from meshloom.compiler.core.errors import Problem
+from meshloom.compiler.core.format import counted
+from meshloom.compiler.declare.generate_spec import GenerateSpec
+from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.plan import Plan
+from meshloom.compiler.step.decode import BatchShape
+from meshloom.compiler.step.sampling import Sampling
+from meshloom.compiler.xla.programs import Programs, build, lower_generation
+
+from ..compile.compile_cache import cached_compilation
+from ..data.tokenizers import Tokenizer
+from .text_stream import Stops, TextStream
+
+LEAST_PROMPT = 16  # the shortest padded prompt; longer ones are padded to the next power of two
+SLOTS_MULTIPLE = 128  # the length of a cache is a multiple of it: the lanes of a TPU's vector registers
+TOKENS_BEFORE = 8  # of a prompt, that are decoded with what follows it
+
+# end: the token that ends a document came. stop: one of `generate.stop` came. length: `max_new_tokens` are made.
+# positions: the model has no position for another token.
+EndedBy = Literal["end", "stop", "length", "positions"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of the text of a completion. number: that of its prompt."""
+
+    number: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the model makes of one prompt. text: without the prompt. tokens: those of the text, without an end token."""
+
+    number: int
+    prompt: str
+    text: str
+    tokens: tuple[int, ...]
+    num_prompt_tokens: int
+    ended_by: EndedBy
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as text and as tokens."""
+
+    text: str
+    tokens: tuple[int, ...]
+
+
+@dataclass
+class _Row:
+    """A completion in the making. most: the tokens that it may have."""
+
+    number: int
+    prompt: Prompt
+    most: int
+    stream: TextStream
+    stops: Stops
+    tokens: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    ended_by: EndedBy | None = None
+
+    def show(self, text: str) -> Iterator[Piece]:
+        if shown := self.stops.add(text):
+            self.text.append(shown)
+            yield Piece(self.number, shown)
+
+    def end(self, ended_by: EndedBy) -> Iterator[Piece | Completion]:
+        if ended_by != "stop":
+            yield from self.show(self.stream.end())
+            if self.stops.is_over:
+                ended_by = "stop"
+            elif rest := self.stops.end():
+                self.text.append(rest)
+                yield Piece(self.number, rest)
+        self.ended_by = ended_by
+        tokens, prompt = tuple(self.tokens), self.prompt
+        yield Completion(self.number, prompt.text, "".join(self.text), tokens, len(prompt.tokens), ended_by)
+
+
+class Generator:
+    """A model on its devices. Programs are compiled when a batch of their size first comes, and kept."""
+
+    def __init__(self, plan: Plan[RunSpec], mesh: Mesh, params: Any, tokenizer: Tokenizer, ends: Sequence[int]):
+        self.plan, self.mesh, self.tokenizer = plan, mesh, tokenizer
+        self._ends = frozenset(ends)
+        self._stored, self._params = params, None
+        self._programs: dict[BatchShape, Programs] = {}
+
+    def run(self, prompts: Sequence[Prompt], settings: GenerateSpec) -> Iterator[Piece | Completion]:
+        """Yields the text of each prompt in pieces, those of a batch by turns, and each completion when it ends."""
+        size = min(settings.batch_size, len(prompts))
+        for first in range(0, len(prompts), size):
+            rows = [
+                self._row(first + place, prompt, settings) for place, prompt in enumerate(prompts[first : first + size])
+            ]
+            yield from self._run_batch(rows, size, settings)
+
+    def shape_of(self, prompts: Sequence[Prompt], size: int, settings: GenerateSpec) -> BatchShape:
+        """Returns the sizes of the programs that run these prompts."""
+        longest = max(len(prompt.tokens) for prompt in prompts)
+        length = max(LEAST_PROMPT, 1 << (longest - 1).bit_length())
+        num_slots = length + settings.max_new_tokens
+        return BatchShape(size, length, -(-num_slots // SLOTS_MULTIPLE) * SLOTS_MULTIPLE)
+
+    def _row(self, number: int, prompt: Prompt, settings: GenerateSpec) -> _Row:
+        most, longest = settings.max_new_tokens, self.plan.model.max_length
+        if longest is not None:
+            most = min(most, longest - len(prompt.tokens))
+        stream = TextStream(self.tokenizer.decode, prompt.tokens[-TOKENS_BEFORE:])
+        return _Row(number, prompt, most, stream, Stops(settings.stop))
+
+    def _run_batch(self, rows: list[_Row], size: int, settings: GenerateSpec) -> Iterator[Piece | Completion]:
+        for step in self._tokens(rows, size, settings):
+            for row, token in zip(rows, step, strict=False):
+                if row.ended_by is None:
+                    yield from self._take(row, int(token), settings)
+            if all(row.ended_by for row in rows):
+                return
+
+    def _take(self, row: _Row, token: int, settings: GenerateSpec) -> Iterator[Piece | Completion]:
+        if token in self._ends:
+            yield from row.end("end")
+            return
+        row.tokens.append(token)
+        yield from row.show(row.stream.add(token))
+        if row.stops.is_over:
+            yield from row.end("stop")
+        elif len(row.tokens) == row.most:
+            yield from row.end("length" if row.most == settings.max_new_tokens else "positions")
+
+    def _tokens(self, rows: list[_Row], size: int, settings: GenerateSpec) -> Iterator[np.ndarray]:
+        """Yields the next token of each sequence, until all have as many as they may."""
+        prompts = [row.prompt for row in rows]
+        shape = self.shape_of(prompts, size, settings)
+        programs, params = self._compiled(shape)
+        tokens, padding = _padded(prompts, shape)
+        numbers = np.arange(rows[0].number, rows[0].number + size, dtype=np.int32)
+        values = (tokens, padding, self._sampling(settings), numbers)
+        tokens, padding, sampling, numbers = jax.device_put(values, programs["prefill"].input_shardings[0][1:])
+        newest, cache = programs["prefill"](params, tokens, padding, sampling, numbers)
+        for count in range(1, max(row.most for row in rows) + 1):
+            made = newest
+            if count < max(row.most for row in rows):
+                slot, number = self._scalars(shape.prompt_length + count - 1, count)
+                newest, cache = programs["decode"](params, cache, made, slot, padding, sampling, numbers, number)
+            yield np.asarray(made.addressable_data(0))
+
+    def _scalars(self, *values: int) -> tuple[jax.Array, ...]:
+        everywhere = jax.NamedSharding(self.mesh, jax.P())
+        return tuple(jax.device_put(np.int32(value), everywhere) for value in values)
+
+    def _sampling(self, settings: GenerateSpec) -> Sampling:
+        num_tokens = min(self.tokenizer.identity.vocab_size, self.plan.spec.model.vocab_size)
+        return Sampling.of(
+            seed=settings.seed,
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+            num_tokens=num_tokens,
+        )
+
+    def _compiled(self, shape: BatchShape) -> tuple[Programs, Any]:
+        """Returns the programs of a size, and the parameters as they take them."""
+        if shape not in self._programs:
+            with cached_compilation(self.plan.spec.compilation_cache):
+                names = ("prefill", "decode") if self._stored is None else ("working", "prefill", "decode")
+                self._programs[shape] = build(lower_generation(self.plan, self.mesh, shape, names))
+        if self._stored is not None:
+            types = {x.dtype for x in jax.tree.leaves(self._stored)}
+            is_used_so = types == {jnp.dtype(self.plan.spec.precision.compute)}
+            self._params = self._stored if is_used_so else self._programs[shape]["working"](self._stored)
+            self._stored = None
+        return self._programs[shape], self._params
+
+
+def problems_of_prompt(prompt: Prompt, plan: Plan[RunSpec], where: str) -> Iterator[Problem]:
+    """Yields what is wrong with a prompt for a model."""
+    longest, num_tokens = plan.model.max_length, len(prompt.tokens)
+    if longest is not None and num_tokens >= longest:
+        what = f"has {counted(num_tokens, 'token')}, and the model has {longest} positions for a prompt and its text"
+        yield Problem(where, what, f"use {longest - 1} tokens or less")
+    if prompt.tokens and max(prompt.tokens) >= plan.spec.model.vocab_size:
+        what = f"has the token {max(prompt.tokens)}, and the model knows {plan.spec.model.vocab_size}"
+        yield Problem(
+            where, what, "name the tokenizer of the model: data/tokenizer=huggingface data.tokenizer.path=..."
+        )
+
+
+def _padded(prompts: Sequence[Prompt], shape: BatchShape) -> tuple[np.ndarray, np.ndarray]:
+    """Returns prompts padded at the left, and how much padding each has. Missing prompts are the first one again."""
+    tokens = np.zeros((shape.num_sequences, shape.prompt_length), np.int32)
+    padding = np.zeros(shape.num_sequences, np.int32)
+    for row in range(shape.num_sequences):
+        own = prompts[row if row < len(prompts) else 0].tokens
+        padding[row] = shape.prompt_length - len(own)
+        tokens[row, padding[row] :] = own
+    return tokens, padding
