@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from meshloom.compiler.declare.run_spec import RunSpec
     from meshloom.runtime.api.compiled import CompiledStep, Report, compile, report
     from meshloom.runtime.api.declared import Explanation, Plan, compose, explain, plan
+    from meshloom.runtime.api.generated import generate
     from meshloom.runtime.api.inspected import Inspection, inspect
     from meshloom.runtime.api.trained import TrainedRun, train
     from meshloom.runtime.core.failures import RunFailed
+    from meshloom.runtime.inference.generate import Completion
     from meshloom.runtime.train.metrics import Metrics
     from meshloom.runtime.train.trackers import TrackedRun, Tracker
 
@@ -30,6 +32,7 @@ __path__ = [str((Path(__file__).parent / "compiler").resolve().parent), *__path_
 __version__ = "0.1.0"
 __all__ = [
     "CompiledStep",
+    "Completion",
     "ConfigError",
     "Explanation",
     "Inspection",
@@ -45,6 +48,7 @@ __all__ = [
     "compile",
     "compose",
     "explain",
+    "generate",
     "inspect",
     "plan",
     "report",
@@ -55,9 +59,11 @@ _PLACES = {  # of the names above; a module is imported when one of its names is
     "compiler.core.errors": ("ConfigError", "Problem"),
     "runtime.api.compiled": ("CompiledStep", "Report", "compile", "report"),
     "runtime.api.declared": ("Explanation", "Plan", "compose", "explain", "plan"),
+    "runtime.api.generated": ("generate",),
     "runtime.api.inspected": ("Inspection", "inspect"),
     "runtime.api.trained": ("TrainedRun", "train"),
     "runtime.core.failures": ("RunFailed",),
+    "runtime.inference.generate": ("Completion",),
     "runtime.train.metrics": ("Metrics",),
     "runtime.train.trackers": ("TrackedRun", "Tracker"),
 }

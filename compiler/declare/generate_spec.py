@@ -1,6 +1,7 @@
 """Settings of `meshloom generate`: what it continues, how it chooses tokens, and when it stops."""
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Annotated, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
@@ -49,7 +50,8 @@ def in_section(words: Sequence[str]) -> list[str]:
 
 def _in_section(word: str) -> str:
     key, equals, value = word.partition("=")
-    if not equals or key not in GenerateSpec.model_fields:
+    keys = list(GenerateSpec.model_fields)
+    if not equals or not get_close_matches(key, keys, cutoff=0.75):  # of max_tokens the error names max_new_tokens
         return word
     if key not in _TEXTS or (key == "stop" and value.startswith("[")) or (key != "prompt" and value == "null"):
         return f"{SECTION}.{word}"
