@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from meshloom.models.config import Config, mistake
+from meshloom.models.config import Config
 
 from ..core.config_types import LocalPath, Seed
 from .overrides import override
@@ -28,12 +28,6 @@ class GenerateSpec(Config):
     seed: Seed
     stop: tuple[STOP_TEXT, ...]  # texts that end a completion, and are not part of it
     batch_size: PositiveInt  # prompts that run together
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.prompt is not None and self.prompts is not None:
-            raise mistake("there is a generate.prompt, too", "give one of them", "prompts")
-        return self
 
 
 SECTION = "generate"

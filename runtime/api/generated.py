@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from os import PathLike, fspath
-from typing import overload
 
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
@@ -20,10 +19,6 @@ from ..processes.initialize import plan_start
 from .guest import as_guest, settings_put_back, warn
 
 
-@overload
-def generate(place: str | PathLike[str], prompt: str, *overrides: str) -> Completion: ...
-@overload
-def generate(place: str | PathLike[str], prompt: Sequence[str], *overrides: str) -> list[Completion]: ...
 def generate(place: str | PathLike[str], prompt: str | Sequence[str], *overrides: str) -> Completion | list[Completion]:
     """Continues a prompt, or several, with the weights of a run or of a folder of published weights.
 

@@ -11,7 +11,7 @@ from orbax.checkpoint import v1 as ocp
 
 from meshloom.compiler.core.errors import ConfigError, Problem
 
-from ..core.stores import Folder, check_bucket, folder_at
+from ..core.files import Folder, check_bucket, folder_at
 from .differences import shown, tree_differences
 from .start import Start, check_is_there, context_for, newest_good, saved_tree
 

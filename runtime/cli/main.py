@@ -23,6 +23,7 @@ usage: meshloom COMMAND [group=option ...] [group.key=value ...]
        meshloom diff RUN_A RUN_B [--json]
        meshloom sweep DIR [--csv FILE] [--open]
        meshloom runs [DIR]
+       meshloom generate RUN|DIR prompt=TEXT
 
 commands:
 {commands}

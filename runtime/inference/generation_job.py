@@ -70,6 +70,8 @@ def declared_prompts(spec: RunSpec) -> list[str]:
     """Returns the prompts that the declaration names. Raises ConfigError where there is none, or for a file that cannot
     be read."""
     settings = spec.generate
+    if settings.prompt is not None and settings.prompts is not None:
+        raise ConfigError([Problem(f"{SECTION}.prompts", f"there is a {SECTION}.prompt, too", "give one of them")])
     if settings.prompt is not None:
         return [settings.prompt]
     if settings.prompts is None:

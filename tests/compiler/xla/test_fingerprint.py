@@ -35,6 +35,8 @@ OUTSIDE = (
     "logging.every_num_steps=3", "logging.trackers=[]", "logging.layer_metrics=each", "logging.wandb.project=other",
     "logging.wandb.entity=other", "logging.wandb.mode=offline", "logging.mlflow.uri=other",
     "logging.mlflow.experiment=other", "watchdog.factor=3", "watchdog.min_seconds=3", "watchdog.abort=true",
+    "generate={prompt: a, prompts: b, max_new_tokens: 3, temperature: 1, top_k: 2, top_p: 0.5, seed: 7, stop: [c]}",
+    "generate.batch_size=2",
     "profile.steps=[2,3]", "replay.spike_factor=3", "stragglers.every_num_steps=3", "stragglers.cost_share=0.3",
     "checkpoint.every_num_steps=3",
     "checkpoint.every_num_minutes=1.5", "checkpoint.keep=9", "checkpoint.keep_best=2",
