@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from meshloom.compiler.declare.run_spec import RunSpec
     from meshloom.runtime.api.compiled import CompiledStep, Report, compile, report
     from meshloom.runtime.api.declared import Explanation, Plan, compose, explain, plan
+    from meshloom.runtime.api.evaluated import evaluate
     from meshloom.runtime.api.generated import generate
     from meshloom.runtime.api.inspected import Inspection, inspect
     from meshloom.runtime.api.trained import TrainedRun, train
     from meshloom.runtime.core.failures import RunFailed
+    from meshloom.runtime.inference.evaluate import Evaluation
     from meshloom.runtime.inference.generate import Completion
     from meshloom.runtime.train.metrics import Metrics
     from meshloom.runtime.train.trackers import TrackedRun, Tracker
@@ -34,6 +36,7 @@ __all__ = [
     "CompiledStep",
     "Completion",
     "ConfigError",
+    "Evaluation",
     "Explanation",
     "Inspection",
     "Metrics",
@@ -47,6 +50,7 @@ __all__ = [
     "TrainedRun",
     "compile",
     "compose",
+    "evaluate",
     "explain",
     "generate",
     "inspect",
@@ -59,10 +63,12 @@ _PLACES = {  # of the names above; a module is imported when one of its names is
     "compiler.core.errors": ("ConfigError", "Problem"),
     "runtime.api.compiled": ("CompiledStep", "Report", "compile", "report"),
     "runtime.api.declared": ("Explanation", "Plan", "compose", "explain", "plan"),
+    "runtime.api.evaluated": ("evaluate",),
     "runtime.api.generated": ("generate",),
     "runtime.api.inspected": ("Inspection", "inspect"),
     "runtime.api.trained": ("TrainedRun", "train"),
     "runtime.core.failures": ("RunFailed",),
+    "runtime.inference.evaluate": ("Evaluation",),
     "runtime.inference.generate": ("Completion",),
     "runtime.train.metrics": ("Metrics",),
     "runtime.train.trackers": ("TrackedRun", "Tracker"),

@@ -95,8 +95,11 @@ class SweepSpec(Config):
 
 
 class EvaluationSpec(Config):
+    """The evaluations of a run, and those of `meshloom evaluate`: always the same batches, in the same order."""
+
     every_num_steps: PositiveInt
-    num_batches: PositiveInt  # always the same batches
+    num_batches: PositiveInt
+    split: Literal["held_out", "train", "all"]  # of `meshloom evaluate`; a run evaluates what it holds out
 
 
 class CompileSpec(Config):

@@ -11,7 +11,7 @@ from importlib import import_module
 from types import MappingProxyType
 
 CHECK = "--check"  # a flag of explain
-JSON = "--json"  # a flag of generate
+JSON = "--json"  # a flag of evaluate and generate
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,13 @@ _ALL = (
         flags=((CHECK, "exit code 3 if the step does not fit, by the estimate"),),
     ),
     Command("compile", "compile ahead of time, without the hardware: report and artifact", "ahead:compile_command"),
+    Command(
+        "evaluate",
+        "show the loss of a run's weights, or of published ones, on any data",
+        "evaluate:evaluate_command",
+        opens_weights=True,
+        flags=((JSON, "print the losses as one JSON object"),),
+    ),
     Command(
         "inspect",
         "report on any compiled JAX program, whoever compiled it",

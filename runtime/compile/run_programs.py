@@ -194,23 +194,24 @@ def check_state_memory(plan: Plan[RunSpec], processes: Processes) -> None:
     """Raises RunFailed if parameters, optimizer state and batch alone need more memory than there is, or if the host of
     an accelerator lacks the memory for the copy that a save makes of them."""
     needed = plan.memory.state_bytes + plan.memory.batch
-    _check_devices(plan, needed, "for parameters, optimizer state and batch alone", processes)
+    check_devices(plan, needed, "for parameters, optimizer state and batch alone", processes)
     if plan.spec.checkpoint.is_saving and plan.target.platform != "cpu":
         _check_host(plan, _saved_bytes(plan, processes), "a save copies the state to the memory of its host")
 
 
-def check_program_memory(plan: Plan[RunSpec], compiled: Any, processes: Processes) -> None:
-    """Raises RunFailed if the compiled train step needs more memory than devices or host have."""
+def check_program_memory(plan: Plan[RunSpec], compiled: Any, processes: Processes, program: str = "train step") -> None:
+    """Raises RunFailed if the compiled program needs more memory than devices or host have."""
     memory = memory_of(compiled)
     needed = memory.needed_bytes(plan.target.platform)
     if needed is not None:  # else only the compiler knows, and it has accepted the program
-        _check_devices(plan, needed, "for the compiled train step", processes)
+        check_devices(plan, needed, f"for the compiled {program}", processes)
     if memory.host_bytes:
         on_host = memory.host_bytes * _devices_of_host(plan, processes)
-        _check_host(plan, on_host, "the compiled train step keeps arrays in the memory of its host")
+        _check_host(plan, on_host, f"the compiled {program} keeps arrays in the memory of its host")
 
 
-def _check_devices(plan: Plan[RunSpec], bytes_per_device: int, purpose: str, processes: Processes) -> None:
+def check_devices(plan: Plan[RunSpec], bytes_per_device: int, purpose: str, processes: Processes) -> None:
+    """Raises RunFailed if each device needs more memory than it has; simulated devices share that of their host."""
     each = f"{human_bytes(bytes_per_device)} are needed on each"
     if plan.target.platform == "cpu":
         num_devices = _devices_of_host(plan, processes)

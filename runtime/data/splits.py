@@ -1,10 +1,10 @@
 """Opens the data of a run: both splits as global batches, after checking that they suffice for the run."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import grain
 
@@ -70,21 +70,41 @@ class Data:
 
 def open_data(spec: RunSpec) -> Data:
     """Returns the data of a run, opened, tokenised and checked. Raises ConfigError with all problems of the data."""
-    sources = _sources(spec)
-    corpora = _open_corpora(spec, sources)
-    tokenizers = list(dict.fromkeys(corpus.tokenizer for corpus in corpora if corpus.tokenizer))
-    all_of(
-        lambda: _check_one_tokenizer(tokenizers, corpora),
-        lambda: _check_vocabulary(spec, corpora),
-        lambda: _check_lengths(spec, corpora, sources),
-    )
-    identity = _identity(spec, corpora, sources, tokenizers)
-    is_bytes = bool(tokenizers) and tokenizers[0].kind == "bytes"
+    sources, corpora = open_sources(spec, _check_lengths)
+    identity = identity_of(spec, corpora, sources)
     splits: dict[Split, Batches] = {split: _batches(spec, split, corpora, sources, identity) for split in SPLITS}
     of_train = tuple((source, corpus.sequences["train"]) for source, corpus in zip(sources, corpora, strict=True))
     places = [Places(part, len(sequences)) for part, (_, sequences) in enumerate(of_train)]
     order = _order(spec, places, sources)
-    return Data(splits, identity, "byte" if is_bytes else "token", _summary(spec, corpora), of_train, order)
+    return Data(splits, identity, unit_of(corpora), _summary(spec, corpora), of_train, order)
+
+
+CheckLengths = Callable[[RunSpec, list[Corpus], list[WeightedSource]], None]
+
+
+def open_sources(spec: RunSpec, check_lengths: CheckLengths) -> tuple[list[WeightedSource], list[Corpus]]:
+    """Returns the sources of a declaration, each opened and tokenised. Raises ConfigError with all of their problems.
+
+    check_lengths: raises ConfigError where a source has too few sequences.
+    """
+    sources = _sources(spec)
+    corpora = _open_corpora(spec, sources)
+    all_of(
+        lambda: _check_one_tokenizer(_tokenizers(corpora), corpora),
+        lambda: _check_vocabulary(spec, corpora),
+        lambda: check_lengths(spec, corpora, sources),
+    )
+    return sources, corpora
+
+
+def unit_of(corpora: Sequence[Corpus]) -> Literal["byte", "token"]:
+    """Returns what one target is."""
+    tokenizers = _tokenizers(corpora)
+    return "byte" if tokenizers and tokenizers[0].kind == "bytes" else "token"
+
+
+def _tokenizers(corpora: Sequence[Corpus]) -> list[TokenizerIdentity]:
+    return list(dict.fromkeys(corpus.tokenizer for corpus in corpora if corpus.tokenizer))
 
 
 def _sources(spec: RunSpec) -> list[WeightedSource]:
@@ -211,15 +231,13 @@ def _batches(
     return Batches(source, grain.ReadOptions(num_threads=threads, prefetch_buffer_size=buffer), identity)
 
 
-def _identity(
-    spec: RunSpec, corpora: list[Corpus], sources: list[WeightedSource], tokenizers: list[TokenizerIdentity]
-) -> dict[str, Any]:
+def identity_of(spec: RunSpec, corpora: list[Corpus], sources: list[WeightedSource]) -> dict[str, Any]:
     """Returns what the sequences and their order depend on: contents, not paths or ways of reading."""
     kept = ("packing", "isolate_documents", "held_out_fraction", "shuffle_seed")
     identity: dict[str, Any] = {f"data.{key}": getattr(spec.data, key) for key in kept}
     if spec.data.held_out_by != "document":  # the value for checkpoints without this key
         identity["data.held_out_by"] = spec.data.held_out_by
-    if tokenizers:
+    if tokenizers := _tokenizers(corpora):
         identity |= {f"data.tokenizer.{key}": value for key, value in asdict(tokenizers[0]).items()}
     for corpus, source in zip(corpora, sources, strict=True):
         identity |= {f"{corpus.where}.{key}": value for key, value in corpus.content.items()}

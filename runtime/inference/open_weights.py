@@ -1,11 +1,16 @@
 """Opens the weights alone of a declaration, on any mesh: no optimizer state, no gradients.
 
-    plan = plan_weights(spec)                  Plan, checked against the checkpoint's arrays, before devices are asked
-    params = open_weights(plan, mesh, ...)     the parameters on the devices
+    session = start_session(spec)                      devices are there, and the plan
+    weights = open_weights(session, console)           weights.params, as planned; from where they came
+    programs = compile_programs(session, lower, ...)   the programs that are asked for, and no train step
 
 The weights are those of `checkpoint.weights_from`: a run, one of its checkpoints, or published files.
 """
 
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,15 +18,61 @@ from jax.sharding import Mesh, NamedSharding
 
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
+from meshloom.compiler.xla.programs import Programs
 
 from ..checkpoint.parameters import find_saved, load_parameters
 from ..checkpoint.shared_start import start_of_first
 from ..checkpoint.start import describe_damage
-from ..processes.distributed import Processes
+from ..compile.compile_cache import cached_compilation
+from ..compile.run_programs import WatchedBuild, check_devices, check_program_memory, mesh_of
+from ..compile.watched import LOWER, Phases
+from ..processes.agreement import check_same_declaration, check_same_program
+from ..processes.devices import start_devices
+from ..processes.distributed import COMPILED, Processes, join, together
 from ..processes.process_log import say
 from .run_request import PUBLISHED, WEIGHTS_FROM
+
+
+@dataclass(frozen=True)
+class Session:
+    """A plan on the devices that it needs, in all processes. said: lines that were printed while devices were found."""
+
+    plan: Plan[RunSpec]
+    mesh: Mesh
+    processes: Processes
+    said: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Parameters on the devices. place: where they came from. step: of a run's checkpoint; None for published files."""
+
+    params: Any
+    place: str
+    step: int | None
+
+
+def start_session(spec: RunSpec, warn: Callable[[str], None] = write_error) -> Session:
+    """Returns the plan of a declaration, with its devices started. Raises ConfigError for a declaration that cannot be
+    planned or names no weights, RunFailed if the parameters alone need more memory than there is.
+
+    warn: takes a warning about attached devices.
+    """
+    try:
+        processes = join(spec)
+    except ConfigError:
+        plan_run(spec)  # raises its own problems, which explain more
+        raise
+    check_same_declaration(spec, processes)
+    said = start_devices(spec.target, processes, warn)
+    place_of_weights(spec)
+    plan = plan_run(spec)
+    check_devices(plan, plan.memory.parameters + plan.memory.batch, "for parameters and batch alone", processes)
+    return Session(plan, mesh_of(plan), processes, said)
 
 
 def abstract_parameters(plan: Plan[RunSpec], mesh: Mesh) -> Any:
@@ -33,22 +84,22 @@ def abstract_parameters(plan: Plan[RunSpec], mesh: Mesh) -> Any:
     )
 
 
-def open_weights(plan: Plan[RunSpec], mesh: Mesh, processes: Processes, console: Console) -> Any:
-    """Returns the parameters of the weights that the declaration names, laid out as planned on the mesh.
+def open_weights(session: Session, console: Console) -> Weights:
+    """Returns the weights that the declaration names, laid out as planned; says where they come from.
 
-    Says which checkpoint it reads. Raises ConfigError in all processes for weights of another model, and RunFailed if
-    every checkpoint is damaged.
+    Raises ConfigError in all processes for weights of another model, and RunFailed if every checkpoint is damaged.
     """
-    place = place_of_weights(plan.spec)
+    place = place_of_weights(session.plan.spec)
     if place.startswith(PUBLISHED):
         what = "is a folder of published weights, which this version cannot read yet"
         raise ConfigError([Problem(WEIGHTS_FROM, f"{place} {what}", "name a run directory")])
-    start = start_of_first(lambda: find_saved(place, WEIGHTS_FROM), processes)
+    start = start_of_first(lambda: find_saved(place, WEIGHTS_FROM), session.processes)
     assert start is not None
     if start.damaged:
         say(console, f"warning: damaged, so an older one is used: {describe_damage(start.damaged)}")
     say(console, f"weights: step {start.step} of {place}")
-    return load_parameters(start, abstract_parameters(plan, mesh))
+    params = load_parameters(start, abstract_parameters(session.plan, session.mesh))
+    return Weights(params, place, start.step)
 
 
 def place_of_weights(spec: RunSpec) -> str:
@@ -57,3 +108,25 @@ def place_of_weights(spec: RunSpec) -> str:
         fix = "set it to RUN, RUN/checkpoints/STEP or hf:DIR"
         raise ConfigError([Problem(WEIGHTS_FROM, "names no weights to open", fix)])
     return spec.checkpoint.weights_from
+
+
+def compile_programs(session: Session, lower: Callable[[], Programs], doing: str, console: Console) -> Programs:
+    """Returns compiled programs, in all processes at once. lower: traces and lowers them. doing: for the terminal, as
+    "compiling the evaluation". Raises RunFailed if one needs more memory than there is."""
+    plan, processes = session.plan, session.processes
+    with tempfile.TemporaryDirectory(prefix="meshloom-") as folder, Phases(console, doing) as phases:
+        compile_ = WatchedBuild(Path(folder) / "compiler.log", phases)
+        phases.begin(LOWER)
+        lowered = lower()
+        check_same_program(lowered, processes)
+
+        def made() -> Programs:
+            programs = compile_(lowered)
+            for name, program in programs.items():
+                check_program_memory(plan, program, processes, f"program `{name}`")
+            return programs
+
+        # JAX's own cache serves process 0 alone, and the others would be minutes behind it.
+        with cached_compilation(plan.spec.compilation_cache if processes.count == 1 else None):
+            timeout = plan.spec.distributed.compile_timeout_seconds
+            return together(COMPILED, made, processes=processes, timeout_seconds=timeout)

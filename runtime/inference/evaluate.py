@@ -1,0 +1,160 @@
+"""Evaluates weights: their loss on any data, on any mesh, by the evaluate program alone."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.errors import Problem, all_of
+from meshloom.compiler.core.format import counted
+from meshloom.compiler.core.visible import write_error
+from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.driver import plan_run
+from meshloom.compiler.xla.programs import Programs, lower
+
+from ..core.failures import NONFINITE, RunFailed
+from ..data.evaluated import EvaluatedData, Part, open_evaluated
+from ..processes.agreement import check_same_data
+from ..train.feed import in_token_order, local_rows, sequences_of, to_devices
+from .open_weights import Session, compile_programs, open_weights, place_of_weights, start_session
+
+EVALUATE = "evaluate"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of one part of the data. name: "data", or a part of a mixture. loss: mean cross-entropy in nats per
+    target; None without a target. num_targets: tokens that have a loss."""
+
+    name: str
+    loss: float | None
+    num_targets: int
+    num_sequences: int
+    unit: Literal["byte", "token"]
+
+    @property
+    def perplexity(self) -> float | None:
+        """Returns e to the loss; infinity where that is too large for a float."""
+        if self.loss is None:
+            return None
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Returns the loss in bits; None where a token is not a byte."""
+        return self.loss / math.log(2) if self.loss is not None and self.unit == "byte" else None
+
+    def __str__(self) -> str:
+        many = f"{counted(self.num_targets, 'target')} in {counted(self.num_sequences, 'sequence')}"
+        if self.loss is None or self.perplexity is None:
+            return f"no loss: no token has a target ({many})"
+        bits = f", {self.bits_per_byte:.4f} bits per byte" if self.bits_per_byte is not None else ""
+        return f"loss {self.loss:.4f} nats per {self.unit}, perplexity {self.perplexity:.4g}{bits} ({many})"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation of weights. place, step: where they came from. losses: of the whole, then of each source of a
+    mixture."""
+
+    place: str
+    step: int | None
+    split: str
+    losses: tuple[Loss, ...]
+    seconds: float
+
+    @property
+    def loss(self) -> float | None:
+        """Returns the mean loss of the whole, in nats per target."""
+        return self.losses[0].loss
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """Returns what `--json` prints; a number that is not finite is null."""
+        return {
+            "schema_version": 1,
+            "weights": {"place": self.place, "step": self.step},
+            "split": self.split,
+            "losses": [
+                {
+                    "name": each.name, "loss": _finite(each.loss), "perplexity": _finite(each.perplexity),
+                    "bits_per_byte": _finite(each.bits_per_byte), "num_targets": each.num_targets,
+                    "num_sequences": each.num_sequences,
+                }
+                for each in self.losses
+            ],
+            "seconds": round(self.seconds, 3),
+        }  # fmt: skip
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Returns the losses as lines for people."""
+        return tuple(f"{self.split if each.name == 'data' else each.name}: {each}" for each in self.losses)
+
+    def __repr__(self) -> str:
+        return f"<Evaluation: {self.lines[0]}>"
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class EvaluationJob:
+    """An evaluation that passed all checks of its declaration."""
+
+    session: Session
+    data: EvaluatedData
+
+
+def prepare_evaluation(spec: RunSpec, warn: Callable[[str], None] = write_error) -> EvaluationJob:
+    """Checks everything that can fail because of the declaration. Raises ConfigError with all problems."""
+    all_of(lambda: plan_run(spec), lambda: open_evaluated(spec), lambda: place_of_weights(spec))
+    session, data = start_session(spec, warn), open_evaluated(spec)
+    check_same_data(data.identity, session.processes)
+    return EvaluationJob(session, data)
+
+
+def evaluate_weights(job: EvaluationJob, console: Console) -> Evaluation:
+    """Opens the weights, compiles the evaluate program alone, and returns the losses, the same in all processes.
+
+    Raises RunFailed if a loss is not finite.
+    """
+    session, began = job.session, time.perf_counter()
+    weights = open_weights(session, console)
+    plan = session.plan
+    programs = compile_programs(
+        session, lambda: lower(plan, session.mesh, (EVALUATE,)), "compiling the evaluation", console
+    )
+    losses = tuple(_loss(part, weights.params, job, programs, console) for part in job.data.parts)
+    found = Evaluation(weights.place, weights.step, plan.spec.evaluation.split, losses, time.perf_counter() - began)
+    for each in losses:
+        if each.loss is not None and not math.isfinite(each.loss):
+            what = f"the loss of {each.name} is {each.loss}"
+            fix = "choose an earlier checkpoint, RUN/checkpoints/STEP, or precision=float32"
+            raise RunFailed(Problem(weights.place, what, fix), NONFINITE)
+    return found
+
+
+def _loss(part: Part, params: Any, job: EvaluationJob, programs: Programs, console: Console) -> Loss:
+    plan, batch = job.session.plan, programs.batch
+    rows = local_rows(batch)
+    order = plan.token_order.of_sequence(plan.spec.sequence_length)
+    mine = part.batches.of_rows(sequences_of(plan.row_order, rows))
+    sums, bar = np.zeros(2), console.bar(f"evaluating {part.name}", "doing", "bar", "count", "numbers", "left")
+    bar.start()
+    try:
+        # One at a time: with many in flight on CPU, several processes were seen to hang.
+        for number, each in enumerate(mine, 1):
+            placed = to_devices(batch, rows, in_token_order(each, order))
+            sums += jax.device_get(programs[EVALUATE](params, placed))
+            bar.update(number, total=len(mine), numbers=f"loss {sums[0] / max(sums[1], 1):.4f}")
+    finally:
+        bar.stop()
+    loss = float(sums[0] / sums[1]) if sums[1] else None
+    return Loss(part.name, loss, round(sums[1]), part.num_sequences, job.data.unit)
