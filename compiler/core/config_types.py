@@ -15,6 +15,7 @@ from .places import (
     expanded,
     local_path,
     shards_place,
+    weights_place,
     written_shards_place,
 )
 
@@ -56,6 +57,7 @@ Place = Annotated[Text, _as_place(expanded)]  # a path of this machine, or a URL
 LocalPath = Annotated[Text, _as_place(local_path)]
 CachePlace = Annotated[Text, _as_place(cache_place)]
 CheckpointPlace = Annotated[Text, _as_place(checkpoint_place)]
+WeightsPlace = Annotated[Text, _as_place(weights_place)]
 ShardsPlace = Annotated[Text, _as_place(shards_place)]
 WrittenShardsPlace = Annotated[Text, _as_place(written_shards_place)]
 CompilerOption = Annotated[bool | int | float | str, BeforeValidator(_compiler_option)]

@@ -7,6 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 CACHE_SCHEMES = ("gs", "s3", "az")  # of etils.epath, by which jax/_src/lru_cache.py opens its directory
 CHECKPOINT_SCHEMES = ("gs", "s3")  # of TensorStore, which writes the arrays; it has no driver for others
+PUBLISHED = "hf:"  # begins the place of a folder of published weights: hf:DIR
 COPY_FOLDER = {"s3": "aws s3 sync tokens {}", "gs": "gcloud storage rsync -r tokens {}"}  # by scheme
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -61,6 +62,16 @@ def cache_place(text: str) -> str:
 def checkpoint_place(text: str) -> str:
     """Returns a folder of checkpoints: a path, or a URL that TensorStore opens itself. Raises PlaceError."""
     return _of_schemes(text, CHECKPOINT_SCHEMES, f"checkpoints cannot be in '{text}'")
+
+
+def weights_place(text: str) -> str:
+    """Returns the place of weights: that of checkpoints, or hf:DIR, a folder of this machine. Raises PlaceError."""
+    return f"{PUBLISHED}{local_path(text[len(PUBLISHED) :])}" if is_published(text) else checkpoint_place(text)
+
+
+def is_published(text: str) -> bool:
+    """Returns True for hf:DIR, the place of published weights."""
+    return text.startswith(PUBLISHED)
 
 
 def shards_place(text: str) -> str:

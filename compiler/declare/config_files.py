@@ -57,7 +57,7 @@ SENT_TO = {
     "shards.directory": "the tokens would be written there",
     "logging.mlflow.uri": "the declaration and the metrics would be sent there",
 }
-READ_FROM = ("data", "checkpoint.restore_from")  # URLs that may not carry values
+READ_FROM = ("data", "checkpoint.restore_from", "checkpoint.weights_from")  # URLs that may not carry values
 COMPILER_OPTIONS = "compiler_options"
 _NAMES_A_PLACE = re.compile(r"dump|file|path|(^|_)dir|_to$|_from$|denylist|plugin|librar|extra_flags")
 _OF_VARIABLE = re.compile(r"\$\{oc\.env:\w+\}(/[^$]*)?")

@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr, model_validator
 
 from meshloom.models.config import Config, mistake
 
-from ..core.config_types import CachePlace, CheckpointPlace, LocalPath, Text
+from ..core.config_types import CachePlace, CheckpointPlace, LocalPath, Text, WeightsPlace
 from ..core.errors import use_one_of
+from ..core.places import PUBLISHED, is_published
 from ..spec.plan_spec import PlanSpec
 from ..spec.step_spec import ReplayCheck
 from .data_spec import DataSpec, ShardsSpec
@@ -64,11 +65,36 @@ class CheckpointSpec(Config):
     keep_best: NonNegativeInt  # the ones with the lowest held-out loss
     keep_every_num_steps: PositiveInt | None  # the ones whose step is a multiple of this
     directory: CheckpointPlace | None  # a path, gs:// or s3://; None: RUN_DIR/checkpoints
-    restore_from: CheckpointPlace | None  # RUN_DIR, or a folder of checkpoints, or one of them, to start from
+    restore_from: WeightsPlace | None  # RUN_DIR, or a folder of checkpoints, or one of them, to continue from
+    weights_from: WeightsPlace | None  # the same, or hf:DIR: a new run starts from its weights alone
+    weights_skip: tuple[Text, ...]  # patterns of parameters, or of tensors in files, that are not taken from there
 
     @property
     def is_saving(self) -> bool:
         return self.every_num_steps is not None or self.every_num_minutes is not None
+
+    @property
+    def continued(self) -> str | None:
+        """Returns the run or checkpoint that this run continues; None without one."""
+        return None if self.restore_from is None or is_published(self.restore_from) else self.restore_from
+
+    @property
+    def weights(self) -> str | None:
+        """Returns the place whose weights a new run starts from; None if they are drawn. Published weights have no
+        step and no optimizer, so that to restore from them is to start from them."""
+        return self.weights_from if self.weights_from or self.continued else self.restore_from
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> Self:
+        if self.weights_from and self.restore_from:
+            what = "a run continues checkpoint.restore_from, or starts anew from the weights of checkpoint.weights_from"
+            raise mistake(what, "set one of them to null", "weights_from")
+        if self.weights_skip and not self.weights:
+            what = f"[{', '.join(self.weights_skip)}] leaves out weights, and none are read"
+            raise mistake(
+                what, f"set checkpoint.weights_from to RUN_DIR or {PUBLISHED}DIR, or leave it out", "weights_skip"
+            )
+        return self
 
 
 class DistributedSpec(Config):

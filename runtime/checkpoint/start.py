@@ -68,8 +68,8 @@ def find_start(run_dir: Path, spec: RunSpec, state: Any) -> Start | None:
     if there := list(finished(own)):
         raise_if_any(_link_problem(path) for path in there if _is_link(path))
         start = newest_good(own, there, is_own=True)
-    elif spec.checkpoint.restore_from is not None:
-        start = newest_good(*_candidates(spec.checkpoint.restore_from), is_own=False)
+    elif spec.checkpoint.continued is not None:
+        start = newest_good(*_candidates(spec.checkpoint.continued), is_own=False)
     else:
         return None
     _check_same_tree(start.path, state)
@@ -79,9 +79,9 @@ def find_start(run_dir: Path, spec: RunSpec, state: Any) -> Start | None:
 def find_restorable(spec: RunSpec, state: Any) -> Start | None:
     """Returns the checkpoint of `checkpoint.restore_from`; None without one. Raises what `find_start` will raise, as
     far as can be seen without reading the arrays."""
-    if spec.checkpoint.restore_from is None:
+    if spec.checkpoint.continued is None:
         return None
-    start = newest_good(*_candidates(spec.checkpoint.restore_from), is_own=False, compare="sizes")
+    start = newest_good(*_candidates(spec.checkpoint.continued), is_own=False, compare="sizes")
     _check_same_tree(start.path, state)
     return start
 
@@ -132,9 +132,9 @@ def _check_clock(spec: RunSpec) -> None:
 
 
 def _check_restore(spec: RunSpec) -> None:
-    if spec.checkpoint.restore_from is not None:
-        check_bucket(folder_at(spec.checkpoint.restore_from), RESTORE_FROM)
-        check_is_there(spec.checkpoint.restore_from, RESTORE_FROM)
+    if spec.checkpoint.continued is not None:
+        check_bucket(folder_at(spec.checkpoint.continued), RESTORE_FROM)
+        check_is_there(spec.checkpoint.continued, RESTORE_FROM)
 
 
 def check_is_there(place: str, key: str) -> tuple[Folder, list[Folder]]:

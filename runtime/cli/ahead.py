@@ -16,16 +16,21 @@ from ..checkpoint.restore_plan import plan_restore
 from ..checkpoint.start import Start, check_checkpoint, find_restorable
 from ..compile.compile_command import compile_step, prepare_compile
 from ..processes.devices import plan_without_devices
+from ..weights.find import Weights, describe_weights, find_weights
 from .app import run_in_directory
 
 
 def explain_command(request: Request, flags: argparse.Namespace) -> int:
     """Prints the plan, and that of a restore. Returns the exit code: 3 if the estimate does not fit and `--check` is
     given. Raises ConfigError for a declaration that cannot be planned, or a checkpoint that it cannot restore."""
-    plan, start = read_spec(request, then=_plan)
+    plan, start, weights = read_spec(request, then=_plan)
     console, estimate = Console(off_terminal_width=240), estimate_step(plan)
     if start is not None:
         for line in plan_restore(start, plan).lines():
+            console.wrapped(line)
+        console.line()
+    if weights is not None:
+        for line in describe_weights(weights):
             console.wrapped(line)
         console.line()
     explain(plan, console, estimate)
@@ -33,10 +38,10 @@ def explain_command(request: Request, flags: argparse.Namespace) -> int:
     return DOES_NOT_FIT if flags.check and does_not_fit else 0
 
 
-def _plan(spec: RunSpec) -> tuple[Plan, Start | None]:
+def _plan(spec: RunSpec) -> tuple[Plan, Start | None, Weights | None]:
     plan_without_devices(spec.target)
     plan, _ = all_of(lambda: plan_run(spec), lambda: check_checkpoint(spec))
-    return plan, find_restorable(spec, plan.abstract)
+    return plan, find_restorable(spec, plan.abstract), find_weights(plan)
 
 
 def compile_command(request: Request, flags: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.places import is_published
 from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.driver import plan_run
@@ -34,7 +35,9 @@ from ..processes.agreement import check_same_declaration, check_same_program
 from ..processes.devices import start_devices
 from ..processes.distributed import COMPILED, Processes, join, together
 from ..processes.process_log import say
-from .run_request import PUBLISHED, WEIGHTS_FROM
+from ..weights.find import describe_weights, find_weights
+from ..weights.load import load_params
+from .run_request import WEIGHTS_FROM
 
 
 @dataclass(frozen=True)
@@ -90,9 +93,12 @@ def open_weights(session: Session, console: Console) -> Weights:
     Raises ConfigError in all processes for weights of another model, and RunFailed if every checkpoint is damaged.
     """
     place = place_of_weights(session.plan.spec)
-    if place.startswith(PUBLISHED):
-        what = "is a folder of published weights, which this version cannot read yet"
-        raise ConfigError([Problem(WEIGHTS_FROM, f"{place} {what}", "name a run directory")])
+    if is_published(place):
+        published = together("published weights", lambda: find_weights(session.plan), processes=session.processes)
+        assert published is not None
+        for line in describe_weights(published):
+            say(console, line)
+        return Weights(load_params(session.plan, session.mesh, published, console), place, None)
     start = start_of_first(lambda: find_saved(place, WEIGHTS_FROM), session.processes)
     assert start is not None
     if start.damaged:

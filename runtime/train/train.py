@@ -53,6 +53,8 @@ from ..processes.process_log import say, say_labels
 from ..processes.stop import StopRequest
 from ..rundir.run_dir import write_declaration
 from ..rundir.run_record import recorded_run
+from ..weights.find import Weights, check_content, describe_weights, find_weights
+from ..weights.load import with_weights
 from .decisions import NonFinite
 from .display import next_steps, show_header, show_summary
 from .feed import local_rows, sequences_of
@@ -70,7 +72,8 @@ LOG = logging.getLogger("meshloom")
 class Job:
     """A run that passed all checks: its plan, its data, the artifact that is loaded instead of compiling, and the lines
     that were printed while devices were found. model: the declaration's name for its model; None if it has none.
-    request: what declared it, for the record of the run; None if overrides did not."""
+    request: what declared it, for the record of the run; None if overrides did not. weights: those that a new run
+    starts from; None if they are drawn."""
 
     plan: Plan[RunSpec]
     data: Data
@@ -78,6 +81,7 @@ class Job:
     said: tuple[str, ...] = ()
     model: str | None = None
     request: Request | None = None
+    weights: Weights | None = None
 
 
 def prepare(spec: RunSpec, warn: Callable[[str], None] = write_error) -> Job:
@@ -111,7 +115,7 @@ def plan_and_check(spec: RunSpec) -> Job:
         lambda: check_compiler_options(spec.compiler_options, jax.local_devices()[0]),
     )
     check_steps_left(find_restorable(spec, plan.abstract), spec)
-    return Job(plan, data)
+    return Job(plan, data, weights=find_weights(plan))
 
 
 def _check_is_decided(spec: RunSpec) -> None:
@@ -202,7 +206,7 @@ def _run(
         rows = sequences_of(plan.row_order, local_rows(programs.batch))
         batches = iter(job.data["train"].of_rows(rows))
         with stop.waiting_for("the state to start from"), watch.spending("restore" if start else "start"):
-            state, first_step, num_tokens = _initial_state(start, plan, programs, batches, console)
+            state, first_step, num_tokens = _initial_state(start, job, programs, batches, console, processes)
         if processes.is_first:
             write_declaration(plan, run_dir)
         with Observers(watch) as observers:
@@ -248,11 +252,18 @@ def find_precompiled(plan: Plan[RunSpec], named: Path) -> Precompiled:
 
 
 def _initial_state(
-    start: Start | None, plan: Plan[RunSpec], programs: Programs, batches: BatchIterator, console: Console
+    start: Start | None, job: Job, programs: Programs, batches: BatchIterator, console: Console, processes: Processes
 ) -> tuple[Any, int, int]:
     """Returns the state to start from, of this run, of another, or a fresh one, with its steps and tokens so far."""
+    plan = job.plan
     if start is None:
-        return programs["init"](), 0, 0
+        state = programs["init"]()
+        if job.weights is None:
+            return state, 0, 0
+        check_content(job.weights, processes)
+        for line in describe_weights(job.weights):
+            say(console, line)
+        return with_weights(state, job.weights, plan, console), 0, 0
     for line in plan_restore(start, plan).lines():
         say(console, line)
     restored = restore(start, programs.state, batches)

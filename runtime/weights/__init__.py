@@ -1,0 +1,1 @@
+"""Weights alone: read from published folders and from other runs, and written as folders that others read."""

@@ -1,0 +1,164 @@
+"""Finds the weights that a new run starts from, before anything is allocated: in a published folder, or another run."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.format import counted, human_bytes, human_names
+from meshloom.compiler.core.places import PUBLISHED, is_published
+from meshloom.compiler.core.trees import leaves_by_path
+from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.plan import Plan
+from meshloom.models.config import Config
+from meshloom.models.published import NotUnderstood, read_config, tensors_in
+
+from ..checkpoint.start import EXPECTED, Start, check_is_there, newest_good, saved_tree
+from ..core.failures import STORAGE, RunFailed
+from ..core.files import check_bucket, folder_at, is_remote
+from ..core.manifest import damage_in
+from ..processes.distributed import Processes, together
+from ..rundir.find_runs import SPEC
+from .folder import CONFIG, PublishedFolder, open_folder
+from .match import FROM, Matched, check_some, match_folder, match_saved
+
+
+@dataclass(frozen=True)
+class PublishedWeights:
+    """The weights of a published folder that the model takes."""
+
+    folder: PublishedFolder
+    matched: Matched
+    differs: tuple[str, ...]
+
+    @property
+    def place(self) -> str:
+        return f"{PUBLISHED}{self.folder.path}"
+
+    @property
+    def fresh(self) -> tuple[str, ...]:
+        return self.matched.fresh
+
+    @property
+    def num_bytes(self) -> int:
+        return self.matched.num_bytes
+
+    def __str__(self) -> str:
+        return f"{self.place}: {counted(len(self.matched.taken), 'tensor')} of {human_bytes(self.num_bytes)}"
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """The weights of another run's checkpoint. taken: the parameters that are read. masters: those of them that are
+    read from its master weights, which are more precise."""
+
+    start: Start
+    taken: tuple[str, ...]
+    masters: frozenset[str]
+    fresh: tuple[str, ...]
+    num_bytes: int
+    differs: tuple[str, ...]
+
+    @property
+    def place(self) -> str:
+        return str(self.start.path)
+
+    def __str__(self) -> str:
+        return f"{self.place}: {counted(len(self.taken), 'parameter')} of {human_bytes(self.num_bytes)}"
+
+
+Weights = PublishedWeights | SavedWeights
+
+
+def find_weights(plan: Plan[RunSpec]) -> Weights | None:
+    """Returns the weights that a new run starts from; None if they are drawn. Reads headers alone.
+
+    Raises ConfigError for damage, and with all tensors that are missing, extra or of another shape.
+    """
+    place = plan.spec.checkpoint.weights
+    if place is None:
+        return None
+    weights = _published(place, plan) if is_published(place) else _saved(place, plan)
+    taken = weights.matched.taken if isinstance(weights, PublishedWeights) else weights.taken
+    check_some(place, len(taken))
+    return weights
+
+
+def _published(place: str, plan: Plan[RunSpec]) -> PublishedWeights:
+    folder = open_folder(Path(place.removeprefix(PUBLISHED)))
+    with_config = f"{folder.path}/{CONFIG}"
+    declared = _understood(lambda: read_config(folder.config), with_config)
+    expected, unused = _understood(lambda: tensors_in(plan.spec.model, folder.tensors), "model")
+    params = leaves_by_path(plan.abstract["params"])
+    matched = match_folder(folder, expected, params, plan.spec.checkpoint.weights_skip, unused)
+    return PublishedWeights(folder, matched, _differences(declared, plan.spec.model, with_config))
+
+
+def _understood(read: Callable[[], Any], where: str) -> Any:
+    try:
+        return read()
+    except NotUnderstood as error:
+        raise ConfigError(
+            Problem(where if m.key == where else f"{where}: {m.key}", m.what, m.fix) for m in error.mistakes
+        ) from None
+
+
+def _saved(place: str, plan: Plan[RunSpec]) -> SavedWeights:
+    check_bucket(folder_at(place), FROM)
+    start = newest_good(*check_is_there(place, FROM), is_own=False, compare="sizes")
+    tree, params = saved_tree(start.path), leaves_by_path(plan.abstract["params"])
+    there, masters = leaves_by_path(tree["params"]), leaves_by_path(tree.get("master", {}))
+    taken = match_saved(str(start.path), there, params, plan.spec.checkpoint.weights_skip)
+    num_bytes = sum(params[path].size * params[path].dtype.itemsize for path in taken)
+    differs = _differences(_declared_model(start), plan.spec.model, f"the run of {start.path}")
+    fresh = tuple(path for path in params if path not in taken)
+    return SavedWeights(start, taken, frozenset(masters) & frozenset(taken), fresh, num_bytes, differs)
+
+
+def _declared_model(start: Start) -> dict[str, Any]:
+    """Returns the keys of the model that a checkpoint is of; none where its run directory is not around it."""
+    file = start.path.parent.parent / SPEC
+    if is_remote(start.path) or not file.is_file():
+        return {}
+    try:
+        return yaml.safe_load(Path(file).read_text(encoding="utf-8"))["model"]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
+        return {}
+
+
+OF_A_DRAW = ("dropout_rate", "initializer_stddev")  # keys that change no output of weights that are there
+
+
+def _differences(there: Mapping[str, Any], model: Config, of: str) -> tuple[str, ...]:
+    """Returns a line for the keys of a model by which it computes something else with the same weights."""
+    here = model.model_dump(mode="json")
+    changed = [key for key in there if key in here and key not in OF_A_DRAW and not _same(there[key], here[key])]
+    named = [f"{key} {here[key]} here, {there[key]} there" for key in changed]
+    return (f"warning: the model differs from that of {of}: {human_names(named)}",) if named else ()
+
+
+def _same(a: Any, b: Any) -> bool:
+    return list(a) == list(b) if isinstance(a, list | tuple) and isinstance(b, list | tuple) else a == b
+
+
+def check_content(weights: Weights, processes: Processes) -> None:
+    """Raises RunFailed in all processes if a checkpoint is not as it was saved. Process 0 reads every byte of it; a
+    published file has no hashes to compare with."""
+
+    def check() -> None:
+        if isinstance(weights, PublishedWeights) or not processes.is_first:
+            return
+        if damage := damage_in(weights.start.path, expected=EXPECTED, step=weights.start.step):
+            fix = f"choose another checkpoint with {FROM}=RUN_DIR/checkpoints/STEP"
+            raise RunFailed(Problem(weights.place, damage, fix), STORAGE)
+
+    together("content of the weights", check, processes=processes)
+
+
+def describe_weights(weights: Weights) -> list[str]:
+    """Returns the lines that say what is read, and what is not."""
+    fresh = [f"drawn anew: {human_names(weights.fresh)}"] if weights.fresh else []
+    return [f"weights: {weights}", *weights.differs, *fresh]

@@ -1,0 +1,248 @@
+"""Opens a folder of published weights: config.json, safetensors files, and the files of a tokenizer.
+
+All damage is found here, from headers and sizes; no tensor is read. A safetensors file is 8 bytes with the length of
+its header, the header in JSON, and the tensors one after the other (https://github.com/huggingface/safetensors).
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any, use_one_of
+
+from ..core.files import parse_json
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+
+# The types of floating-point weights, by their names in safetensors, and the bits of every type that it knows.
+FLOATS = MappingProxyType({"BF16": np.dtype(jnp.bfloat16), "F16": np.dtype("float16"), "F32": np.dtype("float32")})
+BITS = MappingProxyType(
+    {
+        "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+        "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64": 64, "I64": 64,
+        "U64": 64,
+    }
+)  # fmt: skip
+MOST_HEADER_BYTES = 100_000_000  # a limit of the safetensors library
+AGAIN = "copy or download it again"
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of a safetensors file. dtype: by its name there, such as BF16. start: its offset in the file, in
+    bytes."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}".replace(" ", "")
+
+    def values(self) -> np.ndarray:
+        """Returns the tensor as a view of the file: the system reads what is touched, and may drop it again."""
+        if not self.num_bytes:
+            return np.zeros(self.shape, FLOATS[self.dtype])
+        mapped = np.memmap(self.file, np.uint8, "r", self.start, (self.num_bytes,))
+        return np.asarray(mapped).view(FLOATS[self.dtype]).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class PublishedFolder:
+    """A folder that is complete, as far as headers and sizes show. config: the content of config.json. tokenizer: the
+    files that belong to its tokenizer and to generation."""
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, FileTensor]
+    tokenizer: tuple[Path, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+
+def open_folder(path: Path) -> PublishedFolder:
+    """Returns the folder of published weights. Raises ConfigError with all that is wrong with it."""
+    if not path.is_dir():
+        what = "this is a file" if path.exists() else "there is no such folder"
+        fix = f"name a folder that holds {CONFIG} and {SINGLE}; weights of a hub have to be downloaded first"
+        raise ConfigError([Problem(str(path), what, fix)])
+    problems: list[Problem] = []
+    config = _config(path, problems)
+    tensors = dict[str, FileTensor]()
+    try:
+        listed = _listed(path)
+    except ConfigError as error:
+        problems += error.problems
+        listed = {}
+    files: set[str] = {*listed.values()} if listed or problems else {SINGLE}
+    for file in sorted(files):
+        for name, tensor in _read_header(path / file, problems).items():
+            if name in tensors:
+                what = f"holds {name}, which {tensors[name].file.name} holds too"
+                problems.append(Problem(str(path / file), what, f"{AGAIN}, the whole folder"))
+            tensors[name] = tensor
+    problems += _not_as_listed(path, listed, tensors, problems)
+    raise_if_any(problems)
+    tokenizer = tuple(path / name for name in TOKENIZER_FILES if (path / name).is_file())
+    return PublishedFolder(path, MappingProxyType(config), MappingProxyType(tensors), tokenizer)
+
+
+def _config(path: Path, problems: list[Problem]) -> dict[str, Any]:
+    try:
+        config = parse_json((path / CONFIG).read_bytes())
+    except OSError as error:
+        problems.append(Problem(str(path / CONFIG), f"cannot be read: {error.strerror}", AGAIN))
+    except ValueError as error:
+        problems.append(Problem(str(path / CONFIG), f"is not JSON: {error}", AGAIN))
+    else:
+        if isinstance(config, dict):
+            return config
+        problems.append(Problem(str(path / CONFIG), "is not a JSON object", AGAIN))
+    return {}
+
+
+def _listed(path: Path) -> dict[str, str]:
+    """Returns the file of each tensor by the index; empty where there is a single file without an index."""
+    if not (path / INDEX).exists():
+        if (path / SINGLE).exists():
+            return {}
+        raise ConfigError([Problem(str(path), *_no_weights(path))])
+    try:
+        found = parse_json((path / INDEX).read_bytes())["weight_map"]
+        listed = {str(name): Path(str(file)).name for name, file in found.items()}
+    except OSError as error:
+        raise ConfigError([Problem(str(path / INDEX), f"cannot be read: {error.strerror}", AGAIN)]) from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        what = "is not an index of safetensors files: it has no weight_map"
+        raise ConfigError([Problem(str(path / INDEX), what, AGAIN)]) from None
+    if not listed:
+        raise ConfigError([Problem(str(path / INDEX), "lists no tensors", AGAIN)])
+    if (path / SINGLE).exists() and SINGLE not in listed.values():
+        what = f"holds {SINGLE}, and an index of other files: nothing says which are the weights"
+        raise ConfigError([Problem(str(path), what, f"remove {SINGLE}, or {INDEX}")])
+    missing = sorted(file for file in set(listed.values()) if not (path / file).is_file())
+    raise_if_any(
+        Problem(str(path / INDEX), f"names {file}, which is not in the folder", f"{AGAIN}: {file}") for file in missing
+    )
+    return listed
+
+
+def _no_weights(path: Path) -> tuple[str, str]:
+    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
+    if pickles:
+        what = f"holds {pickles[0]}, a pickle, which may run any code when it is read; and no safetensors"
+        return what, "write it as safetensors with the library that made it: model.save_pretrained(DIR)"
+    others = sorted(file.name for pattern in ("*.gguf", "*.safetensors") for file in path.glob(pattern))
+    there = f", but {others[0]}" if others else ""
+    return f"has no {SINGLE} and no {INDEX}{there}", "name a folder as transformers writes it"
+
+
+def _not_as_listed(
+    path: Path, listed: Mapping[str, str], tensors: Mapping[str, FileTensor], before: list[Problem]
+) -> Iterator[Problem]:
+    """Yields what the index and the headers say differently, unless a header could not be read."""
+    if not listed or before:
+        return
+    for name, file in listed.items():
+        if name not in tensors or tensors[name].file.name != file:
+            there = f"it is in {tensors[name].file.name}" if name in tensors else f"{file} does not hold it"
+            yield Problem(str(path / INDEX), f"names {name} in {file}, and {there}", f"{AGAIN}, the whole folder")
+    for name in tensors.keys() - listed.keys():
+        what = f"does not list {name} of {tensors[name].file.name}"
+        yield Problem(str(path / INDEX), what, f"{AGAIN}, the whole folder")
+
+
+def _read_header(file: Path, problems: list[Problem]) -> dict[str, FileTensor]:
+    """Returns the tensors of a file; none, and a problem, where its header is not right."""
+    try:
+        return _parsed(file)
+    except OSError as error:
+        problems.append(Problem(str(file), f"cannot be read: {error.strerror}", "check the file and your rights"))
+    except _Broken as error:
+        problems.append(Problem(str(file), str(error), error.fix))
+    return {}
+
+
+class _Broken(ValueError):
+    def __init__(self, what: str, fix: str = AGAIN):
+        super().__init__(what)
+        self.fix = fix
+
+
+def _parsed(file: Path) -> dict[str, FileTensor]:
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        start = opened.read(8)
+        if start == b"version ":
+            raise _Broken("is a pointer of Git LFS, not the file itself", "run `git lfs pull` in its repository")
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or not 2 <= length <= MOST_HEADER_BYTES:
+            raise _Broken("is not a safetensors file")
+        if length > size - 8:
+            raise _Broken(f"is truncated: its header has {length:,} bytes, and the file {size:,}")
+        header = opened.read(length)
+    try:
+        entries = json.loads(header.decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, _Broken):
+            raise
+        raise _Broken("is not a safetensors file: its header is not JSON") from None
+    if not isinstance(entries, dict):
+        raise _Broken("is not a safetensors file: its header is not a JSON object")
+    entries.pop("__metadata__", None)
+    tensors = {name: _tensor(file, name, entry, 8 + length) for name, entry in entries.items()}
+    _check_places(tensors, 8 + length, size)
+    return tensors
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen = dict(pairs)
+    if len(seen) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _Broken(f"names {twice} twice in its header")
+    return seen
+
+
+def _tensor(file: Path, name: str, entry: Any, first: int) -> FileTensor:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        if not all(type(each) is int and each >= 0 for each in (*shape, begin, end)) or begin > end:
+            raise ValueError
+    except (KeyError, TypeError, ValueError):
+        raise _Broken(f"describes {name} in a form that safetensors does not have") from None
+    if dtype not in BITS:
+        raise _Broken(f"holds {name} of the unknown type '{dtype}'", use_one_of(dtype, FLOATS))
+    if math.prod(shape) * BITS[dtype] != 8 * (end - begin):
+        raise _Broken(f"gives {name}, {dtype} {list(shape)}, {end - begin:,} bytes")
+    return FileTensor(file, dtype, shape, first + begin, end - begin)
+
+
+def _check_places(tensors: Mapping[str, FileTensor], first: int, size: int) -> None:
+    """Raises _Broken unless the tensors fill the file, one after the other."""
+    at = first
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
+        if tensor.start < at:
+            raise _Broken(f"places {name} over another tensor")
+        if tensor.start > at:
+            raise _Broken(f"leaves {tensor.start - at:,} bytes before {name}, which no tensor has")
+        at = tensor.start + tensor.num_bytes
+    if size < at:
+        raise _Broken(f"is truncated: its tensors take {at:,} bytes, and the file has {size:,}")
+    if size > at:
+        raise _Broken(f"has {size - at:,} bytes after its last tensor")

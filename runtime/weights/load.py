@@ -1,0 +1,124 @@
+"""Loads weights into the state of a new run: its steps, its optimizer and its schedule begin anew.
+
+weights: hf:models/llama: 291 tensors of 12.6 GiB
+read in 9.1 s, 1.4 GiB/s
+"""
+
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint import v1 as ocp
+
+from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.format import human_bytes
+from meshloom.compiler.core.trees import leaves_by_path, like, nested_dict, pick
+from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.plan import Plan
+
+from ..checkpoint.parameters import READ_AT_ONCE_BYTES
+from ..checkpoint.start import context_for
+from ..data.progress import TextProgress
+from ..processes.process_log import say
+from .find import PublishedWeights, SavedWeights, Weights
+from .read import Arrays, read_into
+
+
+def with_weights(state: dict[str, Any], weights: Weights, plan: Plan[RunSpec], console: Console) -> dict[str, Any]:
+    """Returns a fresh state with weights in the place of those that were drawn, which are donated. The optimizer begins
+    from the weights, as it does in a run that draws them."""
+    params, masters = leaves_by_path(state["params"]), leaves_by_path(state.get("master", {}))
+    arrays = {path: (x, masters[path]) if path in masters else (x,) for path, x in params.items()}
+    del params, masters
+    arrays = _read(arrays, weights, _mesh_of(state), console)
+    state = state | {"params": nested_dict({path: each[0] for path, each in arrays.items()})}
+    if "master" in state:
+        state["master"] = nested_dict({path: each[1] for path, each in arrays.items() if len(each) > 1})
+    return state | {"optimizer": _fresh_optimizer(state, plan)}
+
+
+def load_params(plan: Plan[RunSpec], mesh: Mesh, weights: Weights, console: Console) -> Any:
+    """Returns the parameters alone, laid out on a mesh by the plan. What no weights are read for is drawn."""
+    specs = plan.specs["params"]
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
+    with jax.set_mesh(mesh):
+        params = jax.jit(lambda: _drawn(plan, weights), out_shardings=shardings)()
+    arrays = _read({path: (x,) for path, x in leaves_by_path(params).items()}, weights, mesh, console)
+    return like(params, {path: x for path, (x,) in arrays.items()})
+
+
+def _drawn(plan: Plan, weights: Weights) -> Any:
+    """Returns parameters as they are drawn where they stay so, and zeros elsewhere."""
+    drawn = plan.model.init(jax.random.key(plan.spec.seed)) if weights.fresh else plan.abstract["params"]
+    drawn, abstract = leaves_by_path(drawn), leaves_by_path(plan.abstract["params"])
+    made = {
+        path: drawn[path].astype(x.dtype) if path in weights.fresh else jnp.zeros(x.shape, x.dtype)
+        for path, x in abstract.items()
+    }
+    return like(plan.abstract["params"], made)
+
+
+def _mesh_of(state: Any) -> Mesh:
+    sharding = jax.tree.leaves(state)[0].sharding
+    assert isinstance(sharding, NamedSharding)
+    assert isinstance(sharding.mesh, Mesh)
+    return sharding.mesh
+
+
+def _read(arrays: Arrays, weights: Weights, mesh: Mesh, console: Console) -> Arrays:
+    """Returns the arrays with the weights, and says how long it took."""
+    began = time.perf_counter()
+    with TextProgress(console, "reading weights", total=weights.num_bytes) as progress:
+        if isinstance(weights, PublishedWeights):
+            arrays = read_into(arrays, weights.matched, mesh, progress.advance)
+        else:
+            arrays = arrays | _restored(arrays, weights)
+            progress.advance(weights.num_bytes)
+        jax.block_until_ready(arrays)
+    seconds = time.perf_counter() - began
+    say(console, f"read in {seconds:.1f} s, {human_bytes(int(weights.num_bytes / max(seconds, 1e-3)))}/s")
+    return arrays
+
+
+def _restored(arrays: Arrays, weights: SavedWeights) -> Arrays:
+    """Returns the arrays that a checkpoint has, in the layouts and types of those here, which are freed first."""
+    wanted = {path: arrays[path][-1] for path in weights.taken}  # the master weights, where there are some
+    layouts = {path: [(x.dtype, x.sharding) for x in arrays[path]] for path in weights.taken}
+    abstract = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for path, x in wanted.items()}
+    for path in weights.taken:
+        for x in arrays[path]:
+            x.delete()
+    tree = {"params": nested_dict({path: x for path, x in abstract.items() if path not in weights.masters})}
+    tree["master"] = nested_dict({path: x for path, x in abstract.items() if path in weights.masters})
+    tree = {name: part for name, part in tree.items() if part}
+    context = ocp.Context(context_for(weights.start.path))
+    context.pytree.loading.partial_load = True
+    context.memory.read_concurrent_bytes = READ_AT_ONCE_BYTES
+    with context:
+        content = ocp.load_checkpointables(str(weights.start.path), {"state": tree})["state"]
+    read = {path: x for part in content.values() for path, x in leaves_by_path(part).items()}
+    return {path: tuple(_laid_out(read[path], *each) for each in layouts[path]) for path in weights.taken}
+
+
+def _laid_out(x: Array, dtype: Any, sharding: Any) -> Array:
+    if x.dtype == dtype and x.sharding == sharding:
+        return x
+    return jax.jit(lambda x: x.astype(dtype), out_shardings=sharding)(x)
+
+
+def _fresh_optimizer(state: dict[str, Any], plan: Plan) -> Any:
+    """Returns the state of the optimizer before its first update of these weights; the one that was there is freed."""
+    layouts = jax.tree.map(lambda x: x.sharding, state["optimizer"])
+    for x in jax.tree.leaves(state["optimizer"]):
+        x.delete()
+    trained = state.get("master") or pick(state["params"], plan.sharding.trained)
+    init = jax.jit(
+        lambda params: plan.optimizer.init(jax.tree.map(lambda x: x.astype("float32"), params)), out_shardings=layouts
+    )
+    with jax.set_mesh(_mesh_of(trained)):
+        return init(trained)

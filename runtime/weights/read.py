@@ -1,0 +1,94 @@
+"""Reads the tensors of published files into the sharded parameters of a run.
+
+A tensor becomes a sharded array in the layout of its file, of which each process reads its slice alone. One program
+then lays it out as ours and puts it into its place of the stack, which is donated. So the memory of the host holds
+slices of few tensors at a time, and the transposition runs on the devices.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .match import Matched, Taken
+
+BYTES_IN_FLIGHT = 2**28  # of tensors that are read while the devices still put others into their places
+
+Arrays = dict[str, tuple[Array, ...]]  # by the path of the parameter: it, and perhaps its master weights
+
+
+def read_into(arrays: Arrays, matched: Matched, mesh: Mesh, advance: Callable[[int], None]) -> Arrays:
+    """Returns the arrays with the weights that were matched. The given ones are donated. advance: takes the bytes of
+    each tensor that is done."""
+    arrays, waiting = dict(arrays), deque[tuple[Any, int]]()
+    for taken in matched.taken:
+        made = _read_one(arrays, taken, mesh)
+        waiting.append((made, taken.file.num_bytes))
+        while len(waiting) > 1 and sum(size for _, size in waiting) > BYTES_IN_FLIGHT:
+            _finish(waiting, advance)
+    while waiting:
+        _finish(waiting, advance)
+    return arrays
+
+
+def _finish(waiting: deque[tuple[Any, int]], advance: Callable[[int], None]) -> None:
+    read, num_bytes = waiting.popleft()
+    jax.block_until_ready(read)
+    advance(num_bytes)
+
+
+def _read_one(arrays: Arrays, taken: Taken, mesh: Mesh) -> Any:
+    """Puts a tensor into its places. Returns what is ready once the tensor has been read."""
+    values = taken.file.values()
+    read = jax.make_array_from_callback(values.shape, file_sharding(values.shape, mesh), lambda index: values[index])
+    slots = [taken.tensor.slots[n] for n in taken.slots]
+    stacks = tuple(arrays[slot.path] for slot in slots)
+    layouts = tuple(tuple(x.sharding for x in stack) for stack in stacks)
+    starts = tuple(np.asarray(slot.index, np.int32) for slot in slots)
+    put = _put(taken.tensor.to_ours, taken.slots, layouts)
+    done, stacks = put(stacks, read, starts)
+    for slot, stack in zip(slots, stacks, strict=True):
+        arrays[slot.path] = stack
+    return done
+
+
+@cache
+def _put(to_ours: Callable[[Array], tuple[Array, ...]], taken: tuple[int, ...], layouts: Any) -> Any:
+    """Returns a program: (arrays by slot, a file's tensor, the starts of its slots) -> (a scalar, the arrays)."""
+
+    def put(stacks: tuple[tuple[Array, ...], ...], x: Array, starts: tuple[Array, ...]) -> Any:
+        parts = to_ours(x)
+        made = tuple(
+            tuple(_placed(array, parts[n], start) for array in stack)
+            for n, stack, start in zip(taken, stacks, starts, strict=True)
+        )
+        return jnp.zeros((), jnp.int8), made
+
+    mesh = jax.tree.leaves(layouts)[0].mesh
+    return jax.jit(put, donate_argnums=0, out_shardings=(NamedSharding(mesh, PartitionSpec()), layouts))
+
+
+def _placed(array: Array, part: Array, start: Array) -> Array:
+    part = part.astype(array.dtype)[(None,) * start.shape[0]]
+    zeros = [jnp.zeros((), start.dtype)] * (array.ndim - start.shape[0])
+    return jax.lax.dynamic_update_slice(array, part, [*start, *zeros])
+
+
+def file_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    """Returns a layout in which each device reads other bytes of a tensor, as far as its dimensions divide: the mesh
+    axes one after the other, each along the first dimension that it still divides."""
+    axes: list[list[str]] = [[] for _ in shape]
+    shards = [1] * len(shape)
+    for axis, size in mesh.shape.items():
+        fitting = (n for n, length in enumerate(shape) if length and length % (shards[n] * size) == 0)
+        place = next(fitting, None)
+        if size > 1 and place is not None:
+            axes[place].append(axis)
+            shards[place] *= size
+    return NamedSharding(mesh, PartitionSpec(*(tuple(each) or None for each in axes)))
