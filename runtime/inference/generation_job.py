@@ -19,7 +19,7 @@ from ..data.shards import read_index
 from ..data.tokenizers import Bytes, HuggingFace, SentencePiece, Tokenizer, open_tokenizer
 from ..processes.distributed import Processes
 from .generate import Generator, Prompt, problems_of_prompt
-from .open_weights import open_weights, place_of_weights
+from .open_weights import Session, open_weights, place_of_weights
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class GenerationJob:
     def open(self, processes: Processes, console: Console) -> Generator:
         """Returns the generator, with the weights on the devices. Raises ConfigError for weights of another model."""
         mesh = mesh_of(self.plan)
-        params = open_weights(self.plan, mesh, processes, console)
+        params = open_weights(Session(self.plan, mesh, processes), console).params
         return Generator(self.plan, mesh, params, self.tokenizer, [self.tokenizer.identity.end_of_document])
 
 
