@@ -124,8 +124,8 @@ def _with_folder(values: dict[str, Any], folder: Path, typed: Collection[str]) -
     if isinstance(checkpoint, dict) and "weights_from" in checkpoint:
         named = checkpoint["weights_from"] or checkpoint.get("restore_from")
         changes["checkpoint"] = checkpoint if named else checkpoint | {"weights_from": f"hf:{folder}"}
-    is_bytes = isinstance(data, dict) and data.get("tokenizer") == BYTES and not _names_tokenizer(typed)
-    if is_bytes and (folder / TOKENIZER).is_file():
+    is_default = not _names_tokenizer(typed) and (folder / TOKENIZER).is_file()
+    if is_default and isinstance(data, dict) and data.get("tokenizer") == BYTES:
         tokenizer = {"kind": "huggingface", "path": str(folder / TOKENIZER), "end_of_document": None}
         changes["data"] = data | {"tokenizer": tokenizer}
     return values | changes
