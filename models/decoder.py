@@ -5,6 +5,7 @@ B batch, T length, S length of what is remembered, E embed, H heads, K kv_heads,
 P positions.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
 import jax.numpy as jnp
@@ -13,8 +14,8 @@ from jax import Array
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from .config import divisors, mistake
-from .contract import Context, Model, ModelConfig, Stack, build_piece
-from .parts import ACTIVATIONS, Norm, NormKind, RopeScaling, bias, matrix, rotate
+from .contract import Context, Model, ModelConfig, Piece, Stack, build_piece
+from .parts import ACTIVATIONS, Norm, NormKind, Rope, RopeScaling, bias, matrix, rotate
 
 RESIDUAL = ("batch", "sequence_parallel_length", "embed")  # the residual stream and its norms: each token for itself
 WHOLE = ("batch", "length", "embed")  # the residual stream as matmuls read it
@@ -36,15 +37,16 @@ class DecoderBase(ModelConfig):
     positions: Literal["rope", "learned"]
     rope_theta: PositiveFloat | None  # base of the rotary wavelengths
     rope_scaling: RopeScaling | None
+    window_rope_theta: PositiveFloat | None  # the base in layers with a window, not stretched; None: as in others
     num_positions: PositiveInt | None  # rows of the table of learned positions: the longest sequence
     norm: NormKind
     norm_placement: Literal["before", "before_and_after"]  # where the norms of attention and MLP stand
     norm_epsilon: PositiveFloat
-    qk_norm: Literal["none", "rms"]  # the norm of each head's queries and keys, before they are turned
+    qk_norm: Literal["none", "rms", "rms_zero_centered"]  # of each head's queries and keys, before they turn
     attention_scale: PositiveFloat | None  # the factor of scores; None: 1 / sqrt(head_dim)
     attention_windows: Annotated[
         tuple[PositiveInt | None, ...], Field(min_length=1)
-    ]  # one layer after the other; None: all tokens before
+    ]  # of one layer after the other, over and over; None: all tokens before
     attention_soft_cap: PositiveFloat | None
     logit_soft_cap: PositiveFloat | None
     biases: Literal["none", "qkv", "all"]  # the biases of matrices; the head's has none
@@ -60,14 +62,10 @@ class DecoderBase(ModelConfig):
         if self.num_heads % self.num_kv_heads:
             what = f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
             raise mistake(what, f"use one of {', '.join(map(str, divisors(self.num_heads)))}", "num_kv_heads")
-        if self.num_layers % len(self.attention_windows):
-            windows = len(self.attention_windows)
-            what = f"num_layers={self.num_layers} is not a multiple of the {windows} attention_windows"
-            raise mistake(what, f"use a multiple of {windows}", "num_layers")
         return self._check_positions()
 
     def _check_positions(self) -> Self:
-        rope = {"rope_theta": self.rope_theta, "rope_scaling": self.rope_scaling}
+        rope = {key: getattr(self, key) for key in ("rope_theta", "rope_scaling", "window_rope_theta")}
         learned = {"num_positions": self.num_positions}
         used, unused = (rope, learned) if self.positions == "rope" else (learned, rope)
         first = next(iter(used))
@@ -76,6 +74,8 @@ class DecoderBase(ModelConfig):
         for key, value in unused.items():
             if value is not None:
                 raise mistake(f"positions={self.positions} does not use it", f"set model.{key}=null", key)
+        if self.window_rope_theta is not None and not any(self.attention_windows):
+            raise mistake("no layer has a window", "set model.window_rope_theta=null", "window_rope_theta")
         if self.positions == "rope" and self.head_dim % 2:
             what = f"head_dim={self.head_dim} is odd, and rotary positions turn pairs of dimensions"
             raise mistake(what, f"use {self.head_dim + 1}", "head_dim")
@@ -90,15 +90,43 @@ class DecoderConfig(DecoderBase):
 
 
 def build_decoder(config: DecoderConfig) -> Model:
-    """Returns the three pieces of the decoder. A layer of its stack is one round through the windows."""
-    num_rounds = config.num_layers // len(config.attention_windows)
+    """Returns the pieces of the decoder. A layer of its stack is one round through the windows."""
     return Model(
         embed=build_piece(lambda rngs: Embed(config, rngs)),
-        stacks=(Stack("layers", build_piece(lambda rngs: _layer(config, rngs)), num_rounds),),
+        stacks=tuple(
+            Stack(name, build_layers(windows, lambda *place: Layer(config, *place)), num_layers)
+            for name, windows, num_layers in rounds(config.attention_windows, config.num_layers)
+        ),
         head=build_piece(lambda rngs: Head(config, rngs)),
         tied={"table_VE": "table_VE"} if config.embeddings == "tied" else {},
         max_length=config.num_positions,
     )
+
+
+Windows = tuple[int | None, ...]
+MakeLayer = Callable[[nnx.Rngs, int, int | None], nnx.Module]  # of a place in a group, and a window
+
+
+def rounds(windows: Windows, num_layers: int) -> list[tuple[str, Windows, int]]:
+    """Returns the stacks of so many layers, whose windows repeat: for each its name, the windows of one of its layers
+    or groups of layers, and how many of those it has. What is left after the last whole round is a stack of its own: of
+    single layers where they are alike, else of one group.
+
+    (5, 5, None), 8 layers -> layers: (5, 5, None), 2; rest_layers: (5,), 2.
+    """
+    num_rounds, num_left = divmod(num_layers, len(windows))
+    left = windows[:num_left]
+    rest = (left[:1], num_left) if len(set(left)) == 1 else (left, 1)
+    stacks = [("layers", windows, num_rounds), ("rest_layers", *rest)]
+    found = [stack for stack in stacks if stack[1] and stack[2]]
+    return [("layers", *found[0][1:])] if len(found) == 1 else found
+
+
+def build_layers(windows: Windows, make: MakeLayer) -> Piece:
+    """Returns a layer with a window, or a group of one for each of several windows."""
+    if len(windows) == 1:
+        return build_piece(lambda rngs: make(rngs, 0, windows[0]))
+    return build_piece(lambda rngs: LayerGroup(windows, make, rngs))
 
 
 class Embed(nnx.Module):
@@ -123,10 +151,10 @@ class Embed(nnx.Module):
 class LayerGroup(nnx.Module):
     """Layers with different windows, one after the other: what repeats is all of them together."""
 
-    def __init__(self, config: DecoderBase, rngs: nnx.Rngs):
-        self.num_layers = len(config.attention_windows)
-        for i in range(self.num_layers):
-            setattr(self, f"layer_{i}", Layer(config, rngs, index=i))
+    def __init__(self, windows: Windows, make: MakeLayer, rngs: nnx.Rngs):
+        self.num_layers = len(windows)
+        for i, window in enumerate(windows):
+            setattr(self, f"layer_{i}", make(rngs, i, window))
 
     def __call__(self, x_BTE: Array, context: Context) -> Array:
         for i in range(self.num_layers):
@@ -135,16 +163,16 @@ class LayerGroup(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """A layer of a decoder. index: the place of its window among `attention_windows`. mlp, attention: None for those of
-    a decoder; the layer returns the auxiliary outputs of its MLP, if it has any."""
+    """A layer of a decoder. index: its place in its group. mlp, attention: None for those of a decoder; the layer
+    returns the auxiliary outputs of its MLP, if it has any."""
 
     def __init__(
-        self, config: DecoderBase, rngs: nnx.Rngs, *, index: int, mlp: nnx.Module | None = None,
+        self, config: DecoderBase, rngs: nnx.Rngs, index: int, window: int | None, *, mlp: nnx.Module | None = None,
         attention: nnx.Module | None = None,
     ):  # fmt: skip
         self.config, self.index = config, index
         self.attention_norm = _norm(config)
-        self.attention = attention or Attention(config, rngs, window=config.attention_windows[index])
+        self.attention = attention or Attention(config, rngs, window=window)
         self.mlp_norm = _norm(config)
         self.mlp = mlp or MLP(config, rngs, width=config.mlp_dim)
         if config.norm_placement == "before_and_after":
@@ -191,7 +219,7 @@ class Attention(nnx.Module):
     attention (Vaswani et al. 2017), 1 multi-query (Shazeer 2019), between them grouped-query (Ainslie et al. 2023)."""
 
     def __init__(self, config: DecoderBase, rngs: nnx.Rngs, *, window: int | None):
-        self.config, self.window = config, window
+        self.config, self.window, self.rope = config, window, rope_of(config, window)
         E, H, K, D = config.embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
         stddev = config.initializer_stddev
         self.query_EHD = matrix(rngs, ("embed", "heads", "head_dim"), (E, H, D), stddev=stddev)
@@ -204,9 +232,9 @@ class Attention(nnx.Module):
             self.value_bias_KD = bias(("kv_heads", "head_dim"), (K, D))
         if config.biases == "all":
             self.out_bias_E = bias(("embed",), (E,))
-        if config.qk_norm == "rms":
-            self.query_norm = Norm("rms", D, axis="head_dim", epsilon=config.norm_epsilon)
-            self.key_norm = Norm("rms", D, axis="head_dim", epsilon=config.norm_epsilon)
+        if config.qk_norm != "none":
+            self.query_norm = Norm(config.qk_norm, D, axis="head_dim", epsilon=config.norm_epsilon)
+            self.key_norm = Norm(config.qk_norm, D, axis="head_dim", epsilon=config.norm_epsilon)
 
     def __call__(self, x_BTE: Array, context: Context) -> Array:
         config = self.config
@@ -214,14 +242,13 @@ class Attention(nnx.Module):
         q_BTHD = context.activation("queries", q_BTHD, "batch", "length", "heads", "head_dim")
         k_BTKD = context.activation("keys", k_BTKD, "batch", "length", "kv_heads", "head_dim")
         v_BTKD = context.activation("values", v_BTKD, "batch", "length", "kv_heads", "head_dim")
-        if config.qk_norm == "rms":
+        if config.qk_norm != "none":
             q_BTHD, k_BTKD = self.query_norm(q_BTHD), self.key_norm(k_BTKD)
-        if config.rope_theta is not None:
-            q_BTHD = rotate(q_BTHD, context.positions_BT, theta=config.rope_theta, scaling=config.rope_scaling)
-            k_BTKD = rotate(k_BTKD, context.positions_BT, theta=config.rope_theta, scaling=config.rope_scaling)
+        if self.rope is not None:
+            q_BTHD, k_BTKD = (rotate(each, context.positions_BT, self.rope) for each in (q_BTHD, k_BTKD))
         k_BSKD = context.remember("keys", k_BTKD, "batch", "length", "kv_heads", "head_dim")
         v_BSKD = context.remember("values", v_BTKD, "batch", "length", "kv_heads", "head_dim")
-        scale = config.attention_scale or config.head_dim**-0.5
+        scale = attention_scale(config, config.head_dim, self.rope)
         a_BTHD = context.attend(q_BTHD, k_BSKD, v_BSKD, context.segment_ids_BT, scale=scale, window=self.window,
                                 soft_cap=config.attention_soft_cap)  # fmt: skip
         a_BTHD = context.activation("attended", a_BTHD, "batch", "length", "heads", "head_dim")
@@ -272,10 +299,6 @@ class MLP(nnx.Module):
         return out_BTE + self.down_bias_E[...] if has_bias else out_BTE
 
 
-def _layer(config: DecoderBase, rngs: nnx.Rngs) -> nnx.Module:
-    return Layer(config, rngs, index=0) if len(config.attention_windows) == 1 else LayerGroup(config, rngs)
-
-
 def _norm(config: DecoderBase) -> Norm:
     return Norm(config.norm, config.embed_dim, axis="embed", epsilon=config.norm_epsilon)
 
@@ -284,3 +307,18 @@ def residual_stddev(config: DecoderBase) -> float:
     """Returns the deviation of the matrices that write to the residual stream: they start smaller, so that its variance
     does not grow with depth (GPT-2)."""
     return config.initializer_stddev * (2 * config.num_layers) ** -0.5
+
+
+def rope_of(config: DecoderBase, window: int | None) -> Rope | None:
+    """Returns the rotary positions of a layer with this window; None where positions are learned."""
+    if config.rope_theta is None:
+        return None
+    if window is not None and config.window_rope_theta is not None:
+        return Rope(config.window_rope_theta)
+    return Rope(config.rope_theta, config.rope_scaling)
+
+
+def attention_scale(config: DecoderBase, head_dim: int, rope: Rope | None) -> float:
+    """Returns the factor of a layer's scores. head_dim: the size of its queries and keys."""
+    scale = config.attention_scale or head_dim**-0.5
+    return scale if rope is None else scale * rope.factor_of_scores

@@ -18,18 +18,19 @@ NO_EXPERT = 2**31 - 1  # instead of an expert's number: the token goes to none, 
 
 def route(
     scores_BTX: Array, bias_X: Array | None = None,
-    *, num_chosen: int, num_groups: int, num_groups_chosen: int, is_normalized: bool, scale: float,
+    *, num_chosen: int, num_groups: int, num_groups_chosen: int, is_normalized: bool, scale: float, num_best: int = 2,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Returns (weights, ids of experts), each (B, T, K), the best expert first.
 
     bias_X: is added to the scores by which a token chooses, and not to those that are its weights (arXiv:2408.15664).
 
-    With groups, a token chooses among the experts of its best groups alone; a group's score is the sum of its two best
-    (DeepSeek-V3, arXiv:2412.19437). is_normalized: a token's weights sum to `scale`; else they are its scores * scale.
+    With groups, a token chooses among the experts of its best groups alone; a group's score is the sum of its num_best
+    best: 2 (DeepSeek-V3, arXiv:2412.19437) or 1 (DeepSeek-V2, arXiv:2405.04434). is_normalized: a token's weights sum
+    to `scale`; else they are its scores * scale.
     """
     eligible_BTX = scores_BTX if bias_X is None else scores_BTX + bias_X
     if num_groups_chosen < num_groups:
-        eligible_BTX = _of_best_groups(eligible_BTX, num_groups, num_groups_chosen)
+        eligible_BTX = _of_best_groups(eligible_BTX, num_groups, num_groups_chosen, num_best)
     _, ids_BTK = jax.lax.top_k(jax.lax.stop_gradient(eligible_BTX), num_chosen)
     # A sum over all experts, not a gather, whose derivative would be a scatter.
     is_chosen_BTKX = ids_BTK[..., None] == jnp.arange(scores_BTX.shape[-1])
@@ -61,11 +62,11 @@ def shares(tokens_X: Array) -> Array:
     return tokens_X / jnp.maximum(jnp.sum(tokens_X), 1)
 
 
-def _of_best_groups(scores_BTX: Array, num_groups: int, num_chosen: int) -> Array:
+def _of_best_groups(scores_BTX: Array, num_groups: int, num_chosen: int, num_best: int) -> Array:
     """Returns the scores, -infinity for experts of other groups: with 0, one of them might beat a score below 0."""
     scores_BTGX = scores_BTX.reshape(*scores_BTX.shape[:2], num_groups, -1)
-    best_BTG2, _ = jax.lax.top_k(scores_BTGX, min(2, scores_BTGX.shape[-1]))
-    _, groups_BTK = jax.lax.top_k(jnp.sum(best_BTG2, axis=-1), num_chosen)
+    best_BTGN, _ = jax.lax.top_k(scores_BTGX, min(num_best, scores_BTGX.shape[-1]))
+    _, groups_BTK = jax.lax.top_k(jnp.sum(best_BTGN, axis=-1), num_chosen)
     is_chosen_BTG = jnp.any(groups_BTK[..., None] == jnp.arange(num_groups), axis=-2)
     return jnp.where(is_chosen_BTG[..., None], scores_BTGX, -jnp.inf).reshape(scores_BTX.shape)
 

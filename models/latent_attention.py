@@ -1,6 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): heads made of short vectors.
 
-    x -> query latent -> norm -> of each head: D without a position, R turned by it
+    x -> query latent -> norm -> of each head: D without a position, R turned by it   (V2-Lite: of x itself)
     x -> kv latent    -> norm -> of each head: a key of D, and a value of its own width
       -> R more, turned, the same for all heads: the rest of each key
 
@@ -17,7 +17,7 @@ from pydantic import PositiveInt
 
 from .config import Config
 from .contract import Context
-from .decoder import RESIDUAL, WHOLE, DecoderBase, residual_stddev
+from .decoder import RESIDUAL, WHOLE, DecoderBase, attention_scale, residual_stddev, rope_of
 from .parts import Norm, matrix, rotate
 
 
@@ -25,7 +25,7 @@ class LatentAttentionConfig(Config):
     """The sizes of latent attention. `head_dim` of the decoder is the part of a head's query and key that has no
     position."""
 
-    query_dim: PositiveInt  # the size of the vector that all heads' queries are made of
+    query_dim: PositiveInt | None  # the size of the vector that all heads' queries are made of; None: the input
     kv_dim: PositiveInt  # the size of the one that all heads' keys and values are made of
     rope_head_dim: PositiveInt  # the part of a head's query and key that rotary positions turn
     value_head_dim: PositiveInt
@@ -36,12 +36,15 @@ class LatentAttention(nnx.Module):
     `embed`, so that they are sharded as other matrices are."""
 
     def __init__(self, config: DecoderBase, latent: LatentAttentionConfig, rngs: nnx.Rngs, *, window: int | None):
-        self.config, self.latent, self.window = config, latent, window
+        self.config, self.latent, self.window, self.rope = config, latent, window, rope_of(config, window)
         E, H, D, stddev = config.embed_dim, config.num_heads, config.head_dim, config.initializer_stddev
         Q, L, R, V = latent.query_dim, latent.kv_dim, latent.rope_head_dim, latent.value_head_dim
-        self.query_down_EQ = matrix(rngs, ("embed", None), (E, Q), stddev=stddev)
-        self.query_norm = Norm(config.norm, Q, axis="embed", epsilon=config.norm_epsilon)
-        self.query_up_QHD = matrix(rngs, ("embed", "heads", "head_dim"), (Q, H, D + R), stddev=stddev)
+        if Q is None:
+            self.query_EHD = matrix(rngs, ("embed", "heads", "head_dim"), (E, H, D + R), stddev=stddev)
+        else:
+            self.query_down_EQ = matrix(rngs, ("embed", None), (E, Q), stddev=stddev)
+            self.query_norm = Norm(config.norm, Q, axis="embed", epsilon=config.norm_epsilon)
+            self.query_up_QHD = matrix(rngs, ("embed", "heads", "head_dim"), (Q, H, D + R), stddev=stddev)
         self.kv_down_EL = matrix(rngs, ("embed", None), (E, L + R), stddev=stddev)
         self.kv_norm = Norm(config.norm, L, axis="embed", epsilon=config.norm_epsilon)
         self.kv_up_LHD = matrix(rngs, ("embed", "heads", "head_dim"), (L, H, D + V), stddev=stddev)
@@ -52,7 +55,7 @@ class LatentAttention(nnx.Module):
         q_BTHD = context.activation("queries", q_BTHD, "batch", "length", "heads", "head_dim")
         k_BSHD = context.activation("keys", k_BSHD, "batch", "length", "heads", "head_dim")
         v_BSHV = context.activation("values", v_BSHV, "batch", "length", "heads", "head_dim")
-        scale = self.config.attention_scale or q_BTHD.shape[-1] ** -0.5
+        scale = attention_scale(self.config, q_BTHD.shape[-1], self.rope)
         a_BTHV = context.attend(q_BTHD, k_BSHD, v_BSHV, context.segment_ids_BT, scale=scale, window=self.window,
                                 soft_cap=self.config.attention_soft_cap)  # fmt: skip
         a_BTHV = context.activation("attended", a_BTHV, "batch", "length", "heads", "head_dim")
@@ -61,9 +64,7 @@ class LatentAttention(nnx.Module):
 
     def _queries_keys_values(self, x_BTE: Array, context: Context) -> tuple[Array, Array, Array]:
         D, L = self.config.head_dim, self.latent.kv_dim
-        latent_BTQ = context.matmul("query_latent", "bte,eq->btq", x_BTE, self.query_down_EQ[...])
-        latent_BTQ = context.activation("query_latent", latent_BTQ, "batch", "length", None)
-        q_BTHD = context.matmul("queries", "btq,qhd->bthd", self.query_norm(latent_BTQ), self.query_up_QHD[...])
+        q_BTHD = self._queries(x_BTE, context)
         latent_BTL = context.matmul("kv_latent", "bte,el->btl", x_BTE, self.kv_down_EL[...])
         latent_BTL = context.activation("kv_latent", latent_BTL, "batch", "length", None)
         normed_BSL = context.remember("kv_latent", self.kv_norm(latent_BTL[..., :L]), "batch", "length", None)
@@ -75,7 +76,13 @@ class LatentAttention(nnx.Module):
         q_BTHD = jnp.concatenate([q_BTHD[..., :D], q_turned], axis=-1)
         return q_BTHD, jnp.concatenate([kv_BSHD[..., :D], k_turned], axis=-1), kv_BSHD[..., D:]
 
+    def _queries(self, x_BTE: Array, context: Context) -> Array:
+        if self.latent.query_dim is None:
+            return context.matmul("queries", "bte,ehd->bthd", x_BTE, self.query_EHD[...])
+        latent_BTQ = context.matmul("query_latent", "bte,eq->btq", x_BTE, self.query_down_EQ[...])
+        latent_BTQ = context.activation("query_latent", latent_BTQ, "batch", "length", None)
+        return context.matmul("queries", "btq,qhd->bthd", self.query_norm(latent_BTQ), self.query_up_QHD[...])
+
     def _turned(self, x_BTHR: Array, context: Context) -> Array:
-        theta, scaling = self.config.rope_theta, self.config.rope_scaling
-        assert theta is not None
-        return rotate(x_BTHR, context.positions_BT, theta=theta, scaling=scaling)
+        assert self.rope is not None
+        return rotate(x_BTHR, context.positions_BT, self.rope)

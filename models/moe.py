@@ -39,6 +39,7 @@ class MoeConfig(DecoderBase):
     router_scale: PositiveFloat
     num_expert_groups: PositiveInt  # a token chooses experts of its best groups alone
     num_groups_per_token: PositiveInt
+    group_scores: Literal["best", "best_two"]  # a group's score: that of its best expert, or the sum of its two best
     router_jitter: Annotated[float, Field(ge=0, lt=1)]  # the router's input times 1 - jitter .. 1 + jitter, in training
     latent_attention: LatentAttentionConfig | None  # None: a decoder's attention
     load_balancing_weight: NonNegativeFloat  # times a loss that is 1 for an even spread
@@ -115,11 +116,12 @@ def build_moe(config: MoeConfig) -> Model:
 def _dense_layer(config: MoeConfig, rngs: nnx.Rngs) -> nnx.Module:
     assert config.dense_mlp_dim is not None
     mlp = MLP(config, rngs, width=config.dense_mlp_dim)
-    return Layer(config, rngs, index=0, mlp=mlp, attention=_attention(config, rngs))
+    return Layer(config, rngs, 0, config.attention_windows[0], mlp=mlp, attention=_attention(config, rngs))
 
 
 def _layer(config: MoeConfig, rngs: nnx.Rngs) -> nnx.Module:
-    return Layer(config, rngs, index=0, mlp=Experts(config, rngs), attention=_attention(config, rngs))
+    window = config.attention_windows[0]
+    return Layer(config, rngs, 0, window, mlp=Experts(config, rngs), attention=_attention(config, rngs))
 
 
 def _attention(config: MoeConfig, rngs: nnx.Rngs) -> nnx.Module | None:
@@ -155,6 +157,7 @@ class Experts(nnx.Module):
             num_chosen=config.num_experts_per_token,
             num_groups=config.num_expert_groups,
             num_groups_chosen=config.num_groups_per_token,
+            num_best=1 if config.group_scores == "best" else 2,
             is_normalized=config.router_weights == "normalized",
             scale=config.router_scale,
         )

@@ -4,13 +4,14 @@ Shapes: B batch, T length, E embed (or whatever dimension is last), H heads, D h
 """
 
 import math
-from typing import Literal, Self
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from .config import Config, mistake
 
@@ -24,7 +25,7 @@ ACTIVATIONS = {
 NormKind = Literal["rms", "rms_zero_centered", "layer"]
 
 
-class RopeScaling(Config):
+class Llama3Scaling(Config):
     """Llama 3.1's stretch of rotary wavelengths for longer contexts (arXiv:2407.21783; the constants are from Meta's
     release).
 
@@ -32,6 +33,7 @@ class RopeScaling(Config):
     low_frequency_factor are `factor` times as long, with a smooth passage between; with equal factors, there is none.
     """
 
+    kind: Literal["llama3"]
     factor: PositiveFloat
     low_frequency_factor: PositiveFloat
     high_frequency_factor: PositiveFloat
@@ -43,6 +45,96 @@ class RopeScaling(Config):
             return self
         what = f"{self.low_frequency_factor} is more than high_frequency_factor={self.high_frequency_factor}"
         raise mistake(what, "exchange them: Llama 3.1 has 1 and 4", "low_frequency_factor")
+
+    def stretched(self, frequencies: Array, theta: float) -> Array:
+        """Returns the frequencies of the stretched wavelengths."""
+        del theta
+        turns = self.original_length * frequencies / (2 * math.pi)  # the turns over the original length
+        span = self.high_frequency_factor - self.low_frequency_factor
+        kept = jnp.clip((turns - self.low_frequency_factor) / span, 0, 1)
+        return frequencies * (kept + (1 - kept) / self.factor)
+
+
+class LinearScaling(Config):
+    """All rotary wavelengths are `factor` times as long (Chen et al. 2023, arXiv:2306.15595)."""
+
+    kind: Literal["linear"]
+    factor: PositiveFloat
+
+    def stretched(self, frequencies: Array, theta: float) -> Array:
+        """Returns the frequencies of the stretched wavelengths."""
+        del theta
+        return frequencies / self.factor
+
+
+class YarnScaling(Config):
+    """YaRN (Peng et al. 2023, arXiv:2309.00071), with the two factors of DeepSeek-V2 (arXiv:2405.04434).
+
+    Dimensions that turn more than `beta_fast` times over original_length stay, those that turn less than `beta_slow`
+    times have wavelengths `factor` times as long, and the stretch is linear in the number of the dimension between.
+    truncate: both bounds are whole dimensions.
+
+    With m(x) = 0.1 x ln(factor) + 1, turned heads are multiplied by m(mscale) / m(mscale_all_dim), and scores by
+    m(mscale_all_dim)^2. The paper has 1 and 0.
+    """
+
+    kind: Literal["yarn"]
+    factor: Annotated[float, Field(gt=1)]
+    original_length: PositiveInt
+    beta_fast: PositiveFloat
+    beta_slow: PositiveFloat
+    truncate: bool
+    mscale: NonNegativeFloat
+    mscale_all_dim: NonNegativeFloat
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.beta_slow <= self.beta_fast:
+            return self
+        raise mistake(f"{self.beta_slow} is more than beta_fast={self.beta_fast}", "exchange them", "beta_slow")
+
+    def stretched(self, frequencies: Array, theta: float) -> Array:
+        """Returns the frequencies of the stretched wavelengths."""
+        half = frequencies.shape[0]
+        first, last = (self._dimension(turns, half, theta) for turns in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * half - 1)
+        span = last - first or 0.001
+        stretch = jnp.clip((jnp.arange(half, dtype=jnp.float32) - first) / span, 0, 1)
+        return frequencies * (1 - stretch + stretch / self.factor)
+
+    def _dimension(self, turns: float, half: int, theta: float) -> float:
+        """Returns the dimension, maybe between two, that turns so many times over the original length."""
+        return half * math.log(self.original_length / (2 * math.pi * turns)) / math.log(theta)
+
+    @property
+    def factor_of_turned(self) -> float:
+        return self._m(self.mscale) / self._m(self.mscale_all_dim)
+
+    @property
+    def factor_of_scores(self) -> float:
+        return self._m(self.mscale_all_dim) ** 2
+
+    def _m(self, scale: float) -> float:
+        return 0.1 * scale * math.log(self.factor) + 1
+
+
+RopeScaling = Annotated[Llama3Scaling | LinearScaling | YarnScaling, Field(discriminator="kind")]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions of a layer. theta: the base of wavelengths. scaling: how they are stretched for longer
+    contexts."""
+
+    theta: float
+    scaling: Llama3Scaling | LinearScaling | YarnScaling | None = None
+
+    @property
+    def factor_of_scores(self) -> float:
+        """Returns the factor of attention's scores that belongs to the stretch."""
+        return self.scaling.factor_of_scores if isinstance(self.scaling, YarnScaling) else 1.0
 
 
 def matrix(
@@ -84,21 +176,16 @@ class Norm(nnx.Module):
         return normed.astype(x.dtype)
 
 
-def rotate(x_BTHD: Array, positions_BT: Array, *, theta: float, scaling: RopeScaling | None) -> Array:
+def rotate(x_BTHD: Array, positions_BT: Array, rope: Rope) -> Array:
     """Returns heads turned by rotary positions (Su et al. 2021, arXiv:2104.09864): dimension i turns with dimension i +
     D/2, in float32."""
-    half = x_BTHD.shape[-1] // 2
-    frequencies_D = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    half, scaling = x_BTHD.shape[-1] // 2, rope.scaling
+    frequencies_D = rope.theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if scaling is not None:
-        frequencies_D = _stretched(frequencies_D, scaling)
+        frequencies_D = scaling.stretched(frequencies_D, rope.theta)
     angles_BT1D = positions_BT[:, :, None, None] * frequencies_D
     cos, sin = jnp.cos(angles_BT1D), jnp.sin(angles_BT1D)
+    if isinstance(scaling, YarnScaling) and scaling.factor_of_turned != 1:
+        cos, sin = scaling.factor_of_turned * cos, scaling.factor_of_turned * sin
     left, right = jnp.split(x_BTHD.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x_BTHD.dtype)
-
-
-def _stretched(frequencies: Array, scaling: RopeScaling) -> Array:
-    turns = scaling.original_length * frequencies / (2 * math.pi)  # the turns over the original length
-    span = scaling.high_frequency_factor - scaling.low_frequency_factor
-    kept = jnp.clip((turns - scaling.low_frequency_factor) / span, 0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.factor)

@@ -124,8 +124,8 @@ def windows(reader: Reader, num_layers: int, kinds: Sequence[str], window: int |
             "sliding_window", "is missing, and layer_types has sliding_attention", "give the window in tokens"
         )
     of_layers = [window if kind == "sliding_attention" else None for kind in kinds]
-    periods = (n for n in range(1, num_layers + 1) if num_layers % n == 0)
-    return next(of_layers[:n] for n in periods if of_layers == of_layers[:n] * (num_layers // n))
+    periods = (of_layers[:n] for n in range(1, num_layers + 1))
+    return next(found for found in periods if (found * num_layers)[:num_layers] == of_layers)
 
 
 def layer_types(windows: Iterable[int | None], num_layers: int) -> list[str]:

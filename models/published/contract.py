@@ -95,8 +95,8 @@ class Family:
     architecture, model_type: as config.json names it. rows: the table for one of our configs. read: a config.json ->
     keys of conf `model`; write: the reverse. fits: the values of our keys with which a config can be written as this
     family, SOME for any but null; keys that it does not name are free. check: what else keeps a config from it.
-    prefix: the beginning of names that some files leave out. unused: patterns of names, after that, of tensors that
-    some files hold and that no parameter needs; {num_layers} is ours.
+    prefix: the beginning of names that some files leave out; before: what some files have before it. unused: patterns
+    of names, after that, of tensors that some files hold and that no parameter needs; {num_layers} is ours.
     """
 
     architecture: str
@@ -107,6 +107,7 @@ class Family:
     fits: Mapping[str, tuple[Any, ...]]
     check: Callable[[Any], tuple[Mistake, ...]] = lambda config: ()
     prefix: str = "model."
+    before: str = ""
     unused: tuple[str, ...] = ()
 
     def differs(self, config: ModelConfig) -> tuple[Mistake, ...]:

@@ -1,5 +1,6 @@
 """Llama 2 and 3, and Mistral, which is Llama with a window. Their names are those of most families since."""
 
+from collections.abc import Callable
 from typing import Any
 
 from .config_json import Reader
@@ -9,7 +10,8 @@ from .rope import read_rope, write_rope
 
 # What a decoder shares with Llama: the keys of our config, each with the values that config.json of Llama can say.
 LLAMA: dict[str, tuple[Any, ...]] = {
-    "family": ("decoder",), "mlp": ("gated",), "positions": ("rope",), "num_positions": (None,), "norm": ("rms",),
+    "family": ("decoder",), "mlp": ("gated",), "positions": ("rope",), "num_positions": (None,),
+    "window_rope_theta": (None,), "norm": ("rms",),
     "norm_placement": ("before",), "qk_norm": ("none",), "attention_scale": (None,), "attention_windows": ((None,),),
     "attention_soft_cap": (None,), "logit_soft_cap": (None,), "biases": ("none",), "embedding_scale": ("one",),
 }  # fmt: skip
@@ -49,10 +51,11 @@ UNUSED = (
 
 def read_llama(
     reader: Reader, *, tied: bool = False, activation: tuple[str, str] = ("hidden_act", "silu"), theta: float = 10000.0,
-    epsilon: float = 1e-6, kv_heads: int | None = None,
+    epsilon: float = 1e-6, kv_heads: int | None = None, rope: Callable[[Reader], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Returns the keys of our config that all decoders share. What transformers takes where a file does not say: tied,
-    theta, epsilon, kv_heads (None: as many as heads); activation: the key, and its value."""
+    theta, epsilon, kv_heads (None: as many as heads); activation: the key, and its value. rope: reads rotary positions;
+    None: those that are the same in all layers."""
     heads, width = reader.number("num_attention_heads"), reader.number("hidden_size")
     named = reader.get(activation[0], otherwise=activation[1])
     if named not in ACTIVATIONS:
@@ -72,7 +75,7 @@ def read_llama(
         "norm_epsilon": reader.number("rms_norm_eps", otherwise=epsilon),
         "embeddings": "tied" if reader.get("tie_word_embeddings", otherwise=tied) else "separate",
         "initializer_stddev": reader.number("initializer_range", otherwise=0.02),
-        **read_rope(reader, theta=theta),
+        **(rope(reader) if rope else read_rope(reader, theta=theta)),
     }
 
 

@@ -17,7 +17,8 @@ EXPERTS = (
 ROUTED: dict[str, tuple[Any, ...]] = {
     "family": ("moe",), "num_shared_experts": (0,), "num_dense_layers": (0,), "dense_mlp_dim": (None,),
     "router_scores": ("softmax",), "router_weights": ("normalized",), "router_scale": (1.0,), "num_expert_groups": (1,),
-    "num_groups_per_token": (1,), "latent_attention": (None,), "router_bias_update_rate": (None,),
+    "num_groups_per_token": (1,), "group_scores": ("best_two",), "latent_attention": (None,),
+    "router_bias_update_rate": (None,),
 }  # fmt: skip
 
 

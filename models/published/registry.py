@@ -39,7 +39,9 @@ def tensors_in(config: ModelConfig, names: Collection[str]) -> tuple[tuple[Publi
     """
     family, found = family_of(config), tensors(config)
     prefix = family.prefix
-    if not any(name.startswith(prefix) for name in names):
+    if family.before and any(name.startswith(family.before + prefix) for name in names):
+        found, prefix = tuple(replace(each, name=family.before + each.name) for each in found), family.before + prefix
+    elif not any(name.startswith(prefix) for name in names):
         found = tuple(replace(tensor, name=tensor.name.removeprefix(prefix)) for tensor in found)
     unused = list(family.unused)
     if getattr(config, "embeddings", None) == "tied":

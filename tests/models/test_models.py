@@ -20,15 +20,34 @@ PUBLISHED = {
     "llama3_8b": 8_030_261_248,  # meta-llama/Meta-Llama-3-8B
     "llama3_70b": 70_553_706_496,  # meta-llama/Meta-Llama-3-70B
     "llama3_405b": 405_853_388_800,  # meta-llama/Llama-3.1-405B
+    "llama3_1_8b": 8_030_261_248,  # meta-llama/Llama-3.1-8B
+    "llama3_2_1b": 1_235_814_400,  # meta-llama/Llama-3.2-1B
+    "llama3_2_3b": 3_212_749_824,  # meta-llama/Llama-3.2-3B
+    "smollm2_135m": 134_515_008,  # HuggingFaceTB/SmolLM2-135M
+    "mistral_7b": 7_248_023_552,  # mistralai/Mistral-7B-v0.3
+    "qwen2_5_0_5b": 494_032_768,  # Qwen/Qwen2.5-0.5B
+    "qwen2_5_7b": 7_615_616_512,  # Qwen/Qwen2.5-7B
+    "qwen2_5_32b": 32_763_876_352,  # Qwen/Qwen2.5-32B
+    "qwen2_5_72b": 72_706_203_648,  # Qwen/Qwen2.5-72B
+    "qwen3_4b": 4_022_468_096,  # Qwen/Qwen3-4B
     "qwen3_0_6b": 596_049_920,  # Qwen/Qwen3-0.6B
     "qwen3_8b": 8_190_735_360,  # Qwen/Qwen3-8B
     "qwen3_32b": 32_762_123_264,  # Qwen/Qwen3-32B
+    "gemma_2b": 2_506_172_416,  # google/gemma-2b
+    "gemma_7b": 8_537_680_896,  # google/gemma-7b
+    "gemma2_27b": 27_227_128_320,  # google/gemma-2-27b
     "gemma2_2b": 2_614_341_888,  # google/gemma-2-2b
     "gemma2_9b": 9_241_705_984,  # google/gemma-2-9b
+    "gemma3_1b": 999_885_952,  # google/gemma-3-1b-pt
+    "gemma3_4b": 3_880_263_168,  # google/gemma-3-4b-pt: 4,300,079,472 less its vision tower
+    "gemma3_12b": 11_766_034_176,  # google/gemma-3-12b-pt: 12,187,325,040 less its vision tower
+    "gemma3_27b": 27_009_346_304,  # google/gemma-3-27b-pt: 27,432,406,640 less its vision tower
     "mixtral_8x7b": 46_702_792_704,  # mistralai/Mixtral-8x7B-v0.1
     "mixtral_8x22b": 140_620_634_112,  # mistralai/Mixtral-8x22B-v0.1
     "qwen3_30b_a3b": 30_532_122_624,  # Qwen/Qwen3-30B-A3B
     "qwen3_235b_a22b": 235_093_634_560,  # Qwen/Qwen3-235B-A22B
+    "deepseek_v2_lite": 15_706_484_224,  # deepseek-ai/DeepSeek-V2-Lite
+    "deepseek_v2": 235_741_434_880,  # deepseek-ai/DeepSeek-V2
     "deepseek_v3": 671_026_419_200,  # deepseek-ai/DeepSeek-V3
 }
 ACTIVE = {  # in billions, as published, the embedding among them
@@ -36,11 +55,24 @@ ACTIVE = {  # in billions, as published, the embedding among them
     "mixtral_8x22b": 39.2,  # mistral.ai/news/mixtral-8x22b: 39 B; with one more digit by its shapes
     "qwen3_30b_a3b": 3.35,  # arXiv:2505.09388: 3.3 B
     "qwen3_235b_a22b": 22.2,  # arXiv:2505.09388: 22 B
+    "deepseek_v2_lite": 2.66,
+    "deepseek_v2": 21.4,
     "deepseek_v3": 37.55,  # arXiv:2412.19437: 37 B
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+ONE_OF_EACH_SHAPE = [
+    "gpt2_124m",
+    "llama3_405b",
+    "qwen2_5_0_5b",
+    "gemma2_9b",
+    "gemma3_1b",
+    "mixtral_8x7b",
+    "deepseek_v2_lite",
+]
+
+
+@pytest.mark.parametrize("name", tiered(PUBLISHED, plain=ONE_OF_EACH_SHAPE))
 def test_a_named_model_has_as_many_parameters_as_published(name):
     plan = read_spec(Request((f"model={name}",)), then=plan_run)
     assert plan.num_parameters == PUBLISHED[name]
@@ -58,7 +90,8 @@ def test_a_named_model_has_as_many_parameters_as_published(name):
 SHAPES = {
     "gpt2": ("model=gpt2_124m", "model.vocab_size=264", "model.num_kv_heads=16", "model.num_positions=16",
              "model.dropout_rate=0.0"),
-    "gemma2": ("model=gemma2_9b", "model.vocab_size=264", "model.num_layers=4", "model.attention_windows=[5,null]"),
+    "gemma": ("model=gemma3_4b", "model.vocab_size=264", "model.num_layers=5", "model.attention_windows=[5,null]",
+              "model.attention_soft_cap=50.0", "model.logit_soft_cap=30.0"),
     "qwen3": ("model=qwen3_0_6b", "model.vocab_size=264"),
 }  # fmt: skip
 LAYOUTS = {

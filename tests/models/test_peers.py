@@ -36,6 +36,9 @@ LATENT = (
     "model.latent_attention={query_dim:20,kv_dim:12,rope_head_dim:4,value_head_dim:6}",
     "model.router_bias_update_rate=0.0",
 )  # fmt: skip
+YARN = (
+    "{kind:yarn,factor:4.0,original_length:64,beta_fast:8.0,beta_slow:1.0,truncate:true,mscale:1.0,mscale_all_dim:0.0}"
+)
 MISTRAL = ("model=llama3_8b", "model.attention_windows=[6]")
 QWEN2 = ("model=qwen3_8b", "model.qk_norm=none", "model.biases=qkv")
 MODELS: dict[str, tuple[str, ...]] = {
@@ -48,8 +51,15 @@ MODELS: dict[str, tuple[str, ...]] = {
     "qwen2_windows": (*QWEN2, "model.attention_windows=[null,null,null,5]"),
     "qwen3_0_6b": ("model=qwen3_0_6b",),
     "qwen3_8b": ("model=qwen3_8b",),
+    "yarn": ("model=llama3_8b", f"model.rope_scaling={YARN}", "model.rope_scaling.truncate=false"),
+    "yarn_by_factor": ("model=llama3_8b", f"model.rope_scaling={YARN}", "model.rope_scaling.mscale=0.5"),
+    "linear": ("model=llama3_8b", "model.rope_scaling={kind:linear,factor:4.0}"),
+    "gemma_7b": ("model=gemma_7b", "model.num_kv_heads=1"),
     "gemma2_9b": ("model=gemma2_9b", "model.attention_windows=[6,null]"),
     "gemma2_27b": ("model=gemma2_9b", "model.attention_windows=[6,null]", "model.attention_scale=0.2"),
+    # Two rounds of the windows, and two layers more; fewer layers than windows.
+    "gemma3_4b": ("model=gemma3_4b", "model.num_layers=8", "model.attention_windows=[6,6,null]"),
+    "gemma3_1b": ("model=gemma3_1b", "model.num_layers=8", "model.attention_windows=[6,6,6,6,6,null]"),
     "mixtral_8x7b": ("model=mixtral_8x7b",),
     "mixtral_windows": ("model=mixtral_8x7b", "model.attention_windows=[6]"),
     "qwen3_30b_a3b": ("model=qwen3_30b_a3b", "model.num_experts=16", "model.num_experts_per_token=4"),
@@ -57,7 +67,15 @@ MODELS: dict[str, tuple[str, ...]] = {
         "model=qwen3_30b_a3b", "model.num_experts=16", "model.num_experts_per_token=4", "model.router_weights=scores",
         "model.num_dense_layers=1", "model.dense_mlp_dim=40", "model.attention_windows=[5]",
     ),
-    "deepseek_v3": ("model=deepseek_v3", *LATENT),
+    "deepseek_v2_lite": (
+        "model=deepseek_v2_lite", *LATENT, "model.router_bias_update_rate=null", "model.num_expert_groups=1",
+        "model.num_groups_per_token=1", "model.rope_scaling.original_length=64", "model.rope_scaling.mscale=1.5",
+        "model.latent_attention={query_dim:null,kv_dim:12,rope_head_dim:12,value_head_dim:6}",
+    ),
+    "deepseek_v2": (
+        "model=deepseek_v2", *LATENT, "model.router_bias_update_rate=null", "model.rope_scaling.original_length=64",
+    ),
+    "deepseek_v3": ("model=deepseek_v3", *LATENT, f"model.rope_scaling={YARN}"),
     "gpt2_124m": ("model=gpt2_124m", "model.num_kv_heads=8", "model.head_dim=4", "model.num_positions=32"),
 }  # fmt: skip
 # Keys of ours that a mistake in reading config.json would leave as they are here; the logits have to show it.
@@ -69,6 +87,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], ...]] = {
         {"attention_soft_cap": None}, {"logit_soft_cap": None}, {"attention_windows": [None, 6]},
         {"embedding_scale": "one"}, {"attention_scale": 0.2}, {"mlp_activation": "silu"},
     ),
+    "gemma3_4b": (
+        {"window_rope_theta": None}, {"window_rope_theta": 1e6}, {"rope_scaling": None}, {"qk_norm": "rms"},
+        {"attention_windows": [7, 7, None]},
+    ),
+    "deepseek_v2": ({"group_scores": "best_two"}, {"rope_scaling": None}, {"num_groups_per_token": 4}),
     "qwen3_30b_a3b": ({"router_weights": "scores"}, {"num_experts_per_token": 5}),
     "deepseek_v3": (
         {"router_scale": 1.0}, {"num_groups_per_token": 4}, {"router_weights": "scores"}, {"attention_scale": 8**-0.5},
@@ -157,7 +180,8 @@ def test_a_folder_of_transformers_is_read_and_written(name, tmp_path):
 
 PUBLISHED = (
     "llama2_7b", "llama3_8b", "llama3_405b", "gpt2_124m", "qwen3_0_6b", "qwen3_8b", "gemma2_9b", "mixtral_8x7b",
-    "qwen3_30b_a3b", "deepseek_v3", "llama2_70b", "llama3_70b", "mixtral_8x22b", "qwen3_235b_a22b",
+    "qwen3_30b_a3b", "deepseek_v3", "llama2_70b", "llama3_70b", "mixtral_8x22b", "qwen3_235b_a22b", "gemma_2b",
+    "gemma3_1b", "gemma3_27b", "deepseek_v2_lite", "deepseek_v2", "qwen2_5_7b", "llama3_2_1b",
 )  # fmt: skip
 
 
@@ -182,6 +206,7 @@ SHAPE = {
 @pytest.mark.parametrize("name", MODELS)
 def test_what_a_config_json_leaves_out_is_what_transformers_takes(name):
     written = write_config(spec_of(*SIZES, *MODELS[name]).model, dtype="float32", max_length=64)
-    least = {key: value for key, value in written.items() if key in SHAPE}
+    needed = SHAPE | {"num_experts_per_tok"} if name.startswith("deepseek_v2") else SHAPE
+    least = {key: value for key, value in written.items() if key in needed}
     in_full = json.loads(transformers.AutoConfig.for_model(**least).to_json_string(use_diff=False))
     assert read_config(least) == read_config(in_full | {"architectures": least["architectures"]})
