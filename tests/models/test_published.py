@@ -28,7 +28,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama2_7b": {}, "llama3_8b": {}, "llama3_405b": {}, "qwen3_0_6b": {}, "qwen3_8b": {}, "gemma2_9b": {},
     "mixtral_8x7b": {}, "qwen3_30b_a3b": {"num_experts": 4, "num_experts_per_token": 2},
     "deepseek_v3": {"num_kv_heads": 8, "num_experts": 16, "latent_attention": LATENT},
-    "gpt2_124m": {"num_kv_heads": 8, "num_positions": 32},
+    "gpt2_124m": {"num_kv_heads": 8, "num_positions": 32}, "gemma_7b": {},
+    "gemma3_4b": {"num_layers": 8, "attention_windows": [6, 6, None]},
+    "deepseek_v2_lite": {"num_kv_heads": 8, "num_experts": 16, "latent_attention": LATENT | {"query_dim": None}},
+    "deepseek_v2": {"num_kv_heads": 8, "num_experts": 16, "latent_attention": LATENT},
 }  # fmt: skip
 
 
@@ -255,3 +258,26 @@ def test_a_family_is_kept_where_two_can_say_the_same():
 def test_each_family_has_a_name_of_its_own():
     assert max(Counter(family.architecture for family in FAMILIES).values()) == 1
     assert max(Counter(family.model_type for family in FAMILIES).values()) == 1
+
+
+def test_the_text_model_of_a_gemma_of_images_is_read():
+    """The config.json of google/gemma-3-27b-pt, which leaves out what is transformers' default, and its names."""
+    text = {
+        "head_dim": 128, "hidden_size": 5376, "intermediate_size": 21504, "model_type": "gemma3_text",
+        "num_attention_heads": 32, "num_hidden_layers": 62, "num_key_value_heads": 16, "query_pre_attn_scalar": 168,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    }  # fmt: skip
+    file = {
+        "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
+        "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+        "model_type": "gemma3", "text_config": text, "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0",
+        "vision_config": {"hidden_size": 1152},
+    }  # fmt: skip
+    config = config_of("gemma3_27b")
+    assert config_of("gemma3_27b", **read_config(file)) == config
+    names = [f"language_model.{tensor.name}" for tensor in tensors(config)]
+    found, unused = tensors_in(config, [*names, "vision_tower.a.weight", "multi_modal_projector.b", "foreign"])
+    assert [tensor.name for tensor in found] == names
+    assert unused == {"vision_tower.a.weight", "multi_modal_projector.b"}
+    with pytest.raises(NotUnderstood, match="final_logit_softcaping"):
+        read_config(file | {"text_config": text | {"final_logit_softcaping": 30.0}})
