@@ -20,7 +20,7 @@ import yaml
 from meshloom.models.published import NotUnderstood, read_config
 
 from ..core.errors import ConfigError, Problem
-from ..core.places import PlaceError, local_path
+from ..core.places import PUBLISHED, PlaceError, local_path
 
 FAMILY = "from_hf"
 CONFIG = "config.json"
@@ -28,6 +28,7 @@ BASES = {"decoder": "_llama", "moe": "_moe"}  # the files of conf/model with wha
 PLACEHOLDER = "tiny"  # is checked in place of a model that cannot be read, so that other mistakes are found, too
 BYTES = {"kind": "bytes"}
 TOKENIZER = "tokenizer.json"
+WEIGHTS = "checkpoint.weights_from"
 
 
 def with_published_model(values: dict[str, Any], typed: Collection[str]) -> tuple[dict[str, Any], list[Problem]]:
@@ -118,12 +119,13 @@ def _refuse_constant(name: str) -> Any:
 
 def _with_folder(values: dict[str, Any], folder: Path, typed: Collection[str]) -> dict[str, Any]:
     """Returns the values with the weights and the tokenizer of the folder, where the declaration names no others: a
-    checkpoint to start from, or a tokenizer that is typed, or other than that of bytes."""
+    checkpoint to start from, or a tokenizer that is typed, or other than that of bytes. Weights that are typed as null
+    are drawn."""
     checkpoint, data = values.get("checkpoint"), values.get("data")
     changes: dict[str, Any] = {}
-    if isinstance(checkpoint, dict) and "weights_from" in checkpoint:
-        named = checkpoint["weights_from"] or checkpoint.get("restore_from")
-        changes["checkpoint"] = checkpoint if named else checkpoint | {"weights_from": f"hf:{folder}"}
+    if isinstance(checkpoint, dict) and WEIGHTS not in typed:
+        named = checkpoint.get("weights_from") or checkpoint.get("restore_from")
+        changes["checkpoint"] = checkpoint if named else checkpoint | {"weights_from": f"{PUBLISHED}{folder}"}
     is_default = not _names_tokenizer(typed) and (folder / TOKENIZER).is_file()
     if is_default and isinstance(data, dict) and data.get("tokenizer") == BYTES:
         tokenizer = {"kind": "huggingface", "path": str(folder / TOKENIZER), "end_of_document": None}

@@ -46,14 +46,18 @@ def test_the_model_is_that_of_config_json_with_what_is_set_otherwise(folder):
     assert read(folder, "model.rope_scaling=null").model == spec_of(*MODEL, "model.rope_scaling=null").model
 
 
-def test_the_tokenizer_is_that_of_the_folder_unless_another_is_named(folder):
+def test_weights_and_tokenizer_are_those_of_the_folder_unless_others_are_named(folder):
     run = read(folder)
+    assert run.checkpoint.weights_from == f"hf:{folder}"
     assert run.data.tokenizer is not None
     assert run.data.tokenizer.kind == "huggingface"
     assert str(folder) in run.data.tokenizer.path
-    run = read(folder, "data/tokenizer=bytes")
+    run = read(folder, "data/tokenizer=bytes", "checkpoint.weights_from=elsewhere")
+    assert run.checkpoint.weights_from == "elsewhere"
     assert run.data.tokenizer is not None
     assert run.data.tokenizer.kind == "bytes"
+    assert read(folder, "checkpoint.weights_from=null").checkpoint.weights_from is None
+    assert read(folder, "checkpoint.restore_from=run").checkpoint.weights_from is None
 
 
 def test_its_name_is_that_of_the_folder(folder):
