@@ -163,12 +163,12 @@ def hydra_run_dir(request: Request) -> Path:
 
 
 def hydra_sweep_dir(request: Request) -> Path:
-    """Returns the directory of a sweep in the same way; request: without what is swept over."""
+    """Returns the directory that Hydra will make for a sweep. request: its overrides without swept keys."""
     return Path(os.path.realpath(_resolved(request, SWEEP_DIR)))
 
 
 def hydra_sweep_subdir(request: Request, index: int) -> str:
-    """Returns the directory of a point within that of its sweep. request: of the point."""
+    """Returns the directory of a point, relative to that of its sweep. request: the point's."""
     return _resolved(request, SUBDIRECTORY, f"++hydra.job.num={index}", f"++hydra.job.id='{index}'")
 
 
@@ -371,7 +371,7 @@ def _concerns(text: str, problem: Problem) -> bool:
     return is_within(problem.where, key) or is_within(key, problem.where)
 
 
-# Keys that a pass's finding depends on besides its own: it means nothing while one of these is wrong.
+# Other keys that a pass's finding depends on: it means nothing while one of these is wrong.
 _RESTS_ON = {"target": {"target"}, "mesh": {"mesh", "target", "sharding"}}
 _RESTS_ON_PLAN = {"mesh", "target", "sharding", "model", "experiment", "num_microbatches"}
 

@@ -1,8 +1,8 @@
 """Compositions that are kept, for programs that read many declarations: the points of a sweep, a notebook.
 
-Hydra reads and merges some 30 files for each composition, a quarter of a second. Which files these are depends on the
-choices of groups alone; overrides of values are applied to what they come to, by Hydra itself. So one composition for
-each set of choices is kept, and values are applied to a copy of it. Meshloom's own files do not change while a process
+Hydra reads and merges about 30 files for each composition, which takes a quarter of a second. The choices of groups
+alone decide which files; Hydra then applies overrides of values to the result. So one composition is kept for each set
+of choices, and values are applied to a copy of it. Meshloom's own files do not change while a process
 runs, so their compositions are always kept. Users' files may: compositions with them are kept within
 `compositions_kept` alone.
 """
@@ -20,7 +20,7 @@ from .hydra_settings import SEARCH_PATH
 from .overrides import overridden_key, parsed_or_none
 from .problems import ConfigGroups
 
-MOST_KEPT = 256  # compositions; each is some 100 kB
+MOST_KEPT = 256  # compositions; each takes about 100 kB
 
 
 @dataclass

@@ -78,7 +78,7 @@ MOST_BITS = 1024  # of a whole number; every field accepts far fewer
 
 
 class CheckedPackages(hydra_private.ImportlibResourcesConfigSource):
-    """Hydra's `pkg://a.b`, after a check that a.b may be imported."""
+    """Reads Hydra's `pkg://a.b`, after a check that a.b may be imported."""
 
     def __init__(self, provider: str, path: str) -> None:
         super().__init__(provider, path)
@@ -86,7 +86,7 @@ class CheckedPackages(hydra_private.ImportlibResourcesConfigSource):
 
 
 class StructuredConfigSource(hydra_private.StructuredConfigSource):
-    """Hydra's `structured://a.b`, with the same check. Hydra finds its last source by this class name."""
+    """Reads Hydra's `structured://a.b`, with the same check. Hydra finds its last source by this class name."""
 
     def __init__(self, provider: str, path: str) -> None:
         module = path.removeprefix(f"{self.scheme()}://")
@@ -96,7 +96,7 @@ class StructuredConfigSource(hydra_private.StructuredConfigSource):
 
 
 class FileConfigSource(hydra_private.FileConfigSource):
-    """Hydra's folders of configs, with a check of each file before it is expanded."""
+    """Reads Hydra's folders of configs, with a check of each file before it is expanded."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         path = Path(self.path, self._normalize_file_name(config_path))
@@ -194,7 +194,7 @@ def _of_compiler_options(values: dict[str, Any], typed: list[Override]) -> Itera
 
 
 def _of_urls(composed: DictConfig, values: dict[str, Any], typed: list[Override]) -> Iterator[Problem]:
-    """Yields the URLs of data that would carry what another value holds, such as a secret, to a place of the file's."""
+    """Yields the URLs of data that would carry another value, such as a secret, to a place that the file names."""
     for key, found in (leaf for top in READ_FROM for leaf in leaves(value_at(values, top), top)):
         if _carries(composed, values, key, found) and not any(_sets(each, key) for each in typed):
             what = "a config file sets it, and its URL would carry the value of an interpolation to that place"
@@ -202,8 +202,8 @@ def _of_urls(composed: DictConfig, values: dict[str, Any], typed: list[Override]
 
 
 def _carries(composed: DictConfig, values: dict[str, Any], key: str, found: Any) -> bool:
-    """Returns True where a text with interpolations is a URL, or becomes one when they are resolved: its pieces may lie
-    in several keys. A place that a single key or variable names, or a path below it, is sent nothing of others."""
+    """Returns True if a text with interpolations is a URL, or becomes one when they are resolved: its pieces may lie in
+    several keys. A place that one key or variable names, or a path below it, receives no other value."""
     texts = [text for text in (found if isinstance(found, list) else [found]) if isinstance(text, str) and "${" in text]
     if any("://" in text for text in texts):
         return True

@@ -1,4 +1,4 @@
-"""The data of a run: where documents come from, how they become tokens, and how tokens become sequences."""
+"""Declares the data of a run: where documents come from, how they become tokens, and how tokens become sequences."""
 
 from typing import Annotated, Literal
 
@@ -75,7 +75,7 @@ class PythonSource(Config):
 
     kind: Literal["python"]
     object: Text  # my_package.data:Documents
-    arguments: dict[str, JsonValue]  # of its constructor
+    arguments: dict[str, JsonValue]  # arguments of its constructor
     items: Literal["documents", "sequences"]  # documents are read at the start, sequences when they are needed
 
 
@@ -154,6 +154,6 @@ class ShardsSpec(Config):
     """The token shards that `meshloom data` writes and `data=tokens` reads."""
 
     directory: WrittenShardsPlace
-    num_tokens_per_shard: NumBytes  # about: a document is never split over shards
+    num_tokens_per_shard: NumBytes  # approximately: a document is never split over shards
     bpe_vocab_size: PositiveInt | None  # a byte-level BPE of this size is trained on the corpus first
-    bpe_text_bytes: NumBytes  # of the corpus that it is trained on, about
+    bpe_text_bytes: NumBytes  # the approximate part of the corpus that it is trained on

@@ -17,9 +17,10 @@ from omegaconf.resolvers import oc
 from ..core.visible import hide, interpolation
 from ..spec.secrets import Sources, joined
 
-# In the defaults of conf/, for keys that nobody typed: no secrets. Set to nothing, they are not set.
+# Defaults in conf/ read these variables; they are no secrets. One that is set to nothing counts as not set.
 IN_DEFAULTS = ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME", "WANDB_PROJECT", "WANDB_MODE", "MLFLOW_EXPERIMENT_NAME")
-NOT_IF_EMPTY = (*IN_DEFAULTS, "MLFLOW_TRACKING_URI")  # in a default too, but a server's address may hold a password
+NOT_IF_EMPTY = (*IN_DEFAULTS, "MLFLOW_TRACKING_URI")  # in a default, too, but a server's address may hold a password
+
 
 _reads: list[str] = []
 _is_masked = False

@@ -1,4 +1,4 @@
-"""Hydra settings that Hydra accepts silently although they do nothing, or something unexpected."""
+"""Checks settings that Hydra accepts silently although they do nothing, or something unexpected."""
 
 import os
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ OUR_TARGETS = "meshloom://targets"  # config_files.TargetNames
 RUN_DIR = "hydra.run.dir"
 SWEEPER_PARAMS = "hydra.sweeper.params"
 SUBDIRECTORY = "hydra.sweep.subdir"
-JOB_NUMBER = "${hydra.job.num}"  # Hydra's default of it
+JOB_NUMBER = "${hydra.job.num}"  # Hydra's default
 SWEEP_DIR = "hydra.sweep.dir"
 DIRECTORIES = (RUN_DIR, SWEEP_DIR)
-PLUGINS = {  # options of Hydra's groups that other packages bring
+PLUGINS = {  # options that other packages add to Hydra's groups
     "hydra/launcher": {
         "joblib": "hydra-joblib-launcher", "submitit_local": "hydra-submitit-launcher",
         "submitit_slurm": "hydra-submitit-launcher", "ray": "hydra-ray-launcher", "ray_aws": "hydra-ray-launcher",
@@ -53,8 +53,8 @@ def problems_of_settings(composed: DictConfig) -> list[Problem]:
 
 
 def with_home(text: str) -> str:
-    """Returns the override of a directory with `~` and `file://` as paths, which Hydra would take for names; any other
-    as it is, and so what `problems_of_settings` refuses."""
+    """Returns the override of a directory with `~` and `file://` as paths, which Hydra would take for names. Any other
+    override is returned unchanged, also one that `problems_of_settings` refuses."""
     parsed = parsed_or_none(text)
     if parsed is None or parsed.key_or_group not in DIRECTORIES or parsed.is_sweep_override() or parsed.is_delete():
         return text

@@ -1,6 +1,6 @@
 """The typed config of `meshloom launch`: one class for each engine, and the keys that all of them need.
 
-No program depends on any of it. The hosts follow from the target; an engine only says how to get them.
+No program depends on these keys. The hosts follow from the target; an engine only says how to get them.
 """
 
 import re
@@ -14,7 +14,7 @@ from ..core.config_types import Text
 
 
 def _as_text(value: Any) -> Any:
-    """A variable of an environment is text; a number is typed without quotes."""
+    """Returns a number as text: variables of an environment are text, and numbers are typed without quotes."""
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
@@ -29,13 +29,13 @@ Environment = Annotated[dict[Text, Annotated[str, BeforeValidator(_as_text)]], A
 
 
 class LaunchConfig(Config):
-    """Every engine has these keys."""
+    """The keys that every engine has."""
 
     dry_run: bool | None  # print what would run, and run nothing; None: where the engine's tool is not installed
-    program: Text  # what starts Meshloom on a host; its words are split as a shell does
+    program: Text  # the command that starts Meshloom on a host; its words are split as a shell does
     setup: tuple[Text, ...]  # shell lines that each host runs before
-    environment: Environment  # of every process, besides what the target needs
-    directory: Text | None  # all hosts see it; the run is in a folder of it, unless hydra.run.dir says otherwise
+    environment: Environment  # variables of every process, besides those that the target needs
+    directory: Text | None  # all hosts see it; the run is in a folder below it, unless hydra.run.dir says otherwise
     max_restarts: NonNegativeInt  # after a lost host or a crash; a mistake in the declaration is never tried again
 
 
@@ -59,8 +59,8 @@ class SlurmLaunch(LaunchConfig):
     time_limit: Text | None  # as SLURM writes it: 12:00:00
     grace_seconds: PositiveInt  # before the time limit the run is asked to save, and the job is queued again
     image: Text | None  # a container of Pyxis
-    mounts: tuple[Text, ...]  # of the container: /data:/data
-    options: dict[Text, Annotated[str, BeforeValidator(_as_text)] | None]  # of sbatch, others: {reservation: mine}
+    mounts: tuple[Text, ...]  # mounts of the container: /data:/data
+    options: dict[Text, Annotated[str, BeforeValidator(_as_text)] | None]  # more of sbatch: {reservation: mine}
 
 
 class Volume(Config):
@@ -103,7 +103,7 @@ class TpuVmLaunch(LaunchConfig):
     zone: Text | None
     runtime_version: Text | None  # of the hosts' software; None: the usual one of the chip
     provisioning: Literal["on_demand", "spot", "reserved"]
-    options: dict[Text, Annotated[str, BeforeValidator(_as_text)] | None]  # of `queued-resources create`, others
+    options: dict[Text, Annotated[str, BeforeValidator(_as_text)] | None]  # more of `queued-resources create`
     delete_after: bool  # delete the slices when the run has ended
 
 
@@ -117,7 +117,7 @@ class XpkLaunch(LaunchConfig):
     zone: Text | None
     image: Text | None
     priority: Text | None
-    options: dict[Text, Annotated[str, BeforeValidator(_as_text)] | None]  # of `xpk workload create`, others
+    options: dict[Text, Annotated[str, BeforeValidator(_as_text)] | None]  # further options of `xpk workload create`
 
 
 class SkyPilotLaunch(LaunchConfig):
@@ -129,7 +129,7 @@ class SkyPilotLaunch(LaunchConfig):
     image: Text | None  # a container
     spot: bool
     workdir: Text | None  # a local folder that is copied to each host
-    file_mounts: dict[Text, Text]  # by path on the hosts: {/mnt/runs: gs://my-bucket}
+    file_mounts: dict[Text, Text]  # places by their path on the hosts: {/mnt/runs: gs://my-bucket}
 
 
 AnyLaunch = LocalLaunch | SlurmLaunch | JobSetLaunch | TpuVmLaunch | XpkLaunch | SkyPilotLaunch

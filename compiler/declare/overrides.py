@@ -16,11 +16,11 @@ from hydra.errors import HydraException
 from ..core.errors import COMMAND_LINE, ConfigError, Problem
 from ..core.visible import visible_line
 
-MOST_POINTS = 100_000  # of a sweep
+MOST_POINTS = 100_000  # points of a sweep
 _PLAIN = re.compile(r"[\w./*+-]+")
 
 
-@lru_cache(maxsize=4096)  # one declaration has each override parsed five times; nothing changes what is returned
+@lru_cache(maxsize=4096)  # reading one declaration parses each override five times; no caller changes the result
 def parse_override(text: str) -> Override:
     """Returns one parsed override. Raises ConfigError if it is not valid."""
     what, fix = "", "write key=value; quote values with spaces: 'key=\"a b\"'"

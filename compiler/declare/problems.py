@@ -174,7 +174,7 @@ def _problem(detail: ErrorDetails, spec_type: type[RunSpec], groups: Sequence[st
 
 
 def _fix_of_type(kind: str, value: Any, path: Sequence[int | str]) -> str:
-    """Returns what to give in place of a value of another type, with the word itself where it is known."""
+    """Returns the fix of a value of another type, with the word to type if it is known."""
     if isinstance(value, float) and "whole" in _EXPECTED[kind] and value.is_integer() and abs(value) < 2**53:
         return f"give a whole number: {int(value)}"
     if kind == "string_type" and isinstance(path[-1], int) and isinstance(value, bool | int | float):
@@ -198,7 +198,7 @@ def _walk(loc: tuple[int | str, ...], spec_type: type[RunSpec]) -> tuple[type[Ba
         holder = node if isinstance(node, type) and issubclass(node, BaseModel) else None
         if holder and element in holder.model_fields:
             node = holder.model_fields[str(element)].annotation
-        else:  # of a list its elements, of a dict its values
+        else:  # the elements of a list, the values of a dict
             values = [argument for argument in get_args(node) if argument is not Ellipsis]
             node = values[-1] if values else None
     return holder, path

@@ -60,7 +60,7 @@ class CheckpointSpec(Config):
     """
 
     every_num_steps: PositiveInt | None
-    every_num_minutes: PositiveFloat | None  # whenever the last one is this old
+    every_num_minutes: PositiveFloat | None  # when the last one is this old
     keep: PositiveInt  # the latest ones
     keep_best: NonNegativeInt  # the ones with the lowest held-out loss
     keep_every_num_steps: PositiveInt | None  # the ones whose step is a multiple of this
@@ -129,7 +129,7 @@ class EvaluationSpec(Config):
 
 
 class CompileSpec(Config):
-    """timeout_seconds: what the compiler may take for one program of `meshloom compile`; None: what it takes."""
+    """timeout_seconds: the most time of the compiler for one program of `meshloom compile`; None: no limit."""
 
     timeout_seconds: PositiveInt | None
 
@@ -151,15 +151,15 @@ def _first_and_last(steps: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class StragglersSpec(Config):
-    """every_num_steps: how often processes tell process 0 of their times. cost_share: of a step; a process that costs
-    more is named."""
+    """every_num_steps: how often processes report their times to process 0. cost_share: the share of a step that a
+    process may cost the others; one that costs more is named."""
 
     every_num_steps: PositiveInt
     cost_share: PositiveFloat
 
 
 class ReplaySpec(ReplayCheck):
-    """Steps that run again from the state before them, which is kept for it.
+    """Steps that run again from the state before them, which is saved for that.
 
     spike_factor: with `on_nonfinite=replay`, how many times the median of the losses before it makes a loss suspect.
     check_every_num_steps: how often a step that is not suspect runs twice, and replicas of the state are compared.
@@ -213,7 +213,7 @@ class RunSpec(PlanSpec):
     generate: GenerateSpec  # of `meshloom generate`
     launch: LaunchSpec  # how `meshloom launch` starts the run on its hosts
     watchdog: WatchdogSpec | None  # None: a run that hangs is not noticed
-    stragglers: StragglersSpec | None  # None: processes do not tell of their times
+    stragglers: StragglersSpec | None  # None: processes do not report their times
     replay: ReplaySpec  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
     profile: ProfileSpec
     run: RunLabels

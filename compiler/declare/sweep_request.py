@@ -1,4 +1,4 @@
-"""Reads what a sweep is over, and checks it before any point runs.
+"""Reads the values of a sweep, and checks them before any point runs.
 
 Each value is checked by itself, not each combination: a point that cannot run is a row of the sweep with its reason.
 """
@@ -27,10 +27,10 @@ GRIDS = ("hydra_plugins.meshloom_sweeps.sweeper.GridSweeper", "hydra._internal.c
 class SweepRequest:
     """A checked sweep.
 
-    request: as typed, with the options that a `glob` stands for. fixed: what all points have, as typed; settled: the
-    same with what is set of Hydra's own. axes: by swept key the overrides of its values; empty where a sweeper chooses
-    them as it goes. spec: of the first point. hydra: Hydra's own node, unresolved. is_grid: all combinations are run,
-    else a sweeper chooses.
+    request: as typed, with each `glob` replaced by its options. fixed: the overrides that all points share, as typed.
+    settled: the same with Hydra's own settings. axes: the overrides of each swept key's values; empty if a sweeper
+    chooses them as it goes. spec: the first point's. hydra: Hydra's own node, unresolved. is_grid: all combinations are
+    run; otherwise a sweeper chooses.
     """
 
     request: Request
@@ -59,7 +59,7 @@ class SweepRequest:
 
     @property
     def num_points(self) -> int | None:
-        """Returns how many points there are; None where the sweeper decides as it goes."""
+        """Returns the number of points; None if the sweeper decides as it goes."""
         return math.prod(map(len, self.axes.values())) if self.is_grid else None
 
 
@@ -109,7 +109,7 @@ def _replaced(request: Request, overrides: Sequence[str]) -> Request:
 
 
 def _hydra_of(request: Request) -> tuple[DictConfig, list[Problem]]:
-    """Returns Hydra's own node, and what is wrong with what is set in it; it is then that of no such setting."""
+    """Returns Hydra's own node and the problems in it; a node with problems is composed without these settings."""
     typed = [text for text in request.overrides if _is_of_hydra(text)]
     try:
         return compose_hydra(_replaced(request, typed)), []
@@ -123,7 +123,7 @@ def _is_of_hydra(text: str) -> bool:
 
 
 def _is_of_sweeper(text: str) -> bool:
-    """Returns True for the sweeper's own parameters, which are read from what they are composed to."""
+    """Returns True for the sweeper's own parameters, which are read after they are composed."""
     parsed = parsed_or_none(text)
     return parsed is not None and f"{parsed.key_or_group}.".startswith(f"{SWEEPER_PARAMS}.")
 
@@ -147,7 +147,7 @@ def _unresolved(node: DictConfig) -> dict[str, Any]:
 
 
 def _flat(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """{"mesh": {"tensor": "1,2"}} -> ("mesh.tensor", "1,2"), as `hydra.sweeper.params.mesh.tensor=...` is read."""
+    """Yields nested parameters by their keys: {"mesh": {"tensor": "1,2"}} -> ("mesh.tensor", "1,2")."""
     for key, value in params.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
@@ -179,7 +179,7 @@ def _options(parsed: Override, request: Request) -> list[str]:
 
 
 def _written(text: str, values: Sequence[str]) -> str:
-    """Returns the override for Hydra: a `glob` as the options that it stands for."""
+    """Returns the override for Hydra, with a `glob` replaced by its options."""
     parsed = parse_override(text)
     if not isinstance(parsed.value(), Glob):
         return text

@@ -1,4 +1,4 @@
-"""Calibrations as declared: how much longer work takes on a chip than its figures say, as runs have shown."""
+"""Declares calibrations: how much longer work takes on a chip than its figures say, as measured in runs."""
 
 from typing import Literal
 
@@ -12,16 +12,16 @@ CalibratedLink = Literal["ICI", "DCN", "NVLink", "NIC"]
 
 
 class LinkCalibration(Config):
-    """Measured over predicted seconds of collectives. transfer: the part that depends on their size; latency: the
-    rest."""
+    """The ratio of measured to predicted seconds of collectives. transfer: for the part that depends on their size;
+    latency: for the rest."""
 
     transfer: PositiveFloat
     latency: PositiveFloat
 
 
 class Calibration(Config):
-    """Measured over predicted seconds, by kind of compute and by link. chip: that it is of; None: nothing is
-    calibrated. source: the runs that it was measured on."""
+    """The ratio of measured to predicted seconds, by kind of compute and by link. chip: the chip that it holds for;
+    None: nothing is calibrated. source: the runs that it was measured in."""
 
     chip: Text | None
     matmul: PositiveFloat

@@ -29,12 +29,12 @@ class CompilerTraits(Record):
     gathers_before_loops: a gather issued before a loop ends before the loop starts.
     aborts_on_unroll: the process aborts if an iteration has several layers and a mesh axis splits matmuls.
     max_reduce_scatter: the largest number of devices, times the odd factor of a dimension that is not scattered, for
-        which a reduce-scatter is compiled as one; above it becomes an all-reduce. None: no limit.
-    narrow_reduction_options: options without which it fails on a loop over microbatches that reduces gradients in a
-        narrower type than it accumulates them in.
-    tile_rows: matrices lie in tiles of this many rows; shards of a row dimension that are no whole tiles are padded for
-        a collective, which is then synchronous. 1: they are not.
-    ragged_all_to_all: it compiles one, on up to max_chips_ragged_all_to_all chips.
+        which a reduce-scatter is compiled as one; above it, it becomes an all-reduce. None: no limit.
+    narrow_reduction_options: the compiler fails without these options on a loop over microbatches that reduces
+        gradients in a narrower type than it accumulates them in.
+    tile_rows: matrices lie in tiles of this many rows; shards of a row dimension that are not whole tiles are padded
+        for a collective, which is then synchronous. 1: they are not.
+    ragged_all_to_all: it compiles ragged all-to-alls, on up to max_chips_ragged_all_to_all chips.
     """
 
     async_by_default: tuple[CollectiveKind, ...] = ()

@@ -1,4 +1,4 @@
-"""Parts of a declaration: a value with fewer fields, of what has them all."""
+"""Takes the part of a declaration that reaches a program: a value with fewer fields, from one that has them all."""
 
 from typing import Any, Self
 
@@ -11,7 +11,7 @@ class Narrow(Config):
 
     @classmethod
     def of(cls, wider: Any) -> Self:
-        """Returns this class's part of a value of a subclass: its own keys, and of nodes that are Narrow theirs."""
+        """Returns the part of a subclass's value that this class declares, and that of each node that is Narrow."""
         values: dict[str, Any] = {}
         for name, field in cls.model_fields.items():
             value, kind = getattr(wider, name), field.annotation

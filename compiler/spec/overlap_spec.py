@@ -1,4 +1,4 @@
-"""Overlap of communication with compute."""
+"""Declares how communication overlaps with compute."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
@@ -78,7 +78,7 @@ class OverlapSearch(Config):
 
     max_candidates: PositiveInt  # programs that are compiled, including the declared one
     budget_seconds: PositiveFloat  # after this time no further program is compiled
-    min_gain: Fraction  # of the shortest step so far: what could not save that much is not compiled
+    min_gain: Fraction  # share of the shortest step so far; a candidate that could not save it is not compiled
 
 
 class StepOverlap(Narrow):
@@ -88,8 +88,8 @@ class StepOverlap(Narrow):
 
 
 class OverlapSpec(StepOverlap):
-    """A way to overlap, the search for a better one, and the limit of what may stay exposed."""
+    """A way to overlap, the search for a better one, and the limit of exposed communication."""
 
-    flag_presets: tuple[Text, ...]  # of compiler_options.py, by name; the later wins
+    flag_presets: tuple[Text, ...]  # names of compiler_options.py; later ones take precedence
     search: OverlapSearch | None
-    max_exposed: Fraction | None  # of the predicted step, waiting for communication; compiling fails above it
+    max_exposed: Fraction | None  # share of the predicted step that waits for communication; compiling fails above it

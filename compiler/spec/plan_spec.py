@@ -20,7 +20,7 @@ Objective = Literal["step_time", "cost", "memory"]
 
 
 def _number_of_tokens(value: Any) -> Any:
-    """Returns 1.5e12 for "1.5T"; what is no such text as it is."""
+    """Returns 1.5e12 for "1.5T", and any other value unchanged."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT])", value) if isinstance(value, str) else None
     return float(match[1]) * _TIMES[match[2]] if match else value
 
@@ -39,18 +39,18 @@ class TuneSpec(Config):
 
     objective: Objective  # step_time: shortest; cost: cheapest per token; memory: least
     price_per_chip_hour: dict[Text, PositiveFloat]  # by chip, in any currency: {v5p: 4.2}
-    max_memory_share: Annotated[float, Field(gt=0, le=1)]  # of a device's memory that the estimate may take
+    max_memory_share: Annotated[float, Field(gt=0, le=1)]  # the share of a device's memory that the estimate may take
     groups: dict[Text, tuple[Text, ...]]
     microbatches: tuple[PositiveInt, ...] | None
     mesh: dict[Text, tuple[PositiveInt, ...] | None]
     device_orders: Literal["declared", "all"]  # all: every device_order that places a mesh otherwise
     pin: dict[Text, Any]
-    num_shown: PositiveInt  # of the best, in the table and the page
-    num_compiled: NonNegativeInt  # of the best, compiled to let the schedule judge
-    max_candidates: PositiveInt  # that are listed; of a larger space, Optuna chooses combinations of options
+    num_shown: PositiveInt  # the best candidates in the table and the page
+    num_compiled: NonNegativeInt  # the best candidates that are compiled, so that their schedules decide
+    max_candidates: PositiveInt  # candidates that are listed; in a larger space, Optuna chooses combinations of options
     num_trials: PositiveInt  # combinations of options that Optuna tries
     targets: tuple[Text, ...]  # several targets to compare; empty: the declared one
-    tokens: Tokens | None  # of the whole training, for its time and cost: 1.5e12, or 1.5T
+    tokens: Tokens | None  # tokens of the whole training, for its time and cost: 1.5e12, or 1.5T
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -68,7 +68,7 @@ def _axis_size(size: int) -> int:
 
 
 def _placed_axis(entry: str) -> str:
-    """Returns "fsdp", or "expert:2x2", an axis with the block of chips that its devices are."""
+    """Returns "fsdp", or "expert:2x2": an axis with the block of chips that its devices form."""
     axis, colon, block = entry.partition(":")
     if axis not in get_args(MeshAxis):
         raise mistake(f"there is no mesh axis '{axis}'", use_one_of(axis, get_args(MeshAxis)))
@@ -89,7 +89,8 @@ PlacedAxis = Annotated[str, AfterValidator(_placed_axis)]
 
 class MeshSpec(Config):
     """Devices along each mesh axis; one of them may be -1: all remaining devices. replica: None: one for each slice of
-    the target, two in a single slice. stage: of a pipeline; no key offers it before pipelines are implemented."""
+    the target, two in a single slice. stage: the stages of a pipeline; no key offers it before pipelines are
+    implemented."""
 
     replica: AxisSize | None
     data: AxisSize
@@ -101,11 +102,11 @@ class MeshSpec(Config):
 
 
 class PlanSpec(StepSpec):
-    """A step with its place: what a plan is made from."""
+    """A step and its devices: everything that a plan is made from."""
 
     target: TargetSpec
     mesh: MeshSpec
-    # Mesh axes, nearest devices first; with a colon the block of chips that an axis is: expert:2x2
+    # Mesh axes, nearest devices first; after a colon the block of chips that an axis forms: expert:2x2
     device_order: Annotated[tuple[PlacedAxis, ...], AfterValidator(_each_axis_once)]
     sharding: ShardingSpec  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
     overlap: OverlapSpec  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)

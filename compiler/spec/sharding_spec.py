@@ -1,4 +1,4 @@
-"""Rules by which arrays are split over mesh axes."""
+"""Declares the rules by which arrays are split over mesh axes."""
 
 from typing import Annotated, Literal, Self
 
@@ -35,11 +35,11 @@ class Rule(Config):
 class ShardingRules(Narrow):
     """Ordered rules per kind of array: each dimension takes the first matching rule whose mesh axes are free.
 
-    mesh_axes: the mesh axes that rules split over, which leave out all others; null: all that they name. optimizer: the
-    rules of what does not lie as its parameter; once validated, those of everything else follow. gradients: the table
-    that gradients are laid out by while they are accumulated. If the optimizer's splits more than the parameters',
-    `parameters` sums whole gradients and splits them once per step (ZeRO-1), and `optimizer` splits each gradient as
-    soon as it is computed (ZeRO-2).
+    mesh_axes: the only mesh axes that rules split over; null: all that they name. optimizer: rules of optimizer state
+    that is not laid out as its parameter; validation adds the parameters' rules for all other logical axes. gradients:
+    the table by which gradients are laid out while they are accumulated. If the optimizer's splits more than the
+    parameters', `parameters` sums whole gradients and splits them once per step (ZeRO-1), and `optimizer` splits each
+    gradient as soon as it is computed (ZeRO-2).
     """
 
     mesh_axes: Annotated[tuple[MeshAxis, ...], AfterValidator(each_once)] | None = None
@@ -58,7 +58,7 @@ class ShardingRules(Narrow):
 
 
 def rules_over(rules: tuple[Rule, ...], mesh_axes: tuple[MeshAxis, ...] | None) -> tuple[Rule, ...]:
-    """Returns a table of rules without the other mesh axes; what no rule splits then is whole. None: the table.
+    """Returns a table of rules without other mesh axes; logical axes that no rule then splits are whole.
 
     [embed -> fsdp, expert; mlp -> tensor; layers -> whole] over (data, fsdp) is [embed -> fsdp; layers, mlp -> whole].
     """
@@ -101,7 +101,7 @@ def with_rules_of_others(rules: tuple[Rule, ...], others: tuple[Rule, ...]) -> t
 
 
 class ShardingSpec(ShardingRules):
-    """Rules, and what is said of large arrays that they leave whole."""
+    """Rules, and the limit on arrays that they replicate."""
 
     replicated_bytes_threshold: NumBytes  # the largest parameter, or its state, that may be replicated on every device
     on_replicated: Literal["error", "warn", "allow"]  # if one is larger

@@ -66,8 +66,8 @@ class PrecisionSpec(Config):
 class RematSpec(Config):
     """Rematerialisation saves some results of a layer's forward pass for the backward pass, and recomputes the rest."""
 
-    policy: RematPolicy  # of every stack of layers
-    stacks: dict[str, RematPolicy]  # of single stacks, by name
+    policy: RematPolicy  # for every stack of layers
+    stacks: dict[str, RematPolicy]  # for single stacks, by name
     names: tuple[Text, ...]  # the activations that save_names saves and offload moves to host memory
 
     @model_validator(mode="after")
@@ -92,18 +92,18 @@ class LossSpec(Config):
 
 
 class MoeSpec(Config):
-    """Tokens are sent to experts by these limits (docs/experts.md)."""
+    """The limits by which tokens are sent to experts (docs/experts.md)."""
 
     max_imbalance: Annotated[float, Field(ge=1)] | None  # rows of a buffer, over the mean; None: for any imbalance
     capacity_factor: PositiveFloat  # parallel.experts=capacity: rows of an expert, over the mean
-    num_chunks: PositiveInt  # of a device's tokens: one is sent while another's experts run
+    num_chunks: PositiveInt  # chunks of a device's tokens: one is sent while the experts of another run
 
 
 class BatchSpec(Narrow):
     """How documents lie in the sequences of a batch.
 
-    packing: of documents into sequences; given: a class of the user returns whole sequences. isolate_documents: batches
-    mark where documents begin, and the last token of a document has no target.
+    packing: how documents are packed into sequences; given: a class of the user returns whole sequences.
+    isolate_documents: batches mark where documents begin, and the last token of a document has no target.
     """
 
     packing: Literal["concatenate", "first_fit", "given"]
@@ -134,8 +134,8 @@ class ReplayCheck(Narrow):
 
 
 class StepSpec(Narrow):
-    """All that the programs of a run depend on, but for the devices that they are compiled for (PlanSpec): its
-    fingerprint names the keys of this value. `global_batch_size` is in sequences, over all devices and microbatches."""
+    """Everything that the programs of a run depend on, except the devices that they are compiled for (PlanSpec). Its
+    keys are those of the fingerprint. `global_batch_size` is in sequences, over all devices and microbatches."""
 
     model: SerializeAsAny[ModelConfig]
     calibration: Calibration
@@ -176,8 +176,8 @@ class StepSpec(Narrow):
         return copied
 
     def settled(self, **chosen: Any) -> Self:
-        """Returns the declaration with what a pass chose where it leaves the choice; what was typed declares it
-        still."""
+        """Returns the declaration with values that a pass chose because it left the choice; the typed overrides still
+        declare it."""
         return super().model_copy(update=chosen)
 
     def as_written(self) -> dict[str, Any]:

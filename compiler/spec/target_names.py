@@ -1,4 +1,4 @@
-"""Targets by their common names: `target=v5e-256` is `conf/target/_v5e.yaml` with the shape of that slice.
+"""Reads the common names of targets: `target=v5e-256` is `conf/target/_v5e.yaml` with the shape of that slice.
 
 A name is `KIND-N` or `KIND:AxB`, for every kind with a file `_KIND.yaml` and every size of it that exists.
 """

@@ -1,4 +1,4 @@
-"""Targets as declared: simulated devices, attached devices, or a kind of chip and its number.
+"""Declares targets: simulated devices, attached devices, or a kind of chip and its number.
 
 A chip is a file `conf/target/_NAME.yaml` with a source for each figure. Figures are per chip unless they say otherwise;
 a chip may be several JAX devices, and names may count cores. Link bandwidths are one way.
@@ -63,16 +63,16 @@ class ChipSpec(Config):
     power_limit_watts: PositiveFloat | None  # that your operator set (nvidia-smi -q -d POWER); None: as sold
     efficiency: Efficiency
     kernels: KernelShares
-    sustained: UpToOne  # of the kernels' arithmetic, what a run keeps at the power as sold
+    sustained: UpToOne  # share of the kernels' arithmetic that a run keeps at the power as sold
     sources: dict[str, str]  # by figure: a page or a document
 
     @property
     def power_share(self) -> float:
-        """Returns what a lower power limit leaves of the arithmetic under load: as much as it leaves of the power.
+        """Returns the share of the arithmetic that a lower power limit leaves under load: its share of the power.
 
         Matmuls that are limited by power run far below the highest clock, where the voltage hardly falls any more, so
-        a FLOP costs the same energy. What the idle chip takes makes the loss larger than that, what is left of the
-        voltage's fall makes it smaller; both are some 5 % of an H100 at 500 of 700 W."""
+        a FLOP costs the same energy. The power of an idle chip makes the loss larger than that, the remaining fall of
+        the voltage makes it smaller; each is about 5 % on an H100 at 500 of 700 W."""
         if not self.power_watts or not self.power_limit_watts:
             return 1.0
         return min(1.0, self.power_limit_watts / self.power_watts)
@@ -125,7 +125,7 @@ class SwitchSpec(Config):
     chip_seconds: PositiveFloat  # latency
     node_bytes_per_second: PositiveFloat  # of all adapters of a node, one way
     node_seconds: PositiveFloat
-    collective_share: UpToOne  # of these bandwidths, what collectives of large arrays reach
+    collective_share: UpToOne  # share of these bandwidths that collectives of large arrays reach
     sources: dict[str, str]
 
 
