@@ -1,6 +1,7 @@
 """Reads a config.json key by key: what is left at the end, and is not known to be harmless, is refused by name."""
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -42,6 +43,7 @@ ONLY: dict[str, Sequence[Any]] = {
     "use_bfloat16": (False,), "use_bidirectional_attention": (None, False), "use_mrope": (False,),
 }  # fmt: skip
 MISSING = object()
+MOST_LAYERS = 100_000
 
 
 class Reader:
@@ -63,12 +65,48 @@ class Reader:
         return otherwise
 
     def number(self, *keys: str, otherwise: Any = MISSING) -> Any:
-        """Returns a number in the same way."""
+        """Returns a number in the same way. One that is refused, as a missing one, reads as 1, so that reading goes on
+        and finds all mistakes."""
         value = self.get(*keys, otherwise=otherwise)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            self.refuse(keys[0], f"{value!r} is not a number", "give a number")
-            return None
-        return value
+        if value is None:
+            return 1 if otherwise is MISSING else None
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and 0 <= value < math.inf:
+            return value
+        self.refuse(keys[0], f"{_shown(value)} is not a positive number", "give a number")
+        return 1
+
+    def count(self, *keys: str, otherwise: Any = MISSING) -> int:
+        """Returns a number of layers in the same way."""
+        value = self.number(*keys, otherwise=otherwise)
+        if isinstance(value, int) and 0 < value <= MOST_LAYERS:
+            return value
+        self.refuse(keys[0], f"{_shown(value)} is not a number of layers", f"give a whole number up to {MOST_LAYERS:,}")
+        return 1
+
+    def flag(self, key: str, *, otherwise: bool) -> bool:
+        """Returns true or false in the same way."""
+        return self._typed(key, bool, "true or false", otherwise)
+
+    def text(self, *keys: str, otherwise: str) -> str:
+        """Returns text in the same way."""
+        key = next((key for key in keys if self.values.get(key) is not None), keys[0])
+        return self._typed(key, str, "text", otherwise)
+
+    def items(self, key: str, *, otherwise: list[Any]) -> list[Any]:
+        """Returns a list in the same way."""
+        return self._typed(key, list, "a list", otherwise)
+
+    def node(self, key: str, *, otherwise: dict[str, Any]) -> dict[str, Any]:
+        """Returns an object in the same way."""
+        return self._typed(key, dict, "an object with keys", otherwise)
+
+    def _typed(self, key: str, kind: type, name: str, otherwise: Any) -> Any:
+        value = self.get(key, otherwise=otherwise)
+        if isinstance(value, kind):
+            return value
+        self.refuse(key, f"{_shown(value)} is not {name}", f"give {name}")
+        return otherwise
 
     def only(self, key: str, *allowed: Any, otherwise: Any, fix: str = "") -> Any:
         """Returns the value of a key. Refuses all but the allowed ones: they are not implemented."""
@@ -110,6 +148,8 @@ _FIXES = {
 
 def windows(reader: Reader, num_layers: int, kinds: Sequence[str], window: int | None) -> list[int | None]:
     """Returns the shortest list of windows that repeats over the layers. kinds: the layer_types of a config.json."""
+    if any(mistake.key in ("num_hidden_layers", "layer_types") for mistake in reader.mistakes):
+        return [None]
     for index, kind in enumerate(kinds):
         if kind not in ("full_attention", "sliding_attention"):
             reader.refuse(

@@ -72,7 +72,7 @@ def read_deepseek(reader: Reader) -> dict[str, Any]:
     return read | {
         "num_experts_per_token": reader.number("num_experts_per_tok", otherwise=8),
         "router_scores": "sigmoid",
-        "router_weights": "normalized" if reader.get("norm_topk_prob", otherwise=True) else "scores",
+        "router_weights": "normalized" if reader.flag("norm_topk_prob", otherwise=True) else "scores",
         "router_scale": reader.number("routed_scaling_factor", otherwise=2.5),
         "num_expert_groups": reader.number("n_group", otherwise=8),
         "num_groups_per_token": reader.number("topk_group", otherwise=4),

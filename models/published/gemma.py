@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from .config_json import Reader, layer_types, windows
-from .contract import SOME, Family, Row, Values
+from .contract import SOME, Family, Row
 from .layouts import same
 from .llama import ATTENTION, ENDS, LLAMA, MLP, UNUSED, read_llama, write_llama
 from .llama import NORMS as LLAMA_NORMS
@@ -46,15 +46,15 @@ def read_gemma(reader: Reader) -> dict[str, Any]:
 def read_gemma2(reader: Reader) -> dict[str, Any]:
     """Returns the keys of our config for Gemma 2."""
     read = read_llama(reader, tied=True, activation=("hidden_activation", "gelu_pytorch_tanh"), kv_heads=4)
-    return read | _read_both(reader, read["num_layers"] or 0, period=2, caps=(50.0, 30.0))
+    return read | _read_both(reader, read["num_layers"], period=2, caps=(50.0, 30.0))
 
 
 def read_gemma3(reader: Reader) -> dict[str, Any]:
     """Returns the keys of our config for Gemma 3's text model."""
     rope = partial(read_rope_by_layer, theta=1000000.0, window_theta=10000.0)
     read = read_llama(reader, tied=True, activation=("hidden_activation", "gelu_pytorch_tanh"), kv_heads=4, rope=rope)
-    period = reader.number("sliding_window_pattern", "_sliding_window_pattern", otherwise=6)
-    both = _read_both(reader, read["num_layers"] or 0, period=period, caps=(None, None))
+    period = reader.count("sliding_window_pattern", "_sliding_window_pattern", otherwise=6)
+    both = _read_both(reader, read["num_layers"], period=period, caps=(None, None))
     return read | both | {"qk_norm": "rms_zero_centered"}
 
 
@@ -71,7 +71,7 @@ def _read_both(
         "norm_placement": "before_and_after",
         "head_dim": head_dim,
         "attention_scale": read_scale(reader, head_dim),
-        "attention_windows": windows(reader, num_layers, reader.get("layer_types", otherwise=kinds), window),
+        "attention_windows": windows(reader, num_layers, reader.items("layer_types", otherwise=kinds), window),
         "attention_soft_cap": reader.optional("attn_logit_softcapping", caps[0]),
         "logit_soft_cap": reader.optional("final_logit_softcapping", caps[1]),
     }
@@ -82,7 +82,7 @@ def read_gemma3_of_images(reader: Reader) -> dict[str, Any]:
     default of transformers."""
     of_images = {"vision_config", "boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image"}
     reader.asked |= of_images | {"initializer_range"}
-    text: Values = reader.get("text_config", otherwise={})
+    text = reader.node("text_config", otherwise={})
     own = Reader({**_GEMMA3_SIZES, **text})
     read = read_gemma3(own)
     own.finish()

@@ -38,7 +38,7 @@ PUBLISHED_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new"
 def read_gpt2(reader: Reader) -> dict[str, Any]:
     """Returns the keys of our config for GPT-2. attn_pdrop is not read: attention weights are not dropped here."""
     width, heads = reader.number("n_embd"), reader.number("n_head")
-    named = reader.get("activation_function", otherwise="gelu_new")
+    named = reader.text("activation_function", otherwise="gelu_new")
     if named not in ACTIVATIONS:
         reader.refuse("activation_function", f"'{named}' is not implemented", f"use one of {', '.join(ACTIVATIONS)}")
     rate = reader.number("resid_pdrop", otherwise=0.1)
@@ -52,11 +52,11 @@ def read_gpt2(reader: Reader) -> dict[str, Any]:
         "attention_windows": [None],
         "vocab_size": reader.number("vocab_size"),
         "embed_dim": width,
-        "num_layers": reader.number("n_layer"),
+        "num_layers": reader.count("n_layer"),
         "num_heads": heads,
         "num_kv_heads": heads,
-        "head_dim": width // heads if width and heads else None,
-        "mlp_dim": reader.number("n_inner", otherwise=4 * width if width else None),
+        "head_dim": width // heads if heads else 1,
+        "mlp_dim": reader.number("n_inner", otherwise=4 * width),
         "mlp_activation": ACTIVATIONS.get(named),
         "num_positions": reader.number("n_positions"),
         "norm_epsilon": reader.number("layer_norm_epsilon", otherwise=1e-5),

@@ -57,7 +57,7 @@ def read_llama(
     theta, epsilon, kv_heads (None: as many as heads); activation: the key, and its value. rope: reads rotary positions;
     None: those that are the same in all layers."""
     heads, width = reader.number("num_attention_heads"), reader.number("hidden_size")
-    named = reader.get(activation[0], otherwise=activation[1])
+    named = reader.text(activation[0], otherwise=activation[1])
     if named not in ACTIVATIONS:
         reader.refuse(activation[0], f"'{named}' is not implemented", f"use a model with {', '.join(ACTIVATIONS)}")
     reader.only("attention_bias", False, otherwise=False, fix="use a model without biases, or Qwen 2's, of q, k and v")
@@ -66,14 +66,14 @@ def read_llama(
         "attention_windows": [None],
         "vocab_size": reader.number("vocab_size"),
         "embed_dim": width,
-        "num_layers": reader.number("num_hidden_layers"),
+        "num_layers": reader.count("num_hidden_layers"),
         "num_heads": heads,
         "num_kv_heads": reader.optional("num_key_value_heads", kv_heads) or heads,
-        "head_dim": reader.number("head_dim", otherwise=width // heads if width and heads else None),
+        "head_dim": reader.number("head_dim", otherwise=width // heads if heads else 1),
         "mlp_dim": reader.number("intermediate_size"),
         "mlp_activation": ACTIVATIONS.get(named),
         "norm_epsilon": reader.number("rms_norm_eps", otherwise=epsilon),
-        "embeddings": "tied" if reader.get("tie_word_embeddings", otherwise=tied) else "separate",
+        "embeddings": "tied" if reader.flag("tie_word_embeddings", otherwise=tied) else "separate",
         "initializer_stddev": reader.number("initializer_range", otherwise=0.02),
         **(rope(reader) if rope else read_rope(reader, theta=theta)),
     }

@@ -25,13 +25,13 @@ ROUTED: dict[str, tuple[Any, ...]] = {
 def _read_dense(reader: Reader) -> dict[str, Any]:
     """Returns the keys of a Qwen with one MLP in a layer."""
     read = read_llama(reader, kv_heads=32)
-    num_layers = read["num_layers"] or 0
+    num_layers = read["num_layers"]
     window = reader.optional("sliding_window", 4096)
-    is_sliding = reader.get("use_sliding_window", otherwise=False)
-    first = reader.number("max_window_layers", otherwise=28)
+    is_sliding = reader.flag("use_sliding_window", otherwise=False)
+    first = reader.count("max_window_layers", otherwise=28)
     before = first if is_sliding else num_layers
     kinds = ["full_attention" if i < before else "sliding_attention" for i in range(num_layers)]
-    kinds = reader.get("layer_types", otherwise=kinds)
+    kinds = reader.items("layer_types", otherwise=kinds)
     return read | {"attention_windows": windows(reader, num_layers, kinds, window if is_sliding else None)}
 
 
@@ -47,11 +47,11 @@ def _read_qwen3_moe(reader: Reader) -> dict[str, Any]:
     read = read_llama(reader, kv_heads=4)
     window = reader.optional("sliding_window", 4096)
     reader.only("decoder_sparse_step", 1, otherwise=1)
-    dense = reader.get("mlp_only_layers", otherwise=[])
+    dense = reader.items("mlp_only_layers", otherwise=[])
     if dense != list(range(len(dense))):
         what = f"{dense} are not the first layers"
         reader.refuse("mlp_only_layers", what, "use a model whose dense layers are its first ones")
-    is_sliding = reader.get("use_sliding_window", otherwise=False)
+    is_sliding = reader.flag("use_sliding_window", otherwise=False)
     reader.asked.add("max_window_layers")  # transformers does not read it here
     return read | {key: values[0] for key, values in ROUTED.items()} | {
         "qk_norm": "rms",
@@ -61,7 +61,7 @@ def _read_qwen3_moe(reader: Reader) -> dict[str, Any]:
         "mlp_dim": reader.number("moe_intermediate_size", otherwise=768),
         "num_dense_layers": len(dense),
         "dense_mlp_dim": read["mlp_dim"] if dense else None,
-        "router_weights": "normalized" if reader.get("norm_topk_prob", otherwise=False) else "scores",
+        "router_weights": "normalized" if reader.flag("norm_topk_prob", otherwise=False) else "scores",
     }  # fmt: skip
 
 

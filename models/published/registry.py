@@ -11,7 +11,7 @@ import jax
 from ..contract import Model, ModelConfig
 from . import deepseek, gemma, gpt2, llama, mixtral, qwen
 from .config_json import UNUSED, Reader
-from .contract import Family, Mistake, NotUnderstood, PublishedTensor, Row, Slot, Values
+from .contract import Family, NotUnderstood, PublishedTensor, Row, Slot, Values
 
 FAMILIES: tuple[Family, ...] = (
     *llama.FAMILIES, *qwen.FAMILIES, *gemma.FAMILIES, *mixtral.FAMILIES, *deepseek.FAMILIES, *gpt2.FAMILIES,
@@ -89,18 +89,21 @@ def write_config(
 
 
 def _named(config_json: Values) -> Family:
-    architectures = config_json.get("architectures") or ()
-    for key, named, of in (("architectures", architectures[0] if architectures else None, "architecture"),
-                           ("model_type", config_json.get("model_type"), "model_type")):  # fmt: skip
-        if named is None:
-            continue
-        by_name = {getattr(family, of): family for family in FAMILIES}
-        if named in by_name:
-            return by_name[named]
+    """Returns the family that a config.json names: by its first architecture, or by its model_type."""
+    reader = Reader(config_json)
+    architectures = reader.items("architectures", otherwise=[])
+    key, of = ("architectures", "architecture") if architectures else ("model_type", "model_type")
+    named = architectures[0] if architectures else reader.text("model_type", otherwise="")
+    by_name = {getattr(family, of): family for family in FAMILIES}
+    if isinstance(named, str) and named in by_name:
+        return by_name[named]
+    if not reader.mistakes and not named:
+        reader.refuse("architectures", "is missing", "take the config.json of a published model")
+    elif not reader.mistakes:
         near = get_close_matches(str(named), by_name, n=1, cutoff=0.6)
         hint = f"did you mean '{near[0]}'? " if near else ""
-        raise NotUnderstood([Mistake(key, f"'{named}' is not implemented", f"{hint}use one of {', '.join(by_name)}")])
-    raise NotUnderstood([Mistake("architectures", "is missing", "take the config.json of a published model")])
+        reader.refuse(key, f"'{named}' is not implemented", f"{hint}use one of {', '.join(by_name)}")
+    raise NotUnderstood(reader.mistakes)
 
 
 def _layers(model: Model) -> Iterator[tuple[str, int]]:

@@ -22,16 +22,19 @@ def read_rope(reader: Reader, *, theta: float = 10000.0) -> dict[str, Any]:
 
 def read_rope_by_layer(reader: Reader, *, theta: float, window_theta: float) -> dict[str, Any]:
     """Returns the same of a model whose layers with a window have a base of their own, and no scaling."""
-    sets = reader.get("rope_parameters", otherwise={})
+    sets = reader.node("rope_parameters", otherwise={})
     theta = reader.number("rope_theta", otherwise=theta)
     window_theta = reader.number("rope_local_base_freq", otherwise=window_theta)
-    if not isinstance(sets, dict) or sets.keys() - {"full_attention", "sliding_attention"}:
+    if sets.keys() - {"full_attention", "sliding_attention"}:
         reader.refuse("rope_parameters", "is not one set for each of layer_types", "give both sets")
         return {"rope_theta": theta, "rope_scaling": None, "window_rope_theta": window_theta}
-    older = reader.get("rope_scaling", otherwise={})
-    scaling = (sets.get("full_attention") or {}) | (older if isinstance(older, dict) else {})
+    nested = Reader(sets)
+    of_full, of_windows = (nested.node(f"{kind}_attention", otherwise={}) for kind in ("full", "sliding"))
+    for mistake in nested.mistakes:
+        reader.refuse(f"rope_parameters.{mistake.key}", mistake.what, mistake.fix)
+    scaling = of_full | reader.node("rope_scaling", otherwise={})
     read = _read_set(reader, "rope_parameters.full_attention", scaling, theta)
-    windowed = _read_set(reader, "rope_parameters.sliding_attention", sets.get("sliding_attention") or {}, window_theta)
+    windowed = _read_set(reader, "rope_parameters.sliding_attention", of_windows, window_theta)
     if windowed["rope_scaling"] is not None:
         what = "has a scaling, which is not implemented for layers with a window"
         reader.refuse("rope_parameters.sliding_attention.rope_type", what, "use a model with the default there")
@@ -46,7 +49,7 @@ def _read_set(reader: Reader, key: str, scaling: Any, theta: float | None) -> di
     nested = Reader(scaling)
     theta = nested.number("rope_theta", otherwise=theta)
     nested.only("partial_rotary_factor", 1.0, None, otherwise=None)
-    kind = nested.get("rope_type", "type", otherwise="default")
+    kind = nested.text("rope_type", "type", otherwise="default")
     if kind not in SCALINGS:
         reader.refuse(f"{key}.rope_type", f"'{kind}' is not implemented", f"use a model with {' or '.join(SCALINGS)}")
         return {"rope_theta": theta, "rope_scaling": None}
@@ -84,8 +87,7 @@ def _read_llama3(nested: Reader, reader: Reader) -> dict[str, Any]:
 
 
 def _read_length(nested: Reader, reader: Reader) -> Any:
-    length = reader.values.get("original_max_position_embeddings") or reader.values.get("max_position_embeddings")
-    reader.asked.add("original_max_position_embeddings")
+    length = reader.number("original_max_position_embeddings", "max_position_embeddings", otherwise=None)
     return nested.number("original_max_position_embeddings", otherwise=length)
 
 
@@ -93,7 +95,7 @@ def _read_yarn(nested: Reader, reader: Reader) -> dict[str, Any]:
     """Returns our keys. Only DeepSeek multiplies scores by a factor of mscale_all_dim; in others, all that both say is
     the factor of turned heads."""
     factor, length = nested.number("factor", otherwise=None), _read_length(nested, reader)
-    longest = reader.values.get("max_position_embeddings")
+    longest = reader.number("max_position_embeddings", otherwise=None)
     factor = factor or (longest / length if longest and length else None)
     mscale, all_dim = (nested.number(key, otherwise=0.0) for key in ("mscale", "mscale_all_dim"))
     given = nested.number("attention_factor", otherwise=None)
@@ -110,7 +112,7 @@ def _read_yarn(nested: Reader, reader: Reader) -> dict[str, Any]:
         "original_length": length,
         "beta_fast": nested.number("beta_fast", otherwise=32.0),
         "beta_slow": nested.number("beta_slow", otherwise=1.0),
-        "truncate": nested.get("truncate", otherwise=True),
+        "truncate": nested.flag("truncate", otherwise=True),
         "mscale": mscale,
         "mscale_all_dim": all_dim,
     }

@@ -1,6 +1,7 @@
 """Tables of published checkpoints: every parameter once, and back; config.json both ways, or an error that names the
 key."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -217,6 +218,23 @@ def test_what_would_change_the_computation_is_refused_by_name(name, values, refu
     with pytest.raises(NotUnderstood) as error:
         read_config(FACTS[name] | values)
     assert sorted(mistake.key for mistake in error.value.mistakes) == refused
+
+
+WEIRD = (None, True, "x", [], ["x"], {}, {"a": {"b": 1}}, -1, 0, 0.5, 10**30, math.inf)
+
+
+def test_whatever_a_key_holds_is_read_or_refused():
+    """Each key in turn, also those of rotary positions: no other exception, and a result that JSON can hold."""
+    of_family = {family_of(config).model_type: config for config in ALL.values()}
+    for config in of_family.values():
+        written = write_config(config, dtype="bfloat16", max_length=64)
+        rope = [key for key in ("rope_parameters", "rope_scaling") if written.get(key)]
+        for value in WEIRD:
+            changes = [{key: value} for key in written]
+            changes += [{at: written[at] | {key: value}} for at in rope for key in written[at]]
+            for change in changes:
+                with contextlib.suppress(NotUnderstood):
+                    json.dumps(read_config(written | change))
 
 
 def test_a_foreign_architecture_is_refused_with_the_nearest():
