@@ -23,12 +23,16 @@ from .attention import attend
 from .config import Config
 from .experts import NO_EXPERT, apply_experts
 
+if TYPE_CHECKING:
+    from .adapter import Adapter
+
 # Logical axes are resolved by compiler/sharding/sharding.py; NNX must not look for a mesh when a Param is made.
 flax.config.update("flax_always_shard_variable", False)
 
 Params = dict[str, Any]  # nested dict of arrays
 IGNORED_TARGET = -1  # a target without loss: the end of a document that is kept apart from the next
 PADDING_TARGET = -2  # the target of a place that holds no token
+ADAPTED_WEIGHT = "adapted_weight"  # the kind of operation whose result is used as its first operand, a parameter, is
 LogicalAxes = tuple[str | None, ...]  # one name per dimension; None: a dimension that is never sharded
 
 
@@ -269,7 +273,8 @@ class Model:
 
     tied: parameters of the head that are those of the embedding, by name: {"table_VE": "table_VE"}. max_length: the
     longest sequence that the model can read, in tokens; None: any. A longer sequence_length is refused.
-    num_active_experts: the entries of each dimension `experts` that one token meets; None: all.
+    num_active_experts: the entries of each dimension `experts` that one token meets; None: all. adapters: by the path
+    of the matrix beside which each lies (adapter.py); where there are some, nothing else is trained.
     """
 
     embed: Piece
@@ -278,6 +283,7 @@ class Model:
     tied: Mapping[str, str] = field(default_factory=dict)
     max_length: int | None = None
     num_active_experts: int | None = None
+    adapters: Mapping[str, "Adapter"] = field(default_factory=dict)
 
     def abstract(self) -> Params:
         """Returns the parameters as `jax.ShapeDtypeStruct`: nothing is allocated."""

@@ -12,11 +12,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from meshloom.models import Context, LogicalAxes, Model, Params, is_logical_axes, split_aux
+from meshloom.models.adapter import is_adapter
+from meshloom.models.contract import ADAPTED_WEIGHT
 
 from ..core.errors import Problem, raise_if_any, use_one_of
 from ..core.trees import leaves_by_path
 from ..core.user_code import blamed_on_user
 from ..spec.step_spec import StepSpec
+from .adapters import adapted_model
 from .model_check import check_aux, check_embedded, check_model, check_of_head, check_output, check_totals
 
 EXPERTS = "experts"  # the logical axis of expert weights: they stay on their devices, and tokens are sent to them
@@ -151,11 +154,12 @@ def vocab_dimensions(model: Model) -> Params:
 
 
 def build_model(spec: StepSpec) -> Model:
-    """Returns the model that the spec declares; allocates nothing. Raises ConfigError if a user's model cannot be
-    built."""
+    """Returns the model that the spec declares, with its adapters; allocates nothing. Raises ConfigError if a user's
+    model cannot be built, or the adapters do not fit it."""
     family = spec.model.family
     with blamed_on_user("model.family", f"building {family}", is_theirs=":" in family):
-        return check_model(family, spec.model.build())
+        model = check_model(family, spec.model.build())
+        return model if spec.adapter is None else adapted_model(model, spec.adapter)
 
 
 def find_arrays(spec: StepSpec, model: Model) -> Arrays:
@@ -180,7 +184,7 @@ def _parameters(model: Model, spec: StepSpec) -> tuple[Array, ...]:
     axes = leaves_by_path(model.logical_axes(), is_leaf=is_logical_axes)
     shapes = {path: x.shape for path, x in leaves_by_path(model.abstract()).items()}
     frozen, trained_dtype = frozen_paths(spec, shapes, ruled=model.rules), spec.precision.parameters
-    types = dict.fromkeys(frozen, spec.precision.frozen or trained_dtype)
+    types = dict.fromkeys(frozen, spec.precision.frozen or (spec.precision.compute if spec.adapter else trained_dtype))
     types |= dict.fromkeys(model.float32, "float32")
     tied = {f"embed/{name}" for name in model.tied.values()}
     used = dict.fromkeys(shapes, spec.precision.compute) | dict.fromkeys(model.float32, "float32")
@@ -242,6 +246,7 @@ class _Recorder:
     results: list[tuple[Any, str]] = field(default_factory=list)  # the results of operations, with their kinds
     result_names: dict[str, set[str]] = field(default_factory=dict)
     sites: dict[tuple[str, str, str], OpSite] = field(default_factory=dict)
+    adapted: list[tuple[Any, str]] = field(default_factory=list)  # matrices with their adapters, with their paths
     auxiliary: list[str] = field(default_factory=list)
     piece: str = ""  # the piece that is being traced
 
@@ -275,22 +280,27 @@ class _Recorder:
         self.sites[key] = self.sites[key].joined(call) if key in self.sites else call
         result = plain(*operands, **options)
         self.results.append((result, kind))
+        if kind == ADAPTED_WEIGHT:
+            self.adapted += [(result, path) for path in recorded[0].parameters]
         return result
 
     def _name_of(self, x: jax.Array) -> str | None:
         return next((name for array, name in self.marked if array is x), None)
 
     def _parameters_of(self, x: jax.Array) -> tuple[str, ...]:
-        return tuple(path for path, array in self.parameters.items() if array is x)[:1]
+        own = tuple(path for path, array in self.parameters.items() if array is x)[:1]
+        return own or tuple(path for array, path in self.adapted if array is x)[:1]
 
 
 def frozen_paths(spec: StepSpec, paths: Iterable[str], *, ruled: Collection[str] = ()) -> frozenset[str]:
-    """Returns the paths of the parameters that `frozen_parameters` names. ruled: those that rules update.
+    """Returns the paths of the parameters that `frozen_parameters` names, and with adapters of all others. ruled: those
+    that rules update.
 
     Raises ConfigError for a pattern that matches no parameter, where no parameter is left to train, and for
     `precision.frozen` without frozen parameters."""
     paths = tuple(paths)
     frozen = frozenset(path for path in paths if any(fnmatchcase(path, each) for each in spec.frozen_parameters))
+    frozen |= {path for path in paths if spec.adapter is not None and not is_adapter(path)}
     problems = [
         Problem(f"frozen_parameters[{index}]", f"no parameter matches '{pattern}'", use_one_of(pattern, paths))
         for index, pattern in enumerate(spec.frozen_parameters)
@@ -299,7 +309,7 @@ def frozen_paths(spec: StepSpec, paths: Iterable[str], *, ruled: Collection[str]
     if frozen.union(ruled).issuperset(paths):
         fix = "leave out a pattern, so that something is trained"
         problems.append(Problem("frozen_parameters", f"all {len(frozen)} parameters of the model are frozen", fix))
-    if spec.precision.frozen is not None and not spec.frozen_parameters:
+    if spec.precision.frozen is not None and not frozen:
         fix = "set precision.frozen=null, or name parameters: frozen_parameters=[embed/*]"
         problems.append(Problem("precision.frozen", "no parameter is frozen", fix))
     raise_if_any(problems)

@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from meshloom.models import LOGICAL_AXES
+from meshloom.models.adapter import is_adapter
 
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from ..core.partition_spec import STAGE
@@ -206,13 +207,15 @@ def _check_idle_axes(
 def _check_replicated(
     rules: ShardingSpec, parameters: Sequence[ArrayPlan], optimizer: Sequence[ArrayPlan], mesh: MeshPlan
 ) -> list[Problem]:
-    """Returns one problem for each table of rules with large replicated arrays, about the largest."""
+    """Returns one problem for each table of rules with large replicated arrays, about the largest. One of an adapter's
+    two matrices has no dimension `embed`, which rules split; whole, it is a small share of what it adapts."""
     if mesh.num_devices == 1:
         return []
     limit, problems = rules.replicated_bytes_threshold, []
     tables = [("parameters", parameters), ("optimizer", optimizer if rules.optimizer != rules.parameters else ())]
     for table, plans in tables:
-        whole = [p for p in plans if p.array.num_bytes > limit and not any(d.axes for d in p.dimensions)]
+        large = [p for p in plans if p.array.num_bytes > limit and not is_adapter(p.array.path)]
+        whole = [p for p in large if not any(d.axes for d in p.dimensions)]
         if whole:
             largest = max(whole, key=lambda plan: plan.array.num_bytes)
             others = f" (and {len(whole) - 1} more)" if len(whole) > 1 else ""

@@ -3,9 +3,10 @@
 Quantities end in their unit, counts start with `num_`, batch sizes are global unless they say otherwise.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     Field,
     NonNegativeFloat,
     PositiveFloat,
@@ -16,6 +17,7 @@ from pydantic import (
 )
 
 from meshloom.models import ModelConfig
+from meshloom.models.adapter import AdapterConfig, DoraConfig, LoraConfig, RsLoraConfig
 from meshloom.models.config import Config, mistake
 
 from ..core.config_types import FloatType, Fraction, NumBytes, Seed, Text
@@ -47,7 +49,8 @@ class PrecisionSpec(Config):
     compute: Literal["float32", "bfloat16", "float16"]  # parameters are cast to it once per step, and gathered in it
     gradients: FloatType  # the type in which they are accumulated over layers' uses and microbatches
     gradient_reduction: FloatType  # the type in which gradients are reduced over the network
-    frozen: FloatType | None  # the type in which frozen parameters are stored; None: as the others
+    frozen: FloatType | None  # the type in which frozen parameters are stored; None: as the others; under an adapter
+    # as they are computed with, since they are never updated
     loss_scale: LossScaleSpec | None  # for float16 only
 
     @model_validator(mode="after")
@@ -133,11 +136,29 @@ class ReplayCheck(Narrow):
     check_every_num_steps: PositiveInt | None
 
 
+class NoAdapter(Config):
+    """The option `adapter=none`, which reads as null."""
+
+    kind: Literal["none"]
+
+
+def _null_for_none(adapter: AdapterConfig | NoAdapter | None) -> AdapterConfig | None:
+    return None if isinstance(adapter, NoAdapter) else adapter
+
+
+AnyAdapter = Annotated[LoraConfig | RsLoraConfig | DoraConfig | NoAdapter, Field(discriminator="kind")]
+if TYPE_CHECKING:
+    AdapterSpec = AdapterConfig | None
+else:
+    AdapterSpec = Annotated[AnyAdapter | None, AfterValidator(_null_for_none)]
+
+
 class StepSpec(Narrow):
     """Everything that the programs of a run depend on, except the devices that they are compiled for (PlanSpec). Its
     keys are those of the fingerprint. `global_batch_size` is in sequences, over all devices and microbatches."""
 
     model: SerializeAsAny[ModelConfig]
+    adapter: AdapterSpec  # what is trained instead of the model
     calibration: Calibration
     sharding: ShardingRules
     precision: PrecisionSpec

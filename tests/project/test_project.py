@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 import tomllib
+import types
 import typing
 from collections import defaultdict
 from collections.abc import Iterator
@@ -123,7 +124,8 @@ def _member_of(kind: typing.Any, values: dict[str, typing.Any]) -> type[Config]:
     if isinstance(kind, type):
         return kind
     members = typing.get_args(kind)
-    members = typing.get_args(members[0]) if typing.get_origin(kind) is typing.Annotated else members
+    while typing.get_origin(members[0]) in (typing.Annotated, types.UnionType, typing.Union):
+        members = typing.get_args(members[0])
     tagged = [(m, key, typing.get_args(field.annotation)) for m in members for key, field in m.model_fields.items()]
     return next(m for m, key, allowed in tagged if len(allowed) == 1 and allowed[0] == values.get(key))
 
