@@ -1,5 +1,6 @@
 """Declares the data of a run: where documents come from, how they become tokens, and how tokens become sequences."""
 
+from datetime import date
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, PositiveFloat, PositiveInt
@@ -48,6 +49,24 @@ class JsonlSource(Config):
     text_key: Text
 
 
+def _date(text: str) -> str:
+    try:
+        return date.fromisoformat(text).isoformat()
+    except ValueError as error:
+        raise mistake(f"'{text}' is not a date", "give year, month and day, such as 2026-07-26") from error
+
+
+class ChatsSource(Config):
+    """JSON lines; each line is a chat under `messages`, or has a `prompt` and a `completion`. Only what the model says
+    is trained on."""
+
+    kind: Literal["chats"]
+    paths: Paths
+    template: Text | None  # a file, or a name among the templates of the tokenizer's folder; None: its default
+    variables: dict[str, JsonValue]  # of the template
+    date: Annotated[Text, AfterValidator(_date)] | None  # that a template may write; None: today
+
+
 class ParquetSource(Config):
     """Parquet files; each row is a document: the text in `text_column`."""
 
@@ -80,8 +99,8 @@ class PythonSource(Config):
 
 
 OneSource = Annotated[
-    PythonStdlibSource | SyntheticSource | TextFilesSource | JsonlSource | ParquetSource | ArrayRecordSource
-    | TokensSource | PythonSource,
+    PythonStdlibSource | SyntheticSource | TextFilesSource | JsonlSource | ChatsSource | ParquetSource
+    | ArrayRecordSource | TokensSource | PythonSource,
     Field(discriminator="kind"),
 ]  # fmt: skip
 
@@ -99,8 +118,8 @@ class MixtureSource(Config):
 
 
 Source = Annotated[
-    PythonStdlibSource | SyntheticSource | TextFilesSource | JsonlSource | ParquetSource | ArrayRecordSource
-    | TokensSource | PythonSource | MixtureSource,
+    PythonStdlibSource | SyntheticSource | TextFilesSource | JsonlSource | ChatsSource | ParquetSource
+    | ArrayRecordSource | TokensSource | PythonSource | MixtureSource,
     Field(discriminator="kind"),
 ]  # fmt: skip
 
@@ -112,11 +131,11 @@ class BytesTokenizer(Config):
 
 
 class HuggingFaceTokenizer(Config):
-    """A JSON file of the `tokenizers` library."""
+    """A JSON file of the `tokenizers` library, alone or in the folder of a published model."""
 
     kind: Literal["huggingface"]
     path: LocalPath
-    end_of_document: Text | None  # a token, as <|endoftext|>; None: the only special token of the file
+    end_of_document: Text | None  # a token, as <|endoftext|>; None: that of the folder, or the file's only special one
 
 
 class SentencePieceTokenizer(Config):

@@ -17,12 +17,14 @@ from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.declare.compose import Request, read_spec
-from meshloom.compiler.declare.data_spec import HuggingFaceTokenizer, OneSource
+from meshloom.compiler.declare.data_spec import ChatsSource, HuggingFaceTokenizer, OneSource
 from meshloom.compiler.declare.overrides import override
 from meshloom.compiler.declare.run_spec import RunSpec
 
 from ..core.exclusive import LOCK, alone
 from ..core.files import replace_json
+from ..data.chats import chat_reader
+from ..data.corpus import no_documents
 from ..data.documents import Part, num_text_bytes, parts_of
 from ..data.progress import TextProgress
 from ..data.shards import INDEX, PROGRESS, Index, StoredTokenizer, read_index
@@ -60,6 +62,9 @@ class CorpusJob:
 def prepare_corpus(spec: RunSpec) -> CorpusJob:
     """Checks all that can be checked before the first text is read. Raises ConfigError with all problems."""
     (source, parts), tokenizer = all_of(lambda: _text_source(spec), lambda: _tokenizer(spec))
+    if isinstance(source, ChatsSource):
+        chat_reader(source, "data.source", tokenizer)  # raises for a tokenizer that knows no chats
+        parts = parts_of(source, "data.source", tokenizer)
     corpus = _declaration(spec, source, parts, tokenizer)
     folder = Path(spec.shards.directory)
     done = read_index(folder, WHERE) if (folder / INDEX).exists() else None
@@ -169,7 +174,7 @@ def _write(job: CorpusJob, console: Console, stop: StopRequest) -> Index:
                     writer.commit()
                     raise _StoppedError
         if writer.done.total_documents == 0:
-            raise ConfigError([Problem("data.source", "has no documents with text", "name files with text in them")])
+            raise ConfigError([no_documents(_text_source(job.spec)[0], "data.source")])
         return writer.finish()
 
 

@@ -15,9 +15,10 @@ from meshloom.compiler.declare.overrides import override
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.sharding.batch import batch_arrays
 
+from .chats import how_masked
 from .documents import Part, num_text_bytes, parts_of
 from .download import local_copy
-from .packing import ConcatenatedSequences, PackedSequences
+from .packing import ConcatenatedSequences, PackedSequences, num_cut_turns
 from .progress import TextProgress
 from .shards import open_shards
 from .store import Split, TokenStore, TokenStream
@@ -32,7 +33,7 @@ SPLITS: tuple[Split, ...] = ("train", "held_out")
 @dataclass(frozen=True)
 class Corpus:
     """One source, opened. where: its key. tokenizer: None if a class of the user gives sequences. content: its
-    identity, by key. counts: its size in words."""
+    identity, by key. counts: its size in words. reader: the declared tokenizer."""
 
     where: str
     sequences: dict[Split, Sequences]
@@ -40,6 +41,7 @@ class Corpus:
     largest_token: int
     content: dict[str, Any]
     counts: str
+    reader: Tokenizer | None
 
 
 def open_corpus(spec: RunSpec, source: OneSource, where: str, tokenizer: Tokenizer | None) -> Corpus:
@@ -51,22 +53,36 @@ def open_corpus(spec: RunSpec, source: OneSource, where: str, tokenizer: Tokeniz
         num_items = sum(map(len, user.values()))
         arguments = json.dumps(spec.compared_value(f"{where}.arguments", source.arguments), sort_keys=True)
         content = {"object": source.object, "arguments": arguments, "num_items": num_items}
-        return Corpus(where, {**user}, None, -1, {"kind": "python", **content}, counted(num_items, "sequence"))
+        return Corpus(
+            where, {**user}, None, -1, {"kind": "python", **content}, counted(num_items, "sequence"), tokenizer
+        )
     store = open_store(data, source, where, tokenizer)
     pack = ConcatenatedSequences if data.packing == "concatenate" else PackedSequences
-    sequences: dict[Split, Sequences] = {
-        split: pack(
-            TokenStream(store, split, data.held_out_fraction, data.held_out_by),
-            spec.sequence_length,
-            isolate_documents=data.isolate_documents,
-        )
-        for split in SPLITS
-    }
+    sequences: dict[Split, Sequences] = {}
+    num_cut = 0
+    for split in SPLITS:
+        stream = TokenStream(store, split, data.held_out_fraction, data.held_out_by)
+        packed = pack(stream, spec.sequence_length, isolate_documents=data.isolate_documents)
+        sequences[split] = packed
+        num_cut += num_cut_turns(stream, packed.cuts())
     content = {"kind": source.kind, "num_tokens": store.num_tokens, "content": store.content}
-    counts = f"{counted(store.num_documents, 'document')}, {counted(store.num_tokens, 'token')}"
+    return Corpus(
+        where, sequences, store.tokenizer, store.largest_token, content, _counts(spec, store, num_cut), tokenizer
+    )
+
+
+def _counts(spec: RunSpec, store: TokenStore, num_cut: int) -> str:
+    """Returns the size of a corpus in words. num_cut: turns that go on in another sequence."""
+    one = "chat" if store.masked_by else "document"
+    counts = f"{counted(store.num_documents, one)}, {counted(store.num_tokens, 'token')}"
+    if not store.masked_by:
+        return counts + (f" ({store.num_empty:,} without text left out)" if store.num_empty else "")
+    counts += f", {store.num_trained:,} trained on ({how_masked(store.masked_by)})"
     if store.num_empty:
-        counts += f" ({store.num_empty:,} without text left out)"
-    return Corpus(where, sequences, store.tokenizer, store.largest_token, content, counts)
+        counts += f"; {counted(store.num_empty, 'chat')} without an answer left out"
+    if num_cut:
+        counts += f"; {counted(num_cut, 'turn')} cut by sequence_length={spec.sequence_length}"
+    return counts
 
 
 def open_store(data: DataSpec, source: OneSource, where: str, tokenizer: Tokenizer | None) -> TokenStore:
@@ -83,7 +99,7 @@ def open_store(data: DataSpec, source: OneSource, where: str, tokenizer: Tokeniz
         raise ConfigError([Problem("data.tokenizer", what, "choose one: data/tokenizer=bytes")])
     if isinstance(source, PythonStdlibSource | SyntheticSource) and isinstance(tokenizer, Bytes):
         return _built_in(source.kind)
-    parts = parts_of(source, where)
+    parts = parts_of(source, where, tokenizer)
     _check_size(sum(part.num_bytes for part in parts), data, source, where)
     return _tokenized(parts, tokenizer, data, source, where)
 
@@ -100,8 +116,15 @@ def _tokenized(parts: list[Part], tokenizer: Tokenizer, data: DataSpec, source: 
 
         store = tokens_in_memory(parts, tokenizer, where, advance)
     if store.num_documents == 0:
-        raise ConfigError([Problem(where, "has no documents with text", "name files with text in them")])
+        raise ConfigError([no_documents(source, where)])
     return store
+
+
+def no_documents(source: OneSource, where: str) -> Problem:
+    """Returns the problem of a corpus in which all documents are empty."""
+    if source.kind == "chats":
+        return Problem(where, "has no chats with an answer", "name files with chats in which an assistant speaks")
+    return Problem(where, "has no documents with text", "name files with text in them")
 
 
 @cache
@@ -124,7 +147,8 @@ def _check_size(num_bytes: int, data: DataSpec, source: OneSource, where: str) -
 def overrides_of(source: OneSource, data: DataSpec) -> list[str]:
     """Returns the overrides that select this source and tokenizer."""
     words = [f"data={source.kind}"]
-    words += [override(f"data.source.{key}", value) for key, value in source.model_dump(exclude={"kind"}).items()]
+    declared = source.model_dump(exclude={"kind"}).items()
+    words += [override(f"data.source.{key}", value) for key, value in declared if value not in (None, {})]
     if data.tokenizer and data.tokenizer.kind != "bytes":
         values = data.tokenizer.model_dump(exclude={"kind"})
         words += [f"data/tokenizer={data.tokenizer.kind}"]

@@ -16,19 +16,29 @@ from typing import NamedTuple
 import numpy as np
 
 from meshloom.compiler.core.errors import ConfigError, Problem
-from meshloom.compiler.declare.data_spec import JsonlSource, OneSource, ParquetSource, PythonSource, TextFilesSource
+from meshloom.compiler.declare.data_spec import (
+    ChatsSource,
+    JsonlSource,
+    OneSource,
+    ParquetSource,
+    PythonSource,
+    TextFilesSource,
+)
 
 from . import formats
+from .chat_template import Chat
+from .chats import ChatReader, chat_reader
 from .files import SourceFile, UnreadableError, find_files, local_file
+from .tokenizers import Tokenizer
 from .user_code import load_documents
 
 
 class Document(NamedTuple):
-    """A document. name: decides its split. content: text in UTF-8, or an array of tokens without the end of the
-    document; if it is empty, the document is counted and left out."""
+    """A document. name: decides its split. content: text in UTF-8, an array of tokens without the end of the document,
+    or a chat; if it is empty, the document is counted and left out. A chat with nothing to learn is b""."""
 
     name: str
-    content: bytes | np.ndarray
+    content: bytes | np.ndarray | Chat
 
 
 @dataclass(frozen=True)
@@ -44,8 +54,9 @@ class Part:
     read: Callable[[int], Iterator[Document | Problem]]
 
 
-def parts_of(source: OneSource, where: str) -> list[Part]:
-    """Returns the parts of a corpus in a fixed order. where: the key of the source, for messages.
+def parts_of(source: OneSource, where: str, tokenizer: Tokenizer | None = None) -> list[Part]:
+    """Returns the parts of a corpus in a fixed order. where: the key of the source, for messages. tokenizer: needed to
+    read chats.
 
     Raises ConfigError if nothing matches, a file cannot be read, or user code fails.
     """
@@ -57,15 +68,17 @@ def parts_of(source: OneSource, where: str) -> list[Part]:
         return [_user_documents(source, where)]
     if source.kind == "tokens":
         raise ConfigError([Problem(where, "holds tokens already", "name a source of text")])
+    files = find_files(source.paths, f"{where}.paths")
+    chats = chat_reader(source, where, tokenizer) if isinstance(source, ChatsSource) and tokenizer else None
     return [
-        Part(file.name, file.num_bytes, _is_plain(source, file), partial(_read_file, source, where, file))
-        for file in find_files(source.paths, f"{where}.paths")
+        Part(file.name, file.num_bytes, _is_plain(source, file), partial(_read_file, source, where, file, chats))
+        for file in files
     ]
 
 
 def _is_plain(source: OneSource, file: SourceFile) -> bool:
     is_known = file.path is not None or file.num_bytes > 0  # some servers do not say
-    return source.kind in ("text_files", "jsonl") and not file.is_compressed and is_known
+    return source.kind in ("text_files", "jsonl", "chats") and not file.is_compressed and is_known
 
 
 def num_text_bytes(parts: Sequence[Part]) -> int:
@@ -73,12 +86,20 @@ def num_text_bytes(parts: Sequence[Part]) -> int:
     return sum(part.num_bytes for part in parts) if all(part.is_plain for part in parts) else 0
 
 
-def _read_file(source: OneSource, where: str, file: SourceFile, first: int) -> Iterator[Document | Problem]:
+def _read_file(
+    source: OneSource, where: str, file: SourceFile, chats: ChatReader | None, first: int
+) -> Iterator[Document | Problem]:
     """Yields the documents of a file from number `first` on, and a Problem for each that cannot be read."""
+    contents = chats.read(file, first) if chats else _contents(source, where, file, first)
     try:
-        for number, content in enumerate(_contents(source, where, file, first), start=first):
+        for number, content in enumerate(contents, start=first):
             one = file.name if source.kind == "text_files" else f"{file.name}:{number}"
-            yield content if isinstance(content, Problem) else Document(one, without_mark(content))
+            if isinstance(content, Problem):
+                yield content
+            elif isinstance(content, Chat):
+                yield Document(one, content if content.trained else b"")
+            else:
+                yield Document(one, without_mark(content))
     except UnreadableError as error:
         yield Problem(file.place, error.what, error.fix)
     except OSError as error:
@@ -114,7 +135,7 @@ def _python_stdlib() -> list[Part]:
     source = TextFilesSource(kind="text_files", paths=(str(root),))
     own = [name for name in names if "site-packages" not in name and "__pycache__" not in name]
     files = [local_file(root / name, name) for name in own]
-    return [Part(file.name, file.num_bytes, True, partial(_read_file, source, "", file)) for file in files]
+    return [Part(file.name, file.num_bytes, True, partial(_read_file, source, "", file, None)) for file in files]
 
 
 def _synthetic(first: int) -> Iterator[Document]:

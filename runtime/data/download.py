@@ -14,8 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event, Lock
 
-import numpy as np
-
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import counted, human_bytes
@@ -26,7 +24,6 @@ from .progress import TextProgress
 from .shards import INDEX, Index, ShardFiles, parse_index
 
 NUM_AT_ONCE = 8  # shards: one stream from an object store is slower than the network of a host
-DOCUMENT_BYTES = 16  # of each document in the table of a shard
 COPY_AGAIN = "copy the whole folder of shards there again"
 
 
@@ -64,25 +61,19 @@ def _index_at(url: str, where: str) -> bytes:
         raise ConfigError([Problem(where, f"'{url}' has no {INDEX}", fix)]) from error
 
 
-def _sizes(shard: ShardFiles, index: Index) -> dict[str, int]:
-    """Returns the bytes of each file of a shard, by name, in the order in which they are hashed."""
-    width = np.dtype(index.dtype).itemsize
-    return {shard.tokens: shard.num_tokens * width, shard.documents: shard.num_documents * DOCUMENT_BYTES}
-
-
 def _is_there(folder: Path, sizes: dict[str, int]) -> bool:
     paths = {folder / name: size for name, size in sizes.items()}
     return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
 
 
 def _is_whole(folder: Path, index: Index) -> bool:
-    return (folder / INDEX).is_file() and all(_is_there(folder, _sizes(shard, index)) for shard in index.shards)
+    return (folder / INDEX).is_file() and all(_is_there(folder, shard.sizes(index.dtype)) for shard in index.shards)
 
 
 def _download(url: str, folder: Path, index: Index, where: str) -> None:
     """Downloads the shards that a folder lacks, several at once. The first problem ends all downloads."""
-    missing = [shard for shard in index.shards if not _is_there(folder, _sizes(shard, index))]
-    num_bytes = sum(sum(_sizes(shard, index).values()) for shard in missing)
+    missing = [shard for shard in index.shards if not _is_there(folder, shard.sizes(index.dtype))]
+    num_bytes = sum(sum(shard.sizes(index.dtype).values()) for shard in missing)
     free_bytes = shutil.disk_usage(folder).free
     if num_bytes > free_bytes:
         free = f"{human_bytes(free_bytes)} are free on the disk of {folder}"
@@ -95,7 +86,7 @@ def _download(url: str, folder: Path, index: Index, where: str) -> None:
         download = _Download(url, folder, where, progress)
         with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
             try:
-                for _ in threads.map(lambda shard: download.fetch(shard, _sizes(shard, index)), missing):
+                for _ in threads.map(lambda shard: download.fetch(shard, shard.sizes(index.dtype)), missing):
                     pass
             except BaseException:  # Ctrl-C, too
                 download.is_ended.set()

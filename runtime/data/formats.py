@@ -35,7 +35,8 @@ def jsonl(file: SourceFile, text_key: str, where: str, first: int) -> Iterator[b
                 yield _text_of_line(line, f"{file.place}:{line_number}", text_key, where)
 
 
-def _text_of_line(line: bytes, place: str, text_key: str, where: str) -> bytes | Problem:
+def object_of_line(line: bytes, place: str) -> dict[str, Any] | Problem:
+    """Returns the object of a line of JSON."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -43,6 +44,13 @@ def _text_of_line(line: bytes, place: str, text_key: str, where: str) -> bytes |
         return Problem(place, f"is not JSON: {why}", "write one JSON object per line")
     if not isinstance(value, dict):
         return Problem(place, f"is not a JSON object but {type(value).__name__}", "write one JSON object per line")
+    return value
+
+
+def _text_of_line(line: bytes, place: str, text_key: str, where: str) -> bytes | Problem:
+    value = object_of_line(line, place)
+    if isinstance(value, Problem):
+        return value
     if text_key not in value:
         return Problem(place, f"has no key '{text_key}'", f"set {where}: {use_one_of(text_key, value)}")
     text = value[text_key]

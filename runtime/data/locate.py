@@ -10,6 +10,7 @@ from meshloom.compiler.declare.data_spec import OneSource
 
 from .documents import Document, parts_of
 from .tokenize import is_empty
+from .tokenizers import Tokenizer
 
 
 class Places:
@@ -47,13 +48,15 @@ class LocatedRow:
         return f"{counted_documents(self.labels)} of {self.source}"
 
 
-def names_of(source: OneSource, where: str, numbers: Iterable[int]) -> dict[int, str]:
+def names_of(
+    source: OneSource, where: str, numbers: Iterable[int], tokenizer: Tokenizer | None = None
+) -> dict[int, str]:
     """Returns the names of documents by their numbers, from a source that is read again. Sources of tokens or finished
     sequences have no names. Raises ConfigError if the source cannot be read."""
     wanted = sorted(set(numbers))
     if not wanted or source.kind == "tokens" or (source.kind == "python" and source.items == "sequences"):
         return {}
-    every = (one for part in parts_of(source, where) for one in part.read(0))
+    every = (one for part in parts_of(source, where, tokenizer) for one in part.read(0))
     documents = (one for one in every if isinstance(one, Problem) or not is_empty(one))
     first = list(islice(documents, wanted[-1] + 1))
     return {number: one.name for number in wanted if isinstance(one := first[number], Document)}

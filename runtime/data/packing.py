@@ -32,7 +32,7 @@ class ConcatenatedSequences:
     def __getitem__(self, index: int) -> PackedSequence:
         first = index * self._length
         window = self._stream.read(first, first + self._length + 1)
-        row = {"inputs": window[:-1], "targets": window[1:]}
+        row = {"inputs": window[:-1], "targets": self._stream.targets(window[1:], first + 1)}
         if not self._isolate:
             return row
         ends = self._stream.document_ends
@@ -47,10 +47,20 @@ class ConcatenatedSequences:
         first = index * self._length
         return self._stream.documents_at(first, first + self._length)
 
+    def cuts(self) -> np.ndarray:
+        """Returns the places in the stream where a sequence begins."""
+        return np.arange(1, len(self) + 1) * self._length
+
     @property
     def fill(self) -> float:
         """Returns the share of positions that hold a token."""
         return 1.0
+
+
+def num_cut_turns(stream: TokenStream, cuts: np.ndarray) -> int:
+    """Returns the number of turns to learn that begin in one sequence and end in another. cuts: in order."""
+    starts, stops = stream.turns()
+    return int(np.sum(np.searchsorted(cuts, stops, "left") > np.searchsorted(cuts, starts, "right")))
 
 
 @dataclass(frozen=True)
@@ -81,13 +91,14 @@ class PackedSequences:
         for start, stop, more, end in zip(starts.tolist(), stops.tolist(), is_cut.tolist(), ends.tolist(), strict=True):
             tokens, begin = self._stream.read(start, stop + more), end - (stop - start)
             inputs[begin:end] = tokens[: stop - start]
-            targets[begin : begin + len(tokens) - 1] = tokens[1:]
+            targets[begin : begin + len(tokens) - 1] = self._stream.targets(tokens[1:], start + 1)
             if not more:
                 targets[end - 1] = IGNORED_TARGET
         row = {"inputs": inputs, "targets": targets}
         if self._isolate:
             return row | _documents(stops - starts, self._length)
-        targets[ends[:-1] - 1] = inputs[ends[:-1]]  # a document's end predicts how the next one begins
+        # A document's end predicts how the next one begins.
+        targets[ends[:-1] - 1] = self._stream.targets_at(inputs[ends[:-1]], starts[1:])
         return row
 
     def documents(self, index: int) -> tuple[int, ...]:
@@ -95,6 +106,10 @@ class PackedSequences:
         pieces = slice(self._plan.firsts[index], self._plan.firsts[index + 1])
         spans = zip(self._plan.starts[pieces].tolist(), self._plan.stops[pieces].tolist(), strict=True)
         return tuple(number for start, stop in spans for number in self._stream.documents_at(start, stop))
+
+    def cuts(self) -> np.ndarray:
+        """Returns the places in the stream where a piece begins, in order."""
+        return np.sort(self._plan.starts)
 
     @property
     def fill(self) -> float:

@@ -3,6 +3,7 @@
 index.json        dtype, tokenizer and counts of all shards, and the files and hashes of each
 00000.tokens      tokens, little-endian, documents end to end, each with its end token
 00000.documents   uint64 little-endian, two for each document: where it ends in the shard, the hash of its name
+00000.trained     of chats: a byte for each token, 1 for those that are to be learnt
 tokenizer.json    the tokenizer's file, if it has one
 """
 
@@ -20,6 +21,7 @@ from .store import Shard, TokenStore
 from .tokenizers import TokenizerIdentity
 
 INDEX = "index.json"
+DOCUMENT_BYTES = 16  # of each document in the table of a shard
 PROGRESS = "progress.json"  # there while shards are not finished
 AGAIN = "write the shards again with `meshloom data`"
 
@@ -34,7 +36,13 @@ class ShardFiles(Record):
     documents: FileName
     num_tokens: NonNegativeInt
     num_documents: NonNegativeInt
-    sha256: str  # of both files, one after the other
+    sha256: str  # of all files, one after the other
+    trained: FileName | None = None  # of chats
+
+    def sizes(self, dtype: str) -> dict[str, int]:
+        """Returns the bytes of each file by name, in the order in which they are hashed."""
+        sizes = {self.tokens: self.num_tokens * np.dtype(dtype).itemsize, self.documents: self.num_documents * DOCUMENT_BYTES}  # fmt: skip  # noqa: E501
+        return sizes | ({self.trained: self.num_tokens} if self.trained else {})
 
 
 class StoredTokenizer(Record):
@@ -55,6 +63,7 @@ class Index(Record):
     num_documents: NonNegativeInt
     largest_token: int  # -1 where there is none
     num_empty: NonNegativeInt = 0  # documents without text, which were left out; other writers need not count them
+    masked_by: tuple[str, ...] = ()  # of chats: how it was found which tokens are to be learnt
     shards: tuple[ShardFiles, ...]
     corpus: dict[str, JsonValue]  # the sources of the shards, for people and for `meshloom data`
 
@@ -63,8 +72,10 @@ def open_shards(directory: str, where: str) -> TokenStore:
     """Returns the shards of a directory. Raises ConfigError with all differences between index and files."""
     folder = Path(directory)
     index = read_index(folder, where)
-    size = np.dtype(index.dtype).itemsize
-    problems = [problem for shard in index.shards for problem in _check_files(folder, shard, index.dtype, size, where)]
+    problems = [problem for shard in index.shards for problem in _check_files(folder, shard, index.dtype, where)]
+    if len({shard.trained is None for shard in index.shards}) > 1:
+        what = f"{folder / INDEX}: some shards say which tokens are to be learnt, and others do not"
+        problems.append(Problem(where, what, AGAIN))
     for name in ("num_tokens", "num_documents"):
         total = sum(getattr(shard, name) for shard in index.shards)
         if total != getattr(index, name):
@@ -78,7 +89,7 @@ def open_shards(directory: str, where: str) -> TokenStore:
     raise_if_any(problem for found in tables for problem in found)
     content = hashlib.sha256("".join(shard.sha256 for shard in index.shards).encode()).hexdigest()
     tokenizer = TokenizerIdentity(**index.tokenizer.model_dump())
-    return TokenStore(shards, tokenizer, content, index.largest_token, index.num_empty)
+    return TokenStore(shards, tokenizer, content, index.largest_token, index.num_empty, index.masked_by)
 
 
 def read_index(folder: Path, where: str) -> Index:
@@ -106,16 +117,17 @@ def parse_index(content: bytes, named: str, where: str) -> Index:
         raise ConfigError([Problem(where, what, AGAIN)]) from error
 
 
-def _check_files(folder: Path, shard: ShardFiles, dtype: str, size: int, where: str) -> list[Problem]:
+def _check_files(folder: Path, shard: ShardFiles, dtype: str, where: str) -> list[Problem]:
     """Returns a problem for each file that is missing, or whose size is not the index's."""
     problems = []
-    expected = {shard.tokens: (shard.num_tokens, size, f"tokens of {dtype}"), shard.documents: (shard.num_documents, 16, "documents")}  # fmt: skip  # noqa: E501
-    for name, (count, each, unit) in expected.items():
+    units = {shard.tokens: f"{shard.num_tokens:,} tokens of {dtype}", shard.documents: f"{shard.num_documents:,} documents"}  # fmt: skip  # noqa: E501
+    for name, size in shard.sizes(dtype).items():
         path = folder / name
         if not path.is_file():
             problems.append(Problem(where, f"{path} is missing", AGAIN))
-        elif (there := path.stat().st_size) != count * each:
-            what = f"{path} has {there:,} bytes; {count:,} {unit} are {count * each:,}"
+        elif (there := path.stat().st_size) != size:
+            unit = units.get(name, f"marks of {shard.num_tokens:,} tokens")
+            what = f"{path} has {there:,} bytes; {unit} are {size:,}"
             problems.append(Problem(where, what, AGAIN))
     return problems
 
@@ -133,6 +145,7 @@ def _open_shard(folder: Path, shard: ShardFiles, dtype: str) -> Shard:
     return Shard(
         _mapped(folder / shard.tokens, little_endian, (shard.num_tokens,)),
         _mapped(folder / shard.documents, np.dtype("<u8"), (shard.num_documents, 2)),
+        _mapped(folder / shard.trained, np.dtype(bool), (shard.num_tokens,)) if shard.trained else None,
     )
 
 

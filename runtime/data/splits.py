@@ -19,7 +19,7 @@ from .corpus import SPLITS, Corpus, Sequences, open_corpus
 from .documents import parts_of
 from .locate import LocatedRow, Places, names_of
 from .store import Split
-from .tokenizers import TokenizerIdentity, open_tokenizer
+from .tokenizers import Tokenizer, TokenizerIdentity, open_tokenizer
 
 MOST_SEQUENCES = 2**32  # that Grain shuffles
 
@@ -39,7 +39,8 @@ class Data:
 
     splits: train, shuffled, and held_out, the same batches for every run. identity: everything that a place in the data
     depends on, by key; flat JSON. token_unit: "byte" or "token". summary: a description to show. sources: each source
-    with its sequences to train on. places: the order of these, as (source, sequence).
+    with its sequences to train on. places: the order of these, as (source, sequence). tokenizer: for sources of
+    text.
     """
 
     splits: dict[Split, Batches]
@@ -48,6 +49,7 @@ class Data:
     summary: str
     sources: tuple[tuple[WeightedSource, Sequences], ...]
     places: Any
+    tokenizer: Tokenizer | None
 
     def __getitem__(self, split: Split) -> Batches:
         return self.splits[split]
@@ -61,7 +63,7 @@ class Data:
         names = []
         for number, (source, _) in enumerate(self.sources):
             own = [one for (part, _), each in zip(places, documents, strict=True) if part == number for one in each]
-            names.append(names_of(source.source, source.where, own))
+            names.append(names_of(source.source, source.where, own, self.tokenizer))
         return [
             LocatedRow(row, self.sources[part][0].where, each, tuple(names[part][i] for i in each if i in names[part]))
             for row, (part, _), each in zip(rows, places, documents, strict=True)
@@ -76,7 +78,7 @@ def open_data(spec: RunSpec) -> Data:
     of_train = tuple((source, corpus.sequences["train"]) for source, corpus in zip(sources, corpora, strict=True))
     places = [Places(part, len(sequences)) for part, (_, sequences) in enumerate(of_train)]
     order = _order(spec, places, sources)
-    return Data(splits, identity, unit_of(corpora), _summary(spec, corpora), of_train, order)
+    return Data(splits, identity, unit_of(corpora), _summary(spec, corpora), of_train, order, corpora[0].reader)
 
 
 CheckLengths = Callable[[RunSpec, list[Corpus], list[WeightedSource]], None]

@@ -8,6 +8,8 @@ from typing import Literal
 
 import numpy as np
 
+from meshloom.models import IGNORED_TARGET
+
 from .tokenizers import TokenizerIdentity
 
 Split = Literal["train", "held_out"]
@@ -17,22 +19,32 @@ HeldOutBy = Literal["document", "position"]
 @dataclass(frozen=True)
 class Shard:
     """A part of a corpus in tokens. tokens: uint16 or uint32, in memory or memory-mapped; each document ends with its
-    end token. documents: uint64 (num_documents, 2), the end of each document in `tokens`, and the hash of its name."""
+    end token. documents: uint64 (num_documents, 2), the end of each document in `tokens`, and the hash of its name.
+    trained: bool, the tokens that a model is to predict; None: all."""
 
     tokens: np.ndarray
     documents: np.ndarray
+    trained: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
 class TokenStore:
     """A corpus in tokens. content: a hash of all of it. largest_token: -1 if there are no tokens. num_empty: documents
-    without text, which were left out."""
+    without text, or chats without an answer, which were left out. masked_by: how it was found which tokens to learn
+    (chat_template.py); empty: all are learnt."""
 
     shards: tuple[Shard, ...]
     tokenizer: TokenizerIdentity
     content: str
     largest_token: int
     num_empty: int = 0
+    masked_by: tuple[str, ...] = ()
+
+    @property
+    def num_trained(self) -> int:
+        """Returns the number of tokens that are to be learnt."""
+        masks = [(len(shard.tokens), shard.trained) for shard in self.shards]
+        return sum(length if mask is None else int(np.count_nonzero(mask)) for length, mask in masks)
 
     @property
     def num_tokens(self) -> int:
@@ -65,6 +77,8 @@ class TokenStream:
         self._store, self._held_out_fraction, self._by = store, held_out_fraction, by
         self._split: Split = split
         self._shards = [shard.tokens for shard in store.shards]
+        masks = [shard.trained for shard in store.shards]
+        self._masks = [mask for mask in masks if mask is not None]  # of all shards, or of none
         tables = [spans[is_here] for spans, is_here in self._spans()]
         shard_of = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
         starts, stops = np.concatenate([np.zeros((0, 2), np.int64), *tables]).T
@@ -81,15 +95,42 @@ class TokenStream:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Returns the tokens from `start` to before `stop`, as int32."""
-        tokens = np.empty(stop - start, np.int32)
+        return self._gather(self._shards, start, stop, np.int32)
+
+    def targets(self, tokens: np.ndarray, start: int) -> np.ndarray:
+        """Returns the tokens that were read from `start` on as targets, without those that are not to be learnt."""
+        if not self._masks:
+            return tokens
+        return np.where(self._gather(self._masks, start, start + len(tokens), bool), tokens, IGNORED_TARGET)
+
+    def targets_at(self, tokens: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Returns single tokens as targets. places: where each was read."""
+        if not self._masks:
+            return tokens
+        is_trained = [self._gather(self._masks, place, place + 1, bool)[0] for place in places.tolist()]
+        return np.where(is_trained, tokens, IGNORED_TARGET) if is_trained else tokens
+
+    def turns(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns where each stretch of tokens that are to be learnt starts and stops, within a document. Empty if all
+        are."""
+        if not self._masks:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        is_trained = self._gather(self._masks, 0, len(self), bool)
+        before, after = np.append(False, is_trained[:-1]), np.append(is_trained[1:], False)
+        before[self.document_ends[:-1]] = False
+        after[self.document_ends - 1] = False
+        return np.flatnonzero(is_trained & ~before), np.flatnonzero(is_trained & ~after) + 1
+
+    def _gather(self, shards: Sequence[np.ndarray], start: int, stop: int, dtype: type) -> np.ndarray:
+        values = np.empty(stop - start, dtype)
         run, at = int(np.searchsorted(self._run_ends, start, "right")), start
         while at < stop:
             begin = int(self._run_ends[run - 1]) if run else 0
             until = min(stop, int(self._run_ends[run]))
             offset = int(self._run_starts[run]) - begin
-            tokens[at - start : until - start] = self._shards[self._run_shards[run]][offset + at : offset + until]
+            values[at - start : until - start] = shards[self._run_shards[run]][offset + at : offset + until]
             run, at = run + 1, until
-        return tokens
+        return values
 
     def documents_at(self, start: int, stop: int) -> tuple[int, ...]:
         """Returns the documents from `start` to before `stop`, by their numbers in the corpus. Reads the whole

@@ -8,9 +8,11 @@ import numpy as np
 
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
 
+from .chat_template import Chat, ChatError
+from .chat_tokens import chat_tokens
 from .documents import Document, Part
 from .store import Shard, TokenStore, name_hash
-from .tokenizers import Tokenizer
+from .tokenizers import HuggingFace, Tokenizer
 
 BATCH_BYTES = 2**21
 MOST_PROBLEMS = 5  # reported at once for a corpus
@@ -19,11 +21,14 @@ EMPTY_DOCUMENTS = np.zeros((0, 2), "<u8")
 
 @dataclass(frozen=True)
 class Encoded:
-    """Documents as tokens. documents: (n, 2) as in a `Shard`, with lengths instead of ends. num_empty: documents
-    without text, which are left out. part, next_document: the place of the next document in the corpus."""
+    """Documents as tokens. documents: (n, 2) as in a `Shard`, with lengths instead of ends. trained: as in a `Shard`.
+    masked_by: how that was found. num_empty: documents without text, which are left out. part, next_document: the
+    place of the next document in the corpus."""
 
     tokens: np.ndarray
     documents: np.ndarray
+    trained: np.ndarray | None
+    masked_by: frozenset[str]
     num_text_bytes: int
     num_empty: int
     part: int
@@ -42,8 +47,9 @@ def encode_corpus(
         for batch, problems in _batches(parts[number].read(first)):
             raise_if_any(problems)
             first += len(batch)
-            tokens, table = _encode(batch, tokenizer, where)
-            yield Encoded(tokens, table, sum(map(_size, batch)), len(batch) - len(table), number, first)
+            tokens, table, trained = _encode(batch, tokenizer, where)
+            size, num_empty = sum(map(_size, batch)), len(batch) - len(table)
+            yield Encoded(tokens, table, trained, _masked_by(batch), size, num_empty, number, first)
 
 
 def tokens_in_memory(
@@ -51,19 +57,22 @@ def tokens_in_memory(
 ) -> TokenStore:
     """Returns a whole corpus. advance: takes the number of bytes of text after each batch. Raises ConfigError with the
     first MOST_PROBLEMS documents that are wrong."""
-    arrays, tables, problems, num_empty = [], [EMPTY_DOCUMENTS], [], 0
+    arrays, tables, masks, problems, num_empty = [], [EMPTY_DOCUMENTS], [], [], 0
+    masked_by: set[str] = set()
     for part in parts:
         for batch, found in _batches(part.read(0)):
             problems += found
             if len(problems) >= MOST_PROBLEMS:
                 break
             try:
-                tokens, table = _encode(batch, tokenizer, where)
+                tokens, table, trained = _encode(batch, tokenizer, where)
             except ConfigError as error:
                 problems += error.problems
                 continue
             arrays.append(tokens)
             tables.append(table)
+            masks += [] if trained is None else [trained]
+            masked_by |= _masked_by(batch)
             num_empty += len(batch) - len(table)
             advance(sum(map(_size, batch)))
         if len(problems) >= MOST_PROBLEMS:
@@ -78,8 +87,11 @@ def tokens_in_memory(
     largest = int(tokens.max()) if len(tokens) else -1
     content = hashlib.sha256(tokens.data)
     content.update(documents.data)
-    shards = (Shard(tokens, documents),)
-    return TokenStore(shards, tokenizer.identity, content.hexdigest(), largest, num_empty)
+    trained = np.concatenate(masks) if masks else None
+    if trained is not None:
+        content.update(trained.data)
+    shards = (Shard(tokens, documents, trained),)
+    return TokenStore(shards, tokenizer.identity, content.hexdigest(), largest, num_empty, tuple(sorted(masked_by)))
 
 
 def _batches(documents: Iterator[Document | Problem]) -> Iterator[tuple[list[Document], list[Problem]]]:
@@ -102,20 +114,39 @@ def _batches(documents: Iterator[Document | Problem]) -> Iterator[tuple[list[Doc
 
 
 def _size(document: Document) -> int:
-    return len(document.content) if isinstance(document.content, bytes) else document.content.nbytes
+    return document.content.nbytes if isinstance(document.content, np.ndarray) else len(document.content)
 
 
-def _encode(batch: list[Document], tokenizer: Tokenizer, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens of a batch, and the lengths and name hashes of its documents, without empty ones. Raises
-    ConfigError with all documents that are wrong."""
+def _masked_by(batch: Sequence[Document]) -> frozenset[str]:
+    return frozenset(one.content.masked_by for one in batch if isinstance(one.content, Chat))
+
+
+def _encode(
+    batch: list[Document], tokenizer: Tokenizer, where: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Returns the tokens of a batch, the lengths and name hashes of its documents, without empty ones, and which tokens
+    of chats are to be learnt. Raises ConfigError with all documents that are wrong."""
     batch = [document for document in batch if not is_empty(document)]
     try:
-        encoded = tokenizer.encode([document.content for document in batch])
-    except (UnicodeDecodeError, OverflowError) as error:
+        encoded, masks = _encoded([document.content for document in batch], tokenizer)
+    except (UnicodeDecodeError, OverflowError, ChatError) as error:
         raise ConfigError(_problems_of_each(batch, tokenizer, where)) from error
     table = np.array([(len(tokens), name_hash(d.name)) for tokens, d in zip(encoded, batch, strict=True)], "<u8")
     empty = np.zeros(0, tokenizer.identity.dtype)
-    return np.concatenate([empty, *encoded]), table.reshape(-1, 2)
+    trained = np.concatenate(masks) if masks else None
+    return np.concatenate([empty, *encoded]), table.reshape(-1, 2), trained
+
+
+def _encoded(
+    contents: Sequence[bytes | np.ndarray | Chat], tokenizer: Tokenizer
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Returns the tokens of documents; and of chats, which a source has alone, what is to be learnt."""
+    chats = [content for content in contents if isinstance(content, Chat)]
+    if not chats:
+        return tokenizer.encode([content for content in contents if not isinstance(content, Chat)]), []
+    assert isinstance(tokenizer, HuggingFace)
+    pairs = chat_tokens(tokenizer).encode(chats)
+    return [tokens for tokens, _ in pairs], [trained for _, trained in pairs]
 
 
 def is_empty(document: Document) -> bool:
@@ -127,7 +158,9 @@ def _problems_of_each(batch: list[Document], tokenizer: Tokenizer, where: str) -
     problems = []
     for document in batch:
         try:
-            tokenizer.encode([document.content])
+            _encoded([document.content], tokenizer)
+        except ChatError as error:
+            problems.append(Problem(where, f"document '{document.name}' {error.what}", error.fix))
         except UnicodeDecodeError as error:
             what = f"document '{document.name}' is not UTF-8 at byte {error.start}"
             problems.append(Problem(where, what, "convert it, or use data/tokenizer=bytes, which takes any bytes"))

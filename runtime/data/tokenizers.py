@@ -1,9 +1,12 @@
 """Turns text into tokens. A tokenizer's identity is the hash of its file, which shards and checkpoints must match."""
 
 import hashlib
+import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,12 @@ import numpy as np
 from meshloom.compiler.core.errors import ConfigError, Problem, use_one_of
 from meshloom.compiler.declare.data_spec import HuggingFaceTokenizer, SentencePieceTokenizer, TokenizerSpec
 
+from .chat_template import HiddenTokens
 from .files import require
 
 WHERE = "data.tokenizer"
+TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"  # of a folder
+BYTE = re.compile("<0x[0-9A-F]{2}>")  # a byte of a character that has no token; some files call these special
 END_OF_DOCUMENT = "<|endoftext|>"  # the end token of a BPE that is trained here
 
 
@@ -79,41 +85,102 @@ class Bytes(Tokenizer):
 
 
 class HuggingFace(Tokenizer):
-    """Uses a JSON file of the `tokenizers` library. Special tokens in a text are read as text."""
+    """Uses a JSON file of the `tokenizers` library. Special tokens in a text are read as text.
+
+    folder: the folder with the file, whose other files say what its special tokens are for, and how chats are written.
+    """
 
     def __init__(self, spec: HuggingFaceTokenizer):
-        self.file = Path(spec.path)
+        named = Path(spec.path)
+        self.file = named / TOKENIZER_FILE if named.is_dir() else named
+        self.folder = self.file.parent
         data = _read(self.file)
         library = require("tokenizers", WHERE, "a tokenizer of kind huggingface")
         try:
-            self._tokenizer = library.Tokenizer.from_str(data.decode())
+            self._text = data.decode()
+            self._tokenizer = library.Tokenizer.from_str(self._text)
         except Exception as error:  # the library raises nothing narrower
-            raise _broken(spec.path, "tokenizer of the tokenizers library", f": {error}") from error
+            raise _broken(str(self.file), "tokenizer of the tokenizers library", f": {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         vocabulary = self._tokenizer.get_vocab()  # its numbers can have gaps
-        end = self._end_of_document(spec)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special = {
+            token.content: number
+            for number, token in added.items()
+            if token.special and not BYTE.fullmatch(token.content)
+        }
+        end = self._end_of_document(spec, named.is_dir())
         self.identity = TokenizerIdentity(
             "huggingface", hashlib.sha256(data).hexdigest(), max(vocabulary.values()) + 1, end
         )
 
-    def _end_of_document(self, spec: HuggingFaceTokenizer) -> int:
-        special = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+    def _end_of_document(self, spec: HuggingFaceTokenizer, is_folder: bool) -> int:
+        special, path = self.special, str(self.file)
         if spec.end_of_document is not None:
-            return _token(self._tokenizer.token_to_id(spec.end_of_document), spec.end_of_document, spec.path, special)
+            return _token(self._tokenizer.token_to_id(spec.end_of_document), spec.end_of_document, path, special)
+        declared = self.token_variables.get("eos_token") if is_folder else None
+        if declared is not None:
+            return _token(self._tokenizer.token_to_id(declared), declared, path, special)
         if len(special) == 1:
             return next(iter(special.values()))
-        what = f"{spec.path} has {len(special)} special tokens, and does not say which one ends a document"
+        what = f"{path} has {len(special)} special tokens, and does not say which one ends a document"
         raise ConfigError([Problem(f"{WHERE}.end_of_document", what, use_one_of(END_OF_DOCUMENT, list(special)[:8]))])
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        """Returns what the folder says of its tokenizer. Raises ConfigError if that is not JSON."""
+        path = self.folder / CONFIG_FILE
+        try:
+            config = json.loads(path.read_bytes()) if path.is_file() else {}
+        except (OSError, ValueError) as error:
+            raise _broken(str(path), "tokenizer_config.json", f": {error}") from error
+        return config if isinstance(config, dict) else {}
+
+    @cached_property
+    def token_variables(self) -> dict[str, str]:
+        """Returns the special tokens that templates know by name: bos_token, eos_token and others."""
+        named = {key: value for key, value in self._config.items() if key.endswith("_token")}
+        contents = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+        return {key: value for key, value in contents.items() if isinstance(value, str)}
+
+    @cached_property
+    def templates(self) -> dict[str, tuple[str, str]]:
+        """Returns the chat templates of the folder by name, each with its place. The main one is `default`."""
+        declared, place = self._config.get("chat_template"), str(self.folder / CONFIG_FILE)
+        entries = declared if isinstance(declared, list) else [{"name": "default", "template": declared}]
+        found = {one["name"]: (one["template"], place) for one in entries if isinstance(one["template"], str)}
+        files = {path.stem: path for path in sorted((self.folder / "additional_chat_templates").glob("*.jinja"))}
+        files |= {"default": main} if (main := self.folder / "chat_template.jinja").is_file() else {}
+        return found | {name: (path.read_text(), str(path)) for name, path in files.items()}
+
+    @cached_property
+    def hidden(self) -> HiddenTokens:
+        """Returns what hides the special tokens in texts of users."""
+        return HiddenTokens(self.special)
 
     def encode_texts(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         decoded = [text.decode() for text in texts]
         encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    @cached_property
+    def json(self) -> dict[str, Any]:
+        """Returns the file without what is added around a text, which would also change the places of tokens."""
+        return json.loads(self._text) | {"post_processor": None, "truncation": None, "padding": None}
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
+
+    @cached_property
+    def around(self) -> tuple[list[int], list[int]]:
+        """Returns the tokens before and after a text: those of the file, and the end of a document."""
+        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
+        whole = self._tokenizer.encode("a", add_special_tokens=True).ids
+        at = next(n for n in range(len(whole) + 1) if whole[n : n + len(plain)] == plain)
+        after = whole[at + len(plain) :]
+        return whole[:at], after if self.identity.end_of_document in after else [self.identity.end_of_document]
 
 
 class SentencePiece(Tokenizer):

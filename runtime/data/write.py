@@ -16,7 +16,7 @@ from pydantic import JsonValue, NonNegativeInt
 from meshloom.models.config import Record
 
 from ..core.files import file_sha256, replace_json
-from .shards import INDEX, PROGRESS, Index, ShardFiles, StoredTokenizer
+from .shards import DOCUMENT_BYTES, INDEX, PROGRESS, Index, ShardFiles, StoredTokenizer
 from .tokenize import Encoded
 
 COMMIT_SECONDS = 5.0
@@ -34,6 +34,7 @@ class CorpusProgress(Record):
     largest_token: int
     num_text_bytes: NonNegativeInt
     num_empty: NonNegativeInt = 0  # documents without text, which are left out
+    masked_by: tuple[str, ...] = ()  # of chats: how it was found which tokens are to be learnt
     part: NonNegativeInt
     document: NonNegativeInt
 
@@ -53,10 +54,12 @@ class ShardWriter:
         self._folder, self._dtype, self._limit = folder, dtype, num_tokens_per_shard
         self._done = progress
         self._last_commit = time.monotonic()
-        self._files: tuple[BinaryIO, BinaryIO] | None = None
+        self._is_masked = bool(progress.masked_by)
+        self._files: tuple[BinaryIO, ...] | None = None
         if progress.num_documents:
             self._files = self._open("r+b")
-            for file, size in zip(self._files, (progress.num_tokens * dtype.itemsize, progress.num_documents * 16), strict=True):  # fmt: skip  # noqa: E501
+            sizes = (progress.num_tokens * dtype.itemsize, progress.num_documents * DOCUMENT_BYTES, progress.num_tokens)
+            for file, size in zip(self._files, sizes, strict=False):
                 file.truncate(size)
                 file.seek(size)
 
@@ -76,12 +79,13 @@ class ShardWriter:
         """Appends a batch, and commits from time to time."""
         lengths = encoded.documents[:, 0].astype(np.int64)
         ends = np.cumsum(lengths)
+        self._is_masked |= encoded.trained is not None
         first = 0
         while first < len(lengths):
             begin = int(ends[first] - lengths[first])
             room = self._limit - self._done.num_tokens
             last = min(int(np.searchsorted(ends, begin + room)), len(lengths) - 1)  # the one that fills the shard
-            self._append(encoded.tokens[begin : ends[last]], ends[first : last + 1] - begin, encoded.documents[first : last + 1, 1])  # fmt: skip  # noqa: E501
+            self._append(encoded, slice(begin, int(ends[last])), slice(first, last + 1), ends - begin)
             if self._done.num_tokens >= self._limit:
                 self._close_shard()
             first = last + 1
@@ -90,6 +94,7 @@ class ShardWriter:
             document=encoded.next_document,
             num_text_bytes=self._done.num_text_bytes + encoded.num_text_bytes,
             num_empty=self._done.num_empty + encoded.num_empty,
+            masked_by=tuple(sorted({*self._done.masked_by, *encoded.masked_by})),
         )
         if time.monotonic() - self._last_commit > COMMIT_SECONDS:
             self.commit()
@@ -117,6 +122,7 @@ class ShardWriter:
             num_documents=done.total_documents,
             largest_token=done.largest_token,
             num_empty=done.num_empty,
+            masked_by=done.masked_by,
             shards=done.shards,
             corpus=done.corpus,
         )
@@ -124,23 +130,27 @@ class ShardWriter:
         (self._folder / PROGRESS).unlink()
         return index
 
-    def _names(self) -> tuple[str, str]:
+    def _names(self) -> tuple[str, ...]:
         number = len(self._done.shards)
-        return f"{number:05}.tokens", f"{number:05}.documents"
+        names = (f"{number:05}.tokens", f"{number:05}.documents", f"{number:05}.trained")
+        return names if self._is_masked else names[:2]
 
-    def _open(self, mode: str) -> tuple[BinaryIO, BinaryIO]:
-        tokens, documents = ((self._folder / name).open(mode) for name in self._names())
-        return tokens, documents  # pyright: ignore[reportReturnType] (binary, by the mode)
+    def _open(self, mode: str) -> tuple[BinaryIO, ...]:
+        files = (self._folder / name for name in self._names())
+        return tuple(path.open(mode) for path in files)  # pyright: ignore[reportReturnType] (binary, by the mode)
 
-    def _append(self, tokens: np.ndarray, ends: np.ndarray, hashes: np.ndarray) -> None:
+    def _append(self, encoded: Encoded, tokens: slice, documents: slice, ends: np.ndarray) -> None:
+        """Appends documents of a batch. tokens, documents: where they are. ends: of all, from the first token on."""
         self._files = self._files or self._open("wb")
-        table = np.stack([(ends + self._done.num_tokens).astype("<u8"), hashes], axis=1)
-        self._files[0].write(tokens.astype(self._dtype, copy=False).tobytes())
+        table = np.stack([ends[documents].astype("<u8") + np.uint64(self._done.num_tokens), encoded.documents[documents, 1]], axis=1)  # fmt: skip  # noqa: E501
+        self._files[0].write(encoded.tokens[tokens].astype(self._dtype, copy=False).tobytes())
         self._files[1].write(table.astype("<u8", copy=False).tobytes())
+        if encoded.trained is not None:
+            self._files[2].write(encoded.trained[tokens].tobytes())
         self._update(
-            num_tokens=self._done.num_tokens + len(tokens),
-            num_documents=self._done.num_documents + len(ends),
-            largest_token=max(self._done.largest_token, int(tokens.max())),
+            num_tokens=self._done.num_tokens + (tokens.stop - tokens.start),
+            num_documents=self._done.num_documents + (documents.stop - documents.start),
+            largest_token=max(self._done.largest_token, int(encoded.tokens[tokens].max())),
         )
 
     def _close_shard(self) -> None:
@@ -149,13 +159,14 @@ class ShardWriter:
             file.flush()
             os.fsync(file.fileno())
             file.close()
-        tokens, documents = self._names()
+        names = self._names()
         shard = ShardFiles(
-            tokens=tokens,
-            documents=documents,
+            tokens=names[0],
+            documents=names[1],
+            trained=names[2] if self._is_masked else None,
             num_tokens=self._done.num_tokens,
             num_documents=self._done.num_documents,
-            sha256=file_sha256(self._folder / tokens, self._folder / documents),
+            sha256=file_sha256(*(self._folder / name for name in names)),
         )
         self._files = None
         self._update(shards=(*self._done.shards, shard), num_tokens=0, num_documents=0)

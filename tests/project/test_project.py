@@ -80,6 +80,7 @@ def test_every_option_of_every_group_makes_a_run(group, option):
         ("mesh", "zero2"): ("sharding=zero2",),
         ("data", "text_files"): ("data.source.paths=[x]",),
         ("data", "jsonl"): ("data.source.paths=[x]",),
+        ("data", "chats"): ("data.source.paths=[x]", "data.tokenizer.path=x"),
         ("data", "parquet"): ("data.source.paths=[x]",),
         ("data", "array_record"): ("data.source.paths=[x]",),
         ("data", "tokens"): ("data.source.directory=x",),

@@ -1,0 +1,248 @@
+"""Renders chats by the Jinja template of a tokenizer, and finds the characters that the model is to learn.
+
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+    -> <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
+                                                            ^^^^^^^^^^^^^^^
+
+These are what a template marks by {% generation %}, as in the transformers library. A template without that tag is
+rendered up to each answer and to its end, and the texts are compared. What follows the token that ends an answer is not
+part of it.
+
+A special token in a text that a user wrote is text. So before a template sees that text, the first character of each
+special token in it is replaced by a character that stands in no text (`HiddenTokens`).
+"""
+
+import datetime
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MaskedBy = Literal["generation", "prefix", "completion"]
+Messages = Sequence[Mapping[str, Any]]
+
+# Unicode's noncharacters, for internal use: no text holds them. Private ones follow, where they do not suffice.
+_NONCHARACTERS = [*range(0xFDD0, 0xFDF0), *(plane * 0x10000 + 0xFFFE + end for plane in range(17) for end in (0, 1))]
+_BEGIN, _END, *_MARKS = [*map(chr, _NONCHARACTERS), *map(chr, range(0x10F000, 0x10FFF0))]
+FIRST_ALIAS = 0x100000  # private characters that tokenizers.py puts in place of special tokens
+MODEL = "assistant"  # the role of what the model says
+
+
+class ChatError(Exception):
+    """A chat cannot be rendered. fix: as in a Problem."""
+
+    def __init__(self, what: str, fix: str):
+        super().__init__(what)
+        self.what, self.fix = what, fix
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A chat as text. trained: the spans of text to learn. masked_by: how they were found. Special tokens in the text
+    are those of the template, unless masked_by is completion: a prompt and a completion are text alone."""
+
+    text: str
+    trained: tuple[tuple[int, int], ...]
+    masked_by: MaskedBy
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+
+class HiddenTokens:
+    """Hides special tokens in texts of users from templates and tokenizers, and shows them again."""
+
+    def __init__(self, special: Iterable[str]):
+        longest_first = sorted(filter(None, special), key=len, reverse=True)
+        self.tokens = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        firsts = sorted({token[0] for token in longest_first})
+        self._marks = dict(zip(firsts, _MARKS, strict=False))
+        self._shown = str.maketrans({mark: first for first, mark in self._marks.items()})
+        self._prefixes = {token[:n] for token in longest_first for n in range(1, len(token))}
+        self._longest = max(map(len, longest_first), default=0)
+        aliases = [chr(FIRST_ALIAS + n) for n in range(len(longest_first))]
+        self._refused = re.compile("[" + "".join([_BEGIN, _END, *self._marks.values(), *aliases]) + "]")
+
+    def hide(self, value: Any) -> Any:
+        """Returns a value of JSON in which no text holds a special token, or ends in the beginning of one."""
+        if isinstance(value, str):
+            return self._hide_text(value)
+        if isinstance(value, list):
+            return [self.hide(each) for each in value]
+        if isinstance(value, dict):
+            return {self.hide(key): self.hide(each) for key, each in value.items()}
+        return value
+
+    def show(self, text: str) -> str:
+        """Returns a text with its hidden tokens."""
+        return text.translate(self._shown)
+
+    def is_hiding(self, text: str) -> bool:
+        """Returns True if a text has hidden tokens."""
+        return self.show(text) != text
+
+    def unescaped(self, text: str) -> str:
+        """Returns a text in JSON with its hidden tokens as they were, where it is ASCII alone."""
+        for mark in self._shown if "\\u" in text else ():
+            text = text.replace(json.dumps(chr(mark))[1:-1], chr(mark))
+        return text
+
+    def _hide_text(self, text: str) -> str:
+        check_unicode(text)
+        if refused := self._refused.search(text):
+            what = f"holds U+{ord(refused[0]):04X}, which is not a character of any language"
+            raise ChatError(what, "leave it out")
+        text = self.tokens.sub(lambda found: self._marks[found[0][0]] + found[0][1:], text)
+        end = len(text.rstrip())  # templates strip texts
+        for place in range(max(0, end - self._longest), end):
+            if text[place:end] in self._prefixes:
+                text = text[:place] + self._marks[text[place]] + text[place + 1 :]
+        return text
+
+
+def check_unicode(text: str) -> None:
+    """Raises ChatError for half of a surrogate pair, which JSON can spell."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        what = f"holds text that is not Unicode: {error.reason}"
+        raise ChatError(what, "write it without lone surrogates") from error
+
+
+class _Generation(Extension):
+    """Marks what lies between {% generation %} and {% endgeneration %}."""
+
+    tags = {"generation"}  # noqa: RUF012 (as jinja2 types it)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Callable[[], str]) -> str:
+        return _BEGIN + caller() + _END
+
+
+@dataclass
+class ChatTemplate:
+    """A template of Jinja, in a sandbox. place: its file, for messages. variables: what it gets beside a chat. date:
+    what it may write; None: today. wrote_today: whether it did."""
+
+    source: str
+    place: str
+    hidden: HiddenTokens
+    variables: Mapping[str, Any]
+    date: datetime.date | None = None
+    wrote_today: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = self._to_json
+        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": self._write_date}
+        try:
+            self._template = environment.from_string(self.source)
+        except jinja2.TemplateSyntaxError as error:
+            what = f"the chat template of {self.place} is not valid: line {error.lineno}: {error.message}"
+            raise ChatError(what, "correct it, or name another one: data.source.template=FILE") from error
+        self.has_tag = re.search(r"\{%[-+]?\s*generation\b", self.source) is not None
+
+    def chat(self, messages: Messages, extra: Mapping[str, Any], *, num_given: int = 0) -> Chat:
+        """Returns a chat, rendered. num_given: the first messages, which are not to be learnt whoever wrote them.
+        Raises ChatError."""
+        hidden: Messages = self.hidden.hide([*messages])
+        more = self.hidden.hide(dict(extra))
+        text = self._render(hidden, more)
+        if self.has_tag:
+            text, spans = _marked_spans(text)
+            first = self._length_before(text, hidden, num_given, more) if num_given else 0
+            spans = [(max(start, first), stop) for start, stop in spans if stop > first]
+        else:
+            spans = [
+                self._span_of(text, hidden, n, more)
+                for n, message in enumerate(messages)
+                if n >= num_given and message["role"] == MODEL
+            ]
+        spans = [(start, stop) for start, stop in spans if start < stop]
+        return Chat(text, tuple(spans), "generation" if self.has_tag else "prefix")
+
+    def _span_of(self, text: str, messages: Messages, number: int, extra: Mapping[str, Any]) -> tuple[int, int]:
+        """Returns the span of a message, from texts without those after it."""
+        start = self._length_before(text, messages, number, extra)
+        until = self._without_tags(messages[: number + 1], extra)
+        if not text.startswith(until):
+            raise _rewrites(number)
+        ends = [found.end() for found in self.hidden.tokens.finditer(until, start)]
+        is_ended = bool(ends) and not until[ends[-1] :].strip()
+        return start, ends[-1] if is_ended else len(until)
+
+    def _length_before(self, text: str, messages: Messages, number: int, extra: Mapping[str, Any]) -> int:
+        """Returns the number of characters before a message, with those that ask the model for it."""
+        before = self._without_tags(messages[:number], extra, add_generation_prompt=True)
+        if not text.startswith(before):
+            raise _rewrites(number)
+        return len(before)
+
+    def _without_tags(self, messages: Messages, extra: Mapping[str, Any], **variables: Any) -> str:
+        return _marked_spans(self._render(messages, extra, **variables))[0]
+
+    def _render(self, messages: Messages, extra: Mapping[str, Any], *, add_generation_prompt: bool = False) -> str:
+        values = {"tools": None, "documents": None, **self.variables, **extra}
+        try:
+            return self._template.render(values, messages=messages, add_generation_prompt=add_generation_prompt)
+        except _RefusedError as error:
+            fix = "correct the chat, or name another template: data.source.template=FILE"
+            raise ChatError(f"the chat template refuses it: {error}", fix) from error
+        except Exception as error:  # whatever the template calls
+            what = f"the chat template of {self.place} fails: {type(error).__name__}: {error}"
+            raise ChatError(what, "correct the chat or the template") from error
+
+    def _to_json(self, value: Any, **options: Any) -> str:
+        text = json.dumps(value, **{"ensure_ascii": False, **options})
+        return self.hidden.unescaped(text)
+
+    def _write_date(self, pattern: str) -> str:
+        self.wrote_today |= self.date is None
+        now = datetime.datetime.now() if self.date is None else datetime.datetime.combine(self.date, datetime.time())
+        return now.strftime(pattern)
+
+
+def plain_chat(prompt: str, completion: str) -> Chat:
+    """Returns a prompt and its completion, without a template."""
+    return Chat(prompt + completion, ((len(prompt), len(prompt) + len(completion)),), "completion")
+
+
+class _RefusedError(jinja2.TemplateError):
+    """Raised by a template itself."""
+
+
+def _raise_exception(message: Any) -> NoReturn:
+    raise _RefusedError(str(message))
+
+
+def _rewrites(number: int) -> ChatError:
+    what = f"message {number}: the chat template changes earlier turns, so that texts before and after it do not agree"
+    fix = "mark the answers in the template by {% generation %}, or write each answer's chat on a line of its own"
+    return ChatError(what, fix)
+
+
+def _marked_spans(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """Returns a text without marks, and the spans that they enclose."""
+    pieces = re.split(f"([{_BEGIN}{_END}])", text)
+    spans, length, start = list[tuple[int, int]](), 0, 0
+    for piece in pieces:
+        if piece == _BEGIN:
+            start = length
+        elif piece == _END:
+            spans.append((start, length))
+        else:
+            length += len(piece)
+    return "".join(pieces[::2]), spans

@@ -1,0 +1,147 @@
+"""Reads chats from JSON lines: `messages`, or `prompt` and `completion`, each with what a template may want besides."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from meshloom.compiler.core.errors import ConfigError, Problem, use_one_of
+from meshloom.compiler.declare.data_spec import ChatsSource
+
+from .chat_template import Chat, ChatError, ChatTemplate, Messages, check_unicode, plain_chat
+from .files import SourceFile, open_text
+from .formats import object_of_line
+from .tokenizers import HuggingFace, Tokenizer
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
+KEYS = ("messages", "prompt", "completion")
+TEMPLATE_ARGUMENTS = "chat_template_kwargs"  # of a line, as the trl library reads them
+WRITE = "write one JSON object per line, with messages, or with prompt and completion"
+
+
+@dataclass
+class ChatReader:
+    """Reads the chats of a source. where: its key."""
+
+    source: ChatsSource
+    where: str
+    tokenizer: HuggingFace
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """Returns the template. Raises ConfigError if there is none, or it is not valid."""
+        source, place = _find_template(self.source.template, self.tokenizer, self.where)
+        tokens = self.tokenizer.token_variables
+        day = date.fromisoformat(self.source.date) if self.source.date else None
+        try:
+            return ChatTemplate(source, place, self.tokenizer.hidden, {**tokens, **self.source.variables}, day)
+        except ChatError as error:
+            raise ConfigError([Problem(f"{self.where}.template", error.what, error.fix)]) from error
+
+    def read(self, file: SourceFile, first: int) -> Iterator[Chat | Problem]:
+        """Yields the chat of each line that is not blank, from number `first` on. Raises ConfigError for a chat where
+        there is no template."""
+        number = 0
+        with open_text(file) as opened:
+            for line_number, line in enumerate(opened, start=1):
+                if line.isspace():
+                    continue
+                number += 1
+                if number > first:
+                    yield self._chat_of_line(line, f"{file.place}:{line_number}")
+
+    def _chat_of_line(self, line: bytes, place: str) -> Chat | Problem:
+        value = object_of_line(line, place)
+        if isinstance(value, Problem):
+            return value
+        try:
+            return self._chat(value)
+        except ChatError as error:
+            return Problem(place, error.what, error.fix)
+
+    def _chat(self, line: Mapping[str, Any]) -> Chat:
+        extra = {key: value for key, value in line.items() if key not in (*KEYS, TEMPLATE_ARGUMENTS)}
+        extra |= line.get(TEMPLATE_ARGUMENTS) or {}
+        if refused := [key for key in extra if key in self._own_variables]:
+            raise ChatError(f"sets '{refused[0]}', which the tokenizer sets", "leave it out, or name it otherwise")
+        if "messages" in line:
+            return self.template.chat(_messages(line["messages"], "messages"), extra)
+        missing = [key for key in ("prompt", "completion") if key not in line]
+        if missing:
+            has = f"has no key 'messages', and no '{missing[0]}'"
+            raise ChatError(has, f"{WRITE}; it has {', '.join(map(str, line)) or 'no keys'}")
+        prompt, completion = line["prompt"], line["completion"]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            check_unicode(prompt + completion)
+            return plain_chat(prompt, completion)
+        given = _messages(prompt, "prompt")
+        return self.template.chat([*given, *_messages(completion, "completion")], extra, num_given=len(given))
+
+    @cached_property
+    def _own_variables(self) -> frozenset[str]:
+        return frozenset([*self.tokenizer.token_variables, "messages", "add_generation_prompt"])
+
+
+def chat_reader(source: ChatsSource, where: str, tokenizer: Tokenizer | None) -> ChatReader:
+    """Returns the reader of a source. Raises ConfigError for a tokenizer that has no templates."""
+    if not isinstance(tokenizer, HuggingFace):
+        what = "chats need the tokenizer of a published model, with a chat template"
+        fix = "choose data/tokenizer=huggingface data.tokenizer.path=FOLDER"
+        raise ConfigError([Problem("data.tokenizer", what, fix)])
+    return ChatReader(source, where, tokenizer)
+
+
+def _messages(value: Any, key: str) -> Messages:
+    """Returns messages that have roles. Raises ChatError."""
+    if not isinstance(value, list):
+        raise ChatError(f"'{key}' is {type(value).__name__}, not a list of messages", WRITE)
+    if not value:
+        raise ChatError(f"'{key}' has no messages", "write the messages of a chat, or leave the line out")
+    for number, message in enumerate(value):
+        name = f"message {number} of '{key}'"
+        if not isinstance(message, dict):
+            raise ChatError(f"{name} is {type(message).__name__}, not an object", "write {role: ..., content: ...}")
+        role = message.get("role")
+        if role not in ROLES:
+            what = f"{name} has the role '{role}'" if "role" in message else f"{name} has no 'role'"
+            raise ChatError(what, use_one_of(role, ROLES))
+        content = message.get("content")
+        if not isinstance(content, str | list | None):
+            raise ChatError(f"{name} has content that is {type(content).__name__}", "write text, or a list of parts")
+        if content is None and set(message) <= {"role", "content"}:
+            raise ChatError(f"{name} has no 'content'", "write its text under 'content'")
+    return value
+
+
+def _find_template(name: str | None, tokenizer: HuggingFace, where: str) -> tuple[str, str]:
+    """Returns a template and its place. Raises ConfigError if there is none of this name."""
+    there = tokenizer.templates
+    if name is None and "default" in there:
+        return there["default"]
+    if name in there:
+        return there[name]
+    key = f"{where}.template"
+    if name is None:
+        what = f"{tokenizer.folder} has no chat template"
+        if there:
+            raise ConfigError([Problem(key, f"{what} named default", use_one_of("default", there))])
+        fix = f"name a file with one, as its model was trained with: {key}=FILE; or write prompt and completion"
+        raise ConfigError([Problem(key, what, fix)])
+    try:
+        return Path(name).expanduser().read_text(), name
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"'{name}' is not a template of {tokenizer.folder}, and no file that can be read"
+        fix = use_one_of(name, there) if there else "name a file with a template of Jinja"
+        raise ConfigError([Problem(key, what, fix)]) from error
+
+
+def how_masked(kinds: Sequence[str]) -> str:
+    """Returns how it was found what the model is to learn, in words."""
+    words = {
+        "generation": "by the template's {% generation %}",
+        "prefix": "by what the template writes up to each answer, and to its end",
+        "completion": "completions",
+    }
+    return ", ".join(words[kind] for kind in kinds)
