@@ -25,12 +25,16 @@ def sum_losses(
     *,
     z_loss_weight: float,
     by_sequence: bool = False,
+    counts_misses: bool = False,
 ) -> tuple[Array, Aux]:
     """Returns (objective, cross-entropy), each summed over all targets that are not ignored, float32 (2,), or with
     `by_sequence` over those of each sequence, (2, B); and the head's auxiliary outputs, which a head in parts of the
-    vocabulary does not have."""
+    vocabulary does not have. counts_misses: a third sum, of targets that another token is likelier than."""
     logits, aux = zip(*(split_aux(head(params, x_BTE, targets_BT)) for params in parts), strict=True)
     sums = cross_entropy_sums(logits, targets_BT, z_loss_weight=z_loss_weight, by_sequence=by_sequence)
+    if counts_misses:
+        misses = _num_misses(logits, targets_BT, axis=-1 if by_sequence else None)
+        sums = jnp.concatenate([sums, misses[None]])
     return sums, aux[0]
 
 
@@ -60,6 +64,17 @@ def cross_entropy_sums(
         return jnp.stack([cross_entropy, cross_entropy])
     z_loss = z_loss_weight * jnp.sum(jnp.where(is_counted_BT, jnp.square(log_z_BT), 0.0), axis=axis)
     return jnp.stack([cross_entropy + z_loss, cross_entropy])
+
+
+def _num_misses(parts_BTV: Sequence[Array], targets_BT: Array, axis: int | None) -> Array:
+    """Returns the number of targets whose logit is not the largest of their token, as float32."""
+    largest_BT = jnp.max(jnp.stack([jnp.max(part_BTV, axis=-1) for part_BTV in parts_BTV]), axis=0)
+    first, target_logit_BT = 0, jnp.zeros(targets_BT.shape)
+    for part_BTV in parts_BTV:
+        target_logit_BT += _of_part(part_BTV, targets_BT - first)[0]
+        first += part_BTV.shape[-1]
+    is_miss_BT = has_loss(targets_BT) & (target_logit_BT < largest_BT.astype(jnp.float32))
+    return jnp.sum(is_miss_BT, axis=axis).astype(jnp.float32)
 
 
 def _of_part(logits_BTV: Array, targets_BT: Array) -> tuple[Array, Array]:

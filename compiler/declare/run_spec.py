@@ -14,6 +14,7 @@ from ..core.places import PUBLISHED, is_published
 from ..spec.plan_spec import PlanSpec
 from ..spec.step_spec import ReplayCheck
 from .data_spec import DataSpec, ShardsSpec
+from .evaluation_spec import EvaluationSpec
 from .generate_spec import GenerateSpec
 from .launch_spec import LaunchSpec
 
@@ -118,14 +119,6 @@ class SweepSpec(Config):
     retry: tuple[
         Literal["failed", "aborted", "timed_out", "out_of_memory"], ...
     ]  # points that the same command runs again
-
-
-class EvaluationSpec(Config):
-    """The evaluations of a run, and those of `meshloom evaluate`: always the same batches, in the same order."""
-
-    every_num_steps: PositiveInt
-    num_batches: PositiveInt
-    split: Literal["held_out", "train", "all"]  # of `meshloom evaluate`; a run evaluates what it holds out
 
 
 class CompileSpec(Config):

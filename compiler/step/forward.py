@@ -36,11 +36,13 @@ def build_functions(
     dropout_key: Array | None,
     *,
     is_by_sequence: bool = False,
+    counts_misses: bool = False,
 ) -> ModelFunctions:
     """Returns the plan's model as functions of local arrays; x is a tuple of the parts of the batch.
 
     num_targets, num_tokens: counts over the global batch. dropout_key: None for no dropout. is_by_sequence: the loss is
     the log-probabilities of sequences, (global_batch_size,), with 0 for those that are not in the microbatch.
+    counts_misses: below them in (2, global_batch_size) the number of targets that another token is likelier than.
     """
     model, make_context, run = plan.model, _context_maker(plan), lower_operations(plan.operations, "head")
     of_pairs = compare_pairs(plan) if plan.spec.has_pairs else None
@@ -71,12 +73,15 @@ def build_functions(
             of_parts = tuple(model.head_params(part, embed) for part in parts)
             operands = (apply, of_parts, x_BTE, microbatch.targets_BT)
             options = {"z_loss_weight": plan.spec.loss.z_loss_weight}
+            options |= {"counts_misses": True} if counts_misses else {}
             if is_by_sequence or of_pairs:
                 summed: Any = run("loss", "cross_entropy", sum_losses, *operands, **options, by_sequence=True)
                 log_probs_B, aux = -summed[0][1], summed[1]
                 if of_pairs and not is_by_sequence:
                     return of_pairs(log_probs_B, microbatch.targets_BT, microbatch.reference_B, aux)
-                of_batch = jnp.zeros((plan.spec.global_batch_size,)).at[microbatch.rows_B].set(log_probs_B)
+                values = jnp.stack([log_probs_B, summed[0][2]]) if counts_misses else log_probs_B
+                of_batch = jnp.zeros((*values.shape[:-1], plan.spec.global_batch_size))
+                of_batch = of_batch.at[..., microbatch.rows_B].set(values)
                 return HeadOutput(jnp.zeros(()), of_batch, aux)
             summed = run("loss", "cross_entropy", sum_losses, *operands, **options)
             (objective, loss), aux = summed

@@ -110,6 +110,13 @@ def build_log_probs(plan: Plan) -> Callable[[Params, Batch], Array]:
     return lambda params, batch: split(params, batch, None, jnp.zeros(()))
 
 
+def build_scores(plan: Plan) -> Callable[[Params, Batch], Array]:
+    """Returns a function (params, batch) -> float32 (2, global_batch_size): `build_log_probs`, and the number of
+    targets of each sequence that another token is likelier than."""
+    split = _over_the_mesh(plan, _build_local_log_probs(plan, counts_misses=True), None, without=[REFERENCE])
+    return lambda params, batch: split(params, batch, None, jnp.zeros(()))
+
+
 def _over_the_mesh(
     plan: Plan, local: Callable[..., Any], of_update: Any, *, without: Collection[str] = ()
 ) -> Callable[..., Any]:
@@ -170,7 +177,7 @@ def _build_local_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]
     return local
 
 
-def _build_local_log_probs(plan: Plan) -> Callable[..., Any]:
+def _build_local_log_probs(plan: Plan, *, counts_misses: bool = False) -> Callable[..., Any]:
     """Returns the function of `build_log_probs` for this device's part of the batch and its shards of the
     parameters."""
     tokens, schedule = plan.roles.tokens, choose_schedule(plan)
@@ -178,7 +185,9 @@ def _build_local_log_probs(plan: Plan) -> Callable[..., Any]:
     def local(params: Params, batch: Batch, dropout_key: Array | None, scale: Array) -> Array:
         del scale
         num_tokens = float(plan.spec.tokens_per_step)  # scales losses of layers, which are not returned
-        functions = build_functions(plan, jnp.ones(()), num_tokens, dropout_key, is_by_sequence=True)
+        functions = build_functions(
+            plan, jnp.ones(()), num_tokens, dropout_key, is_by_sequence=True, counts_misses=counts_misses
+        )
         sums, _ = schedule.run(functions, _model_weights(plan, params), batch, gradient_scale=None)
         return jax.lax.psum(sums.loss, tokens) if tokens else sums.loss
 

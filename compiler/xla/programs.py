@@ -13,7 +13,7 @@ from ..sharding.batch import REFERENCE, batch_shapes
 from ..step.decode import BatchShape, batch_spec, build_decode, build_prefill, build_working, plan_cache
 from ..step.sampling import Sampling, sample
 from ..step.state_checks import is_finite
-from ..step.train_step import build_eval_step, build_init, build_log_probs, build_train_step
+from ..step.train_step import build_eval_step, build_init, build_log_probs, build_scores, build_train_step
 from ..target.compiler_options import Options, refused_options
 from ..target.topology import options_without_device
 
@@ -87,6 +87,13 @@ def _lower_log_probs(plan: Plan, operands: _Operands) -> Any:
     return step.lower(operands.state["params"], tokens)
 
 
+def _lower_scores(plan: Plan, operands: _Operands) -> Any:
+    """Lowers (params, batch) -> the same, and below them how many targets of each sequence are not the likeliest."""
+    tokens = {name: x for name, x in operands.batch.items() if name != REFERENCE}
+    step = jax.jit(build_scores(plan), out_shardings=operands.replicated)
+    return step.lower(operands.state["params"], tokens)
+
+
 def _lower_is_finite(plan: Plan, operands: _Operands) -> Any:
     """Lowers state -> boolean."""
     del plan
@@ -95,7 +102,7 @@ def _lower_is_finite(plan: Plan, operands: _Operands) -> Any:
 
 _LOWER: Mapping[str, Callable[[Plan, _Operands], Any]] = {
     "init": _lower_init, "train": _lower_train, "evaluate": _lower_evaluate, "is_finite": _lower_is_finite,
-    "log_probs": _lower_log_probs,
+    "log_probs": _lower_log_probs, "scores": _lower_scores,
 }  # fmt: skip
 PROGRAMS = ("init", "train", "evaluate", "is_finite")  # of every run; others are asked for by name
 

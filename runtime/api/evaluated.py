@@ -4,21 +4,24 @@ from os import PathLike, fspath
 
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.declare.compose import read_spec
+from meshloom.compiler.declare.evaluation_spec import in_section
 from meshloom.compiler.declare.run_spec import RunSpec
 
 from ..inference.evaluate import Evaluation, EvaluationJob, evaluate_weights, prepare_evaluation
+from ..inference.harness import TaskResults
 from ..inference.run_request import request_of_run
 from .guest import as_guest, settings_put_back, warn
 
 
-def evaluate(place: str | PathLike[str], *overrides: str) -> Evaluation:
-    """Returns the loss of weights: of a run directory, RUN/checkpoints/STEP, or a folder of published weights.
+def evaluate(place: str | PathLike[str], *overrides: str) -> Evaluation | TaskResults:
+    """Returns the loss of weights: of a run directory, RUN/checkpoints/STEP, or a folder of published weights; with
+    `tasks`, the results of lm-evaluation-harness.
 
-    overrides: as after `meshloom evaluate RUN`: "data=jsonl", "evaluation.split=all", "target=cpu-1". Raises
+    overrides: as after `meshloom evaluate RUN`: "data=jsonl", "split=all", "target=cpu-1". Raises
     ConfigError with all problems, and its subclass RunFailed for a loss that is not finite.
     """
     with settings_put_back(), as_guest():
-        job = read_spec(request_of_run(fspath(place), overrides), then=_prepare)
+        job = read_spec(request_of_run(fspath(place), in_section(overrides)), then=_prepare)
         return evaluate_weights(job, Console(is_quiet=True))
 
 

@@ -24,6 +24,7 @@ from typing import NoReturn
 
 from meshloom.compiler.core.errors import COMMAND_LINE, MISTAKE, ConfigError, Problem
 from meshloom.compiler.core.visible import write_error, write_out
+from meshloom.compiler.declare import evaluation_spec
 from meshloom.compiler.declare.application import HydraJob, run_application
 from meshloom.compiler.declare.choices import all_keys, described_groups
 from meshloom.compiler.declare.compose import Request, check_config_files, read_spec
@@ -120,6 +121,8 @@ def parse_flags(command: Command, args: Sequence[str]) -> tuple[argparse.Namespa
         problems += _take_place(command, flags)
     if command.section == SECTION:
         flags.overrides = in_section(flags.overrides)
+    if command.section == evaluation_spec.SECTION:
+        flags.overrides = evaluation_spec.in_section(flags.overrides)
     return flags, problems
 
 
@@ -216,6 +219,8 @@ def show_help(command: Command, request: Request) -> None:
         write_out(f"       {flag}: {does}")
     if command.section == SECTION:
         _write_wrapped(f"       keys of its own: {', '.join(GenerateSpec.model_fields)}", indent=7)
+    if command.section == evaluation_spec.SECTION:
+        _write_wrapped(f"       keys of its own: {', '.join(evaluation_spec.OF_THE_COMMAND)}", indent=7)
     write_out("")
     for group, options in described_groups(request).items():
         write_out(f"{group}=")

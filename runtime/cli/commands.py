@@ -51,6 +51,7 @@ _ALL = (
         "evaluate:evaluate_command",
         opens_weights=True,
         flags=((JSON, "print the losses as one JSON object"),),
+        section="evaluation",
     ),
     Command(
         "inspect",

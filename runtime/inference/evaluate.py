@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from meshloom.compiler.core.console import Console
-from meshloom.compiler.core.errors import Problem, all_of
+from meshloom.compiler.core.errors import ConfigError, Problem, all_of
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.declare.run_spec import RunSpec
@@ -19,11 +19,15 @@ from meshloom.compiler.xla.programs import Programs, lower
 
 from ..core.failures import NONFINITE, RunFailed
 from ..data.evaluated import EvaluatedData, Part, open_evaluated
+from ..data.tokenizers import Tokenizer
 from ..processes.agreement import check_same_data
 from ..train.feed import in_token_order, local_rows, sequences_of, to_devices
+from .generation_job import tokenizer_of
+from .harness import TaskResults, check_harness, run_tasks, without_packing
 from .open_weights import Session, compile_programs, open_weights, place_of_weights, start_session
 
 EVALUATE = "evaluate"
+Unit = Literal["byte", "token"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Loss:
     loss: float | None
     num_targets: int
     num_sequences: int
-    unit: Literal["byte", "token"]
+    unit: Unit
 
     @property
     def perplexity(self) -> float | None:
@@ -106,32 +110,49 @@ def _finite(value: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class EvaluationJob:
-    """An evaluation that passed all checks of its declaration."""
+    """An evaluation that passed all checks of its declaration: on data, or of tasks with a tokenizer."""
 
     session: Session
-    data: EvaluatedData
+    data: EvaluatedData | None
+    tokenizer: Tokenizer | None
 
 
 def prepare_evaluation(spec: RunSpec, warn: Callable[[str], None] = write_error) -> EvaluationJob:
     """Checks everything that can fail because of the declaration. Raises ConfigError with all problems."""
-    all_of(lambda: plan_run(spec), lambda: open_evaluated(spec), lambda: place_of_weights(spec))
-    session, data = start_session(spec, warn), open_evaluated(spec)
-    check_same_data(data.identity, session.processes)
-    return EvaluationJob(session, data)
+    has_tasks = bool(spec.evaluation.tasks)
+    spec = without_packing(spec) if has_tasks else spec
+    data, tokenizer, *_ = all_of(
+        lambda: None if has_tasks else open_evaluated(spec),
+        lambda: tokenizer_of(spec) if has_tasks else None,
+        lambda: check_harness(spec) if has_tasks else None,
+        lambda: plan_run(spec),
+        lambda: place_of_weights(spec),
+    )
+    session = start_session(spec, warn)
+    if has_tasks and session.processes.count > 1:
+        what = f"lm-evaluation-harness runs in one process, and there are {session.processes.count}"
+        raise ConfigError([Problem("evaluation.tasks", what, "start one process for all devices of a host")])
+    check_same_data(data.identity if data else {}, session.processes)
+    return EvaluationJob(session, data, tokenizer)
 
 
-def evaluate_weights(job: EvaluationJob, console: Console) -> Evaluation:
-    """Opens the weights, compiles the evaluate program alone, and returns the losses, the same in all processes.
+def evaluate_weights(job: EvaluationJob, console: Console) -> Evaluation | TaskResults:
+    """Opens the weights, compiles one program, and returns the losses, the same in all processes, or the results of
+    tasks. Raises RunFailed if a loss is not finite."""
+    if job.data is None:
+        assert job.tokenizer is not None
+        return run_tasks(job.session, job.tokenizer, console)
+    return _evaluate_data(job, job.data, console)
 
-    Raises RunFailed if a loss is not finite.
-    """
+
+def _evaluate_data(job: EvaluationJob, data: EvaluatedData, console: Console) -> Evaluation:
     session, began = job.session, time.perf_counter()
     weights = open_weights(session, console)
     plan = session.plan
     programs = compile_programs(
         session, lambda: lower(plan, session.mesh, (EVALUATE,)), "compiling the evaluation", console
     )
-    losses = tuple(_loss(part, weights.params, job, programs, console) for part in job.data.parts)
+    losses = tuple(_loss(part, weights.params, job, data.unit, programs, console) for part in data.parts)
     found = Evaluation(weights.place, weights.step, plan.spec.evaluation.split, losses, time.perf_counter() - began)
     for each in losses:
         if each.loss is not None and not math.isfinite(each.loss):
@@ -141,7 +162,7 @@ def evaluate_weights(job: EvaluationJob, console: Console) -> Evaluation:
     return found
 
 
-def _loss(part: Part, params: Any, job: EvaluationJob, programs: Programs, console: Console) -> Loss:
+def _loss(part: Part, params: Any, job: EvaluationJob, unit: Unit, programs: Programs, console: Console) -> Loss:
     plan, batch = job.session.plan, programs.batch
     rows = local_rows(batch)
     order = plan.token_order.of_sequence(plan.spec.sequence_length)
@@ -157,4 +178,4 @@ def _loss(part: Part, params: Any, job: EvaluationJob, programs: Programs, conso
     finally:
         bar.stop()
     loss = float(sums[0] / sums[1]) if sums[1] else None
-    return Loss(part.name, loss, round(sums[1]), part.num_sequences, job.data.unit)
+    return Loss(part.name, loss, round(sums[1]), part.num_sequences, unit)

@@ -73,7 +73,7 @@ def test_people_read_a_line_and_other_data_have_another_loss(run_dir):
 
 @pytest.mark.ci
 def test_weights_of_another_model_are_listed_before_anything_is_compiled(run_dir):
-    done = run_in_process("evaluate", str(run_dir), "model.mlp_dim=64")
+    done = run_in_process("evaluate", str(run_dir), "model.mlp_dim=128")
     assert done.returncode == 2
     assert "holds the parameters of another model" in done.stderr
     assert "params/layers/mlp/up_EM is float32" in done.stderr
