@@ -27,7 +27,6 @@ CONFIG = "config.json"
 BASES = {"decoder": "_llama", "moe": "_moe"}  # the files of conf/model with what all models of a family share
 PLACEHOLDER = "tiny"  # is checked in place of a model that cannot be read, so that other mistakes are found, too
 BYTES = {"kind": "bytes"}
-TOKENIZER = "tokenizer.json"
 WEIGHTS = "checkpoint.weights_from"
 
 
@@ -126,11 +125,19 @@ def _with_folder(values: dict[str, Any], folder: Path, typed: Collection[str]) -
     if isinstance(checkpoint, dict) and WEIGHTS not in typed:
         named = checkpoint.get("weights_from") or checkpoint.get("restore_from")
         changes["checkpoint"] = checkpoint if named else checkpoint | {"weights_from": f"{PUBLISHED}{folder}"}
-    is_default = not _names_tokenizer(typed) and (folder / TOKENIZER).is_file()
-    if is_default and isinstance(data, dict) and data.get("tokenizer") == BYTES:
-        tokenizer = {"kind": "huggingface", "path": str(folder / TOKENIZER), "end_of_document": None}
+    tokenizer = None if _names_tokenizer(typed) else _tokenizer(folder)
+    if tokenizer and isinstance(data, dict) and data.get("tokenizer") == BYTES:
         changes["data"] = data | {"tokenizer": tokenizer}
     return values | changes
+
+
+def _tokenizer(folder: Path) -> dict[str, Any] | None:
+    """Returns the tokenizer of a folder; None if it has none that can be read."""
+    if (folder / "tokenizer.json").is_file():  # the folder's other files say which token ends a document
+        return {"kind": "huggingface", "path": str(folder), "end_of_document": None}
+    if (file := folder / "tokenizer.model").is_file():
+        return {"kind": "sentencepiece", "path": str(file), "end_of_document": None}
+    return None
 
 
 def _names_tokenizer(typed: Collection[str]) -> bool:

@@ -56,6 +56,10 @@ def test_weights_and_tokenizer_are_those_of_the_folder_unless_others_are_named(f
     assert run.checkpoint.weights_from == "elsewhere"
     assert run.data.tokenizer is not None
     assert run.data.tokenizer.kind == "bytes"
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    run = read(folder)
+    assert run.data.tokenizer is not None
+    assert run.data.tokenizer.kind == "sentencepiece"
     assert read(folder, "checkpoint.weights_from=null").checkpoint.weights_from is None
     assert read(folder, "checkpoint.restore_from=run").checkpoint.weights_from is None
 
