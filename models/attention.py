@@ -13,6 +13,7 @@ def attend(
     k_BSKD: Array,
     v_BSKD: Array,
     segment_ids_BT: Array | None,
+    sinks_H: Array | None = None,
     *,
     scale: float,
     window: int | None,
@@ -22,7 +23,8 @@ def attend(
     """Returns softmax(scores) v of shape (B, T, H, D of v), scores = scale q k over the tokens up to each token's own.
 
     window: a token sees this many tokens, itself included. soft_cap: scores become soft_cap tanh(scores / soft_cap)
-    (Gemma 2, arXiv:2408.00118). segment_ids_BT: a token sees tokens with its own id alone. Scores and softmax are in
+    (Gemma 2, arXiv:2408.00118). segment_ids_BT: a token sees tokens with its own id alone. sinks_H: one more score of
+    each head, of a key without a value: what it draws is lost (gpt-oss, arXiv:2508.10925). Scores and softmax are in
     float32; all of them are in memory at once: B H T S of them. is_seen: a mask as `sees` makes it, which replaces
     `window` and `segment_ids_BT`, where queries and keys are not of the same tokens.
     """
@@ -33,7 +35,12 @@ def attend(
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     if is_seen is None:
         is_seen = sees(T, window, segment_ids_BT)
-    weights = jax.nn.softmax(jnp.where(is_seen, scores, jnp.finfo(jnp.float32).min), axis=-1)
+    scores = jnp.where(is_seen, scores, jnp.finfo(jnp.float32).min)
+    if sinks_H is not None:
+        sinks_KG11 = sinks_H.astype(jnp.float32).reshape(k_BSKD.shape[2], -1, 1, 1)
+        scores = jnp.concatenate([scores, jnp.broadcast_to(sinks_KG11, (*scores.shape[:-1], 1))], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)
+    weights = weights if sinks_H is None else weights[..., :-1]
     attended = jnp.einsum("bkgts,bskd->btkgd", weights.astype(v_BSKD.dtype), v_BSKD)
     return attended.reshape(B, T, H, v_BSKD.shape[-1])
 

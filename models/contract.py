@@ -105,12 +105,13 @@ class Context:
         return jnp.where(is_token, x, jnp.asarray(otherwise, x.dtype))
 
     def attend(
-        self, q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, segment_ids_BT: Array | None,
+        self, q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, segment_ids_BT: Array | None, sinks_H: Array | None = None,
         *, scale: float, window: int | None, soft_cap: float | None,
     ) -> Array:  # fmt: skip
         """Returns causal attention, as `models.attention.attend`."""
+        operands = (q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, *(() if sinks_H is None else (sinks_H,)))
         options = {"scale": scale, "window": window, "soft_cap": soft_cap}
-        return self.operation("attention", "attention", attend, q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, **options)
+        return self.operation("attention", "attention", attend, *operands, **options)
 
     def embedding_lookup(self, name: str, table: Array, ids: Array) -> Array:
         """Returns rows of a table, as `embedding_lookup` above. A parameter of the embedding that is read in no other

@@ -48,6 +48,7 @@ class DecoderBase(ModelConfig):
         tuple[PositiveInt | None, ...], Field(min_length=1)
     ]  # of one layer after the other, over and over; None: all tokens before
     attention_soft_cap: PositiveFloat | None
+    attention_sinks: bool  # one more score of each head, a parameter, whose weight meets no value
     logit_soft_cap: PositiveFloat | None
     biases: Literal["none", "qkv", "all"]  # the biases of matrices; the head's has none
     embeddings: Literal["separate", "tied"]  # tied: the head multiplies with the embedding's table
@@ -232,6 +233,8 @@ class Attention(nnx.Module):
             self.value_bias_KD = bias(("kv_heads", "head_dim"), (K, D))
         if config.biases == "all":
             self.out_bias_E = bias(("embed",), (E,))
+        if config.attention_sinks:
+            self.sinks_H = bias(("heads",), (H,))
         if config.qk_norm != "none":
             self.query_norm = Norm(config.qk_norm, D, axis="head_dim", epsilon=config.norm_epsilon)
             self.key_norm = Norm(config.qk_norm, D, axis="head_dim", epsilon=config.norm_epsilon)
@@ -249,8 +252,9 @@ class Attention(nnx.Module):
         k_BSKD = context.remember("keys", k_BTKD, "batch", "length", "kv_heads", "head_dim")
         v_BSKD = context.remember("values", v_BTKD, "batch", "length", "kv_heads", "head_dim")
         scale = attention_scale(config, config.head_dim, self.rope)
-        a_BTHD = context.attend(q_BTHD, k_BSKD, v_BSKD, context.segment_ids_BT, scale=scale, window=self.window,
-                                soft_cap=config.attention_soft_cap)  # fmt: skip
+        sinks_H = self.sinks_H[...] if config.attention_sinks else None
+        a_BTHD = context.attend(q_BTHD, k_BSKD, v_BSKD, context.segment_ids_BT, sinks_H, scale=scale,
+                                window=self.window, soft_cap=config.attention_soft_cap)  # fmt: skip
         a_BTHD = context.activation("attended", a_BTHD, "batch", "length", "heads", "head_dim")
         out_BTE = context.matmul("attention_output", "bthd,hde->bte", a_BTHD, self.out_HDE[...])
         out_BTE = context.activation("attention_output", out_BTE, *RESIDUAL, gradient=WHOLE)

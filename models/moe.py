@@ -82,11 +82,12 @@ class MoeConfig(DecoderBase):
         return self
 
     def _check_latent(self) -> None:
-        unused = {"num_kv_heads": self.num_heads, "positions": "rope", "qk_norm": "none", "biases": "none"}
+        unused = {"num_kv_heads": self.num_heads, "positions": "rope", "qk_norm": "none", "biases": "none",
+                  "attention_sinks": False}  # fmt: skip
         for key, value in unused.items():
             if getattr(self, key) != value:
                 what = f"{getattr(self, key)} is not implemented for latent attention"
-                raise mistake(what, f"set model.{key}={value}", key)
+                raise mistake(what, f"set model.{key}={str(value).lower()}", key)
         assert self.latent_attention is not None
         if self.latent_attention.rope_head_dim % 2:
             what = f"rope_head_dim={self.latent_attention.rope_head_dim} is odd, and pairs of dimensions are turned"

@@ -286,7 +286,7 @@ def _attention_to_cache(slots_T: Array, padding_B: Array, num_slots: int) -> Low
     def operation(kind: str, name: str, plain: Lowered, *operands: Any, **options: Any) -> Any:
         if kind != "attention":
             return plain(*operands, **options)
-        queries, keys, values, *_ = operands
+        queries, keys, values, _, *sinks = operands
         if keys.shape[1] != num_slots:
             what = f"attend('{name}') gets keys of {keys.shape[1]} of {num_slots} tokens"
             raise ValueError(f"{what}: pass what keys and values are made of through context.remember")
@@ -296,7 +296,7 @@ def _attention_to_cache(slots_T: Array, padding_B: Array, num_slots: int) -> Low
         if (window := options.get("window")) is not None:
             is_seen_TS &= distance_TS < window
         is_seen_BTS = is_seen_TS[None] & (slots_S[None, None, :] >= padding_B[:, None, None])
-        return plain(queries, keys, values, None, **options, is_seen=is_seen_BTS[:, None, None])
+        return plain(queries, keys, values, None, *sinks, **options, is_seen=is_seen_BTS[:, None, None])
 
     return operation
 

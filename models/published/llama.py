@@ -11,9 +11,9 @@ from .rope import read_rope, write_rope
 # What a decoder shares with Llama: the keys of our config, each with the values that config.json of Llama can say.
 LLAMA: dict[str, tuple[Any, ...]] = {
     "family": ("decoder",), "mlp": ("gated",), "positions": ("rope",), "num_positions": (None,),
-    "window_rope_theta": (None,), "norm": ("rms",),
-    "norm_placement": ("before",), "qk_norm": ("none",), "attention_scale": (None,), "attention_windows": ((None,),),
-    "attention_soft_cap": (None,), "logit_soft_cap": (None,), "biases": ("none",), "embedding_scale": ("one",),
+    "window_rope_theta": (None,), "norm": ("rms",), "norm_placement": ("before",), "qk_norm": ("none",),
+    "attention_scale": (None,), "attention_windows": ((None,),), "attention_soft_cap": (None,),
+    "attention_sinks": (False,), "logit_soft_cap": (None,), "biases": ("none",), "embedding_scale": ("one",),
 }  # fmt: skip
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
                "relu": "relu"}  # fmt: skip

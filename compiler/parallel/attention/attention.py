@@ -254,19 +254,19 @@ def _attend_plain(*args: Any, **options: Any) -> Array:
 
 def _on_shards(
     kernel: Callable[..., Array], heads: PartitionSpec, axes: Axes, q: Array, k: Array, v: Array,
-    segment_ids: Array | None, **options: float | int | None,
+    segment_ids: Array | None, sinks: Array | None = None, **options: float | int | None,
 ) -> Array:  # fmt: skip
     """Runs the kernel on each shard of the heads. axes: the mesh axes that split them, and maybe others."""
     if not axes:
-        return kernel(q, k, v, segment_ids, **options)
+        return kernel(q, k, v, segment_ids, sinks, **options)
     run = jax.shard_map(
         partial(kernel, **options),
-        in_specs=(heads, heads, heads, PartitionSpec()),
+        in_specs=(heads, heads, heads, PartitionSpec(), PartitionSpec(heads[2])),
         out_specs=heads,
         axis_names=set(axes),
         check_vma=False,
     )
-    return run(q, k, v, segment_ids)
+    return run(q, k, v, segment_ids, sinks)
 
 
 _CUDNN = ("dot_product_attention_fwd", "dot_product_attention_bwd")  # JAX's primitives (cudnn.py)

@@ -118,27 +118,47 @@ def gradient_of(attended: Attended, d_out_BHTD: Array) -> Gradient:
 
 def attend_with(
     forward: Callable[[Queries, Keys], Attended], gradients: Callable[[Queries, Keys, Gradient], Gradients],
-    queries: Queries, keys: Keys,
+    queries: Queries, keys: Keys, sinks_H: Array | None,
 ) -> Array:  # fmt: skip
-    """Returns what `forward` gives, with the derivative that `gradients` computes. The result and its log-sum-exp have
-    names, so that a remat policy which saves attention saves all that its derivative reads."""
+    """Returns what `forward` gives, beside the sinks, with the derivative that `gradients` computes. The result and its
+    log-sum-exp have names, so that a remat policy which saves attention saves all that its derivative reads."""
 
     @jax.custom_vjp
-    def attend(queries: Queries, keys: Keys) -> Array:
-        return forward(queries, keys).out_BHTD.astype(queries.q_BHTD.dtype)
+    def attend(queries: Queries, keys: Keys, sinks_H: Array | None) -> Array:
+        return with_sinks(forward(queries, keys), sinks_H).out_BHTD.astype(queries.q_BHTD.dtype)
 
-    def run(queries: Queries, keys: Keys) -> tuple[Array, Any]:
-        attended = named(forward(queries, keys), queries.q_BHTD.dtype)
-        return attended.out_BHTD, (queries, keys, attended)
+    def run(queries: Queries, keys: Keys, sinks_H: Array | None) -> tuple[Array, Any]:
+        attended = named(with_sinks(forward(queries, keys), sinks_H), queries.q_BHTD.dtype)
+        return attended.out_BHTD, (queries, keys, sinks_H, attended)
 
-    def pull_back(saved: Any, d_out: Array) -> tuple[Queries, Keys]:
-        queries, keys, attended = saved
-        found = gradients(queries, keys, gradient_of(attended, d_out))
+    def pull_back(saved: Any, d_out: Array) -> tuple[Queries, Keys, Array | None]:
+        queries, keys, sinks_H, attended = saved
+        gradient = gradient_of(attended, d_out)
+        found = gradients(queries, keys, gradient)
         dq, dk, dv = (d.astype(x.dtype) for d, x in zip(found, (queries.q_BHTD, *keys[:2]), strict=True))
-        return Queries(dq, None), Keys(dk, dv, None)
+        d_sinks = None if sinks_H is None else gradient_of_sinks(sinks_H, gradient.lse_BHT, gradient.dot_BHT)
+        return Queries(dq, None), Keys(dk, dv, None), d_sinks
 
     attend.defvjp(run, pull_back)
-    return attend(queries, keys)
+    return attend(queries, keys, sinks_H)
+
+
+def with_sinks(attended: Attended, sinks_H: Array | None) -> Attended:
+    """Returns attention whose softmax has one more score in each head, of a key without a value: the result is less by
+    the share of the sink. The derivatives by keys and values need no other change: they are made of the logarithm of
+    the whole denominator, and of the result."""
+    if sinks_H is None:
+        return attended
+    lse_BHT = jnp.logaddexp(attended.lse_BHT, sinks_H.astype(jnp.float32)[:, None])
+    share_BHT1 = jnp.exp(attended.lse_BHT - lse_BHT)[..., None]
+    out_BHTD = (attended.out_BHTD.astype(jnp.float32) * share_BHT1).astype(attended.out_BHTD.dtype)
+    return Attended(out_BHTD, lse_BHT)
+
+
+def gradient_of_sinks(sinks_H: Array, lse_BHT: Array, dot_BHT: Array) -> Array:
+    """Returns the gradient of the sinks: the weight of a sink takes from the result in its own proportion."""
+    weights_BHT = jnp.exp(sinks_H.astype(jnp.float32)[:, None] - lse_BHT)
+    return -jnp.sum(weights_BHT * dot_BHT, axis=(0, 2)).astype(sinks_H.dtype)
 
 
 def named(attended: Attended, dtype: Any) -> Attended:

@@ -26,7 +26,20 @@ from ...sharding.batch import TokenOrder
 from ...target.target import TargetPlan
 from ...target.topology import PROCESSORS
 from ..remat import ATTENTION_LSE, ATTENTION_RESULT, marked
-from .blocks import HIDDEN, Attended, Gradient, Gradients, Keys, Queries, Sight, blocks_scope, merge, split_length
+from .blocks import (
+    HIDDEN,
+    Attended,
+    Gradient,
+    Gradients,
+    Keys,
+    Queries,
+    Sight,
+    blocks_scope,
+    gradient_of_sinks,
+    merge,
+    split_length,
+    with_sinks,
+)
 
 CAUSAL, ALL_KEYS, SOME_KEYS = cudnn.MaskType.CAUSAL, cudnn.MaskType.NO_MASK, cudnn.MaskType.PADDING
 BTHD, BHTD = cudnn.AttentionLayout.BTNH.value, cudnn.AttentionLayout.BNTH.value
@@ -98,8 +111,8 @@ def _parameters(operands: Operands, mode: Mode) -> dict[str, Any]:
 
 
 def attend_cudnn(
-    q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, segment_ids_BT: Array | None, *, scale: float, window: int | None,
-    soft_cap: float | None,
+    q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, segment_ids_BT: Array | None, sinks_H: Array | None = None,
+    *, scale: float, window: int | None, soft_cap: float | None,
 ) -> Array:  # fmt: skip
     """Returns causal attention. Segments are a mask: two bytes for each pair of tokens of a sequence."""
     assert soft_cap is None  # `cudnn_refusal`
@@ -107,24 +120,35 @@ def attend_cudnn(
     if segment_ids_BT is not None:
         is_same_BTS = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
         bias = cudnn.combine_bias_and_mask(None, is_same_BTS[:, None], q_BTHD.dtype)
-    return _attend(Operands(q_BTHD, k_BSKD, v_BSKD, bias), Mode(scale, CAUSAL, BTHD, window))
+    return _attend(Operands(q_BTHD, k_BSKD, v_BSKD, bias), sinks_H, Mode(scale, CAUSAL, BTHD, window))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _attend(operands: Operands, mode: Mode) -> Array:
-    return bind_forward(operands, mode)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _attend(operands: Operands, sinks_H: Array | None, mode: Mode) -> Array:
+    return _forward_with_sinks(operands, sinks_H, mode)[0]
 
 
-def _attend_forward(operands: Operands, mode: Mode) -> tuple[Array, tuple[Operands, Array, Array]]:
-    out, lse = bind_forward(operands, mode)
+def _forward_with_sinks(operands: Operands, sinks_H: Array | None, mode: Mode) -> tuple[Array, Array]:
+    out_BTHD, lse_BHT = bind_forward(operands, mode)
+    if sinks_H is None:
+        return out_BTHD, lse_BHT
+    out_BHTD, lse_BHT = with_sinks(Attended(jnp.swapaxes(out_BTHD, 1, 2), lse_BHT), sinks_H)
+    return jnp.swapaxes(out_BHTD, 1, 2), lse_BHT
+
+
+def _attend_forward(operands: Operands, sinks_H: Array | None, mode: Mode) -> tuple[Array, Any]:
+    out, lse = _forward_with_sinks(operands, sinks_H, mode)
     out, lse = marked(ATTENTION_RESULT, out), marked(ATTENTION_LSE, lse)
-    return out, (operands, lse, out)
+    return out, (operands, sinks_H, lse, out)
 
 
-def _attend_backward(mode: Mode, saved: tuple[Operands, Array, Array], gradient: Array) -> tuple[Operands]:
-    operands, lse, out = saved
+def _attend_backward(mode: Mode, saved: Any, gradient: Array) -> tuple[Operands, Array | None]:
+    operands, sinks_H, lse, out = saved
     dq, dk, dv = bind_backward(operands, lse, out, gradient, mode)
-    return (Operands(dq, dk, dv),)
+    if sinks_H is None:
+        return Operands(dq, dk, dv), None
+    dot_BTH = jnp.sum(out.astype(jnp.float32) * gradient.astype(jnp.float32), axis=-1)
+    return Operands(dq, dk, dv), gradient_of_sinks(sinks_H, lse, jnp.swapaxes(dot_BTH, 1, 2))
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -44,7 +44,7 @@ class Exchange:
 
 def attend_over_length(
     exchange: Exchange, block_kernel: Callable[[float | None], BlockKernel], attend_whole: Attend,
-    q_BTHD: Array, k_BTKD: Array, v_BTKD: Array, ids_BT: Array | None,
+    q_BTHD: Array, k_BTKD: Array, v_BTKD: Array, ids_BT: Array | None, sinks_H: Array | None = None,
     *, scale: float, window: int | None, soft_cap: float | None,
 ) -> Array:  # fmt: skip
     """Returns attention, with the signature of `models.attention.attend` after the first three. block_kernel: makes the
@@ -52,18 +52,18 @@ def attend_over_length(
     window = None if window is None or window >= q_BTHD.shape[1] * exchange.order.num_shards else window
     if exchange.name == ULYSSES:
         options = {"scale": scale, "window": window, "soft_cap": soft_cap}
-        return _attend_by_heads(exchange, partial(attend_whole, **options), q_BTHD, k_BTKD, v_BTKD, ids_BT)
+        return _attend_by_heads(exchange, partial(attend_whole, **options), q_BTHD, k_BTKD, v_BTKD, ids_BT, sinks_H)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q_BTHD * jnp.asarray(scale, q_BTHD.dtype), k_BTKD, v_BTKD))
     queries, keys, kernel = Queries(q, ids_BT), Keys(k, v, ids_BT), block_kernel(soft_cap)
     if exchange.name == RING:
-        out = attend_in_ring(AttentionRing(exchange.axes, exchange.order, kernel), queries, keys, window)
+        out = attend_in_ring(AttentionRing(exchange.axes, exchange.order, kernel), queries, keys, sinks_H, window)
     else:
-        out = _attend_gathered(exchange, kernel, queries, keys, window)
+        out = _attend_gathered(exchange, kernel, queries, keys, sinks_H, window)
     return jnp.swapaxes(out, 1, 2)
 
 
 def _attend_gathered(
-    exchange: Exchange, kernel: BlockKernel, queries: Queries, keys: Keys, window: int | None
+    exchange: Exchange, kernel: BlockKernel, queries: Queries, keys: Keys, sinks_H: Array | None, window: int | None
 ) -> Array:
     """Returns attention to gathered keys. The backward pass gathers again: whole keys and values of every layer are not
     held until then."""
@@ -80,7 +80,7 @@ def _attend_gathered(
         own = (keys.k_BKSD, keys.v_BKSD)
         return Gradients(dq, *(_scattered(exchange, d.astype(x.dtype), 2) for d, x in zip(of_keys, own, strict=True)))
 
-    return attend_with(forward, gradients, queries, keys)
+    return attend_with(forward, gradients, queries, keys, sinks_H)
 
 
 def _sight(exchange: Exchange, kernel: BlockKernel, length: int, window: int | None) -> Any:
@@ -90,7 +90,7 @@ def _sight(exchange: Exchange, kernel: BlockKernel, length: int, window: int | N
 
 def attend_by_blocks(
     kernel: Callable[[float | None], BlockKernel], q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, ids_BT: Array | None,
-    *, scale: float, window: int | None, soft_cap: float | None,
+    sinks_H: Array | None = None, *, scale: float, window: int | None, soft_cap: float | None,
 ) -> Array:  # fmt: skip
     """Returns attention within whole sequences, with the signature of `models.attention.attend` after the kernel."""
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q_BTHD * jnp.asarray(scale, q_BTHD.dtype), k_BSKD, v_BSKD))
@@ -102,7 +102,7 @@ def attend_by_blocks(
     def gradients(queries: Queries, keys: Keys, gradient: Gradient) -> Gradients:
         return block_kernel.gradients(queries, keys, sight, gradient)
 
-    return jnp.swapaxes(attend_with(forward, gradients, Queries(q, ids_BT), Keys(k, v, ids_BT)), 1, 2)
+    return jnp.swapaxes(attend_with(forward, gradients, Queries(q, ids_BT), Keys(k, v, ids_BT), sinks_H), 1, 2)
 
 
 def _whole(exchange: Exchange, keys: Keys) -> Keys:
@@ -143,8 +143,9 @@ def _by_shard(order: TokenOrder, x: Array, dimension: int) -> Array:
 
 
 def _attend_by_heads(
-    exchange: Exchange, attend: Attend, q_BTHD: Array, k_BTKD: Array, v_BTKD: Array, ids_BT: Array | None
-) -> Array:
+    exchange: Exchange, attend: Attend, q_BTHD: Array, k_BTKD: Array, v_BTKD: Array, ids_BT: Array | None,
+    sinks_H: Array | None,
+) -> Array:  # fmt: skip
     n, order = exchange.order.num_shards, exchange.order
     copies = max(1, n // k_BTKD.shape[2])
 
@@ -155,7 +156,10 @@ def _attend_by_heads(
 
     k, v = (jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (k_BTKD, v_BTKD))
     ids = None if ids_BT is None else _gathered(exchange, ids_BT, 1)
-    out = attend(all_tokens(q_BTHD), all_tokens(k), all_tokens(v), ids)
+    if sinks_H is not None:  # those of the heads that this device gets
+        num_heads = sinks_H.shape[0] // n
+        sinks_H = jax.lax.dynamic_slice_in_dim(sinks_H, jax.lax.axis_index(exchange.axes) * num_heads, num_heads)
+    out = attend(all_tokens(q_BTHD), all_tokens(k), all_tokens(v), ids, sinks_H)
     back: Any = _by_shard(order, out, 1)
     return jax.lax.all_to_all(back, exchange.axes, split_axis=1, concat_axis=2, tiled=True)
 

@@ -50,14 +50,16 @@ class AttentionRing:
     kernel: BlockKernel
 
 
-def attend_in_ring(ring: AttentionRing, queries: Queries, keys: Keys, window: int | None) -> Array:
+def attend_in_ring(
+    ring: AttentionRing, queries: Queries, keys: Keys, sinks_H: Array | None, window: int | None
+) -> Array:
     """Returns attention of this device's queries to all keys that they see. Operands are this device's, in the ring's
     order."""
     chunk = queries.q_BHTD.shape[2] // ring.order.chunks_per_shard
     is_line = num_steps(ring.order, chunk, window) < full_steps(ring.order)
     forward, backward = (_conveyor_forward, _conveyor_backward) if is_line else (_zigzag_forward, _zigzag_backward)
 
-    return attend_with(partial(forward, ring, window), partial(backward, ring, window), queries, keys)
+    return attend_with(partial(forward, ring, window), partial(backward, ring, window), queries, keys, sinks_H)
 
 
 def full_steps(order: TokenOrder) -> int:

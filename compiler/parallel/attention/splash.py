@@ -39,15 +39,15 @@ from .splash_kernels import (
 
 
 def attend_splash(
-    q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, segment_ids_BT: Array | None, *, scale: float, window: int | None,
-    soft_cap: float | None, budget: Budget, interpret: bool,
+    q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, segment_ids_BT: Array | None, sinks_H: Array | None = None,
+    *, scale: float, window: int | None, soft_cap: float | None, budget: Budget, interpret: bool,
 ) -> Array:  # fmt: skip
     """Returns attention by the kernel. budget: what one backward kernel may cost. interpret: run it operation by
     operation, anywhere."""
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q_BTHD * jnp.asarray(scale, q_BTHD.dtype), k_BSKD, v_BSKD))
     whole = _Whole(window, SplashOptions(soft_cap, budget, interpret=interpret))
     queries, keys = Queries(q, segment_ids_BT), Keys(k, v, segment_ids_BT)
-    return jnp.swapaxes(attend_with(whole.forward, whole.gradients, queries, keys), 1, 2)
+    return jnp.swapaxes(attend_with(whole.forward, whole.gradients, queries, keys, sinks_H), 1, 2)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,10 @@ def documents(length):
     return ids
 
 
-def numpy_attend(q, k, v, ids, *, scale, window, soft_cap):
+SINKS = np.array([-1.5, 0.3, 2.0, 0.7], np.float32)  # of each head
+
+
+def numpy_attend(q, k, v, ids, sinks, *, scale, window, soft_cap):
     out = np.zeros(q.shape)
     for b, t, h in np.ndindex(q.shape[:3]):
         kv = h // (q.shape[2] // k.shape[2])
@@ -54,7 +57,8 @@ def numpy_attend(q, k, v, ids, *, scale, window, soft_cap):
         scores = np.array([scale * float(q[b, t, h].astype(np.float64) @ k[b, s, kv]) for s in seen])
         scores = scores if soft_cap is None else soft_cap * np.tanh(scores / soft_cap)
         weights = np.exp(scores - scores.max())
-        out[b, t, h] = weights / weights.sum() @ v[b, seen, kv]
+        sink = 0.0 if sinks is None else np.exp(float(sinks[h]) - scores.max())
+        out[b, t, h] = weights / (weights.sum() + sink) @ v[b, seen, kv]
     return out
 
 
@@ -65,8 +69,9 @@ def test_attention_is_that_of_a_float64_loop(case):
     ids = documents(16) if has_documents else None
     options = {"scale": 0.4, "window": window, "soft_cap": soft_cap}
     ids_BT = None if ids is None else jnp.asarray(ids)
-    ours = attend(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), ids_BT, **options)
-    np.testing.assert_allclose(ours, numpy_attend(q, k, v, ids, **options), atol=2e-6)
+    for sinks in (None, SINKS):
+        ours = attend(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), ids_BT, sinks, **options)
+        np.testing.assert_allclose(ours, numpy_attend(q, k, v, ids, sinks, **options), atol=2e-6)
 
 
 @pytest.mark.parametrize("budget", [NO_BUDGET, Budget(2**30, 0.0)], ids=["two backward kernels", "one"])
@@ -76,17 +81,18 @@ def test_splash_computes_what_plain_attention_does_with_its_gradients(case, budg
     q, k, v = map(jnp.asarray, inputs(256, 128))
     ids = jnp.asarray(documents(256)) if has_documents else None
     options = {"scale": 0.1, "window": window and 40 * window, "soft_cap": soft_cap}
+    sinks = None if case == "causal" else jnp.asarray(SINKS)
 
-    def weighted(attend, q, k, v):
-        out = attend(q, k, v, ids, **options)
+    def weighted(attend, q, k, v, sinks):
+        out = attend(q, k, v, ids, sinks, **options)
         return jnp.sum(out * jnp.cos(jnp.arange(out.size, dtype=jnp.float32).reshape(out.shape))), out
 
     ((_, ours), gradients), ((_, plain), expected) = (
-        jax.jit(jax.value_and_grad(partial(weighted, each), (0, 1, 2), has_aux=True))(q, k, v)
+        jax.jit(jax.value_and_grad(partial(weighted, each), (0, 1, 2, 3), has_aux=True))(q, k, v, sinks)
         for each in (partial(attend_splash, budget=budget, interpret=True), attend)
     )
     np.testing.assert_allclose(ours, plain, atol=2e-5)
-    for g, e in zip(gradients, expected, strict=True):
+    for g, e in zip(*map(jax.tree.leaves, (gradients, expected)), strict=True):
         np.testing.assert_allclose(g, e, atol=1e-4)
 
 

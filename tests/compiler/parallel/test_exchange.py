@@ -3,6 +3,7 @@
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,8 +61,8 @@ def documents(length):
     return ids
 
 
-def reference(q, k, v, d_out, ids, *, window, soft_cap):
-    """[output, gradients of q, k, v], from the formulas, in float64."""
+def reference(q, k, v, d_out, ids, sinks, *, window, soft_cap):
+    """[output, gradients of q, k, v, sinks], from the formulas, in float64."""
     q, k, v, d_out = (x.astype(np.float64) for x in (q, k, v, d_out))
     num_groups, length = q.shape[2] // k.shape[2], q.shape[1]
     k_each, v_each = (np.repeat(x, num_groups, axis=2) for x in (k, v))
@@ -75,29 +76,35 @@ def reference(q, k, v, d_out, ids, *, window, soft_cap):
     if ids is not None:
         is_seen = is_seen & (ids[:, :, None] == ids[:, None, :])
     weights = np.where(is_seen[:, None], np.exp(scores), 0)
-    weights /= weights.sum(axis=-1, keepdims=True)
+    sink = 0.0 if sinks is None else np.exp(sinks.astype(np.float64))[:, None, None]
+    total = weights.sum(axis=-1, keepdims=True) + sink
+    weights /= total
     d_weights = np.einsum("bthd,bshd->bhts", d_out, v_each)
-    d_scores = SCALE * slope * weights * (d_weights - (weights * d_weights).sum(axis=-1, keepdims=True))
+    dot = (weights * d_weights).sum(axis=-1, keepdims=True)
+    d_scores = SCALE * slope * weights * (d_weights - dot)
     of_kv_head = lambda x: x.reshape(*x.shape[:2], -1, num_groups, x.shape[3]).sum(axis=3)  # noqa: E731
     return [
         np.einsum("bhts,bshd->bthd", weights, v_each),
         np.einsum("bhts,bshd->bthd", d_scores, k_each),
         of_kv_head(np.einsum("bhts,bthd->bshd", d_scores, q)),
         of_kv_head(np.einsum("bhts,bthd->bshd", weights, d_out)),
+        *([] if sinks is None else [-(sink / total * dot).sum(axis=(0, 2, 3))]),
     ]
 
 
 def split(name, order, num_shards, block_kernel, window, soft_cap):
-    """(q, k, v, ids) in the shards' order -> output, in the same."""
+    """(q, k, v, ids, sinks) in the shards' order -> output, in the same."""
     mesh = jax.make_mesh((num_shards,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_shards])
     exchange = Exchange(name, ("context",), TokenOrder(order, num_shards))
     whole = partial(attend_by_blocks, block_kernel)
     run = partial(attend_over_length, exchange, block_kernel, whole, scale=SCALE, window=window, soft_cap=soft_cap)
     by_length = P(None, "context")
-    return jax.shard_map(run, mesh=mesh, in_specs=by_length, out_specs=by_length, check_vma=False)
+    operands = (by_length, by_length, by_length, by_length, P())
+    on_shards = jax.shard_map(run, mesh=mesh, in_specs=operands, out_specs=by_length, check_vma=False)
+    return lambda q, k, v, ids, sinks=None: on_shards(q, k, v, ids, sinks)
 
 
-def outputs(case, block_kernel, arrays, ids):
+def outputs(case, block_kernel, arrays, ids, sinks):
     """[output, gradients], in the order of the sequence."""
     name, order, num_shards, window, soft_cap = case[:5]
     run = split(name, order, num_shards, block_kernel, window, soft_cap)
@@ -108,21 +115,22 @@ def outputs(case, block_kernel, arrays, ids):
     ids = None if ids is None else jnp.asarray(ids[:, places])
 
     @jax.jit
-    def both(q, k, v, d_out):
-        out, pull_back = jax.vjp(lambda q, k, v: run(q, k, v, ids), q, k, v)
-        dq, dk, dv = pull_back(d_out)
-        return out, dq, dk, dv
+    def both(q, k, v, sinks, d_out):
+        out, pull_back = jax.vjp(lambda q, k, v, sinks: run(q, k, v, ids, sinks), q, k, v, sinks)
+        return out, *pull_back(d_out)
 
-    return [np.asarray(x)[:, np.argsort(places)] for x in both(q, k, v, d_out)]
+    *by_token, d_sinks = both(q, k, v, sinks, d_out)
+    return [*(np.asarray(x)[:, np.argsort(places)] for x in by_token), *([] if sinks is None else [d_sinks])]
 
 
-def assert_is_reference(case, block_kernel, arrays, ids):
+def assert_is_reference(case, block_kernel, arrays, ids, *, has_sinks):
     window, soft_cap = case[3:5]
     q, k, v, d_out = arrays
-    expected = reference(q, k, v, d_out, ids, window=window, soft_cap=soft_cap)
-    for what, ours, exact in zip(
-        ("output", "dq", "dk", "dv"), outputs(case, block_kernel, arrays, ids), expected, strict=True
-    ):
+    sinks = np.linspace(-1, 2, q.shape[2], dtype=np.float32) if has_sinks else None
+    expected = reference(q, k, v, d_out, ids, sinks, window=window, soft_cap=soft_cap)
+    found = outputs(case, block_kernel, arrays, ids, sinks)
+    assert len(found) == len(expected)
+    for what, ours, exact in zip(("output", "dq", "dk", "dv", "d_sinks"), found, expected, strict=False):
         np.testing.assert_allclose(ours, exact, atol=4e-6 * max(1, np.abs(exact).max()), err_msg=what)
 
 
@@ -130,7 +138,8 @@ def assert_is_reference(case, block_kernel, arrays, ids):
 def test_each_exchange_computes_attention_and_its_gradients(name):
     """Tiles of 4 tokens: a chunk of 32 tokens over 2 devices has two."""
     case = CASES[name]
-    assert_is_reference(case, partial(TiledBlocks, tile=4), inputs(32), documents(32) if case[-1] else None)
+    ids, has_sinks = documents(32) if case[-1] else None, case[4] is not None
+    assert_is_reference(case, partial(TiledBlocks, tile=4), inputs(32), ids, has_sinks=has_sinks)
 
 
 @pytest.mark.ci  # the kernels' operations one by one
@@ -149,7 +158,8 @@ def test_each_exchange_computes_attention_and_its_gradients(name):
 def test_so_it_does_with_splash_for_each_block(case, budget):
     length = 1024 if case[3] else 512
     ids = documents(length) if case[-1] else None
-    assert_is_reference(case, partial(SplashBlocks, budget=budget, interpret=True), inputs(length, 128, 2, 1), ids)
+    kernel, has_sinks = partial(SplashBlocks, budget=budget, interpret=True), case[4] is not None
+    assert_is_reference(case, kernel, inputs(length, 128, 2, 1), ids, has_sinks=has_sinks)
 
 
 class LikeCudnn:
@@ -165,7 +175,7 @@ class LikeCudnn:
         q, k, v = operands[:3]
         weights, _ = _weights(operands, mode, lse)
         dot = jnp.sum(out * gradient, axis=-1, keepdims=True)
-        d_scores = weights * (jnp.einsum("bhtd,bhsd->bhts", gradient, _of_heads(v, q)) - dot)
+        d_scores = mode.scale * weights * (jnp.einsum("bhtd,bhsd->bhts", gradient, _of_heads(v, q)) - dot)
         sums = [
             jnp.einsum("bhts,bhtd->bhsd", one, other).reshape(*k.shape[:2], -1, *k.shape[2:]).sum(2)
             for one, other in ((d_scores, q), (weights, gradient))
@@ -206,7 +216,31 @@ def test_so_it_does_with_a_kernel_that_works_as_cudnn_does(case, monkeypatch):
     """A stand-in: this proves what is done with the kernels, and not the kernels."""
     monkeypatch.setattr(cudnn, "bind_forward", LikeCudnn.forward)
     monkeypatch.setattr(cudnn, "bind_backward", LikeCudnn.backward)
-    assert_is_reference(case, lambda _: CudnnBlocks(), inputs(32), None)
+    assert_is_reference(case, lambda _: CudnnBlocks(), inputs(32), None, has_sinks=True)
+
+
+def test_so_it_does_of_whole_sequences_beside_sinks(monkeypatch):
+    """The same stand-in, which has heads before the length."""
+
+    def turned(x):
+        return jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2) if x.ndim == 4 else x, x)
+
+    def forward(operands, mode):
+        return turned(LikeCudnn.forward(turned(operands), replace(mode, layout=cudnn.BHTD)))
+
+    def backward(operands, lse, *arrays):
+        *arrays, mode = arrays
+        return turned(LikeCudnn.backward(turned(operands), lse, *map(turned, arrays), replace(mode, layout=cudnn.BHTD)))
+
+    monkeypatch.setattr(cudnn, "bind_forward", forward)
+    monkeypatch.setattr(cudnn, "bind_backward", backward)
+    q, k, v, d_out = inputs(32)
+    sinks = np.linspace(-1, 2, q.shape[2], dtype=np.float32)
+    attend = partial(cudnn.attend_cudnn, scale=SCALE, window=None, soft_cap=None)
+    out, pull_back = jax.vjp(lambda q, k, v, sinks: attend(q, k, v, None, sinks), *map(jnp.asarray, (q, k, v, sinks)))
+    expected = reference(q, k, v, d_out, None, sinks, window=None, soft_cap=None)
+    for ours, exact in zip((out, *pull_back(jnp.asarray(d_out))), expected, strict=True):
+        np.testing.assert_allclose(ours, exact, atol=4e-6 * max(1, np.abs(exact).max()))
 
 
 def _compiled(name, order, num_shards, length, window=None) -> Any:
