@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict
 
@@ -10,41 +11,47 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.core.visible import write_out
 from meshloom.compiler.declare.compose import Request, read_spec
-from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.declare.problems import MISTAKES, as_config_error
 
+from ..core.failures import is_of_one_process
 from ..inference.generate import Completion, Piece
 from ..inference.generation_job import GenerationJob, prepare_generation
 from ..processes import distributed
-from ..processes.devices import start_devices
-from ..processes.distributed import Processes, join
+from .app import show_mistake
 
+Events = Iterator[Piece | Completion]
 ENDED_BY = {"positions": "the model has no position for another token"}
 
 
 def generate_command(request: Request, flags: argparse.Namespace) -> int:
-    """Writes completions to standard output, and all else to standard error. Returns the exit code. Raises ConfigError
-    for a mistake, before a weight is read."""
-    job = read_spec(request, then=_prepare)
-    processes = distributed.current()
-    console = Console(is_error=True, is_quiet=not processes.is_first)
-    generator = job.open(processes, console)
-    events = generator.run(job.prompts, job.plan.spec.generate)
-    if processes.is_first:
-        (_write_json if flags.json else _write_text)(events, job, console)
-    else:
-        for _ in events:
-            pass
+    """Writes completions to standard output, and all else to standard error. Returns the exit code, the same in every
+    process: a mistake that one process finds ends all."""
+    try:
+        _generate_together(request, flags)
+    except MISTAKES as error:
+        mistake = as_config_error(error)
+        if is_of_one_process(error):
+            distributed.crash(mistake)
+        return show_mistake(mistake) if distributed.current().is_first else mistake.exit_code
+    except BaseException as error:
+        distributed.crash(error)
+        raise
     distributed.leave()
     return 0
 
 
-def _prepare(spec: RunSpec) -> GenerationJob:
-    processes: Processes = join(spec)
-    start_devices(spec.target, processes)
-    return prepare_generation(spec)
+def _generate_together(request: Request, flags: argparse.Namespace) -> None:
+    job = distributed.together("declaration", lambda: read_spec(request, then=prepare_generation))
+    is_first = job.session.processes.is_first
+    console = Console(is_error=True, is_quiet=not is_first)
+    events = job.run(console)
+    if is_first:
+        (_write_json if flags.json else _write_text)(events, job, console)
+    else:
+        deque(events, maxlen=0)
 
 
-def _write_json(events: Iterator[Piece | Completion], job: GenerationJob, console: Console) -> None:
+def _write_json(events: Events, job: GenerationJob, console: Console) -> None:
     """Writes a JSON line for each completion."""
     del job, console
     for event in events:
@@ -52,7 +59,7 @@ def _write_json(events: Iterator[Piece | Completion], job: GenerationJob, consol
             write_out(json.dumps(asdict(event), ensure_ascii=False))
 
 
-def _write_text(events: Iterator[Piece | Completion], job: GenerationJob, console: Console) -> None:
+def _write_text(events: Events, job: GenerationJob, console: Console) -> None:
     """Writes the text of a single prompt while it comes; of several, each when it is complete. On a terminal, a prompt
     stands before its text, which continues it."""
     is_single = len(job.prompts) == 1

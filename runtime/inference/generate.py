@@ -1,20 +1,21 @@
 """Generates text with the weights of a run or a published model, in batches, by two compiled programs for each size.
 
-    generator = Generator(plan, mesh, params, tokenizer)
+    generator = Generator(session, params, tokenizer, ends, console)
     for event in generator.run(prompts, settings): ...        Piece, Piece, Completion, ...
 
 The text of a batch comes while it is made: the program of the next token runs while the last one is decoded here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
+from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.declare.generate_spec import GenerateSpec
@@ -22,10 +23,10 @@ from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.step.decode import BatchShape
 from meshloom.compiler.step.sampling import Sampling
-from meshloom.compiler.xla.programs import Programs, build, lower_generation
+from meshloom.compiler.xla.programs import Programs, lower_generation
 
-from ..compile.compile_cache import cached_compilation
 from ..data.tokenizers import Tokenizer
+from .open_weights import Session, compile_programs
 from .text_stream import Stops, TextStream
 
 LEAST_PROMPT = 16  # the shortest padded prompt; longer ones are padded to the next power of two
@@ -99,9 +100,9 @@ class _Row:
 class Generator:
     """A model on its devices. Programs are compiled when a batch of their size first comes, and kept."""
 
-    def __init__(self, plan: Plan[RunSpec], mesh: Mesh, params: Any, tokenizer: Tokenizer, ends: Sequence[int]):
-        self.plan, self.mesh, self.tokenizer = plan, mesh, tokenizer
-        self._ends = frozenset(ends)
+    def __init__(self, session: Session, params: Any, tokenizer: Tokenizer, ends: Collection[int], console: Console):
+        self.session, self.plan, self.mesh, self.tokenizer = session, session.plan, session.mesh, tokenizer
+        self._ends, self._console = frozenset(ends), console
         self._stored, self._params = params, None
         self._programs: dict[BatchShape, Programs] = {}
 
@@ -157,9 +158,12 @@ class Generator:
         values = (tokens, padding, self._sampling(settings), numbers)
         tokens, padding, sampling, numbers = jax.device_put(values, programs["prefill"].input_shardings[0][1:])
         newest, cache = programs["prefill"](params, tokens, padding, sampling, numbers)
-        for count in range(1, max(row.most for row in rows) + 1):
+        most = max(row.most for row in rows)
+        for count in range(1, most + 1):
             made = newest
-            if count < max(row.most for row in rows):
+            if self.session.processes.count > 1:
+                made.block_until_ready()  # with several in flight on CPU, processes were seen to hang
+            if count < most:
                 slot, number = self._scalars(shape.prompt_length + count - 1, count)
                 newest, cache = programs["decode"](params, cache, made, slot, padding, sampling, numbers, number)
             yield np.asarray(made.addressable_data(0))
@@ -181,9 +185,9 @@ class Generator:
     def _compiled(self, shape: BatchShape) -> tuple[Programs, Any]:
         """Returns the programs of a size, and the parameters as they take them."""
         if shape not in self._programs:
-            with cached_compilation(self.plan.spec.compilation_cache):
-                names = ("prefill", "decode") if self._stored is None else ("working", "prefill", "decode")
-                self._programs[shape] = build(lower_generation(self.plan, self.mesh, shape, names))
+            names = ("prefill", "decode") if self._stored is None else ("working", "prefill", "decode")
+            lower = partial(lower_generation, self.plan, self.mesh, shape, names)
+            self._programs[shape] = compile_programs(self.session, lower, "compiling generation", self._console)
         if self._stored is not None:
             types = {x.dtype for x in jax.tree.leaves(self._stored)}
             is_used_so = types == {jnp.dtype(self.plan.spec.precision.compute)}

@@ -1,12 +1,13 @@
 """Checks what is to be generated before any weight is read: plan, tokenizer, prompts, the place of the weights."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if_any
+from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.declare.data_spec import HuggingFaceTokenizer, OneSource, SentencePieceTokenizer
 from meshloom.compiler.declare.generate_spec import SECTION
 from meshloom.compiler.declare.run_spec import RunSpec
@@ -14,41 +15,42 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.step.decode import check_generates
 
-from ..compile.run_programs import mesh_of
 from ..data.shards import read_index
 from ..data.tokenizers import Bytes, HuggingFace, SentencePiece, Tokenizer, open_tokenizer
-from ..processes.distributed import Processes
-from .generate import Generator, Prompt, problems_of_prompt
-from .open_weights import Session, open_weights, place_of_weights
+from .generate import Completion, Generator, Piece, Prompt, problems_of_prompt
+from .open_weights import Session, open_weights, place_of_weights, start_session
 
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """What is to be generated, after all checks."""
+    """What is to be generated, after all checks of its declaration."""
 
-    plan: Plan[RunSpec]
+    session: Session
     tokenizer: Tokenizer
     prompts: tuple[Prompt, ...]
 
-    def open(self, processes: Processes, console: Console) -> Generator:
-        """Returns the generator, with the weights on the devices. Raises ConfigError for weights of another model."""
-        mesh = mesh_of(self.plan)
-        params = open_weights(Session(self.plan, mesh, processes), console).params
-        return Generator(self.plan, mesh, params, self.tokenizer, [self.tokenizer.identity.end_of_document])
+    def run(self, console: Console) -> Iterator[Piece | Completion]:
+        """Opens the weights, and yields the text of each prompt while it is made. Raises ConfigError for weights of
+        another model, RunFailed if the programs need more memory than there is."""
+        params = open_weights(self.session, console).params
+        ends = [self.tokenizer.identity.end_of_document]
+        generator = Generator(self.session, params, self.tokenizer, ends, console)
+        return generator.run(self.prompts, self.session.plan.spec.generate)
 
 
-def prepare_generation(spec: RunSpec, texts: Sequence[str] | None = None) -> GenerationJob:
+def prepare_generation(
+    spec: RunSpec, texts: Sequence[str] | None = None, warn: Callable[[str], None] = write_error
+) -> GenerationJob:
     """Returns the job of a declaration. Raises ConfigError with all problems.
 
-    texts: the prompts; None: those that the declaration names.
+    texts: the prompts; None: those that the declaration names. warn: takes a warning about attached devices.
     """
     plan, tokenizer, given, *_ = all_of(
-        lambda: plan_run(spec),
+        lambda: _generating_plan(spec),
         lambda: tokenizer_of(spec),
         lambda: declared_prompts(spec) if texts is None else list(texts),
         lambda: place_of_weights(spec),
     )
-    check_generates(plan)
     _check_vocabulary(plan, tokenizer)
     prompts = tuple(make_prompt(text, tokenizer) for text in given)
     wheres = _wheres(spec, len(prompts)) if len(prompts) > 1 else [f"{SECTION}.prompt"]
@@ -57,7 +59,13 @@ def prepare_generation(spec: RunSpec, texts: Sequence[str] | None = None) -> Gen
         for where, prompt in zip(wheres, prompts, strict=True)
         for problem in problems_of_prompt(prompt, plan, where)
     )
-    return GenerationJob(plan, tokenizer, prompts)
+    return GenerationJob(start_session(spec, warn), tokenizer, prompts)
+
+
+def _generating_plan(spec: RunSpec) -> Plan[RunSpec]:
+    plan = plan_run(spec)
+    check_generates(plan)
+    return plan
 
 
 def make_prompt(text: str, tokenizer: Tokenizer) -> Prompt:

@@ -1,5 +1,6 @@
 """Shows a run: a progress bar and a summary on a terminal, plain lines elsewhere; commands to try after the first."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -95,12 +96,17 @@ def show_summary(console: Console, rows: list[tuple[str, str]]) -> None:
         console.table(Table((Column(), Column(overflow="fold")), table))
 
 
-def next_steps(run_dir: Path, overrides: Sequence[str], *, is_terminal: bool) -> Sequence[tuple[str, str]]:
+def next_steps(
+    run_dir: Path, overrides: Sequence[str], *, is_saved: bool, is_terminal: bool
+) -> Sequence[tuple[str, str]]:
     """Returns rows for the summary of a run with commands to try; none without a terminal, in a directory that has
-    other runs, or if the run directory is named, as a sweep does for its points."""
+    other runs, or if the run directory is named, as a sweep does for its points. is_saved: it has a checkpoint."""
     is_named = RUN_DIR in map(overridden_key, overrides)
     if not is_terminal or is_named or run_dir.is_absolute():
         return ()
     first, *others = run_dir.parts
     others_too = (path for path in Path(first).glob("/".join("*" for _ in others) or ".") if path.is_dir())
-    return () if any(path != run_dir for path in others_too) else TRY_NEXT
+    if any(path != run_dir for path in others_too):
+        return ()
+    words = ["meshloom", "generate", str(run_dir), "prompt=def "]
+    return [*([("try: its text", shlex.join(words))] if is_saved else []), *TRY_NEXT]

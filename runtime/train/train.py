@@ -173,7 +173,7 @@ def _train(
         loss = "none: data.held_out_fraction is 0"
     if ended.eval_loss is not None:
         loss = f"{ended.eval_loss:.3f} nats per {job.data.token_unit}"
-    more = next_steps(run_dir, overrides, is_terminal=console.is_terminal)
+    more = next_steps(run_dir, overrides, is_saved=ended.saved is not None, is_terminal=console.is_terminal)
     show_summary(console, [("held-out loss", loss), *time_rows(watch), *where, *more])
     return 0
 

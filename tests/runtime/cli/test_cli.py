@@ -254,11 +254,13 @@ def test_what_to_try_next_is_said_once_and_to_people(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first, second = Path("outputs/2026-01-01/10-00-00"), Path("outputs/2026-01-02/10-00-00")
     first.mkdir(parents=True)
-    assert next_steps(first, ["num_steps=3"], is_terminal=True)
-    assert not next_steps(first, [], is_terminal=False)
-    assert not next_steps(first, ["hydra.run.dir=multirun/0"], is_terminal=True), "a point of a sweep"
+    (name, line), *others = next_steps(first, ["num_steps=3"], is_saved=True, is_terminal=True)
+    assert (name, line) == ("try: its text", f"meshloom generate {first} 'prompt=def '")
+    assert others == [*next_steps(first, ["num_steps=3"], is_saved=False, is_terminal=True)] != []
+    assert not next_steps(first, [], is_saved=True, is_terminal=False)
+    assert not next_steps(first, ["hydra.run.dir=multirun/0"], is_saved=True, is_terminal=True), "a point of a sweep"
     second.mkdir(parents=True)
-    assert not next_steps(second, [], is_terminal=True)
+    assert not next_steps(second, [], is_saved=True, is_terminal=True)
 
 
 def test_installing_completion_prints_a_script():

@@ -1,0 +1,107 @@
+"""`meshloom generate`: a run's weights continue prompts as a forward pass without a cache does, on any mesh."""
+
+import json
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+import meshloom
+from conftest import SMALL, spec_of
+from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.core.visible import visible
+from meshloom.compiler.driver import plan_run
+from meshloom.runtime.checkpoint.parameters import find_saved, load_parameters
+from meshloom.runtime.inference.generation_job import prepare_generation
+from support.commands import run_in_process
+from support.reference import forward
+
+RUN = (*SMALL, "data=python_stdlib", "num_steps=3", "checkpoint.every_num_steps=3", "sharding=fsdp_tensor",
+       "logging.trackers=[]", "model.attention_windows=[4]", "evaluation.num_batches=1")  # fmt: skip
+GREEDY = ("temperature=0", "max_new_tokens=6")
+LEARNED = ("model.positions=learned", "model.rope_theta=null", "model.num_positions=16")
+PROMPTS = ("import os\n", "", "class Gr\u00f6\u00dfe:")
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    done = run_in_process("train", *RUN, "hydra.run.dir=run", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def expected(run_dir):
+    """The tokens of each prompt by whole forward passes in float32, on one device."""
+    plan = plan_run(meshloom.compose(*RUN, "target=cpu-1", "mesh.tensor=1"))
+    one = SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), plan.abstract["params"])
+    params = load_parameters(find_saved(str(run_dir), "checkpoint.weights_from"), abstract)
+    whole, found = jax.jit(partial(forward, plan.model)), []
+    for prompt in PROMPTS:
+        tokens = list(prompt.encode()) or [256]
+        first = len(tokens)
+        for _ in range(6):
+            padded = np.array([*tokens, *[0] * (32 - len(tokens))])[None]  # what follows is not seen
+            tokens.append(int(np.argmax(whole(params, padded)[0, len(tokens) - 1, :257])))
+        found.append(tokens[first:])
+    return found
+
+
+def lines_of(done):
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("mesh", [(), ("sharding=fsdp",), ("target=cpu-1", "mesh.tensor=1", "batch_size=2")], ids=str)
+def test_prompts_of_a_file_are_continued_as_without_a_cache(run_dir, expected, mesh, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    lines = lines_of(run_in_process("generate", str(run_dir), f"prompts={file}", *GREEDY, *mesh, "--json"))
+    assert [line["prompt"] for line in lines] == list(PROMPTS)
+    assert [line["number"] for line in lines] == [0, 1, 2]
+    for line, tokens in zip(lines, expected, strict=True):
+        assert [*line["tokens"], *[256] * (line["ended_by"] == "end")] == tokens[: len(line["tokens"]) + 1]
+        assert line["text"] == bytes(line["tokens"]).decode(errors="replace")
+
+
+@pytest.mark.ci
+def test_text_alone_goes_to_standard_output_and_python_returns_the_same(run_dir):
+    done = run_in_process("generate", str(run_dir), "prompt=a, 'b' =", "max_new_tokens=9", "seed=5", "top_k=40")
+    assert done.returncode == 0
+    assert done.stderr == f"weights: step 3 of {run_dir}/checkpoints\n"
+    found = meshloom.generate(run_dir, ["x", "a, 'b' ="], "max_new_tokens=9", "seed=5", "top_k=40")
+    alone = meshloom.generate(run_dir, "a, 'b' =", "max_new_tokens=9", "seed=5", "top_k=40")
+    assert [each.number for each in found] == [0, 1]
+    assert found[1].tokens != alone.tokens  # another number draws otherwise
+    assert done.stdout == visible(alone.text) + "\n"
+    assert alone.ended_by == "length"
+
+
+def problem_of(*overrides):
+    with pytest.raises(ConfigError) as raised:
+        prepare_generation(spec_of(*overrides, "checkpoint.weights_from=there"))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("overrides", "said"), [
+    ((), "generate.prompt: there is no prompt"),
+    (("generate.prompt=a", "generate.prompts=b"), "generate.prompts: there is a generate.prompt, too"),
+    (("generate.prompts=/nowhere/b",), "generate.prompts: cannot read /nowhere/b: No such file or directory"),
+    (("data=synthetic", "generate.prompt=a", "data.tokenizer=null"), "data.tokenizer: there is none"),
+    (("generate.prompt=a", "model.vocab_size=200"), "data.tokenizer: it has 257 tokens, and the model has 200"),
+    (("generate.prompt='0123456789abcdef'", *LEARNED),
+     "generate.prompt: has 16 tokens, and the model has 16 positions for a prompt and its text"),
+])  # fmt: skip
+def test_a_mistake_is_one_clear_error_before_a_weight_is_read(overrides, said):
+    assert said in problem_of(*overrides)
+
+
+def test_a_line_of_prompts_that_is_none_is_named(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    assert f"line 2 of {file} is not a JSON object with a text as `prompt`" in problem_of(f"generate.prompts={file}")
