@@ -357,7 +357,13 @@ def without_adapters(params: Params) -> Params:
 
 def only_adapters(params: Params) -> Params:
     """Returns the adapters' part of a tree of the model's parameters."""
-    return {piece: {ADAPTER: own[ADAPTER]} for piece, own in params.items() if ADAPTER in own}
+    return {piece: {ADAPTER: own[ADAPTER]} for piece, own in params.items() if isinstance(own, dict) and ADAPTER in own}
+
+
+def saved_part(state: Params) -> Params:
+    """Returns what a checkpoint holds of a train state: of the parameters the adapters alone, if there are any."""
+    adapters = only_adapters(state.get("params", {}))
+    return state | {"params": adapters} if adapters else state
 
 
 def _by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:

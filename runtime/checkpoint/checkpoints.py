@@ -18,11 +18,13 @@ from orbax.checkpoint import v1 as ocp
 
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.declare.run_spec import CheckpointSpec, RunSpec
+from meshloom.models.adapter import saved_part
 
 from ..core.failures import STORAGE, RunFailed, is_of_one_process, storage_reason
 from ..core.files import Folder, free_name, is_remote, remove_for_good, what_store_said
 from ..core.manifest import write_manifest
 from ..data.batches import converted_state
+from .adapters import Base
 from .differences import schedule_record
 from .start import COMMITTED, Start, checkpoint_folder, context_for, finished
 
@@ -51,7 +53,8 @@ class Restored:
     differ from the checkpoint's; if there are any, the data start at their beginning. batch_before: the size of a
     global batch in the checkpoint, if it differs. num_skipped: the sequences that are left out, up to a whole batch of
     the new size. schedule: the record that differences.py compares with this run's. num_tokens: the tokens of all steps
-    so far; None if the checkpoint does not say.
+    so far; None if the checkpoint does not say. base: of the adapters, which are all that `state` has of the
+    parameters; None for a whole model.
     """
 
     state: Any
@@ -61,6 +64,7 @@ class Restored:
     num_skipped: int
     schedule: dict[str, Any]
     num_tokens: int | None
+    base: Base | None
 
 
 class Checkpoints:
@@ -68,6 +72,7 @@ class Checkpoints:
 
     def __init__(self, run_dir: Path, spec: RunSpec):
         self.directory = checkpoint_folder(run_dir, spec)
+        self.base: Base | None = None  # of the adapters that are saved; None: whole models are
         self._last_saved: int | None = None
         self._spec = spec
         self._response: Any = None  # Orbax's handle of a save in progress
@@ -112,7 +117,8 @@ class Checkpoints:
             "schedule": schedule_record(self._spec, num_updates),
             "num_tokens": num_tokens,
         }
-        content = {"state": state, "data": data}
+        data |= {"base": dict(self.base)} if self.base is not None else {}
+        content = {"state": saved_part(state), "data": data}
         with self._told():
             self._finish_save()
             self._last_saved = step
@@ -180,7 +186,7 @@ def restore(start: Start, state: Any, batches: Placed) -> Restored:
     """Returns a checkpoint, laid out like the abstract `state`, on any mesh, and moves `batches` to its place in the
     data."""
     with context_for(start.path):
-        content = ocp.load_checkpointables(str(start.path), {"state": state, "data": None})
+        content = ocp.load_checkpointables(str(start.path), {"state": saved_part(state), "data": None})
     here, there = batches.identity, content["data"]["identity"]
     other_data = tuple(key for key in {**here, **there} if key not in here or here[key] != there.get(key))
     batch_before, num_skipped, position = None, 0, content["data"]["position"]
@@ -190,7 +196,8 @@ def restore(start: Start, state: Any, batches: Placed) -> Restored:
     if not other_data:
         batches.set_state(position)
     schedule, num_tokens = content["data"]["schedule"], content["data"].get("num_tokens")
-    return Restored(content["state"], start.step, other_data, batch_before, num_skipped, schedule, num_tokens)
+    base = content["data"].get("base")
+    return Restored(content["state"], start.step, other_data, batch_before, num_skipped, schedule, num_tokens, base)
 
 
 def set_aside(damaged: dict[Folder, str]) -> None:

@@ -18,6 +18,7 @@ from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.sharding.state import bytes_per_device
 from meshloom.compiler.target.mesh import describe_mesh
+from meshloom.models.adapter import saved_part
 
 from ..core.files import Folder
 from .differences import described, first_lines, parameters_first
@@ -88,7 +89,7 @@ def plan_restore(start: Start, plan: Plan) -> RestorePlan:
             _saved_shards(saved[path]),
             _shards(specs[path], here.shape, plan.mesh.sizes),
         )
-        for path, here in leaves_by_path(plan.abstract).items()
+        for path, here in leaves_by_path(saved_part(plan.abstract)).items()
         if here.shape
     )
     meshes = [mesh for mesh in map(_saved_mesh, saved.values()) if mesh is not None]
@@ -97,7 +98,7 @@ def plan_restore(start: Start, plan: Plan) -> RestorePlan:
         arrays=arrays,
         saved_mesh=meshes[0] if meshes else None,
         mesh=str(plan.mesh),
-        bytes_per_device=bytes_per_device(plan.abstract, plan.specs, plan.mesh),
+        bytes_per_device=bytes_per_device(saved_part(plan.abstract), plan.specs, plan.mesh),
     )
 
 

@@ -14,6 +14,7 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import human_bytes
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
+from meshloom.models.adapter import saved_part
 
 from ..core.files import Folder, absolute, check_writable, folder_at, is_remote
 from ..processes.distributed import Processes, together
@@ -86,7 +87,7 @@ def check_space(folder: Folder, spec: RunSpec, state: Any) -> str | None:
     hold a single one. folder: the folder of the checkpoints; a bucket has no limit."""
     if not spec.checkpoint.is_saving or is_remote(folder):
         return None
-    state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(saved_part(state)))
     free_bytes = shutil.disk_usage(_existing(Path(folder))).free
     has = f"{human_bytes(free_bytes)} are free on the disk of {folder}, and a checkpoint has {human_bytes(state_bytes)}"
     if free_bytes < LEAST_COMPRESSED * state_bytes:

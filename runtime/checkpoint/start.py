@@ -10,6 +10,7 @@ from orbax.checkpoint import v1 as ocp
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if_any
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.models.adapter import saved_part
 
 from ..core.failures import STORAGE, RunFailed
 from ..core.files import Folder, absolute, check_bucket, folder_at, is_remote
@@ -219,7 +220,7 @@ def saved_tree(path: Folder) -> Any:
 
 def _check_same_tree(path: Folder, state: Any) -> None:
     """Raises ConfigError with the arrays that differ; Orbax's own message would not name them."""
-    if differences := tree_differences(saved_tree(path), state):
+    if differences := tree_differences(saved_tree(path), saved_part(state)):
         what = f"{path} holds another model or optimizer:{shown(differences)}"
         fix = "choose the model and optimizer that were saved, or another hydra.run.dir"
         raise ConfigError([Problem("model", what, fix)])

@@ -36,7 +36,7 @@ from ..processes.devices import start_devices
 from ..processes.distributed import COMPILED, Processes, join, together
 from ..processes.process_log import say
 from ..weights.find import describe_weights, find_weights
-from ..weights.load import load_params
+from ..weights.load import load_adapted, load_params
 from .run_request import WEIGHTS_FROM
 
 
@@ -104,6 +104,8 @@ def open_weights(session: Session, console: Console) -> Weights:
     if start.damaged:
         say(console, f"warning: damaged, so an older one is used: {describe_damage(start.damaged)}")
     say(console, f"weights: step {start.step} of {place}")
+    if session.plan.model.adapters:
+        return Weights(load_adapted(session.plan, session.mesh, start, console), place, start.step)
     params = load_parameters(start, abstract_parameters(session.plan, session.mesh))
     return Weights(params, place, start.step)
 

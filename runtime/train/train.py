@@ -29,6 +29,7 @@ from meshloom.compiler.target.compiler_options import check_compiler_options
 from meshloom.compiler.xla.fingerprint import fingerprint_of
 from meshloom.compiler.xla.programs import Programs, lower
 
+from ..checkpoint.adapters import base_of, check_base, read_base, with_base
 from ..checkpoint.checkpoints import Checkpoints, Restored, restore
 from ..checkpoint.differences import describe_change
 from ..checkpoint.restore_plan import plan_restore
@@ -207,6 +208,8 @@ def _run(
         batches = iter(job.data["train"].of_rows(rows))
         with stop.waiting_for("the state to start from"), watch.spending("restore" if start else "start"):
             state, first_step, num_tokens = _initial_state(start, job, programs, batches, console, processes)
+            if plan.model.adapters:
+                checkpoints.base = base_of(_place_of_base(start, job), state["params"])
         if processes.is_first:
             write_declaration(plan, run_dir)
         with Observers(watch) as observers:
@@ -257,13 +260,9 @@ def _initial_state(
     """Returns the state to start from, of this run, of another, or a fresh one, with its steps and tokens so far."""
     plan = job.plan
     if start is None:
-        state = programs["init"]()
-        if job.weights is None:
-            return state, 0, 0
-        check_content(job.weights, processes)
-        for line in describe_weights(job.weights):
-            say(console, line)
-        return with_weights(state, job.weights, plan, console), 0, 0
+        return _fresh_state(job, programs, console, processes), 0, 0
+    if plan.model.adapters:
+        read_base(start)  # raises for a whole model
     for line in plan_restore(start, plan).lines():
         say(console, line)
     restored = restore(start, programs.state, batches)
@@ -279,7 +278,33 @@ def _initial_state(
     if num_tokens is None:
         num_tokens = restored.step * plan.spec.tokens_per_step
         say(console, f"the checkpoint has no num_tokens: they count on from steps x tokens of a step, {num_tokens:,}")
-    return restored.state, restored.step, num_tokens
+    if restored.base is None:
+        return restored.state, restored.step, num_tokens
+    weights = job.weights
+    if weights is None and restored.base["place"] is not None:
+        weights = find_weights(plan, restored.base["place"])
+    whole = _fresh_state(replace(job, weights=weights), programs, console, processes)
+    params = with_base(restored.state["params"], whole["params"])
+    check_base(start, params, restored.base)
+    return restored.state | {"params": params}, restored.step, num_tokens
+
+
+def _place_of_base(start: Start | None, job: Job) -> str | None:
+    """Returns the place of the base of a run's adapters; None if it was drawn."""
+    if job.weights is None and start is not None:
+        return read_base(start)["place"]
+    return job.weights.place if job.weights else None
+
+
+def _fresh_state(job: Job, programs: Programs, console: Console, processes: Processes) -> Any:
+    """Returns the state before the first step, with the weights that the run starts from."""
+    state = programs["init"]()
+    if job.weights is None:
+        return state
+    check_content(job.weights, processes)
+    for line in describe_weights(job.weights):
+        say(console, line)
+    return with_weights(state, job.weights, job.plan, console)
 
 
 def _other_batches(restored: Restored, spec: RunSpec) -> str:

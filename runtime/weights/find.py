@@ -23,7 +23,7 @@ from ..core.manifest import damage_in
 from ..processes.distributed import Processes, together
 from ..rundir.find_runs import SPEC
 from .folder import CONFIG, PublishedFolder, open_folder
-from .match import FROM, Matched, check_some, match_folder, match_saved
+from .match import FROM, Matched, check_some, is_of_adapter, match_folder, match_saved
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,13 @@ class SavedWeights:
 Weights = PublishedWeights | SavedWeights
 
 
-def find_weights(plan: Plan[RunSpec]) -> Weights | None:
-    """Returns the weights that a new run starts from; None if they are drawn. Reads headers alone.
+def find_weights(plan: Plan[RunSpec], place: str | None = None) -> Weights | None:
+    """Returns the weights that a new run starts from; None if they are drawn. Reads headers alone. place: of others
+    than the declaration's.
 
     Raises ConfigError for damage, and with all tensors that are missing, extra or of another shape.
     """
-    place = plan.spec.checkpoint.weights
+    place = place or plan.spec.checkpoint.weights
     if place is None:
         return None
     weights = _published(place, plan) if is_published(place) else _saved(place, plan)
@@ -111,6 +112,9 @@ def _saved(place: str, plan: Plan[RunSpec]) -> SavedWeights:
     start = newest_good(*check_is_there(place, FROM), is_own=False, compare="sizes")
     tree, params = saved_tree(start.path), leaves_by_path(plan.abstract["params"])
     there, masters = leaves_by_path(tree["params"]), leaves_by_path(tree.get("master", {}))
+    if all(map(is_of_adapter, there)):
+        what = f"{start.path} holds an adapter, and its base is elsewhere"
+        raise ConfigError([Problem(FROM, what, f"continue it: checkpoint.restore_from={place}")])
     taken = match_saved(str(start.path), there, params, plan.spec.checkpoint.weights_skip)
     num_bytes = sum(params[path].size * params[path].dtype.itemsize for path in taken)
     differs = _differences(_declared_model(start), plan.spec.model, f"the run of {start.path}")

@@ -18,12 +18,14 @@ from meshloom.compiler.core.format import human_bytes
 from meshloom.compiler.core.trees import leaves_by_path, like, nested_dict, pick
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
+from meshloom.models.adapter import only_adapters
 
-from ..checkpoint.parameters import READ_AT_ONCE_BYTES
-from ..checkpoint.start import context_for
+from ..checkpoint.adapters import check_base, read_base, with_base
+from ..checkpoint.parameters import READ_AT_ONCE_BYTES, load_parameters
+from ..checkpoint.start import Start, context_for
 from ..data.progress import TextProgress
 from ..processes.process_log import say
-from .find import PublishedWeights, SavedWeights, Weights
+from .find import PublishedWeights, SavedWeights, Weights, describe_weights, find_weights
 from .read import Arrays, read_into
 
 
@@ -40,7 +42,7 @@ def with_weights(state: dict[str, Any], weights: Weights, plan: Plan[RunSpec], c
     return state | {"optimizer": _fresh_optimizer(state, plan)}
 
 
-def load_params(plan: Plan[RunSpec], mesh: Mesh, weights: Weights, console: Console) -> Any:
+def load_params(plan: Plan[RunSpec], mesh: Mesh, weights: Weights | None, console: Console) -> Any:
     """Returns the parameters alone, laid out on a mesh by the plan. What no weights are read for is drawn."""
     specs = plan.specs["params"]
     shardings = jax.tree.map(
@@ -48,16 +50,35 @@ def load_params(plan: Plan[RunSpec], mesh: Mesh, weights: Weights, console: Cons
     )
     with jax.set_mesh(mesh):
         params = jax.jit(lambda: _drawn(plan, weights), out_shardings=shardings)()
+    if weights is None:
+        return params
     arrays = _read({path: (x,) for path, x in leaves_by_path(params).items()}, weights, mesh, console)
     return like(params, {path: x for path, (x,) in arrays.items()})
 
 
-def _drawn(plan: Plan, weights: Weights) -> Any:
+def load_adapted(plan: Plan[RunSpec], mesh: Mesh, start: Start, console: Console) -> Any:
+    """Returns the parameters of a checkpoint that holds an adapter alone, with those of its base, which is loaded from
+    its place, or drawn. Raises ConfigError if it is not the base that the adapter was trained on."""
+    base = read_base(start)
+    weights = None if base["place"] is None else find_weights(plan, base["place"])
+    for line in describe_weights(weights) if weights else ():
+        say(console, f"base {line}")
+    params = load_params(plan, mesh, weights, console)
+    adapters = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), only_adapters(params)
+    )
+    params = with_base(load_parameters(start, adapters), params)
+    check_base(start, params, base)
+    return params
+
+
+def _drawn(plan: Plan, weights: Weights | None) -> Any:
     """Returns parameters as they are drawn where they stay so, and zeros elsewhere."""
-    drawn = plan.model.init(jax.random.key(plan.spec.seed)) if weights.fresh else plan.abstract["params"]
+    fresh = weights.fresh if weights else tuple(leaves_by_path(plan.abstract["params"]))
+    drawn = plan.model.init(jax.random.key(plan.spec.seed)) if fresh else plan.abstract["params"]
     drawn, abstract = leaves_by_path(drawn), leaves_by_path(plan.abstract["params"])
     made = {
-        path: drawn[path].astype(x.dtype) if path in weights.fresh else jnp.zeros(x.shape, x.dtype)
+        path: drawn[path].astype(x.dtype) if path in fresh else jnp.zeros(x.shape, x.dtype)
         for path, x in abstract.items()
     }
     return like(plan.abstract["params"], made)

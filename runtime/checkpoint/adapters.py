@@ -1,0 +1,91 @@
+"""Checkpoints of adapters hold what is trained, and their base by reference: its place, and a digest of its bits.
+
+state   step, the parameters of adapters alone, the optimizer: megabytes where the base has gigabytes
+data    ..., base: {place: hf:models/llama, digest: 5f0c...}
+
+A base is loaded or drawn again at each start, and has to have the digest that the adapter was trained with.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint import v1 as ocp
+
+from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.places import PUBLISHED, is_published, is_url
+from meshloom.compiler.core.trees import combined, leaves_by_path
+from meshloom.models.adapter import only_adapters, without_adapters
+
+from .start import Start, context_for
+
+Base = Mapping[str, Any]  # place, of weights; null: drawn by the seed. digest: of its bits
+
+
+def with_base(restored: Any, base: Any) -> Any:
+    """Returns a tree of parameters: the adapters of one and the base of the other."""
+    return combined(without_adapters(base), only_adapters(restored))
+
+
+def base_of(place: str | None, params: Any) -> Base:
+    """Returns the reference to the base of these parameters. place: that it was loaded from; None: it was drawn."""
+    if place is not None and is_published(place):
+        place = f"{PUBLISHED}{Path(place.removeprefix(PUBLISHED)).absolute()}"
+    elif place is not None and not is_url(place):
+        place = str(Path(place).absolute())
+    return {"place": place, "digest": digest_of(without_adapters(params))}
+
+
+def check_base(start: Start, params: Any, there: Base) -> None:
+    """Raises ConfigError if the base among the parameters is not the one that a checkpoint's adapter belongs to."""
+    if digest_of(without_adapters(params)) == there["digest"]:
+        return
+    what = f"{start.path} holds an adapter of another base: the weights here do not have the bits of that one"
+    fix = "declare the same model, seed and precision.frozen; its base was drawn"
+    if there["place"] is not None:
+        fix = f"set checkpoint.weights_from={there['place']}, and precision.frozen as it was"
+    raise ConfigError([Problem("checkpoint.weights_from", what, fix)])
+
+
+def read_base(start: Start) -> Base:
+    """Returns the reference to the base of a checkpoint's adapter. Raises ConfigError for a checkpoint without one."""
+    with context_for(start.path):
+        base = ocp.load_checkpointables(str(start.path), {"data": None})["data"].get("base")
+    if base is None:
+        what = f"{start.path} holds a whole model, and adapter= declares an adapter"
+        raise ConfigError([Problem("adapter", what, f"start from it: checkpoint.weights_from={start.path}")])
+    return base
+
+
+def digest_of(params: Any) -> str:
+    """Returns a digest of the bits of parameters in float32. It is the same however they are laid out, and in whichever
+    type that holds their values."""
+    leaves = leaves_by_path(params)
+    sharding = next(iter(leaves.values())).sharding
+    whole = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
+    sums = jax.jit(lambda leaves: {path: _sums(x) for path, x in leaves.items()}, out_shardings=whole)(leaves)
+    content = [[path, list(x.shape), [int(each) for each in sums[path]]] for path, x in sorted(leaves.items())]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _sums(x: Array) -> Array:
+    """Returns two sums of an array's bits, each multiplied by a number of its place: modulo 2^32, in any order."""
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    place = jnp.zeros(x.shape, jnp.uint32)
+    for dimension in range(x.ndim):
+        stride = math.prod(x.shape[dimension + 1 :]) % 2**32
+        place += jax.lax.broadcasted_iota(jnp.uint32, x.shape, dimension) * jnp.uint32(stride)
+    sums = []
+    for factor, shift in ((0x9E3779B1, 15), (0x85EBCA6B, 13)):
+        mixed = (place + 1) * jnp.uint32(factor)
+        mixed ^= mixed >> shift
+        own = bits * jnp.uint32(factor)
+        sums.append(jnp.sum((own ^ (own >> 16)) * (mixed | 1), dtype=jnp.uint32))
+    return jnp.stack(sums)

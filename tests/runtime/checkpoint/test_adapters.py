@@ -1,0 +1,60 @@
+"""A checkpoint of an adapter holds what is trained, and knows its base by a digest of the bits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from conftest import LINEAR_STACK, plan_of
+from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.core.trees import leaves_by_path
+from meshloom.models.adapter import is_adapter, saved_part
+from meshloom.runtime.checkpoint.adapters import base_of, check_base, digest_of, read_base, with_base
+from meshloom.runtime.checkpoint.checkpoints import Checkpoints, restore
+from meshloom.runtime.checkpoint.start import Start, find_start
+from meshloom.runtime.data import open_data
+from support.programs import on_devices, programs_of
+
+
+def test_a_digest_is_of_the_values_and_their_places_in_any_layout_and_type():
+    x = np.asarray(jnp.asarray(np.random.default_rng(0).normal(size=(4, 8, 6)), jnp.bfloat16), np.float32)
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("a", "b"))
+    layouts = [PartitionSpec(), PartitionSpec("a", "b"), PartitionSpec(None, ("b", "a"))]
+    laid_out = [{"w": jax.device_put(x, NamedSharding(mesh, layout))} for layout in layouts]
+    digests = {digest_of(each) for each in (*laid_out, {"w": jnp.asarray(x)}, {"w": jnp.asarray(x, jnp.bfloat16)})}
+    assert len(digests) == 1
+    swapped, one, flipped = x[[1, 0, 2, 3]], x.copy(), x.copy()
+    one[3, 7, 5] = np.nextafter(one[3, 7, 5], np.float32(9))
+    flipped[0, 0, 0], flipped[2, 3, 4] = x[2, 3, 4], x[0, 0, 0]
+    others = [{"w": jnp.asarray(each)} for each in (swapped, one, flipped, -x)] + [{"v": jnp.asarray(x)}]
+    assert len(digests | {digest_of(each) for each in others}) == 1 + len(others)
+
+
+def test_adapters_are_saved_alone_and_restored_beside_their_base(tokens, tmp_path):
+    plan = plan_of(*LINEAR_STACK, "adapter=lora", "adapter.rank=4", "schedule.num_warmup_steps=0")
+    programs, batches = programs_of(plan), iter(open_data(plan.spec)["train"])
+    state = programs["init"]()
+    fresh = jax.tree.map(jnp.copy, state["params"])
+    for batch in tokens[:2]:
+        state, _ = programs["train"](state, on_devices(programs, batch))
+    trained = {path: np.array(x) for path, x in leaves_by_path(state).items()}
+    with Checkpoints(tmp_path, plan.spec) as checkpoints:
+        checkpoints.base = base_of(None, state["params"])
+        checkpoints.save(2, state, batches, num_tokens=0, eval_loss=None)
+    start = find_start(tmp_path, plan.spec, plan.abstract)
+    assert isinstance(start, Start)
+    restored = restore(start, programs.state, batches)
+    saved = leaves_by_path(restored.state)
+    assert saved.keys() == leaves_by_path(saved_part(plan.abstract)).keys()
+    assert all(is_adapter(path.removeprefix("params/")) for path in saved if path.startswith("params/"))
+    whole = restored.state | {"params": with_base(restored.state["params"], fresh)}
+    assert jax.tree.structure(whole) == jax.tree.structure(plan.abstract)
+    for path, x in leaves_by_path(whole).items():
+        np.testing.assert_array_equal(np.array(x), trained[path], err_msg=path)
+    check_base(start, whole["params"], read_base(start))
+    fresh["head"]["kernel_EV"] = fresh["head"]["kernel_EV"].at[0, 0].add(1)
+    with pytest.raises(ConfigError, match="an adapter of another base"):
+        check_base(start, with_base(restored.state["params"], fresh), read_base(start))
+    with pytest.raises(ConfigError, match="holds another model or optimizer"):
+        find_start(tmp_path, plan_of(*LINEAR_STACK).spec, plan_of(*LINEAR_STACK).abstract)
