@@ -11,6 +11,7 @@ from importlib import import_module
 from types import MappingProxyType
 
 CHECK = "--check"  # a flag of explain
+SHOW = "--show"  # a flag of data
 JSON = "--json"  # a flag of evaluate and generate
 
 
@@ -99,7 +100,12 @@ _ALL = (
     ),
     Command("tune", "search for the best mesh, sharding and remat, without compiling", "sweep:tune_command"),
     Command("launch", "run on every host: SLURM, Kubernetes, Cloud TPU, or a rehearsal", "train:launch_command"),
-    Command("data", "tokenise a corpus into shards, once, for data=tokens to read", "data:data_command"),
+    Command(
+        "data",
+        "tokenise a corpus into shards, once, for data=tokens to read",
+        "data:data_command",
+        flags=((SHOW, "show the first document and what of it is trained on, and write nothing"),),
+    ),
 )
 SWEEP = Command("-m", "run a command for each combination of values", "sweep:run_sweep")
 COMMANDS = MappingProxyType({command.name: command for command in _ALL})

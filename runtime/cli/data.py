@@ -23,11 +23,12 @@ from meshloom.compiler.declare.run_spec import RunSpec
 
 from ..core.exclusive import LOCK, alone
 from ..core.files import replace_json
-from ..data.chats import chat_reader
+from ..data.chats import chat_reader, how_masked
 from ..data.corpus import no_documents
 from ..data.documents import Part, num_text_bytes, parts_of
 from ..data.progress import TextProgress
 from ..data.shards import INDEX, PROGRESS, Index, StoredTokenizer, read_index
+from ..data.show import show_document
 from ..data.store import name_hash
 from ..data.tokenize import encode_corpus
 from ..data.tokenizers import END_OF_DOCUMENT, Tokenizer, open_tokenizer, train_bpe
@@ -62,9 +63,7 @@ class CorpusJob:
 def prepare_corpus(spec: RunSpec) -> CorpusJob:
     """Checks all that can be checked before the first text is read. Raises ConfigError with all problems."""
     (source, parts), tokenizer = all_of(lambda: _text_source(spec), lambda: _tokenizer(spec))
-    if isinstance(source, ChatsSource):
-        chat_reader(source, "data.source", tokenizer)  # raises for a tokenizer that knows no chats
-        parts = parts_of(source, "data.source", tokenizer)
+    parts = _chats_of(source, tokenizer) or parts
     corpus = _declaration(spec, source, parts, tokenizer)
     folder = Path(spec.shards.directory)
     done = read_index(folder, WHERE) if (folder / INDEX).exists() else None
@@ -110,6 +109,15 @@ def _text_source(spec: RunSpec) -> tuple[OneSource, list[Part]]:
         fix = "write each part by itself, and train on a mixture of sources of kind tokens"
         raise ConfigError([Problem("data.source", "is a mixture", fix)])
     return source, parts_of(source, "data.source")
+
+
+def _chats_of(source: OneSource, tokenizer: Tokenizer | None) -> list[Part]:
+    """Returns the parts of a source of chats, which the tokenizer renders; none of another source. Raises ConfigError
+    for a tokenizer that knows no chats."""
+    if not isinstance(source, ChatsSource):
+        return []
+    chat_reader(source, "data.source", tokenizer)
+    return parts_of(source, "data.source", tokenizer)
 
 
 def _tokenizer(spec: RunSpec) -> Tokenizer | None:
@@ -223,13 +231,29 @@ def _show(job: CorpusJob, index: Index, console: Console, first: tuple[str, str]
         f"{counted(len(index.shards), 'shard')}"
     )
     left_out = f"{counted(index.num_empty, 'document')} without text"
+    if index.masked_by:
+        left_out = f"{counted(index.num_empty, 'chat')} without an answer"
     tokenizer = f"{index.tokenizer.kind}, {size:,} tokens"
     rows = [first, ("written", counts), *([("left out", left_out)] if index.num_empty else [])]
+    rows += [("trained on", how_masked(index.masked_by))] if index.masked_by else []
     show_summary(console, [*rows, ("tokenizer", tokenizer), ("directory", str(job.folder))])
     words = ["data=tokens", override("data.source.directory", str(job.folder)), f"model.vocab_size={size}"]
+    words += ["data.packing=first_fit", "data.isolate_documents=true"] if index.masked_by else []
     say_command(console, "train on it", ["meshloom", "train", *words])
 
 
-def data_command(request: Request, flags: argparse.Namespace) -> int:  # noqa: ARG001 (as all commands)
-    """Writes the shards. Raises ConfigError for a corpus that cannot be read."""
+def show_example(spec: RunSpec) -> None:
+    """Shows a document of the corpus. Raises ConfigError if there is none that can be read."""
+    (source, parts), tokenizer = all_of(lambda: _text_source(spec), lambda: _tokenizer(spec))
+    if tokenizer is None:
+        raise ConfigError([Problem("shards.bpe_vocab_size", "there is no BPE yet to show tokens of", "leave it out")])
+    parts = _chats_of(source, tokenizer) or parts
+    show_document(Console(), (one for part in parts for one in part.read(0)), tokenizer, "data.source")
+
+
+def data_command(request: Request, flags: argparse.Namespace) -> int:
+    """Writes the shards, or shows one document. Raises ConfigError for a corpus that cannot be read."""
+    if flags.show:
+        read_spec(request, then=show_example)
+        return 0
     return tokenize_corpus(read_spec(request, then=prepare_corpus), Console())

@@ -128,16 +128,16 @@ def _encode(
     of chats are to be learnt. Raises ConfigError with all documents that are wrong."""
     batch = [document for document in batch if not is_empty(document)]
     try:
-        encoded, masks = _encoded([document.content for document in batch], tokenizer)
+        found, masks = encoded([document.content for document in batch], tokenizer)
     except (UnicodeDecodeError, OverflowError, ChatError) as error:
         raise ConfigError(_problems_of_each(batch, tokenizer, where)) from error
-    table = np.array([(len(tokens), name_hash(d.name)) for tokens, d in zip(encoded, batch, strict=True)], "<u8")
+    table = np.array([(len(tokens), name_hash(d.name)) for tokens, d in zip(found, batch, strict=True)], "<u8")
     empty = np.zeros(0, tokenizer.identity.dtype)
     trained = np.concatenate(masks) if masks else None
-    return np.concatenate([empty, *encoded]), table.reshape(-1, 2), trained
+    return np.concatenate([empty, *found]), table.reshape(-1, 2), trained
 
 
-def _encoded(
+def encoded(
     contents: Sequence[bytes | np.ndarray | Chat], tokenizer: Tokenizer
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Returns the tokens of documents; and of chats, which a source has alone, what is to be learnt."""
@@ -158,7 +158,7 @@ def _problems_of_each(batch: list[Document], tokenizer: Tokenizer, where: str) -
     problems = []
     for document in batch:
         try:
-            _encoded([document.content], tokenizer)
+            encoded([document.content], tokenizer)
         except ChatError as error:
             problems.append(Problem(where, f"document '{document.name}' {error.what}", error.fix))
         except UnicodeDecodeError as error:

@@ -1,5 +1,6 @@
 """Chats as tokens, and which of them are trained on, against counts made by hand."""
 
+import io
 import json
 from itertools import pairwise
 
@@ -11,12 +12,14 @@ from conftest import spec_of
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.models import IGNORED_TARGET, PADDING_TARGET
-from meshloom.runtime.cli.data import prepare_corpus, tokenize_corpus
+from meshloom.runtime.cli.data import prepare_corpus, show_example, tokenize_corpus
 from meshloom.runtime.data import open_data
 from meshloom.runtime.data import tokenize as tokenize_module
 from meshloom.runtime.data.chat_tokens import ChatTokens, chat_tokens
 from meshloom.runtime.data.chats import ChatReader
 from meshloom.runtime.data.corpus import open_store
+from meshloom.runtime.data.documents import parts_of
+from meshloom.runtime.data.show import show_document
 from meshloom.runtime.data.store import TokenStream
 from meshloom.runtime.data.tokenizers import open_tokenizer
 from support import chats
@@ -409,6 +412,10 @@ FAILING = {
     "undefined": ("{{ nothing.at.all }}", "fails: UndefinedError: 'nothing' is undefined"),
     "escapes": ("{{ messages.__class__.__mro__ }}", "fails: SecurityError"),
     "changes": ("{{ messages.append(1) }}", "fails: SecurityError"),
+    "ends": (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{{ messages | length if not add_generation_prompt }}",
+        "message 1: the chat template changes earlier turns",
+    ),
     "rewrites": (
         "{% for m in messages %}{{ loop.last }}{{ m.content }}{% endfor %}",
         "message 1: the chat template changes earlier turns",
@@ -446,3 +453,29 @@ def test_chats_need_a_tokenizer_that_knows_them_and_its_embedding(folders, many)
 def test_data_without_an_answer_are_an_error(folders, tmp_path):
     path = write_lines(tmp_path / "x.jsonl", {"messages": turns("a")})
     assert _problem(folders["chatml"], path).what == "has no chats with an answer"
+
+
+# One chat, shown.
+
+
+def test_a_chat_is_shown_with_what_is_trained_on(bytes_folders, tmp_path, capsys):
+    lines = {"messages": turns("left out")}, {"messages": turns("a <|im_end|>", "b\nc", "", "d")}
+    path = write_lines(tmp_path / "x.jsonl", *lines)
+    show_example(spec_of(*_words(bytes_folders["chatml"], path)))
+    first, _, *shown = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"x.jsonl:1: {len(_by_hand('chatml', lines[1]['messages'])[0])} tokens, 6 trained on")
+    assert shown == [
+        "<|im_start|>user", "a <|im_end|><|im_end|>", "<|im_start|>assistant", "[[b", "c<|im_end|>]]",
+        "<|im_start|>user", "<|im_end|>", "<|im_start|>assistant", "[[d<|im_end|>]]", "",
+    ]  # fmt: skip
+
+
+def test_colours_tell_trained_and_special_tokens_from_others(bytes_folders, tmp_path):
+    path = write_lines(tmp_path / "x.jsonl", {"messages": turns("<|im_end|>", "b")})
+    data = spec_of(*_words(bytes_folders["chatml"], path)).data
+    tokenizer, out = open_tokenizer(data.tokenizer), io.StringIO()
+    parts = parts_of(data.source, "data.source", tokenizer)
+    show_document(Console(out, is_terminal=True, width=200), parts[0].read(0), tokenizer, "data.source")
+    text = out.getvalue()
+    assert "\n<|im_end|>\x1b[1;36m<|im_end|>\x1b[0m\n" in text  # the user's, and the template's
+    assert "\x1b[32mb\x1b[0m\x1b[1;32m<|im_end|>\x1b[0m" in text
