@@ -34,7 +34,7 @@ SECTION = "generate"
 _TEXTS = ("prompt", "prompts", "stop")  # keys whose values are text as it stands
 
 
-def in_section(words: Sequence[str]) -> list[str]:
+def in_generate_section(words: Sequence[str]) -> list[str]:
     """Returns the words of a command line with the keys of this section, which it takes without the section's name.
 
     prompt=12, or more -> generate.prompt='12, or more'; a prompt is text, whatever Hydra's grammar would make of it.

@@ -29,7 +29,7 @@ from meshloom.compiler.declare.application import HydraJob, run_application
 from meshloom.compiler.declare.choices import all_keys, described_groups
 from meshloom.compiler.declare.compose import Request, check_config_files, read_spec
 from meshloom.compiler.declare.environment import masked
-from meshloom.compiler.declare.generate_spec import SECTION, GenerateSpec, in_section
+from meshloom.compiler.declare.generate_spec import SECTION, GenerateSpec, in_generate_section
 from meshloom.compiler.declare.hydra_private import hydra_flags
 from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
@@ -120,7 +120,7 @@ def parse_flags(command: Command, args: Sequence[str]) -> tuple[argparse.Namespa
     if command.opens_weights:
         problems += _take_place(command, flags)
     if command.section == SECTION:
-        flags.overrides = in_section(flags.overrides)
+        flags.overrides = in_generate_section(flags.overrides)
     if command.section == evaluation_spec.SECTION:
         flags.overrides = evaluation_spec.in_section(flags.overrides)
     return flags, problems

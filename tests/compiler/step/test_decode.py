@@ -29,7 +29,8 @@ CASES = {
     "windows in turn, soft caps, grouped queries, tied": (
         "model.num_layers=2", "model.attention_windows=[4,null]", "model.attention_soft_cap=5.0",
         "model.logit_soft_cap=3.0", "model.num_heads=4", "model.num_kv_heads=2", "model.qk_norm=rms",
-        "model.embeddings=tied", "model.norm_placement=before_and_after", "model.embedding_scale=sqrt_embed_dim",
+        "model.attention_sinks=true", "model.embeddings=tied", "model.norm_placement=before_and_after",
+        "model.embedding_scale=sqrt_embed_dim",
     ),
     "learned positions, biases": (
         "model.positions=learned", "model.rope_theta=null", "model.num_positions=24", "model.biases=all",
