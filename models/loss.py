@@ -3,6 +3,7 @@
 Shapes: B batch, T length, V vocab, or a part of it.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -69,11 +70,9 @@ def cross_entropy_sums(
 def _num_misses(parts_BTV: Sequence[Array], targets_BT: Array, axis: int | None) -> Array:
     """Returns the number of targets whose logit is not the largest of their token, as float32."""
     largest_BT = jnp.max(jnp.stack([jnp.max(part_BTV, axis=-1) for part_BTV in parts_BTV]), axis=0)
-    first, target_logit_BT = 0, jnp.zeros(targets_BT.shape)
-    for part_BTV in parts_BTV:
-        target_logit_BT += _of_part(part_BTV, targets_BT - first)[0]
-        first += part_BTV.shape[-1]
-    is_miss_BT = has_loss(targets_BT) & (target_logit_BT < largest_BT.astype(jnp.float32))
+    starts = itertools.accumulate((part_BTV.shape[-1] for part_BTV in parts_BTV), initial=0)
+    own = (_of_part(part_BTV, targets_BT - start)[0] for part_BTV, start in zip(parts_BTV, starts, strict=False))
+    is_miss_BT = has_loss(targets_BT) & (sum(own) < largest_BT.astype(jnp.float32))
     return jnp.sum(is_miss_BT, axis=axis).astype(jnp.float32)
 
 

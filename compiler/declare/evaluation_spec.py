@@ -29,7 +29,7 @@ class EvaluationSpec(Config):
     num_examples: PositiveInt | None  # None: all
 
 
-def in_section(words: Sequence[str]) -> list[str]:
+def in_evaluation(words: Sequence[str]) -> list[str]:
     """Returns the words of `meshloom evaluate`, which takes the keys of this section without its name: split=train ->
     evaluation.split=train."""
     return [f"{SECTION}.{word}" if word.partition("=")[0] in OF_THE_COMMAND else word for word in words]

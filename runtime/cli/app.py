@@ -122,7 +122,7 @@ def parse_flags(command: Command, args: Sequence[str]) -> tuple[argparse.Namespa
     if command.section == SECTION:
         flags.overrides = in_generate_section(flags.overrides)
     if command.section == evaluation_spec.SECTION:
-        flags.overrides = evaluation_spec.in_section(flags.overrides)
+        flags.overrides = evaluation_spec.in_evaluation(flags.overrides)
     return flags, problems
 
 

@@ -24,6 +24,7 @@ usage: meshloom COMMAND [group=option ...] [group.key=value ...]
        meshloom sweep DIR [--csv FILE] [--open]
        meshloom runs [DIR]
        meshloom generate RUN|DIR prompt=TEXT
+       meshloom evaluate RUN|DIR [data=...]
 
 commands:
 {commands}

@@ -13,7 +13,7 @@ from meshloom.compiler.declare.user_code import code_allowed_from
 
 from ..core.files import replace_text
 from ..launch.plan import words_of_train
-from ..sweep.evaluate import evaluate
+from ..sweep.evaluate import evaluate_point
 from ..sweep.outcomes import outcome_of_run
 from ..sweep.pool import read_task
 from ..sweep.rows import INTERRUPTED, PRINTED, Outcome, Task
@@ -25,7 +25,7 @@ def run_task() -> None:
     does."""
     task, outcome_file = read_task(sys.stdin.buffer.read)
     threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
-    outcome = _train(task) if task.command == "train" else evaluate(task)
+    outcome = _train(task) if task.command == "train" else evaluate_point(task)
     assert outcome is not None
     if outcome.exit_code != INTERRUPTED:
         replace_text(outcome_file, outcome.model_dump_json())

@@ -20,14 +20,14 @@ from meshloom.models import IGNORED_TARGET, PADDING_TARGET
 
 from .batches import Batches, BatchSource, shuffled
 from .corpus import Corpus
-from .splits import WeightedSource, identity_of, open_sources, unit_of
+from .splits import WeightedSource, identity_of_data, open_sources, unit_of
 from .store import Split
 
 SPLIT_KEY = "evaluation.split"
 
 
 @dataclass(frozen=True)
-class Part:
+class EvaluatedPart:
     """What is evaluated by itself. name: "data", or the name of a part of a mixture. num_sequences: of its split.
     batches: the last one may hold rows without targets."""
 
@@ -41,7 +41,7 @@ class EvaluatedData:
     """The data of an evaluation. parts: of a mixture the whole, by its weights, and then each source alone. identity:
     everything that the batches depend on. unit: what one target is."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[EvaluatedPart, ...]
     identity: dict[str, Any]
     unit: Literal["byte", "token"]
 
@@ -56,7 +56,7 @@ def open_evaluated(spec: RunSpec) -> EvaluatedData:
         data = spec.data.model_copy(update={"held_out_fraction": 0.0})
         spec = spec.model_copy(update={"data": data})
     sources, corpora = open_sources(spec, partial(_check_some, split=split))
-    identity = identity_of(spec, corpora, sources) | {SPLIT_KEY: spec.evaluation.split}
+    identity = identity_of_data(spec, corpora, sources) | {SPLIT_KEY: spec.evaluation.split}
     parts = [corpus.sequences[split] for corpus in corpora]
     whole = _part("data", spec, parts, [source.weight for source in sources], identity)
     alone = [] if len(sources) == 1 else [
@@ -83,7 +83,9 @@ def _name_of(source: WeightedSource) -> str:
     return source.where.removeprefix("data.source.parts.").removesuffix(".source")
 
 
-def _part(name: str, spec: RunSpec, parts: Sequence[Any], weights: Sequence[float], identity: dict[str, Any]) -> Part:
+def _part(
+    name: str, spec: RunSpec, parts: Sequence[Any], weights: Sequence[float], identity: dict[str, Any]
+) -> EvaluatedPart:
     order, size = shuffled(parts, weights, seed=0, num_epochs=1), spec.global_batch_size
     num_batches = min(spec.evaluation.num_batches, math.ceil(len(order) / size))
     source = BatchSource(
@@ -95,7 +97,7 @@ def _part(name: str, spec: RunSpec, parts: Sequence[Any], weights: Sequence[floa
     )
     threads, buffer = spec.data.num_prefetch_threads, spec.data.num_prefetch_batches
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=buffer)
-    return Part(name, min(len(order), num_batches * size), Batches(source, options, identity))
+    return EvaluatedPart(name, min(len(order), num_batches * size), Batches(source, options, identity))
 
 
 class _Filled:

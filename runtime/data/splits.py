@@ -73,7 +73,7 @@ class Data:
 def open_data(spec: RunSpec) -> Data:
     """Returns the data of a run, opened, tokenised and checked. Raises ConfigError with all problems of the data."""
     sources, corpora = open_sources(spec, _check_lengths)
-    identity = identity_of(spec, corpora, sources)
+    identity = identity_of_data(spec, corpora, sources)
     splits: dict[Split, Batches] = {split: _batches(spec, split, corpora, sources, identity) for split in SPLITS}
     of_train = tuple((source, corpus.sequences["train"]) for source, corpus in zip(sources, corpora, strict=True))
     places = [Places(part, len(sequences)) for part, (_, sequences) in enumerate(of_train)]
@@ -233,7 +233,7 @@ def _batches(
     return Batches(source, grain.ReadOptions(num_threads=threads, prefetch_buffer_size=buffer), identity)
 
 
-def identity_of(spec: RunSpec, corpora: list[Corpus], sources: list[WeightedSource]) -> dict[str, Any]:
+def identity_of_data(spec: RunSpec, corpora: list[Corpus], sources: list[WeightedSource]) -> dict[str, Any]:
     """Returns what the sequences and their order depend on: contents, not paths or ways of reading."""
     kept = ("packing", "isolate_documents", "held_out_fraction", "shuffle_seed")
     identity: dict[str, Any] = {f"data.{key}": getattr(spec.data, key) for key in kept}

@@ -18,7 +18,7 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.xla.programs import Programs, lower
 
 from ..core.failures import NONFINITE, RunFailed
-from ..data.evaluated import EvaluatedData, Part, open_evaluated
+from ..data.evaluated import EvaluatedData, EvaluatedPart, open_evaluated
 from ..data.tokenizers import Tokenizer
 from ..processes.agreement import check_same_data
 from ..train.feed import in_token_order, local_rows, sequences_of, to_devices
@@ -31,7 +31,7 @@ Unit = Literal["byte", "token"]
 
 
 @dataclass(frozen=True)
-class Loss:
+class PartLoss:
     """The loss of one part of the data. name: "data", or a part of a mixture. loss: mean cross-entropy in nats per
     target; None without a target. num_targets: tokens that have a loss."""
 
@@ -69,7 +69,7 @@ class Evaluation:
     place: str
     step: int | None
     split: str
-    losses: tuple[Loss, ...]
+    losses: tuple[PartLoss, ...]
     seconds: float
 
     @property
@@ -128,6 +128,9 @@ def prepare_evaluation(spec: RunSpec, warn: Callable[[str], None] = write_error)
         lambda: plan_run(spec),
         lambda: place_of_weights(spec),
     )
+    if spec.has_pairs:
+        what = "compares the two texts of a pair, and an evaluation gives the loss of each text"
+        raise ConfigError([Problem("objective", what, "leave it out")])
     session = start_session(spec, warn)
     if has_tasks and session.processes.count > 1:
         what = f"lm-evaluation-harness runs in one process, and there are {session.processes.count}"
@@ -162,7 +165,9 @@ def _evaluate_data(job: EvaluationJob, data: EvaluatedData, console: Console) ->
     return found
 
 
-def _loss(part: Part, params: Any, job: EvaluationJob, unit: Unit, programs: Programs, console: Console) -> Loss:
+def _loss(
+    part: EvaluatedPart, params: Any, job: EvaluationJob, unit: Unit, programs: Programs, console: Console
+) -> PartLoss:
     plan, batch = job.session.plan, programs.batch
     rows = local_rows(batch)
     order = plan.token_order.of_sequence(plan.spec.sequence_length)
@@ -178,4 +183,4 @@ def _loss(part: Part, params: Any, job: EvaluationJob, unit: Unit, programs: Pro
     finally:
         bar.stop()
     loss = float(sums[0] / sums[1]) if sums[1] else None
-    return Loss(part.name, loss, round(sums[1]), part.num_sequences, unit)
+    return PartLoss(part.name, loss, round(sums[1]), part.num_sequences, unit)

@@ -30,14 +30,14 @@ from ..processes.process_log import say
 from ..train.feed import in_token_order, local_rows, sequences_of, to_devices
 from .generate import Completion, Generator
 from .generation_job import make_prompt
-from .open_weights import Session, Weights, compile_programs, open_weights
+from .open_weights import OpenedWeights, Session, compile_programs, open_weights
 
 SCORES = "scores"
 DEFAULT_MAX_TOKENS = 256  # of a completion, where a task names none; the harness's own
 
 
 @dataclass(frozen=True)
-class Request:
+class Query:
     """A row to score. tokens: of context and continuation. num_scored: the last tokens, those of the continuation."""
 
     tokens: tuple[int, ...]
@@ -49,11 +49,11 @@ class Scorer:
     """Scores rows by one compiled program. num_cut: rows whose context was cut at the left."""
 
     session: Session
-    weights: Weights
+    weights: OpenedWeights
     programs: Programs
     num_cut: int = 0
 
-    def score(self, requests: Sequence[Request], console: Console) -> list[tuple[float, bool]]:
+    def score(self, requests: Sequence[Query], console: Console) -> list[tuple[float, bool]]:
         """Returns the summed log-probability of each continuation, in nats, and whether it is the greedy one."""
         size = self.session.plan.spec.global_batch_size
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i].tokens))
@@ -70,7 +70,7 @@ class Scorer:
             bar.stop()
         return [found[i] for i in range(len(requests))]
 
-    def _score_batch(self, requests: Sequence[Request]) -> np.ndarray:
+    def _score_batch(self, requests: Sequence[Query]) -> np.ndarray:
         plan, batch = self.session.plan, self.programs.batch
         length = plan.spec.sequence_length
         shape = (plan.spec.global_batch_size, length)

@@ -9,7 +9,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from meshloom.compiler.core.console import Console
 
 from ..data.tokenizers import Tokenizer
-from .harness import Request, Scorer, complete
+from .harness import Query, Scorer, complete
 
 
 class HarnessModel(TemplateLM):
@@ -35,18 +35,18 @@ class HarnessModel(TemplateLM):
         return list(map(int, tokens))
 
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
-        rows = [Request((*context, *continuation), len(continuation)) for _, context, continuation in requests]
+        rows = [Query((*context, *continuation), len(continuation)) for _, context, continuation in requests]
         return self._scorer.score(rows, self._console)
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Returns the log-probability of each text, from its first token on, in windows of `max_length` tokens."""
         del disable_tqdm
-        rows, owners = list[Request](), list[int]()
+        rows, owners = list[Query](), list[int]()
         for number, request in enumerate(requests):
             (text,) = request.args
             windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
             for context, continuation in map(make_disjoint_window, windows):
-                rows.append(Request((*context, *continuation), len(continuation)))
+                rows.append(Query((*context, *continuation), len(continuation)))
                 owners.append(number)
         sums = [0.0] * len(requests)
         for number, (log_prob, _) in zip(owners, self._scorer.score(rows, self._console), strict=True):

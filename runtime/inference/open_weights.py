@@ -7,8 +7,10 @@
 The weights are those of `checkpoint.weights_from`: a run, one of its checkpoints, or published files.
 """
 
+import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,7 @@ class Session:
 
 
 @dataclass(frozen=True)
-class Weights:
+class OpenedWeights:
     """Parameters on the devices. place: where they came from. step: of a run's checkpoint; None for published files."""
 
     params: Any
@@ -87,7 +89,7 @@ def abstract_parameters(plan: Plan[RunSpec], mesh: Mesh) -> Any:
     )
 
 
-def open_weights(session: Session, console: Console) -> Weights:
+def open_weights(session: Session, console: Console) -> OpenedWeights:
     """Returns the weights that the declaration names, laid out as planned; says where they come from.
 
     Raises ConfigError in all processes for weights of another model, and RunFailed if every checkpoint is damaged.
@@ -98,7 +100,7 @@ def open_weights(session: Session, console: Console) -> Weights:
         assert published is not None
         for line in describe_weights(published):
             say(console, line)
-        return Weights(load_params(session.plan, session.mesh, published, console), place, None)
+        return OpenedWeights(load_params(session.plan, session.mesh, published, console), place, None)
     start = start_of_first(lambda: find_saved(place, WEIGHTS_FROM), session.processes)
     assert start is not None
     if start.damaged:
@@ -107,7 +109,7 @@ def open_weights(session: Session, console: Console) -> Weights:
     if session.plan.model.adapters:
         return Weights(load_adapted(session.plan, session.mesh, start, console), place, start.step)
     params = load_parameters(start, abstract_parameters(session.plan, session.mesh))
-    return Weights(params, place, start.step)
+    return OpenedWeights(params, place, start.step)
 
 
 def place_of_weights(spec: RunSpec) -> str:
@@ -120,10 +122,11 @@ def place_of_weights(spec: RunSpec) -> str:
 
 def compile_programs(session: Session, lower: Callable[[], Programs], doing: str, console: Console) -> Programs:
     """Returns compiled programs, in all processes at once. lower: traces and lowers them. doing: for the terminal, as
-    "compiling the evaluation". Raises RunFailed if one needs more memory than there is."""
+    "compiling the evaluation". Raises RunFailed if one needs more memory than there is; a compiler that fails leaves
+    its log in the folder that the error names."""
     plan, processes = session.plan, session.processes
-    with tempfile.TemporaryDirectory(prefix="meshloom-") as folder, Phases(console, doing) as phases:
-        compile_ = WatchedBuild(Path(folder) / "compiler.log", phases)
+    with _folder_of_log() as folder, Phases(console, doing) as phases:
+        compile_ = WatchedBuild(folder / "compiler.log", phases)
         phases.begin(LOWER)
         lowered = lower()
         check_same_program(lowered, processes)
@@ -138,3 +141,11 @@ def compile_programs(session: Session, lower: Callable[[], Programs], doing: str
         with cached_compilation(plan.spec.compilation_cache if processes.count == 1 else None):
             timeout = plan.spec.distributed.compile_timeout_seconds
             return together(COMPILED, made, processes=processes, timeout_seconds=timeout)
+
+
+@contextmanager
+def _folder_of_log() -> Iterator[Path]:
+    """Yields a folder that is removed afterwards, unless something failed."""
+    folder = Path(tempfile.mkdtemp(prefix="meshloom-"))
+    yield folder
+    shutil.rmtree(folder)

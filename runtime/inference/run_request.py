@@ -31,8 +31,8 @@ WHAT_TO_NAME = (
 )
 OF_THE_RUN = (  # not of its weights: places of files, processes, observers; and keys that load or run code
     "artifact", "checkpoint", "compilation_cache", "compile", "compiler_options", "distributed", "hydra", "launch",
-    "logging", "on_nonfinite", "on_out_of_memory", "profile", "replay", "run", "shards", "stragglers", "sweep", "tune",
-    "watchdog",
+    "logging", "objective", "on_nonfinite", "on_out_of_memory", "profile", "replay", "run", "shards", "stragglers",
+    "sweep", "tune", "watchdog",
 )  # fmt: skip
 
 

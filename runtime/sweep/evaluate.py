@@ -34,7 +34,7 @@ LOG = logging.getLogger("meshloom")
 PLAN_TEXT = "plan.txt"
 
 
-def evaluate(task: Task) -> Outcome | None:
+def evaluate_point(task: Task) -> Outcome | None:
     """Returns the outcome of a point of `explain` or `compile`; None if it needs a process of its own, as JAX has
     started in this one with too few devices."""
     start = time.perf_counter()

@@ -31,7 +31,7 @@ from pydantic import ValidationError
 from meshloom.compiler.declare.compositions import keep_compositions
 
 from ..core.host_memory import available_bytes
-from .evaluate import evaluate
+from .evaluate import evaluate_point
 from .outcomes import outcome_of_death, outcome_of_error, outcome_of_memory, outcome_of_timeout
 from .rows import PRINTED, Outcome, Point, Task
 from .settings import PoolSettings
@@ -191,7 +191,7 @@ def start_worker(parent: int, scratch: Path) -> None:
 
 def work(task: Task) -> Outcome | None:
     """Returns the outcome of a point; None if it needs a process of its own."""
-    return evaluate(task)
+    return evaluate_point(task)
 
 
 @dataclass

@@ -10,7 +10,7 @@ import pytest
 import meshloom
 from conftest import SMALL
 from meshloom.runtime.inference import evaluate as module
-from meshloom.runtime.inference.open_weights import Weights
+from meshloom.runtime.inference.open_weights import OpenedWeights
 from support.commands import run_in_process
 
 RUN = (*SMALL, "num_steps=4", "evaluation.every_num_steps=2", "evaluation.num_batches=2",
@@ -91,7 +91,7 @@ def test_from_python_it_is_the_same(run_dir):
 def test_weights_that_are_not_finite_end_with_the_exit_code_of_a_run_that_is(run_dir, monkeypatch):
     opened = module.open_weights
     broken = lambda *args: jax.tree.map(lambda x: x * jnp.nan, opened(*args).params)  # noqa: E731
-    monkeypatch.setattr(module, "open_weights", lambda *args: Weights(broken(*args), "run", 4))
+    monkeypatch.setattr(module, "open_weights", lambda *args: OpenedWeights(broken(*args), "run", 4))
     done = run_in_process("evaluate", str(run_dir))
     assert done.returncode == 5
     assert "the loss of data is nan" in done.stderr
