@@ -107,7 +107,7 @@ def open_weights(session: Session, console: Console) -> OpenedWeights:
         say(console, f"warning: damaged, so an older one is used: {describe_damage(start.damaged)}")
     say(console, f"weights: step {start.step} of {place}")
     if session.plan.model.adapters:
-        return Weights(load_adapted(session.plan, session.mesh, start, console), place, start.step)
+        return OpenedWeights(load_adapted(session.plan, session.mesh, start, console), place, start.step)
     params = load_parameters(start, abstract_parameters(session.plan, session.mesh))
     return OpenedWeights(params, place, start.step)
 
