@@ -11,7 +11,7 @@ import jax
 from ..contract import Model, ModelConfig
 from . import deepseek, gemma, gpt2, llama, mixtral, qwen
 from .config_json import UNUSED, Reader
-from .contract import Family, NotUnderstood, PublishedTensor, Row, Slot, Values
+from .contract import Family, Mistake, NotUnderstood, PublishedTensor, Row, Slot, Values
 
 FAMILIES: tuple[Family, ...] = (
     *llama.FAMILIES, *qwen.FAMILIES, *gemma.FAMILIES, *mixtral.FAMILIES, *deepseek.FAMILIES, *gpt2.FAMILIES,
@@ -54,6 +54,10 @@ def tensors_in(config: ModelConfig, names: Collection[str]) -> tuple[tuple[Publi
 
 def family_of(config: ModelConfig, *, model_type: str | None = None) -> Family:
     """Returns the first family that a config can be written as. model_type: the one to prefer, if it can."""
+    known = {value for family in FAMILIES for value in family.fits["family"]}
+    if config.family not in known:
+        what, fix = f"{config.family} is not a family of published models", f"use one of {', '.join(sorted(known))}"
+        raise NotUnderstood([Mistake("model.family", what, fix)])
     preferred = sorted(FAMILIES, key=lambda family: family.model_type != model_type)
     differences = [family.differs(config) for family in preferred]
     if fitting := [family for family, differs in zip(preferred, differences, strict=True) if not differs]:

@@ -23,7 +23,7 @@ from support.reference import forward
 torch = pytest.importorskip("torch", reason="pip install -e '.[peers]'")
 transformers = pytest.importorskip("transformers", reason="pip install -e '.[peers]'")
 safetensors = pytest.importorskip("safetensors.numpy", reason="pip install -e '.[peers]'")
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.peers, pytest.mark.ci, pytest.mark.filterwarnings("default")]
 
 # Small, but with every part of the shape: several heads a kv_head, both kinds of windows, more tokens than a window.
 SIZES = (

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.models import ModelConfig
 from meshloom.models.decoder import DecoderConfig
+from meshloom.models.linear_stack import LinearStackConfig
 from meshloom.models.moe import MoeConfig
 from meshloom.models.published import FAMILIES, NotUnderstood, family_of, read_config, tensors, tensors_in, write_config
 
@@ -328,6 +329,11 @@ def test_a_model_that_no_family_has_is_refused_with_the_keys_that_differ():
         tensors(small("llama3_8b", norm="layer"))
     assert [mistake.key for mistake in error.value.mistakes] == ["model.norm"]
     assert "rms" in error.value.mistakes[0].fix
+    linear = LinearStackConfig(family="linear_stack", vocab_size=8, embed_dim=8, num_layers=1)
+    with pytest.raises(
+        NotUnderstood, match=r"^model\.family: linear_stack is not a family .*; use one of decoder, moe$"
+    ):
+        tensors(linear)
 
 
 def test_names_without_the_first_part_are_found_and_what_is_not_needed_is_told_apart():
