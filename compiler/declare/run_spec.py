@@ -15,6 +15,7 @@ from ..spec.plan_spec import PlanSpec
 from ..spec.step_spec import ReplayCheck
 from .data_spec import DataSpec, ShardsSpec
 from .evaluation_spec import EvaluationSpec
+from .export_spec import ExportSpec
 from .generate_spec import GenerateSpec
 from .launch_spec import LaunchSpec
 
@@ -203,6 +204,7 @@ class RunSpec(PlanSpec):
     compilation_cache: CachePlace | None  # directory of compiled programs; None: compile at each start
     compile: CompileSpec
     artifact: LocalPath | None  # a compiled train step to load instead of compiling
+    export: ExportSpec  # of `meshloom export`
     generate: GenerateSpec  # of `meshloom generate`
     launch: LaunchSpec  # how `meshloom launch` starts the run on its hosts
     watchdog: WatchdogSpec | None  # None: a run that hangs is not noticed

@@ -214,7 +214,7 @@ def _unreadable(path: Folder) -> str | None:
 def saved_tree(path: Folder) -> Any:
     """Returns the shape, type and sharding of the arrays in a checkpoint."""
     with context_for(path):
-        metadata: Any = ocp.checkpointables_metadata(str(path)).metadata
+        metadata: Any = ocp.checkpointables_metadata(str(absolute(path))).metadata
     return metadata["state"]
 
 

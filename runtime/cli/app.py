@@ -29,6 +29,7 @@ from meshloom.compiler.declare.application import HydraJob, run_application
 from meshloom.compiler.declare.choices import all_keys, described_groups
 from meshloom.compiler.declare.compose import Request, check_config_files, read_spec
 from meshloom.compiler.declare.environment import masked
+from meshloom.compiler.declare.export_spec import EXPORT, ExportSpec, in_export
 from meshloom.compiler.declare.generate_spec import SECTION, GenerateSpec, in_generate_section
 from meshloom.compiler.declare.hydra_private import hydra_flags
 from meshloom.compiler.declare.hydra_settings import search_path_override
@@ -98,6 +99,14 @@ def _problems_beside(flags: argparse.Namespace) -> tuple[Problem, ...]:
     return ()
 
 
+# The sections of the config whose name a command leaves out: how it is added to words, and the keys.
+SECTIONS = {
+    SECTION: (in_generate_section, GenerateSpec.model_fields),
+    EXPORT: (in_export, ExportSpec.model_fields),
+    evaluation_spec.SECTION: (evaluation_spec.in_evaluation, evaluation_spec.OF_THE_COMMAND),
+}
+
+
 def parse_flags(command: Command, args: Sequence[str]) -> tuple[argparse.Namespace, list[Problem]]:
     """Returns the flags with the overrides, and their problems; `place` is the folder of weights that the line names.
     Raises ConfigError if a known flag lacks its value."""
@@ -119,10 +128,9 @@ def parse_flags(command: Command, args: Sequence[str]) -> tuple[argparse.Namespa
         problems.append(Problem(COMMAND_LINE, "--experimental-rerun is not supported", fix))
     if command.opens_weights:
         problems += _take_place(command, flags)
-    if command.section == SECTION:
-        flags.overrides = in_generate_section(flags.overrides)
-    if command.section == evaluation_spec.SECTION:
-        flags.overrides = evaluation_spec.in_evaluation(flags.overrides)
+    if command.section:
+        with_section, _ = SECTIONS[command.section]
+        flags.overrides = with_section(flags.overrides)
     return flags, problems
 
 
@@ -217,10 +225,9 @@ def show_help(command: Command, request: Request) -> None:
     write_out("       flags are those of Hydra: -m, --cfg job, ...")
     for flag, does in command.flags:
         write_out(f"       {flag}: {does}")
-    if command.section == SECTION:
-        _write_wrapped(f"       keys of its own: {', '.join(GenerateSpec.model_fields)}", indent=7)
-    if command.section == evaluation_spec.SECTION:
-        _write_wrapped(f"       keys of its own: {', '.join(evaluation_spec.OF_THE_COMMAND)}", indent=7)
+    if command.section:
+        _, keys = SECTIONS[command.section]
+        _write_wrapped(f"       keys of its own: {', '.join(keys)}", indent=7)
     write_out("")
     for group, options in described_groups(request).items():
         write_out(f"{group}=")

@@ -98,6 +98,13 @@ _ALL = (
         flags=((JSON, "a JSON line for each prompt, when its text is complete"),),
         section="generate",
     ),
+    Command(
+        "export",
+        "write the weights of a run as transformers and vLLM read them",
+        "export:export_command",
+        opens_weights=True,
+        section="export",
+    ),
     Command("tune", "search for the best mesh, sharding and remat, without compiling", "sweep:tune_command"),
     Command("launch", "run on every host: SLURM, Kubernetes, Cloud TPU, or a rehearsal", "train:launch_command"),
     Command(

@@ -25,6 +25,7 @@ usage: meshloom COMMAND [group=option ...] [group.key=value ...]
        meshloom runs [DIR]
        meshloom generate RUN|DIR prompt=TEXT
        meshloom evaluate RUN|DIR [data=...]
+       meshloom export RUN directory=OUT
 
 commands:
 {commands}

@@ -91,14 +91,15 @@ def find_weights(plan: Plan[RunSpec], place: str | None = None) -> Weights | Non
 def _published(place: str, plan: Plan[RunSpec]) -> PublishedWeights:
     folder = open_folder(Path(place.removeprefix(PUBLISHED)))
     with_config = f"{folder.path}/{CONFIG}"
-    declared = _understood(lambda: read_config(folder.config), with_config)
-    expected, unused = _understood(lambda: tensors_in(plan.spec.model, folder.tensors), "model")
+    declared = understood(lambda: read_config(folder.config), with_config)
+    expected, unused = understood(lambda: tensors_in(plan.spec.model, folder.tensors), "model")
     params = leaves_by_path(plan.abstract["params"])
     matched = match_folder(folder, expected, params, plan.spec.checkpoint.weights_skip, unused)
     return PublishedWeights(folder, matched, _differences(declared, plan.spec.model, with_config))
 
 
-def _understood(read: Callable[[], Any], where: str) -> Any:
+def understood(read: Callable[[], Any], where: str) -> Any:
+    """Returns what a function of published models returns; its mistakes are raised as a ConfigError."""
     try:
         return read()
     except NotUnderstood as error:

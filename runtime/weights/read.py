@@ -63,7 +63,7 @@ def _put(to_ours: Callable[[Array], tuple[Array, ...]], taken: tuple[int, ...], 
     """Returns a program: (arrays by slot, a file's tensor, the starts of its slots) -> (a scalar, the arrays)."""
 
     def put(stacks: tuple[tuple[Array, ...], ...], x: Array, starts: tuple[Array, ...]) -> Any:
-        parts = to_ours(x)
+        parts = to_ours(x.astype(jnp.float32))  # exact for all types of files; what is computed does not round
         made = tuple(
             tuple(_placed(array, parts[n], start) for array in stack)
             for n, stack, start in zip(taken, stacks, starts, strict=True)

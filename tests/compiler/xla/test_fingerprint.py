@@ -36,7 +36,7 @@ OUTSIDE = (
     "logging.wandb.entity=other", "logging.wandb.mode=offline", "logging.mlflow.uri=other",
     "logging.mlflow.experiment=other", "watchdog.factor=3", "watchdog.min_seconds=3", "watchdog.abort=true",
     "generate={prompt: a, prompts: b, max_new_tokens: 3, temperature: 1, top_k: 2, top_p: 0.5, seed: 7, stop: [c]}",
-    "generate.batch_size=2",
+    "generate.batch_size=2", "export={format: orbax, directory: out, dtype: float32, max_shard_bytes: 9}",
     "profile.steps=[2,3]", "replay.spike_factor=3", "stragglers.every_num_steps=3", "stragglers.cost_share=0.3",
     "checkpoint.every_num_steps=3",
     "checkpoint.every_num_minutes=1.5", "checkpoint.keep=9", "checkpoint.keep_best=2",
@@ -92,9 +92,17 @@ def test_passes_read_no_more_of_a_declaration_than_its_step_and_its_place(more):
 
 
 def test_keys_outside_of_the_program_do_not_change_it(usual):
-    before, after = (dict(flat(spec_of(*TINY, *more).model_dump(mode="json"))) for more in ((), OUTSIDE))
+    others = (
+        OUTSIDE,
+        ("checkpoint.weights_from=there", "checkpoint.weights_skip=[x]"),
+    )  # beside restore_from: an error
+    before, *after = (dict(flat(spec_of(*TINY, *more).model_dump(mode="json"))) for more in ((), *others))
     own_fields = ("target.", "mesh.", "compiler_options", "overlap.flag_presets")
-    unchanged = {key for key in before if after.get(key, ...) == before[key] and not key.startswith(own_fields)}
+    unchanged = {
+        key
+        for key in before
+        if all(each.get(key, ...) == before[key] for each in after) and not key.startswith(own_fields)
+    }
     assert unchanged == set(keys_of_step(*TINY)), "OUTSIDE changes all others"
     assert fingerprint(*OUTSIDE).digest == usual.digest
 

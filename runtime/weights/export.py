@@ -1,0 +1,309 @@
+"""Exports weights: finds all that can be wrong first, then writes a folder file by file (write.py)."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.format import counted, human_bytes
+from meshloom.compiler.core.places import PUBLISHED, is_published
+from meshloom.compiler.core.trees import leaves_by_path, nested_dict
+from meshloom.compiler.declare.export_spec import EXPORT
+from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.models.published import PublishedTensor, tensors, tensors_in, write_config
+
+from ..checkpoint.parameters import find_saved
+from ..core.exclusive import LOCK, alone
+from ..core.failures import STORAGE, RunFailed, storage_reason
+from ..core.files import file_sha256, parse_json, replace_json
+from ..core.manifest import FILE as MANIFEST
+from ..data.progress import TextProgress
+from .find import understood
+from .folder import CONFIG, INDEX, SINGLE, PublishedFolder, open_folder
+from .match import FROM, is_of_adapter, match_folder, match_saved
+from .origin import Origin, origin_of, tokenizer_files
+from .saved import SavedParams
+from .write import OutTensor, WriteFailed, shards_of, sync_folder, write_tensors
+
+RECORD = "export.json"  # in the folder: where its weights are from, and the hashes of its files
+UNFINISHED = ".unfinished"  # ends the name of a folder that is being written
+LARGEST_FLOAT16 = float(np.finfo(np.float16).max)
+
+
+class Source(Protocol):
+    """Weights by their places among our parameters."""
+
+    def read(self, path: str, index: tuple[int, ...]) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class ExportJob:
+    """An export that passed all checks. content: what tells its weights apart from others. step: None for published
+    files. tensors: in the order in which they are written. config: of the folder; {} for formats without one."""
+
+    spec: RunSpec
+    place: str
+    content: str
+    step: int | None
+    directory: Path
+    dtype: np.dtype[Any]
+    tensors: tuple[OutTensor, ...]
+    config: dict[str, Any]
+    tokenizer: tuple[Path, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Returns what two exports into one folder must have in common."""
+        export = self.spec.export
+        shapes = json.dumps([[tensor.name, tensor.shape] for tensor in self.tensors])
+        return {
+            "weights": self.place,
+            "content": self.content,
+            "step": self.step,
+            "format": export.format,
+            "dtype": str(self.dtype),
+            "max_shard_bytes": export.max_shard_bytes,
+            "tensors": hashlib.sha256(shapes.encode()).hexdigest(),
+        }
+
+
+def prepare_export(spec: RunSpec) -> ExportJob:
+    """Finds the weights and plans the files; writes nothing. Raises ConfigError for all that is wrong with them."""
+    place, export = spec.checkpoint.weights_from, spec.export
+    if place is None:
+        raise ConfigError(
+            [Problem(FROM, "names no weights to export", "set it to RUN, RUN/checkpoints/STEP or hf:DIR")]
+        )
+    if export.directory is None:
+        raise ConfigError([Problem(f"{EXPORT}.directory", "is missing", "name a new folder: directory=OUT")])
+    directory = Path(export.directory).absolute()
+    origin = origin_of(place)
+    dtype = np.dtype(jnp.dtype(export.dtype or _known(origin and origin.dtype) or "bfloat16"))
+    if is_published(place):
+        folder = open_folder(Path(place.removeprefix(PUBLISHED)))
+        made, content, step = _of_folder(folder, spec, dtype), _content_of(folder), None
+        place = f"{PUBLISHED}{folder.path.absolute()}"
+    else:
+        start = find_saved(place, FROM)
+        made, step, place = (
+            _of_checkpoint(SavedParams(start.path), str(start.path), spec, dtype),
+            start.step,
+            str(start.path),
+        )
+        content = hashlib.sha256((start.path / MANIFEST).read_bytes()).hexdigest()
+    base = dict(origin.config) if origin and origin.config else None
+    config = {}
+    if export.format == "huggingface":
+        config = understood(
+            lambda: write_config(spec.model, dtype=str(dtype), max_length=spec.sequence_length, base=base), "model"
+        )
+    return ExportJob(spec, place, content, step, directory, dtype, tuple(made), config, _tokenizer(origin, spec))
+
+
+def _known(dtype: str | None) -> str | None:
+    return dtype if dtype in ("bfloat16", "float16", "float32") else None
+
+
+def _tokenizer(origin: Origin | None, spec: RunSpec) -> tuple[Path, ...]:
+    """Returns the files of the tokenizer: those where the weights began, or of the tokenizer that the data name."""
+    if origin and origin.tokenizer:
+        return origin.tokenizer
+    tokenizer = spec.data.tokenizer
+    if tokenizer is None or tokenizer.kind == "bytes":
+        return ()
+    file = Path(tokenizer.path)
+    beside = tokenizer_files(file.parent)
+    return beside if file in beside else (file,) if file.is_file() else ()
+
+
+def _content_of(folder: PublishedFolder) -> str:
+    found = [[n, str(t), t.file.name, t.start, t.file.stat().st_mtime_ns] for n, t in sorted(folder.tensors.items())]
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+
+
+def _of_folder(folder: PublishedFolder, spec: RunSpec, dtype: np.dtype[Any]) -> list[OutTensor]:
+    """Returns the tensors of a published folder, under the names that it should have, in another type or files."""
+    if spec.export.format != "huggingface":
+        what = f"{spec.export.format} writes the parameters of a run, and {folder.path} is a published folder"
+        raise ConfigError([Problem(f"{EXPORT}.format", what, "choose format=huggingface, or name a run")])
+    named, unused = understood(lambda: tensors_in(spec.model, folder.tensors), "model")
+    match_folder(folder, named, (), (), unused)
+    return [
+        OutTensor(plain.name, plain.shape, dtype, _values(plain.name, folder.tensors[there.name].values, dtype))
+        for plain, there in zip(tensors(spec.model), named, strict=True)
+    ]
+
+
+def _of_checkpoint(saved: SavedParams, place: str, spec: RunSpec, dtype: np.dtype[Any]) -> list[OutTensor]:
+    """Returns the tensors to make of a checkpoint's parameters."""
+    if any(map(is_of_adapter, saved.arrays)):
+        what = f"{place} holds an adapter beside its base, which this version cannot merge"
+        raise ConfigError([Problem(EXPORT, what, "export a run without an adapter")])
+    match_saved(place, saved.arrays, leaves_by_path(spec.model.build().abstract()), ())
+    if spec.export.format != "huggingface":
+        return [_whole(path, saved, dtype) for path in saved.arrays]
+    found: tuple[PublishedTensor, ...] = understood(lambda: tensors(spec.model), "model")
+    ordered = sorted(found, key=lambda tensor: (tensor.slots[0].path, tensor.slots[0].index))  # a stack is read once
+    return [
+        OutTensor(t.name, t.shape, dtype, _values(t.name, lambda t=t: published_values(t, saved), dtype))
+        for t in ordered
+    ]
+
+
+def published_values(tensor: PublishedTensor, source: Source) -> np.ndarray:
+    """Returns the values of a published tensor, made of our parameters, in float32."""
+    ours = tuple(source.read(slot.path, slot.index).astype(np.float32) for slot in tensor.slots)
+    return np.asarray(tensor.to_published(ours))  # type: ignore[arg-type]  # as the contract says
+
+
+def _whole(path: str, saved: SavedParams, dtype: np.dtype[Any]) -> OutTensor:
+    """Returns a parameter as a tensor, which is read by its first dimension."""
+    shape, name = tuple(saved.arrays[path].shape), path.replace("/", ".")
+
+    def parts() -> Iterator[np.ndarray]:
+        for index in [(n,) for n in range(shape[0])] if len(shape) > 1 else [()]:
+            yield in_type(name, saved.read(path, index), dtype)
+
+    return OutTensor(name, shape, dtype, parts)
+
+
+def _values(name: str, read: Callable[[], np.ndarray], dtype: np.dtype[Any]) -> Callable[[], Iterator[np.ndarray]]:
+    return lambda: iter([in_type(name, read(), dtype)])
+
+
+def in_type(name: str, values: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """Returns values in another type. Raises ConfigError if they become infinite in it."""
+    if dtype == np.float16 and values.size and float(np.max(np.abs(values.astype(np.float32)))) > LARGEST_FLOAT16:
+        what = f"{name} has numbers above {LARGEST_FLOAT16:,.0f}, which are infinite in float16"
+        raise ConfigError([Problem(f"{EXPORT}.dtype", what, "choose dtype=bfloat16 or dtype=float32")])
+    return values.astype(dtype)
+
+
+def run_export(job: ExportJob, console: Console) -> None:
+    """Writes the folder, or goes on with one that a killed export left. Raises ConfigError if something else is there,
+    RunFailed if the disk refuses."""
+    if _is_done(job):
+        console.line(f"nothing to do: {job.directory} holds these weights already")
+        return
+    unfinished = job.directory.with_name(job.directory.name + UNFINISHED)
+    with _storage_failures(unfinished):
+        unfinished.mkdir(parents=True, exist_ok=True)
+        busy = Problem(str(unfinished), "another export is writing it", "wait for it, or choose another directory")
+        with alone(unfinished, busy):
+            _write(job, unfinished, console)
+            (unfinished / LOCK).unlink(missing_ok=True)
+            sync_folder(unfinished)
+            unfinished.rename(job.directory)
+            sync_folder(job.directory.parent)
+    _show(job, console)
+
+
+def _is_done(job: ExportJob) -> bool:
+    """Returns True if the folder holds this export. Raises ConfigError if it holds anything else."""
+    folder = job.directory
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return False
+    record = _record(folder)
+    if record.get("of") == job.identity and all((folder / name).is_file() for name in record["files"]):
+        return True
+    what = "holds an export of other weights, or in another form" if record else "holds something else already"
+    what = what if folder.is_dir() else "is a file"
+    raise ConfigError([Problem(f"{EXPORT}.directory", f"{folder} {what}", "name a new folder: directory=OUT")])
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        record = parse_json((folder / RECORD).read_bytes())
+        if isinstance(record, dict) and isinstance(record.get("files"), dict):
+            return record
+    return {}
+
+
+def _write(job: ExportJob, folder: Path, console: Console) -> None:
+    record = _record(folder)
+    if record and record.get("of") != job.identity:
+        what = "holds the unfinished export of other weights, or in another form"
+        raise ConfigError([Problem(str(folder), what, "remove it, or name another folder: directory=OUT")])
+    files: dict[str, str] = {
+        name: sha for name, sha in record.get("files", {}).items() if _is_whole(folder / name, sha)
+    }
+    shards = _named(shards_of(job.tensors, job.spec.export.max_shard_bytes))
+    sizes = {name: sum(tensor.num_bytes for tensor in shard) for name, shard in shards.items()}
+    done = sum(size for name, size in sizes.items() if name in files)
+    _check_room(folder, job.num_bytes - done)
+    replace_json(folder / RECORD, {"of": job.identity, "files": files})
+    if job.spec.export.format == "orbax":
+        tree = nested_dict(
+            {t.name.replace(".", "/"): np.concatenate(list(t.parts())).reshape(t.shape) for t in job.tensors}
+        )
+        shutil.rmtree(folder / "params", ignore_errors=True)
+        ocp.save_pytree(str(folder / "params"), tree)
+        return
+    with TextProgress(console, "exporting", total=job.num_bytes, completed=done) as progress:
+        for name, shard in shards.items():
+            if name not in files:
+                files[name] = write_tensors(folder / name, shard, progress.advance)
+                replace_json(folder / RECORD, {"of": job.identity, "files": files})
+    if len(shards) > 1:
+        listed = {tensor.name: name for name, shard in shards.items() for tensor in shard}
+        replace_json(folder / INDEX, {"metadata": {"total_size": job.num_bytes}, "weight_map": listed})
+    if job.spec.export.format == "huggingface":
+        for file in job.tokenizer:
+            shutil.copyfile(file, folder / file.name)
+        replace_json(folder / CONFIG, job.config)
+        open_folder(folder)
+
+
+def _is_whole(file: Path, sha256: str) -> bool:
+    try:
+        return file_sha256(file) == sha256
+    except OSError:
+        return False
+
+
+def _named(shards: Sequence[list[OutTensor]]) -> dict[str, list[OutTensor]]:
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{n:05}-of-{len(shards):05}.safetensors": shard for n, shard in enumerate(shards, 1)}
+
+
+def _check_room(folder: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        what = f"{human_bytes(num_bytes)} are to be written, and {human_bytes(free)} are free on the disk of {folder}"
+        raise ConfigError([Problem(f"{EXPORT}.directory", what, "free disk space, or choose another directory")])
+
+
+@contextmanager
+def _storage_failures(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, WriteFailed) as error:
+        what = f"the export could not be written: {storage_reason(error) or error}"
+        fix = "free disk space, and type the same command again: it goes on with the files that are whole"
+        raise RunFailed(Problem(str(folder), what, fix), STORAGE) from error
+
+
+def _show(job: ExportJob, console: Console) -> None:
+    of = "" if job.step is None else f" of step {job.step:,}"
+    size = f"{counted(len(job.tensors), 'tensor')}{of}, {human_bytes(job.num_bytes)} in {job.dtype}"
+    console.line(f"exported {size}, read back as they were written: {job.directory}")
+    if job.spec.export.format != "huggingface":
+        return
+    named = ", ".join(file.name for file in job.tokenizer)
+    console.wrapped(f"tokenizer: {named or 'none: there are no such files where the weights began'}")
+    console.command("serve it", ["vllm", "serve", str(job.directory)])
