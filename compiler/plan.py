@@ -9,8 +9,10 @@ import optax
 from jax.sharding import PartitionSpec
 
 from meshloom.models import Model, Params
+from meshloom.models.adapter import only_adapters
 
 from .core.errors import Problem
+from .core.format import counted
 from .core.partition_spec import axes_of
 from .core.trees import leaves_by_path, like, nested_dict, pick
 from .jaxpr.flops import ModelFlops
@@ -32,6 +34,7 @@ class MemoryPlan:
     """Bytes per device of the arrays that are planned one by one. What lives beside them: estimate.py."""
 
     parameters: int
+    adapters: int  # the part of the parameters that adapters are
     master: int  # float32 weights that are updated, where the parameters are stored in another type
     optimizer: int
     scalars: int  # of the state: counts of steps, the loss scale
@@ -39,6 +42,13 @@ class MemoryPlan:
     working_parameters: int  # the copy in the compute type, where that is another type
     prefetched_weights: int  # of the layers that overlap.layers.prefetch gathers ahead, whole, beside the layer's own
     batch: int
+
+    @property
+    def by_role(self) -> dict[str, int]:
+        """Returns the bytes of the parameters; where there are adapters, those of the base and of the adapters."""
+        if not self.adapters:
+            return {"parameters": self.parameters}
+        return {"base": self.parameters - self.adapters, "adapters": self.adapters}
 
     @property
     def state_bytes(self) -> int:
@@ -112,6 +122,19 @@ class Plan(Generic[AnyPlanSpec]):
         return sum(math.prod(plan.array.shape) for plan in self.sharding.parameters)
 
     @property
+    def num_trained_parameters(self) -> int:
+        return sum(math.prod(plan.array.shape) for plan in self.sharding.parameters if plan.array.is_trained)
+
+    @property
+    def adapter(self) -> str | None:
+        """Returns the adapters as text: 'lora of rank 16 beside 7 matrices, 155,648 parameters'; None if there are
+        none. The matrices of all layers of a stack count as one."""
+        if (adapter := self.spec.adapter) is None:
+            return None
+        beside = counted(len(self.model.adapters), "matrix", "matrices")
+        return f"{adapter.kind} of rank {adapter.rank} beside {beside}, {self.num_trained_parameters:,} parameters"
+
+    @property
     def num_active_parameters(self) -> int:
         """Returns the number of parameters that a token meets: of a dimension `experts` its own entries."""
         return sum(_num_active(plan.array, self.model.num_active_experts) for plan in self.sharding.parameters)
@@ -154,6 +177,7 @@ def plan_memory(spec: PlanSpec, mesh: MeshPlan, sharding: ShardingPlan, abstract
     is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
     return MemoryPlan(
         parameters=size(params, specs["params"]),
+        adapters=size(only_adapters(params), specs["params"]),
         master=size(abstract["master"], specs["master"]) if "master" in abstract else 0,
         optimizer=size(abstract["optimizer"], specs["optimizer"]) - scalars_of_optimizer,
         scalars=scalars,

@@ -73,7 +73,8 @@ class Alternative(Record):
 class MemoryReport(Record):
     """The memory of a chip at the worst moment of a step.
 
-    breakdown: bytes by class: parameters, master, optimizer, working_parameters (cast for use), gathered_weights,
+    breakdown: bytes by class: parameters (with adapters: base, adapters), master, optimizer,
+    working_parameters (cast for use), gathered_weights,
     gradients, activations, temporaries, code, reserved, where the compiled program tells them apart; `arguments`
     instead of the first three if no plan names them. fits: whether it fits on the device; None where the chip's memory
     is unknown. host: a chip's arrays in the memory of its host, in none of the figures of the device."""

@@ -82,8 +82,8 @@ def _memory(step: CompiledStep, unknown: dict[str, str], changes: tuple[MemoryCh
     plan, built, peak, estimate = step.plan, step.built, step.peak, step.estimate.memory
     limit, needed, per_chip = limit_bytes(plan.target), step.needed_bytes, used_devices_per_chip(plan.target)
     planned = plan.memory
-    known = {"parameters": planned.parameters, "master": planned.master, "optimizer": planned.optimizer,
-             "scalars": planned.scalars, "batch": planned.batch}  # fmt: skip
+    known = planned.by_role | {"master": planned.master, "optimizer": planned.optimizer,
+                               "scalars": planned.scalars, "batch": planned.batch}  # fmt: skip
     code = None
     if built.memory is not None:
         code = built.memory.code_bytes

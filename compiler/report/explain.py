@@ -47,6 +47,8 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
     flops = plan.model_flops_per_step
     told = "an unknown number of FLOPs" if flops is None else f"{flops:.4g} FLOPs"
     console.wrapped(("model", "bold"), f" {plan.num_parameters:,} parameters, {told} per step")
+    if plan.adapter:
+        console.wrapped(("adapter", "bold"), f" {plan.adapter}; the others are frozen")
     for one in unknown_primitives(plan, estimate):
         console.wrapped(("unknown", "yellow"), f" {one}")
     for title, how in _operation_lines(plan):

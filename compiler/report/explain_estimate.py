@@ -154,7 +154,7 @@ def _memory(plan: Plan, estimate: StepEstimate) -> Table:
     known, peak = plan.memory, estimate.memory
     ahead = f"; {human_bytes(known.prefetched_weights)} a layer ahead" if known.prefetched_weights else ""
     classes: tuple[tuple[str, int, str], ...] = (
-        ("parameters", known.parameters, "exact"),
+        *((name, count, "exact") for name, count in known.by_role.items()),
         ("master", known.master, "exact"),
         ("optimizer", known.optimizer, "exact"),
         ("scalars, batch", known.scalars + known.batch, "exact"),

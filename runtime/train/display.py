@@ -66,6 +66,8 @@ def show_header(console: Console, plan: Plan[RunSpec]) -> None:
     """Shows the run that is about to start, in one line, and its warnings."""
     say(console, f"meshloom train: {plan.num_parameters / 1e6:,.1f} M parameters, {plan.mesh} on {plan.target.name}, "
         f"{counted(plan.spec.num_steps, 'step')} of {counted(plan.spec.tokens_per_step, 'token')}")  # fmt: skip
+    if plan.adapter:
+        say(console, f"adapter: {plan.adapter}; the others are frozen")
     if plan.flag_presets:
         say(console, f"flag presets: {plan.flag_presets}")
     own = (*warnings_of_demo_data(plan), *_not_judged(plan), *_not_counted(plan))

@@ -237,6 +237,8 @@ def test_no_gradient_of_the_base_is_reduced_or_stored():
     assert memory.gradients == of_adapters
     base = sum(x.size for path, x in leaves_by_path(adapted.abstract["params"]).items() if not is_adapter(path))
     assert memory.parameters == of_adapters + 2 * base // 8  # in the compute type, as they are never updated
+    assert memory.by_role == {"base": 2 * base // 8, "adapters": of_adapters}
+    assert adapted.adapter == f"lora of rank 16 beside 7 matrices, {sum(sizes.values()) * 8:,} parameters"
     assert {path.split("/")[1] for path in adapted.sharding.trained} == {"adapter"}
 
 
