@@ -46,11 +46,13 @@ class ChatError(Exception):
 @dataclass(frozen=True)
 class Chat:
     """A chat as text. trained: the spans of text to learn. masked_by: how they were found. Special tokens in the text
-    are those of the template, unless masked_by is completion: a prompt and a completion are text alone."""
+    are those of the template, unless masked_by is completion: a prompt and a completion are text alone. holds_today:
+    whether the template wrote today's date."""
 
     text: str
     trained: tuple[tuple[int, int], ...]
     masked_by: MaskedBy
+    holds_today: bool = False
 
     def __len__(self) -> int:
         return len(self.text)
@@ -133,14 +135,14 @@ class _Generation(Extension):
 @dataclass
 class ChatTemplate:
     """A template of Jinja, in a sandbox. place: its file, for messages. variables: what it gets beside a chat. date:
-    what it may write; None: today. wrote_today: whether it did."""
+    what it may write; None: today."""
 
     source: str
     place: str
     hidden: HiddenTokens
     variables: Mapping[str, Any]
     date: datetime.date | None = None
-    wrote_today: bool = field(default=False, init=False)
+    _wrote_today: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -160,6 +162,7 @@ class ChatTemplate:
         Raises ChatError."""
         hidden: Messages = self.hidden.hide([*messages])
         more = self.hidden.hide(dict(extra))
+        self._wrote_today = False
         text = self._render(hidden, more)
         if self.has_tag:
             text, spans = _marked_spans(text)
@@ -172,7 +175,7 @@ class ChatTemplate:
                 if n >= num_given and message["role"] == MODEL
             ]
         spans = [(start, stop) for start, stop in spans if start < stop]
-        return Chat(text, tuple(spans), "generation" if self.has_tag else "prefix")
+        return Chat(text, tuple(spans), "generation" if self.has_tag else "prefix", self._wrote_today)
 
     def _span_of(self, text: str, messages: Messages, number: int, extra: Mapping[str, Any]) -> tuple[int, int]:
         """Returns the span of a message, from texts without those after it."""
@@ -210,7 +213,7 @@ class ChatTemplate:
         return self.hidden.unescaped(text)
 
     def _write_date(self, pattern: str) -> str:
-        self.wrote_today |= self.date is None
+        self._wrote_today |= self.date is None
         now = datetime.datetime.now() if self.date is None else datetime.datetime.combine(self.date, datetime.time())
         return now.strftime(pattern)
 

@@ -18,6 +18,7 @@ from .tokenizers import HuggingFace, Tokenizer
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 KEYS = ("messages", "prompt", "completion")
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"  # of a line, as the trl library reads them
+TODAY = "today"  # beside the ways to find what is trained on
 WRITE = "write one JSON object per line, with messages, or with prompt and completion"
 
 
@@ -60,10 +61,17 @@ class ChatReader:
             return self._chat(value)
         except ChatError as error:
             return Problem(place, error.what, error.fix)
+        except RecursionError:
+            return Problem(place, "is nested too deeply", "write its parts as text")
 
     def _chat(self, line: Mapping[str, Any]) -> Chat:
         extra = {key: value for key, value in line.items() if key not in (*KEYS, TEMPLATE_ARGUMENTS)}
-        extra |= line.get(TEMPLATE_ARGUMENTS) or {}
+        arguments = line.get(TEMPLATE_ARGUMENTS) or {}
+        if not isinstance(arguments, dict):
+            raise ChatError(
+                f"'{TEMPLATE_ARGUMENTS}' is {type(arguments).__name__}, not an object", "write {key: value}"
+            )
+        extra |= arguments
         if refused := [key for key in extra if key in self._own_variables]:
             raise ChatError(f"sets '{refused[0]}', which the tokenizer sets", "leave it out, or name it otherwise")
         if "messages" in line:
@@ -143,5 +151,6 @@ def how_masked(kinds: Sequence[str]) -> str:
         "generation": "by the template's {% generation %}",
         "prefix": "by what the template writes up to each answer, and to its end",
         "completion": "completions",
+        TODAY: "with today's date, which data.source.date fixes",
     }
     return ", ".join(words[kind] for kind in kinds)

@@ -141,6 +141,7 @@ def _check_size(num_bytes: int, data: DataSpec, source: OneSource, where: str) -
     what = f"has more than data.max_text_bytes={data.max_text_bytes:,} bytes of text to tokenise at the start of each run"  # fmt: skip  # noqa: E501
     line = shlex.join(["meshloom", "data", *overrides_of(source, data), "shards.directory=tokens"])
     fix = f"tokenise it once: {line}, then train with data=tokens data.source.directory=tokens"
+    fix += " data.packing=first_fit data.isolate_documents=true" if source.kind == "chats" else ""
     raise ConfigError([Problem(where, what, fix)])
 
 

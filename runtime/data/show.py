@@ -9,7 +9,7 @@ from meshloom.compiler.core.console import Console, Part
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import counted
 
-from .chat_template import Chat
+from .chat_template import Chat, ChatError
 from .chats import how_masked
 from .documents import Document
 from .tokenize import encoded, is_empty
@@ -42,7 +42,7 @@ def show_document(console: Console, documents: Iterable[Document | Problem], tok
 def _tokens(document: Document, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     try:
         tokens, masks = encoded([document.content], tokenizer)
-    except (UnicodeDecodeError, OverflowError) as error:
+    except (UnicodeDecodeError, OverflowError, ChatError) as error:
         raise ConfigError([Problem(document.name, str(error), "convert it to UTF-8")]) from error
     return tokens[0], masks[0] if masks else np.ones(len(tokens[0]), bool)
 

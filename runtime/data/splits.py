@@ -149,7 +149,9 @@ def _check_vocabulary(spec: RunSpec, corpora: list[Corpus]) -> None:
     for tokenizer in dict.fromkeys(corpus.tokenizer for corpus in corpora if corpus.tokenizer):
         if size < tokenizer.vocab_size:
             what = f"{size} is less than the {tokenizer.vocab_size} tokens of tokenizer '{tokenizer.kind}'"
-            problems.append(Problem("model.vocab_size", what, f"use {tokenizer.vocab_size} or more"))
+            own = ", or the tokenizer that the weights were trained with: data.tokenizer.path=FOLDER"
+            fix = f"use {tokenizer.vocab_size} or more{own if tokenizer.kind == 'huggingface' else ''}"
+            problems.append(Problem("model.vocab_size", what, fix))
     for corpus in corpora:
         if corpus.tokenizer and corpus.largest_token >= corpus.tokenizer.vocab_size:
             what = f"holds token {corpus.largest_token}; its tokenizer has {corpus.tokenizer.vocab_size}"

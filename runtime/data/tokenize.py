@@ -10,6 +10,7 @@ from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
 
 from .chat_template import Chat, ChatError
 from .chat_tokens import chat_tokens
+from .chats import TODAY
 from .documents import Document, Part
 from .store import Shard, TokenStore, name_hash
 from .tokenizers import HuggingFace, Tokenizer
@@ -22,8 +23,8 @@ EMPTY_DOCUMENTS = np.zeros((0, 2), "<u8")
 @dataclass(frozen=True)
 class Encoded:
     """Documents as tokens. documents: (n, 2) as in a `Shard`, with lengths instead of ends. trained: as in a `Shard`.
-    masked_by: how that was found. num_empty: documents without text, which are left out. part, next_document: the
-    place of the next document in the corpus."""
+    masked_by: how that was found, and TODAY. num_empty: documents without text, which are left out. part,
+    next_document: the place of the next document in the corpus."""
 
     tokens: np.ndarray
     documents: np.ndarray
@@ -118,7 +119,8 @@ def _size(document: Document) -> int:
 
 
 def _masked_by(batch: Sequence[Document]) -> frozenset[str]:
-    return frozenset(one.content.masked_by for one in batch if isinstance(one.content, Chat))
+    chats = [one.content for one in batch if isinstance(one.content, Chat)]
+    return frozenset([*(chat.masked_by for chat in chats), *(TODAY for chat in chats if chat.holds_today)])
 
 
 def _encode(

@@ -136,7 +136,9 @@ class HuggingFace(Tokenizer):
             config = json.loads(path.read_bytes()) if path.is_file() else {}
         except (OSError, ValueError) as error:
             raise _broken(str(path), "tokenizer_config.json", f": {error}") from error
-        return config if isinstance(config, dict) else {}
+        if not isinstance(config, dict):
+            raise _broken(str(path), "tokenizer_config.json", f": it is a {type(config).__name__}")
+        return config
 
     @cached_property
     def token_variables(self) -> dict[str, str]:
@@ -150,10 +152,15 @@ class HuggingFace(Tokenizer):
         """Returns the chat templates of the folder by name, each with its place. The main one is `default`."""
         declared, place = self._config.get("chat_template"), str(self.folder / CONFIG_FILE)
         entries = declared if isinstance(declared, list) else [{"name": "default", "template": declared}]
-        found = {one["name"]: (one["template"], place) for one in entries if isinstance(one["template"], str)}
+        named = [(one.get("name"), one.get("template")) for one in entries if isinstance(one, dict)]
+        found = {name: (text, place) for name, text in named if isinstance(name, str) and isinstance(text, str)}
         files = {path.stem: path for path in sorted((self.folder / "additional_chat_templates").glob("*.jinja"))}
         files |= {"default": main} if (main := self.folder / "chat_template.jinja").is_file() else {}
-        return found | {name: (path.read_text(), str(path)) for name, path in files.items()}
+        try:
+            return found | {name: (path.read_text(encoding="utf-8"), str(path)) for name, path in files.items()}
+        except (OSError, UnicodeDecodeError) as error:
+            what = f"a chat template of {self.folder} cannot be read: {error}"
+            raise ConfigError([Problem(f"{WHERE}.path", what, "write it again, in UTF-8")]) from error
 
     @cached_property
     def hidden(self) -> HiddenTokens:

@@ -16,6 +16,7 @@ from pydantic import JsonValue, NonNegativeInt
 from meshloom.models.config import Record
 
 from ..core.files import file_sha256, replace_json
+from .chats import TODAY
 from .shards import DOCUMENT_BYTES, INDEX, PROGRESS, Index, ShardFiles, StoredTokenizer
 from .tokenize import Encoded
 
@@ -94,7 +95,7 @@ class ShardWriter:
             document=encoded.next_document,
             num_text_bytes=self._done.num_text_bytes + encoded.num_text_bytes,
             num_empty=self._done.num_empty + encoded.num_empty,
-            masked_by=tuple(sorted({*self._done.masked_by, *encoded.masked_by})),
+            masked_by=tuple(sorted({*self._done.masked_by, *encoded.masked_by} - {TODAY})),
         )
         if time.monotonic() - self._last_commit > COMMIT_SECONDS:
             self.commit()

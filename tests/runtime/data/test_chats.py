@@ -276,6 +276,17 @@ def test_other_keys_and_variables_reach_the_template(bytes_folders, tmp_path):
     assert tokenizer.decode(_documents(store)[0][0]) == 'écalm[{"n": "<"}]26 Jul 2026|ab'
 
 
+def test_a_template_that_writes_the_day_is_reported(bytes_folders, tmp_path):
+    """Tomorrow its tokens are others, and a run would begin its data again."""
+    template = _template_file(tmp_path / "t.jinja", "{{ strftime_now('%Y') }}" + CHATML)
+    path = write_lines(tmp_path / "x.jsonl", *[{"messages": turns("a" * 90, "b")}] * 8)
+    words = (*_words(bytes_folders["chatml"], path, template), *BATCH, "num_steps=1")
+    assert "with today's date, which data.source.date fixes" in open_data(spec_of(*words)).summary
+    assert "date" not in open_data(spec_of(*words, "data.source.date=2026-07-26")).summary
+    with pytest.raises(ConfigError, match="is not a date"):
+        spec_of(*words, "data.source.date=26.7.2026")
+
+
 def test_a_template_is_chosen_by_its_name(tmp_path):
     own = "{% for m in messages %}{{ m.content }}{% endfor %}"
     folder = write_folder(tmp_path / "f", "chatml", None, chat_template=[{"name": "default", "template": CHATML}, {"name": "bare", "template": own}])  # fmt: skip  # noqa: E501
@@ -365,6 +376,8 @@ def _mistakes():
     yield "no content", {"messages": [{"role": "user"}]}, "message 0 of 'messages' has no 'content'"
     yield "surrogate", {"messages": turns("\ud800", "b")}, "is not Unicode"
     yield "noncharacter", {"messages": turns("a\ufdd0", "b")}, "U+FDD0"
+    yield "arguments", {**ok, "chat_template_kwargs": [1]}, "'chat_template_kwargs' is list"
+    yield "deep", {**ok, "tools": json.loads("[" * 600 + "]" * 600)}, "nested too deeply"
     yield "variable", {**ok, "eos_token": "x"}, "sets 'eos_token'"
 
 
