@@ -131,7 +131,7 @@ class Reader:
                 self.only(key, *allowed, otherwise=allowed[0], fix=_FIXES.get(key, ""))
         known = self.asked | UNUSED | ONLY.keys()
         for key, value in self.values.items():
-            if key not in known:
+            if key not in known and value is not None:
                 near = get_close_matches(key, sorted(known), n=1, cutoff=0.8)
                 hint = f"did you mean '{near[0]}'? " if near else ""
                 what = f"{_shown(value)}: this key is not known, and may change what the model computes"
