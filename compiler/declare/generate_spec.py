@@ -16,10 +16,12 @@ TopP = Annotated[float, Field(gt=0, le=1)]
 
 
 class GenerateSpec(Config):
-    """Settings of `meshloom generate`. prompt: a text; "" begins a document. prompts: a file with a prompt on each
-    line, or JSON lines with `prompt`. Of both one is given."""
+    """Settings of `meshloom generate`. prompt: a text; "" begins a document. chat: what a user says, which the chat
+    template of the tokenizer's folder writes. prompts: a file with a prompt on each line, or JSON lines with `prompt`
+    or `messages`. One of them is given."""
 
     prompt: str | None
+    chat: str | None
     prompts: LocalPath | None
     max_new_tokens: PositiveInt  # fewer where the model has no position left
     temperature: NonNegativeFloat  # 0: the likeliest token
@@ -31,7 +33,7 @@ class GenerateSpec(Config):
 
 
 SECTION = "generate"
-_TEXTS = ("prompt", "prompts", "stop")  # keys whose values are text as it stands
+_TEXTS = ("prompt", "chat", "prompts", "stop")  # keys whose values are text as it stands
 
 
 def in_generate_section(words: Sequence[str]) -> list[str]:
@@ -47,6 +49,10 @@ def _in_section(word: str) -> str:
     keys = list(GenerateSpec.model_fields)
     if not equals or not get_close_matches(key, keys, cutoff=0.75):  # of max_tokens the error names max_new_tokens
         return word
-    if key not in _TEXTS or (key == "stop" and value.startswith("[")) or (key != "prompt" and value == "null"):
+    if (
+        key not in _TEXTS
+        or (key == "stop" and value.startswith("["))
+        or (key in ("prompts", "stop") and value == "null")
+    ):
         return f"{SECTION}.{word}"
     return override(f"{SECTION}.{key}", [value] if key == "stop" else value)

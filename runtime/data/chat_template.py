@@ -177,6 +177,11 @@ class ChatTemplate:
         spans = [(start, stop) for start, stop in spans if start < stop]
         return Chat(text, tuple(spans), "generation" if self.has_tag else "prefix", self._wrote_today)
 
+    def opening(self, messages: Messages) -> Chat:
+        """Returns a chat up to where the model answers. Raises ChatError."""
+        text = self._without_tags(self.hidden.hide([*messages]), {}, add_generation_prompt=True)
+        return Chat(text, (), "prefix")
+
     def _span_of(self, text: str, messages: Messages, number: int, extra: Mapping[str, Any]) -> tuple[int, int]:
         """Returns the span of a message, from texts without those after it."""
         start = self._length_before(text, messages, number, extra)

@@ -75,7 +75,7 @@ class ChatReader:
         if refused := [key for key in extra if key in self._own_variables]:
             raise ChatError(f"sets '{refused[0]}', which the tokenizer sets", "leave it out, or name it otherwise")
         if "messages" in line:
-            return self.template.chat(_messages(line["messages"], "messages"), extra)
+            return self.template.chat(check_messages(line["messages"], "messages"), extra)
         missing = [key for key in ("prompt", "completion") if key not in line]
         if missing:
             has = f"has no key 'messages', and no '{missing[0]}'"
@@ -84,8 +84,8 @@ class ChatReader:
         if isinstance(prompt, str) and isinstance(completion, str):
             check_unicode(prompt + completion)
             return plain_chat(prompt, completion)
-        given = _messages(prompt, "prompt")
-        return self.template.chat([*given, *_messages(completion, "completion")], extra, num_given=len(given))
+        given = check_messages(prompt, "prompt")
+        return self.template.chat([*given, *check_messages(completion, "completion")], extra, num_given=len(given))
 
     @cached_property
     def _own_variables(self) -> frozenset[str]:
@@ -101,7 +101,7 @@ def chat_reader(source: ChatsSource, where: str, tokenizer: Tokenizer | None) ->
     return ChatReader(source, where, tokenizer)
 
 
-def _messages(value: Any, key: str) -> Messages:
+def check_messages(value: Any, key: str) -> Messages:
     """Returns messages that have roles. Raises ChatError."""
     if not isinstance(value, list):
         raise ChatError(f"'{key}' is {type(value).__name__}, not a list of messages", WRITE)

@@ -25,7 +25,7 @@ from meshloom.compiler.step.decode import BatchShape
 from meshloom.compiler.step.sampling import Sampling
 from meshloom.compiler.xla.programs import Programs, lower_generation
 
-from ..data.tokenizers import Tokenizer
+from ..data.tokenizers import HuggingFace, Tokenizer
 from .open_weights import Session, compile_programs
 from .text_stream import Stops, TextStream
 
@@ -103,6 +103,9 @@ class Generator:
     def __init__(self, session: Session, params: Any, tokenizer: Tokenizer, ends: Collection[int], console: Console):
         self.session, self.plan, self.mesh, self.tokenizer = session, session.plan, session.mesh, tokenizer
         self._ends, self._console = frozenset(ends), console
+        self._special = (
+            frozenset(tokenizer.special.values()) if isinstance(tokenizer, HuggingFace) else frozenset[int]()
+        )
         self._stored, self._params = params, None
         self._programs: dict[BatchShape, Programs] = {}
 
@@ -126,8 +129,11 @@ class Generator:
         most, longest = settings.max_new_tokens, self.plan.model.max_length
         if longest is not None:
             most = min(most, longest - len(prompt.tokens))
-        stream = TextStream(self.tokenizer.decode, prompt.tokens[-TOKENS_BEFORE:])
+        stream = TextStream(self._decode, prompt.tokens[-TOKENS_BEFORE:])
         return _Row(number, prompt, most, stream, Stops(settings.stop))
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode([token for token in tokens if token not in self._special])
 
     def _run_batch(self, rows: list[_Row], size: int, settings: GenerateSpec) -> Iterator[Piece | Completion]:
         for step in self._tokens(rows, size, settings):

@@ -29,8 +29,8 @@ from ..data.tokenizers import Tokenizer
 from ..processes.process_log import say
 from ..train.feed import in_token_order, local_rows, sequences_of, to_devices
 from .generate import Completion, Generator
-from .generation_job import make_prompt
 from .open_weights import OpenedWeights, Session, compile_programs, open_weights
+from .prompts import Given, PromptMaker
 
 SCORES = "scores"
 DEFAULT_MAX_TOKENS = 256  # of a completion, where a task names none; the harness's own
@@ -216,8 +216,9 @@ def complete(scorer: Scorer, tokenizer: Tokenizer, prompts: Sequence[str], wante
             "top_p": wanted.get("top_p") or None,
         }
     )
-    ends = [tokenizer.identity.end_of_document]
-    generator = Generator(session.plan, session.mesh, scorer.weights.params, tokenizer, ends)
-    events = generator.run([make_prompt(text, tokenizer) for text in prompts], settings)
+    maker = PromptMaker.of(session.plan.spec, tokenizer)
+    ends, quiet = maker.ends(is_chat=False), Console(is_quiet=True)
+    generator = Generator(session, scorer.weights.params, tokenizer, ends, quiet)
+    events = generator.run([maker.make(Given("a task", text)) for text in prompts], settings)
     texts = {each.number: each.text for each in events if isinstance(each, Completion)}
     return [texts[number] for number in range(len(prompts))]

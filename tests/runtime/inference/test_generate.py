@@ -104,4 +104,6 @@ def test_a_mistake_is_one_clear_error_before_a_weight_is_read(overrides, said):
 def test_a_line_of_prompts_that_is_none_is_named(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a"}\n{"text": "b"}\n')
-    assert f"line 2 of {file} is not a JSON object with a text as `prompt`" in problem_of(f"generate.prompts={file}")
+    assert f"{file}:2: is not a JSON object with a text as `prompt`, or `messages`" in problem_of(
+        f"generate.prompts={file}"
+    )
