@@ -3,6 +3,7 @@
     hydra.callbacks, hydra.job_logging, hydra.launcher, ...   Hydra calls what they name
     hydra.searchpath: [pkg://a.b]                             Hydra imports a.b: only what user_code.py allows
     artifact, compilation_cache                               programs are loaded from there
+    evaluation.tasks_path                                     a task of lm-evaluation-harness may name code
     compiler_options: {xla_gpu_cuda_data_dir: ...}            XLA runs files there, or writes there
     distributed.coordinator_address                           every process connects to it
     data.source.paths: ["https://host/${oc.env:TOKEN}"]       a value would be sent there; put together, too
@@ -48,6 +49,7 @@ FREE_OF_HYDRA = ("run.dir", "sweep.dir", "sweep.subdir", "searchpath", "help", "
 # Keys of a declaration that only the command line may set. A file may repeat the value of conf/config.yaml, or null.
 TYPED_ONLY = {
     "artifact": "its programs are loaded, which runs code",
+    "evaluation.tasks_path": "a task may name code, which runs",
     "compilation_cache": "the programs in it are loaded, which runs code",
     "distributed.coordinator_address": "every process connects to it",
 }

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
 from meshloom.compiler.core.key_paths import is_within
 from meshloom.compiler.core.places import PlaceError, expanded, is_url
 from meshloom.compiler.declare.compose import Request
@@ -30,7 +30,8 @@ WHAT_TO_NAME = (
     "name a run directory (`meshloom runs` lists them), RUN/checkpoints/STEP, or a folder of published weights"
 )
 OF_THE_RUN = (  # not of its weights: places of files, processes, observers; and keys that load or run code
-    "artifact", "checkpoint", "compilation_cache", "compile", "compiler_options", "distributed", "hydra", "launch",
+    "artifact", "checkpoint", "compilation_cache", "compile", "compiler_options", "distributed", "evaluation.split",
+    "evaluation.tasks", "evaluation.tasks_path", "export", "generate", "hydra", "launch",
     "logging", "objective", "on_nonfinite", "on_out_of_memory", "profile", "replay", "run", "shards", "stragglers",
     "sweep", "tune", "watchdog",
 )  # fmt: skip
@@ -81,8 +82,21 @@ def _recorded(place: str) -> tuple[Sequence[str], Sequence[str], str, str | None
         what = "records no overrides: it was declared by a value in Python, or an older version of Meshloom trained it"
         raise ConfigError([Problem(str(run_dir / RECORD_FILE), what, "train from overrides, with this version")])
     kept = [text for text in record.request.overrides if _is_of_weights(text)]
+    raise_if_any(_sends_value(run_dir, text) for text in kept if is_url_with_value(text))
     weights = override(WEIGHTS_FROM, _checkpoints_of(run_dir) + (f"/{step}" if step else ""))
     return kept, [weights], record.request.config_name, record.request.config_path
+
+
+def is_url_with_value(text: str) -> bool:
+    """Returns True for an override by which a value of this machine could become part of a URL."""
+    return "://" in text and "${" in text
+
+
+def _sends_value(run_dir: Path, text: str) -> Problem:
+    what = f"records a URL with a value in it, which would be sent there: {text}"
+    return Problem(
+        str(run_dir / RECORD_FILE), what, f"name {overridden_key(text)} yourself, or train without the value"
+    )
 
 
 def _run_of(folder: Path) -> tuple[Path, str | None]:

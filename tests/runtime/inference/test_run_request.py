@@ -17,6 +17,7 @@ OF_ITS_WEIGHTS = (
 )  # fmt: skip
 DECLARED = (
     *OF_ITS_WEIGHTS, "hydra.run.dir=runs/a", "artifact=x", "checkpoint.every_num_steps=9", "compilation_cache=c",
+    "evaluation.tasks_path=tasks", "compiler_options.xla_dump_to=there",
 )  # fmt: skip
 OPENS = Command("evaluate", "", "", opens_weights=True)
 
@@ -77,6 +78,12 @@ def test_what_is_no_folder_of_weights_is_one_error_that_says_what_to_name(run_di
     record = json.loads((run_dir / "run.json").read_text())
     (run_dir / "run.json").write_text(json.dumps(record | {"request": None}))
     assert "records no overrides" in _error(run_dir)
+
+
+def test_a_run_of_somebody_else_sends_no_value_of_this_machine(tmp_path):
+    paths = "data.source.paths=['https://host/${oc.env:TOKEN}']"
+    with recorded_run(tmp_path, "train", Request(("data=text_files", paths))):
+        assert "records a URL with a value in it" in _error(tmp_path)
 
 
 @pytest.mark.parametrize(("words", "what"), [
