@@ -185,12 +185,22 @@ class ChatTemplate:
     def _span_of(self, text: str, messages: Messages, number: int, extra: Mapping[str, Any]) -> tuple[int, int]:
         """Returns the span of a message, from texts without those after it."""
         start = self._length_before(text, messages, number, extra)
-        until = self._without_tags(messages[: number + 1], extra)
+        until = self._body(messages[: number + 1], extra)
         if not text.startswith(until):
             raise _rewrites(number)
         ends = [found.end() for found in self.hidden.tokens.finditer(until, start)]
         is_ended = bool(ends) and not until[ends[-1] :].strip()
         return start, ends[-1] if is_ended else len(until)
+
+    def _body(self, messages: Messages, extra: Mapping[str, Any]) -> str:
+        """Returns the text of messages without what a template writes at the end of a chat, such as the end of a
+        document: the text that is also written where an answer is asked for."""
+        whole = self._without_tags(messages, extra)
+        asking = self._without_tags(messages, extra, add_generation_prompt=True)
+        pairs = enumerate(zip(whole, asking, strict=False))
+        length = next((n for n, (one, other) in pairs if one != other), min(len(whole), len(asking)))
+        halved = [found.start() for found in self.hidden.tokens.finditer(whole) if found.start() < length < found.end()]
+        return whole[: halved[0] if halved else length]
 
     def _length_before(self, text: str, messages: Messages, number: int, extra: Mapping[str, Any]) -> int:
         """Returns the number of characters before a message, with those that ask the model for it."""

@@ -426,7 +426,7 @@ FAILING = {
     "escapes": ("{{ messages.__class__.__mro__ }}", "fails: SecurityError"),
     "changes": ("{{ messages.append(1) }}", "fails: SecurityError"),
     "ends": (
-        "{% for m in messages %}{{ m.content }}{% endfor %}{{ messages | length if not add_generation_prompt }}",
+        "{% for m in messages %}{{ m.content }}{% if loop.last and m.role != 'user' %}!{% endif %}{% endfor %}",
         "message 1: the chat template changes earlier turns",
     ),
     "rewrites": (
@@ -443,6 +443,15 @@ def test_a_template_that_fails_is_an_error_of_the_line(folders, tmp_path, name):
     problem = _problem(folders["chatml"], path, _template_file(tmp_path / "t.jinja", template))
     assert problem.where == f"{path}:1"
     assert what in problem.what
+
+
+def test_what_a_template_writes_at_the_end_belongs_to_no_answer(bytes_folders, tmp_path):
+    """As some do: the end of a document, where they do not ask for an answer."""
+    template = untagged(CHATML).removesuffix("{%- endif %}\n") + "{%- else %}{{- '<|endoftext|>' }}{%- endif %}"
+    path = write_lines(tmp_path / "x.jsonl", {"messages": CHATS[1]})
+    ((tokens, trained),) = _documents(_store(bytes_folders["chatml"], path, _template_file(tmp_path / "t", template)))
+    counted, is_trained = _by_hand("chatml", CHATS[1])
+    assert (tokens, trained) == ([*counted, SPECIAL["chatml"].index("<|endoftext|>")], [*is_trained, False])
 
 
 def test_a_template_that_rewrites_turns_is_taken_if_it_marks_them(folders, tmp_path):
