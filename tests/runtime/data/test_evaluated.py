@@ -9,6 +9,8 @@ from conftest import spec_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.runtime.data import open_data
 from meshloom.runtime.data.evaluated import open_evaluated
+from meshloom.runtime.data.tokenizers import open_tokenizer
+from support.chats import TAGGED, turns, write_folder, write_lines
 
 EVERYTHING = "evaluation.num_batches=100000"
 LONG = ("sequence_length=512", "global_batch_size=7")
@@ -60,6 +62,19 @@ def test_of_a_mixture_each_source_is_evaluated_alone_too(tmp_path):
     assert [(part.name, part.num_sequences) for part in data.parts] == [("data", 100), ("a", 50), ("b", 90)]
     assert {token for batch in data.parts[1].batches for token in batch["inputs"].ravel()} == {ord("a")}
     assert data.unit == "byte"
+
+
+def test_of_chats_the_answers_alone_count(tmp_path):
+    """Each answer has a target for each of its tokens, and one for the token that ends it."""
+    folder = write_folder(tmp_path / "tokenizer", "chatml", TAGGED["chatml"])
+    answers = ["four", "A longer one, of two clauses."]
+    path = write_lines(tmp_path / "x.jsonl", *({"messages": turns("A question?", answer)} for answer in answers))
+    spec = spec_of("data=chats", f"data.source.paths=[{path}]", f"data.tokenizer.path={folder}", "evaluation.split=all",
+                   "sequence_length=128", "model.vocab_size=1100")  # fmt: skip
+    (whole,) = open_evaluated(spec).parts
+    tokenizer = open_tokenizer(spec.data.tokenizer)
+    own = [len(tokens) + 1 for tokens in tokenizer.encode_texts([answer.encode() for answer in answers])]
+    assert sum(int((batch["targets"] >= 0).sum()) for batch in whole.batches) == sum(own)
 
 
 @pytest.mark.parametrize(("overrides", "said"), [
