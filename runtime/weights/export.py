@@ -20,6 +20,7 @@ from meshloom.compiler.core.places import PUBLISHED, is_published
 from meshloom.compiler.core.trees import leaves_by_path, nested_dict
 from meshloom.compiler.declare.export_spec import EXPORT
 from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.models.contract import Params
 from meshloom.models.published import PublishedTensor, tensors, tensors_in, write_config
 
 from ..checkpoint.parameters import find_saved
@@ -30,7 +31,7 @@ from ..core.manifest import FILE as MANIFEST
 from ..data.progress import TextProgress
 from .find import understood
 from .folder import CONFIG, INDEX, SINGLE, PublishedFolder, open_folder
-from .match import FROM, is_of_adapter, match_folder, match_saved
+from .match import FROM, match_folder, match_saved
 from .origin import Origin, origin_of, tokenizer_files
 from .saved import SavedParams
 from .write import OutTensor, WriteFailed, shards_of, sync_folder, write_tensors
@@ -41,9 +42,24 @@ LARGEST_FLOAT16 = float(np.finfo(np.float16).max)
 
 
 class Source(Protocol):
-    """Weights by their places among our parameters."""
+    """Parameters by their paths: their shapes in `arrays`, and their values in pieces."""
 
-    def read(self, path: str, index: tuple[int, ...]) -> np.ndarray: ...
+    arrays: dict[str, Any]
+
+    def read(self, path: str, index: tuple[int, ...]) -> np.ndarray:
+        """Returns a parameter without the leading dimensions that the index picks."""
+        ...
+
+
+class LoadedParams:
+    """Parameters on devices, by their paths."""
+
+    def __init__(self, params: Params):
+        self.arrays = leaves_by_path(params)
+
+    def read(self, path: str, index: tuple[int, ...]) -> np.ndarray:
+        """Returns a parameter without the leading dimensions that the index picks."""
+        return np.asarray(self.arrays[path][index])
 
 
 @dataclass(frozen=True)
@@ -81,8 +97,11 @@ class ExportJob:
         }
 
 
-def prepare_export(spec: RunSpec) -> ExportJob:
-    """Finds the weights and plans the files; writes nothing. Raises ConfigError for all that is wrong with them."""
+def prepare_export(spec: RunSpec, open_merged: Callable[[RunSpec], Params]) -> ExportJob:
+    """Finds the weights and plans the files; writes nothing. Raises ConfigError for all that is wrong with them.
+
+    open_merged: loads the parameters of a run that trained an adapter, merged with its base.
+    """
     place, export = spec.checkpoint.weights_from, spec.export
     if place is None:
         raise ConfigError(
@@ -98,12 +117,10 @@ def prepare_export(spec: RunSpec) -> ExportJob:
         made, content, step = _of_folder(folder, spec, dtype), _content_of(folder), None
         place = f"{PUBLISHED}{folder.path.absolute()}"
     else:
+        merged = LoadedParams(open_merged(spec)) if spec.adapter is not None else None  # it starts devices first
         start = find_saved(place, FROM)
-        made, step, place = (
-            _of_checkpoint(SavedParams(start.path), str(start.path), spec, dtype),
-            start.step,
-            str(start.path),
-        )
+        step, place = start.step, str(start.path)
+        made = _of_checkpoint(merged or SavedParams(start.path), place, spec, dtype)
         content = hashlib.sha256((start.path / MANIFEST).read_bytes()).hexdigest()
     base = dict(origin.config) if origin and origin.config else None
     config = {}
@@ -148,11 +165,8 @@ def _of_folder(folder: PublishedFolder, spec: RunSpec, dtype: np.dtype[Any]) -> 
     ]
 
 
-def _of_checkpoint(saved: SavedParams, place: str, spec: RunSpec, dtype: np.dtype[Any]) -> list[OutTensor]:
+def _of_checkpoint(saved: Source, place: str, spec: RunSpec, dtype: np.dtype[Any]) -> list[OutTensor]:
     """Returns the tensors to make of a checkpoint's parameters."""
-    if any(map(is_of_adapter, saved.arrays)):
-        what = f"{place} holds an adapter beside its base, which this version cannot merge"
-        raise ConfigError([Problem(EXPORT, what, "export a run without an adapter")])
     match_saved(place, saved.arrays, leaves_by_path(spec.model.build().abstract()), ())
     if spec.export.format != "huggingface":
         return [_whole(path, saved, dtype) for path in saved.arrays]
@@ -170,7 +184,7 @@ def published_values(tensor: PublishedTensor, source: Source) -> np.ndarray:
     return np.asarray(tensor.to_published(ours))  # type: ignore[arg-type]  # as the contract says
 
 
-def _whole(path: str, saved: SavedParams, dtype: np.dtype[Any]) -> OutTensor:
+def _whole(path: str, saved: Source, dtype: np.dtype[Any]) -> OutTensor:
     """Returns a parameter as a tensor, which is read by its first dimension."""
     shape, name = tuple(saved.arrays[path].shape), path.replace("/", ".")
 

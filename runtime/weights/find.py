@@ -165,5 +165,6 @@ def check_content(weights: Weights, processes: Processes) -> None:
 
 def describe_weights(weights: Weights) -> list[str]:
     """Returns the lines that say what is read, and what is not."""
-    fresh = [f"drawn anew: {human_names(weights.fresh)}"] if weights.fresh else []
-    return [f"weights: {weights}", *weights.differs, *fresh]
+    fresh = [path for path in weights.fresh if not is_of_adapter(path)]
+    drawn = [f"drawn anew: {human_names(fresh)}"] if fresh else []
+    return [f"weights: {weights}", *weights.differs, *drawn]

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 
 from conftest import SMALL, spec_of
 from meshloom.compiler.core.console import Console
@@ -20,10 +21,13 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.driver import plan_run
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
+from meshloom.runtime.cli.export import open_merged
 from meshloom.runtime.weights.export import prepare_export, run_export
 from meshloom.runtime.weights.find import find_weights
 from meshloom.runtime.weights.folder import open_folder
 from meshloom.runtime.weights.load import load_params
+from meshloom.runtime.weights.saved import SavedParams
+from support.commands import run_in_process
 from support.published import write_published
 
 LLAMA = ("model.num_layers=2", "model.embed_dim=32", "model.num_kv_heads=4", "model.mlp_dim=40", "logging=quiet")
@@ -60,7 +64,8 @@ def _saved(folder: Path, run_dir: Path, *overrides: str) -> dict[str, np.ndarray
 
 
 def _job(run_dir: Path | str, out: Path, *overrides: str) -> Any:
-    return prepare_export(spec_of(*LLAMA, f"checkpoint.weights_from={run_dir}", f"export.directory={out}", *overrides))
+    spec = spec_of(*LLAMA, f"checkpoint.weights_from={run_dir}", f"export.directory={out}", *overrides)
+    return prepare_export(spec, open_merged)
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -179,6 +184,7 @@ SLOW = """
     from dataclasses import replace
     from meshloom.compiler.core.console import Console
     from meshloom.compiler.declare.compose import Request, read_spec
+    from meshloom.runtime.cli.export import open_merged
     from meshloom.runtime.weights.export import prepare_export, run_export
 
     def slowed(tensor):
@@ -188,7 +194,7 @@ SLOW = """
                 yield part
         return replace(tensor, parts=parts)
 
-    job = read_spec(Request(tuple(sys.argv[1:])), then=prepare_export)
+    job = read_spec(Request(tuple(sys.argv[1:])), then=lambda spec: prepare_export(spec, open_merged))
     run_export(replace(job, tensors=tuple(map(slowed, job.tensors))), Console())
 """
 
@@ -217,3 +223,23 @@ def test_a_killed_export_leaves_nothing_that_passes_for_whole_and_goes_on(publis
     assert subprocess.run(command, check=False).returncode == 0
     assert _contents(out) == _contents(published)
     assert not unfinished.exists()
+
+
+@pytest.mark.ci
+def test_an_adapter_that_the_command_trained_is_merged_into_its_base(published, tmp_path):
+    words = (*SMALL, *LLAMA, "model.dropout_rate=0", "adapter=lora", "num_steps=2", "schedule.num_warmup_steps=0")
+    more = ("target=cpu-8", "optimizer.learning_rate=0.1", f"checkpoint.weights_from=hf:{published}")
+    done = run_in_process("train", *words, *more, "hydra.run.dir=run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = run_in_process("export", "run", "directory=out", "dtype=float32", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    base, merged = open_folder(published).tensors, open_folder(tmp_path / "out").tensors
+    saved, spec = SavedParams(tmp_path / "run/checkpoints/2"), yaml.safe_load((tmp_path / "run/spec.yaml").read_text())
+    for layer in range(2):
+        name = f"model.layers.{layer}.mlp.up_proj.weight"
+        a, b = (saved.read(f"layers/adapter/mlp/up_EM/lora_{part}", (layer,)).astype(np.float64) for part in "AB")
+        change = spec["adapter"]["alpha"] / spec["adapter"]["rank"] * (a @ b).T
+        assert np.abs(change).max() > 0.01
+        assert np.allclose(merged[name].values(), base[name].values().astype(np.float64) + change, atol=1e-6)
+        norm = f"model.layers.{layer}.input_layernorm.weight"
+        assert np.array_equal(merged[norm].values(), base[norm].values().astype(np.float32))
