@@ -197,6 +197,8 @@ class ChatTemplate:
         document: the text that is also written where an answer is asked for."""
         whole = self._without_tags(messages, extra)
         asking = self._without_tags(messages, extra, add_generation_prompt=True)
+        if asking.startswith(whole):
+            return whole
         pairs = enumerate(zip(whole, asking, strict=False))
         length = next((n for n, (one, other) in pairs if one != other), min(len(whole), len(asking)))
         halved = [found.start() for found in self.hidden.tokens.finditer(whole) if found.start() < length < found.end()]

@@ -37,7 +37,7 @@ class ChatTokens:
         ends with the end of a document; a chat ends as its template does. Raises ChatError."""
         rendered = self._rendered([chat.text for chat in chats if chat.masked_by != "completion"])
         plain = [chat.text for chat in chats if chat.masked_by == "completion"]
-        texts = iter(self._of_text.encode_batch(plain, add_special_tokens=False))
+        texts = iter(self._of_text.encode_batch(plain, add_special_tokens=False) if plain else ())
         return [
             self._trained(chat, next(texts), *self._tokenizer.around)
             if chat.masked_by == "completion"
