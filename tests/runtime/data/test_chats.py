@@ -24,6 +24,7 @@ from meshloom.runtime.data.store import TokenStream
 from meshloom.runtime.data.tokenizers import open_tokenizer
 from support import chats
 from support.chats import CHATML, FAMILIES, NAMED, SPECIAL, TAGGED, TEXT, turns, untagged, write_folder, write_lines
+from support.commands import run_in_process
 
 BATCH = ("global_batch_size=8", "data.held_out_fraction=0", "model.vocab_size=1100")
 
@@ -424,6 +425,7 @@ FAILING = {
     "fails": ("{{ messages[0].content + 1 }}", "fails: TypeError"),
     "undefined": ("{{ nothing.at.all }}", "fails: UndefinedError: 'nothing' is undefined"),
     "escapes": ("{{ messages.__class__.__mro__ }}", "fails: SecurityError"),
+    "includes": ("{% include '/etc/passwd' %}", "fails: TypeError: no loader for this environment"),
     "changes": ("{{ messages.append(1) }}", "fails: SecurityError"),
     "ends": (
         "{% for m in messages %}{{ m.content }}{% if loop.last and m.role != 'user' %}!{% endif %}{% endfor %}",
@@ -490,6 +492,18 @@ def test_a_chat_is_shown_with_what_is_trained_on(bytes_folders, tmp_path, capsys
         "<|im_start|>user", "a <|im_end|><|im_end|>", "<|im_start|>assistant", "[[b", "c<|im_end|>]]",
         "<|im_start|>user", "<|im_end|>", "<|im_start|>assistant", "[[d<|im_end|>]]", "",
     ]  # fmt: skip
+
+
+def test_the_command_shows_a_chat_and_writes_nothing(bytes_folders, tmp_path):
+    path = write_lines(tmp_path / "x.jsonl", {"messages": turns("a", "b")})
+    words = _words(bytes_folders["chatml"], path)
+    done = run_in_process("data", *words, "--show", cwd=tmp_path)
+    assert (done.returncode, "[[b<|im_end|>]]" in done.stdout) == (0, True)
+    assert [one.name for one in tmp_path.iterdir()] == ["x.jsonl"]
+    path.write_text("{}\n")
+    failed = run_in_process("data", *words, "--show", cwd=tmp_path)
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert f"error: {path}:1: has no key 'messages'" in failed.stderr
 
 
 def test_colours_tell_trained_and_special_tokens_from_others(bytes_folders, tmp_path):
