@@ -1,1 +1,1 @@
-"""The train step: a pure function made from the plan."""
+"""The train step, and the programs that generate text: pure functions made from the plan."""
