@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import adapters
 import chaos
 import context
 import experts
@@ -41,6 +42,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "experts": lambda: experts.table(read_kept(experts.KEPT)),
     "context-estimates": lambda: context.estimates(read_kept(context.KEPT)),
     "context-compiled": lambda: context.compiled(read_kept(context.KEPT)),
+    "adapters-estimates": lambda: adapters.estimates(read_kept(adapters.KEPT)),
+    "adapters-compiled": lambda: adapters.compiled(read_kept(adapters.KEPT)),
     "tune": lambda: tune.table(read_kept(tune.KEPT)),
     "memory": lambda: memory_accuracy.table(read_lines(memory_accuracy.KEPT)),
     "chaos": lambda: chaos.table(read_lines(chaos.KEPT)),

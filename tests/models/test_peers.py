@@ -15,9 +15,13 @@ import pytest
 from conftest import spec_of
 from meshloom.compiler.core.trees import leaves_by_path, nested_dict
 from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.sharding.arrays import build_model
 from meshloom.models import ModelConfig
+from meshloom.models.adapter import is_adapter
 from meshloom.models.decoder import DecoderBase
-from meshloom.models.published import read_config, tensors, tensors_in, write_config
+from meshloom.models.published import NotUnderstood, read_config, tensors, tensors_in, write_config
+from meshloom.models.published.peft import write_peft
+from meshloom.runtime.weights.peft import write_peft_folder
 from support.reference import forward
 
 torch = pytest.importorskip("torch", reason="pip install -e '.[peers]'")
@@ -210,3 +214,52 @@ def test_what_a_config_json_leaves_out_is_what_transformers_takes(name):
     least = {key: value for key, value in written.items() if key in needed}
     in_full = json.loads(transformers.AutoConfig.for_model(**least).to_json_string(use_diff=False))
     assert read_config(least) == read_config(in_full | {"architectures": least["architectures"]})
+
+
+PEFT = {
+    "lora, llama": ("llama3_8b", "adapter=lora", "adapter.targets=['layers/*',head/kernel_EV]"),
+    "rslora, some of gpt2's joined matrices": (
+        "gpt2_124m", "adapter=rslora", "adapter.targets=[layers/attention/query_EHD,layers/attention/value_EKD]",
+    ),
+    "dora, gpt2": ("gpt2_124m", "adapter=dora"),
+    "dora, gemma's groups of layers": (
+        "gemma2_9b", "adapter=dora", "adapter.targets=[layers/layer_0/mlp/*,layers/layer_1/attention/out_HDE]",
+    ),
+    "lora, deepseek's turned pairs": (
+        "deepseek_v2_lite", "adapter=lora", "adapter.targets=['*/attention/*']",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PEFT)
+def test_peft_computes_what_our_adapter_does(name, tmp_path):
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    model, *adapter = PEFT[name]
+    spec = spec_of(*SIZES, *MODELS[model], *adapter, "adapter.rank=3", "adapter.alpha=5.0")
+    adapted, config, theirs, folder = build_model(spec), spec.model, tmp_path / "theirs", tmp_path / "adapter"
+    saved_by_transformers(config, theirs)
+    rng = np.random.default_rng(2)
+    params = params_of(theirs, config) | {
+        path: rng.normal(0, 0.2, x.shape).astype(np.float32)
+        for path, x in leaves_by_path(adapted.abstract()).items()
+        if is_adapter(path)
+    }
+    tensors, written = write_peft(config, adapted, params, base=str(theirs))
+    write_peft_folder(folder, tensors, written)
+    peer = transformers.AutoModelForCausalLM.from_pretrained(theirs, attn_implementation="eager", dtype=torch.float32)
+    before = peer.eval()(torch.tensor(TOKENS)).logits.detach().numpy()
+    peer = peft.PeftModel.from_pretrained(peer, folder).eval()
+    of_peer = set(peft.get_peft_model_state_dict(peer, save_embedding_layers=False))
+    assert of_peer == tensors.keys()
+    expected = peer(torch.tensor(TOKENS)).logits.detach().numpy()
+    tree = nested_dict({path: jnp.asarray(x) for path, x in params.items()})
+    ours = np.asarray(forward(adapted, tree, jnp.asarray(TOKENS)))
+    assert np.abs(ours - before).max() > 0.05 * np.abs(before).max()
+    np.testing.assert_allclose(ours, expected, atol=2e-5 * np.abs(expected).max())
+
+
+def test_experts_have_no_module_of_peft():
+    chosen = (*MODELS["qwen3_30b_a3b"], "adapter=lora", "adapter.targets=[layers/mlp/up_XEM]")
+    spec = spec_of(*SIZES, *chosen)
+    with pytest.raises(NotUnderstood, match="merged"):
+        write_peft(spec.model, build_model(spec), {}, base=None)
