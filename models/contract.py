@@ -128,13 +128,14 @@ class Context:
 
     def apply_experts(
         self, name: str, x_BTE: Array, weights_BTK: Array, ids_BTK: Array, gate_XEM: Array, up_XEM: Array,
-        down_XME: Array, *, activation: str,
+        down_XME: Array, *biases: Array, activation: str,
     ) -> tuple[Array, Array]:  # fmt: skip
         """Returns what each token's experts make of it, and how many choices were dropped, as
         `models.experts.apply_experts`. The weights have the logical axes ("experts", "embed", "mlp"), down ("experts",
-        "mlp", "embed"). Experts may be on other devices: tokens are sent to them. Padding is sent to none."""
+        "mlp", "embed"); biases, one for each of them or none at all, ("experts", "mlp") and ("experts", "embed").
+        Experts may be on other devices: tokens are sent to them. Padding is sent to none."""
         ids_BTK = self.where_token(ids_BTK, NO_EXPERT)
-        operands = (x_BTE, weights_BTK, ids_BTK, gate_XEM, up_XEM, down_XME)
+        operands = (x_BTE, weights_BTK, ids_BTK, gate_XEM, up_XEM, down_XME, *biases)
         y: Any = self.operation("experts", name, apply_experts, *operands, activation=activation)
         return y
 
@@ -196,6 +197,20 @@ def split_output(output: Any) -> tuple[Any, AuxOfTotals]:
         x, aux = output
         return x, AuxOfTotals({}, lambda _: aux) if isinstance(aux, Aux) else aux
     return output, AuxOfTotals({}, lambda _: Aux())
+
+
+def join_auxes(parts: Mapping[str, AuxOfTotals]) -> AuxOfTotals:
+    """Returns the auxiliary outputs of several layers as those of one, each under PART_NAME."""
+
+    def together(of_parts: Mapping[str, Mapping[str, Array]]) -> dict[str, Array]:
+        return {f"{part}_{name}": x for part, values in of_parts.items() for name, x in values.items()}
+
+    def make(totals: Mapping[str, Array]) -> Aux:
+        made = {part: aux.make({name: totals[f"{part}_{name}"] for name in aux.totals}) for part, aux in parts.items()}
+        kinds = ("losses", "statistics", "totals")
+        return Aux(*(together({part: getattr(aux, kind) for part, aux in made.items()}) for kind in kinds))
+
+    return AuxOfTotals(together({part: aux.totals for part, aux in parts.items()}), make)
 
 
 def split_aux(output: Any) -> tuple[Any, Aux]:

@@ -14,8 +14,8 @@ from jax import Array
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from .config import divisors, mistake
-from .contract import Context, Model, ModelConfig, Piece, Stack, build_piece
-from .parts import ACTIVATIONS, Norm, NormKind, Rope, RopeScaling, bias, matrix, rotate
+from .contract import Context, Model, ModelConfig, Piece, Stack, build_piece, join_auxes, split_output
+from .parts import ACTIVATIONS, CLAMPED_SWIGLU, Norm, NormKind, Rope, RopeScaling, bias, gated, matrix, rotate
 
 RESIDUAL = ("batch", "sequence_parallel_length", "embed")  # the residual stream and its norms: each token for itself
 WHOLE = ("batch", "length", "embed")  # the residual stream as matmuls read it
@@ -33,7 +33,7 @@ class DecoderBase(ModelConfig):
     head_dim: PositiveInt
     mlp_dim: PositiveInt  # the width of the MLP in a layer, or of each expert
     mlp: Literal["gated", "plain"]  # gated: (f(x gate) * (x up)) down; plain: f(x up) down
-    mlp_activation: Literal["silu", "gelu", "gelu_tanh", "relu"]
+    mlp_activation: Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
     positions: Literal["rope", "learned"]
     rope_theta: PositiveFloat | None  # base of the rotary wavelengths
     rope_scaling: RopeScaling | None
@@ -63,6 +63,8 @@ class DecoderBase(ModelConfig):
         if self.num_heads % self.num_kv_heads:
             what = f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
             raise mistake(what, f"use one of {', '.join(map(str, divisors(self.num_heads)))}", "num_kv_heads")
+        if self.mlp_activation == CLAMPED_SWIGLU and self.mlp != "gated":
+            raise mistake("it is of gated MLPs alone", f"use one of {', '.join(ACTIVATIONS)}", "mlp_activation")
         return self._check_positions()
 
     def _check_positions(self) -> Self:
@@ -157,10 +159,13 @@ class LayerGroup(nnx.Module):
         for i, window in enumerate(windows):
             setattr(self, f"layer_{i}", make(rngs, i, window))
 
-    def __call__(self, x_BTE: Array, context: Context) -> Array:
+    def __call__(self, x_BTE: Array, context: Context) -> Any:
+        auxes = {}
         for i in range(self.num_layers):
-            x_BTE = getattr(self, f"layer_{i}")(x_BTE, context)
-        return x_BTE
+            output = getattr(self, f"layer_{i}")(x_BTE, context)
+            x_BTE, aux = split_output(output)
+            auxes |= {f"layer_{i}": aux} if isinstance(output, tuple) else {}
+        return (x_BTE, join_auxes(auxes)) if auxes else x_BTE
 
 
 class Layer(nnx.Module):
@@ -285,7 +290,7 @@ class MLP(nnx.Module):
             self.down_bias_E = bias(("embed",), (E,))
 
     def __call__(self, x_BTE: Array, context: Context) -> Array:
-        activation, has_bias = ACTIVATIONS[self.config.mlp_activation], self.config.biases == "all"
+        activation, has_bias = self.config.mlp_activation, self.config.biases == "all"
         x_BTE = context.activation("mlp_input", x_BTE, *WHOLE, gradient=RESIDUAL)
         hidden_BTM = context.matmul("mlp_up", "bte,em->btm", x_BTE, self.up_EM[...])
         hidden_BTM = hidden_BTM + self.up_bias_M[...] if has_bias else hidden_BTM
@@ -294,9 +299,9 @@ class MLP(nnx.Module):
             gate_BTM = context.matmul("mlp_gate", "bte,em->btm", x_BTE, self.gate_EM[...])
             gate_BTM = gate_BTM + self.gate_bias_M[...] if has_bias else gate_BTM
             gate_BTM = context.activation("mlp_gate", gate_BTM, *WITHIN_MLP)
-            hidden_BTM = activation(gate_BTM) * hidden_BTM
+            hidden_BTM = gated(activation, gate_BTM, hidden_BTM)
         else:
-            hidden_BTM = activation(hidden_BTM)
+            hidden_BTM = ACTIVATIONS[activation](hidden_BTM)
         hidden_BTM = context.activation("hidden", hidden_BTM, *WITHIN_MLP)
         out_BTE = context.matmul("mlp_output", "btm,me->bte", hidden_BTM, self.down_ME[...])
         out_BTE = context.activation("mlp_output", out_BTE, *RESIDUAL, gradient=WHOLE)

@@ -2,7 +2,7 @@
 
     scores     of each token for each expert, in float32
     route      the best experts of each token, and the weight of each
-    apply_experts    sum over a token's experts of weight * (f(x gate) * (x up)) down
+    apply_experts    sum over a token's experts of weight * (f(x gate) * (x up)) down, maybe with biases
 
 Shapes: B batch, T length, E embed, X experts, K experts of a token, M mlp, N tokens (B T), R rows (N K), G groups.
 """
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .parts import ACTIVATIONS
+from .parts import gated
 
 NO_EXPERT = 2**31 - 1  # instead of an expert's number: the token goes to none, as padding does
 
@@ -71,9 +71,14 @@ def _of_best_groups(scores_BTX: Array, num_groups: int, num_chosen: int, num_bes
     return jnp.where(is_chosen_BTG[..., None], scores_BTGX, -jnp.inf).reshape(scores_BTX.shape)
 
 
+def added(x: Array, more: Array | None) -> Array:
+    """Returns the sum, or x where there is nothing to add."""
+    return x if more is None else x + more
+
+
 def apply_experts(
     x_BTE: Array, weights_BTK: Array, ids_BTK: Array, gate_XEM: Array, up_XEM: Array, down_XME: Array,
-    *, activation: str,
+    *biases: Array, activation: str,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Returns (the weighted sum of what each token's experts make of it, like x; choices of a token that were dropped,
     a count: 0). Tokens are sorted by expert, so that each expert multiplies with its own alone; those of NO_EXPERT go
@@ -85,8 +90,14 @@ def apply_experts(
     num_chosen = ids_BTK.shape[-1]
     sizes_X = jnp.sum(ids_BTK.reshape(-1, 1) == jnp.arange(gate_XEM.shape[0]), axis=0, dtype=jnp.int32)
     x_RE = x_BTE.reshape(-1, E)[order_R // num_chosen]
-    gate_RM, up_RM = (jax.lax.ragged_dot(x_RE, w, sizes_X) for w in (gate_XEM, up_XEM))
-    y_RE = jax.lax.ragged_dot(ACTIVATIONS[activation](gate_RM) * up_RM, down_XME, sizes_X)
+    ids_R = ids_BTK.reshape(-1)[order_R]
+    biases_RM = [jnp.take(each, ids_R, axis=0, mode="fill", fill_value=0) for each in biases] or [None] * 3
+
+    def multiplied(x: Array, w_XEM: Array, bias_RM: Array | None) -> Array:
+        return added(jax.lax.ragged_dot(x, w_XEM, sizes_X), bias_RM)
+
+    gate_RM, up_RM = (multiplied(x_RE, *each) for each in ((gate_XEM, biases_RM[0]), (up_XEM, biases_RM[1])))
+    y_RE = multiplied(gated(activation, gate_RM, up_RM), down_XME, biases_RM[2])
     y_BTKE = y_RE[jnp.argsort(order_R)].reshape(B, T, num_chosen, E)
     y_BTE = jnp.einsum("btke,btk->bte", y_BTKE.astype(jnp.float32), weights_BTK)
     return jnp.where(is_sent_BT1, y_BTE, 0).astype(x_BTE.dtype), jnp.zeros(())

@@ -7,6 +7,7 @@ Shapes: B batch, T length, E embed, M mlp, X experts, K experts of a token.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Literal, Self
 
@@ -18,10 +19,21 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from .config import divisors, mistake
 from .contract import Aux, AuxOfTotals, Context, Measure, Model, Stack, UpdateRule, build_piece
-from .decoder import MLP, RESIDUAL, DecoderBase, Embed, Head, Layer, residual_stddev
+from .decoder import (
+    MLP,
+    RESIDUAL,
+    DecoderBase,
+    Embed,
+    Head,
+    Layer,
+    Windows,
+    build_layers,
+    residual_stddev,
+    rounds,
+)
 from .experts import NO_EXPERT, balanced_bias, expert_entropy, expert_load, route, shares
 from .latent_attention import LatentAttention, LatentAttentionConfig
-from .parts import matrix
+from .parts import bias, matrix
 
 TOKENS = "expert_tokens"  # the total of a layer: how many tokens chose each expert
 MEASURES = {"expert_load": Measure(TOKENS, expert_load), "expert_entropy": Measure(TOKENS, expert_entropy)}
@@ -71,14 +83,17 @@ class MoeConfig(DecoderBase):
             raise mistake(f"num_dense_layers={self.num_dense_layers} needs it", "set it", "dense_mlp_dim")
         if not self.num_dense_layers and self.dense_mlp_dim is not None:
             raise mistake("num_dense_layers=0 does not use it", "set model.dense_mlp_dim=null", "dense_mlp_dim")
-        for key, value, only in (("mlp", self.mlp, ("gated",)), ("biases", self.biases, ("none", "qkv"))):
+        for key, value, only in (("mlp", self.mlp, ("gated",)), ("biases", self.biases, ("none", "qkv", "all"))):
             if value not in only:
                 raise mistake(f"{value} is not implemented for experts", f"use {' or '.join(only)}", key)
         if self.latent_attention is not None:
             self._check_latent()
-        if len(self.attention_windows) > 1:
-            what = "several in turn are not implemented for layers with experts"
+        if len(self.attention_windows) > 1 and self.num_dense_layers:
+            what = "several in turn are not implemented beside dense layers"
             raise mistake(what, "give one window, or null", "attention_windows")
+        if self.biases == "all" and (self.num_dense_layers or self.num_shared_experts):
+            what = "all is not implemented beside dense layers and shared experts"
+            raise mistake(what, "use none or qkv", "biases")
         return self
 
     def _check_latent(self) -> None:
@@ -97,11 +112,10 @@ class MoeConfig(DecoderBase):
 def build_moe(config: MoeConfig) -> Model:
     """Returns the pieces of the model. Dense layers are a stack of their own, `dense_layers`."""
     num_dense = config.num_dense_layers
-    layer, rate = build_piece(lambda rngs: _layer(config, rngs)), config.router_bias_update_rate
-    rules = {}
-    if rate is not None:
-        rules["mlp/router_bias_X"] = UpdateRule(TOKENS, partial(balanced_bias, rate=rate))
-    stacks = [Stack("layers", layer, config.num_layers - num_dense, rules, MEASURES)]
+    stacks = [
+        _stack(config, name, windows, num_layers)
+        for name, windows, num_layers in rounds(config.attention_windows, config.num_layers - num_dense)
+    ]
     if num_dense:
         stacks.insert(0, Stack("dense_layers", build_piece(lambda rngs: _dense_layer(config, rngs)), num_dense))
     return Model(
@@ -114,29 +128,40 @@ def build_moe(config: MoeConfig) -> Model:
     )
 
 
+def _stack(config: MoeConfig, name: str, windows: Windows, num_layers: int) -> Stack:
+    """Returns a stack of layers with experts, or of groups of them: then names begin with that of the layer."""
+    rate, rules, measures = config.router_bias_update_rate, {}, {}
+    for place in [""] if len(windows) == 1 else [f"layer_{i}" for i in range(len(windows))]:
+        above, before = (f"{place}/", f"{place}_") if place else ("", "")
+        if rate is not None:
+            rules[f"{above}mlp/router_bias_X"] = UpdateRule(before + TOKENS, partial(balanced_bias, rate=rate))
+        measures |= {before + of: replace(each, total=before + TOKENS) for of, each in MEASURES.items()}
+    return Stack(name, build_layers(windows, partial(_layer, config)), num_layers, rules, measures)
+
+
 def _dense_layer(config: MoeConfig, rngs: nnx.Rngs) -> nnx.Module:
     assert config.dense_mlp_dim is not None
-    mlp = MLP(config, rngs, width=config.dense_mlp_dim)
-    return Layer(config, rngs, 0, config.attention_windows[0], mlp=mlp, attention=_attention(config, rngs))
+    mlp, window = MLP(config, rngs, width=config.dense_mlp_dim), config.attention_windows[0]
+    return Layer(config, rngs, 0, window, mlp=mlp, attention=_attention(config, rngs, window))
 
 
-def _layer(config: MoeConfig, rngs: nnx.Rngs) -> nnx.Module:
-    window = config.attention_windows[0]
-    return Layer(config, rngs, 0, window, mlp=Experts(config, rngs), attention=_attention(config, rngs))
+def _layer(config: MoeConfig, rngs: nnx.Rngs, index: int, window: int | None) -> nnx.Module:
+    mlp = Experts(config, rngs, index)
+    return Layer(config, rngs, index, window, mlp=mlp, attention=_attention(config, rngs, window))
 
 
-def _attention(config: MoeConfig, rngs: nnx.Rngs) -> nnx.Module | None:
+def _attention(config: MoeConfig, rngs: nnx.Rngs, window: int | None) -> nnx.Module | None:
     if config.latent_attention is None:
         return None
-    return LatentAttention(config, config.latent_attention, rngs, window=config.attention_windows[0])
+    return LatentAttention(config, config.latent_attention, rngs, window=window)
 
 
 class Experts(nnx.Module):
     """A router and its experts (Shazeer et al. 2017, arXiv:1701.06538), and those that all tokens share (DeepSeekMoE,
-    arXiv:2401.06066)."""
+    arXiv:2401.06066). index: the place of the layer in its group."""
 
-    def __init__(self, config: MoeConfig, rngs: nnx.Rngs):
-        self.config = config
+    def __init__(self, config: MoeConfig, rngs: nnx.Rngs, index: int):
+        self.config, self.index = config, index
         X, E, M, stddev = config.num_experts, config.embed_dim, config.mlp_dim, config.initializer_stddev
         self.router_EX = matrix(rngs, ("embed", None), (E, X), stddev=stddev, in_float32=True)
         if config.router_bias_update_rate is not None:
@@ -144,6 +169,11 @@ class Experts(nnx.Module):
         self.gate_XEM = matrix(rngs, ("experts", "embed", "mlp"), (X, E, M), stddev=stddev)
         self.up_XEM = matrix(rngs, ("experts", "embed", "mlp"), (X, E, M), stddev=stddev)
         self.down_XME = matrix(rngs, ("experts", "mlp", "embed"), (X, M, E), stddev=residual_stddev(config))
+        if config.biases == "all":
+            self.router_logits_bias_X = nnx.Param(jnp.zeros(X), out_sharding=(None,), in_float32=True)
+            self.gate_bias_XM = bias(("experts", "mlp"), (X, M))
+            self.up_bias_XM = bias(("experts", "mlp"), (X, M))
+            self.down_bias_XE = bias(("experts", "embed"), (X, E))
         if config.num_shared_experts:
             self.shared = MLP(config, rngs, width=config.num_shared_experts * M)
 
@@ -162,8 +192,11 @@ class Experts(nnx.Module):
             is_normalized=config.router_weights == "normalized",
             scale=config.router_scale,
         )
+        biases: tuple[Array, ...] = ()
+        if config.biases == "all":
+            biases = self.gate_bias_XM[...], self.up_bias_XM[...], self.down_bias_XE[...]
         y_BTE, num_dropped = context.apply_experts(
-            "routed", x_BTE, weights_BTK, ids_BTK, self.gate_XEM[...], self.up_XEM[...], self.down_XME[...],
+            "routed", x_BTE, weights_BTK, ids_BTK, self.gate_XEM[...], self.up_XEM[...], self.down_XME[...], *biases,
             activation=config.mlp_activation,
         )  # fmt: skip
         if config.num_shared_experts:
@@ -173,9 +206,11 @@ class Experts(nnx.Module):
 
     def _logits(self, x_BTE: Array, context: Context) -> Array:
         """Computes the logits in float32, products too: a TPU would take them in bfloat16."""
-        x_BTE = context.jitter(x_BTE.astype(jnp.float32), self.config.router_jitter, site=3)
+        x_BTE = context.jitter(x_BTE.astype(jnp.float32), self.config.router_jitter, site=3 + 1000 * self.index)
         router_EX = self.router_EX[...]
         logits_BTX = context.matmul("router_logits", "bte,ex->btx", x_BTE, router_EX, precision="highest")
+        if self.config.biases == "all":
+            logits_BTX = logits_BTX + self.router_logits_bias_X[...]
         return context.activation("router_logits", logits_BTX, "batch", "sequence_parallel_length", None)
 
     def _aux(

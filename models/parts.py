@@ -22,6 +22,18 @@ ACTIVATIONS = {
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
 }
+CLAMPED_SWIGLU = "clamped_swiglu"  # of gated MLPs alone
+
+
+def gated(activation: str, gate: Array, up: Array) -> Array:
+    """Returns f(gate) * up. clamped_swiglu: of gpt-oss (arXiv:2508.10925), f(x) = x sigmoid(1.702 x) and 1 more than
+    up, with both no further from 0 than 7, but for a negative gate."""
+    if activation == CLAMPED_SWIGLU:
+        gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+        return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+    return ACTIVATIONS[activation](gate) * up
+
+
 NormKind = Literal["rms", "rms_zero_centered", "layer"]
 
 

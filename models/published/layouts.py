@@ -68,6 +68,18 @@ def columns(num_inputs: int = 1) -> Callable[[Shapes], Layout]:
 
 
 @cache
+def interleaved(shapes: Shapes) -> Layout:
+    """Returns the layout of two parameters whose last dimensions take turns in the file: one of each, and so on."""
+    (*outer, width), _ = shapes
+
+    def to_published(ours: tuple[Array, ...]) -> Array:
+        apart = [x[..., None] for x in ours]
+        return _joined(apart).reshape(*outer, 2 * width)
+
+    return Layout((*outer, 2 * width), lambda x: (x[..., ::2], x[..., 1::2]), to_published)
+
+
+@cache
 def neighbours_turned(num_turned: int) -> Callable[[Shapes], Layout]:
     """Returns the layouts of a Linear whose last outputs, of each head, are turned by rotary positions in pairs of
     neighbours (2i, 2i + 1); we turn i with i + half. num_turned: how many of our last dimension are turned."""

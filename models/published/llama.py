@@ -10,14 +10,16 @@ from .rope import read_rope, write_rope
 
 # What a decoder shares with Llama: the keys of our config, each with the values that config.json of Llama can say.
 LLAMA: dict[str, tuple[Any, ...]] = {
-    "family": ("decoder",), "mlp": ("gated",), "positions": ("rope",), "num_positions": (None,),
-    "window_rope_theta": (None,), "norm": ("rms",), "norm_placement": ("before",), "qk_norm": ("none",),
-    "attention_scale": (None,), "attention_windows": ((None,),), "attention_soft_cap": (None,),
-    "attention_sinks": (False,), "logit_soft_cap": (None,), "biases": ("none",), "embedding_scale": ("one",),
+    "family": ("decoder",), "mlp": ("gated",), "mlp_activation": ("silu", "gelu", "gelu_tanh", "relu"),
+    "positions": ("rope",), "num_positions": (None,), "window_rope_theta": (None,), "norm": ("rms",),
+    "norm_placement": ("before",), "qk_norm": ("none",), "attention_scale": (None,), "attention_windows": ((None,),),
+    "attention_soft_cap": (None,), "attention_sinks": (False,), "logit_soft_cap": (None,), "biases": ("none",),
+    "embedding_scale": ("one",),
 }  # fmt: skip
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
                "relu": "relu"}  # fmt: skip
-PUBLISHED_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
+PUBLISHED_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu",
+                         "clamped_swiglu": "silu"}  # fmt: skip
 
 ENDS = (
     Row("model.embed_tokens.weight", ("embed/table_VE",), same),
@@ -52,15 +54,18 @@ UNUSED = (
 def read_llama(
     reader: Reader, *, tied: bool = False, activation: tuple[str, str] = ("hidden_act", "silu"), theta: float = 10000.0,
     epsilon: float = 1e-6, kv_heads: int | None = None, rope: Callable[[Reader], dict[str, Any]] | None = None,
+    biases: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Returns the keys of our config that all decoders share. What transformers takes where a file does not say: tied,
     theta, epsilon, kv_heads (None: as many as heads); activation: the key, and its value. rope: reads rotary positions;
-    None: those that are the same in all layers."""
+    None: those that are the same in all layers. biases: whether attention has them."""
     heads, width = reader.number("num_attention_heads"), reader.number("hidden_size")
     named = reader.text(activation[0], otherwise=activation[1])
     if named not in ACTIVATIONS:
         reader.refuse(activation[0], f"'{named}' is not implemented", f"use a model with {', '.join(ACTIVATIONS)}")
-    reader.only("attention_bias", False, otherwise=False, fix="use a model without biases, or Qwen 2's, of q, k and v")
+    reader.only(
+        "attention_bias", biases, otherwise=biases, fix="use a model without biases, or Qwen 2's, of q, k and v"
+    )
     reader.only("mlp_bias", False, otherwise=False)
     return {key: values[0] for key, values in LLAMA.items()} | {
         "attention_windows": [None],

@@ -9,12 +9,13 @@ from typing import Any
 import jax
 
 from ..contract import Model, ModelConfig
-from . import deepseek, gemma, gpt2, llama, mixtral, qwen
+from . import deepseek, gemma, gpt2, gpt_oss, llama, mixtral, qwen
 from .config_json import UNUSED, Reader
 from .contract import Family, Mistake, NotUnderstood, PublishedTensor, Row, Slot, Values
 
 FAMILIES: tuple[Family, ...] = (
-    *llama.FAMILIES, *qwen.FAMILIES, *gemma.FAMILIES, *mixtral.FAMILIES, *deepseek.FAMILIES, *gpt2.FAMILIES,
+    *llama.FAMILIES, *qwen.FAMILIES, *gemma.FAMILIES, *mixtral.FAMILIES, *deepseek.FAMILIES,
+    *gpt_oss.FAMILIES, *gpt2.FAMILIES,
 )  # fmt: skip
 
 ShapesByPath = dict[str, tuple[int, ...]]

@@ -46,6 +46,8 @@ PUBLISHED = {
     "mixtral_8x22b": 140_620_634_112,  # mistralai/Mixtral-8x22B-v0.1
     "qwen3_30b_a3b": 30_532_122_624,  # Qwen/Qwen3-30B-A3B
     "qwen3_235b_a22b": 235_093_634_560,  # Qwen/Qwen3-235B-A22B
+    "gpt_oss_20b": 20_914_757_184,  # openai/gpt-oss-20b
+    "gpt_oss_120b": 116_829_156_672,  # openai/gpt-oss-120b
     "deepseek_v2_lite": 15_706_484_224,  # deepseek-ai/DeepSeek-V2-Lite
     "deepseek_v2": 235_741_434_880,  # deepseek-ai/DeepSeek-V2
     "deepseek_v3": 671_026_419_200,  # deepseek-ai/DeepSeek-V3
@@ -55,6 +57,8 @@ ACTIVE = {  # in billions, as published, the embedding among them
     "mixtral_8x22b": 39.2,  # mistral.ai/news/mixtral-8x22b: 39 B; with one more digit by its shapes
     "qwen3_30b_a3b": 3.35,  # arXiv:2505.09388: 3.3 B
     "qwen3_235b_a22b": 22.2,  # arXiv:2505.09388: 22 B
+    "gpt_oss_20b": 4.19,  # arXiv:2508.10925: 3.61 B without the embedding
+    "gpt_oss_120b": 5.71,  # 5.13 B without the embedding
     "deepseek_v2_lite": 2.66,
     "deepseek_v2": 21.4,
     "deepseek_v3": 37.55,  # arXiv:2412.19437: 37 B
@@ -93,17 +97,35 @@ SHAPES = {
     "gemma": ("model=gemma3_4b", "model.vocab_size=264", "model.num_layers=5", "model.attention_windows=[5,null]",
               "model.attention_soft_cap=50.0", "model.logit_soft_cap=30.0"),
     "qwen3": ("model=qwen3_0_6b", "model.vocab_size=264"),
+    "gpt_oss": ("model=gpt_oss_20b", "model.vocab_size=264", "model.num_layers=3", "model.attention_windows=[5,null]",
+                "model.num_experts=4", "model.num_experts_per_token=2", "model.load_balancing_weight=0.0"),
 }  # fmt: skip
 LAYOUTS = {
     "fsdp": ("sharding=fsdp", "num_microbatches=2", "loss.max_logits_bytes=8192"),
     "fsdp_tensor": ("sharding=fsdp_tensor", "remat=full"),
 }
+OF_EXPERTS = {
+    "padded": ("sharding=fsdp_expert", "mesh.fsdp=4", "mesh.expert=2", "parallel.experts=padded"),
+    "gathered": ("sharding=fsdp_expert", "mesh.fsdp=2", "mesh.expert=4", "parallel.experts=gathered"),
+    "capacity": ("sharding=fsdp_expert", "mesh.fsdp=4", "mesh.expert=2", "parallel.experts=capacity",
+                 "moe.capacity_factor=4.0"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", tiered(LAYOUTS, plain=["fsdp"]))
 @pytest.mark.parametrize("shape", tiered(SHAPES, plain=["gpt2"]))
 def test_every_gradient_of_every_shape_is_that_of_one_device(shape, layout, tokens):
-    plan = plan_of(*SHAPES[shape], *LAYOUTS[layout])
+    check_gradients(plan_of(*SHAPES[shape], *LAYOUTS[layout]), tokens)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("exchange", OF_EXPERTS)
+def test_biases_of_experts_are_added_once_in_every_exchange(exchange, tokens):
+    check_gradients(plan_of(*SHAPES["gpt_oss"], *OF_EXPERTS[exchange]), tokens)
+
+
+def check_gradients(plan, tokens):
+    """Against one device without a plan, with large random weights."""
     leaves, tree = jax.tree.flatten(plan.abstract["params"])
     chance = np.random.default_rng(0)  # biases and scales too, which start at zeros and ones
     params = jax.tree.unflatten(tree, [chance.normal(0, 0.2, x.shape).astype(np.float32) for x in leaves])

@@ -80,6 +80,10 @@ MODELS: dict[str, tuple[str, ...]] = {
         "model=deepseek_v2", *LATENT, "model.router_bias_update_rate=null", "model.rope_scaling.original_length=64",
     ),
     "deepseek_v3": ("model=deepseek_v3", *LATENT, f"model.rope_scaling={YARN}"),
+    "gpt_oss": (
+        "model=gpt_oss_20b", "model.num_experts=8", "model.num_experts_per_token=3", "model.num_layers=5",
+        "model.attention_windows=[6,null]", "model.rope_scaling.original_length=64",
+    ),
     "gpt2_124m": ("model=gpt2_124m", "model.num_kv_heads=8", "model.head_dim=4", "model.num_positions=32"),
 }  # fmt: skip
 # Keys of ours that a mistake in reading config.json would leave as they are here; the logits have to show it.
@@ -99,6 +103,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], ...]] = {
     "qwen3_30b_a3b": ({"router_weights": "scores"}, {"num_experts_per_token": 5}),
     "deepseek_v3": (
         {"router_scale": 1.0}, {"num_groups_per_token": 4}, {"router_weights": "scores"}, {"attention_scale": 8**-0.5},
+    ),
+    "gpt_oss": (
+        {"mlp_activation": "silu"}, {"rope_scaling": None}, {"attention_windows": [None, 6]},
+        {"router_weights": "scores"},
     ),
     "gpt2_124m": ({"mlp_activation": "gelu"}, {"norm_epsilon": 0.01}),
 }  # fmt: skip
@@ -185,7 +193,7 @@ def test_a_folder_of_transformers_is_read_and_written(name, tmp_path):
 PUBLISHED = (
     "llama2_7b", "llama3_8b", "llama3_405b", "gpt2_124m", "qwen3_0_6b", "qwen3_8b", "gemma2_9b", "mixtral_8x7b",
     "qwen3_30b_a3b", "deepseek_v3", "llama2_70b", "llama3_70b", "mixtral_8x22b", "qwen3_235b_a22b", "gemma_2b",
-    "gemma3_1b", "gemma3_27b", "deepseek_v2_lite", "deepseek_v2", "qwen2_5_7b", "llama3_2_1b",
+    "gemma3_1b", "gemma3_27b", "deepseek_v2_lite", "deepseek_v2", "gpt_oss_20b", "qwen2_5_7b", "llama3_2_1b",
 )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2_124m": {"num_kv_heads": 8, "num_positions": 32}, "gemma_7b": {},
     "gemma3_4b": {"num_layers": 8, "attention_windows": [6, 6, None]},
     "deepseek_v2_lite": {"num_kv_heads": 8, "num_experts": 16, "latent_attention": LATENT | {"query_dim": None}},
+    "gpt_oss_20b": {"num_experts": 4, "num_experts_per_token": 2, "attention_windows": [6, None]},
     "deepseek_v2": {"num_kv_heads": 8, "num_experts": 16, "latent_attention": LATENT},
 }  # fmt: skip
 

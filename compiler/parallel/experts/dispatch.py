@@ -21,7 +21,7 @@ both directions, and so are their gradients: each place in the buffer knows its 
 There, R is the places of the buffer, experts x devices x C.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -321,9 +321,13 @@ _linear(_from_places, _to_places)
 
 
 def run_equal_groups(
-    x_LCE: Array, weights_LC1: Array, gate: Array, up: Array, down: Array, activation: Callable[[Array], Array]
-) -> Array:
+    x_LCE: Array, weights_LC1: Array, gate: Array, up: Array, down: Array, gated: Callable[[Array, Array], Array],
+    biases: Sequence[Array] = (),
+) -> Array:  # fmt: skip
     """Returns what each expert makes of its rows, times their weights."""
     gate_LCM, up_LCM = (jnp.einsum("lce,lem->lcm", x_LCE, w) for w in (gate, up))
-    hidden = (activation(gate_LCM) * up_LCM).astype(jnp.float32) * weights_LC1
-    return jnp.einsum("lcm,lme->lce", hidden.astype(x_LCE.dtype), down)
+    if biases:
+        gate_LCM, up_LCM = gate_LCM + biases[0][:, None], up_LCM + biases[1][:, None]
+    hidden = gated(gate_LCM, up_LCM).astype(jnp.float32) * weights_LC1
+    y_LCE = jnp.einsum("lcm,lme->lce", hidden.astype(x_LCE.dtype), down)
+    return (y_LCE + weights_LC1 * biases[2][:, None]).astype(x_LCE.dtype) if biases else y_LCE

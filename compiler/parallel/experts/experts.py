@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from meshloom.models.parts import ACTIVATIONS
+from meshloom.models.experts import added
+from meshloom.models.parts import gated
 
 from ...core.collectives import ComputeKind
 from ...core.errors import ConfigError, Problem
@@ -130,8 +131,8 @@ class ExpertsOp(ParallelOp):
     def lower(self, plan: OpPlan) -> Lowered:
         chosen: ExpertsPlan = plan.chosen.parameters
 
-        def apply(x: Array, weights: Array, ids: Array, gate: Array, up: Array, down: Array, *, activation: str) -> Any:
-            return apply_planned(x, weights, ids, (gate, up, down), activation, chosen)
+        def apply(x: Array, weights: Array, ids: Array, *matrices: Array, activation: str) -> Any:
+            return apply_planned(x, weights, ids, matrices, activation, chosen)
 
         return apply
 
@@ -284,17 +285,19 @@ def _capacity(site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -> Strategy:
 
 
 def apply_planned(
-    x: Array, weights: Array, ids: Array, matrices: tuple[Array, Array, Array], activation: str, plan: ExpertsPlan
+    x: Array, weights: Array, ids: Array, matrices: tuple[Array, ...], activation: str, plan: ExpertsPlan
 ) -> tuple[Array, Array]:
     """Returns what `models.experts.apply_experts` does, as planned, of this device's tokens and experts: x (batch,
-    length, embed)."""
+    length, embed). matrices: those into an expert, gate and up, and out of it, and after them maybe their biases."""
     layout = plan.layout
     run = partial(_apply_on_shards, plan=plan, activation=activation)
     if not layout.partitioner:
         return run(x, weights, ids, *matrices)
+    into, out_of = PartitionSpec(layout.into[0], layout.into[2]), PartitionSpec(layout.out_of[0], None)
+    biases = (into, into, out_of) if len(matrices) > 3 else ()
     return jax.shard_map(
         run,
-        in_specs=(layout.tokens, layout.tokens, layout.tokens, layout.into, layout.into, layout.out_of),
+        in_specs=(layout.tokens, layout.tokens, layout.tokens, layout.into, layout.into, layout.out_of, *biases),
         out_specs=(layout.tokens, PartitionSpec()),
         axis_names=set(layout.partitioner),
         check_vma=False,
@@ -302,7 +305,15 @@ def apply_planned(
 
 
 def _apply_on_shards(
-    x: Array, weights: Array, ids: Array, gate: Array, up: Array, down: Array, *, plan: ExpertsPlan, activation: str
+    x: Array,
+    weights: Array,
+    ids: Array,
+    gate: Array,
+    up: Array,
+    down: Array,
+    *biases: Array,
+    plan: ExpertsPlan,
+    activation: str,
 ) -> tuple[Array, Array]:
     """Returns the same as `apply_planned`, of shards over all mesh axes. Devices that share an expert's hidden
     dimension need all tokens of one another, and add their results up."""
@@ -312,7 +323,10 @@ def _apply_on_shards(
     x, weights, ids = (gather_dims(each, together) for each in (x, weights, ids))
     gate, up = (gather_dims(each, parts_of([(), axes_of(layout.into[1])])) for each in (gate, up))
     down = gather_dims(down, parts_of([(), (), axes_of(layout.out_of[2])]))
-    y, num_dropped = _apply_in_chunks(x, weights, ids, _runner(gate, up, down, activation, plan), plan)
+    if biases and layout.summed_axes:  # of what is added up, one device has the bias
+        *of_hidden, last = biases
+        biases = (*of_hidden, jnp.where(jax.lax.axis_index(layout.summed_axes) == 0, last, 0))
+    y, num_dropped = _apply_in_chunks(x, weights, ids, _runner(gate, up, down, biases, activation, plan), plan)
     y = scatter_dims(y, together)
     rest = tuple(axis for axis in layout.summed_axes if all(axis not in axes for _, axes in together))
     y = jax.lax.psum(y, rest) if rest else y
@@ -342,15 +356,30 @@ def _dispatch(plan: ExpertsPlan) -> Dispatch:
     return partial(chosen, experts=experts, rows=rows)
 
 
-def _runner(gate: Array, up: Array, down: Array, activation: str, plan: ExpertsPlan) -> Any:
+def _biases_of_rows(biases: Sequence[Array], sizes_X: Array, num_rows: int) -> list[Array | None]:
+    """Returns the biases (R, M) of rows that are sorted by expert, of biases (X, M); zeros for rows of no expert. A
+    product with one 1 in each row, whose gradient is one, too; three times None if there are no biases."""
+    if not biases:
+        return [None, None, None]
+    ends_X, rows_R1 = jnp.cumsum(sizes_X), jnp.arange(num_rows)[:, None]
+    is_of_RX = (rows_R1 >= ends_X - sizes_X) & (rows_R1 < ends_X)
+    return [jnp.matmul(is_of_RX.astype(each.dtype), each, precision="highest") for each in biases]
+
+
+def _runner(gate: Array, up: Array, down: Array, biases: tuple[Array, ...], activation: str, plan: ExpertsPlan) -> Any:
     """Returns a function of rows sorted by expert and the rows of each, that makes what the experts make of them; for
     capacity it takes rows of equal groups and their weights."""
-    f = ACTIVATIONS[activation]
+    f = partial(gated, activation)
     if plan.how == CAPACITY:
-        return partial(run_equal_groups, gate=gate, up=up, down=down, activation=f)
+        return partial(run_equal_groups, gate=gate, up=up, down=down, biases=biases, gated=f)
 
     def of_groups(x_RE: Array, sizes_L: Array) -> Array:
-        gate_RM, up_RM = (grouped_matmul(x_RE, w, sizes_L, plan.kernels) for w in (gate, up))
-        return grouped_matmul(f(gate_RM) * up_RM, down, sizes_L, plan.kernels)
+        of_rows = _biases_of_rows(biases, sizes_L, x_RE.shape[0])
+
+        def multiplied(x: Array, w: Array, bias: Array | None) -> Array:
+            return added(grouped_matmul(x, w, sizes_L, plan.kernels), bias)
+
+        gate_RM, up_RM = (multiplied(x_RE, w, b) for w, b in ((gate, of_rows[0]), (up, of_rows[1])))
+        return multiplied(f(gate_RM, up_RM), down, of_rows[2])
 
     return of_groups

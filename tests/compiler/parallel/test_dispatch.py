@@ -24,6 +24,7 @@ from meshloom.compiler.parallel.experts.dispatch import (
 )
 from meshloom.compiler.parallel.experts.grouped_matmul import grouped_matmul
 from meshloom.models.experts import NO_EXPERT
+from meshloom.models.parts import gated
 from support.experts import dense_experts, emulated_ragged_all_to_all
 from support.tiers import tiered
 
@@ -67,7 +68,7 @@ def _run(how, inputs, matmul=jax.lax.ragged_dot, **options):
     def local(x, weights, ids, gate, up, down):
         def run(rows, sizes):
             if rows.ndim == 3:
-                return run_equal_groups(rows, sizes, gate, up, down, jax.nn.silu)
+                return run_equal_groups(rows, sizes, gate, up, down, partial(gated, "silu"))
             hidden = jax.nn.silu(matmul(rows, gate, sizes)) * matmul(rows, up, sizes)
             return matmul(hidden, down, sizes)
 
@@ -232,7 +233,7 @@ def test_a_recomputed_layer_of_capacity_sends_nothing_back_again_and_omits_the_l
     @partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
     @partial(jax.shard_map, mesh=devices, in_specs=(spec,) * 6, out_specs=spec, check_vma=False)
     def layer(x, weights, ids, gate, up, down):
-        run: Any = partial(run_equal_groups, gate=gate, up=up, down=down, activation=jax.nn.silu)
+        run: Any = partial(run_equal_groups, gate=gate, up=up, down=down, gated=partial(gated, "silu"))
         return dispatch_capacity(x, weights, ids, run, experts=EXPERTS, rows=rows)[0]
 
     x, weights, ids, *matrices = _inputs(skewed=True)
