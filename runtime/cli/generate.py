@@ -14,7 +14,7 @@ from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
 
 from ..core.failures import is_of_one_process
-from ..inference.generate import Completion, Piece
+from ..inference.generate import Completion, Piece, Prompt
 from ..inference.generation_job import GenerationJob, prepare_generation
 from ..processes import distributed
 from .app import show_mistake
@@ -62,23 +62,26 @@ def _write_json(events: Events, job: GenerationJob, console: Console) -> None:
 def _write_text(events: Events, job: GenerationJob, console: Console) -> None:
     """Writes the text of a single prompt while it comes; of several, each when it is complete. On a terminal, a prompt
     stands before its text, which continues it."""
-    is_single = len(job.prompts) == 1
-    if is_single:
-        _write_prompt(job.prompts[0].text)
+    is_single, has_begun = len(job.prompts) == 1, False
     for event in events:
+        prompt = job.prompts[event.number]
+        if is_single and not has_begun:
+            _write_prompt(prompt)
+            has_begun = True
         if isinstance(event, Piece):
             if is_single:
                 write_out(event.text, end="")
             continue
         if not is_single:
             console.line(f"prompt {event.number + 1}: {counted(len(event.tokens), 'token')}", style="dim")
-            _write_prompt(event.prompt)
+            _write_prompt(prompt)
             write_out(event.text, end="")
         write_out("")
         if why := ENDED_BY.get(event.ended_by):
             console.line(f"ended after {counted(len(event.tokens), 'token')}: {why}", style="dim")
 
 
-def _write_prompt(text: str) -> None:
-    if sys.stdout.isatty():
-        write_out(text, end="")
+def _write_prompt(prompt: Prompt) -> None:
+    """Writes a text to continue, on a terminal; an answer does not continue the chat's text."""
+    if sys.stdout.isatty() and not prompt.is_chat:
+        write_out(prompt.text, end="")

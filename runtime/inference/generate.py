@@ -60,10 +60,11 @@ class Completion:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as text and as tokens."""
+    """A prompt as text and as tokens. is_chat: a template wrote it."""
 
     text: str
     tokens: tuple[int, ...]
+    is_chat: bool = False
 
 
 @dataclass

@@ -112,7 +112,7 @@ class PromptMaker:
             ((tokens, _),) = chat_tokens(self.tokenizer).encode([chat])
         except ChatError as error:
             raise ConfigError([Problem(given.where, error.what, error.fix)]) from error
-        return Prompt(self.tokenizer.hidden.show(chat.text), tuple(map(int, tokens)))
+        return Prompt(self.tokenizer.hidden.show(chat.text), tuple(map(int, tokens)), is_chat=True)
 
     def ends(self, *, is_chat: bool) -> frozenset[int]:
         """Returns the tokens that end a completion: that of a document, those that the folder of a published model

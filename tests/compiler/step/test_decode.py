@@ -171,3 +171,15 @@ def test_a_user_model_that_looks_around_otherwise_than_by_attention_is_refused()
     stacks = (replace(stack, layer=replace(piece, apply=mixes)),)
     with pytest.raises(ConfigError, match="looks from one token at another otherwise than by attention"):
         plan_cache(replace(plan, model=replace(plan.model, stacks=stacks)), SHAPE)
+
+
+@pytest.mark.ci
+def test_a_cache_is_written_in_place_and_no_device_holds_more_than_its_part():
+    """A long cache of a narrow model: whatever copied it would double the memory of the program, and show."""
+    plan = plan_of("sharding=fsdp_tensor", "mesh.fsdp=4", "mesh.tensor=2")
+    shape = BatchShape(num_sequences=8, prompt_length=16, num_slots=4096)
+    programs = build(lower_generation(plan, plan.mesh.of_devices(jax.devices()), shape, ["decode"]))
+    memory = programs["decode"].memory_analysis()
+    cached = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(plan_cache(plan, shape)[0]))
+    assert memory.alias_size_in_bytes == cached // 8
+    assert memory.temp_size_in_bytes < cached // 8
