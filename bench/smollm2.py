@@ -22,10 +22,10 @@ PROMPTS = (
     "def fibonacci(n):\n",
     "Water boils at a temperature of",
 )
-NUM_NEW_TOKENS = 24
-LENGTH, NUM_SEQUENCES = 128, 16
-TEXT = Path(os.__file__).with_name("calendar.py")  # of Python's library, Apache-2.0 compatible, and there everywhere
-MESHES = (("target=cpu-1",), ("target=cpu-8", "sharding=fsdp"), ("target=cpu-8", "sharding=hsdp"))
+NUM_NEW_TOKENS = 16
+LENGTH, BATCH = 128, 8
+TEXT = Path(os.__file__).with_name("calendar.py").read_text()[:4000]  # of Python's library
+MESHES = (("target=cpu-1",), ("target=cpu-8", "sharding=fsdp"))
 
 
 def convert(folder: Path) -> Path:
@@ -57,15 +57,16 @@ def convert(folder: Path) -> Path:
 
 
 def theirs(folder: Path) -> dict[str, Any]:
-    """Returns the loss of the first tokens of the text, and greedy text, by transformers in float32."""
+    """Returns the loss of the text in sequences, and greedy text, by transformers in float32."""
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer(TEXT.read_text(), add_special_tokens=False, return_tensors="pt").input_ids[0]
-    rows = ids[: LENGTH * NUM_SEQUENCES + 1]
-    inputs, targets = rows[:-1].reshape(NUM_SEQUENCES, LENGTH), rows[1:].reshape(NUM_SEQUENCES, LENGTH)
+    ids = tokenizer(TEXT, add_special_tokens=False, return_tensors="pt").input_ids[0]
+    ids = torch.cat([ids, torch.tensor([tokenizer.eos_token_id])])
+    end = (len(ids) - 1) // LENGTH * LENGTH
+    inputs, targets = ids[:end].reshape(-1, LENGTH), ids[1 : end + 1].reshape(-1, LENGTH)
     with torch.no_grad():
         logits = model(inputs).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
@@ -74,16 +75,17 @@ def theirs(folder: Path) -> dict[str, Any]:
             given = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
             made = model.generate(**given, max_new_tokens=NUM_NEW_TOKENS, do_sample=False)[0]
             texts.append(tokenizer.decode(made[given.input_ids.shape[1] :], skip_special_tokens=True))
-    return {"loss": loss, "texts": texts}
+    return {"loss": loss, "num_sequences": len(inputs), "texts": texts}
 
 
 def ours(folder: Path, mesh: tuple[str, ...]) -> dict[str, Any]:
     """Returns the same by the commands."""
     line = [sys.executable, "-m", "meshloom"]
     common = [*mesh, "precision=float32"]
-    data = ["data=text_files", f"data.source.paths=[{TEXT}]", "data/tokenizer=huggingface",
-            f"data.tokenizer.path={folder}/tokenizer.json", "data.tokenizer.end_of_document=<|im_end|>"]  # fmt: skip
-    sizes = [f"sequence_length={LENGTH}", f"global_batch_size={NUM_SEQUENCES}", "split=all", "num_batches=1000"]
+    text = folder.parent / "text.txt"
+    text.write_text(TEXT)
+    data = ["data=text_files", f"data.source.paths=[{text}]"]  # tokens by the folder's tokenizer
+    sizes = [f"sequence_length={LENGTH}", f"global_batch_size={BATCH}", "split=all", "num_batches=1000"]
     done = subprocess.run(
         [*line, "evaluate", str(folder), *common, *data, *sizes, "--json"], capture_output=True, text=True
     )
