@@ -25,6 +25,7 @@ from meshloom.runtime.data.tokenizers import open_tokenizer
 from support import chats
 from support.chats import CHATML, FAMILIES, NAMED, SPECIAL, TAGGED, TEXT, turns, untagged, write_folder, write_lines
 from support.commands import run_in_process
+from support.tiers import tiered
 
 BATCH = ("global_batch_size=8", "data.held_out_fraction=0", "model.vocab_size=1100")
 
@@ -137,8 +138,15 @@ def test_tokens_and_masks_are_those_counted_by_hand(bytes_folders, tmp_path, fam
     assert _documents(store) == [_by_hand(family, chat) for chat in CHATS]
 
 
-@pytest.mark.parametrize("packing", ["concatenate", "first_fit"])
-@pytest.mark.parametrize("isolated", [True, False])
+@pytest.mark.parametrize(
+    ("isolated", "packing"),
+    [
+        (True, "first_fit"),
+        (False, "concatenate"),
+        pytest.param(True, "concatenate", marks=pytest.mark.ci),
+        pytest.param(False, "first_fit", marks=pytest.mark.ci),
+    ],
+)
 def test_a_target_is_the_next_token_where_that_is_trained_on(bytes_folders, tmp_path, packing, isolated):
     """Off by one in either direction changes the first or the last target of each answer."""
     lines = [turns(f"count to {n}", " ".join(map(str, range(n))), "again", "no") for n in range(14)]
@@ -207,7 +215,7 @@ def _num_cut(counted, length, packing):
 # What a user writes is text.
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiered(FAMILIES, plain=["chatml", "mistral"]))
 def test_no_special_token_comes_from_text_of_a_user(folders, tmp_path, family):
     evil = "".join(f" {token}{token} x{token[:-1]}" for token in SPECIAL[family])
     tools = [{"name": evil, "parameters": {evil: 1}}]
@@ -230,7 +238,7 @@ def test_no_special_token_comes_from_text_of_a_user(folders, tmp_path, family):
     assert evil in tokenizer.decode(of_prompt)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiered(FAMILIES, plain=["chatml", "mistral"]))
 def test_aliases_give_the_tokens_of_the_special_tokens_themselves(folders, tmp_path, family):
     """Where a chat holds no special token as text, both ways of encoding it have to agree, places too."""
     path = write_lines(tmp_path / "x.jsonl", {"messages": turns("Hi  there ", "日本 def f(x):\n  return", "\n ", " y")})
@@ -277,6 +285,7 @@ def test_other_keys_and_variables_reach_the_template(bytes_folders, tmp_path):
     assert tokenizer.decode(_documents(store)[0][0]) == 'écalm[{"n": "<"}]26 Jul 2026|ab'
 
 
+@pytest.mark.ci
 def test_a_template_that_writes_the_day_is_reported(bytes_folders, tmp_path):
     """Tomorrow its tokens are others, and a run would begin its data again."""
     template = _template_file(tmp_path / "t.jinja", "{{ strftime_now('%Y') }}" + CHATML)
@@ -288,6 +297,7 @@ def test_a_template_that_writes_the_day_is_reported(bytes_folders, tmp_path):
         spec_of(*words, "data.source.date=26.7.2026")
 
 
+@pytest.mark.ci
 def test_a_template_is_chosen_by_its_name(tmp_path):
     own = "{% for m in messages %}{{ m.content }}{% endfor %}"
     folder = write_folder(tmp_path / "f", "chatml", None, chat_template=[{"name": "default", "template": CHATML}, {"name": "bare", "template": own}])  # fmt: skip  # noqa: E501
@@ -339,6 +349,7 @@ def test_masks_belong_to_what_a_run_goes_on_in(folders, many, tmp_path):
     assert tags.content == _store(folders["chatml"], many).content
 
 
+@pytest.mark.ci
 def test_a_mixture_trains_on_all_of_a_text_and_on_answers_of_chats(folders, many, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     chat = f"{{kind: chats, paths: ['{many}'], template: null, variables: {{}}, date: null}}"
@@ -385,7 +396,7 @@ def _mistakes():
 MISTAKES = {name: (line, what) for name, line, what in _mistakes()}
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", tiered(MISTAKES, plain=["no messages", "role", "variable"]))
 def test_a_wrong_line_is_named(folders, tmp_path, name):
     line, what = MISTAKES[name]
     path = write_lines(tmp_path / "x.jsonl", {"messages": turns("a", "b")}, line)
@@ -438,7 +449,7 @@ FAILING = {
 }
 
 
-@pytest.mark.parametrize("name", FAILING)
+@pytest.mark.parametrize("name", tiered(FAILING, plain=["refuses", "escapes", "ends"]))
 def test_a_template_that_fails_is_an_error_of_the_line(folders, tmp_path, name):
     template, what = FAILING[name]
     path = write_lines(tmp_path / "x.jsonl", {"messages": turns("a", "b", "c", "d")})
