@@ -37,6 +37,11 @@ CASES = {
         "model.mlp=plain", "model.norm=layer",
     ),
     "experts": (*MOE, "model.num_experts=4", "model.num_shared_experts=1"),
+    "experts in windows, biases, a layer that is left": (
+        *MOE, "model.num_experts=4", "model.num_layers=3", "model.attention_windows=[4,null]", "model.biases=all",
+        "model.mlp_activation=clamped_swiglu", "model.window_rope_theta=100.0",
+        "model.rope_scaling={kind:linear,factor:4.0}",
+    ),
     "experts, dense layers, latent attention": (
         *MOE, *LATENT, "model.num_dense_layers=1", "model.dense_mlp_dim=48", "model.attention_windows=[4]",
     ),
