@@ -81,14 +81,13 @@ def _placed(array: Array, part: Array, start: Array) -> Array:
 
 
 def file_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    """Returns a layout in which each device reads other bytes of a tensor, as far as its dimensions divide: the mesh
-    axes one after the other, each along the first dimension that it still divides."""
-    axes: list[list[str]] = [[] for _ in shape]
-    shards = [1] * len(shape)
-    for axis, size in mesh.shape.items():
-        fitting = (n for n, length in enumerate(shape) if length and length % (shards[n] * size) == 0)
-        place = next(fitting, None)
-        if size > 1 and place is not None:
-            axes[place].append(axis)
-            shards[place] *= size
-    return NamedSharding(mesh, PartitionSpec(*(tuple(each) or None for each in axes)))
+    """Returns a layout in which each device reads other bytes of a tensor, as far as its dimensions divide: each mesh
+    axis, the largest first, splits the first dimension that it still divides."""
+    place, shards = dict[str, int](), [1] * len(shape)
+    for axis, size in sorted(mesh.shape.items(), key=lambda item: -item[1]):
+        fitting = next((n for n, length in enumerate(shape) if length and length % (shards[n] * size) == 0), None)
+        if size > 1 and fitting is not None:
+            place[axis] = fitting
+            shards[fitting] *= size
+    axes = (tuple(axis for axis in mesh.shape if place.get(axis) == n) or None for n in range(len(shape)))
+    return NamedSharding(mesh, PartitionSpec(*axes))

@@ -16,6 +16,7 @@ from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.driver import plan_run
 from meshloom.runtime.weights.find import Weights, describe_weights, find_weights
 from meshloom.runtime.weights.load import load_params, with_weights
+from meshloom.runtime.weights.read import file_sharding
 from support.programs import programs_of
 from support.published import write_published
 
@@ -176,3 +177,12 @@ def test_restoring_published_weights_is_to_start_from_them(published):
     said = io.StringIO()
     Console(said).line(describe_weights(_found(plan_run(spec)))[0])
     assert "21 tensors of" in said.getvalue()
+
+
+@pytest.mark.parametrize(("shape", "times"), [((8, 3), 1), ((3, 8), 1), ((2, 5, 4), 1), ((4, 3), 2), ((7,), 8)])
+def test_devices_read_each_byte_once_as_far_as_dimensions_divide(shape, times):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("a", "b"))
+    read = np.zeros(shape, int)
+    for index in file_sharding(shape, mesh).devices_indices_map(shape).values():
+        read[index] += 1
+    assert (read == times).all()
