@@ -12,7 +12,8 @@ from ..core.config_types import LocalPath, NumBytes
 class ExportSpec(Config):
     """Settings of `meshloom export`."""
 
-    format: Literal["huggingface", "safetensors", "orbax"]  # safetensors, orbax: under our own names
+    format: Literal["huggingface", "safetensors", "orbax", "peft"]  # safetensors, orbax: under our own names;
+    # peft: the adapter alone
     directory: LocalPath | None  # a new folder
     dtype: Literal["bfloat16", "float16", "float32"] | None  # None: as where the run began; without that, bfloat16
     max_shard_bytes: NumBytes  # of the tensors in a file

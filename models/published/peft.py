@@ -63,6 +63,11 @@ def write_peft(
     return found, _adapter_config(config, modules, adapter, base)
 
 
+def check_modules(config: ModelConfig, model: Model) -> None:
+    """Raises NotUnderstood for adapters that PEFT has no module for."""
+    _modules(config, model)
+
+
 def _modules(config: ModelConfig, model: Model) -> list[_Module]:
     experts = sorted(path for path, one in model.adapters.items() if one.matrix.is_of_experts)
     if experts:

@@ -1,11 +1,14 @@
 """Runs `meshloom export`: writes the weights of a run as others read them."""
 
 import argparse
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import jax
 
 from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.format import human_bytes
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.models.adapter import merged
@@ -13,12 +16,29 @@ from meshloom.models.contract import Params
 
 from ..inference.open_weights import open_weights, start_session
 from ..weights.export import prepare_export, run_export
+from ..weights.peft import check_peft, write_adapter
 
 
 def export_command(request: Request, flags: argparse.Namespace) -> int:  # noqa: ARG001 (as all commands)
     """Writes the folder. Raises ConfigError for a mistake, before anything is written."""
-    run_export(read_spec(request, then=partial(prepare_export, open_merged=open_merged)), Console())
+    export = read_spec(request, then=_prepared)
+    export(Console())
     return 0
+
+
+def _prepared(spec: RunSpec) -> Callable[[Console], None]:
+    """Returns the export that the declaration names. Raises ConfigError for all that is wrong with it."""
+    if spec.export.format == "peft":
+        return partial(export_peft, spec, check_peft(spec))
+    return partial(run_export, prepare_export(spec, open_merged))
+
+
+def export_peft(spec: RunSpec, folder: Path, console: Console) -> None:
+    """Writes the adapter of a run as a PEFT folder, with the place of its base by name."""
+    session = start_session(spec)
+    opened = open_weights(session, console)
+    num_bytes = write_adapter(folder, session.plan, opened.params, opened.base)
+    console.line(f"exported {session.plan.adapter} of step {opened.step}, {human_bytes(num_bytes)}: {folder}")
 
 
 def open_merged(spec: RunSpec) -> Params:

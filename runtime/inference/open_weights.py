@@ -27,6 +27,7 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.xla.programs import Programs
 
+from ..checkpoint.adapters import read_base
 from ..checkpoint.parameters import find_saved, load_parameters
 from ..checkpoint.shared_start import start_of_first
 from ..checkpoint.start import describe_damage
@@ -54,11 +55,13 @@ class Session:
 
 @dataclass(frozen=True)
 class OpenedWeights:
-    """Parameters on the devices. place: where they came from. step: of a run's checkpoint; None for published files."""
+    """Parameters on the devices. place: where they came from. step: of a run's checkpoint; None for published files.
+    base: the place of the base of a run's adapter; None if there is no adapter, or its base was drawn."""
 
     params: Any
     place: str
     step: int | None
+    base: str | None = None
 
 
 def start_session(spec: RunSpec, warn: Callable[[str], None] = write_error) -> Session:
@@ -107,7 +110,8 @@ def open_weights(session: Session, console: Console) -> OpenedWeights:
         say(console, f"warning: damaged, so an older one is used: {describe_damage(start.damaged)}")
     say(console, f"weights: step {start.step} of {place}")
     if session.plan.model.adapters:
-        return OpenedWeights(load_adapted(session.plan, session.mesh, start, console), place, start.step)
+        params = load_adapted(session.plan, session.mesh, start, console)
+        return OpenedWeights(params, place, start.step, read_base(start)["place"])
     params = load_parameters(start, abstract_parameters(session.plan, session.mesh))
     return OpenedWeights(params, place, start.step)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from conftest import LINEAR_STACK, plan_of
+from conftest import LINEAR_STACK, plan_of, spec_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.models.adapter import is_adapter, saved_part
@@ -14,6 +14,8 @@ from meshloom.runtime.checkpoint.adapters import base_of, check_base, digest_of,
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints, restore
 from meshloom.runtime.checkpoint.start import Start, find_start
 from meshloom.runtime.data import open_data
+from meshloom.runtime.weights.peft import check_peft
+from support.experts import MOE
 from support.programs import on_devices, programs_of
 
 
@@ -58,3 +60,17 @@ def test_adapters_are_saved_alone_and_restored_beside_their_base(tokens, tmp_pat
         check_base(start, with_base(restored.state["params"], fresh), read_base(start))
     with pytest.raises(ConfigError, match="holds another model or optimizer"):
         find_start(tmp_path, plan_of(*LINEAR_STACK).spec, plan_of(*LINEAR_STACK).abstract)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ((), "peft writes an adapter, and this run trained the whole model"),
+        ((*MOE, "adapter=lora", "adapter.targets=[layers/mlp/up_XEM]"), "PEFT has no module for one expert"),
+        (("adapter=lora", "export.directory=null"), "export.directory: is missing"),
+    ],
+)
+def test_what_peft_cannot_hold_is_an_error(overrides, words, tmp_path):
+    spec = spec_of("checkpoint.weights_from=runs/a", f"export.directory={tmp_path}/out", *overrides)
+    with pytest.raises(ConfigError, match=words):
+        check_peft(spec)
