@@ -67,6 +67,12 @@ class ChatsSource(Config):
     date: Annotated[Text, AfterValidator(_date)] | None  # that a template may write; None: today
 
 
+class PreferencesSource(ChatsSource):
+    """JSON lines; each has a `chosen` and a `rejected` answer to a `prompt`, or two whole chats that begin alike."""
+
+    kind: Literal["preferences"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
+
+
 class ParquetSource(Config):
     """Parquet files; each row is a document: the text in `text_column`."""
 
@@ -99,8 +105,8 @@ class PythonSource(Config):
 
 
 OneSource = Annotated[
-    PythonStdlibSource | SyntheticSource | TextFilesSource | JsonlSource | ChatsSource | ParquetSource
-    | ArrayRecordSource | TokensSource | PythonSource,
+    PythonStdlibSource | SyntheticSource | TextFilesSource | JsonlSource | ChatsSource | PreferencesSource
+    | ParquetSource | ArrayRecordSource | TokensSource | PythonSource,
     Field(discriminator="kind"),
 ]  # fmt: skip
 
@@ -118,8 +124,8 @@ class MixtureSource(Config):
 
 
 Source = Annotated[
-    PythonStdlibSource | SyntheticSource | TextFilesSource | JsonlSource | ChatsSource | ParquetSource
-    | ArrayRecordSource | TokensSource | PythonSource | MixtureSource,
+    PythonStdlibSource | SyntheticSource | TextFilesSource | JsonlSource | ChatsSource | PreferencesSource
+    | ParquetSource | ArrayRecordSource | TokensSource | PythonSource | MixtureSource,
     Field(discriminator="kind"),
 ]  # fmt: skip
 
@@ -152,7 +158,7 @@ TokenizerSpec = Annotated[BytesTokenizer | HuggingFaceTokenizer | SentencePieceT
 class DataSpec(BatchSpec):
     source: Source
     tokenizer: TokenizerSpec | None  # None: the source holds tokens already
-    packing: Literal["concatenate", "first_fit"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
+    packing: Literal["concatenate", "first_fit", "pairs"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
     isolate_documents: bool  # batches mark where documents begin; the last token of a document has no target
     held_out_fraction: Annotated[float, Field(ge=0, lt=1)]  # 0: nothing is held out or evaluated
     held_out_by: Literal["document", "position"]  # whole documents, by their names, or the last tokens of each source

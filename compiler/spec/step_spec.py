@@ -105,11 +105,12 @@ class MoeSpec(Config):
 class BatchSpec(Narrow):
     """How documents lie in the sequences of a batch.
 
-    packing: how documents are packed into sequences; given: a class of the user returns whole sequences.
+    packing: how documents are packed into sequences; pairs: each is a sequence, the
+    chosen one of a pair before the rejected one; given: a class of the user returns whole sequences.
     isolate_documents: batches mark where documents begin, and the last token of a document has no target.
     """
 
-    packing: Literal["concatenate", "first_fit", "given"]
+    packing: Literal["concatenate", "first_fit", "pairs", "given"]
     isolate_documents: bool
 
     @classmethod

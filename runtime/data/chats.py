@@ -1,11 +1,12 @@
 """Reads chats from JSON lines: `messages`, or `prompt` and `completion`, each with what a template may want besides."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from meshloom.compiler.core.errors import ConfigError, Problem, use_one_of
 from meshloom.compiler.declare.data_spec import ChatsSource
@@ -16,9 +17,11 @@ from .formats import object_of_line
 from .tokenizers import HuggingFace, Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
-KEYS = ("messages", "prompt", "completion")
+KEYS = ("messages", "prompt", "completion", "chosen", "rejected")
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"  # of a line, as the trl library reads them
 TODAY = "today"  # beside the ways to find what is trained on
+SIDES = ("chosen", "rejected")
+WRITE_PAIRS = "write one JSON object per line, with chosen and rejected, and a prompt or chats that begin alike"
 WRITE = "write one JSON object per line, with messages, or with prompt and completion"
 
 
@@ -29,6 +32,7 @@ class ChatReader:
     source: ChatsSource
     where: str
     tokenizer: HuggingFace
+    chats_per_line: ClassVar[int] = 1
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -49,22 +53,26 @@ class ChatReader:
             for line_number, line in enumerate(opened, start=1):
                 if line.isspace():
                     continue
-                number += 1
+                number += self.chats_per_line
                 if number > first:
-                    yield self._chat_of_line(line, f"{file.place}:{line_number}")
+                    yield from self._of_line(line, f"{file.place}:{line_number}")
 
-    def _chat_of_line(self, line: bytes, place: str) -> Chat | Problem:
+    def _of_line(self, line: bytes, place: str) -> Sequence[Chat | Problem]:
         value = object_of_line(line, place)
         if isinstance(value, Problem):
-            return value
+            return [value]
         try:
-            return self._chat(value)
+            return self._chats(value)
         except ChatError as error:
-            return Problem(place, error.what, error.fix)
+            return [Problem(place, error.what, error.fix)]
         except RecursionError:
-            return Problem(place, "is nested too deeply", "write its parts as text")
+            return [Problem(place, "is nested too deeply", "write its parts as text")]
 
-    def _chat(self, line: Mapping[str, Any]) -> Chat:
+    def _chats(self, line: Mapping[str, Any]) -> Sequence[Chat]:
+        return [self._chat(line)]
+
+    def _extra(self, line: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what a line gives the template besides its messages."""
         extra = {key: value for key, value in line.items() if key not in (*KEYS, TEMPLATE_ARGUMENTS)}
         arguments = line.get(TEMPLATE_ARGUMENTS) or {}
         if not isinstance(arguments, dict):
@@ -74,22 +82,51 @@ class ChatReader:
         extra |= arguments
         if refused := [key for key in extra if key in self._own_variables]:
             raise ChatError(f"sets '{refused[0]}', which the tokenizer sets", "leave it out, or name it otherwise")
+        return extra
+
+    def _chat(self, line: Mapping[str, Any]) -> Chat:
         if "messages" in line:
-            return self.template.chat(check_messages(line["messages"], "messages"), extra)
+            return self.template.chat(check_messages(line["messages"], "messages"), self._extra(line))
         missing = [key for key in ("prompt", "completion") if key not in line]
         if missing:
             has = f"has no key 'messages', and no '{missing[0]}'"
             raise ChatError(has, f"{WRITE}; it has {', '.join(map(str, line)) or 'no keys'}")
-        prompt, completion = line["prompt"], line["completion"]
-        if isinstance(prompt, str) and isinstance(completion, str):
-            check_unicode(prompt + completion)
-            return plain_chat(prompt, completion)
+        return self._answered(line, "completion")
+
+    def _answered(self, line: Mapping[str, Any], key: str) -> Chat:
+        """Returns a prompt with the answer under `key`."""
+        prompt, answer = line["prompt"], line[key]
+        if isinstance(prompt, str) and isinstance(answer, str):
+            check_unicode(prompt + answer)
+            return plain_chat(prompt, answer)
         given = check_messages(prompt, "prompt")
-        return self.template.chat([*given, *check_messages(completion, "completion")], extra, num_given=len(given))
+        return self.template.chat([*given, *check_messages(answer, key)], self._extra(line), num_given=len(given))
 
     @cached_property
     def _own_variables(self) -> frozenset[str]:
         return frozenset([*self.tokenizer.token_variables, "messages", "add_generation_prompt"])
+
+
+class PreferenceReader(ChatReader):
+    """Reads pairs of chats: a chosen and a rejected answer to one prompt, one after the other."""
+
+    chats_per_line: ClassVar[int] = 2
+
+    def _chats(self, line: Mapping[str, Any]) -> Sequence[Chat]:
+        if missing := [key for key in SIDES if key not in line]:
+            there = ", ".join(map(str, line)) or "no keys"
+            raise ChatError(f"has no key '{missing[0]}'", f"{WRITE_PAIRS}; it has {there}")
+        pair = [self._answered(line, key) for key in SIDES] if "prompt" in line else self._whole(line)
+        # A pair is learnt from as one: without something to learn in both, neither is kept.
+        return pair if all(chat.trained for chat in pair) else [replace(chat, trained=()) for chat in pair]
+
+    def _whole(self, line: Mapping[str, Any]) -> Sequence[Chat]:
+        """Returns two whole chats, whose answers follow the messages that they share."""
+        chats = [check_messages(line[key], key) for key in SIDES]
+        shared = list(takewhile(lambda both: both[0] == both[1], zip(*chats, strict=False)))
+        if len(shared) in map(len, chats):
+            raise ChatError("has a chosen chat that is the rejected one, or begins it", WRITE_PAIRS)
+        return [self.template.chat(chat, self._extra(line), num_given=len(shared)) for chat in chats]
 
 
 def chat_reader(source: ChatsSource, where: str, tokenizer: Tokenizer | None) -> ChatReader:
@@ -98,7 +135,8 @@ def chat_reader(source: ChatsSource, where: str, tokenizer: Tokenizer | None) ->
         what = "chats need the tokenizer of a published model, with a chat template"
         fix = "choose data/tokenizer=huggingface data.tokenizer.path=FOLDER"
         raise ConfigError([Problem("data.tokenizer", what, fix)])
-    return ChatReader(source, where, tokenizer)
+    reader = PreferenceReader if source.kind == "preferences" else ChatReader
+    return reader(source, where, tokenizer)
 
 
 def check_messages(value: Any, key: str) -> Messages:

@@ -19,6 +19,7 @@ from .chats import how_masked
 from .documents import Part, num_text_bytes, parts_of
 from .download import local_copy
 from .packing import ConcatenatedSequences, PackedSequences, num_cut_turns
+from .pairs import PairedSequences
 from .progress import TextProgress
 from .shards import open_shards
 from .store import Split, TokenStore, TokenStream
@@ -26,7 +27,7 @@ from .tokenize import tokens_in_memory
 from .tokenizers import Bytes, Tokenizer, TokenizerIdentity
 from .user_sequences import UserSequences, open_user_sequences
 
-Sequences = ConcatenatedSequences | PackedSequences | UserSequences
+Sequences = ConcatenatedSequences | PackedSequences | PairedSequences | UserSequences
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 
@@ -57,13 +58,16 @@ def open_corpus(spec: RunSpec, source: OneSource, where: str, tokenizer: Tokeniz
             where, {**user}, None, -1, {"kind": "python", **content}, counted(num_items, "sequence"), tokenizer
         )
     store = open_store(data, source, where, tokenizer)
-    pack = ConcatenatedSequences if data.packing == "concatenate" else PackedSequences
     sequences: dict[Split, Sequences] = {}
     num_cut = 0
     for split in SPLITS:
         stream = TokenStream(store, split, data.held_out_fraction, data.held_out_by)
-        packed = pack(stream, spec.sequence_length, isolate_documents=data.isolate_documents)
-        sequences[split] = packed
+        if data.packing == "pairs":
+            paired = sequences[split] = PairedSequences(stream, spec.sequence_length)
+            num_cut += paired.num_cut
+            continue
+        pack = ConcatenatedSequences if data.packing == "concatenate" else PackedSequences
+        packed = sequences[split] = pack(stream, spec.sequence_length, isolate_documents=data.isolate_documents)
         num_cut += num_cut_turns(stream, packed.cuts())
     content = {"kind": source.kind, "num_tokens": store.num_tokens, "content": store.content}
     return Corpus(

@@ -78,7 +78,7 @@ def parts_of(source: OneSource, where: str, tokenizer: Tokenizer | None = None) 
 
 def _is_plain(source: OneSource, file: SourceFile) -> bool:
     is_known = file.path is not None or file.num_bytes > 0  # some servers do not say
-    return source.kind in ("text_files", "jsonl", "chats") and not file.is_compressed and is_known
+    return source.kind in ("text_files", "jsonl", "chats", "preferences") and not file.is_compressed and is_known
 
 
 def num_text_bytes(parts: Sequence[Part]) -> int:
@@ -91,9 +91,10 @@ def _read_file(
 ) -> Iterator[Document | Problem]:
     """Yields the documents of a file from number `first` on, and a Problem for each that cannot be read."""
     contents = chats.read(file, first) if chats else _contents(source, where, file, first)
+    per_line = chats.chats_per_line if chats else 1  # the two of a pair have one name, and so are in one split
     try:
         for number, content in enumerate(contents, start=first):
-            one = file.name if source.kind == "text_files" else f"{file.name}:{number}"
+            one = file.name if source.kind == "text_files" else f"{file.name}:{number // per_line}"
             if isinstance(content, Problem):
                 yield content
             elif isinstance(content, Chat):

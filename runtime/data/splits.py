@@ -18,6 +18,7 @@ from .batches import NEXT_BATCH, Batches, BatchSource, shuffled
 from .corpus import SPLITS, Corpus, Sequences, open_corpus
 from .documents import parts_of
 from .locate import LocatedRow, Places, names_of
+from .pairs import ItemsOfPairs, PairedSequences, PairsOf
 from .store import Split
 from .tokenizers import Tokenizer, TokenizerIdentity, open_tokenizer
 
@@ -38,9 +39,9 @@ class Data:
     """The data of a run.
 
     splits: train, shuffled, and held_out, the same batches for every run. identity: everything that a place in the data
-    depends on, by key; flat JSON. token_unit: "byte" or "token". summary: a description to show. sources: each source
-    with its sequences to train on. places: the order of these, as (source, sequence). tokenizer: for sources of
-    text.
+    depends on, by key; flat JSON. token_unit: "byte" or "token", or "pair" for an objective of pairs. summary: a
+    description to show. sources: each source with its sequences to train on. places: the order of these, as (source,
+    sequence). tokenizer: for sources of text. pairs: the sequences of all splits, if they are pairs.
     """
 
     splits: dict[Split, Batches]
@@ -50,6 +51,7 @@ class Data:
     sources: tuple[tuple[WeightedSource, Sequences], ...]
     places: Any
     tokenizer: Tokenizer | None
+    pairs: tuple[PairedSequences, ...]
 
     def __getitem__(self, split: Split) -> Batches:
         return self.splits[split]
@@ -78,7 +80,10 @@ def open_data(spec: RunSpec) -> Data:
     of_train = tuple((source, corpus.sequences["train"]) for source, corpus in zip(sources, corpora, strict=True))
     places = [Places(part, len(sequences)) for part, (_, sequences) in enumerate(of_train)]
     order = _order(spec, places, sources)
-    return Data(splits, identity, unit_of(corpora), _summary(spec, corpora), of_train, order, corpora[0].reader)
+    every = (sequences for corpus in corpora for sequences in corpus.sequences.values())
+    pairs = tuple(each for each in every if isinstance(each, PairedSequences))
+    unit = "pair" if spec.has_pairs else unit_of(corpora)
+    return Data(splits, identity, unit, _summary(spec, corpora), of_train, order, corpora[0].reader, pairs)
 
 
 CheckLengths = Callable[[RunSpec, list[Corpus], list[WeightedSource]], None]
@@ -90,6 +95,7 @@ def open_sources(spec: RunSpec, check_lengths: CheckLengths) -> tuple[list[Weigh
     check_lengths: raises ConfigError where a source has too few sequences.
     """
     sources = _sources(spec)
+    _check_objective(spec, sources)
     corpora = _open_corpora(spec, sources)
     all_of(
         lambda: _check_one_tokenizer(_tokenizers(corpora), corpora),
@@ -97,6 +103,30 @@ def open_sources(spec: RunSpec, check_lengths: CheckLengths) -> tuple[list[Weigh
         lambda: check_lengths(spec, corpora, sources),
     )
     return sources, corpora
+
+
+def _check_objective(spec: RunSpec, sources: Sequence[WeightedSource]) -> None:
+    """Raises ConfigError if the objective compares pairs and a source holds none, or the other way round."""
+    problems, kind = [], spec.objective.kind
+    for source in sources:
+        holds_pairs = source.source.kind == "preferences"
+        if spec.has_pairs and not holds_pairs:
+            what = f"{kind} compares pairs, and {source.where}.kind={source.source.kind} holds none"
+            problems.append(Problem("objective", what, "use data=preferences data.source.paths=[...]"))
+        elif holds_pairs and not spec.has_pairs:
+            what = f"{kind} learns from documents, and {source.where}.kind=preferences holds pairs of them"
+            problems.append(Problem("objective", what, "use objective=dpo or objective=simpo, or data=chats"))
+    if not problems and spec.has_pairs != (spec.data.packing == "pairs"):
+        does, fix = ("compares", "pairs") if spec.has_pairs else ("does not compare", "concatenate or first_fit")
+        what = f"is {spec.data.packing}, and objective={kind} {does} pairs"
+        problems.append(Problem("data.packing", what, f"use {fix}"))
+    if spec.has_pairs and spec.data.held_out_by == "position" and spec.data.held_out_fraction:
+        what = "position could hold out one document of a pair"
+        problems.append(Problem("data.held_out_by", what, "use document"))
+    if spec.has_pairs and spec.loss.z_loss_weight:
+        what = f"{spec.loss.z_loss_weight} is not implemented for objective={kind}"
+        problems.append(Problem("loss.z_loss_weight", what, "set it to 0"))
+    raise_if_any(problems)
 
 
 def unit_of(corpora: Sequence[Corpus]) -> Literal["byte", "token"]:
@@ -210,9 +240,14 @@ def _train_order(spec: RunSpec, corpora: list[Corpus], sources: list[WeightedSou
     return _order(spec, [corpus.sequences["train"] for corpus in corpora], sources)
 
 
-def _order(spec: RunSpec, parts: Sequence[Any], sources: list[WeightedSource]) -> Any:
-    weights = [source.weight for source in sources]
-    return shuffled(parts, weights, seed=spec.data.shuffle_seed, num_epochs=spec.data.num_epochs)
+def _order(spec: RunSpec, parts: Sequence[Any], sources: list[WeightedSource], split: Split = "train") -> Any:
+    """Returns the order of sequences, or of anything that is numbered as they are. That of held-out sequences is the
+    same for every run, whatever its seed."""
+    is_train, weights = split == "train", [source.weight for source in sources]
+    seed, num_epochs = (spec.data.shuffle_seed, spec.data.num_epochs) if is_train else (0, None)
+    if not spec.has_pairs:
+        return shuffled(parts, weights, seed=seed, num_epochs=num_epochs)
+    return ItemsOfPairs(shuffled([PairsOf(part) for part in parts], weights, seed=seed, num_epochs=num_epochs))
 
 
 def _batches(
@@ -224,9 +259,8 @@ def _batches(
         num_batches = len(order) // size
     elif not spec.data.held_out_fraction:
         order, num_batches = [], 0
-    else:  # the same for every run, whatever its seed
-        parts, weights = [corpus.sequences[split] for corpus in corpora], [source.weight for source in sources]
-        order = shuffled(parts, weights, seed=0, num_epochs=None)
+    else:
+        order = _order(spec, [corpus.sequences[split] for corpus in corpora], sources, split)
         num_batches = spec.evaluation.num_batches
     source = BatchSource(
         order, batch_size=size, num_batches=num_batches, rows=range(size), vocab_size=spec.model.vocab_size

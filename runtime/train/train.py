@@ -63,6 +63,7 @@ from .loop import Loop
 from .observer import ObservedRun, Observers
 from .observers import add_observers
 from .profiler import check_profile
+from .reference import prepare_reference
 from .time_spent import Stopwatch, time_rows
 from .trackers import find_trackers
 
@@ -210,6 +211,10 @@ def _run(
             state, first_step, num_tokens = _initial_state(start, job, programs, batches, console, processes)
             if plan.model.adapters:
                 checkpoints.base = base_of(_place_of_base(start, job), state["params"])
+            prepare_reference(
+                plan, programs, state["params"], job.data, run_dir, is_continued=bool(start and start.is_own),
+                console=console, processes=processes,
+            )  # fmt: skip
         if processes.is_first:
             write_declaration(plan, run_dir)
         with Observers(watch) as observers:
