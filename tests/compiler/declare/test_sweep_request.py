@@ -19,7 +19,7 @@ def read(*overrides: str) -> SweepRequest:
         ("seed=range(0,5,2)", [0, 2, 4]),
         ("remat=none,full", ["none", "full"]),
         ("precision=glob(bfloat16*)", ["bfloat16", "bfloat16_params", "bfloat16_pure"]),
-        ("model=glob(llama3*,exclude=*405b)", ["llama3_70b", "llama3_8b"]),
+        ("model=glob(mixtral*,exclude=*8x22b)", ["mixtral_8x7b"]),
         ("+hydra.sweeper.params.seed='1,2'", [1, 2]),
         ("hydra.sweeper.params.seed='range(1,3)'", [1, 2]),
         ("hydra.sweeper.params={loss.z_loss_weight:'0.0,0.5'}", [0.0, 0.5]),
