@@ -23,6 +23,8 @@ SUM_OF = "sum of "
 WORKING_PARAMETERS = "working_parameters"  # the cast of parameters to the compute type
 _WEIGHT, _ROWS = "weight", "rows"
 MATMUL, LAYOUT = "matmul", "layout"
+SLOT, END = "slot", "end"
+End = Literal["first", "last"]  # the ends of a pipeline: the virtual stage of the embedding, and that of the head
 
 _PARAMETER = re.compile(rf"(?:{_WEIGHT}|{_ROWS})=([\w/.]+)")
 _WEIGHT_GATHER = re.compile(rf"{_WEIGHT}=.*all_gather")
@@ -58,6 +60,17 @@ def rows_scope(path: str) -> str:
 def layout_scope(activation: str) -> str:
     """Returns the scope of what brings an activation, and in the backward pass its gradient, into its layout."""
     return fact_scope(LAYOUT, activation)
+
+
+def slot_scope(operation: str) -> str:
+    """Returns the scope of the conditional around one slot of a pipeline's tick, by the operation of its table:
+    'slot=F'. On each stage its branch is chosen by the table, and by nothing else."""
+    return fact_scope(SLOT, operation)
+
+
+def end_scope(end: End) -> str:
+    """Returns the scope of a conditional within a slot that runs on one end of a pipeline alone: 'end=last'."""
+    return fact_scope(END, end)
 
 
 def nested_scope(outer: str, inner: str) -> str:
@@ -118,6 +131,16 @@ class OperationName:
     def fact(self, key: str) -> str | None:
         """Returns the value of a fact that a scope tells (`fact_scope`); None where none does."""
         return next((found[2] for found in _FACT.finditer(self.text) if found[1] == key), None)
+
+    @property
+    def slot(self) -> str | None:
+        """Returns the operation of the slot of a pipeline's tick that it is in: 'F'."""
+        return self.fact(SLOT)
+
+    @property
+    def end(self) -> str | None:
+        """Returns the end of a pipeline, 'first' or 'last', on which alone it runs within its slot."""
+        return self.fact(END)
 
     @property
     def activation(self) -> str | None:

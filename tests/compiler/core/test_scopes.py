@@ -14,10 +14,12 @@ from meshloom.compiler.core.scopes import (
     UPDATE,
     WORKING_PARAMETERS,
     OperationName,
+    end_scope,
     fact_scope,
     nested_scope,
     piece_scope,
     rows_scope,
+    slot_scope,
     weight_scope,
 )
 
@@ -41,6 +43,8 @@ def step(x: Array) -> Array:
                 x = jnp.exp(x)
             with jax.named_scope(fact_scope("ring", "mlp_output")):
                 x = jax.lax.rsqrt(x)
+            with jax.named_scope(slot_scope("BW")), jax.named_scope(end_scope("last")):
+                x = jax.lax.cond(x[0] > 0, jax.lax.cbrt, lambda x: x, x)
         return jnp.sum(x.astype(jnp.float32))
 
     gradient = jax.grad(jax.checkpoint(loss))(x)
@@ -57,8 +61,9 @@ def traced() -> list[tuple[OperationName, str]]:
             scope = nested_scope(outer, str(equation.source_info.name_stack))
             found.append((OperationName(scope), equation.primitive.name))
             for value in equation.params.values():
-                if inner := getattr(value, "jaxpr", value if hasattr(value, "eqns") else None):
-                    walk(inner, scope)
+                for each in value if isinstance(value, tuple) else (value,):
+                    if inner := getattr(each, "jaxpr", each if hasattr(each, "eqns") else None):
+                        walk(inner, scope)
 
     walk(jax.make_jaxpr(step)(jnp.ones(8)).jaxpr, "")
     return found
@@ -80,6 +85,8 @@ def test_what_the_step_writes_is_read_back(program):
         assert "embed" in name.words
         assert not name.reduces_gradient
     assert all(name.fact("ring") == "mlp_output" for name in of["rsqrt"])
+    assert all((name.slot, name.end) == ("BW", "last") for name in of["cbrt"])
+    assert all(name.slot is None and name.end is None for name in of["rsqrt"])
     assert all(name.is_attention and "blocks" in name.words for name in of["exp"])
     assert {name.is_attention for name in of["tanh"]} == {False}
     assert [name.in_pass for name in of["sqrt"]] == ["update"]
