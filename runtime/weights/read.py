@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..core.stderr_capture import captured_native_stderr
 from .match import Matched, Taken
 
 BYTES_IN_FLIGHT = 2**28  # of tensors that are read while the devices still put others into their places
@@ -49,18 +50,22 @@ def _read_one(arrays: Arrays, taken: Taken, mesh: Mesh) -> Any:
     read = jax.make_array_from_callback(values.shape, file_sharding(values.shape, mesh), lambda index: values[index])
     slots = [taken.tensor.slots[n] for n in taken.slots]
     stacks = tuple(arrays[slot.path] for slot in slots)
-    layouts = tuple(tuple(x.sharding for x in stack) for stack in stacks)
     starts = tuple(np.asarray(slot.index, np.int32) for slot in slots)
-    put = _put(taken.tensor.to_ours, taken.slots, layouts)
+    put = _put(taken.tensor.to_ours, taken.slots, *jax.tree.map(_abstract, (stacks, read, starts)))
     done, stacks = put(stacks, read, starts)
     for slot, stack in zip(slots, stacks, strict=True):
         arrays[slot.path] = stack
     return done
 
 
+def _abstract(x: Array | np.ndarray) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if isinstance(x, Array) else None)
+
+
 @cache
-def _put(to_ours: Callable[[Array], tuple[Array, ...]], taken: tuple[int, ...], layouts: Any) -> Any:
-    """Returns a program: (arrays by slot, a file's tensor, the starts of its slots) -> (a scalar, the arrays)."""
+def _put(to_ours: Callable[[Array], tuple[Array, ...]], taken: tuple[int, ...], *operands: Any) -> Any:
+    """Returns a compiled program: (arrays by slot, a file's tensor, the starts of its slots) -> (a scalar, the arrays).
+    operands: what it takes, without values."""
 
     def put(stacks: tuple[tuple[Array, ...], ...], x: Array, starts: tuple[Array, ...]) -> Any:
         parts = to_ours(x.astype(jnp.float32))  # exact for all types of files; what is computed does not round
@@ -70,8 +75,11 @@ def _put(to_ours: Callable[[Array], tuple[Array, ...]], taken: tuple[int, ...], 
         )
         return jnp.zeros((), jnp.int8), made
 
+    layouts = jax.tree.map(lambda x: x.sharding, operands[0])
     mesh = jax.tree.leaves(layouts)[0].mesh
-    return jax.jit(put, donate_argnums=0, out_shardings=(NamedSharding(mesh, PartitionSpec()), layouts))
+    program = jax.jit(put, donate_argnums=0, out_shardings=(NamedSharding(mesh, PartitionSpec()), layouts))
+    with captured_native_stderr():  # the partitioner warns of each tensor that it replicates on the way: one at a time
+        return program.lower(*operands).compile()
 
 
 def _placed(array: Array, part: Array, start: Array) -> Array:
