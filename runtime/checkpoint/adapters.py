@@ -50,7 +50,7 @@ def check_base(start: Start, params: Any, there: Base) -> None:
     what = f"{start.path} holds an adapter of another base: the weights here do not have the bits of that one"
     fix = "declare the same model, seed and precision.frozen; its base was drawn"
     if there["place"] is not None:
-        fix = f"set checkpoint.weights_from={there['place']}, and precision.frozen as it was"
+        fix = f"load the weights that {there['place']} held when it was trained, with precision.frozen as it was"
     raise ConfigError([Problem("checkpoint.weights_from", what, fix)])
 
 
