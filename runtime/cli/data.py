@@ -23,7 +23,7 @@ from meshloom.compiler.declare.run_spec import RunSpec
 
 from ..core.exclusive import LOCK, alone
 from ..core.files import replace_json
-from ..data.chats import chat_reader, how_masked
+from ..data.chats import SIDES, chat_reader, how_masked
 from ..data.corpus import no_documents
 from ..data.documents import Part, num_text_bytes, parts_of
 from ..data.progress import TextProgress
@@ -63,6 +63,9 @@ class CorpusJob:
 def prepare_corpus(spec: RunSpec) -> CorpusJob:
     """Checks all that can be checked before the first text is read. Raises ConfigError with all problems."""
     (source, parts), tokenizer = all_of(lambda: _text_source(spec), lambda: _tokenizer(spec))
+    if source.kind == "preferences":
+        what = "holds pairs, and shards hold documents: a run would learn the rejected answers, too"
+        raise ConfigError([Problem("data.source", what, "train on the files: objective=dpo data=preferences")])
     parts = _chats_of(source, tokenizer) or parts
     corpus = _declaration(spec, source, parts, tokenizer)
     folder = Path(spec.shards.directory)
@@ -243,12 +246,13 @@ def _show(job: CorpusJob, index: Index, console: Console, first: tuple[str, str]
 
 
 def show_example(spec: RunSpec) -> None:
-    """Shows a document of the corpus. Raises ConfigError if there is none that can be read."""
+    """Shows a document of the corpus, or a pair. Raises ConfigError if there is none that can be read."""
     (source, parts), tokenizer = all_of(lambda: _text_source(spec), lambda: _tokenizer(spec))
     if tokenizer is None:
         raise ConfigError([Problem("shards.bpe_vocab_size", "there is no BPE yet to show tokens of", "leave it out")])
     parts = _chats_of(source, tokenizer) or parts
-    show_document(Console(), (one for part in parts for one in part.read(0)), tokenizer, "data.source")
+    sides = SIDES if source.kind == "preferences" else ("",)
+    show_document(Console(), (one for part in parts for one in part.read(0)), tokenizer, "data.source", sides=sides)
 
 
 def data_command(request: Request, flags: argparse.Namespace) -> int:

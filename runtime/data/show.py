@@ -1,12 +1,12 @@
 """Shows a document as a model sees it: which of its tokens are special, and which are trained on."""
 
-from collections.abc import Iterable
-from itertools import groupby
+from collections.abc import Iterable, Sequence
+from itertools import groupby, islice
 
 import numpy as np
 
 from meshloom.compiler.core.console import Console, Part
-from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
 from meshloom.compiler.core.format import counted
 
 from .chat_template import Chat, ChatError
@@ -20,18 +20,36 @@ STYLES = {(True, False): "green", (True, True): "bold green", (False, False): ""
 BEGIN, END = "[[", "]]"  # around what is trained on
 
 
-def show_document(console: Console, documents: Iterable[Document | Problem], tokenizer: Tokenizer, where: str) -> None:
-    """Prints the first document that is not empty. Raises ConfigError if there is none, or it cannot be read."""
-    document = next((one for one in documents if isinstance(one, Problem) or not is_empty(one)), None)
-    if document is None:
+def show_document(
+    console: Console,
+    documents: Iterable[Document | Problem],
+    tokenizer: Tokenizer,
+    where: str,
+    *,
+    sides: Sequence[str] = ("",),
+) -> None:
+    """Prints the first document that is not empty. Raises ConfigError if there is none, or it cannot be read.
+
+    sides: what the documents of a pair are called, which are printed one after the other.
+    """
+    readable = (one for one in documents if isinstance(one, Problem) or not is_empty(one))
+    found = [*islice(readable, len(sides))]
+    raise_if_any(one for one in found if isinstance(one, Problem))
+    if not found:
         raise ConfigError([Problem(where, "has no document to show", "name files with text in them")])
-    if isinstance(document, Problem):
-        raise ConfigError([document])
+    for number, (side, document) in enumerate(zip(sides, found, strict=False)):
+        assert isinstance(document, Document)
+        if number:
+            console.line()
+        _show_one(console, document, f"{document.name}, {side}" if side else document.name, tokenizer)
+
+
+def _show_one(console: Console, document: Document, title: str, tokenizer: Tokenizer) -> None:
     tokens, is_trained = _tokens(document, tokenizer)
     is_special = np.isin(tokens, [*tokenizer.special.values()] if isinstance(tokenizer, HuggingFace) else [])
     by = f" ({how_masked([document.content.masked_by])})" if isinstance(document.content, Chat) else ""
     counts = f"{counted(len(tokens), 'token')}, {int(is_trained.sum()):,} trained on"
-    console.wrapped(f"{document.name}: {counts}{by}, in {BEGIN} {END}; special tokens are bold")
+    console.wrapped(f"{title}: {counts}{by}, in {BEGIN} {END}; special tokens are bold")
     console.line()
     for line in _lines(_pieces(tokens[:MOST_TOKENS], is_trained, is_special, tokenizer)):
         console.line(*line)

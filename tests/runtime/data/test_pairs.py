@@ -8,6 +8,7 @@ import pytest
 from conftest import spec_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.models import PADDING_TARGET
+from meshloom.runtime.cli.data import prepare_corpus, show_example
 from meshloom.runtime.data import open_data
 from meshloom.runtime.data.tokenizers import open_tokenizer
 from support.chats import CHATML, turns, write_folder, write_lines
@@ -105,3 +106,18 @@ def test_a_line_that_is_no_pair_is_named(folder, tmp_path):
     assert "has no key 'rejected'" in first.what
     assert second.where.endswith("wrong.jsonl:2")
     assert "is the rejected one" in second.what
+
+
+def test_pairs_are_shown_both_and_not_written_as_documents(folder, path, tmp_path, capsys):
+    spec = declared(folder, path, f"shards.directory={tmp_path / 'tokens'}")
+    with pytest.raises(ConfigError, match="a run would learn the rejected answers"):
+        prepare_corpus(spec)
+    assert not (tmp_path / "tokens").exists()
+    show_example(spec)
+    shown = capsys.readouterr().out
+    assert [line.split(":")[1] for line in shown.splitlines() if line.startswith("pairs")] == [
+        "0, chosen",
+        "0, rejected",
+    ]
+    assert "[[c0." in shown
+    assert "[[r0." in shown
