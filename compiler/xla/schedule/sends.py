@@ -8,7 +8,8 @@ is an all-reduce between two slices, of each of their devices 0 to 7 with its li
     _xla_megascale_target={{100000->200000},{100001->200001}}, _xla_megascale_transfer_type="ONE_TO_ONE"
 
 is what device 0 of the first slice sends to device 0 of the second, and device 1 to device 1; of an ALL_TO_ALL,
-{{100000,100001,200000,200001}} is a group.
+{{100000,100001,200000,200001}} is a group. Such a program is that of one slice, which all of them run: it has as many
+partitions as a slice has devices. In the groups of sends, the devices of a slice come after those of the slice before.
 """
 
 import re
@@ -58,13 +59,12 @@ def begun_by(send: Instruction, around: Computation, num_devices: int) -> Collec
 
 
 def _named_devices(text: str, num_devices: int) -> ReplicaGroups:
-    """Returns groups of devices that are named one by one, those of a slice after those of the slice before it."""
+    """Returns groups of devices that are named one by one. num_devices: those of the program, which is of one slice."""
     found = _DEVICES.search(text)
     if found is None:
         return ()
     groups = [[int(device) for device in re.findall(r"\d+", group)] for group in re.findall(r"\{([^{}]+)\}", found[1])]
-    per_slice = num_devices // max(device // _SLICE for group in groups for device in group)
-    return tuple(tuple((each // _SLICE - 1) * per_slice + each % _SLICE for each in group) for group in groups)
+    return tuple(tuple((each // _SLICE - 1) * num_devices + each % _SLICE for each in group) for group in groups)
 
 
 def is_answered(send: str, around: Computation) -> bool:

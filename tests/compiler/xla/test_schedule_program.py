@@ -659,19 +659,19 @@ def test_a_transfer_ends_where_it_is_received_not_where_it_has_left():
 
 
 def test_pairs_of_two_slices_are_their_devices():
-    """libtpu 0.0.42.1, of a permute between two slices of two devices."""
+    """libtpu 0.0.42.1, of a permute between two slices of four devices: the program is that of one slice."""
     sent = (
         'frontend_attributes={_xla_host_transfer_rendezvous="ppermute.3_0",'
         '_xla_megascale_target={{100000->200000},{100001->200001}},_xla_megascale_transfer_type="ONE_TO_ONE"}'
     )
     lines = ["  %t = token[] after-all()", f"  ROOT %send = (bf16[8]{{0}}, u32[], token[]) send(%x, %t), {sent}"]
     (found,) = collectives_of(read_steps(parse_module(module(*lines)), TPU))
-    assert (found.kind, found.groups, found.num_slices, found.num_bytes) == ("send", ((0, 2), (1, 3)), None, 16)
+    assert (found.kind, found.groups, found.num_slices, found.num_bytes) == ("send", ((0, 4), (1, 5)), None, 16)
     assert found.is_certain
     group = '{{100000,100001,200000,200001}},_xla_megascale_transfer_type="ALL_TO_ALL"'
     exchanged = sent[: sent.index("{{")] + group + "}"
     (found,) = collectives_of(read_steps(parse_module(module(*lines).replace(sent, exchanged)), TPU))
-    assert (found.kind, found.groups, found.num_bytes) == ("all-to-all", ((0, 1, 2, 3),), 4 * 16)
+    assert (found.kind, found.groups, found.num_bytes) == ("all-to-all", ((0, 1, 4, 5),), 4 * 16)
 
 
 def test_a_kernel_that_says_its_flops_is_priced_by_them():
