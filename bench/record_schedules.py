@@ -15,7 +15,10 @@ import tempfile
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "tests" / "schedules"
-SCRIPT = "windowed_einsum"  # made by a script instead of the command
+SCRIPTS = {  # made by a script instead of the command
+    "windowed_einsum": ["windowed_einsum.py"],
+    **{f"pipeline_{name}": ["pipeline.py", name] for name in ("1f1b", "gpipe", "slices", "shared", "hangs")},
+}
 
 # Attributes of an instruction that the walk of memory reads; the others make most of the text.
 READ = ("is_scheduled", "input_output_alias", "metadata", "index", "kind", "calls", "to_apply", "body", "condition",
@@ -71,9 +74,10 @@ def compiled_text(overrides: list[str]) -> str:
 
 def record(name: str) -> None:
     """Compiles one program and writes it."""
-    if name == SCRIPT:
-        done = subprocess.run([sys.executable, FOLDER / f"{SCRIPT}.py"], check=True, stdout=subprocess.PIPE, text=True)
-        text = done.stdout
+    if name in SCRIPTS:
+        script, *arguments = SCRIPTS[name]
+        line = [sys.executable, FOLDER / script, *arguments]
+        text = subprocess.run(line, check=True, stdout=subprocess.PIPE, text=True).stdout
     else:
         overrides, is_short = commands()[name]
         text = compiled_text(overrides)
@@ -84,7 +88,7 @@ def record(name: str) -> None:
 
 
 def main() -> None:
-    known = [*commands(), SCRIPT]
+    known = [*commands(), *SCRIPTS]
     names = sys.argv[1:] or known
     if unknown := set(names) - set(known):
         sys.exit(f"error: there is no {', '.join(sorted(unknown))}\n  fix: use one of {', '.join(known)}")

@@ -145,7 +145,8 @@ def compile_plan(
     """Compiles the plan's step for devices, which need not be attached, and reads what the compiler made of it.
 
     compile_step: a caller's own, such as one that looks first among what was compiled before. Raises ConfigError for
-    compiler options that are wrong, JaxRuntimeError where the compiler fails for another reason than memory.
+    compiler options that are wrong and for a program that would hang, JaxRuntimeError where the compiler fails for
+    another reason than memory.
     """
     estimate = estimate_declared(plan)
     lowered = lower_ahead(plan, plan.mesh.of_devices(devices))

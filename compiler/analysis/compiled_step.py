@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..core.errors import raise_if_any
 from ..estimate.communication import PlannedCollective
 from ..estimate.estimate import StepEstimate, fits_host
 from ..plan import Plan
@@ -10,6 +11,7 @@ from ..schema import Event, Finding
 from ..target.target import TargetPlan
 from ..xla.aot import Built, LoweredStep
 from ..xla.hlo import parse_module
+from .divergent_branches import find_hangs
 from .lint import find_too_exposed, lint
 from .program_memory import PeakMemory, needed_bytes, read_peak
 from .program_text import Unavailable, read_part
@@ -79,13 +81,16 @@ def read_text(
 ) -> tuple[ScheduleAnalysis | Unavailable, PeakMemory | Unavailable]:
     """Returns the schedule and the peak. text: None if the step does not fit. planned: the plan's collectives.
 
-    A text in an unknown form does not make the program invalid, so each part is read separately.
+    A text in an unknown form does not make the program invalid, so each part is read separately. Raises ConfigError for
+    a program that would hang.
     """
     if text is None:
         return NO_PROGRAM, NO_PROGRAM
     module = read_part(lambda: parse_module(text))
     if isinstance(module, Unavailable):
         return module, module
+    hangs = read_part(lambda: tuple(find_hangs(module, plan.mesh.sizes)))
+    raise_if_any(() if isinstance(hangs, Unavailable) else hangs)
     return read_part(lambda: analyse_schedule(module, plan, planned)), read_part(lambda: read_peak(module))
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..core.collectives import LinkKind
+from ..core.partition_spec import STAGE
 from ..target.axis_segments import LINK_KINDS, TORUS_AXES, GroupSpan, link_of_spans
 from ..target.device_links import link_of_devices, send_between, uneven_seconds
 from ..target.links import Link, collective_seconds
@@ -96,6 +97,14 @@ class ProgramDevices:
         if factors is None:
             return (f"{len(largest)} (irregular)",)
         return tuple(f"{size} (stride {stride})" for size, stride in factors)
+
+
+def stages_of(mesh_sizes: Mapping[str, int], order: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Returns the stage of each device of a program on a mesh. order: the position in the mesh of each, if they
+    differ."""
+    sizes = tuple(mesh_sizes.values())
+    stages = np.indices(sizes)[tuple(mesh_sizes).index(STAGE)].reshape(-1)
+    return tuple(int(stages[each]) for each in order or range(len(stages)))
 
 
 def strides_of(group: Sequence[int]) -> tuple[tuple[int, int], ...] | None:

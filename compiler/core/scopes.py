@@ -23,7 +23,7 @@ SUM_OF = "sum of "
 WORKING_PARAMETERS = "working_parameters"  # the cast of parameters to the compute type
 _WEIGHT, _ROWS = "weight", "rows"
 MATMUL, LAYOUT = "matmul", "layout"
-SLOT, END = "slot", "end"
+SLOT, END, SHARED_END = "slot", "end", "shared_end"
 End = Literal["first", "last"]  # the ends of a pipeline: the virtual stage of the embedding, and that of the head
 
 _PARAMETER = re.compile(rf"(?:{_WEIGHT}|{_ROWS})=([\w/.]+)")
@@ -71,6 +71,12 @@ def slot_scope(operation: str) -> str:
 def end_scope(end: End) -> str:
     """Returns the scope of a conditional within a slot that runs on one end of a pipeline alone: 'end=last'."""
     return fact_scope(END, end)
+
+
+def shared_end_scope(end: End) -> str:
+    """Returns the scope of a conditional, within `slot_scope`, that all stages run while one end of a pipeline runs the
+    operation, such as a head that is split over the stages: 'shared_end=last'."""
+    return fact_scope(SHARED_END, end)
 
 
 def nested_scope(outer: str, inner: str) -> str:
@@ -141,6 +147,11 @@ class OperationName:
     def end(self) -> str | None:
         """Returns the end of a pipeline, 'first' or 'last', on which alone it runs within its slot."""
         return self.fact(END)
+
+    @property
+    def shared_end(self) -> str | None:
+        """Returns the end of a pipeline, 'first' or 'last', while whose slot it runs on all stages."""
+        return self.fact(SHARED_END)
 
     @property
     def activation(self) -> str | None:

@@ -6,6 +6,7 @@ sends.py         sends and what is received: across slices, between pairs
 trips.py         how often a loop runs
 buffers.py       the arrays in memory, and which of them live at the peak
 alike.py         devices that compute the same
+divergent.py     collectives among stages in branches that not all of them take
 kernels.py       what kernels of libraries compute and move; attention_kernels.py: attention; work.py: matmuls
 prices.py        how long compute takes: by the compiler's estimate, by its arithmetic, by the bytes that it moves
 simulate.py      the steps in time, on one compute unit and the links

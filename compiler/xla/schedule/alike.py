@@ -69,25 +69,38 @@ Found = dict[tuple[int, str, int], Repeated]  # by instruction, the scheduled in
 def find_repeated(module: Module) -> tuple[Repeated, ...]:
     """Returns all arithmetic of a scheduled program, with the devices that compute the same. Empty for a program of one
     device or of several replicas, whose arguments the text does not tell apart."""
+    walk = _walked(module)
+    return tuple(walk.found.values()) if walk else ()
+
+
+def find_predicates(module: Module) -> Mapping[str, Classes]:
+    """Returns, for each conditional that runs, the devices that have the same predicate. Empty where `find_repeated`
+    is."""
+    walk = _walked(module)
+    return {name: walk.join(values) for name, values in walk.predicates.items()} if walk else {}
+
+
+def _walked(module: Module) -> "_Walk | None":
     if module.num_partitions == 1 or module.num_replicas > 1:
-        return ()
+        return None
     walk = _Walk(module)
     entry = module.entry_computation
     walk.run(entry, [walk.argument(each) for each in entry.parameters], times=1)
-    return tuple(walk.found.values())
+    return walk
 
 
 @dataclass
 class _Walk:
     """Walks a program with the classes of each value.
 
-    found: the arithmetic, filled where instructions run `times`; times is 0 while a loop's state is not known yet.
-    Equal classes are one object, so that they are joined once. A computation is walked once for the same arguments,
-    with what it finds.
+    predicates: those of each conditional, by name. found: the arithmetic, filled where instructions run `times`; times
+    is 0 while a loop's state is not known yet. Equal classes are one object, so that they are joined once. A
+    computation is walked once for the same arguments, with what it finds.
     """
 
     module: Module
     found: Found = field(default_factory=dict)
+    predicates: dict[str, list[Value]] = field(default_factory=dict)
     _there: dict[Classes, Classes] = field(default_factory=dict)
     _joined: dict[tuple[int, int], Classes] = field(default_factory=dict)
     _known: dict[Hashable, tuple[Value, Found]] = field(default_factory=dict)
@@ -204,6 +217,7 @@ class _Walk:
 
     def _conditional(self, each: Instruction, operands: Sequence[Value], times: float) -> Value:
         """Returns the value of a conditional. One of its branches runs: what is in several of them counts once."""
+        self.predicates.setdefault(each.name, []).append(operands[0])
         outer, most, results = self.found, Found(), list[Value]()
         for name, argument in zip(each.called, operands[1:], strict=True):
             self.found = {}

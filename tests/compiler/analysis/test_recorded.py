@@ -29,6 +29,7 @@ COMMANDS, FOR_MEMORY = (
     dict(re.findall(r"^\*\*(\w+)\*\*:.*\n\n    meshloom compile (.*)$", section, re.M))
     for section in (SCHEDULES / "README.md").read_text().split("\n## ")[1:]
 )
+SCRIPTS = ("windowed_einsum", *(f"pipeline_{name}" for name in ("1f1b", "gpipe", "slices", "shared", "hangs")))
 V5E = Chip("tpu", 1.5e9, {"bfloat16": 197e12}, 819e9)
 MADE = "made by the compiler"
 
@@ -42,7 +43,7 @@ def recorded(name: str) -> tuple[Plan, tuple[PlannedCollective, ...], ScheduleAn
 
 def test_every_recorded_program_has_its_command():
     files = {path.name.removesuffix(".txt.xz"): path.stat().st_size for path in SCHEDULES.glob("*.xz")}
-    assert set(files) == {*COMMANDS, *FOR_MEMORY, "windowed_einsum"}
+    assert set(files) == {*COMMANDS, *FOR_MEMORY, *SCRIPTS}
     assert max(files.values()) < 100_000
 
 

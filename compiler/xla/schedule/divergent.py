@@ -1,0 +1,85 @@
+"""Finds collectives that hang: in a branch that some stages of their group take, and others do not.
+
+    %which = compare(%stage, %last)                                   differs between stages
+    conditional(%which, ..), branch_computations={%idle, %head}
+    %head: all-reduce(..), replica_groups={{0,2,4,6},{1,3,5,7}}       stages 0 to 3: those that idle never come
+
+All devices of a group have to come to a collective. Within one stage they take the same branches; across stages only
+where the predicate is the same on all of them, which has to follow from the text (alike.py).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..hlo import Computation, HloError, Instruction, Module
+from ..hlo.groups import ReplicaGroups, parse_groups
+from .alike import Classes, find_predicates
+from .program import COLLECTIVES, global_groups
+from .sends import begun_by
+
+
+@dataclass(frozen=True)
+class Divergent:
+    """A collective in a branch of a conditional that not all stages of its group need take. stages: those of the
+    group."""
+
+    collective: Instruction
+    conditional: Instruction
+    stages: tuple[int, ...]
+
+
+def find_divergent(module: Module, stage_of: Sequence[int]) -> tuple[Divergent, ...]:
+    """Returns the collectives that hang, each once for each conditional around it. stage_of: the stage of each device.
+    Raises HloError for an unknown form of replica groups."""
+    predicates = find_predicates(module)
+    found: dict[tuple[str, str], Divergent] = {}
+    for conditional in _conditionals(module):
+        for name in conditional.called:
+            for collective, around in _collectives(module, name):
+                for group in _groups(collective, around, module, len(stage_of)):
+                    stages = sorted({stage_of[device] for device in group})
+                    if len(stages) > 1 and not _is_same(predicates.get(conditional.name), group):
+                        key = collective.name, conditional.name
+                        found.setdefault(key, Divergent(collective, conditional, tuple(stages)))
+    return tuple(found.values())
+
+
+def _conditionals(module: Module) -> Iterator[Instruction]:
+    for computation in module.computations.values():
+        yield from (each for each in computation.instructions if each.opcode == "conditional")
+
+
+def _collectives(module: Module, name: str) -> Iterator[tuple[Instruction, Computation]]:
+    """Yields the collectives of a computation and of all that it calls, each where it begins."""
+    seen, waiting = {name}, [name]
+    while waiting:
+        computation = module.computations[waiting.pop()]
+        for each in computation.instructions:
+            if each.opcode.removesuffix("-start") in COLLECTIVES:
+                yield each, computation
+            called = [one for one in each.called if one in module.computations and one not in seen]
+            seen.update(called)
+            waiting += called
+
+
+def _groups(collective: Instruction, around: Computation, module: Module, num_devices: int) -> ReplicaGroups:
+    """Returns the groups of a collective; all devices, where it does not say."""
+    devices = tuple(range(num_devices))
+    if collective.opcode == "send":
+        return begun_by(collective, around, module.num_devices).groups or (devices,)
+    text = collective.attribute("replica_groups") or collective.attribute("source_target_pairs")
+    if not text:
+        return (devices,)
+    try:
+        return global_groups(parse_groups(text, module.num_devices), collective, module)
+    except HloError as error:
+        raise HloError(f"{collective.name}: {error}") from error
+
+
+def _is_same(predicate: Classes | None, group: Sequence[int]) -> bool:
+    """Returns True if all devices of a group have the same predicate: among slices, of which the program is that of
+    one, if all devices have."""
+    if predicate is None:
+        return False
+    own = group if max(group) < len(predicate) else range(len(predicate))
+    return len({predicate[device] for device in own}) == 1
