@@ -48,7 +48,13 @@ def read_step(plan: Plan) -> Program:
     layouts = [layout_of(spec, len(x.aval.shape)) for spec, x in zip(specs, traced.jaxpr.invars, strict=True)]
     joins_sums = not plan.target.compiler.all_reduces_each_matmul
     program = read_jaxpr(
-        traced.jaxpr, layouts, plan.mesh.sizes, joins_sums=joins_sums, ops=plan.ops, platform=plan.target.platform
+        traced.jaxpr,
+        layouts,
+        plan.mesh.sizes,
+        joins_sums=joins_sums,
+        ops=plan.ops,
+        platform=plan.target.platform,
+        consts=traced.consts,
     )
     return replace(program, donates=not plan.spec.keeps_state)
 

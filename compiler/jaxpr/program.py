@@ -1,5 +1,6 @@
 """A step as operations on values, which estimates are made from. read_jaxpr.py makes it of a traced step."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,3 +69,10 @@ class Program:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     donates: bool = True
+
+    def walk(self) -> Iterator[Operation]:
+        """Yields the operations, each before those of its bodies."""
+        for operation in self.operations:
+            yield operation
+            for body in operation.bodies:
+                yield from body.program.walk()

@@ -6,7 +6,7 @@ dimension brings an all-reduce.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from jax.extend.core import Jaxpr
 from jax.extend.core import Literal as Constant
 
 from ..core.collectives import MOVING, CollectiveKind
+from ..core.errors import Problem, raise_if_any
 from ..core.kernels import KernelOwner
 from ..core.partition_spec import STAGE, Axes, axes_of
 from ..core.scopes import nested_scope
@@ -22,7 +23,7 @@ from .flops import TRIPS, calls_one, contracted_dims, cost_of, kernel_cost_of
 from .operation_kinds import COLLECTIVES, LANES, equation_kind
 from .program import Body, Kind, Operation, Program, TracedCollective
 from .propagate import DimAxes, propagate, taken
-from .subprograms import KnownValues, scan_of, subprograms, without_consts
+from .subprograms import KnownValues, consts_of, consts_within, scan_of, subprograms, without_consts
 from .unknown import EACH_BRANCH, CallCost, unknown_of
 
 _SHAPES = {"reshape", "transpose", "squeeze", "expand_dims"}  # they commute with a sum over devices
@@ -37,12 +38,16 @@ def read_jaxpr(
     joins_sums: bool = True,
     ops: Sequence[KernelOwner] = (),
     platform: str | None = None,
+    consts: Sequence[Any] = (),
 ) -> Program:
     """Returns the program of a jaxpr whose arguments have these layouts. joins_sums: the compiler adds partial results
     of several matmuls up before it sums them over devices, and sums into shards where shards are wanted. ops:
-    operations that know their own kernels. platform: the one that the program runs on; None: any."""
+    operations that know their own kernels. platform: the one that the program runs on; None: any. consts: the values of
+    the jaxpr's constants, such as the table of a pipeline. Raises ConfigError for a program whose stages would wait for
+    each other forever."""
     known = KnownValues(mesh_sizes.get(STAGE, 1), platform)
-    return _Reader(mesh_sizes, joins_sums, ops, known).read(jaxpr, layouts, "")
+    values = dict(zip(consts_of(jaxpr), consts, strict=False))
+    return _Reader(mesh_sizes, joins_sums, ops, known, consts=values).read(jaxpr, layouts, "")
 
 
 def layout_of(spec: Any, rank: int) -> DimAxes:
@@ -70,6 +75,7 @@ class _Reader:
     ops: Sequence[KernelOwner]
     known: KnownValues
     within: tuple[Any, ...] = ()  # the equations that call what is read
+    consts: dict[Any, Any] = field(default_factory=dict[Any, Any])  # the values of constants, by variable
     operations: list[Operation] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     host_sizes: list[int] = field(default_factory=list)
@@ -132,6 +138,8 @@ class _Reader:
             value = self.value(x.aval, ((),) * getattr(x.aval, "ndim", 0))  # a literal, or a value that is dropped
             if isinstance(x, Constant):
                 self.known.set_literal(value, x.val)
+            elif x in self.consts:
+                self.known.set_literal(value, self.consts[x])
             return value
 
         for equation in jaxpr.eqns:
@@ -142,6 +150,7 @@ class _Reader:
         return [index(x) for x in jaxpr.outvars]
 
     def equation(self, equation: Any, operands: list[int], scope: str) -> list[int]:
+        self.consts |= consts_within(equation.params)
         outside, self.within = self.within, (*self.within, equation)
         results = self.called(equation, operands, scope)
         self.within = outside
@@ -364,7 +373,7 @@ class _Reader:
         result = self.value(aval, layout)
         kind: Kind = "move" if self.sizes[result] == self.sizes[operand] else "pointwise"
         self.operations.append(Operation(kind, "shard_map", scope, (operand,), (result,)))
-        if not layout:  # a scalar is the same inside
+        if not any((*layout, *self.layouts[operand])):  # what is whole is the same inside
             self.known.given[result] = lambda: self.known.find(operand)
         return result
 
@@ -398,7 +407,7 @@ class _Reader:
         """Reads the body of a loop. A carried value has one layout at the start and the end of a trip, so the zeros
         that a sum begins with are split, too."""
         while True:
-            body = _Reader(self.mesh_sizes, self.joins_sums, self.ops, known(), self.within)
+            body = _Reader(self.mesh_sizes, self.joins_sums, self.ops, known(), self.within, self.consts)
             program = body.read(jaxpr, layouts, scope)
             ends = [body.layouts[i] for i in program.outputs[: len(carried)]]
             split = [
@@ -434,13 +443,15 @@ class _Reader:
         num, layouts, read = len(jaxprs), [self.layouts[i] for i in operands[1:]], []
         for place, jaxpr in enumerate(jaxprs):
             known = self.known.branch(index, place, num, inside)
-            branch = _Reader(self.mesh_sizes, self.joins_sums, self.ops, known, self.within)
+            branch = _Reader(self.mesh_sizes, self.joins_sums, self.ops, known, self.within, self.consts)
             read.append((branch, branch.read(jaxpr, layouts, scope)))
         results = []
         for place, x in enumerate(equation.outvars):
             found = (branch.layouts[program.outputs[place]] for branch, program in read)
             layout = tuple(next(filter(None, axes), ()) for axes in zip(*found, strict=True))
             results.append(self.value(x.aval, layout))
+        if self.known.differs_between_stages(index, num):
+            raise_if_any(hang for _, program in read for hang in _hangs(program))
         shares = self.known.shares(index, num)
         unknown = None if shares else unknown_of(equation, scope, None, self.within, counted=EACH_BRANCH.format(num))
         bodies = tuple(
@@ -450,6 +461,15 @@ class _Reader:
             Operation("branches", "cond", scope, tuple(operands), tuple(results), bodies=bodies, unknown=unknown)
         )
         return results
+
+
+def _hangs(branch: Program) -> Iterator[Problem]:
+    """Yields the collectives among stages in a branch that not all of them take: those that do would wait forever."""
+    for operation in branch.walk():
+        if operation.collective is not None and STAGE in operation.collective.axes:
+            what = f"{operation.name} in {operation.scope} is among stages, in a branch that not all of them take"
+            fix = "run it outside of the branch, or choose the branch by a value that is the same on all stages"
+            yield Problem("train step", what, fix)
 
 
 def _like_operands(out: Any, equation: Any, layouts: Sequence[DimAxes]) -> DimAxes:

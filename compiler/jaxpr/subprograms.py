@@ -9,8 +9,8 @@ How often a branch runs follows from its index, which is computed for every trip
     scan over t = 0 .. 3:  cond(t < 3, gather, keep)    ->    gather 3/4, keep 1/4
 
 A known value is an array (stages, trips of each loop around, outermost first, shape of the value), of length 1 along
-axes that it does not depend on. Literals, counters of loops, `axis_index` of the stages, the platform, and integer
-arithmetic on these are known. Values that depend on data are not.
+axes that it does not depend on. Constants, counters of loops, `axis_index` of the stages, the platform, and integer
+arithmetic and slices of these are known. Values that depend on data are not.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,6 +64,11 @@ def without_consts(jaxpr: Any) -> Jaxpr:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
+def consts_of(jaxpr: Jaxpr) -> Sequence[Any]:
+    """Returns the variables of a jaxpr that stand for constants."""
+    return getattr(jaxpr, "constvars", ())
+
+
 def subprograms(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
     """Yields the jaxprs that an equation calls."""
     for value in params.values():
@@ -71,6 +76,16 @@ def subprograms(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
             jaxpr = without_consts(item)
             if hasattr(jaxpr, "eqns"):
                 yield jaxpr
+
+
+def consts_within(params: Mapping[str, Any]) -> dict[Any, Any]:
+    """Returns the values of the constants of the jaxprs that an equation calls, by variable."""
+    found: dict[Any, Any] = {}
+    for value in params.values():
+        for item in value if isinstance(value, (tuple, list)) else [value]:
+            if values := getattr(item, "consts", ()):
+                found |= zip(consts_of(without_consts(item)), values, strict=True)
+    return found
 
 
 @dataclass
@@ -112,7 +127,7 @@ class KnownValues:
             return _along(0, self.num_stages, 1 + self.num_loops)
         if name == "platform_index":
             return self._platform_index(params["platforms"])
-        if name not in (*_ELEMENTWISE, *_RESHAPING, "convert_element_type"):
+        if name not in (*_ELEMENTWISE, *_RESHAPING, "convert_element_type", "dynamic_slice", "slice"):
             return None
         found = [self.find(i) for i in operands]
         known = [x for x in found if x is not None]
@@ -120,6 +135,12 @@ class KnownValues:
             return None
         if name == "convert_element_type":
             return known[0].astype(params["new_dtype"])
+        if name == "dynamic_slice":
+            return _sliced(known[0], known[1:], params["slice_sizes"], 1 + self.num_loops)
+        if name == "slice":
+            steps = params["strides"] or (1,) * len(params["start_indices"])
+            taken = map(slice, params["start_indices"], params["limit_indices"], steps)
+            return known[0][(slice(None),) * (1 + self.num_loops) + tuple(taken)]
         if name in _RESHAPING:
             return known[0].reshape(*known[0].shape[: 1 + self.num_loops], *equation.outvars[0].aval.shape)
         return _ELEMENTWISE[name](*known)
@@ -136,6 +157,11 @@ class KnownValues:
         """Returns the branch that a cond runs; None if it is not known."""
         found = self.find(index)
         return None if found is None else np.clip(found, 0, num_branches - 1)
+
+    def differs_between_stages(self, index: int, num_branches: int) -> bool:
+        """Returns True if stages are known to run different branches of a cond in the same trip."""
+        found = self.chosen(index, num_branches)
+        return found is not None and bool((found != found[:1]).any())
 
     def _share(self, is_chosen: Known) -> tuple[float, ...]:
         chosen, runs = np.broadcast_arrays(is_chosen, self.runs)
@@ -189,6 +215,15 @@ class KnownValues:
         fits = (place for place, one in enumerate(platforms) if one is None or set(one) & set(names))
         found = next(fits, None) if self.platform else None
         return None if found is None else self._constant(np.asarray(found))
+
+
+def _sliced(value: Known, starts: Sequence[Known], sizes: Sequence[int], num_outer: int) -> Known:
+    """Returns a slice of a value, which may start elsewhere on each stage and in each trip."""
+    for place, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        axis = num_outer + place
+        first = np.clip(start, 0, value.shape[axis] - size).reshape(*start.shape, *[1] * len(sizes))
+        value = np.take_along_axis(value, first + _along(axis, size, value.ndim), axis)
+    return value
 
 
 def _along(axis: int, length: int, num_axes: int) -> Known:

@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 from conftest import SMALL, plan_of
+from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.partition_spec import STAGE
 from meshloom.compiler.estimate.communication import plan_communication
 from meshloom.compiler.estimate.estimate import estimate_step
@@ -42,7 +43,8 @@ def regions_of(plan, step, *, num_stages=1):
         with jax.named_scope("layers"):
             return jax.shard_map(step, mesh=mesh, in_specs=(whole, whole), out_specs=whole, check_vma=False)(x, w)
 
-    program = read_jaxpr(jax.make_jaxpr(layers)(square, square).jaxpr, [((), ())] * 2, sizes)
+    traced = jax.make_jaxpr(layers)(square, square)
+    program = read_jaxpr(traced.jaxpr, [((), ())] * 2, sizes, consts=traced.consts)
     return price_regions(program, plan.target.compiler)
 
 
@@ -112,6 +114,39 @@ def test_stages_run_what_is_theirs_and_the_slowest_counts(plan):
     compute, exposed = time_of(step)
     assert exposed == pytest.approx(TRIPS * SUM)
     assert compute < TRIPS * MATMUL / RATE, "of the stage that waits"
+
+
+def test_stages_run_what_a_table_says(plan):
+    """The slots of two stages: F in trips 0 to 2 and in 1 and 2, B in 3 and in 0."""
+    table = np.array([[[1, 0], [0, 1]], [[1, 1], [0, 0]], [[1, 1], [0, 0]], [[0, 0], [1, 0]]], bool)
+
+    def step(x, w):
+        def trip(x, row):
+            on = row[:, lax.axis_index(STAGE)]
+            x = lax.cond(on[0], lambda: x @ w, lambda: x)
+            return lax.cond(on[1], lambda: x @ w @ w, lambda: x), None
+
+        return lax.scan(trip, x, jnp.asarray(table))[0]
+
+    found = regions_of(plan, step, num_stages=2)
+    (_, _, _, forward, _, backward) = (region.executions for region in found.walk())
+    assert (forward, backward) == (pytest.approx((3, 2)), pytest.approx((1, 1)))
+    assert find_unknown(plan, found) == ()
+
+
+def test_a_sum_among_stages_in_a_branch_that_one_of_them_takes_is_an_error(plan):
+    """It would hang. The others run: within a stage, or in a branch that all stages take together."""
+
+    def step(axes, predicate):
+        return loop(lambda t, x, _w: lax.cond(predicate(t), lambda: lax.psum(x, axes), lambda: x))
+
+    def is_last(t):
+        return t + lax.axis_index(STAGE) == TRIPS
+
+    with pytest.raises(ConfigError, match="psum in layers is among stages, in a branch that not all of them take"):
+        regions_of(plan, step((STAGE, "fsdp"), is_last), num_stages=2)
+    regions_of(plan, step("fsdp", is_last), num_stages=2)
+    regions_of(plan, step((STAGE, "fsdp"), lambda t: t == 1), num_stages=2)
 
 
 def test_a_branch_that_data_chooses_counts_as_often_as_the_others_and_is_named(plan):

@@ -4,6 +4,7 @@ from functools import reduce
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -95,6 +96,19 @@ def a_counter_beside_reversed_rows(count):
     return lax.scan(trip, (0, count), jnp.arange(5), reverse=True)[0][1]
 
 
+TABLE = np.arange(20).reshape(5, 4) * 7 % 5 % 2
+
+
+def rows_of_a_table(count):
+    """The scan takes a row for each trip; the condition is in the column that the trip before it names."""
+
+    def trip(carry, row):
+        i, count = carry
+        return (i + 1, lax.cond(row[i - 2] > 0, once, same, count)), None
+
+    return lax.scan(trip, (0, count), jnp.asarray(TABLE))[0][1]
+
+
 PROGRAMS = {
     "first trips": scanned(lambda t: t < 3),
     "all trips": scanned(lambda t: t > 0),
@@ -109,6 +123,10 @@ PROGRAMS = {
     "in a branch": lambda count: lax.fori_loop(
         0, 9, lambda i, c: lax.cond(i > 3, lambda: lax.cond(i < 6, once, same, c), lambda: c), count
     ),
+    "rows of a table": rows_of_a_table,
+    "places in a table": lambda count: scanned(lambda t: jnp.asarray(TABLE)[t % 5, 2 * t - 6] > 0)(count),
+    "a part of a table": scanned(lambda t: jnp.asarray(TABLE)[1:4, ::2][t // 3, 1] > 0),
+    "a table of a function that is compiled": lambda count: jax.jit(rows_of_a_table)(count),
     "a platform": lambda count: lax.platform_dependent(count, cpu=once, default=same),
 }
 
@@ -124,5 +142,6 @@ def executions(program: Program, times: float = 1.0) -> float:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_branch_is_counted_as_often_as_it_runs(name):
     program = PROGRAMS[name]
-    read = read_jaxpr(jax.make_jaxpr(program)(0.0).jaxpr, [()], {}, platform="cpu")
+    traced = jax.make_jaxpr(program)(0.0)
+    read = read_jaxpr(traced.jaxpr, [()], {}, platform="cpu", consts=traced.consts)
     assert executions(read) == pytest.approx(float(program(0.0)))
