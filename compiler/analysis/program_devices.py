@@ -22,11 +22,10 @@ from ..target.device_links import link_of_devices, send_between, uneven_seconds
 from ..target.links import Link, collective_seconds
 from ..target.placement import Placement
 from ..target.target import TargetPlan
-from ..xla.schedule.steps import Collective
+from ..xla.schedule.steps import PAIRS, Collective
 
 NO_GROUPS = "the program does not name its group of devices"
 NO_LINKS = "the target's links are not known"
-PAIRS = ("collective-permute", "send")  # kinds whose groups are pairs of a sender and a receiver
 
 
 @dataclass(frozen=True)

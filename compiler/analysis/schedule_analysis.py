@@ -26,6 +26,7 @@ from ..xla.schedule import Simulation, simulate
 from ..xla.schedule.prices import Chip
 from ..xla.schedule.program import read_steps
 from ..xla.schedule.simulate import CollectiveTotals, Priced, Taken
+from ..xla.schedule.stage_clocks import StagedDevices, simulate_stages
 from ..xla.schedule.steps import ALL, Choices, Collective, Done, Step, apply_choices, conditionals, every, open_loops
 from .match import Match, match_planned, source_by_size
 from .program_devices import CollectivePlacement, ProgramDevices
@@ -57,12 +58,13 @@ class ScheduleAnalysis:
 @dataclass(frozen=True)
 class Declared:
     """The facts that a plan gives about its program. paths: the paths of all parameters. planned: its collectives. ops:
-    its operations."""
+    its operations. stages: the ticks of its pipeline, and the stage of each device; None where it has none."""
 
     paths: Sequence[str]
     planned: Sequence[PlannedCollective]
     model_flops: ModelFlops
     ops: Sequence[ParallelOp]
+    stages: StagedDevices | None = None
 
 
 NOTHING_TIMED = StepReport(
@@ -80,14 +82,19 @@ NOTHING_DECLARED = Declared((), (), ModelFlops(None, ()), OPERATIONS)
 
 
 def analyse_schedule(
-    module: Module, plan: Plan, planned: Sequence[PlannedCollective], order: Sequence[int] | None = None
+    module: Module,
+    plan: Plan,
+    planned: Sequence[PlannedCollective],
+    order: Sequence[int] | None = None,
+    stages: StagedDevices | None = None,
 ) -> ScheduleAnalysis:
     """Returns the analysis of a scheduled program of a plan. planned: the plan's collectives. order: the position in
-    the plan's mesh of each device of the program, if they differ. Raises HloError for an unknown form of replica
-    groups."""
+    the plan's mesh of each device of the program, if they differ. stages: the ticks of the pipeline that the program
+    runs; None where it runs none. Raises HloError for an unknown form of replica groups, and for a program that runs
+    other ticks."""
     paths = [array.array.path for array in plan.sharding.parameters]
     devices = ProgramDevices(plan.mesh.placement, order)
-    return analyse_program(module, devices, Declared(paths, planned, plan.model_flops, plan.ops))
+    return analyse_program(module, devices, Declared(paths, planned, plan.model_flops, plan.ops, stages))
 
 
 def analyse_program(
@@ -109,7 +116,7 @@ def analyse_program(
     if choices is not None:
         raise_if_any(_wrong_choices(choices, steps))
         steps = apply_choices(steps, choices)
-    result = simulate(steps, price)
+    result = simulate_stages(steps, price, known.stages) if known.stages else simulate(steps, price)
     line_of = line_finder(module)
     matches = {
         name: match_planned(totals.collective, placed[name].mesh_axes, round(totals.count), known.planned)

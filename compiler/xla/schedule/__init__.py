@@ -10,6 +10,7 @@ divergent.py     collectives among stages in branches that not all of them take
 kernels.py       what kernels of libraries compute and move; attention_kernels.py: attention; work.py: matmuls
 prices.py        how long compute takes: by the compiler's estimate, by its arithmetic, by the bytes that it moves
 simulate.py      the steps in time, on one compute unit and the links
+stage_clocks.py  the steps of a pipeline in time, on a clock for each stage
 """
 
 from .simulate import CollectiveTotals, Simulation, simulate

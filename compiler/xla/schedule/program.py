@@ -82,7 +82,9 @@ class _Reader:
             return [Loop(instruction.name, num_trips(instruction, around, self.module), self.steps_of(body))]
         if opcode == "conditional":
             branches = [self.module.computations[name] for name in instruction.called]
-            return [Branches(instruction.name, tuple(map(self.steps_of, branches)))]
+            on = None if len(branches) != 2 else 0 if instruction.attribute("true_computation") else 1
+            steps = tuple(map(self.steps_of, branches))
+            return [Branches(instruction.name, steps, op_name=instruction.op_name, on=on)]
         if opcode == "call":
             return [step for name in instruction.called for step in self.steps_of(self.module.computations[name])]
         if opcode == "recv":

@@ -20,14 +20,18 @@ SMALLEST_SECONDS = 1e-12  # smaller times are rounding errors
 
 @dataclass(frozen=True)
 class Taken:
-    """A branch, by the share of executions that run it; None: the share is not known, and the branch counts always."""
+    """A branch, by the share of executions that run it; None: the share is not known, and the branch counts always.
+
+    by: who says so.
+    """
 
     share: float | None
+    by: str = "as chosen"
 
     def __str__(self) -> str:
         if self.share is None:
             return "counts as always taken; --taken says how often"
-        return f"{'always taken' if self.share == 1 else f'taken in {100 * self.share:.3g} %'}, as chosen"
+        return f"{'always taken' if self.share == 1 else f'taken in {100 * self.share:.3g} %'}, {self.by}"
 
 
 Loops = tuple[tuple[str, int | Taken | None], ...]  # the loops around a step, by name, the outermost first
@@ -104,11 +108,21 @@ class Trip:
     num_alike: int = 1
 
 
+@dataclass(frozen=True)
+class StageTime:
+    """The time of one stage of a pipeline in a step: compute, waits for communication, and waits for other stages."""
+
+    compute_seconds: float
+    exposed_seconds: float
+    bubble_seconds: float
+
+
 @dataclass
 class Simulation:
     """The result of a simulation.
 
-    seconds: the time of a step. operations: the seconds of compute by name, over all executions. bounded: by name, the
+    seconds: the time of a step. operations: the seconds of compute by name, over all executions. stages: the time of
+    each stage of a pipeline, of which all other times are means; () where there is one. bounded: by name, the
     seconds by which the compiler's estimates are longer than the prices. unpriced: by name, the kernels that may take
     longer. unknown_loops: the loops whose trips count as one. segments: the timeline. It shows the first trips of a
     loop and the rest as one, and each branch with a share as one that runs; so it may end after the step does on
@@ -119,6 +133,7 @@ class Simulation:
     compute_seconds: dict[ComputeKind, float] = field(default_factory=dict)
     operations: dict[str, float] = field(default_factory=dict)
     exposed_seconds: float = 0.0
+    stages: tuple["StageTime", ...] = ()
     collectives: dict[str, CollectiveTotals] = field(default_factory=dict)
     priced_by: dict[str, float] = field(default_factory=dict)
     bounded: dict[str, float] = field(default_factory=dict)
@@ -129,11 +144,19 @@ class Simulation:
 
 def simulate(steps: tuple[Step, ...], price: Callable[[Collective], Priced]) -> Simulation:
     """Runs the steps once."""
-    clock = _Clock(price)
+    clock = Clock(price)
     clock.run(steps, weight=1, loops=(), is_shown=True)
     clock.finish()
     clock.result.seconds = clock.seconds
     return clock.result
+
+
+@dataclass(frozen=True)
+class Picked:
+    """The branch of a conditional that runs, by its place, and how often it does."""
+
+    place: int
+    taken: Taken
 
 
 @dataclass(frozen=True)
@@ -150,15 +173,33 @@ class _Transfer:
     behind: "_Transfer | None"
 
 
-class _Clock:
-    """Runs steps in time.
+@dataclass
+class Spent:
+    """The time that a clock has spent, times its weights: on compute, and on waits for communication and for other
+    clocks."""
+
+    compute: float = 0.0
+    exposed: float = 0.0
+    others: float = 0.0
+
+
+class Clock:
+    """Runs steps in time. spent: what the time was spent on, over all executions.
 
     _now: the time without the trips that are represented by others, which are _skipped. _shown: the seconds by which
     segments are later than on average, because a branch before them is shown as taken.
     """
 
-    def __init__(self, price: Callable[[Collective], Priced]):
-        self.result, self._price = Simulation(), price
+    def __init__(
+        self,
+        price: Callable[[Collective], Priced],
+        pick: Callable[[Branches], "Picked | None"] = lambda _: None,
+        result: Simulation | None = None,
+    ):
+        """pick: returns the branch of a conditional that runs; None where that is not known. result: the totals to add
+        to."""
+        self.result, self.spent = result or Simulation(), Spent()
+        self._price, self._pick = price, pick
         self._now = self._skipped = self._shown = 0.0
         self._trip: Trip | None = None
         self._flying: dict[str, _Transfer] = {}
@@ -176,7 +217,7 @@ class _Clock:
             if isinstance(step, Compute):
                 self._compute(step, weight, is_shown)
             elif isinstance(step, Start):
-                self._start(step.collective, weight, loops, is_shown)
+                self.start(step.collective, weight=weight, loops=loops, is_shown=is_shown)
             elif isinstance(step, Done):
                 self._done(step.name, weight, is_shown)
             elif isinstance(step, Loop):
@@ -184,10 +225,31 @@ class _Clock:
             elif step.branches:
                 self._branch(step, weight, loops, is_shown)
 
-    def finish(self) -> None:
+    def finish(self, *, weight: float = 1, is_shown: bool = True) -> None:
         """Waits for all collectives in flight."""
         for name in list(self._flying):
-            self._done(name, weight=1, is_shown=True)
+            self._done(name, weight, is_shown)
+
+    def free_at(self, collective: Collective) -> float:
+        """Returns the time at which a collective that is started now can begin."""
+        busy = (self._last_on[link].end for link in self._price(collective).links if link in self._last_on)
+        return max([self._now, *busy]) + self._skipped
+
+    def end_of(self, steps: tuple[Step, ...]) -> float:
+        """Returns the time at which these would end."""
+        return self._end_of(steps) - self._now + self.seconds
+
+    def forget_ends(self) -> None:
+        """Forgets when branches ended, which is to be found anew where others are picked."""
+        self._ends.clear()
+
+    def enter(self, loop: str, trip: int) -> None:
+        """Begins an iteration of a loop, from 0, that somebody else runs."""
+        self._trip = Trip(loop, trip)
+
+    def leave(self) -> None:
+        """Ends such a loop."""
+        self._trip = None
 
     def _compute(self, step: Compute, weight: float, is_shown: bool) -> None:
         result = self.result
@@ -201,6 +263,7 @@ class _Clock:
             over = weight * (step.estimated_seconds - step.seconds)
             result.bounded[step.name] = result.bounded.get(step.name, 0.0) + over
         begin, self._now = self._now, self._now + step.seconds
+        self.spent.compute += weight * step.seconds
         for transfer in self._flying.values():
             meanwhile = min(self._now, transfer.end) - max(begin, transfer.begin)
             if meanwhile > 0:
@@ -210,15 +273,27 @@ class _Clock:
         if is_shown:
             self._show(COMPUTE, step.name, step.kind, begin, self._now)
 
-    def _start(self, collective: Collective, weight: float, loops: Loops, is_shown: bool) -> None:
+    def start(
+        self,
+        collective: Collective,
+        *,
+        weight: float,
+        loops: Loops,
+        is_shown: bool,
+        ready: float = 0.0,
+        is_awaited: bool = True,
+    ) -> None:
+        """Starts a collective, which begins when its links are free, and not before it is ready on other clocks.
+        is_awaited: False where what waits for it has nothing to wait for."""
         priced = self._price(collective)
         busy = [self._last_on[link] for link in priced.links if link in self._last_on]
         last = max(busy, key=lambda transfer: transfer.end, default=None)
         behind = last if last is not None and last.end > self._now else None
-        begin = behind.end if behind else self._now
+        begin = max(behind.end if behind else self._now, ready - self._skipped)
         transfer = _Transfer(collective, loops, begin, begin + (priced.alone_seconds or 0.0), behind)
         self._totals(transfer).add(weight, priced.alone_seconds)
-        self._flying[collective.name] = transfer
+        if is_awaited:
+            self._flying[collective.name] = transfer
         self._last_on |= dict.fromkeys(priced.links, transfer)
         if is_shown:
             for link in priced.links:
@@ -230,11 +305,16 @@ class _Clock:
         if transfer is None or transfer.end <= begin:
             return
         self._now = transfer.end
-        self.result.exposed_seconds += weight * (self._now - begin)
-        waited: _Transfer | None = transfer
+        waited, others, until = transfer, 0.0, transfer.end
         while waited is not None and waited.end > begin:
-            self._totals(waited).exposed_seconds += weight * (waited.end - max(begin, waited.begin))
+            others += until - waited.end  # that one was ready, and a transfer after it was not on another clock
+            until = max(begin, waited.begin)
+            self._totals(waited).exposed_seconds += weight * (waited.end - until)
             waited = waited.behind
+        others += until - begin
+        self.result.exposed_seconds += weight * (self._now - begin - others)
+        self.spent.exposed += weight * (self._now - begin - others)
+        self.spent.others += weight * others
         if is_shown:
             self._show(COMPUTE, name, "exposed", begin, self._now)
 
@@ -264,6 +344,9 @@ class _Clock:
         """Runs one branch of a conditional. Without a share it is the branch that ends last. With a share, the rest of
         the executions run the branch that ends first, and each takes its share of the time; the branch that ends last
         is shown, as in a step that runs it."""
+        if (picked := self._pick(step)) is not None:
+            within = (*loops, (step.name, picked.taken))
+            return self.run(step.branches[picked.place], weight=weight, loops=within, is_shown=is_shown)
         ordered = sorted(step.branches, key=self._end_of)
         runs = ((ordered[-1], Taken(step.share)),)
         if step.share is not None and ordered[0] is ordered[-1]:
@@ -295,7 +378,7 @@ class _Clock:
         busy = frozenset((link, each.end) for link, each in self._last_on.items())
         key = (id(steps), self._now, busy, frozenset((name, each.end) for name, each in self._flying.items()))
         if key not in self._ends:
-            trial = _Clock(self._price)
+            trial = Clock(self._price, self._pick)
             trial._now, trial._flying, trial._last_on = self._now, dict(self._flying), dict(self._last_on)
             trial._ends = self._ends
             trial.run(steps, weight=1, loops=(), is_shown=False)

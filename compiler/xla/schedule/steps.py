@@ -6,6 +6,7 @@ from typing import Literal, TypeVar
 
 from ...core.collectives import CollectiveKind, ComputeKind
 
+PAIRS = ("collective-permute", "send")  # kinds whose groups are pairs of a sender and a receiver
 PricedBy = Literal["cycles", "bound", "flops", "bytes", "nothing"]
 
 
@@ -95,12 +96,15 @@ class Branches:
     """A conditional, which runs one of its branches.
 
     share: the share of executions that run the branch that ends last, while the others run the one that ends first;
-    None: it is not known, and the last one counts.
+    None: it is not known, and the last one counts. op_name: its names in the program. on: the place of the branch that
+    runs where a predicate is true; None where there are not two.
     """
 
     name: str
     branches: tuple[tuple["Step", ...], ...]
     share: float | None = None
+    op_name: str = ""
+    on: int | None = None
 
 
 Step = Compute | Start | Done | Loop | Branches

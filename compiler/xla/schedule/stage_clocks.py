@@ -1,0 +1,233 @@
+"""Runs the program of a pipeline in time: a clock for each stage, and branches that its table chooses.
+
+    tick loop:  permute-start dx, conditional slot=F, permute-start y, permute-done dx, conditional slot=BW, ..
+
+All stages run one program, and differ in the branches of conditionals within the scope of a slot: in tick t stage s
+takes the branch with the work if row t of the table has that operation for s. A collective whose group lies on several
+stages begins when all of them have started it; a permute, when its senders have. A wait for other stages is no exposed
+communication: it is the *bubble*. So for each stage
+
+    compute + exposed + bubble = the step
+
+Ticks are not folded: no two of them need be alike. Outside of slots the stages run the same steps, each by its own
+clock, and conditionals there take the branch that ends last on any stage.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ...core.format import counted
+from ...core.scopes import OperationName
+from ..hlo import HloError
+from .simulate import Clock, Loops, Picked, Priced, Simulation, StageTime, Taken
+from .steps import PAIRS, Branches, Collective, Loop, Start, Step, every
+
+BY_TABLE = "by the pipeline's table"
+SHOWN_TICKS = 24  # ticks whose steps a timeline shows
+
+
+@dataclass(frozen=True)
+class StagedDevices:
+    """The ticks that a program runs, and the stage of each device.
+
+    rows: by tick and stage the slots that have work, each an operation with its virtual stage: the place of its layers
+    in the model. num_virtual: the virtual stages. num_in_program: the devices that the program names; all slices run
+    the program of one.
+    """
+
+    rows: Sequence[Sequence[Sequence[tuple[str, int]]]]
+    num_virtual: int
+    stage_of: Sequence[int]
+    num_in_program: int
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.rows[0])
+
+    def awaited(self, collective: Collective) -> list[set[int]]:
+        """Returns the stages that each stage waits for: those that send to it, or those of its groups."""
+        found: list[set[int]] = [set() for _ in range(self.num_stages)]
+        for group in self._groups(collective):
+            stages = [self.stage_of[device] for device in group]
+            for stage in stages[1:] if collective.kind in PAIRS else stages:
+                found[stage] |= set(stages[:1] if collective.kind in PAIRS else stages)
+        return [others - {stage} for stage, others in enumerate(found)]
+
+    def _groups(self, collective: Collective) -> Sequence[Sequence[int]]:
+        """Returns the groups: those of one slice in each, and across slices the devices at the same place in each."""
+        devices, per_slice = range(len(self.stage_of)), self.num_in_program
+        if collective.num_slices is not None:
+            return [devices[first::per_slice] for first in range(per_slice)]
+        if any(device >= per_slice for group in collective.groups for device in group):
+            return collective.groups
+        return [[first + each for each in group] for first in devices[::per_slice] for group in collective.groups]
+
+
+@dataclass(frozen=True)
+class SlotOf:
+    """The conditional of a slot: of the operation as a whole, or of its part on one end of the pipeline."""
+
+    operation: str
+    end: str | None = None
+    is_shared: bool = False
+
+
+def slot_of(step: Branches) -> SlotOf | None:
+    """Returns the slot that a conditional belongs to; None where it has no scope of one, or other branches than two."""
+    name = OperationName(step.op_name)
+    if step.on is None or name.slot is None:
+        return None
+    return SlotOf(name.slot, name.shared_end or name.end, name.shared_end is not None)
+
+
+def simulate_stages(
+    steps: tuple[Step, ...], price: Callable[[Collective], Priced], devices: StagedDevices
+) -> Simulation:
+    """Runs the steps once on all stages. Raises HloError if the program does not run the ticks of the table."""
+    run = _Stages(steps, price, devices)
+    run.run(steps, loops=(), is_shown=True)
+    return run.finished()
+
+
+@dataclass
+class _Stages:
+    """Runs stages side by side. seen: how often the conditionals of each slot have been reached."""
+
+    steps: tuple[Step, ...]
+    price: Callable[[Collective], Priced]
+    devices: StagedDevices
+    result: Simulation = field(default_factory=Simulation)
+    seen: Counter[SlotOf] = field(default_factory=Counter)
+    now: list[tuple[SlotOf, int] | None] = field(default_factory=list)  # of each stage: the slot and tick that it is in
+    crossing: dict[int, bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        num_stages = self.devices.num_stages
+        self.weight = 1 / num_stages
+        self.now += [None] * num_stages
+        self.clocks = [Clock(self.price, lambda step, s=s: self.pick(step, s), self.result) for s in range(num_stages)]
+        self.per_tick = {slot: self._per_tick(slot, n) for slot, n in self._executions(self.steps, 1).items()}
+        there = {operation for row in self.devices.rows for slots in row for operation, _ in slots}
+        for operation in sorted(there):
+            if SlotOf(operation) not in self.per_tick:
+                raise HloError(f"the program has no conditional of the pipeline's slot {operation}")
+
+    def _executions(self, steps: tuple[Step, ...], times: int) -> Counter[SlotOf]:
+        """Returns how often the program reaches the conditionals of each slot."""
+        found: Counter[SlotOf] = Counter()
+        for step in steps:
+            if isinstance(step, Loop):
+                found += self._executions(step.body, times * self._trips(step))
+            elif isinstance(step, Branches) and (slot := slot_of(step)) is not None:
+                found[slot] += times
+        return found
+
+    def _trips(self, loop: Loop) -> int:
+        """Returns the trips of a loop; of one that runs slots and does not say, the ticks of the table."""
+        if loop.num_trips is not None:
+            return loop.num_trips
+        return len(self.devices.rows) if self._has_slots(loop) else 1
+
+    def _per_tick(self, slot: SlotOf, executions: int) -> int:
+        num_ticks = len(self.devices.rows)
+        if executions % num_ticks:
+            reached = f"{counted(executions, 'conditional')} of the slot {slot.operation}"
+            raise HloError(f"the program reaches {reached}, and the pipeline's table has {counted(num_ticks, 'tick')}")
+        return executions // num_ticks
+
+    def run(self, steps: tuple[Step, ...], *, loops: Loops, is_shown: bool) -> None:
+        for step in steps:
+            if isinstance(step, Start) and any(awaited := self.devices.awaited(step.collective)):
+                self._start(step.collective, awaited, loops, is_shown)
+            elif isinstance(step, Loop) and (self._has_slots(step) or self._crosses(step.body)):
+                self._loop(step, loops, is_shown)
+            elif isinstance(step, Branches) and (slot := slot_of(step)) is not None:
+                self._slot(step, slot, loops, is_shown)
+            elif isinstance(step, Branches) and step.branches and any(map(self._crosses, step.branches)):
+                longest = max(step.branches, key=lambda branch: max(clock.end_of(branch) for clock in self.clocks))
+                self.run(longest, loops=(*loops, (step.name, Taken(None))), is_shown=is_shown)
+            else:
+                for stage, clock in enumerate(self.clocks):
+                    clock.run((step,), weight=self.weight, loops=loops, is_shown=is_shown and stage == 0)
+
+    def pick(self, step: Branches, stage: int) -> Picked | None:
+        """Returns the branch that a stage takes within a slot: of a conditional of one end, by the table."""
+        slot, now = slot_of(step), self.now[stage]
+        if slot is None or slot.end is None or now is None or step.on is None:
+            return None
+        is_on = self._is_on(slot, now[1], stage)
+        return Picked(step.on if is_on else 1 - step.on, self._taken(slot))
+
+    def finished(self) -> Simulation:
+        for stage, clock in enumerate(self.clocks):
+            clock.finish(weight=self.weight, is_shown=stage == 0)
+        result = self.result
+        result.seconds = max(clock.seconds for clock in self.clocks)
+        result.stages = tuple(self._stage_time(clock) for clock in self.clocks)
+        return result
+
+    def _stage_time(self, clock: Clock) -> StageTime:
+        compute, exposed = clock.spent.compute / self.weight, clock.spent.exposed / self.weight
+        return StageTime(compute, exposed, max(0.0, self.result.seconds - compute - exposed))
+
+    def _start(self, collective: Collective, awaited: list[set[int]], loops: Loops, is_shown: bool) -> None:
+        """Starts a collective on all stages. Where a send's stage is sent nothing, no recv-done waits for it."""
+        free = [clock.free_at(collective) for clock in self.clocks]
+        for stage, clock in enumerate(self.clocks):
+            clock.start(
+                collective,
+                weight=self.weight,
+                loops=loops,
+                is_shown=is_shown and stage == 0,
+                ready=max((free[other] for other in awaited[stage]), default=0.0),
+                is_awaited=bool(awaited[stage]) or collective.kind != "send",
+            )
+
+    def _loop(self, loop: Loop, loops: Loops, is_shown: bool) -> None:
+        trips = self._trips(loop)
+        if loop.num_trips is None and not self._has_slots(loop):
+            self.result.unknown_loops.add(loop.name)
+        for trip in range(trips):
+            for clock in self.clocks:
+                clock.enter(loop.name, trip)
+            self.run(loop.body, loops=(*loops, (loop.name, trips)), is_shown=is_shown and trip < SHOWN_TICKS)
+        for clock in self.clocks:
+            clock.leave()
+
+    def _slot(self, step: Branches, slot: SlotOf, loops: Loops, is_shown: bool) -> None:
+        tick = self.seen[slot] // self.per_tick[slot]
+        self.seen[slot] += 1
+        within, on = (*loops, (step.name, self._taken(slot))), step.on or 0
+        if slot.is_shared:
+            is_on = any(self._is_on(slot, tick, stage) for stage in range(len(self.clocks)))
+            return self.run(step.branches[on if is_on else 1 - on], loops=within, is_shown=is_shown)
+        for stage, clock in enumerate(self.clocks):
+            branch = step.branches[on if self._is_on(slot, tick, stage) else 1 - on]
+            self.now[stage] = (slot, tick)
+            clock.forget_ends()
+            clock.run(branch, weight=self.weight, loops=within, is_shown=is_shown and stage == 0)
+            self.now[stage] = None
+
+    def _is_on(self, slot: SlotOf, tick: int, stage: int) -> bool:
+        """Returns True if a stage has the operation in a tick, and is the slot's end with it."""
+        run = [virtual for operation, virtual in self.devices.rows[tick][stage] if operation == slot.operation]
+        if slot.end is None:
+            return bool(run)
+        return (0 if slot.end == "first" else self.devices.num_virtual - 1) in run
+
+    def _taken(self, slot: SlotOf) -> Taken:
+        """Returns the share of the table's ticks in which a stage has the slot's operation, over all stages."""
+        rows, stages = self.devices.rows, range(len(self.clocks))
+        num_on = sum(self._is_on(slot, tick, stage) for tick in range(len(rows)) for stage in stages)
+        return Taken(num_on / (len(rows) * len(stages)), BY_TABLE)
+
+    def _has_slots(self, loop: Loop) -> bool:
+        return any(slot_of(each) is not None for each in every(loop.body, Branches))
+
+    def _crosses(self, steps: tuple[Step, ...]) -> bool:
+        """Returns True if steps start a collective among several stages."""
+        if id(steps) not in self.crossing:
+            starts = every(steps, Start)
+            self.crossing[id(steps)] = any(any(self.devices.awaited(each.collective)) for each in starts)
+        return self.crossing[id(steps)]

@@ -1,0 +1,313 @@
+"""Pipelines: a clock for each stage, whose times one can add up by hand."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from meshloom.compiler.core.scopes import end_scope, nested_scope, shared_end_scope, slot_scope
+from meshloom.compiler.xla.hlo import HloError, Module, parse_module
+from meshloom.compiler.xla.schedule.prices import Chip
+from meshloom.compiler.xla.schedule.program import read_steps
+from meshloom.compiler.xla.schedule.simulate import Priced, Simulation, simulate
+from meshloom.compiler.xla.schedule.stage_clocks import StagedDevices, simulate_stages
+from meshloom.compiler.xla.schedule.steps import Branches, Collective, Compute, Done, Loop, Start, Step
+from support.recorded import recorded_text
+from support.schedules import collectives_of
+
+STAGES, MICROBATCHES, LAYERS = 4, 8, 2
+CYCLES = Chip("tpu", 1.0, {}, float("inf"))  # compute takes its estimated cycles, in seconds, and all else nothing
+
+
+Rows = tuple[tuple[tuple[tuple[str, int], ...], ...], ...]
+
+
+def table(*rows: str) -> Rows:
+    """A table of rows such as 'F0 | BW1 F0': the slots of each stage, with their microbatches. Each stage has one chunk
+    of the layers."""
+
+    def slots(text: str, stage: int) -> tuple[tuple[str, int], ...]:
+        return tuple((each.rstrip("0123456789"), stage) for each in text.split())
+
+    return tuple(tuple(slots(text, stage) for stage, text in enumerate(row.split("|"))) for row in rows)
+
+
+def ticks(first: int) -> Rows:
+    """The forward slot of a microbatch one tick later on each stage; backward the other way, the last stage's from the
+    tick `first` on."""
+    rows = [[""] * STAGES for _ in range(first + MICROBATCHES + STAGES - 1)]
+    for stage in range(STAGES):
+        for microbatch in range(MICROBATCHES):
+            rows[stage + microbatch][stage] += f" F{microbatch}"
+            rows[first + STAGES - 1 - stage + microbatch][stage] += f" BW{microbatch}"
+    return table(*(" | ".join(row) for row in rows))
+
+
+ONE_F_ONE_B, GPIPE = ticks(STAGES - 1), ticks(STAGES - 1 + MICROBATCHES)
+DEVICES = [device // 2 for device in range(2 * STAGES)]
+
+
+def cycles(module: Module, name: str) -> int:
+    """The cycles of a computation's own instructions, and of its loops over layers; of no branches."""
+    total = 0
+    for each in module.computations[name].instructions:
+        if each.opcode == "while":
+            total += LAYERS * cycles(module, (each.attribute("body") or "").lstrip("%"))
+        elif found := re.search(r'"estimated_cycles":"(\d+)"', each.attributes):
+            total += int(found[1])
+    return total
+
+
+def slot_cycles(module: Module, scope: str) -> tuple[int, int]:
+    """The cycles of both branches of the conditional with this scope, the one without the work first."""
+    (found,) = (
+        each
+        for computation in module.computations.values()
+        for each in computation.instructions
+        if each.opcode == "conditional" and each.op_name.endswith(f"{scope}/cond")
+    )
+    return cycles(module, found.called[0]), cycles(module, found.called[1])
+
+
+def between_slots(module: Module) -> int:
+    """The cycles of a tick between its two slots, which a stage in a ramp spends while it waits."""
+    (tick,) = (
+        each.instructions
+        for each in module.computations.values()
+        if any(one.op_name.endswith("slot=BW/cond") and one.opcode == "conditional" for one in each.instructions)
+    )
+    first, last = (place for place, each in enumerate(tick) if each.opcode == "conditional")
+    found = (re.search(r'"estimated_cycles":"(\d+)"', each.attributes) for each in tick[first:last])
+    return sum(int(each[1]) for each in found if each)
+
+
+def around_ticks(module: Module, num_ticks: int) -> int:
+    """The cycles outside of the ticks, and those of each tick outside of its slots."""
+    total = 0
+    for each in module.entry_computation.instructions:
+        if each.opcode == "while":
+            total += num_ticks * cycles(module, (each.attribute("body") or "").lstrip("%"))
+        elif found := re.search(r'"estimated_cycles":"(\d+)"', each.attributes):
+            total += int(found[1])
+    return total
+
+
+def run(text: str, table: Rows, *, permute: float = 0.0, sent: float = 0.0, within: float = 0.0) -> Simulation:
+    """Simulates a recorded program. permute, sent, within: the seconds of a permute, a send and another collective."""
+    module = parse_module(text)
+    steps = read_steps(module, CYCLES)
+
+    def price(collective: Collective) -> Priced:
+        seconds = {"collective-permute": permute, "send": sent}.get(collective.kind, within)
+        return Priced(seconds, (collective.kind,))
+
+    result = simulate_stages(steps, price, StagedDevices(table, STAGES, DEVICES, module.num_devices))
+    check_laws(result)
+    return result
+
+
+def check_laws(result: Simulation) -> None:
+    for each in result.stages:
+        assert each.compute_seconds + each.exposed_seconds + each.bubble_seconds == pytest.approx(result.seconds)
+    num = len(result.stages)
+    assert sum(result.compute_seconds.values()) == pytest.approx(sum(s.compute_seconds for s in result.stages) / num)
+    assert result.exposed_seconds == pytest.approx(sum(s.exposed_seconds for s in result.stages) / num)
+    assert sum(c.exposed_seconds for c in result.collectives.values()) == pytest.approx(result.exposed_seconds)
+    for each in result.collectives.values():
+        assert 0 <= each.exposed_seconds <= (each.alone_seconds or 0) * (1 + 1e-9) + 1e-9
+
+
+def test_the_longest_path_of_1f1b_by_hand():
+    """Stage 0 runs the first forward slot, its neighbours theirs; the last stage both slots of 8 microbatches; then the
+    last gradient goes back. That is 11 of each slot, as (p - 1) / m says: 3 / 8 more than the 8 of a stage's work. In
+    the 6 ticks of the ramps the idle branch and what lies between the slots run during the wait for a neighbour."""
+    text = recorded_text("pipeline_1f1b")
+    module = parse_module(text)
+    (no_f, f), (no_b, b) = slot_cycles(module, "slot=F"), slot_cycles(module, "slot=BW")
+    around = around_ticks(module, 14)
+    result = run(text, ONE_F_ONE_B)
+    assert result.seconds == pytest.approx(11 * (f + b) + around - 6 * between_slots(module))
+    for each in result.stages:
+        assert each.compute_seconds == pytest.approx(8 * (f + b) + 6 * (no_f + no_b) + around)
+    folded = simulate(read_steps(module, CYCLES), lambda _: Priced(0.0, ()))
+    assert folded.seconds == pytest.approx(14 * (f + b) + around), "without a table both slots run in all ticks"
+
+
+def test_the_longest_path_of_gpipe_with_a_head_and_gathers_in_its_branches_by_hand():
+    """8 forward slots on the last stage each run the head; the other stages wait for it."""
+    text, gathered = recorded_text("pipeline_gpipe"), 1000.0
+    module = parse_module(text)
+    (no_f, f), (no_b, b) = slot_cycles(module, "slot=F"), slot_cycles(module, "slot=BW")
+    no_head, head = slot_cycles(module, "end=last")
+    assert head > f / 2
+    f, b = f + LAYERS * gathered, b + 2 * LAYERS * gathered
+    around = around_ticks(module, 22) + gathered  # the sum at the end
+    result = run(text, GPIPE, within=gathered)
+    path = 3 * (f + no_head) + 8 * (f + head) + 11 * b + 8 * (no_f + no_b)
+    assert result.seconds == pytest.approx(path + around - 6 * between_slots(module))
+    of_branches = 8 * 3 * LAYERS * gathered
+    assert [each.exposed_seconds for each in result.stages] == pytest.approx([of_branches + gathered] * STAGES)
+    work = [each.compute_seconds for each in result.stages]
+    assert work[3] - work[0] == pytest.approx(8 * (head - no_head))
+    counts = {each.collective.kind: each.count for each in result.collectives.values()}
+    assert counts["all-gather"] == counts["reduce-scatter"] == 8 * LAYERS
+
+
+def test_permutes_of_1f1b_hide_in_full_ticks_and_are_exposed_in_the_ramps_by_hand():
+    """In the 8 full ticks of the last stage a permute of less than a slot hides. In each tick of a ramp a stage waits
+    for what its neighbour has sent, and nothing runs beside that."""
+    text = recorded_text("pipeline_1f1b")
+    (_, f), _ = slot_cycles(parse_module(text), "slot=F"), slot_cycles(parse_module(text), "slot=BW")
+    permute = 0.5 * f
+    free, result = run(text, ONE_F_ONE_B), run(text, ONE_F_ONE_B, permute=permute)
+    assert result.seconds - free.seconds == pytest.approx(6 * permute)
+
+
+def test_stages_on_two_slices_wait_for_sends_between_their_clocks():
+    """Stages 0 and 1 are on the first slice. The program is that of one slice, and its pairs name devices of both."""
+    text = recorded_text("pipeline_slices")
+    module = parse_module(text)
+    sends = [each for each in collectives_of(read_steps(module, CYCLES)) if each.kind == "send"]
+    assert {each.groups for each in sends} == {
+        ((0, 6), (4, 2), (1, 7), (5, 3)),  # the gradient of stage 2 to stage 1, of stage 0 to the last one
+        ((2, 4), (6, 0), (3, 5), (7, 1)),
+    }
+    assert all(each.is_certain and each.num_slices is None for each in sends)
+    (_, f), _ = slot_cycles(module, "slot=F"), slot_cycles(module, "slot=BW")
+    free = run(text, ONE_F_ONE_B)
+    slow = run(text, ONE_F_ONE_B, sent=0.1 * f)
+    assert slow.seconds > free.seconds
+    assert {name for name, each in slow.collectives.items() if each.exposed_seconds} == {each.name for each in sends}
+
+
+def test_a_head_that_is_split_over_the_stages_runs_on_all_in_the_ticks_of_the_last():
+    """Its sum among the stages waits for the last of them: 8 times on every stage."""
+    text, summed = recorded_text("pipeline_shared"), 1000.0
+    module = parse_module(text)
+    (no_f, f), (no_b, b) = slot_cycles(module, "slot=F"), slot_cycles(module, "slot=BW")
+    _, head = slot_cycles(module, "shared_end=last")
+    assert head > f / 2
+    result = run(text, ONE_F_ONE_B, within=summed)
+    (total,) = (
+        each for each in result.collectives.values() if each.collective.op_name.endswith("cond/branch_1_fun/psum")
+    )
+    assert (total.count, total.exposed_seconds) == (8, 8 * summed)
+    work = 8 * (f + b + head) + 6 * (no_f + no_b)
+    of_each = {round(each.compute_seconds - work) for each in result.stages}
+    assert len(of_each) == 1, "the same on all stages"
+    assert result.seconds > 11 * (f + b) + 8 * (head + summed)
+
+
+def test_a_table_with_other_ticks_than_the_program_is_an_error():
+    with pytest.raises(HloError, match=r"14 conditionals of the slot F, and the pipeline's table has 22 ticks"):
+        run(recorded_text("pipeline_1f1b"), GPIPE)
+    without = recorded_text("pipeline_1f1b").replace("slot=F", "slots=F")
+    with pytest.raises(HloError, match="no conditional of the pipeline's slot F"):
+        run(without, ONE_F_ONE_B)
+
+
+def compute(name: str, seconds: float) -> Compute:
+    return Compute(name, "other", seconds, "bytes", "")
+
+
+def slot(operation: str, seconds: float, *, inside: tuple[Step, ...] = ()) -> Branches:
+    on = (compute(operation, seconds), *inside)
+    return Branches(f"c{operation}", ((), on), op_name=f"jit(step)/while/body/{slot_scope(operation)}/cond", on=1)
+
+
+def permute(name: str, pairs: tuple[tuple[int, int], ...]) -> Collective:
+    return Collective(name, "collective-permute", 8, "bf16", pairs, True, "", "", "", (4,))
+
+
+ALL = lambda seconds: lambda _: Priced(seconds, ("x",))  # noqa: E731
+TWO = table("F0|", "F1|F0", "|F1")
+
+
+def two_stages(*body: Step, trips: int | None = 3, seconds: float = 0.0, by: Rows = TWO) -> Simulation:
+    result = simulate_stages((Loop("l", trips, body),), ALL(seconds), StagedDevices(by, 2, [0, 1], 2))
+    check_laws(result)
+    return result
+
+
+@pytest.mark.parametrize("trips", [3, None])
+def test_a_permute_waits_for_the_clock_of_its_source(trips):
+    """10 s for F. Stage 1 waits in tick 0 for what stage 0 sends after 10 s and 2 s on the way; its own F of 10 s in
+    tick 1 begins at 12. Stage 0 has nothing to wait for."""
+    sent = permute("p", ((0, 1),))
+    found = two_stages(slot("F", 10.0), Start(sent), Done("p"), trips=trips, seconds=2.0)
+    assert found.seconds == 12 + 12 + 12
+    first, second = found.stages
+    assert (first.compute_seconds, first.exposed_seconds, first.bubble_seconds) == (20, 6, 10)
+    assert (second.compute_seconds, second.exposed_seconds, second.bubble_seconds) == (20, 6, 10)
+    assert found.unknown_loops == set()
+
+
+def test_what_is_sent_flies_during_the_next_slot():
+    """Tick 0: F on stage 0 until 10, then B on stage 1 for 5: it was sent nothing, and waits for nobody's clock before
+    its own B. With the wait after B, 2 s of 5 s are left."""
+    rows = table("F0|B0", "|F0", "|")
+    sent = permute("p", ((0, 1),))
+    found = two_stages(slot("F", 10.0), Start(sent), slot("B", 11.0), Done("p"), seconds=3.0, by=rows)
+    first, second = found.stages
+    assert first.compute_seconds == 10
+    assert second.compute_seconds == 11 + 10
+    assert second.exposed_seconds == pytest.approx(2 + 3 + 3)  # of tick 0: from 11 to 13, begun at 10
+    assert found.seconds == pytest.approx(13 + 10 + 3 + 3)
+
+
+def test_both_directions_of_two_stages_are_told_apart():
+    """With p = 2 the next stage is also the one before: who waits is told by the pairs alone."""
+    back = permute("p", ((1, 0),))
+    found = two_stages(slot("F", 10.0), Start(back), Done("p"), by=table("F0|", "F1|", "|F0"))
+    assert found.seconds == 20, "stage 1 runs ahead: it waits for nobody"
+    found = two_stages(slot("F", 10.0), Start(permute("p", ((0, 1),))), Done("p"), by=table("F0|", "F1|", "|F0"))
+    assert found.seconds == 30, "stage 1 has waited for both before it begins"
+
+
+def test_a_sum_over_the_stages_begins_when_the_last_of_them_is_there():
+    total = replace(permute("s", ((0, 1),)), kind="all-reduce")
+    found = two_stages(slot("F", 10.0), Start(total), Done("s"), seconds=1.0)
+    assert found.seconds == 3 * 11
+    assert [each.bubble_seconds for each in found.stages] == pytest.approx([10, 10])
+
+
+@pytest.mark.parametrize(("end", "seconds"), [("first", (21, 20)), ("last", (20, 21))])
+def test_a_conditional_of_an_end_runs_on_that_end_alone(end, seconds):
+    name = nested_scope(slot_scope("F"), f"cond/branch_1_fun/{end_scope(end)}/cond")
+    inner = Branches("e", ((), (compute("e", 0.5),)), op_name=name, on=1)
+    found = two_stages(slot("F", 10.0, inside=(inner,)))
+    assert tuple(each.compute_seconds for each in found.stages) == seconds
+
+
+def test_all_stages_run_the_conditional_of_a_shared_end():
+    """The last stage has F in ticks 1 and 2; both then compute their part of the head."""
+    name = nested_scope(slot_scope("F"), f"{shared_end_scope('last')}/cond")
+    head = Branches("h", ((), (compute("h", 0.5),)), op_name=name, on=1)
+    found = two_stages(slot("F", 10.0), head)
+    assert [each.compute_seconds for each in found.stages] == [21, 21]
+
+
+def test_a_slot_with_the_work_in_the_first_branch_and_one_of_two_conditionals():
+    """A compiler may write the predicate's true branch first, and a slot may be two conditionals."""
+    flipped = replace(slot("F", 10.0), on=0, branches=((compute("F", 10.0),), ()))
+    assert two_stages(flipped, slot("F", 1.0)).stages[0].compute_seconds == 22
+
+
+def test_ticks_that_are_unrolled_or_peeled_stay_in_order():
+    """Rows 0 to 5: a tick, a loop of 2 trips with 2 ticks each, and a tick. Rows 3 and 5 take 10 s."""
+    rows = table("|", "|", "|", "F0|", "|", "|F0")
+    one, sent = slot("F", 10.0), permute("p", ((0, 1),))
+    body = (one, Start(sent), Done("p"))
+    steps = (*body, Loop("l", 2, (*body, *body)), *body)
+    result = simulate_stages(steps, ALL(0.0), StagedDevices(rows, 2, [0, 1], 2))
+    assert result.seconds == 20
+    assert [each.compute_seconds for each in result.stages] == [10, 10]
+
+
+def test_a_conditional_elsewhere_takes_the_branch_that_ends_last():
+    other = Branches("o", ((compute("a", 1.0),), (compute("b", 2.0),)), op_name="jit(step)/cond", on=1)
+    found = two_stages(slot("F", 10.0), other)
+    assert [each.compute_seconds for each in found.stages] == [26, 26]
+    total = replace(permute("s", ((0, 1),)), kind="all-reduce")
+    across = Branches("o", ((compute("a", 1.0),), (Start(total), Done("s"))), op_name="jit(step)/cond", on=1)
+    assert two_stages(across, slot("F", 10.0), seconds=5.0).seconds == 3 * 5 + 20 + 10
