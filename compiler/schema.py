@@ -18,7 +18,7 @@ from meshloom.models.config import Record
 from .core.collectives import CollectiveKind, ComputeKind, LinkKind
 from .spec.overlap_spec import OverlapConfig
 
-SCHEMA_VERSION = 13  # of report.json and plan.json
+SCHEMA_VERSION = 14  # of report.json and plan.json
 
 
 class TargetReport(Record):
@@ -125,6 +125,8 @@ class StepReport(Record):
     compute_seconds_by_kind: dict[ComputeKind, NonNegativeFloat]
     exposed_seconds: NonNegativeFloat | None
     exposed_fraction: NonNegativeFloat | None  # of predicted_seconds
+    bubble_seconds: NonNegativeFloat | None  # waits of a pipeline's stages for other stages; the mean over them
+    bubble_fraction: NonNegativeFloat | None  # of predicted_seconds
     least_seconds: NonNegativeFloat | None  # the sum of all parts whose time is known
     predicted_seconds: NonNegativeFloat | None  # None where that of a part is not known
     predicted_range_seconds: tuple[NonNegativeFloat, NonNegativeFloat] | None
@@ -223,7 +225,7 @@ class Event(Record):
 
 
 class Report(Record):
-    schema_version: Literal[13]
+    schema_version: Literal[14]
     target: TargetReport
     program: ProgramReport
     memory: MemoryReport

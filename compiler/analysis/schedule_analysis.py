@@ -69,13 +69,14 @@ class Declared:
 
 NOTHING_TIMED = StepReport(
     compute_seconds=None, compute_seconds_by_kind={}, exposed_seconds=None, exposed_fraction=None,
+    bubble_seconds=None, bubble_fraction=None,
     least_seconds=None, predicted_seconds=None, predicted_range_seconds=None, predicted_mfu=None,
     predicted_range_basis=None, roofline_seconds=None, bound_seconds=None, num_unpriced=0, counted_once=(),
     num_bounded=0, bounded_seconds=0.0,
 )  # fmt: skip
 OF_WHOLE_STEP = (
-    "exposed_seconds", "exposed_fraction", "predicted_seconds", "predicted_mfu", "predicted_range_seconds",
-    "predicted_range_basis",
+    "exposed_seconds", "bubble_seconds", "exposed_fraction", "bubble_fraction", "predicted_seconds", "predicted_mfu",
+    "predicted_range_seconds", "predicted_range_basis",
 )  # fmt: skip
 OF_RANGE = ("predicted_range_seconds", "predicted_range_basis")
 NOTHING_DECLARED = Declared((), (), ModelFlops(None, ()), OPERATIONS)
@@ -277,6 +278,8 @@ def _step(result: Simulation, is_whole: bool, target: TargetPlan, model_flops: i
         compute_seconds_by_kind=dict(result.compute_seconds),
         exposed_seconds=None if _untimed(result) else result.exposed_seconds,
         exposed_fraction=(result.exposed_seconds / result.seconds if result.seconds else 0.0) if is_whole else None,
+        bubble_seconds=None if _untimed(result) else result.bubble_seconds,
+        bubble_fraction=(result.bubble_seconds / result.seconds if result.seconds else 0.0) if is_whole else None,
         least_seconds=result.seconds,
         predicted_seconds=result.seconds if is_whole else None,
         predicted_range_seconds=accuracy.range_of(result.seconds) if accuracy and is_whole else None,
@@ -334,6 +337,6 @@ def _unknown(
         if why := placed[name].why:
             unknown |= {f"collectives[{index}].{part}_seconds": why for part in ("alone", "hidden", "exposed")}
     if left_out := _left_out(result, placed):
-        names = OF_WHOLE_STEP if _untimed(result) else OF_WHOLE_STEP[1:]
+        names = OF_WHOLE_STEP if _untimed(result) else OF_WHOLE_STEP[2:]
         unknown = dict.fromkeys((f"step.{name}" for name in names), "; ".join(left_out)) | unknown
     return unknown

@@ -93,6 +93,7 @@ def unknowns() -> tuple[Report, tuple[Event, ...]]:
         for c in report.collectives
     )  # fmt: skip
     step = StepReport(compute_seconds=None, compute_seconds_by_kind={}, exposed_seconds=None, exposed_fraction=None,
+                      bubble_seconds=None, bubble_fraction=None,
                       least_seconds=None, predicted_seconds=None, predicted_range_seconds=None, predicted_mfu=None,
                       predicted_range_basis=None, roofline_seconds=None, bound_seconds=None, num_unpriced=812,
                       counted_once=(),
@@ -250,7 +251,7 @@ def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float]
     part = partial(_part, peak, bandwidth)
     link_seconds = sum(c.alone_seconds or 0 for c in collectives)
     return Report(
-        schema_version=13,
+        schema_version=14,
         target=target,
         program=ProgramReport(
             model="llama2_7b", num_parameters=6_738_415_616, num_active_parameters=6_738_415_616,
@@ -264,7 +265,7 @@ def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float]
         collectives=collectives,
         step=StepReport(
             compute_seconds=sum(compute.values()), compute_seconds_by_kind=compute,  # pyright: ignore[reportArgumentType]
-            exposed_seconds=exposed, exposed_fraction=exposed / predicted,
+            exposed_seconds=exposed, exposed_fraction=exposed / predicted, bubble_seconds=0.0, bubble_fraction=0.0,
             least_seconds=predicted, predicted_seconds=predicted,
             predicted_range_seconds=(0.9 * predicted, 1.1 * predicted),
             predicted_range_basis="80% of 29 published runs lie in such a range, 3 on v5e",

@@ -62,11 +62,14 @@ def memory_bar(report: Report) -> StackedBar:
 
 
 def step_bar(report: Report) -> StackedBar:
-    """Returns the predicted step: compute by kind, then exposed communication; a mark shows the roofline."""
+    """Returns the predicted step: compute by kind, exposed communication, then the bubble; a mark shows the
+    roofline."""
     step = report.step
     parts = [(kind, seconds, kind) for kind, seconds in compute_by_kind(report)]
     if step.exposed_seconds:
         parts.append(("exposed communication", step.exposed_seconds, "exposed"))
+    if step.bubble_seconds:
+        parts.append(("waits for other stages", step.bubble_seconds, "bubble"))
     marks = [("roofline", step.roofline_seconds)] if step.roofline_seconds else []
     return _bar(parts, human_seconds, marks, ())
 

@@ -17,6 +17,7 @@ HEADLINE = {
     ("memory", "fits"): "fits", ("memory", "peak_bytes_per_chip"): "memory per chip",
     ("memory", "host_fits"): "fits the host", ("memory", "host_bytes_per_chip"): "host memory per chip",
     ("step", "exposed_seconds"): "exposed communication", ("step", "exposed_fraction"): "of the step",
+    ("step", "bubble_seconds"): "bubble", ("step", "bubble_fraction"): "of the step",
     ("step", "compute_seconds"): "compute",
 }  # fmt: skip
 SECTIONS = (

@@ -69,7 +69,15 @@ def verdict(report: Report) -> tuple[Fact, ...]:
         _fact("predicted MFU", step.predicted_mfu, human_share, "remat excluded", "step.predicted_mfu"),
         _fact("exposed", step.exposed_fraction, human_share, f"{exposed} of communication" if exposed else "",
               "step.exposed_fraction"),
+        *_bubble(report),
     )  # fmt: skip
+
+
+def _bubble(report: Report) -> Iterator[Fact]:
+    """Yields the share of a step in which the stages of a pipeline wait for each other."""
+    if (step := report.step).bubble_seconds:
+        detail = f"{human_seconds(step.bubble_seconds)} of waits for other stages"
+        yield _fact("bubble", step.bubble_fraction, human_share, detail, "step.bubble_fraction")
 
 
 def at_usual_imbalance(report: Report) -> Alternative | None:

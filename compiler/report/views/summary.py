@@ -40,7 +40,7 @@ LEAST_SAVED = (
 NUM_COLLECTIVES, NUM_FINDINGS, NUM_CHANGES, NUM_REASONS = 6, 2, 3, 3
 TONES = {"good": "green", "bad": "bold red", "plain": "bold", "unknown": "yellow"}
 MEMORY_STYLES = ("blue", "cyan", "magenta", "green", "white")
-COMPUTE_STYLES = {"matmul": "blue", "attention": "cyan", "other": "white", "exposed": "red"}
+COMPUTE_STYLES = {"matmul": "blue", "attention": "cyan", "other": "white", "exposed": "red", "bubble": "magenta"}
 FILLS = "█▓▒░"  # neighbours differ without colours too
 
 
@@ -137,6 +137,8 @@ def _step(report: Report) -> Iterable[Line]:
     parts = compute_by_kind(report)
     if step.exposed_seconds is not None:
         parts.append(("exposed", step.exposed_seconds))
+    if step.bubble_seconds:
+        parts.append(("bubble", step.bubble_seconds))
     whole = sum(seconds for _, seconds in parts)
     if not whole:
         return

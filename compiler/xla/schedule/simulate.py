@@ -141,6 +141,11 @@ class Simulation:
     unknown_loops: set[str] = field(default_factory=set)
     segments: list[Segment] = field(default_factory=list)
 
+    @property
+    def bubble_seconds(self) -> float:
+        """Returns the time in which a stage waits for others, on average."""
+        return sum(each.bubble_seconds for each in self.stages) / max(1, len(self.stages))
+
 
 def simulate(steps: tuple[Step, ...], price: Callable[[Collective], Priced]) -> Simulation:
     """Runs the steps once."""

@@ -188,6 +188,16 @@ def test_a_step_that_is_not_whole_is_a_lower_bound_in_each_view():
     assert page.count(why) >= 2
 
 
+def test_a_pipelines_bubble_is_shown_beside_what_is_exposed():
+    report, events = reports.fits()
+    assert "bubble" not in _summary(report)
+    whole = report.step.predicted_seconds or 0.0
+    found = {"predicted_seconds": 1.25 * whole, "bubble_seconds": 0.25 * whole, "bubble_fraction": 0.2}
+    report = report.model_copy(update={"step": report.step.model_copy(update=found)})
+    assert "bubble 20" in _summary(report)
+    assert "waits for other stages" in render_page(report, events)
+
+
 def test_what_has_unknown_flops_is_shown_as_unknown():
     """A step with a kernel that nobody can count: no number, and the same reason in each view."""
     report, events = reports.fits()

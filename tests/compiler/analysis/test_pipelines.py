@@ -1,0 +1,54 @@
+"""What a report says of a compiled pipeline: the bubble beside compute and exposed communication."""
+
+import pytest
+
+from meshloom.compiler.analysis.program_devices import ProgramDevices, stages_of
+from meshloom.compiler.analysis.schedule_analysis import NOTHING_DECLARED, Declared, analyse_program
+from meshloom.compiler.target.placement import plan_own_order
+from meshloom.compiler.xla.hlo import HloError, parse_module
+from meshloom.compiler.xla.schedule.stage_clocks import StagedDevices
+from support.pipelines import DEVICES, GPIPE, ONE_F_ONE_B, STAGES, Rows
+from support.programs import target_of
+from support.recorded import recorded_text
+
+NO_PIPELINE = NOTHING_DECLARED
+
+
+def declared(rows: Rows) -> Declared:
+    stages = StagedDevices(rows, STAGES, DEVICES, len(DEVICES))
+    return Declared(NO_PIPELINE.paths, NO_PIPELINE.planned, NO_PIPELINE.model_flops, NO_PIPELINE.ops, stages)
+
+
+def devices() -> ProgramDevices:
+    return ProgramDevices(plan_own_order(target_of("v5p:2x2x2")))
+
+
+@pytest.mark.parametrize(("name", "rows"), [("1f1b", ONE_F_ONE_B), ("gpipe", GPIPE)])
+def test_compute_exposed_and_bubble_are_the_step(name, rows):
+    module = parse_module(recorded_text(f"pipeline_{name}"))
+    found = analyse_program(module, devices(), declared(rows))
+    step = found.step
+    assert step.predicted_seconds is not None
+    parts = (step.compute_seconds, step.exposed_seconds, step.bubble_seconds)
+    assert sum(part or 0.0 for part in parts) == pytest.approx(step.predicted_seconds)
+    assert step.bubble_fraction == pytest.approx((step.bubble_seconds or 0.0) / step.predicted_seconds)
+    assert 0.1 < (step.bubble_fraction or 0.0) < 3 / 11, "of the slots alone it would be 3 / 11"
+    whole = analyse_program(module, devices()).step
+    assert (whole.bubble_seconds, whole.bubble_fraction) == (0, 0)
+    assert (whole.predicted_seconds or 0.0) > 1.1 * step.predicted_seconds
+    gathers = [each for each in found.collectives if each.kind == "all-gather"]
+    wanted = "once" if name == "1f1b" else "in a branch of conditional.9 (taken in 36.4 %, by the pipeline's table)"
+    assert gathers[0].where.endswith(wanted)
+    assert {each.confidence for each in found.collectives} == {"high"}
+
+
+def test_other_ticks_than_the_programs_are_an_error():
+    with pytest.raises(HloError, match="has 22 ticks"):
+        analyse_program(parse_module(recorded_text("pipeline_1f1b")), devices(), declared(GPIPE))
+
+
+def test_the_stage_of_a_device_is_its_place_on_the_mesh():
+    sizes = {"data": 1, "stage": 2, "fsdp": 2, "tensor": 1}
+    assert stages_of(sizes) == (0, 0, 1, 1)
+    assert stages_of(sizes, (3, 1, 2, 0)) == (1, 0, 1, 0)
+    assert stages_of({"replica": 2, "stage": 2}) == (0, 1, 0, 1)
