@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -25,8 +25,8 @@ from ..parallel.attention.exchange import EXCHANGE, RING
 from ..parallel.operation import ParallelOp, find_source
 from .liveness import host_sets, live_sets
 from .regions import Region
+from .tick_times import Numbers, TickLoop, TickPart, TickPermute, TickSlot
 
-Numbers = np.ndarray[Any, np.dtype[np.float64]]
 WorkKind = Literal["matmul", "attention", "merged", "other"]  # merged: sums of ring attention outside its kernels
 
 
@@ -45,7 +45,7 @@ class Work:
 class Transfer:
     """A collective. is_weight: True if it moves a parameter or its gradient, and no activation. full_bytes: a place.
     source: the name of what it moves, if it belongs to one of the operations that run by a strategy
-    (`ParallelOp.source`)."""
+    (`ParallelOp.source`). is_of_tick: whether it is a permute between the slots of a pipeline's ticks."""
 
     kind: CollectiveKind
     axes: Axes
@@ -53,6 +53,7 @@ class Transfer:
     region: int
     full_bytes: int
     source: str | None = None
+    is_of_tick: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class ProgramShape:
 
     regions: the regions of regions.py in the order of `Region.walk`, each with the places of its factors: of one number
     for all stages of the mesh, or of one for each stage. live: sets of arrays that live at once in the memory of the
-    device; on_host: of its host. arguments: the state and the batch.
+    device; on_host: of its host. arguments: the state and the batch. ticks: the loop over the ticks of a pipeline.
     """
 
     num_numbers: int
@@ -71,6 +72,7 @@ class ProgramShape:
     live: tuple[tuple[int, ...], ...]
     on_host: tuple[tuple[int, ...], ...]
     arguments: tuple[int, ...]
+    ticks: TickLoop | None = None
 
     @property
     def operations(self) -> "ProgramShape":
@@ -125,10 +127,15 @@ class Costs:
         """Returns the costs of each region, times its executions."""
         return tuple(self._region(number) for number in range(len(self.shape.regions)))
 
-    def _region(self, number: int) -> RegionCosts:
+    def executions(self, number: int) -> Numbers:
+        """Returns how often a region is executed in a step: (stages, declarations)."""
         executions = np.ones((1, self.numbers.shape[1]))
         for places in self.shape.regions[number]:
             executions = executions * self.numbers[list(places)]
+        return executions
+
+    def _region(self, number: int) -> RegionCosts:
+        executions = self.executions(number)
         flops: dict[WorkKind, Numbers] = defaultdict(lambda: np.zeros_like(executions))
         num_bytes: dict[WorkKind, Numbers] = defaultdict(lambda: np.zeros_like(executions))
         for work in self.shape.works:
@@ -170,6 +177,7 @@ class _Reader:
         self.first: dict[int, int] = {}  # the place of a program's first size; its host sizes follow the sizes
         self.works: list[Work] = []
         self.transfers: list[Transfer] = []
+        self.ticks: TickLoop | None = None
 
     def read(self) -> tuple[ProgramShape, Numbers]:
         step, regions = self.step, list(self.step.walk())
@@ -178,8 +186,11 @@ class _Reader:
             self.numbers += [*one.program.sizes, *one.program.host_sizes]
         places: dict[int, tuple[int, ...]] = {}  # the places of a body's executions, by id
         factors = tuple(tuple(self.factor(each, places) for each in one.factors) for one in regions)
+        numbers = {id(one): number for number, one in enumerate(regions)}
         for number, one in enumerate(regions):
             self.region(number, one)
+            if any(step.operation.chosen for step in one.steps) and self.ticks is None:
+                self.ticks = self.tick_loop(number, one, numbers)
         live = {tuple(sorted(self.size(a.program, a.index) for a in one.arrays)) for one in live_sets(step)}
         on_host = tuple(tuple(self.size(p, i) + len(p.sizes) for p, i in one) for one in host_sets(step))
         shape = ProgramShape(
@@ -190,6 +201,7 @@ class _Reader:
             live=tuple(sorted(live)),
             on_host=on_host,
             arguments=tuple(self.size(step.program, i) for i in step.program.inputs),
+            ticks=self.ticks,
         )
         return shape, np.array(self.numbers, dtype=np.float64)
 
@@ -205,7 +217,23 @@ class _Reader:
             places[id(executions)] = tuple(map(self.number, executions))
         return places[id(executions)]
 
+    def tick_loop(self, number: int, region: Region, numbers: dict[int, int]) -> TickLoop:
+        """Returns the loop over ticks whose body is this region. numbers: of all regions, by id."""
+        parts: list[TickPart] = []
+        for step in sorted(region.steps, key=lambda one: one.place):
+            operation, collective = step.operation, step.operation.collective
+            if operation.chosen:
+                branches = tuple(tuple(numbers[id(each)] for each in one.walk()) for one in step.inside)
+                is_shared = OperationName(operation.scope).shared_end is not None
+                parts.append(TickSlot(branches, operation.chosen, is_shared))
+            elif collective is not None and collective.stage_pairs:
+                num_stages = max(len(one.operation.chosen[0]) for one in region.steps if one.operation.chosen)
+                sources = ([s for s, to in collective.stage_pairs if to == stage] for stage in range(num_stages))
+                parts.append(TickPermute(tuple(map(tuple, sources)), self.number(collective.full_bytes)))
+        return TickLoop(number, tuple(parts))
+
     def region(self, number: int, region: Region) -> None:
+        is_tick = any(step.operation.chosen for step in region.steps)
         if region.stacked_bytes:
             self.works.append(Work("other", number, None, (self.number(region.stacked_bytes),)))
         for step in (each for each in region.steps if not each.inside):
@@ -215,7 +243,10 @@ class _Reader:
                 is_weight = next(iter(name.parameters(self.weights)), None) is not None
                 full = self.number(collective.full_bytes)
                 source = find_source(self.ops, name)
-                self.transfers.append(Transfer(collective.kind, collective.axes, is_weight, number, full, source))
+                is_permute = is_tick and bool(collective.stage_pairs)
+                self.transfers.append(
+                    Transfer(collective.kind, collective.axes, is_weight, number, full, source, is_permute)
+                )
             moved = tuple(self.size(region.program, i) for i in step.arrays)
             if step.hbm_bytes and not moved:
                 moved = (self.number(step.hbm_bytes),)

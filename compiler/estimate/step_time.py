@@ -18,7 +18,7 @@ import numpy as np
 
 from ..core.collectives import CollectiveKind
 from ..core.kernels import share_of_head
-from ..core.partition_spec import Axes
+from ..core.partition_spec import STAGE, Axes
 from ..parallel.operation import Exposed, exposed_by_source, head_dim_of, runs_beside_compute
 from ..plan import Plan
 from ..target.compiler_options import hidden_kinds, why_permutes_wait
@@ -27,6 +27,7 @@ from ..target.target import TargetPlan
 from .estimated_step import assume_overlap
 from .program_costs import Costs, Numbers, RegionCosts, WorkKind, read_costs
 from .regions import Region
+from .tick_times import TickLoop, TickPart, TickPermute, TickSlot, time_ticks
 
 Seconds = TypeVar("Seconds", float, Numbers)
 
@@ -66,10 +67,15 @@ class Hiding:
 @dataclass(frozen=True)
 class StepTime(Generic[Seconds]):
     """The seconds of a step: of one declaration, or of each of many. exposed: seconds by the mesh axes that the
-    collectives run over."""
+    collectives run over. bubble: those in which the slowest stage of a pipeline waits for others; None without one."""
 
     compute_seconds: Seconds
     exposed: Mapping[Axes, Seconds]
+    bubble: Seconds | None = None
+
+    @property
+    def bubble_seconds(self) -> Seconds:
+        return 0 * self.compute_seconds if self.bubble is None else self.bubble
 
     @property
     def exposed_seconds(self) -> Seconds:
@@ -77,12 +83,13 @@ class StepTime(Generic[Seconds]):
 
     @property
     def seconds(self) -> Seconds:
-        return self.compute_seconds + self.exposed_seconds
+        return self.compute_seconds + self.exposed_seconds + self.bubble_seconds
 
     def of(self: "StepTime[Numbers]", place: int) -> "StepTime[float]":
         """Returns the time of one of many declarations."""
         exposed = {axes: float(seconds[place]) for axes, seconds in self.exposed.items()}
-        return StepTime(float(self.compute_seconds[place]), MappingProxyType(exposed))
+        bubble = None if self.bubble is None else float(self.bubble[place])
+        return StepTime(float(self.compute_seconds[place]), MappingProxyType(exposed), bubble)
 
 
 @dataclass(frozen=True)
@@ -112,16 +119,58 @@ def time_step(costs: Costs, rates: Rates, links: LinkTimes, hiding: Hiding) -> S
     """Returns the time of a step of each declaration, on the stage of the mesh that takes longest."""
     compute = np.zeros((1, costs.numbers.shape[1]))
     exposed: dict[Axes, Numbers] = {}
+    of_regions: list[Numbers] = []
     for region in costs.regions():
         alone = _compute_seconds(region, rates)
         compute = compute + alone
         blocks = _compute_seconds(region, rates, "attention") if "attention" in region.flops else alone
-        for axes, seconds in _exposed(region, alone, blocks, links, hiding).items():
+        waited = _exposed(region, alone, blocks, links, hiding)
+        for axes, seconds in waited.items():
             exposed[axes] = exposed.get(axes, 0.0) + seconds
+        of_regions.append(StepTime(compute * 0 + alone, waited).seconds)
     whole = StepTime(compute, exposed).seconds
+    if costs.shape.ticks is None:
+        return _on_slowest(compute, exposed, whole)
+    return _of_pipeline(costs, costs.shape.ticks, StepTime(compute, exposed), of_regions, links)
+
+
+def _on_slowest(compute: Numbers, exposed: Mapping[Axes, Numbers], whole: Numbers) -> StepTime[Numbers]:
+    """Returns the time of the stage whose whole time is longest."""
     slowest = whole.argmax(axis=0), np.arange(whole.shape[1])
     each = {axes: np.broadcast_to(seconds, whole.shape)[slowest] for axes, seconds in exposed.items()}
     return StepTime(np.broadcast_to(compute, whole.shape)[slowest], each)
+
+
+def _of_pipeline(
+    costs: Costs, loop: TickLoop, work: StepTime[Numbers], of_regions: Sequence[Numbers], links: LinkTimes
+) -> StepTime[Numbers]:
+    """Returns the time of a step with ticks: as long as the stage takes that ends last. work: the compute and the
+    exposed collectives of each stage, without permutes of ticks. of_regions: both together, by region."""
+    num_stages = max(len(part.chosen[0]) for part in loop.parts if isinstance(part, TickSlot))
+    wide = [np.broadcast_to(seconds, (num_stages, seconds.shape[1])) for seconds in of_regions]
+    outside = sum((each for one, each in enumerate(wide) if one not in loop.regions), start=0 * wide[0])
+    num_ticks = costs.executions(loop.region)
+    once = [_of_part(part, wide, costs, links) for part in loop.parts]
+    free = [0 * each if isinstance(part, TickPermute) else each for part, each in zip(loop.parts, once, strict=True)]
+    rest = wide[loop.region] / num_ticks
+    ends, without = (outside + time_ticks(loop, each, rest) for each in (once, free))
+    found = _on_slowest(work.compute_seconds, work.exposed, ends)
+    permutes = ends.max(axis=0) - without.max(axis=0)
+    exposed = {**found.exposed, (STAGE,): found.exposed.get((STAGE,), 0.0) + permutes}
+    bubble = ends.max(axis=0) - StepTime(found.compute_seconds, exposed).seconds
+    return StepTime(found.compute_seconds, exposed, np.maximum(bubble, 0.0))
+
+
+def _of_part(part: TickPart, of_regions: Sequence[Numbers], costs: Costs, links: LinkTimes) -> Numbers:
+    """Returns the seconds of one slot, by branch and stage, or of one permute."""
+    if isinstance(part, TickPermute):
+        return links.seconds("collective-permute", (STAGE,), costs.numbers[part.full_bytes])
+    each = []
+    for branch in part.branches:
+        executions = costs.executions(branch[0])
+        total = sum((of_regions[one] for one in branch), start=0 * of_regions[0])
+        each.append(total / np.where(executions > 0, executions, 1.0))
+    return np.array(each)
 
 
 def _compute_seconds(region: RegionCosts, rates: Rates, only: WorkKind | None = None) -> Numbers | float:
@@ -147,7 +196,7 @@ def _exposed(
     waited: dict[Axes, Numbers] = {}
     beside: dict[Axes, Numbers] = {}
     beside_blocks: dict[Axes, tuple[Numbers | float, Numbers | float]] = {}  # their time, and the least of it
-    for one, num_bytes, executions in region.transfers:
+    for one, num_bytes, executions in (each for each in region.transfers if not each[0].is_of_tick):
         seconds = executions * links.seconds(one.kind, one.axes, num_bytes)
         if (own := hiding.of_operations.get(one.source or "")) is not None and own.is_beside_attention:
             of_all, of_share = beside_blocks.get(one.axes, (0.0, 0.0))

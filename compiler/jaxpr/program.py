@@ -16,12 +16,13 @@ Kind = Literal["matmul", "kernel", "collective", "loop", "branches", "move", "po
 @dataclass(frozen=True)
 class TracedCollective:
     """A collective of the step. full_bytes: the bytes of the whole array, of which each device of the group has a part,
-    or all, on one side of it."""
+    or all, on one side of it. stage_pairs: of a permute between stages, the senders with their receivers."""
 
     kind: CollectiveKind
     axes: Axes
     full_bytes: int
     dtype: str
+    stage_pairs: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Operation:
     inputs, outputs: indices of values. scope: the names of the parts that it belongs to. flops: those of a device;
     None: unknown. hbm_bytes: the bytes that it declares to read and write. bodies: the body of a loop, or the branches;
     their inputs are the last ones of the operation. num_carried: the number of the loop's first results that each trip
-    hands to the next; the others are stacked. unknown: the record of what is not known of it.
+    hands to the next; the others are stacked. chosen: of a slot of a pipeline, the branch that each stage runs, by
+    tick. unknown: the record of what is not known of it.
     """
 
     kind: Kind
@@ -53,6 +55,7 @@ class Operation:
     bodies: tuple[Body, ...] = ()
     num_carried: int = 0
     hbm_bytes: int | None = None
+    chosen: tuple[tuple[int, ...], ...] = ()
     unknown: UnknownPrimitive | None = None
 
 

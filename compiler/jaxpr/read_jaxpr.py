@@ -18,7 +18,7 @@ from ..core.collectives import MOVING, CollectiveKind
 from ..core.errors import Problem, raise_if_any
 from ..core.kernels import KernelOwner
 from ..core.partition_spec import STAGE, Axes, axes_of
-from ..core.scopes import nested_scope
+from ..core.scopes import OperationName, nested_scope
 from .flops import TRIPS, calls_one, contracted_dims, cost_of, kernel_cost_of
 from .operation_kinds import COLLECTIVES, LANES, equation_kind
 from .program import Body, Kind, Operation, Program, TracedCollective
@@ -321,7 +321,8 @@ class _Reader:
         if name == "ragged_all_to_all":  # the smaller side is full, unless loads are uneven; the larger has spare room
             full = min(self.sizes[operands[0]], self.sizes[results[0]])
         full *= self.num_shards(axes) if COLLECTIVES[name] == "all-to-all" else 1  # both sides are parts
-        return TracedCollective(COLLECTIVES[name], axes, full, self.dtypes[operands[0]])
+        pairs = params["perm"] if name == "ppermute" and axes == (STAGE,) else ()
+        return TracedCollective(COLLECTIVES[name], axes, full, self.dtypes[operands[0]], tuple(map(tuple, pairs)))
 
     def cost(
         self, equation: Any, kind: Kind, own: CallCost | None, operands: list[int], results: list[int], reduced: Axes
@@ -458,7 +459,16 @@ class _Reader:
             Body(program, share) for (_, program), share in zip(read, shares or [(1 / num,)] * num, strict=True)
         )
         self.operations.append(
-            Operation("branches", "cond", scope, tuple(operands), tuple(results), bodies=bodies, unknown=unknown)
+            Operation(
+                "branches",
+                "cond",
+                scope,
+                tuple(operands),
+                tuple(results),
+                bodies=bodies,
+                unknown=unknown,
+                chosen=self.known.by_tick(index, num) if OperationName(scope).slot else (),
+            )
         )
         return results
 

@@ -158,6 +158,14 @@ class KnownValues:
         found = self.find(index)
         return None if found is None else np.clip(found, 0, num_branches - 1)
 
+    def by_tick(self, index: int, num_branches: int) -> tuple[tuple[int, ...], ...]:
+        """Returns the branch of each stage for each trip of the one loop around a cond; () where that is not known."""
+        found = self.chosen(index, num_branches)
+        if found is None or found.ndim != 2 or found.shape[1] == 1:
+            return ()
+        every = np.broadcast_to(found, (self.num_stages, found.shape[1]))
+        return tuple(tuple(map(int, trip)) for trip in every.T)
+
     def differs_between_stages(self, index: int, num_branches: int) -> bool:
         """Returns True if stages are known to run different branches of a cond in the same trip."""
         found = self.chosen(index, num_branches)

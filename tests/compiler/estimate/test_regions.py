@@ -12,6 +12,7 @@ from jax import lax
 from conftest import SMALL, plan_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.partition_spec import STAGE
+from meshloom.compiler.core.scopes import slot_scope
 from meshloom.compiler.estimate.communication import plan_communication
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.liveness import find_peak
@@ -19,6 +20,7 @@ from meshloom.compiler.estimate.program_costs import Costs, read_costs
 from meshloom.compiler.estimate.regions import price_regions
 from meshloom.compiler.estimate.roofline import find_unknown, plan_roofline
 from meshloom.compiler.estimate.step_time import Hiding, LinkTimes, Rates, time_step
+from meshloom.compiler.estimate.tick_times import TickPermute
 from meshloom.compiler.jaxpr.read_jaxpr import read_jaxpr
 
 SIZE, TRIPS, FSDP = 64, 4, 8
@@ -132,6 +134,47 @@ def test_stages_run_what_a_table_says(plan):
     (_, _, _, forward, _, backward) = (region.executions for region in found.walk())
     assert (forward, backward) == (pytest.approx((3, 2)), pytest.approx((1, 1)))
     assert find_unknown(plan, found) == ()
+
+
+def test_the_step_of_a_pipeline_is_the_makespan_of_its_table(plan):
+    """Two stages and two microbatches: stage 0 runs F alone, then the last one F and B twice, then stage 0 B. B is two
+    matmuls. Of the permutes, those of the first and the last tick have nothing beside them."""
+    forward = np.array([[1, 0], [1, 1], [0, 1], [0, 0]], bool)
+    backward = np.array([[0, 0], [0, 1], [1, 1], [1, 0]], bool)
+    f, b, permute = MATMUL / RATE, 2 * MATMUL / RATE, 0.3 * MATMUL / RATE
+
+    def step(x, w):
+        def tick(carry, row):
+            x, dx = carry
+            f_on, b_on = row[0][lax.axis_index(STAGE)], row[1][lax.axis_index(STAGE)]
+            g = lax.ppermute(dx, STAGE, [(1, 0)])
+            with jax.named_scope(slot_scope("F")):
+                y = lax.cond(f_on, lambda: x @ w, lambda: x)
+            come = lax.ppermute(y, STAGE, [(0, 1)])
+            with jax.named_scope(slot_scope("BW")):
+                dx = lax.cond(b_on, lambda: g @ w @ w, lambda: g)
+            return (come, dx), None
+
+        return lax.scan(tick, (x, x), (jnp.asarray(forward), jnp.asarray(backward)))[0][1]
+
+    shape, numbers = read_costs(regions_of(plan, step, num_stages=2), frozenset(), ())
+    assert shape.ticks is not None
+    assert [type(part).__name__ for part in shape.ticks.parts] == ["TickPermute", "TickSlot"] * 2
+    assert [part.sources for part in shape.ticks.parts if isinstance(part, TickPermute)] == [((1,), ()), ((), (0,))]
+
+    def time(permute):
+        key = ("collective-permute", (STAGE,))
+        links = LinkTimes({key: np.array([permute])}, {key: np.array([0.0])})
+        rates = Rates(RATE, RATE, *[1e4 * RATE] * 3)  # memory is fast: matmuls alone take time
+        hiding = Hiding(frozenset(), 1.0, is_doubled=False)
+        return time_step(Costs(shape, numbers[:, None]), rates, links, hiding).of(0)
+
+    free, found = time(0.0), time(permute)
+    assert free.seconds == pytest.approx(3 * (f + b), rel=1e-3)
+    assert free.compute_seconds == pytest.approx(2 * (f + b), rel=1e-3)
+    assert (free.bubble_seconds, free.exposed_seconds) == (pytest.approx(f + b, rel=1e-3), 0)
+    assert found.seconds == pytest.approx(3 * (f + b) + 2 * permute, rel=1e-3)
+    assert found.exposed[STAGE,] == pytest.approx(2 * permute, rel=1e-3)
 
 
 def test_a_sum_among_stages_in_a_branch_that_one_of_them_takes_is_an_error(plan):
