@@ -215,7 +215,9 @@ class Event(Record):
     track: str  # "compute", "ICI x", one way of it "ICI x+", "DCN"
     name: str
     instruction: str = ""
-    kind: str  # ComputeKind, CollectiveKind, "exposed": compute waits for a collective, "loop": iterations left out
+    # ComputeKind, CollectiveKind, "exposed": compute waits for a collective, "bubble": a stage waits for other stages,
+    # "loop": iterations left out
+    kind: str
     start_seconds: NonNegativeFloat
     seconds: NonNegativeFloat
     loop: str = ""

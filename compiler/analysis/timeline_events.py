@@ -3,6 +3,7 @@
 all-gather-start.3 on ICI x, of layers/mlp/up_EM    ->  "gather mlp/up"
 fusion.973, a matmul in the scope matmul=mlp_up     ->  "matmul mlp_up"
 compute stands still for all-gather-start.3         ->  "waits for gather mlp/up"
+a stage has nothing to do until another one sends   ->  "waits for other stages"
 while.215, 30 iterations that are not shown         ->  "layers, forward: 30 more iterations"
 """
 
@@ -73,7 +74,7 @@ def with_memory(events: Iterable[Event], peak: PeakMemory | Unavailable) -> tupl
     found = peak.bytes_during
     return tuple(
         each.model_copy(update={"live_bytes": found[each.instruction]})
-        if each.track == COMPUTE and each.kind != "exposed" and each.instruction in found
+        if each.track == COMPUTE and each.kind not in ("exposed", "bubble") and each.instruction in found
         else each
         for each in events
     )
@@ -98,6 +99,8 @@ def _name(
     if segment.kind == "loop":
         num = segment.trip.num_alike if segment.trip else 0
         return f"{loops[segment.name]}: {counted(num, 'more iteration')}"
+    if segment.kind == "bubble":
+        return "waits for other stages"
     if collective := collectives.get(segment.name):
         return f"{'waits for ' if segment.kind == 'exposed' else ''}{name_of_collective(collective)}"
     name = OperationName(computes[segment.name].op_name)

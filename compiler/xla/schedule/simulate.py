@@ -321,7 +321,8 @@ class Clock:
         self.spent.exposed += weight * (self._now - begin - others)
         self.spent.others += weight * others
         if is_shown:
-            self._show(COMPUTE, name, "exposed", begin, self._now)
+            self._show(COMPUTE, name, "bubble", begin, begin + others)
+            self._show(COMPUTE, name, "exposed", begin + others, self._now)
 
     def _loop(self, loop: Loop, weight: float, loops: Loops, is_shown: bool) -> None:
         """Runs iterations until one begins in the same state as the one before it, which then represents all the

@@ -36,6 +36,8 @@ def test_compute_exposed_and_bubble_are_the_step(name, rows):
     whole = analyse_program(module, devices()).step
     assert (whole.bubble_seconds, whole.bubble_fraction) == (0, 0)
     assert (whole.predicted_seconds or 0.0) > 1.1 * step.predicted_seconds
+    waits = {each.name: each.seconds for each in found.events if each.kind == "bubble"}
+    assert set(waits) == {"waits for other stages"}
     gathers = [each for each in found.collectives if each.kind == "all-gather"]
     wanted = "once" if name == "1f1b" else "in a branch of conditional.9 (taken in 36.4 %, by the pipeline's table)"
     assert gathers[0].where.endswith(wanted)

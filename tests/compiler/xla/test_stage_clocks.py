@@ -10,11 +10,11 @@ from meshloom.compiler.xla.hlo import HloError, Module, parse_module
 from meshloom.compiler.xla.schedule.prices import Chip
 from meshloom.compiler.xla.schedule.program import read_steps
 from meshloom.compiler.xla.schedule.simulate import Priced, Simulation, simulate
-from meshloom.compiler.xla.schedule.stage_clocks import StagedDevices, simulate_stages
+from meshloom.compiler.xla.schedule.stage_clocks import StagedDevices, simulate_stages, slot_of
 from meshloom.compiler.xla.schedule.steps import Branches, Collective, Compute, Done, Loop, Start, Step
 from support.pipelines import DEVICES, GPIPE, ONE_F_ONE_B, STAGES, Rows, table
 from support.recorded import recorded_text
-from support.schedules import collectives_of
+from support.schedules import collectives_of, module
 
 LAYERS = 2
 CYCLES = Chip("tpu", 1.0, {}, float("inf"))  # compute takes its estimated cycles, in seconds, and all else nothing
@@ -264,6 +264,22 @@ def test_a_slot_with_the_work_in_the_first_branch_and_one_of_two_conditionals():
     """A compiler may write the predicate's true branch first, and a slot may be two conditionals."""
     flipped = replace(slot("F", 10.0), on=0, branches=((compute("F", 10.0),), ()))
     assert two_stages(flipped, slot("F", 1.0)).stages[0].compute_seconds == 22
+
+
+@pytest.mark.parametrize(
+    ("written", "on"),
+    [
+        ("%x, %x, %x), branch_computations={%off, %work}", 1),
+        ("%x, %x, %x), true_computation=%work, false_computation=%off", 0),
+        ("%x, %x, %x, %x), branch_computations={%off, %work, %off}", None),
+    ],
+)
+def test_the_branch_of_a_true_predicate_is_read_from_both_forms(written, on):
+    text = module(f'  ROOT %c = bf16[8]{{0}} conditional({written}, metadata={{op_name="jit(f)/slot=F/cond"}}')
+    (found,) = read_steps(parse_module(text.replace("%off", "%work")), CYCLES)
+    assert isinstance(found, Branches)
+    assert found.on == on
+    assert (slot_of(found) is None) == (on is None)
 
 
 def test_ticks_that_are_unrolled_or_peeled_stay_in_order():
