@@ -392,8 +392,11 @@ class Clock:
         return self._ends[key]
 
     def _totals(self, transfer: _Transfer) -> CollectiveTotals:
-        new = CollectiveTotals(transfer.collective, transfer.loops)
-        return self.result.collectives.setdefault(transfer.collective.name, new)
+        found = self.result.collectives.get(transfer.collective.name)
+        if found is None:
+            found = CollectiveTotals(transfer.collective, transfer.loops)
+            self.result.collectives[transfer.collective.name] = found
+        return found
 
     def _show(self, track: str, name: str, kind: str, begin: float, end: float) -> None:
         if end > begin:

@@ -92,15 +92,20 @@ def simulate_stages(
 
 @dataclass
 class _Stages:
-    """Runs stages side by side. seen: how often the conditionals of each slot have been reached."""
+    """Runs stages side by side.
+
+    seen: how often the conditionals of each slot have been reached. now: the slot and the tick that each stage is in.
+    crossing: by the identity of steps, whether they start a collective among stages. taken: how often each slot runs.
+    """
 
     steps: tuple[Step, ...]
     price: Callable[[Collective], Priced]
     devices: StagedDevices
     result: Simulation = field(default_factory=Simulation)
     seen: Counter[SlotOf] = field(default_factory=Counter)
-    now: list[tuple[SlotOf, int] | None] = field(default_factory=list)  # of each stage: the slot and tick that it is in
+    now: list[tuple[SlotOf, int] | None] = field(default_factory=list)
     crossing: dict[int, bool] = field(default_factory=dict)
+    taken: dict[SlotOf, Taken] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         num_stages = self.devices.num_stages
@@ -218,9 +223,11 @@ class _Stages:
 
     def _taken(self, slot: SlotOf) -> Taken:
         """Returns the share of the table's ticks in which a stage has the slot's operation, over all stages."""
-        rows, stages = self.devices.rows, range(len(self.clocks))
-        num_on = sum(self._is_on(slot, tick, stage) for tick in range(len(rows)) for stage in stages)
-        return Taken(num_on / (len(rows) * len(stages)), BY_TABLE)
+        if slot not in self.taken:
+            rows, stages = self.devices.rows, range(len(self.clocks))
+            num_on = sum(self._is_on(slot, tick, stage) for tick in range(len(rows)) for stage in stages)
+            self.taken[slot] = Taken(num_on / (len(rows) * len(stages)), BY_TABLE)
+        return self.taken[slot]
 
     def _has_slots(self, loop: Loop) -> bool:
         return any(slot_of(each) is not None for each in every(loop.body, Branches))
