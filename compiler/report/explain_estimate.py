@@ -83,7 +83,8 @@ def _time(plan: Plan, time: StepTime[float]) -> str:
     accuracy = accuracy_of(plan.target, "estimated")
     between = f" ({human_range(accuracy.range_of(time.seconds))}: {accuracy})" if accuracy else ""
     text = f"{human_seconds(time.seconds)}{between}, {tokens:,.0f} tokens per second and chip; compute"
-    return f"{text} {human_seconds(time.compute_seconds)}, exposed communication {exposed or 'none'}"
+    bubble = "" if time.bubble is None else f", bubble {human_seconds(time.bubble)}"
+    return f"{text} {human_seconds(time.compute_seconds)}, exposed communication {exposed or 'none'}{bubble}"
 
 
 def estimate_as_json(plan: Plan, estimate: StepEstimate) -> dict[str, Any]:
@@ -125,7 +126,7 @@ def _time_as_json(plan: Plan, time: StepTime[float] | None) -> dict[str, Any] | 
     accuracy = accuracy_of(plan.target, "estimated")
     between = list(accuracy.range_of(time.seconds)) if accuracy else None
     return {"seconds": time.seconds, "range_seconds": between, "compute_seconds": time.compute_seconds,
-            "exposed_seconds": exposed}  # fmt: skip
+            "exposed_seconds": exposed, "bubble_seconds": time.bubble_seconds}  # fmt: skip
 
 
 def _usual_as_json(plan: Plan) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,11 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.format import human_bytes
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
+from meshloom.compiler.estimate.estimate import estimate_declared
+from meshloom.compiler.estimate.step_time import StepTime
 from meshloom.compiler.jaxpr.flops import matmul_flops
 from meshloom.compiler.report.explain import explain, plan_as_json
+from meshloom.compiler.report.explain_estimate import estimate_as_json, print_estimate
 from meshloom.models.decoder import DecoderConfig
 from support.reference import reference_loss
 
@@ -39,6 +43,22 @@ def test_a_size_that_nobody_declared_has_its_reason():
     file = io.StringIO()
     explain(plan, Console(file))
     assert f"replica=4 {why}" in file.getvalue()
+
+
+def test_the_bubble_of_a_pipeline_is_named_beside_what_is_exposed():
+    plan = plan_of("target=v5p-8", *ON_CHIPS)
+    estimate = estimate_declared(plan)
+
+    def said(time: StepTime[float]) -> tuple[str, float]:
+        file, found = io.StringIO(), replace(estimate, time=time)
+        print_estimate(plan, found, Console(file))
+        return file.getvalue(), estimate_as_json(plan, found)["time"]["bubble_seconds"]
+
+    without, with_one = said(StepTime(2.0, {("stage",): 0.5})), said(StepTime(2.0, {("stage",): 0.5}, 0.25))
+    assert "bubble" not in without[0]
+    assert "exposed communication 500 ms over stage, bubble 250 ms" in " ".join(with_one[0].split())
+    assert "estimated step: 2.75 s" in " ".join(with_one[0].split())
+    assert (without[1], with_one[1]) == (0, 0.25)
 
 
 @pytest.mark.parametrize("overrides", [(), ("num_microbatches=2",), ("remat=full",)])
