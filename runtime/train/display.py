@@ -108,7 +108,7 @@ def next_steps(
         return ()
     first, *others = run_dir.parts
     others_too = (path for path in Path(first).glob("/".join("*" for _ in others) or ".") if path.is_dir())
-    if any(path != run_dir for path in others_too):
+    if any(not path.resolve().is_relative_to(run_dir.resolve()) for path in others_too):  # outputs/latest is no other
         return ()
     words = ["meshloom", "generate", str(run_dir), "prompt=def "]
     return [*([("try: its text", shlex.join(words))] if is_saved else []), *TRY_NEXT]

@@ -253,7 +253,8 @@ def test_the_version_is_ours_wherever_it_is_asked_for():
 def test_what_to_try_next_is_said_once_and_to_people(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first, second = Path("outputs/2026-01-01/10-00-00"), Path("outputs/2026-01-02/10-00-00")
-    first.mkdir(parents=True)
+    (first / "checkpoints").mkdir(parents=True)
+    Path("outputs/latest").symlink_to("2026-01-01/10-00-00")  # as a run leaves it
     (name, line), *others = next_steps(first, ["num_steps=3"], is_saved=True, is_terminal=True)
     assert (name, line) == ("try: its text", f"meshloom generate {first} 'prompt=def '")
     assert others == [*next_steps(first, ["num_steps=3"], is_saved=False, is_terminal=True)] != []
