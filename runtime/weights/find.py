@@ -13,6 +13,7 @@ from meshloom.compiler.core.places import PUBLISHED, is_published
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
+from meshloom.models.adapter import is_adapter
 from meshloom.models.config import Config
 from meshloom.models.published import NotUnderstood, read_config, tensors_in
 
@@ -23,7 +24,7 @@ from ..core.manifest import damage_in
 from ..processes.distributed import Processes, together
 from ..rundir.find_runs import SPEC
 from .folder import CONFIG, PublishedFolder, open_folder
-from .match import FROM, Matched, check_some, is_of_adapter, match_folder, match_saved
+from .match import FROM, Matched, check_some, match_folder, match_saved
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def _saved(place: str, plan: Plan[RunSpec]) -> SavedWeights:
     start = newest_good(*check_is_there(place, FROM), is_own=False, compare="sizes")
     tree, params = saved_tree(start.path), leaves_by_path(plan.abstract["params"])
     there, masters = leaves_by_path(tree["params"]), leaves_by_path(tree.get("master", {}))
-    if all(map(is_of_adapter, there)):
+    if all(map(is_adapter, there)):
         what = f"{start.path} holds an adapter, and its base is elsewhere"
         raise ConfigError([Problem(FROM, what, f"continue it: checkpoint.restore_from={place}")])
     taken = match_saved(str(start.path), there, params, plan.spec.checkpoint.weights_skip)
@@ -165,6 +166,6 @@ def check_content(weights: Weights, processes: Processes) -> None:
 
 def describe_weights(weights: Weights) -> list[str]:
     """Returns the lines that say what is read, and what is not."""
-    fresh = [path for path in weights.fresh if not is_of_adapter(path)]
+    fresh = [path for path in weights.fresh if not is_adapter(path)]
     drawn = [f"drawn anew: {human_names(fresh)}"] if fresh else []
     return [f"weights: {weights}", *weights.differs, *drawn]

@@ -9,18 +9,13 @@ from typing import Any
 
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
 from meshloom.compiler.core.format import counted
+from meshloom.models.adapter import is_adapter
 from meshloom.models.published import PublishedTensor
 
 from ..checkpoint.differences import MOST_SHOWN, shown
 from .folder import FLOATS, FileTensor, PublishedFolder
 
 SKIP, FROM = "checkpoint.weights_skip", "checkpoint.weights_from"
-ADAPTER = "adapter"  # the part of a parameter's path below which an adapter's own parameters are
-
-
-def is_of_adapter(path: str) -> bool:
-    """Returns True for a parameter of an adapter, PIECE/adapter/...: no published folder holds it."""
-    return ADAPTER in path.split("/")[1:]
 
 
 @dataclass(frozen=True)
@@ -59,7 +54,7 @@ def match_folder(
     names = {tensor.name for tensor in expected}
     extra = [name for name in folder.tensors if name not in names]
     extra = [name for name in extra if name not in unused and not patterns.take(name)]
-    fresh = {path for path in params if is_of_adapter(path)}
+    fresh = {path for path in params if is_adapter(path)}
     for tensor in expected:
         left_out = patterns.take(tensor.name)
         skipped = [left_out | patterns.take(slot.path) for slot in tensor.slots]
@@ -93,8 +88,8 @@ def match_saved(
     """
     patterns, lines = Patterns(skip), list[str]()
     wanted = [path for path in params if not patterns.take(path)]
-    if not any(map(is_of_adapter, saved)):
-        wanted = [path for path in wanted if not is_of_adapter(path)]
+    if not any(map(is_adapter, saved)):
+        wanted = [path for path in wanted if not is_adapter(path)]
     extra = [path for path in saved if path not in params and not patterns.take(path)]
     missing = [path for path in wanted if path not in saved]
     for path in missing:
