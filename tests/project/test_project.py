@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 import meshloom
+from conftest import spec_of
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.data_spec import Source, TokenizerSpec
 from meshloom.compiler.declare.user_code import DeclaredRun
@@ -24,6 +25,7 @@ from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.spec.sharding_spec import Rule, ShardingRules, ShardingSpec
 from meshloom.models.config import Config
 from meshloom.runtime.train.train import plan_and_check
+from support.published import write_published
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
@@ -41,7 +43,9 @@ def test_ci_runs_the_two_commands_of_the_readme():
 
 
 @pytest.mark.ci
-def test_every_command_of_the_readme_is_right():
+def test_every_command_of_the_readme_is_right(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_published(tmp_path / "DIR", spec_of().model)
     readme = (ROOT / "README.md").read_text()
     lines = [line.split("  ")[0] for line in re.findall(r"^    meshloom (?:train|explain|compile) (.*)$", readme, re.M)]
     lines += [line.split("  ")[0] for line in re.findall(r"^    meshloom (?:data|launch) (.*)$", readme, re.M)]
