@@ -95,6 +95,7 @@ def outcome_of_plan(plan: Plan, estimate: StepEstimate, model: str | None) -> Ou
         range_factor=_range_factor(plan, "estimated") if time else None,
         compute_seconds=time and time.compute_seconds,
         exposed_seconds=time and time.exposed_seconds,
+        bubble_seconds=time and time.bubble_seconds,
         mfu=_mfu(plan, step),
         peak_bytes=memory.peak_bytes * per_chip,
         limit_bytes=limit_bytes(plan.target),
@@ -119,7 +120,6 @@ def _common(plan: Plan, seconds: float | None) -> dict[str, Any]:
         "tokens_per_step": spec.tokens_per_step,
         "num_parameters": plan.num_parameters,
         "step_seconds": seconds,
-        "bubble_seconds": None if seconds is None else 0.0,  # no pipelines yet
         "tokens_per_second_per_chip": tokens_per_second_per_chip(spec.tokens_per_step, seconds, target.num_chips),
     }
 
@@ -140,6 +140,7 @@ def outcome_of_compiled(compiled: Compiled, plan: Plan) -> Outcome:
         range_factor=None if seconds is None else _range_factor(plan, "compiled"),
         compute_seconds=step.compute_seconds,
         exposed_seconds=step.exposed_seconds,
+        bubble_seconds=step.bubble_seconds,
         mfu=step.predicted_mfu,
         peak_bytes=memory.peak_bytes_per_chip,
         limit_bytes=memory.limit_bytes_per_chip,
