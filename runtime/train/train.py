@@ -211,10 +211,7 @@ def _run(
             state, first_step, num_tokens = _initial_state(start, job, programs, batches, console, processes)
             if plan.model.adapters:
                 checkpoints.base = base_of(_place_of_base(start, job), state["params"])
-            prepare_reference(
-                plan, programs, state["params"], job.data, run_dir, is_continued=bool(start and start.is_own),
-                console=console, processes=processes,
-            )  # fmt: skip
+            _prepare_reference(job, start, programs, state["params"], run_dir, console, processes)
         if processes.is_first:
             write_declaration(plan, run_dir)
         with Observers(watch) as observers:
@@ -231,6 +228,17 @@ def _run(
         with watch.spending("save"):
             checkpoints.wait()
         return EndedRun(step, checkpoints.latest_step, loop.latest_eval_loss)
+
+
+def _prepare_reference(
+    job: Job, start: Start | None, programs: Programs, params: Any, run_dir: Path, console: Console,
+    processes: Processes,
+) -> None:  # fmt: skip
+    """Saves what the objective compares with, where it has a reference, from the weights that the run starts from."""
+    is_continued = bool(start and start.is_own)
+    prepare_reference(
+        job.plan, programs, params, job.data, run_dir, is_continued=is_continued, console=console, processes=processes
+    )
 
 
 def _run_loop(run: Callable[[], int], checkpoints: Checkpoints, documents: Callable[[Mapping[str, Any]], str]) -> int:
