@@ -207,6 +207,16 @@ class OpInputs:
         )
 
 
+@dataclass(frozen=True)
+class NewestTokens:
+    """The tokens that are generated next, one or more of each sequence. slots_T: their slots of the cache. padding_B:
+    how many of the first slots of each sequence are padding. num_slots: the length of the cache."""
+
+    slots_T: jax.Array
+    padding_B: jax.Array
+    num_slots: int
+
+
 class ParallelOp(ABC):
     """One operation: its strategies at a site, and the function that runs a chosen one.
 
@@ -244,6 +254,15 @@ class ParallelOp(ABC):
 
         An operation that looks at other tokens, and exchanges them by itself where a sequence is split, overrides it.
         """
+        return plain(*operands, **options)
+
+    def with_cache(self, tokens: NewestTokens, name: str, plain: Lowered, *operands: Any, **options: Any) -> Any:
+        """Returns what `plain` does for the newest tokens, where operands passed through `Context.remember` hold those
+        of all slots of the cache. name: that of the site.
+
+        An operation that looks at other tokens overrides it.
+        """
+        del tokens, name
         return plain(*operands, **options)
 
     def scope(self, plan: OpPlan) -> str | None:
@@ -327,6 +346,17 @@ def per_token_operation(ops: Iterable[ParallelOp]) -> Lowered:
         del name
         op = by_kind.get(kind)
         return op.per_token(plain, *operands, **options) if op else plain(*operands, **options)
+
+    return operation
+
+
+def cached_operation(ops: Iterable[ParallelOp], tokens: NewestTokens) -> Lowered:
+    """Returns the `Context.operation` in which the newest tokens read earlier ones from a cache."""
+    by_kind = {op.kind: op for op in ops}
+
+    def operation(kind: str, name: str, plain: Lowered, *operands: Any, **options: Any) -> Any:
+        op = by_kind.get(kind)
+        return op.with_cache(tokens, name, plain, *operands, **options) if op else plain(*operands, **options)
 
     return operation
 

@@ -32,7 +32,7 @@ from ..core.errors import Problem, raise_if_any
 from ..core.scopes import piece_scope
 from ..core.trees import like
 from ..core.user_code import blamed_on_user
-from ..parallel.operation import Lowered, per_token_operation
+from ..parallel.operation import Lowered, NewestTokens, ParallelOp, cached_operation, per_token_operation
 from ..plan import Plan
 from ..sharding.length_split import LENGTH, mixing_pieces
 from ..sharding.model_check import WHERE
@@ -75,7 +75,7 @@ def plan_cache(plan: Plan, shape: BatchShape) -> tuple[Cache, Any]:
     for name, (piece, num_layers) in pieces.items():
         memory = _Finder(shape.num_slots)
         with blamed_on_user(WHERE, f"tracing {family} for one token", is_theirs=":" in family):
-            x = _trace(piece, dtype, memory, x)
+            x = _trace(piece, dtype, plan.ops, memory, x)
         cache[name], specs[name] = {}, {}
         for key, (one, axes) in memory.found.items():
             sizes = (num_layers, one.shape[0], shape.num_slots, *one.shape[2:])
@@ -116,8 +116,8 @@ def build_decode(plan: Plan, num_slots: int) -> Callable[[Params, Cache, Array, 
 
     def decode(params: Params, cache: Cache, token_B: Array, slot: Array, padding_B: Array) -> tuple[Array, Cache]:
         slots_T = slot + jnp.arange(1)
-        attend = _attention_to_cache(slots_T, padding_B, num_slots)
-        return run.forward(params, token_B[:, None], _Tokens(slots_T, padding_B, attend, reads_cache=True), cache)
+        operation = cached_operation(plan.ops, NewestTokens(slots_T, padding_B, num_slots))
+        return run.forward(params, token_B[:, None], _Tokens(slots_T, padding_B, operation, reads_cache=True), cache)
 
     return decode
 
@@ -232,13 +232,13 @@ class _Finder:
         return jnp.broadcast_to(x, (x.shape[0], self.num_slots, *x.shape[2:]))
 
 
-def _trace(piece: Piece, dtype: str, memory: _Finder, x: Any) -> Any:
+def _trace(piece: Piece, dtype: str, ops: Sequence[ParallelOp], memory: _Finder, x: Any) -> Any:
     """Returns the shape of a piece's output for one token of each sequence."""
 
     def apply(params: Params, x: Array) -> Array:
         zeros_B = jnp.zeros(x.shape[0], jnp.int32)
-        attend = _attention_to_cache(zeros_B[:1], zeros_B, memory.num_slots)
-        tokens = _Tokens(zeros_B[:1], zeros_B, attend)
+        operation = cached_operation(ops, NewestTokens(zeros_B[:1], zeros_B, memory.num_slots))
+        tokens = _Tokens(zeros_B[:1], zeros_B, operation)
         return split_output(piece.apply(params, x, tokens.context(lambda _, x, *__, **___: x, memory.remember)))[0]
 
     return jax.eval_shape(apply, piece.abstract_in(dtype), x)
@@ -278,27 +278,6 @@ def batch_spec(plan: Plan, num_sequences: int) -> PartitionSpec:
 def _plain(kind: str, name: str, plain: Lowered, *operands: Any, **options: Any) -> Any:
     del kind, name
     return plain(*operands, **options)
-
-
-def _attention_to_cache(slots_T: Array, padding_B: Array, num_slots: int) -> Lowered:
-    """Returns the `Context.operation` in which the queries of these slots attend to the keys of a cache."""
-
-    def operation(kind: str, name: str, plain: Lowered, *operands: Any, **options: Any) -> Any:
-        if kind != "attention":
-            return plain(*operands, **options)
-        queries, keys, values, _, *sinks = operands
-        if keys.shape[1] != num_slots:
-            what = f"attend('{name}') gets keys of {keys.shape[1]} of {num_slots} tokens"
-            raise ValueError(f"{what}: pass what keys and values are made of through context.remember")
-        slots_S = jnp.arange(num_slots)
-        distance_TS = slots_T[:, None] - slots_S[None, :]
-        is_seen_TS = distance_TS >= 0
-        if (window := options.get("window")) is not None:
-            is_seen_TS &= distance_TS < window
-        is_seen_BTS = is_seen_TS[None] & (slots_S[None, None, :] >= padding_B[:, None, None])
-        return plain(queries, keys, values, None, *sinks, **options, is_seen=is_seen_BTS[:, None, None])
-
-    return operation
 
 
 def _head_remembers(name: str, x: Array, *_: str | None) -> Array:

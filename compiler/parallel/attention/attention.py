@@ -43,7 +43,7 @@ from ...jaxpr.subprograms import subprograms
 from ...sharding.arrays import OpSite
 from ...spec.step_spec import StepSpec
 from ...target.target import TargetPlan
-from ..operation import Lowered, OpInputs, OpPlan, ParallelOp, Strategy, refused
+from ..operation import Lowered, NewestTokens, OpInputs, OpPlan, ParallelOp, Strategy, refused
 from ..remat import ATTENTION_RESULT, marked
 from .blocks import used_blocks
 from .cudnn import attend_cudnn, most_head_dim, takes_other_values
@@ -129,6 +129,20 @@ class AttentionOp(ParallelOp):
         arrays = [x for x in operands if x is not None and x.ndim > 2]
         sums = (jnp.sum(x, axis=range(2, x.ndim), keepdims=True) for x in arrays)
         return jnp.broadcast_to(sum(sums, start=jnp.zeros(())), out.shape).astype(out.dtype)
+
+    def with_cache(self, tokens: NewestTokens, name: str, plain: Lowered, *operands: Any, **options: Any) -> Array:
+        """Returns the attention of queries to the keys of a cache, up to their own, without those of padding."""
+        queries, keys, values, _, *sinks = operands
+        if keys.shape[1] != tokens.num_slots:
+            what = f"attend('{name}') gets keys of {keys.shape[1]} of {tokens.num_slots} tokens"
+            raise ValueError(f"{what}: pass what keys and values are made of through context.remember")
+        slots_S = jnp.arange(tokens.num_slots)
+        distance_TS = tokens.slots_T[:, None] - slots_S[None, :]
+        is_seen_TS = distance_TS >= 0
+        if (window := options.get("window")) is not None:
+            is_seen_TS &= distance_TS < window
+        is_seen_BTS = is_seen_TS[None] & (slots_S[None, None, :] >= tokens.padding_B[:, None, None])
+        return plain(queries, keys, values, None, *sinks, **options, is_seen=is_seen_BTS[:, None, None])
 
     def masked_share(self, spec: StepSpec, *operands: Any, **options: Any) -> Fraction:
         """Returns the share of scores that are hidden. A query sees the keys up to its own, and of those the last
