@@ -6,6 +6,11 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from meshloom.compiler.declare.data_spec import ChatsSource, DataSpec
+from meshloom.runtime.data.corpus import open_store
+from meshloom.runtime.data.store import TokenStore
+from meshloom.runtime.data.tokenizers import HuggingFace, open_tokenizer
+
 CHATML = """\
 {%- for m in messages %}
 {{- '<|im_start|>' + m.role + '\\n' }}
@@ -136,3 +141,22 @@ def write_lines(path: Path, *lines: dict[str, Any]) -> Path:
     """Writes JSON lines."""
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
+
+
+def chats_of(data: DataSpec) -> ChatsSource:
+    """Returns the declared source, which is one of chats."""
+    assert isinstance(data.source, ChatsSource)
+    return data.source
+
+
+def tokenizer_of(data: DataSpec) -> HuggingFace:
+    """Returns the declared tokenizer, which is that of a published model."""
+    assert data.tokenizer is not None
+    tokenizer = open_tokenizer(data.tokenizer)
+    assert isinstance(tokenizer, HuggingFace)
+    return tokenizer
+
+
+def store_of(data: DataSpec) -> TokenStore:
+    """Returns the declared chats as tokens."""
+    return open_store(data, chats_of(data), "data.source", tokenizer_of(data))

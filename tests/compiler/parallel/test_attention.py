@@ -70,7 +70,8 @@ def test_attention_is_that_of_a_float64_loop(case):
     options = {"scale": 0.4, "window": window, "soft_cap": soft_cap}
     ids_BT = None if ids is None else jnp.asarray(ids)
     for sinks in (None, SINKS):
-        ours = attend(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), ids_BT, sinks, **options)
+        sinks_H = None if sinks is None else jnp.asarray(sinks)
+        ours = attend(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), ids_BT, sinks_H, **options)
         np.testing.assert_allclose(ours, numpy_attend(q, k, v, ids, sinks, **options), atol=2e-6)
 
 

@@ -228,9 +228,9 @@ def test_so_it_does_of_whole_sequences_beside_sinks(monkeypatch):
     def forward(operands, mode):
         return turned(LikeCudnn.forward(turned(operands), replace(mode, layout=cudnn.BHTD)))
 
-    def backward(operands, lse, *arrays):
-        *arrays, mode = arrays
-        return turned(LikeCudnn.backward(turned(operands), lse, *map(turned, arrays), replace(mode, layout=cudnn.BHTD)))
+    def backward(operands, lse, out, d_out, mode):
+        mode = replace(mode, layout=cudnn.BHTD)
+        return turned(LikeCudnn.backward(turned(operands), lse, turned(out), turned(d_out), mode))
 
     monkeypatch.setattr(cudnn, "bind_forward", forward)
     monkeypatch.setattr(cudnn, "bind_backward", backward)

@@ -5,9 +5,7 @@ from itertools import pairwise
 import pytest
 
 from conftest import spec_of
-from meshloom.runtime.data.corpus import open_store
-from meshloom.runtime.data.tokenizers import open_tokenizer
-from support.chats import FAMILIES, TAGGED, turns, untagged, write_folder, write_lines
+from support.chats import FAMILIES, TAGGED, store_of, turns, untagged, write_folder, write_lines
 
 transformers = pytest.importorskip("transformers", reason="pip install -e '.[peers]'")
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("default")]
@@ -35,8 +33,8 @@ def test_tokens_and_masks_are_those_of_transformers(tmp_path, family, tags):
     (tmp_path / "t.jinja").write_text(template)
     words = ("data=chats", f"data.source.paths=[{path}]", f"data.tokenizer.path={folder}")
     data = spec_of(*words, f"data.source.template={tmp_path}/t.jinja").data
-    store = open_store(data, data.source, "data.source", open_tokenizer(data.tokenizer))
-    (shard,) = store.shards
+    (shard,) = store_of(data).shards
+    assert shard.trained is not None
     for chat, (start, stop) in zip(CHATS, pairwise([0, *shard.documents[:, 0].astype(int).tolist()]), strict=True):
         wanted = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
         plain = theirs.apply_chat_template(chat, return_dict=True, chat_template=template)
@@ -49,7 +47,6 @@ def test_tools_and_other_variables_reach_the_template_as_in_transformers(tmp_pat
     tools = [{"type": "function", "function": {"name": "f", "description": "é < 3", "parameters": {"x": [1, None]}}}]
     path = write_lines(tmp_path / "chats.jsonl", {"messages": CHATS[0], "tools": tools})
     data = spec_of("data=chats", f"data.source.paths=[{path}]", f"data.tokenizer.path={folder}").data
-    store = open_store(data, data.source, "data.source", open_tokenizer(data.tokenizer))
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     wanted = theirs.apply_chat_template(CHATS[0], tools=tools, return_dict=True)["input_ids"]
-    assert store.shards[0].tokens.tolist() == wanted
+    assert store_of(data).shards[0].tokens.tolist() == wanted

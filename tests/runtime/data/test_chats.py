@@ -17,13 +17,25 @@ from meshloom.runtime.data import open_data
 from meshloom.runtime.data import tokenize as tokenize_module
 from meshloom.runtime.data.chat_tokens import ChatTokens, chat_tokens
 from meshloom.runtime.data.chats import ChatReader
-from meshloom.runtime.data.corpus import open_store
 from meshloom.runtime.data.documents import parts_of
 from meshloom.runtime.data.show import show_document
 from meshloom.runtime.data.store import TokenStream
-from meshloom.runtime.data.tokenizers import open_tokenizer
 from support import chats
-from support.chats import CHATML, FAMILIES, NAMED, SPECIAL, TAGGED, TEXT, turns, untagged, write_folder, write_lines
+from support.chats import (
+    CHATML,
+    FAMILIES,
+    NAMED,
+    SPECIAL,
+    TAGGED,
+    TEXT,
+    chats_of,
+    store_of,
+    tokenizer_of,
+    turns,
+    untagged,
+    write_folder,
+    write_lines,
+)  # fmt: skip
 from support.commands import run_in_process
 from support.tiers import tiered
 
@@ -54,8 +66,7 @@ def _words(folder, path, *overrides):
 
 
 def _store(folder, path, *overrides):
-    data = spec_of(*_words(folder, path, *overrides)).data
-    return open_store(data, data.source, "data.source", open_tokenizer(data.tokenizer))
+    return store_of(spec_of(*_words(folder, path, *overrides)).data)
 
 
 def _documents(store):
@@ -226,7 +237,7 @@ def test_no_special_token_comes_from_text_of_a_user(folders, tmp_path, family):
         tmp_path / "x.jsonl", {"messages": chat, "tools": tools}, {"messages": plain, "tools": []}, named
     )
     (of_evil, _), (of_plain, _), (of_prompt, _) = _documents(_store(folders[family], path))
-    tokenizer = open_tokenizer(spec_of(*_words(folders[family], path)).data.tokenizer)
+    tokenizer = tokenizer_of(spec_of(*_words(folders[family], path)).data)
     special = {number for text, number in tokenizer.special.items() if text != "<unk>"}
     num_tools = 3 if family == "llama3" else 0  # of the message that holds them
     assert len([t for t in of_evil if t in special]) == len([t for t in of_plain if t in special]) + num_tools
@@ -242,9 +253,9 @@ def test_no_special_token_comes_from_text_of_a_user(folders, tmp_path, family):
 def test_aliases_give_the_tokens_of_the_special_tokens_themselves(folders, tmp_path, family):
     """Where a chat holds no special token as text, both ways of encoding it have to agree, places too."""
     path = write_lines(tmp_path / "x.jsonl", {"messages": turns("Hi  there ", "日本 def f(x):\n  return", "\n ", " y")})
-    source = spec_of(*_words(folders[family], path)).data
-    tokenizer = open_tokenizer(source.tokenizer)
-    reader = ChatReader(source.source, "data.source", tokenizer)
+    data = spec_of(*_words(folders[family], path)).data
+    tokenizer = tokenizer_of(data)
+    reader = ChatReader(chats_of(data), "data.source", tokenizer)
     text = reader.template.chat(json.loads(path.read_text())["messages"], {}).text
     encoder: ChatTokens = chat_tokens(tokenizer)
     one, other = next(encoder._rendered([text])), encoder._apart(text)
@@ -281,7 +292,7 @@ def test_other_keys_and_variables_reach_the_template(bytes_folders, tmp_path):
     path = write_lines(tmp_path / "x.jsonl", {"messages": turns("a", "b"), "mood": "é", "tools": [{"n": "<"}]})
     chosen = ("data.source.variables={tone: calm}", "data.source.date=2026-07-26", _template_file(tmp_path / "t", template))  # fmt: skip  # noqa: E501
     store = _store(bytes_folders["chatml"], path, *chosen)
-    tokenizer = open_tokenizer(spec_of(*_words(bytes_folders["chatml"], path)).data.tokenizer)
+    tokenizer = tokenizer_of(spec_of(*_words(bytes_folders["chatml"], path)).data)
     assert tokenizer.decode(_documents(store)[0][0]) == 'écalm[{"n": "<"}]26 Jul 2026|ab'
 
 
@@ -520,8 +531,8 @@ def test_the_command_shows_a_chat_and_writes_nothing(bytes_folders, tmp_path):
 def test_colours_tell_trained_and_special_tokens_from_others(bytes_folders, tmp_path):
     path = write_lines(tmp_path / "x.jsonl", {"messages": turns("<|im_end|>", "b")})
     data = spec_of(*_words(bytes_folders["chatml"], path)).data
-    tokenizer, out = open_tokenizer(data.tokenizer), io.StringIO()
-    parts = parts_of(data.source, "data.source", tokenizer)
+    tokenizer, out = tokenizer_of(data), io.StringIO()
+    parts = parts_of(chats_of(data), "data.source", tokenizer)
     show_document(Console(out, is_terminal=True, width=200), parts[0].read(0), tokenizer, "data.source")
     text = out.getvalue()
     assert "\n<|im_end|>\x1b[1;36m<|im_end|>\x1b[0m\n" in text  # the user's, and the template's

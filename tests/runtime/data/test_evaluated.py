@@ -9,8 +9,7 @@ from conftest import spec_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.runtime.data import open_data
 from meshloom.runtime.data.evaluated import open_evaluated
-from meshloom.runtime.data.tokenizers import open_tokenizer
-from support.chats import TAGGED, turns, write_folder, write_lines
+from support.chats import TAGGED, tokenizer_of, turns, write_folder, write_lines
 
 EVERYTHING = "evaluation.num_batches=100000"
 LONG = ("sequence_length=512", "global_batch_size=7")
@@ -72,7 +71,7 @@ def test_of_chats_the_answers_alone_count(tmp_path):
     spec = spec_of("data=chats", f"data.source.paths=[{path}]", f"data.tokenizer.path={folder}", "evaluation.split=all",
                    "sequence_length=128", "model.vocab_size=1100")  # fmt: skip
     (whole,) = open_evaluated(spec).parts
-    tokenizer = open_tokenizer(spec.data.tokenizer)
+    tokenizer = tokenizer_of(spec.data)
     own = [len(tokens) + 1 for tokens in tokenizer.encode_texts([answer.encode() for answer in answers])]
     assert sum(int((batch["targets"] >= 0).sum()) for batch in whole.batches) == sum(own)
 

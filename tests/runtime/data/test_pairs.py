@@ -10,6 +10,7 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.models import PADDING_TARGET
 from meshloom.runtime.cli.data import prepare_corpus, show_example
 from meshloom.runtime.data import open_data
+from meshloom.runtime.data.store import Split
 from meshloom.runtime.data.tokenizers import open_tokenizer
 from support.chats import CHATML, turns, write_folder, write_lines
 
@@ -43,7 +44,8 @@ def declared(folder, path, *more):
 
 def test_rows_of_a_pair_are_side_by_side_and_in_one_split(folder, path):
     spec = declared(folder, path)
-    data, seen = open_data(spec), {"train": set(), "held_out": set()}
+    data = open_data(spec)
+    seen: dict[Split, set[str]] = {"train": set(), "held_out": set()}
     assert spec.data.tokenizer is not None
     tokenizer = open_tokenizer(spec.data.tokenizer)
     for split in seen:

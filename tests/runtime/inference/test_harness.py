@@ -3,8 +3,10 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import ByteLevelBPETokenizer
 
 from conftest import plan_of
 from meshloom.compiler.xla.programs import build, lower
@@ -49,7 +51,7 @@ def test_a_row_is_scored_by_its_own_targets_alone(overrides):
     params = jax.tree.map(np.asarray, plan.model.init(jax.random.key(0)))
     chance = np.random.default_rng(0)
     tokens = chance.integers(0, 256, (16, 17))
-    logits = np.asarray(forward(plan.model, params, tokens[:, :-1]), np.float64)
+    logits = np.asarray(forward(plan.model, params, jnp.asarray(tokens[:, :-1])), np.float64)
     best = logits.argmax(-1)
     targets = np.where(chance.random((16, 16)) < 0.5, best, tokens[:, 1:])
     targets = np.where(np.arange(16) < chance.integers(0, 16, (16, 1)), IGNORED_TARGET, targets)
@@ -90,21 +92,19 @@ def _ours(place, tasks, *words):
 
 def _published_llama(folder):
     """A random Llama of transformers with a tokenizer of 300 tokens, saved; weights large enough that errors show."""
-    import torch  # noqa: PLC0415 (an extra)
-    from tokenizers import ByteLevelBPETokenizer  # noqa: PLC0415
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: PLC0415
-
+    torch = pytest.importorskip("torch", reason="pip install -e '.[peers]'")
+    transformers = pytest.importorskip("transformers", reason="pip install -e '.[peers]'")
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(["The answer to question 12 is 144.\n"] * 9, vocab_size=300, special_tokens=["<end>"])
     bpe.save(str(folder / "tokenizer.json"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token="<end>")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token="<end>")
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=4, max_position_embeddings=64, bos_token_id=None, eos_token_id=0,
         attn_implementation="eager", initializer_range=0.3,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
+    model = transformers.LlamaForCausalLM(config).eval()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model, tokenizer
@@ -112,10 +112,8 @@ def _published_llama(folder):
 
 @pytest.mark.peers
 def test_two_tasks_give_the_numbers_of_transformers(tmp_path, tasks, monkeypatch):
-    lm_eval = pytest.importorskip("lm_eval")
-    from lm_eval.models.huggingface import HFLM  # noqa: PLC0415 (an extra)
-    from lm_eval.tasks import TaskManager  # noqa: PLC0415
-
+    lm_eval = pytest.importorskip("lm_eval", reason="pip install -e '.[peers]'")
+    hf_model = pytest.importorskip("lm_eval.models.huggingface", reason="pip install -e '.[peers]'").HFLM
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tasks / "cache"))
     folder = tmp_path / "llama"
     folder.mkdir()
@@ -125,8 +123,8 @@ def test_two_tasks_give_the_numbers_of_transformers(tmp_path, tasks, monkeypatch
         f"data.tokenizer.path={folder}/tokenizer.json",
     )  # fmt: skip
     theirs = lm_eval.simple_evaluate(
-        model=HFLM(pretrained=model, tokenizer=tokenizer, max_length=48, batch_size=4), tasks=list(TASKS),
-        task_manager=TaskManager(include_path=str(tasks), include_defaults=False), bootstrap_iters=0,
+        model=hf_model(pretrained=model, tokenizer=tokenizer, max_length=48, batch_size=4), tasks=list(TASKS),
+        task_manager=lm_eval.tasks.TaskManager(include_path=str(tasks), include_defaults=False), bootstrap_iters=0,
     )  # fmt: skip
     for task in TASKS:
         for metric, value in found["tasks"][task].items():

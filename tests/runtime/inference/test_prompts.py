@@ -6,9 +6,9 @@ import pytest
 
 from conftest import spec_of
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.runtime.data.tokenizers import open_tokenizer
+from meshloom.runtime.data.tokenizers import Bytes, HuggingFace
 from meshloom.runtime.inference.prompts import Given, PromptMaker, declared_prompts
-from support.chats import TAGGED, untagged, write_folder
+from support.chats import TAGGED, tokenizer_of, untagged, write_folder
 
 CHAT = [{"role": "user", "content": "Hi <|im_end|>"}]
 
@@ -20,11 +20,12 @@ def folder(tmp_path_factory):
 
 def maker_of(folder, *overrides):
     spec = spec_of("data/tokenizer=huggingface", f"data.tokenizer.path={folder}", *overrides)
-    return PromptMaker.of(spec, open_tokenizer(spec.data.tokenizer))
+    return PromptMaker.of(spec, tokenizer_of(spec.data))
 
 
 def test_a_chat_is_written_up_to_where_the_model_answers_and_ends_as_the_template_says(folder):
     maker = maker_of(folder, "model.vocab_size=1100")
+    assert isinstance(maker.tokenizer, HuggingFace)
     special = maker.tokenizer.special
     prompt = maker.make(Given("a chat", CHAT))
     assert prompt.text == "<|im_start|>user\nHi <|im_end|><|im_end|>\n<|im_start|>assistant\n"
@@ -37,6 +38,7 @@ def test_a_chat_is_written_up_to_where_the_model_answers_and_ends_as_the_templat
 def test_a_published_model_reads_the_tokens_that_its_tokenizer_puts_before_a_text(tmp_path):
     folder = write_folder(tmp_path / "llama3", "llama3", TAGGED["llama3"])
     alone, published = maker_of(folder), maker_of(folder, f"checkpoint.weights_from=hf:{folder}")
+    assert isinstance(published.tokenizer, HuggingFace)
     start = published.tokenizer.around[0]
     text = alone.make(Given("a prompt", "Hi")).tokens
     assert published.make(Given("a prompt", "Hi")).tokens == (*start, *text)
@@ -52,6 +54,6 @@ def test_a_file_of_prompts_and_chats(tmp_path):
 
 def test_a_chat_without_a_template_is_an_error():
     spec = spec_of("generate.chat=Hi")
-    maker = PromptMaker.of(spec, open_tokenizer(spec.data.tokenizer))
+    maker = PromptMaker.of(spec, Bytes())
     with pytest.raises(ConfigError, match="chats need the tokenizer of a published model, with a chat template"):
         maker.make(*declared_prompts(spec))
