@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..core.stderr_capture import captured_native_stderr
 from .match import Matched, Taken
 
-BYTES_IN_FLIGHT = 2**28  # of tensors that are read while the devices still put others into their places
+BYTES_IN_FLIGHT = 2**26  # of tensors that are read while the devices still put others into their places
 
 Arrays = dict[str, tuple[Array, ...]]  # by the path of the parameter: it, and perhaps its master weights
 
