@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import PartitionSpec
 
-from ..core.partition_spec import Axes, axes_of
+from ..core.partition_spec import STAGE, Axes, axes_of
 from ..core.scopes import weight_scope
 from ..sharding.arrays import EXPERTS
 from ..sharding.roles import AxisRoles
@@ -139,8 +139,10 @@ def plan_weight(
         [tuple(axis for axis in axes_of(entry) if axis in roles.tokens) for entry in spec]
         for spec in (stored, accumulated, updated)
     ]
-    # A dimension over both kinds of axes is left to XLA whole: its chunks interleave.
-    auto_spec = [None if axes else entry for entry, axes in zip(stored, manual[2], strict=True)]
+    # A dimension over both kinds of axes is left to XLA whole: its chunks interleave. Layers of other stages are never
+    # brought here.
+    whole = [bool(axes) or STAGE in axes_of(entry) for entry, axes in zip(stored, manual[2], strict=True)]
+    auto_spec = [None if is_whole else entry for entry, is_whole in zip(stored, whole, strict=True)]
     first = 1 if is_stacked else 0
     used = {axis for axes in manual[2] for axis in axes}
     gathered = tuple((d, axes) for d, axes in parts_of(manual[0][first:]) if d + first not in kept)

@@ -6,7 +6,7 @@ rules.py lays out one array; this module lays out all of them, and checks for la
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -71,9 +71,13 @@ def plan_sharding(
     trained = [array for array in arrays.parameters if array.is_trained]
     optimizer = _resolve_all(trained, "optimizer", rules.optimizer, mesh, compiler, optimizer_problems)
     activations = _resolve_all(arrays.activations, "activations", rules.activations, mesh, compiler, problems)
+    parameters, optimizer = (
+        tuple(_over_stages(plan, mesh.num_shards(roles.stage)) if roles.stage else plan for plan in plans)
+        for plans in (parameters, optimizer)
+    )
     whole = _check_replicated(rules, parameters, optimizer, mesh)
     problems += whole if rules.on_replicated == "error" else []
-    problems += _check_layers_dimension(parameters)
+    problems += [] if roles.stage else _check_layers_dimension(parameters)
     problems += _check_update_layout(parameters, optimizer, roles.tokens)
     problems += _check_batch_dimension(activations, "batch", roles.sequence)
     problems += _check_batch_dimension(activations, "length", roles.length)
@@ -82,6 +86,17 @@ def plan_sharding(
     raise_if_any(problems)
     warnings = tuple(whole) if rules.on_replicated == "warn" else ()
     return ShardingPlan(parameters, optimizer, activations, roles, warnings)
+
+
+def _over_stages(plan: ArrayPlan, num_stages: int) -> ArrayPlan:
+    """Returns the layout of an array with its layers over the stages of a pipeline."""
+    dimensions = tuple(
+        replace(d, axes=(STAGE,), rule=None, note="each stage holds its layers") if d.logical == "layers" else d
+        for d in plan.dimensions
+    )
+    if dimensions == plan.dimensions:
+        return plan
+    return replace(plan, dimensions=dimensions, bytes_per_device=plan.bytes_per_device // num_stages)
 
 
 def usable_mesh(spec: PlanSpec) -> MeshSpec:
@@ -189,7 +204,7 @@ def _check_idle_axes(
     computing, storing = _axes_in_use(activations), _axes_in_use(parameters)
     problems = []
     for axis, size in mesh.sizes.items():
-        if size == 1 or axis in computing:
+        if size == 1 or axis in computing or axis == STAGE:
             continue
         if axis in storing:
             what = f"parameters are split over {axis} and no activation is: its {size} devices would do the same work"
