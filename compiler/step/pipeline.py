@@ -110,9 +110,7 @@ class _Device:
         output = jax.eval_shape(lambda m, x: self._head(*self._ends(), x, m)[1], microbatch, x)
         zeros = partial(jax.tree.map, lambda a: jnp.zeros(a.shape, a.dtype))
         rings = jax.tree.map(lambda a: jnp.zeros((num_x + 1, *a.shape), a.dtype), x)
-        auxiliary = jax.tree.map(
-            lambda a: jnp.zeros((self.stack.num_layers, *a.shape[1:]), a.dtype), of_layers[1]
-        )
+        auxiliary = jax.tree.map(lambda a: jnp.zeros((self.stack.num_layers, *a.shape[1:]), a.dtype), of_layers[1])
         carry: dict[str, Any] = {
             "x": rings,
             "loss": zeros(output.loss),
@@ -135,7 +133,7 @@ class _Device:
             down = _permuted(carry["dx"], self._pairs(-1))
         with jax.named_scope(slot_scope(FORWARD)):
             keys = [key for key in carry if key not in ("dx", "of_layers")]
-            made, y = jax.lax.cond(
+            made, y = _either(
                 own["forward"], self._forward, self._no_forward, {key: carry[key] for key in keys}, own, stage
             )
         carry |= made
@@ -145,7 +143,7 @@ class _Device:
             with jax.named_scope(slot_scope(BACKWARD)):
                 state = {key: carry[key] for key in ("of_layers", "of_ends")}
                 read = (carry["x"], carry["gradient"], own, stage)
-                made, carry["dx"] = jax.lax.cond(own["backward"], self._backward, self._no_backward, state, *read)
+                made, carry["dx"] = _either(own["backward"], self._backward, self._no_backward, state, *read)
             carry |= made
         carry["x"] = _put(carry["x"], up, own["x_arrives_at"])
         return carry, None
@@ -168,7 +166,7 @@ class _Device:
             with jax.named_scope(end_scope("first")):
                 return self.model.embed(self.stored.piece("embed"), microbatch)[0]
 
-        x = jax.lax.cond(is_first, embedded, lambda: _at(state["x"], own["x_of_forward"]))
+        x = _either(is_first, embedded, lambda: _at(state["x"], own["x_of_forward"]))
         state["x"] = _put(state["x"], x, own["x_of_forward"])
         y, (_, aux) = self._forward_layers(microbatch, x, stage)
         auxiliary = dict(state["auxiliary"])
@@ -176,7 +174,7 @@ class _Device:
             lambda total, a: _added_at(total, a, stage * self.num_layers), auxiliary[self.stack.name], aux
         )
         state["auxiliary"] = auxiliary
-        return jax.lax.cond(is_last, self._last, lambda s, *_: s, state, y, microbatch, own["gradient_of_head"]), y
+        return _either(is_last, self._last, lambda s, *_: s, state, y, microbatch, own["gradient_of_head"]), y
 
     def _last(self, state: dict[str, Any], y: Any, microbatch: Microbatch, slot: Array) -> dict[str, Any]:
         """Runs the head, and its backward pass at once."""
@@ -247,8 +245,18 @@ class _Device:
                 (embed,) = jax.vjp(run, self.accumulators["embed"])[1](dx)
             return {**of_ends, "embed": jax.tree.map(jnp.add, of_ends["embed"], embed)}
 
-        state["of_ends"] = jax.lax.cond(stage == 0, first, lambda of_ends: of_ends, state["of_ends"])
+        state["of_ends"] = _either(stage == 0, first, lambda of_ends: of_ends, state["of_ends"])
         return state, dx
+
+
+def _either(is_on: Array, run: Callable[..., Any], otherwise: Callable[..., Any], *operands: Any) -> Any:
+    """Returns what one of two branches gives. A barrier ends each: XLA fails where the partitioner's layouts of what
+    two branches return are declared and differ (jaxlib 0.10.2: `Inconsistent conditional sharding`)."""
+
+    def ended(branch: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *operands: jax.lax.optimization_barrier(branch(*operands))
+
+    return jax.lax.cond(is_on, ended(run), ended(otherwise), *operands)
 
 
 def _cotangent(aux: Aux, scale: Any) -> Aux:
