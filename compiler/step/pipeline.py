@@ -183,7 +183,10 @@ class _Device:
             if self.scale is None:
                 _, output = self._head(*self._ends(), y, microbatch)
             else:
-                run = lambda head, embed, x: self._head(head, embed, x, microbatch)
+
+                def run(head: Any, embed: Any, x: Any) -> tuple[Array, Any]:
+                    return self._head(head, embed, x, microbatch)
+
                 _, pull_back, output = jax.vjp(run, *self._ends(), y, has_aux=True)
                 head, embed, dy = pull_back(self.scale)
                 state["of_ends"] = jax.tree.map(jnp.add, state["of_ends"], {"embed": embed, "head": head})
@@ -227,7 +230,10 @@ class _Device:
             dy, total = carry
             at, working, index, x = of_layer
             zeros = _at(self.layers.accumulators, at)
-            run = lambda accumulators, x: self._layer(accumulators, working, microbatch, index, x)
+
+            def run(accumulators: Any, x: Any) -> tuple[Any, Aux]:
+                return self._layer(accumulators, working, microbatch, index, x)
+
             (_, aux), pull_back = jax.vjp(run, zeros, x)
             dw, dx = pull_back((dy, _cotangent(aux, self.scale)))
             total = jax.tree.map(lambda t, g: t.at[at].add(g), total, dw)
@@ -241,7 +247,10 @@ class _Device:
         def first(of_ends: Any) -> Any:
             with jax.named_scope(end_scope("first")):
                 piece = self.stored.piece("embed")
-                run = lambda embed: self.model.embed(replace(piece, accumulators=embed), microbatch)[0]
+
+                def run(embed: Any) -> Any:
+                    return self.model.embed(replace(piece, accumulators=embed), microbatch)[0]
+
                 (embed,) = jax.vjp(run, self.accumulators["embed"])[1](dx)
             return {**of_ends, "embed": jax.tree.map(jnp.add, of_ends["embed"], embed)}
 

@@ -1,4 +1,4 @@
-"""Lowers the order of a pipeline to columns of integers, one entry for each tick and stage, with slots of its buffers."""
+"""Lowers the order of a pipeline to integers for each tick and stage, with slots of its buffers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
