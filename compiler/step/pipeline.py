@@ -152,7 +152,7 @@ class _Device:
         num = self.schedule.num_stages
         return [(s, s + direction) for s in range(num) if 0 <= s + direction < num]
 
-    def _no_forward(self, state: Any, own: Any, stage: Array) -> tuple[Any, Any]:
+    def _no_forward(self, state: Any, *_: Any) -> tuple[Any, Any]:
         return state, jax.tree.map(lambda ring: jnp.zeros_like(ring[0]), state["x"])
 
     def _no_backward(self, state: Any, x: Any, *_: Any) -> tuple[Any, Any]:
