@@ -204,7 +204,7 @@ def _check_idle_axes(
     computing, storing = _axes_in_use(activations), _axes_in_use(parameters)
     problems = []
     for axis, size in mesh.sizes.items():
-        if size == 1 or axis in computing or axis == STAGE:
+        if size == 1 or axis == STAGE or axis in computing:
             continue
         if axis in storing:
             what = f"parameters are split over {axis} and no activation is: its {size} devices would do the same work"

@@ -23,7 +23,7 @@ from meshloom.models import Aux, Params
 from ..core.partition_spec import STAGE
 from ..core.scopes import end_scope, piece_scope, slot_scope
 from ..parallel.weights import Weights, hoist
-from .pipeline_columns import BACKWARD, FORWARD, Rows, lower_rows
+from .pipeline_columns import BACKWARD, FORWARD, TickRows, lower_rows
 from .schedule import (
     Batch,
     Microbatch,
@@ -41,7 +41,7 @@ class PipelineSchedule:
     """A `LayerSchedule` by the rows of a table. Layers lie in natural order: a stage holds those behind the stage
     before. The model has one stack."""
 
-    rows: Rows
+    rows: TickRows
     num_stages: int
     num_microbatches: int
 

@@ -7,7 +7,7 @@ import numpy as np
 
 FORWARD, BACKWARD = "F", "BW"
 
-Rows = Sequence[Sequence[Sequence[tuple[str, int]]]]  # [tick][stage] -> (operation, microbatch) in order, F before BW
+TickRows = Sequence[Sequence[Sequence[tuple[str, int]]]]  # [tick][stage] -> (operation, microbatch) in order, F before BW
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ class Columns:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def gpipe_rows(num_stages: int, num_microbatches: int) -> Rows:
+def gpipe_rows(num_stages: int, num_microbatches: int) -> TickRows:
     """Returns the order in which all microbatches go forward before the first goes back."""
     return _rows(num_stages, num_microbatches, num_stages - 1 + num_microbatches)
 
 
-def one_f_one_b_rows(num_stages: int, num_microbatches: int) -> Rows:
+def one_f_one_b_rows(num_stages: int, num_microbatches: int) -> TickRows:
     """Returns the order in which a microbatch goes back as soon as it has reached the last stage."""
     return _rows(num_stages, num_microbatches, num_stages - 1)
 
 
-def _rows(num_stages: int, num_microbatches: int, first_backward: int) -> Rows:
+def _rows(num_stages: int, num_microbatches: int, first_backward: int) -> TickRows:
     """first_backward: the tick of the last stage's first backward slot."""
     num_ticks = first_backward + num_microbatches + num_stages - 1
     rows: list[list[list[tuple[str, int]]]] = [[[] for _ in range(num_stages)] for _ in range(num_ticks)]
@@ -53,7 +53,7 @@ def _rows(num_stages: int, num_microbatches: int, first_backward: int) -> Rows:
     return rows
 
 
-def lower_rows(rows: Rows, num_stages: int, num_microbatches: int) -> tuple[Columns, int, int]:
+def lower_rows(rows: TickRows, num_stages: int, num_microbatches: int) -> tuple[Columns, int, int]:
     """Returns the columns, and the numbers of buffer slots for inputs of stages and for gradients of their results."""
     ticks = {
         (operation, stage, microbatch): tick
