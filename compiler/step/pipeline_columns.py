@@ -7,7 +7,7 @@ import numpy as np
 
 FORWARD, BACKWARD = "F", "BW"
 
-TickRows = Sequence[Sequence[Sequence[tuple[str, int]]]]  # [tick][stage] -> (operation, microbatch) in order, F before BW
+TickRows = Sequence[Sequence[Sequence[tuple[str, int]]]]  # [tick][stage] -> (operation, microbatch), F before BW
 
 
 @dataclass(frozen=True)
