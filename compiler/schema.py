@@ -117,7 +117,7 @@ class CollectiveReport(Record):
     line: str  # of the code that it comes from, "train.py:42"; if all are a library's, its scope: "conv5_block1_3_bn"
     where: str  # computation or loop: "while body, 32 trips"
     confidence: Literal["high", "low"]  # low: size, group or bandwidth is not certain
-    name: str  # of the instruction
+    name: str  # of the instruction; "NAME (all-gather)": one that shares its call with another kind
 
 
 class StepReport(Record):

@@ -82,7 +82,7 @@ def line_finder(module: Module) -> Callable[[Collective], str]:
     find = source_finder(module)
 
     def line_of(collective: Collective) -> str:
-        outer = module.computations[collective.computation].by_name.get(collective.name)
+        outer = module.computations[collective.computation].by_name.get(collective.instruction)
         if outer is None:
             return ""
         candidates = (outer, *(each for name in outer.called for each in _within(module, name)))

@@ -5,14 +5,14 @@ all-gather-start, all-gather-done    asynchronous (GPU)
 fusion around AsyncCollectiveStart   asynchronous (TPU): chunks are sent from within the matmuls that follow
 fusion around an all-reduce and a dynamic-slice    a reduce-scatter (TPU), synchronous
 async-start, -update, -done          asynchronous, on another unit (TPU: SparseCore) where what they call is a
-                                     collective; otherwise a copy between memories
+                                     collective, or several; otherwise a copy between memories
 send, recv, their -done              of TPUs a collective across slices, by way of the hosts, named in the send's
                                      attributes; of GPUs pairs of devices. From the send until what is received is there
 """
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import dropwhile
 from typing import Any
@@ -133,14 +133,20 @@ class _Reader:
                 return []
             called = [self.module.computations[name] for name in instruction.called]
             return [step for computation in called for step in self.steps_of(computation) if isinstance(step, Compute)]
+        others = _of_other_kinds(inner) if inner is not None else []
         if instruction.opcode in _DONES:
-            return [Done(chain[-2].name, instruction.name)]
+            begun = chain[-2].name
+            return [*(Done(_name_of(each, begun), instruction.name) for each in others), Done(begun, instruction.name)]
         if any(each.opcode in _UPDATES and each.operands[0] == instruction.name for each in around.instructions):
             return []
         unit = chain[0].attribute("async_execution_thread")
         form = f"{unit} call" if unit else "async-start"
         if inner is not None:
-            return [Start(self._collective(inner, instruction, around, form, is_async=True))]
+            first, *rest = (
+                self._collective(each, instruction, around, form, is_async=True) for each in (inner, *others)
+            )
+            named_apart = (replace(one, name=_name_of(each, one.name)) for each, one in zip(others, rest, strict=True))
+            return [Start(first), *map(Start, named_apart)]
         assert named is not None
         return [Start(self._guessed(COLLECTIVES[named[0]], instruction, chain[0], around, form))]
 
@@ -274,6 +280,18 @@ class _Reader:
             return None
         inner = self._inside(instruction)
         return _identity(inner.instruction) if inner else None
+
+
+def _of_other_kinds(inner: Inner) -> list[Inner]:
+    """Returns the first collective of each other kind beside one: TPUs join collectives that go to SparseCore together
+    into one call, gathers of weights and reductions of gradients alike."""
+    kinds = {each.opcode: Inner(each, inner.computation) for each in reversed(inner.computation.instructions)}
+    return [each for name, each in kinds.items() if name in COLLECTIVES and name != inner.instruction.opcode]
+
+
+def _name_of(inner: Inner, call: str) -> str:
+    """Returns the name of a collective that shares a call with one of another kind, which has the call's name."""
+    return f"{call} ({inner.instruction.opcode})"
 
 
 def _num_axes(attributes: str) -> int | None:

@@ -29,7 +29,8 @@ class Compute:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective operation, named by the instruction that starts it.
+    """One collective operation, named by the instruction that starts it: "NAME", or "NAME (all-gather)" for one that
+    shares its call with another kind.
 
     num_bytes: the bytes of the full arrays together: before a reduce-scatter, after an all-gather, all parts of an
     all-to-all. num_elements: the elements of each array. groups: positions in the mesh's order of devices; for permutes
@@ -55,6 +56,11 @@ class Collective:
     num_axes: int | None = None
     is_certain: bool = True
     made_by: tuple[str, ...] = ()
+
+    @property
+    def instruction(self) -> str:
+        """Returns the name of the instruction that starts it."""
+        return self.name.partition(" ")[0]
 
     @property
     def group_size(self) -> int:

@@ -288,6 +288,36 @@ def test_a_call_that_holds_several_collectives_moves_all_their_arrays():
     assert (found.kind, found.num_bytes, found.num_elements) == ("reduce-scatter", 2 * (32 + 64), (32, 64))
 
 
+def test_a_call_that_holds_collectives_of_two_kinds_is_both_one_after_the_other():
+    called = f"""\
+%mixed_on_sc (p: bf16[32], q: bf16[16], r: bf16[8]) -> (bf16[8], bf16[64], bf16[32]) {{
+  %p = bf16[32]{{0}} parameter(0)
+  %q = bf16[16]{{0}} parameter(1)
+  %r = bf16[8]{{0}} parameter(2)
+  %ag.1 = bf16[64]{{0}} all-gather(%q), channel_id=3, {GROUPS}, dimensions={{0}}
+  %rs.1 = bf16[8]{{0}} reduce-scatter(%p), channel_id=4, {GROUPS}, dimensions={{0}}
+  %ag.2 = bf16[32]{{0}} all-gather(%r), channel_id=5, {GROUPS}, dimensions={{0}}
+  ROOT %t = (bf16[8]{{0}}, bf16[64]{{0}}, bf16[32]{{0}}) tuple(%rs.1, %ag.1, %ag.2)
+}}, execution_thread="sparsecore"
+"""
+    lines = [
+        "  %a = bf16[32]{0} broadcast(%x)",
+        "  %b = bf16[16]{0} broadcast(%x)",
+        '  %m.call-start = ((bf16[32]{0}, bf16[16]{0}, bf16[8]{0}), (bf16[8]{0}, bf16[64]{0}, bf16[32]{0})) call-start(%a, %b, %x), async_execution_thread="sparsecore", to_apply=%mixed_on_sc',
+        compute("c", 40),
+        "  ROOT %m.call-done = (bf16[8]{0}, bf16[64]{0}, bf16[32]{0}) call-done(%m.call-start)",
+    ]
+    result = simulated(module(*lines, before=called))
+    found = {each.collective.kind: each.collective for each in result.collectives.values()}
+    assert {kind: (one.instruction, one.num_bytes) for kind, one in found.items()} == {
+        "all-gather": ("m.call-start", 2 * (64 + 32)),
+        "reduce-scatter": ("m.call-start", 2 * 32),
+    }
+    apart = sum(each.alone_seconds or 0 for each in result.collectives.values())
+    assert apart == pytest.approx(0.192 + 0.064)
+    assert result.exposed_seconds == pytest.approx(apart - 0.040), "one link carries both"
+
+
 def test_a_call_that_hides_its_collective_is_known_by_its_name():
     """The transfer begins at the update; what is called hides the collective behind a custom call."""
     called = """\
