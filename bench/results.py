@@ -43,6 +43,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "context-estimates": lambda: context.estimates(read_kept(context.KEPT)),
     "context-compiled": lambda: context.compiled(read_kept(context.KEPT)),
     "adapters-estimates": lambda: adapters.estimates(read_kept(adapters.KEPT)),
+    "adapters-compiled": lambda: adapters.compiled(read_kept(adapters.COMPILED)),
     "tune": lambda: tune.table(read_kept(tune.KEPT)),
     "memory": lambda: memory_accuracy.table(read_lines(memory_accuracy.KEPT)),
     "chaos": lambda: chaos.table(read_lines(chaos.KEPT)),
