@@ -15,6 +15,7 @@ from support.experts import MOE
 from support.pairwise import cover_pairs
 from support.programs import gradients_of, programs_of
 from support.reference import forward, reference_loss
+from support.tiers import tiered
 
 KINDS = ("lora", "rslora", "dora")
 SMALL_RANK = ("adapter.rank=4", "adapter.alpha=6.0")
@@ -196,9 +197,12 @@ EXPERTS = (*MODELS["experts"], "model.num_dense_layers=1", "model.dense_mlp_dim=
 ADAPTED = {"decoder": MODELS["decoder"], "experts": EXPERTS}
 
 
-@pytest.mark.parametrize("name", ADAPTED)
-@pytest.mark.parametrize("kind", ["rslora", "dora"])
-def test_merged_weights_compute_what_the_adapter_does(name, kind, tokens):
+MERGED = [f"{kind}-{name}" for kind in ("rslora", "dora") for name in ADAPTED]
+
+
+@pytest.mark.parametrize("case", tiered(MERGED, plain=["rslora-decoder", "dora-experts"]))
+def test_merged_weights_compute_what_the_adapter_does(case, tokens):
+    kind, name = case.split("-")
     plan = plan_of(f"adapter={kind}", *SMALL_RANK, *ADAPTED[name])
     params, base, inputs = _trained(plan), plan.spec.model.build(), tokens[0][:2, :-1]
     weights = jax.jit(lambda params: merged(plan.model, params))(params)

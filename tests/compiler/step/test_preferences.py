@@ -1,5 +1,7 @@
 """Objectives of pairs: losses by their formulas in float64, and the step's gradients by one device's own arithmetic."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,9 +50,8 @@ def by_hand(model, params, tokens, targets, beta, margin):
     """The mean over pairs, from logits on one device and the means of their rows."""
     log_probs = jax.nn.log_softmax(forward(model, params, tokens[:, :-1]).astype(jnp.float32))
     own = jnp.take_along_axis(log_probs, np.maximum(targets, 0)[..., None], axis=-1)[..., 0]
-    means = [jnp.mean(row[target >= 0]) for row, target in zip(own, targets, strict=True)]
-    losses = [-jax.nn.log_sigmoid(beta * (a - b) - margin) for a, b in zip(means[::2], means[1::2], strict=True)]
-    return sum(losses) / len(losses)
+    means = jnp.sum(jnp.where(targets >= 0, own, 0.0), axis=-1) / np.sum(targets >= 0, axis=-1)
+    return jnp.mean(-jax.nn.log_sigmoid(beta * (means[::2] - means[1::2]) - margin))
 
 
 CASES = {
@@ -66,16 +67,17 @@ CASES = {
 @pytest.mark.parametrize("name", tiered(CASES, plain=list(CASES)[1:2]))
 def test_gradients_of_a_step_are_those_of_pairs_one_by_one(name, tokens):
     plan = plan_of(*CASES[name], "objective=simpo", "objective.margin=0.25", "model.num_layers=2")
-    params = jax.tree.map(np.asarray, plan.model.init(jax.random.key(0)))
+    params = jax.tree.map(np.asarray, jax.jit(plan.model.init)(jax.random.key(0)))
     batch = tokens[0].copy()
     starts = np.arange(16) % 7  # the targets before are a prompt's, which has no loss
     targets = np.where(np.arange(16)[None] < starts[:, None], -1, batch[:, 1:])
     loss, gradients = gradients_of(plan, params, batch, {"targets": targets})
-    expected, by_pair = jax.value_and_grad(lambda p: by_hand(plan.model, p, batch, targets, 2.5, 0.25))(params)
+    reference = jax.jit(jax.value_and_grad(lambda p: by_hand(plan.model, p, batch, targets, 2.5, 0.25)))
+    expected, by_pair = reference(params)
     assert loss == pytest.approx(float(expected), rel=1e-5)
     for path, gradient in leaves_by_path(gradients).items():
-        reference = leaves_by_path(by_pair)[path]
-        np.testing.assert_allclose(gradient, reference, rtol=1e-4, atol=1e-5 * np.abs(reference).max(), err_msg=path)
+        exact = leaves_by_path(by_pair)[path]
+        np.testing.assert_allclose(gradient, exact, rtol=1e-4, atol=1e-5 * np.abs(exact).max(), err_msg=path)
 
 
 def test_a_pair_is_never_split():
@@ -92,7 +94,8 @@ def test_a_dpo_step_follows_the_saved_reference(tokens):
     """By the step's own program for log-probabilities: the reference is another model than the one that is trained."""
     plan = plan_of(*DPO)
     mesh = plan.mesh.of_devices(jax.devices())
-    models = [jax.tree.map(np.asarray, plan.model.init(jax.random.key(seed))) for seed in (0, 1)]
+    init, logits_of = jax.jit(plan.model.init), jax.jit(partial(forward, plan.model))
+    models = [jax.tree.map(np.asarray, init(jax.random.key(seed))) for seed in (0, 1)]
     programs = build(lower(plan, mesh, ["log_probs", "train"]))
     shardings = jax.tree.map(lambda x: x.sharding, programs.state)
     host = in_token_order({"inputs": tokens[0][:, :-1], "targets": tokens[0][:, 1:]}, plan.token_order.of_sequence(16))
@@ -102,7 +105,7 @@ def test_a_dpo_step_follows_the_saved_reference(tokens):
     for params in models:
         on_devices = jax.device_put(params, shardings["params"])
         found.append(np.asarray(programs["log_probs"](on_devices, batch)))
-        logits = jax.nn.log_softmax(forward(plan.model, params, tokens[0][:, :-1]))
+        logits = jax.nn.log_softmax(logits_of(params, tokens[0][:, :-1]))
         own = np.take_along_axis(np.asarray(logits), tokens[0][:, 1:, None], axis=-1)[..., 0]
         np.testing.assert_allclose(found[-1], own.sum(-1), rtol=1e-5)
     batch["reference"] = jax.device_put(found[1][rows], programs.batch["reference"].sharding)
