@@ -1,0 +1,1 @@
+"""Schedules of pipelines as data: tables of ticks and stages."""
