@@ -15,7 +15,7 @@ from functools import cached_property
 
 
 class PipelineOp(StrEnum):
-    """What a slot does with one microbatch and the layers of one chunk. A table has either `BACKWARD`, or
+    """An operation on one microbatch and the layers of one chunk. A table has either `BACKWARD`, or
     `INPUT_GRADIENT` and `WEIGHT_GRADIENT`. Without `RECOMPUTE`, what is recomputed belongs to the backward pass."""
 
     FORWARD = "F"

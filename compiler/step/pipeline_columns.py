@@ -5,7 +5,9 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-FORWARD, BACKWARD = "F", "BW"
+from ..pipeline.table import PipelineOp
+
+FORWARD, BACKWARD = PipelineOp.FORWARD, PipelineOp.BACKWARD
 
 TickRows = Sequence[Sequence[Sequence[tuple[str, int]]]]  # [tick][stage] -> (operation, microbatch), F before BW
 
