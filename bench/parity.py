@@ -15,8 +15,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
-import transformers
+import torch  # pyright: ignore[reportMissingImports] (an extra)
+import transformers  # pyright: ignore[reportMissingImports] (an extra)
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_default_matmul_precision", "highest")

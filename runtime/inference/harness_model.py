@@ -3,8 +3,11 @@
 import json
 from typing import Any
 
-from lm_eval.api.model import TemplateLM
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports] (an extra)
+from lm_eval.utils import (  # pyright: ignore[reportMissingImports] (an extra)
+    get_rolling_token_windows,
+    make_disjoint_window,
+)
 
 from meshloom.compiler.core.console import Console
 
