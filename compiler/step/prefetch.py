@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..jax_private import residuals_of
 from ..parallel.weight_plan import WeightPlan
 from ..parallel.weights import Reduction, Weights, all_gather_weight, reduce_weight_gradient
 from ..spec.overlap_spec import LayerLoop
+from .layer_pass import LayerPass, layer_pass, row, written
 from .schedule import StackFunctions
 
 
@@ -39,18 +39,10 @@ def prefetch_layers(
 
     Returns x, and the auxiliary outputs of all layers, stacked.
     """
-    tree, tree_of_shared = jax.tree.structure(weights.working), jax.tree.structure(shared)
-    layouts = jax.tree.leaves(weights.layouts)
-
-    def flat(whole: list[Array], shared: list[Array], index: Array, x: Any) -> tuple[Any, Any]:
-        """Runs `layer` with lists instead of trees: then the residuals of its derivative are tuples, in the same
-        order."""
-        trained = [w if one.is_trained else jax.lax.stop_gradient(w) for w, one in zip(whole, layouts, strict=True)]
-        return stack.layer(jax.tree.unflatten(tree, trained), jax.tree.unflatten(tree_of_shared, shared), index, x)
-
-    saved = jax.checkpoint(flat, policy=stack.policy, prevent_cse=False)
+    tree, layouts = jax.tree.structure(weights.working), jax.tree.leaves(weights.layouts)
+    layer = layer_pass(stack, weights, shared)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights.accumulators)
-    passes = _Passes(saved, stack.num_layers, shapes, tree, layouts, weights.reduction, loop, skip_boundary_collectives)
+    passes = _Passes(layer, stack.num_layers, shapes, tree, layouts, weights.reduction, loop, skip_boundary_collectives)
 
     @jax.custom_vjp
     def run(accumulators: Any, before: Any, working: Any, shared: Any, x: Any) -> tuple[Any, Any]:
@@ -62,11 +54,10 @@ def prefetch_layers(
 
 @dataclass(frozen=True)
 class _Passes:
-    """The forward and the backward pass of a loop that prefetches. layer: a function of (whole weights, shared values,
-    number of the layer, x), the first two as lists. gradients: a tree of their shapes and types, None for frozen
-    parameters. tree: the structure of all weights."""
+    """The forward and the backward pass of a loop that prefetches. gradients: a tree of their shapes and types, None
+    for frozen parameters. tree: the structure of all weights."""
 
-    layer: Callable[[list[Array], list[Array], Array, Any], tuple[Any, Any]]
+    layer: LayerPass
     num_layers: int
     gradients: Any
     tree: Any
@@ -87,10 +78,7 @@ class _Passes:
             x, (arrived, *on_the_way) = carry
             beyond = t + self.distance  # past the last layer come the layers that the backward pass begins with
             next_one = stack.fetched_ahead(jnp.where(beyond < num_layers, beyond, 2 * num_layers - 1 - beyond))
-            pull_back: Any  # a pytree: its leaves are what the backward pass needs
-            (x, aux), pull_back = jax.vjp(self.layer, stack.whole(t, arrived), jax.tree.leaves(shared), t, x)
-            residuals = residuals_of(pull_back)
-            residuals[:3] = map(_left_out, residuals[:3])
+            (x, aux), pull_back = self.layer.forward(stack.whole(t, arrived), jax.tree.leaves(shared), t, x)
             return (x, [*on_the_way, next_one]), (aux, pull_back)
 
         first = [stack.fetched_ahead(jnp.array(index)) for index in range(self.distance)]
@@ -111,7 +99,7 @@ class _Passes:
         (dx, _, lowest, deferred), now = jax.lax.scan(
             trip, (dx, last, zeros, deferred), trips, reverse=True, unroll=self.loop.unroll
         )
-        deferred = _written(deferred, stack.sent_back(lowest, jnp.array(0), stack.late), jnp.array(0))
+        deferred = written(deferred, stack.sent_back(lowest, jnp.array(0), stack.late), jnp.array(0))
         gradients = _merged((deferred, stack.late), (now, stack.now))
         return jax.tree.unflatten(self.tree, gradients), None, None, None, dx
 
@@ -122,18 +110,15 @@ class _Passes:
         (dx, (arrived, *on_the_way), above, deferred), (t, daux, pull_back) = carry, trip
         layer_ahead = jnp.maximum(t - self.distance, 0)
         next_one = self._moved(t >= self.distance, lambda: stack.fetched_ahead(layer_ahead), otherwise=lambda: arrived)
-        arguments = (stack.whole(t, arrived), shared, t)
-        residuals = residuals_of(pull_back)
-        residuals[:3] = map(_put_back, residuals[:3], arguments)
-        dw, _, _, dx = pull_back((dx, daux))
+        dw, dx = self.layer.backward(stack.whole(t, arrived), shared, t, pull_back, (dx, daux))
         below, now = _selected(dw, stack.late), _selected(dw, stack.now)
         layer_above = jnp.minimum(t + 1, self.num_layers - 1)  # the second trip writes over the first one's
         sent = self._moved(
             t < self.num_layers - 1,
             lambda: stack.sent_back(above, layer_above, stack.late),
-            otherwise=lambda: [_row(x, layer_above) for x in deferred],
+            otherwise=lambda: [row(x, layer_above) for x in deferred],
         )
-        deferred = _written(deferred, sent, layer_above)
+        deferred = written(deferred, sent, layer_above)
         return (dx, [*on_the_way, next_one], below, deferred), stack.sent_back(now, t, stack.now)
 
     def _moved(
@@ -179,35 +164,13 @@ class _Stack:
         """Returns gradients of a layer, added to those before, for the weights that `which` selects."""
         chosen = _selected(list(zip(self.before, self.layouts, strict=True)), which)
         return [
-            reduce_weight_gradient(gradient, None if total is None else _row(total, index), layout, self.reduction)
+            reduce_weight_gradient(gradient, None if total is None else row(total, index), layout, self.reduction)
             for gradient, (total, layout) in zip(gradients, chosen, strict=True)
         ]
 
     def _fetched(self, index: Array, which: Sequence[bool]) -> list[Array]:
         chosen = _selected(list(zip(self.working, self.layouts, strict=True)), which)
-        return [all_gather_weight(_row(w, index), layout) for w, layout in chosen]
-
-
-def _row(stacked: Array, index: Array) -> Array:
-    return jax.lax.dynamic_index_in_dim(stacked, index, keepdims=False)
-
-
-def _written(stacks: list[Array], rows: list[Array], index: Array) -> list[Array]:
-    pairs = zip(stacks, rows, strict=True)
-    return [jax.lax.dynamic_update_index_in_dim(stack, row, index, 0) for stack, row in pairs]
-
-
-def _left_out(residuals: Any) -> Any:
-    """Returns residuals with None for those that are arguments; residuals that the derivative does not need stay as
-    they are."""
-    return jax.tree.map(lambda _: None, residuals)
-
-
-def _put_back(residuals: Any, values: Any) -> Any:
-    """Undoes `_left_out`. values: an argument, an array or a list of them; the residuals of a list are a tuple."""
-    if isinstance(values, list):
-        return tuple(_put_back(r, value) for r, value in zip(residuals, values, strict=True))
-    return values if residuals is None else residuals
+        return [all_gather_weight(row(w, index), layout) for w, layout in chosen]
 
 
 def _selected(leaves: Sequence[Any], which: Sequence[bool]) -> list[Any]:
