@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+from ..core.format import counted
+
 
 class PipelineOp(StrEnum):
     """An operation on one microbatch and the layers of one chunk. A table has either `BACKWARD`, or
@@ -84,6 +86,11 @@ class StagePlacement:
         return self.is_v and chunk % 2 == 1
 
 
+def microbatches(number: int) -> str:
+    """Returns a count of microbatches as text."""
+    return counted(number, "microbatch", "microbatches")
+
+
 @dataclass(frozen=True)
 class Slot:
     """One operation in a tick of a stage. chunk: of the stage."""
@@ -93,7 +100,7 @@ class Slot:
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.op} of microbatch {self.microbatch}, chunk {self.chunk}"
+        return f"{self.op} of microbatch {self.microbatch} in chunk {self.chunk}"
 
 
 @dataclass(frozen=True)

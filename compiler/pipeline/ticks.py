@@ -45,7 +45,7 @@ def pack_ticks(name: str, placement: StagePlacement, orders: Sequence[Order], fo
         if not any(row):
             stage = next(s for s, order in enumerate(orders) if at[s] < len(order))
             waiting = orders[stage][at[stage]]
-            raise ValueError(f"{name}: {waiting} on stage {stage}, waits for what never runs before it")
+            raise ValueError(f"{name}: on stage {stage}, {waiting} waits for what never runs before it")
         rows.append(tuple(row))
     num_microbatches = 1 + max(slot.microbatch for order in orders for slot in order)
     return PipelineTable(name, placement, num_microbatches, tuple(rows))

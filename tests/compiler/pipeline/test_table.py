@@ -84,5 +84,5 @@ def test_nothing_runs_before_what_it_needs(stages, microbatches, form):
 
 def test_an_order_that_waits_for_itself_is_an_error():
     backward_first = [Slot(PipelineOp.BACKWARD, 0, 0), Slot(PipelineOp.FORWARD, 0, 0)]
-    with pytest.raises(ValueError, match="BW of microbatch 0, chunk 0 on stage 0, waits"):
+    with pytest.raises(ValueError, match="on stage 0, BW of microbatch 0 in chunk 0 waits"):
         pack_ticks("own", StagePlacement(1), [backward_first], TickForm.MULTI)
