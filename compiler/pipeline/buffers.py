@@ -28,7 +28,7 @@ import numpy as np
 from .table import PipelineOp, PipelineTable, PipelineWork, Slot
 from .ticks import TickForm, pack_ticks
 
-Column = np.ndarray[Any, np.dtype[Any]]
+_Column = np.ndarray[Any, np.dtype[Any]]
 
 # What runs in a tick, in this order. Arrivals are writes.
 _PHASES = ("F", "gradient arrives", "R", "B", "W", "x arrives")
@@ -56,7 +56,7 @@ class LoweredTable:
     """columns: by name, (ticks, stages). num_*: slots that a stage needs at most, of inputs of chunks, of gradients of
     their results, of what B leaves to W, and of what R leaves to B or BW."""
 
-    columns: dict[str, Column]
+    columns: dict[str, np.ndarray[Any, np.dtype[Any]]]
     num_x: int
     num_gradients: int
     num_cuts: int
@@ -72,16 +72,16 @@ class _Live:
     end: int
 
 
-Place = tuple[int, int]  # a virtual stage and a microbatch
+_Place = tuple[int, int]  # a virtual stage and a microbatch
 
 
 def lower_table(table: PipelineTable) -> LoweredTable:
     """Returns the columns of a table without violations."""
-    slots, sizes = dict[str, dict[Place, int]](), dict[str, int]()
+    slots, sizes = dict[str, dict[_Place, int]](), dict[str, int]()
     for buffer, arrays in _live(table).items():
         slots[buffer], sizes[buffer] = _allocate(arrays)
     shape = (table.num_ticks, table.placement.num_stages)
-    columns: dict[str, Column] = {}
+    columns: dict[str, _Column] = {}
     for name, tick, stage, value in _entries(table):
         if isinstance(value, bool):
             columns.setdefault(name, np.zeros(shape, np.bool_))[tick, stage] = value
@@ -103,10 +103,10 @@ def forward_only(table: PipelineTable) -> PipelineTable:
     return pack_ticks(table.name, table.placement, orders, TickForm.UNIT)
 
 
-def _live(table: PipelineTable) -> dict[str, dict[Place, _Live]]:
+def _live(table: PipelineTable) -> dict[str, dict[_Place, _Live]]:
     """Returns the arrays of each buffer, with the times at which they are in use."""
     placement, ops, last = table.placement, table.ops, table.placement.num_virtual - 1
-    live: dict[str, dict[Place, _Live]] = {buffer: {} for buffer in ("x", "gradient", "cut", "residuals")}
+    live: dict[str, dict[_Place, _Live]] = {buffer: {} for buffer in ("x", "gradient", "cut", "residuals")}
     backward = _backward_of(ops)
     x_reader = PipelineOp.RECOMPUTE if PipelineOp.RECOMPUTE in ops else backward or PipelineOp.FORWARD
 
@@ -137,10 +137,10 @@ def _backward_of(ops: frozenset[PipelineOp]) -> PipelineOp | None:
     return next((op for op in ops if op.takes_gradient), None)
 
 
-def _allocate(arrays: dict[Place, _Live]) -> tuple[dict[Place, int], int]:
+def _allocate(arrays: dict[_Place, _Live]) -> tuple[dict[_Place, int], int]:
     """Returns a slot for each array, such that none is written before what it held was read last; and the number of
     slots of the stage that needs the most."""
-    slots: dict[Place, int] = {}
+    slots: dict[_Place, int] = {}
     used: defaultdict[int, list[int]] = defaultdict(list)  # by stage, the time at which each slot is read last
     for place, live in sorted(arrays.items(), key=lambda item: (item[1].begin, item[0])):
         ends = used[live.stage]
@@ -150,7 +150,7 @@ def _allocate(arrays: dict[Place, _Live]) -> tuple[dict[Place, int], int]:
     return slots, max(map(len, used.values()), default=0)
 
 
-_Value = bool | int | tuple[str, Place]  # the last is a slot of a buffer
+_Value = bool | int | tuple[str, _Place]  # the last is a slot of a buffer
 
 
 def _entries(table: PipelineTable) -> Iterator[tuple[str, int, int, _Value]]:

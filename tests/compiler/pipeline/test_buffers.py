@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given, settings
 
 from meshloom.compiler.pipeline.buffers import forward_only, lower_table
-from meshloom.compiler.pipeline.schedules import SCHEDULES, build_table
+from meshloom.compiler.pipeline.schedules import build_table
 from meshloom.compiler.pipeline.table import PipelineOp
 from meshloom.compiler.pipeline.ticks import TickForm
-
-from .test_schedules import declared
+from support.pipeline_tables import declared
 
 
 class Host:
@@ -130,9 +129,6 @@ def expected_work(table):
 @settings(max_examples=150, deadline=None)
 @given(declared())
 def test_each_operation_reads_what_was_made_for_it_from_as_few_slots_as_can_be(declaration):
-    name, *shape, _, _ = declaration
-    if SCHEDULES[name].requirement(*shape) is not None:
-        return
     table = build_table(*declaration)
     lowered = lower_table(table)
     host = Host(table, lowered).run()
@@ -146,10 +142,7 @@ def test_each_operation_reads_what_was_made_for_it_from_as_few_slots_as_can_be(d
 @settings(max_examples=60, deadline=None)
 @given(declared())
 def test_forward_alone_for_evaluation(declaration):
-    name, *shape, _, _ = declaration
-    if SCHEDULES[name].requirement(*shape) is not None:
-        return
-    stages, chunks, microbatches = shape
+    _, stages, chunks, microbatches, *_ = declaration
     table = forward_only(build_table(*declaration))
     for work, tick in table.ticks.items():
         assert all(table.ticks[need] < tick for need, _ in table.dependencies(work))
