@@ -1,17 +1,24 @@
 """Runs a pipeline over the mesh axis `stage`: one loop over ticks, in which each stage runs the slots of its row.
 
-    tick    gradients of the tick before go down a stage       permute, under F
-            F   embedding on the first stage, layers, head on the last, with its gradients
-            results go up a stage                              permute, under BW
-            BW  layers run again, their backward pass, embedding's on the first stage
+    tick    gradients of the tick before go to the stages that wait for them    permutes, under F
+            F   embedding on the first virtual stage, layers of a chunk, head on the last, with its gradients
+            results go on                                                       permutes, under what follows
+            R   layers run again, if that is an operation of its own
+            B   gradients of the layers' inputs, embedding's on the first virtual stage; or BW, of weights too
+            W   gradients of the layers' weights
 
 Permutes are outside of all branches: a branch differs between stages, and a collective among stages in one would wait
-forever. Weights of layers are gathered once per step, and their gradients accumulated whole.
+forever. A collective within a branch has to be among devices of one stage, and must not be a permute: XLA's CPU runs
+a permute on all devices of the program at once, so a ring within a stage gives wrong results there.
+
+Arrays that wait for a later operation are in buffers, written in place: (slot, ...) for inputs of chunks and gradients
+of their results, (slot, layer, ...) for what layers save for their backward pass. Weights of layers are gathered once
+per step, and their gradients accumulated whole.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -23,7 +30,9 @@ from meshloom.models import Aux, Params
 from ..core.partition_spec import STAGE
 from ..core.scopes import end_scope, piece_scope, slot_scope
 from ..parallel.weights import Weights, hoist
-from .pipeline_columns import BACKWARD, FORWARD, TickRows, lower_rows
+from ..pipeline.buffers import LoweredTable, forward_only, lower_table
+from ..pipeline.table import PipelineOp, PipelineTable, StagePlacement
+from .pipeline_buffers import added_at, empty_buffer, read_layer, read_slot, write_layer, write_slot, zeros_of
 from .schedule import (
     Batch,
     Microbatch,
@@ -34,33 +43,28 @@ from .schedule import (
     objective,
     split_microbatches,
 )
+from .split_backward import LayerPasses, split_passes
 
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """A `LayerSchedule` by the rows of a table. Layers lie in natural order: a stage holds those behind the stage
-    before. The model has one stack."""
+    """A `LayerSchedule` by a table. The model has one stack, whose layers lie in placement order (layer_order.py)."""
 
-    rows: TickRows
-    num_stages: int
-    num_microbatches: int
+    table: PipelineTable
 
     def run(
         self, model: ModelFunctions, weights: ModelWeights, batch: Batch, *, gradient_scale: Array | None
     ) -> tuple[Sums, Params | None]:
-        rows = self.rows
-        if gradient_scale is None:
-            forward_only = [[[slot for slot in slots if slot[0] == FORWARD] for slots in row] for row in rows]
-            rows = [row for row in forward_only if any(row)]
-        columns, num_x, num_gradients = lower_rows(rows, self.num_stages, self.num_microbatches)
+        table = forward_only(self.table) if gradient_scale is None else self.table
+        lowered = lower_table(table)
         (stack,) = model.stacks
         accumulators = weights.gradient_accumulators(is_last=False)
         stored = weights.bound(accumulators, None, is_last=False)
         gathered, reduce_layers = _gathered_once(stored.piece(stack.name), accumulators[stack.name])
-        parts = split_microbatches(batch, self.num_microbatches)
-        device = _Device(self, model, stack, stored, gathered, accumulators, parts, gradient_scale)
-        carry = device.begin(num_x, num_gradients)
-        carry, _ = jax.lax.scan(device.tick, carry, {name: jnp.asarray(c) for name, c in columns.by_name.items()})
+        parts = split_microbatches(batch, table.num_microbatches)
+        device = _Device(table, lowered, model, stack, stored, gathered, accumulators, parts, gradient_scale)
+        columns = {name: jnp.asarray(column) for name, column in lowered.columns.items()}
+        carry, _ = jax.lax.scan(device.tick, device.begin(), columns)
         sums = Sums(*jax.lax.psum((carry["loss"], carry["auxiliary"]), STAGE))
         if gradient_scale is None:
             return sums, None
@@ -82,11 +86,16 @@ def _gathered_once(stacked: Weights, accumulators: Any) -> tuple[Weights, Callab
     return Weights(of_whole, None, working, found["layouts"], found["reduction"]), lambda g: pull_back(g)[0]
 
 
+_Row = dict[str, Array]  # of a tick, the values of this stage's columns
+_State = dict[str, Any]  # what the loop over ticks carries, or a part of it
+
+
 @dataclass(frozen=True)
 class _Device:
     """One stage's part of the loop over ticks."""
 
-    schedule: PipelineSchedule
+    table: PipelineTable
+    lowered: LoweredTable
     model: ModelFunctions
     stack: StackFunctions
     stored: Weights
@@ -96,87 +105,140 @@ class _Device:
     scale: Array | None
 
     @property
-    def num_layers(self) -> int:
-        return self.stack.num_layers // self.schedule.num_stages
+    def placement(self) -> StagePlacement:
+        return self.table.placement
+
+    @property
+    def layers_per_chunk(self) -> int:
+        return self.stack.num_layers // self.placement.num_virtual
 
     def microbatch(self, index: Array) -> Microbatch:
-        return self.model.prepare(_at(self.parts, index))
+        return self.model.prepare(read_slot(self.parts, index))
 
-    def begin(self, num_x: int, num_gradients: int) -> dict[str, Any]:
-        """Returns the carry of the first tick; buffers have a slot more, for what nobody reads."""
+    @cached_property
+    def _shapes(self) -> tuple[Microbatch, Any, Any]:
+        """A microbatch, x, and a layer's auxiliary outputs, as shapes."""
         microbatch = jax.eval_shape(self.microbatch, jnp.array(0))
         x, _ = jax.eval_shape(lambda m: self.model.embed(self.stored.piece("embed"), m), microbatch)
-        _, of_layers = jax.eval_shape(partial(self._forward_layers), microbatch, x)
-        output = jax.eval_shape(lambda m, x: self._head(*self._ends(), x, m)[1], microbatch, x)
-        zeros = partial(jax.tree.map, lambda a: jnp.zeros(a.shape, a.dtype))
-        rings = jax.tree.map(lambda a: jnp.zeros((num_x + 1, *a.shape), a.dtype), x)
-        auxiliary = jax.tree.map(lambda a: jnp.zeros((self.stack.num_layers, *a.shape[1:]), a.dtype), of_layers[1])
-        carry: dict[str, Any] = {
-            "x": rings,
-            "loss": zeros(output.loss),
-            "auxiliary": {self.stack.name: auxiliary, "head": zeros(output.aux)},
-        }
-        if self.scale is not None:
-            carry |= {
-                "gradient": jax.tree.map(lambda a: jnp.zeros((num_gradients + 1, *a.shape), a.dtype), x),
-                "dx": zeros(x),
-                "of_layers": zeros(self.layers.accumulators),
-                "of_ends": zeros({piece: self.accumulators[piece] for piece in ("embed", "head")}),
-            }
-        return carry
+        known = jax.eval_shape(lambda m: self._known(m, jnp.array(0), jnp.array(0)), microbatch)
+        _, aux = jax.eval_shape(lambda known, x: self._layer(self._no_gradients, known, x), known, x)
+        return microbatch, x, aux
 
-    def tick(self, carry: dict[str, Any], row: dict[str, Array]) -> tuple[dict[str, Any], None]:
+    @cached_property
+    def passes(self) -> LayerPasses:
+        """The passes of a layer."""
+        microbatch, x, _ = self._shapes
+        known = jax.eval_shape(lambda m: self._known(m, jnp.array(0), jnp.array(0)), microbatch)
+        return split_passes(
+            self._layer,
+            self.stack.policy,
+            self._no_gradients,
+            known,
+            x,
+            cotangent=lambda aux: _cotangent(aux, self.scale),
+            recomputes=PipelineOp.RECOMPUTE in self.table.ops,
+        )
+
+    def begin(self) -> _State:
+        """Returns the carry of the first tick. Buffers that an array is put in whether it is used or not have a slot
+        more."""
+        microbatch, x, of_layer = self._shapes
+        output = jax.eval_shape(lambda m, x: self._head(*self._ends(), x, m)[1], microbatch, x)
+        of_layers = jax.tree.map(lambda a: jax.ShapeDtypeStruct((self.stack.num_layers, *a.shape), a.dtype), of_layer)
+        state: _State = {
+            "x": empty_buffer(x, self.lowered.num_x + 1),
+            "loss": zeros_of(output.loss),
+            "auxiliary": {self.stack.name: zeros_of(of_layers), "head": zeros_of(output.aux)},
+        }
+        if self.scale is None:
+            return state
+        state |= {
+            "gradient": empty_buffer(x, self.lowered.num_gradients + 1),
+            "dx": zeros_of(x),
+            "of_layers": zeros_of(self.layers.accumulators),
+            "of_ends": zeros_of({piece: self.accumulators[piece] for piece in ("embed", "head")}),
+            "saved": empty_buffer(self.passes.saved, self.lowered.num_x, self.layers_per_chunk),
+        }
+        if PipelineOp.RECOMPUTE in self.table.ops:
+            state["kept"] = empty_buffer(self.passes.kept, self.lowered.num_residuals, self.layers_per_chunk)
+        if PipelineOp.WEIGHT_GRADIENT in self.table.ops:
+            state["cut"] = empty_buffer(self.passes.cut, self.lowered.num_cuts, self.layers_per_chunk)
+        return state
+
+    def tick(self, carry: _State, row: _Row) -> tuple[_State, None]:
         stage = jax.lax.axis_index(STAGE)
         own = {name: column[stage] for name, column in row.items()}
-        carry, down = dict(carry), None
+        state, ops = dict(carry), self.table.ops
+        sent_back = [] if self.scale is None else self._sent("gradient", state["dx"])
+        y = self._slot(PipelineOp.FORWARD, self._forward, state, own)
+        sent = self._sent("x", y)
         if self.scale is not None:
-            down = _permuted(carry["dx"], self._pairs(-1))
-        with jax.named_scope(slot_scope(FORWARD)):
-            keys = [key for key in carry if key not in ("dx", "of_layers")]
-            made, y = _either(
-                own["forward"], self._forward, self._no_forward, {key: carry[key] for key in keys}, own, stage
+            state["gradient"] = _received(state["gradient"], sent_back, own)
+        if PipelineOp.RECOMPUTE in ops:
+            self._slot(PipelineOp.RECOMPUTE, self._recompute, state, own)
+        if PipelineOp.BACKWARD in ops:
+            state["dx"] = self._slot(PipelineOp.BACKWARD, self._backward, state, own)
+        if PipelineOp.INPUT_GRADIENT in ops:
+            state["dx"] = self._slot(PipelineOp.INPUT_GRADIENT, self._backward, state, own)
+        if PipelineOp.WEIGHT_GRADIENT in ops:
+            self._slot(PipelineOp.WEIGHT_GRADIENT, self._weight_gradient, state, own)
+        state["x"] = _received(state["x"], sent, own)
+        return state, None
+
+    def _slot(self, op: PipelineOp, run: Callable[[_State, _State, _Row], Any], state: _State, own: _Row) -> Any:
+        """Runs a slot, if this stage has one in this tick. It changes `state`, and returns what the slot sends."""
+        written = {key: state[key] for key in _WRITES[op] if key in state}
+        read = {key: value for key, value in state.items() if key not in written}
+        x = self._shapes[1]
+        sends = op == PipelineOp.FORWARD or op.takes_gradient
+        with jax.named_scope(slot_scope(op)):
+            made, sent = _either(
+                own[_COLUMNS[op]],
+                lambda written: run(written, read, own),
+                lambda written: (written, zeros_of(x) if sends else None),
+                written,
             )
-        carry |= made
-        up = _permuted(y, self._pairs(1))
-        if self.scale is not None:
-            carry["gradient"] = _put(carry["gradient"], down, own["gradient_arrives_at"])
-            with jax.named_scope(slot_scope(BACKWARD)):
-                state = {key: carry[key] for key in ("of_layers", "of_ends")}
-                read = (carry["x"], carry["gradient"], own, stage)
-                made, carry["dx"] = _either(own["backward"], self._backward, self._no_backward, state, *read)
-            carry |= made
-        carry["x"] = _put(carry["x"], up, own["x_arrives_at"])
-        return carry, None
+        state |= made
+        return sent
 
-    def _pairs(self, direction: int) -> list[tuple[int, int]]:
-        num = self.schedule.num_stages
-        return [(s, s + direction) for s in range(num) if 0 <= s + direction < num]
+    def _sent(self, buffer: str, value: Any) -> list[tuple[str, Any]]:
+        """Returns what arrives by each way that the placement has, with the column of where it is put."""
+        num, is_ring = self.placement.num_stages, self.placement.num_chunks > 1 and not self.placement.is_v
+        ways: list[tuple[str, Any]] = []
+        for name, step in (("arrives_from_below", 1), ("stays", 0), ("arrives_from_above", -1)):
+            if (column := f"{buffer}_{name}") in self.lowered.columns:
+                pairs = [(s, (s + step) % num) for s in range(num) if is_ring or 0 <= s + step < num]
+                ways.append((column, _permuted(value, pairs) if step else value))
+        return ways
 
-    def _no_forward(self, state: Any, *_: Any) -> tuple[Any, Any]:
-        return state, jax.tree.map(lambda ring: jnp.zeros_like(ring[0]), state["x"])
-
-    def _no_backward(self, state: Any, x: Any, *_: Any) -> tuple[Any, Any]:
-        return state, jax.tree.map(lambda ring: jnp.zeros_like(ring[0]), x)
-
-    def _forward(self, state: dict[str, Any], own: dict[str, Array], stage: Array) -> tuple[dict[str, Any], Any]:
+    def _forward(self, state: _State, read: _State, own: _Row) -> tuple[_State, Any]:
         state, microbatch = dict(state), self.microbatch(own["forward_microbatch"])
-        is_first, is_last = stage == 0, stage == self.schedule.num_stages - 1
 
         def embedded() -> Any:
             with jax.named_scope(end_scope("first")):
                 return self.model.embed(self.stored.piece("embed"), microbatch)[0]
 
-        x = _either(is_first, embedded, lambda: _at(state["x"], own["x_of_forward"]))
-        state["x"] = _put(state["x"], x, own["x_of_forward"])
-        y, (_, aux) = self._forward_layers(microbatch, x, stage)
-        auxiliary = dict(state["auxiliary"])
-        auxiliary[self.stack.name] = jax.tree.map(
-            lambda total, a: _added_at(total, a, stage * self.num_layers), auxiliary[self.stack.name], aux
-        )
-        state["auxiliary"] = auxiliary
-        return _either(is_last, self._last, lambda s, *_: s, state, y, microbatch, own["gradient_of_head"]), y
+        x = _either(own["forward_is_first"], embedded, lambda: read_slot(read["x"], own["x_of_forward"]))
 
-    def _last(self, state: dict[str, Any], y: Any, microbatch: Microbatch, slot: Array) -> dict[str, Any]:
+        def one(carry: tuple[Any, Any, Any], layer: Array) -> tuple[Any, None]:
+            x, saved, auxiliary = carry
+            known = self._known(microbatch, own["forward_chunk"], layer)
+            if self.scale is None:
+                y, aux = self._layer(self._no_gradients, known, x)
+            else:
+                (y, aux), made = self.passes.forward(known, x)
+                saved = write_layer(saved, made, own["x_of_forward"], layer)
+            return (y, saved, added_at(auxiliary, aux, known[-1])), None
+
+        auxiliary = dict(state["auxiliary"])
+        start = (x, state.get("saved"), auxiliary[self.stack.name])
+        (y, saved, auxiliary[self.stack.name]), _ = self._over_layers(one, start)
+        state["auxiliary"] = auxiliary
+        if self.scale is not None:
+            state["saved"] = saved
+        return _either(own["forward_is_last"], self._last, lambda state, *_: state, state, y, microbatch, own), y
+
+    def _last(self, state: _State, y: Any, microbatch: Microbatch, own: _Row) -> _State:
         """Runs the head, and its backward pass at once."""
         state = dict(state)
         with jax.named_scope(end_scope("last")):
@@ -190,7 +252,7 @@ class _Device:
                 _, pull_back, output = jax.vjp(run, *self._ends(), y, has_aux=True)
                 head, embed, dy = pull_back(self.scale)
                 state["of_ends"] = jax.tree.map(jnp.add, state["of_ends"], {"embed": embed, "head": head})
-                state["gradient"] = _put(state["gradient"], dy, slot)
+                state["gradient"] = write_slot(state["gradient"], dy, own["gradient_of_head"])
         auxiliary = {**state["auxiliary"], "head": jax.tree.map(jnp.add, state["auxiliary"]["head"], output.aux)}
         return state | {"loss": state["loss"] + output.loss, "auxiliary": auxiliary}
 
@@ -202,47 +264,35 @@ class _Device:
         output = self.model.head(replace(self.stored.piece("head"), accumulators=head), tied, x, microbatch)
         return objective(output, {"head": output.aux}), output
 
-    def _layer(self, accumulators: Any, working: Any, microbatch: Microbatch, index: Array, x: Any) -> tuple[Any, Aux]:
-        own = replace(self.layers, accumulators=accumulators, working=working)
-        return self.stack.layer(own.gathered(), microbatch.layers, index, x)
+    def _recompute(self, state: _State, read: _State, own: _Row) -> tuple[_State, None]:
+        microbatch = self.microbatch(own["recompute_microbatch"])
 
-    def _forward_layers(self, microbatch: Microbatch, x: Any, stage: Array | int = 0) -> tuple[Any, tuple[Any, Aux]]:
-        """Returns the result of this stage's layers, and for each its input and its auxiliary outputs."""
+        def one(kept: Any, layer: Array) -> tuple[Any, None]:
+            known = self._known(microbatch, own["recompute_chunk"], layer)
+            made = self.passes.recompute(known, read_layer(read["saved"], own["x_of_recompute"], layer))
+            return write_layer(kept, made, own["residuals_of_recompute"], layer), None
 
-        def one(x: Any, of_layer: Any) -> tuple[Any, Any]:
-            accumulators, working, index = of_layer
-            y, aux = self._layer(accumulators, working, microbatch, index, x)
-            return y, (x, aux)
+        kept, _ = self._over_layers(one, state["kept"])
+        return {"kept": kept}, None
 
-        with jax.named_scope(piece_scope(self.stack.name)):
-            return jax.lax.scan(one, x, (self.layers.accumulators, self.layers.working, self._indices(stage)))
+    def _backward(self, state: _State, read: _State, own: _Row) -> tuple[_State, Any]:
+        """Runs B, if the table has W, or BW. The cut and the gradients of weights are written layer by layer: stacked
+        and then copied into their buffers, B would take twice its time."""
+        microbatch, chunk = self.microbatch(own["backward_microbatch"]), own["backward_chunk"]
+        state, written = dict(state), "cut" if "cut" in state else "of_layers"
+        buffer, slot = ("kept", "residuals_of_backward") if "kept" in read else ("saved", "x_of_backward")
 
-    def _indices(self, stage: Array | int) -> Array:
-        return stage * self.num_layers + jnp.arange(self.num_layers)
-
-    def _backward(
-        self, state: dict[str, Any], xs: Any, gradients: Any, own: dict[str, Array], stage: Array
-    ) -> tuple[dict[str, Any], Any]:
-        microbatch, state = self.microbatch(own["backward_microbatch"]), dict(state)
-        _, (inputs, _) = self._forward_layers(microbatch, _at(xs, own["x_of_backward"]), stage)
-
-        def one(carry: Any, of_layer: Any) -> tuple[Any, None]:
+        def one(carry: tuple[Any, Any], layer: Array) -> tuple[Any, None]:
             dy, total = carry
-            at, working, index, x = of_layer
-            zeros = _at(self.layers.accumulators, at)
+            known, held = self._known(microbatch, chunk, layer), read_layer(read[buffer], own[slot], layer)
+            if written == "cut":
+                dx, cut = self.passes.input_gradient(known, held, dy)
+                return (dx, write_layer(total, cut, own["cut_of_backward"], layer)), None
+            dx, dw = self.passes.backward(known, held, dy)
+            return (dx, added_at(total, dw, self._place(chunk, layer))), None
 
-            def run(accumulators: Any, x: Any) -> tuple[Any, Aux]:
-                return self._layer(accumulators, working, microbatch, index, x)
-
-            (_, aux), pull_back = jax.vjp(run, zeros, x)
-            dw, dx = pull_back((dy, _cotangent(aux, self.scale)))
-            total = jax.tree.map(lambda t, g: t.at[at].add(g), total, dw)
-            return (dx, total), None
-
-        with jax.named_scope(piece_scope(self.stack.name)):
-            of_layers = (jnp.arange(self.num_layers), self.layers.working, self._indices(stage), inputs)
-            start = (_at(gradients, own["gradient_of_backward"]), state["of_layers"])
-            (dx, state["of_layers"]), _ = jax.lax.scan(one, start, of_layers, reverse=True)
+        start = (read_slot(read["gradient"], own["gradient_of_backward"]), state[written])
+        (dx, state[written]), _ = self._over_layers(one, start, reverse=True)
 
         def first(of_ends: Any) -> Any:
             with jax.named_scope(end_scope("first")):
@@ -254,8 +304,66 @@ class _Device:
                 (embed,) = jax.vjp(run, self.accumulators["embed"])[1](dx)
             return {**of_ends, "embed": jax.tree.map(jnp.add, of_ends["embed"], embed)}
 
-        state["of_ends"] = _either(stage == 0, first, lambda of_ends: of_ends, state["of_ends"])
+        is_first = own["backward_is_first"]
+        state["of_ends"] = _either(is_first, first, lambda of_ends: of_ends, state["of_ends"])
         return state, dx
+
+    def _weight_gradient(self, state: _State, read: _State, own: _Row) -> tuple[_State, None]:
+        microbatch, chunk = self.microbatch(own["weight_microbatch"]), own["weight_chunk"]
+
+        def one(total: Any, layer: Array) -> tuple[Any, None]:
+            known, cut = self._known(microbatch, chunk, layer), read_layer(read["cut"], own["cut_of_weight"], layer)
+            return added_at(total, self.passes.weight_gradient(known, cut), self._place(chunk, layer)), None
+
+        total, _ = self._over_layers(one, state["of_layers"])
+        return {"of_layers": total}, None
+
+    def _over_layers(self, one: Callable[..., Any], start: Any, *, reverse: bool = False) -> Any:
+        """Runs a function once for each layer of a chunk."""
+        with jax.named_scope(piece_scope(self.stack.name)):
+            return jax.lax.scan(one, start, jnp.arange(self.layers_per_chunk), reverse=reverse)
+
+    def _place(self, chunk: Array, layer: Array) -> Array:
+        """Returns the place of a chunk's layer among the layers of this stage."""
+        return chunk * self.layers_per_chunk + layer
+
+    def _known(self, microbatch: Microbatch, chunk: Array, layer: Array) -> tuple[Any, Any, Array]:
+        """Returns the weights of a layer, what all layers share, and the number of the layer in the model."""
+        virtual = _virtual_stages(self.placement)[jax.lax.axis_index(STAGE), chunk]
+        working = read_slot(self.layers.working, self._place(chunk, layer))
+        return working, microbatch.layers, virtual * self.layers_per_chunk + layer
+
+    @property
+    def _no_gradients(self) -> Any:
+        """Zeros of the gradients of a layer."""
+        return jax.tree.map(lambda a: jnp.zeros(a.shape[1:], a.dtype), self.layers.accumulators)
+
+    def _layer(self, accumulators: Any, known: tuple[Any, Any, Array], x: Any) -> tuple[Any, Aux]:
+        working, shared, index = known
+        own = replace(self.layers, accumulators=accumulators, working=working)
+        return self.stack.layer(own.gathered(), shared, index, x)
+
+
+_COLUMNS = {
+    PipelineOp.FORWARD: "forward",
+    PipelineOp.RECOMPUTE: "recompute",
+    PipelineOp.INPUT_GRADIENT: "backward",
+    PipelineOp.BACKWARD: "backward",
+    PipelineOp.WEIGHT_GRADIENT: "weight",
+}
+_WRITES: dict[PipelineOp, Sequence[str]] = {  # what each changes of the carry
+    PipelineOp.FORWARD: ("loss", "auxiliary", "saved", "gradient", "of_ends"),
+    PipelineOp.RECOMPUTE: ("kept",),
+    PipelineOp.INPUT_GRADIENT: ("cut", "of_ends"),
+    PipelineOp.BACKWARD: ("of_layers", "of_ends"),
+    PipelineOp.WEIGHT_GRADIENT: ("of_layers",),
+}
+
+
+def _virtual_stages(placement: StagePlacement) -> Array:
+    """Returns the virtual stage of each stage and chunk."""
+    chunks = range(placement.num_chunks)
+    return jnp.array([[placement.virtual(s, chunk) for chunk in chunks] for s in range(placement.num_stages)])
 
 
 def _either(is_on: Array, run: Callable[..., Any], otherwise: Callable[..., Any], *operands: Any) -> Any:
@@ -271,7 +379,7 @@ def _either(is_on: Array, run: Callable[..., Any], otherwise: Callable[..., Any]
 def _cotangent(aux: Aux, scale: Any) -> Aux:
     return Aux(
         jax.tree.map(lambda loss: jnp.broadcast_to(scale, loss.shape).astype(loss.dtype), aux.losses),
-        *jax.tree.map(jnp.zeros_like, (aux.statistics, aux.totals)),
+        *jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (aux.statistics, aux.totals)),
     )
 
 
@@ -279,14 +387,7 @@ def _permuted(tree: Any, pairs: list[tuple[int, int]]) -> Any:
     return jax.tree.map(lambda x: jax.lax.ppermute(x, STAGE, pairs), tree)
 
 
-def _at(tree: Any, index: Array) -> Any:
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
-
-
-def _put(tree: Any, value: Any, index: Array) -> Any:
-    return jax.tree.map(lambda x, v: jax.lax.dynamic_update_index_in_dim(x, v.astype(x.dtype), index, 0), tree, value)
-
-
-def _added_at(total: Array, value: Array, first: Array) -> Array:
-    before = jax.lax.dynamic_slice_in_dim(total, first, len(value))
-    return jax.lax.dynamic_update_slice_in_dim(total, before + value, first, 0)
+def _received(buffer: Any, arrived: list[tuple[str, Any]], own: _Row) -> Any:
+    for column, value in arrived:
+        buffer = write_slot(buffer, value, own[column])
+    return buffer

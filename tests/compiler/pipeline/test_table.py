@@ -4,7 +4,6 @@ import pytest
 
 from meshloom.compiler.pipeline.table import PipelineOp, Slot, StagePlacement
 from meshloom.compiler.pipeline.ticks import TickForm, pack_ticks
-from meshloom.compiler.step.pipeline_columns import gpipe_rows, one_f_one_b_rows
 
 PLACEMENTS = [
     StagePlacement(stages, chunks, is_v) for stages in (1, 2, 4) for chunks in (1, 2, 3) for is_v in (False, True)
@@ -21,6 +20,27 @@ def order_of(stage: int, num_stages: int, num_microbatches: int, ahead: int) -> 
         order += [one, *rest[:1]]
         rest = rest[1:]
     return order
+
+
+def gpipe_rows(num_stages: int, num_microbatches: int):
+    """Returns (operation, microbatch) by tick and stage, where all go forward before the first goes back."""
+    return written_rows(num_stages, num_microbatches, num_stages - 1 + num_microbatches)
+
+
+def one_f_one_b_rows(num_stages: int, num_microbatches: int):
+    """Returns them where a microbatch goes back as soon as it has reached the last stage."""
+    return written_rows(num_stages, num_microbatches, num_stages - 1)
+
+
+def written_rows(num_stages: int, num_microbatches: int, first_backward: int):
+    """first_backward: the tick of the last stage's first backward slot."""
+    num_ticks = first_backward + num_microbatches + num_stages - 1
+    rows = [[[] for _ in range(num_stages)] for _ in range(num_ticks)]
+    for stage in range(num_stages):
+        for microbatch in range(num_microbatches):
+            rows[stage + microbatch][stage].append(("F", microbatch))
+            rows[first_backward + num_stages - 1 - stage + microbatch][stage].append(("BW", microbatch))
+    return rows
 
 
 def rows_of(table):

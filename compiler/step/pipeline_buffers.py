@@ -1,0 +1,55 @@
+"""Buffers of a pipeline, trees of arrays that operations leave to later ones, read and written in place.
+
+(slot, ...)           inputs of chunks, gradients of their results
+(slot, layer, ...)    what layers save for their backward pass
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+def zeros_of(shapes: Any) -> Any:
+    """Returns zeros of these shapes and types."""
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+
+
+def empty_buffer(shapes: Any, *sizes: int) -> Any:
+    """Returns a buffer of arrays of these shapes, with dimensions of these sizes before theirs."""
+    return jax.tree.map(lambda a: jnp.zeros((*sizes, *a.shape), a.dtype), shapes)
+
+
+def read_slot(tree: Any, index: Array) -> Any:
+    """Returns an entry along the first dimension."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
+
+
+def write_slot(tree: Any, value: Any, index: Array) -> Any:
+    """Returns a buffer with an entry replaced along the first dimension."""
+    return jax.tree.map(lambda x, v: jax.lax.dynamic_update_index_in_dim(x, v.astype(x.dtype), index, 0), tree, value)
+
+
+def added_at(totals: Any, values: Any, index: Array) -> Any:
+    """Returns totals with values added to an entry along the first dimension."""
+    return jax.tree.map(lambda total, value: total.at[index].add(value), totals, values)
+
+
+def read_layer(buffer: list[Array], slot: Array, layer: Array) -> list[Array]:
+    """Returns what a layer wrote in a slot."""
+
+    def one(x: Array) -> Array:
+        found = jax.lax.dynamic_slice(x, (slot, layer, *(0,) * (x.ndim - 2)), (1, 1, *x.shape[2:]))
+        return found.reshape(x.shape[2:])
+
+    return [one(x) for x in buffer]
+
+
+def write_layer(buffer: list[Array], values: list[Array], slot: Array, layer: Array) -> list[Array]:
+    """Returns a buffer with what a layer writes in a slot."""
+
+    def one(x: Array, value: Array) -> Array:
+        return jax.lax.dynamic_update_slice(x, value[None, None], (slot, layer, *(0,) * value.ndim))
+
+    return [one(x, value) for x, value in zip(buffer, values, strict=True)]

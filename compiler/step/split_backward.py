@@ -1,0 +1,269 @@
+"""Cuts the passes of a layer apart: what the forward pass saves, what is computed again, and the two gradients.
+
+    F   x                 -> y, saved              what the remat policy of the layer selects, its input at least
+    R   saved             -> kept                  all that does not depend on dy
+    B   saved or kept, dy -> dx, cut               what dx depends on
+    W   cut               -> dw                    the other operations
+    BW  saved or kept, dy -> dx, dw
+
+The derivative that JAX makes is one program of operations; B is those that lead to dx, and W the rest. `known`, the
+arguments that a later pass has anyway (weights, what all layers share, the number of the layer), is never saved.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+
+from ..parallel.remat import Policy
+
+# Calls of a program, whose operations belong to different passes.
+_CALLS = frozenset({"checkpoint", "closed_call", "core_call", "jit", "pjit", "remat2"})
+
+# (accumulators of the gradients of weights, known, x) -> (y, auxiliary outputs)
+DifferentiatedLayer = Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class LayerPasses:
+    """The passes of a layer, as functions of trees `known` and x, and of lists of arrays.
+
+    forward: (known, x) -> ((y, auxiliary outputs), saved). recompute: (known, saved) -> kept. backward: (known, held,
+    dy) -> (dx, dw). input_gradient: (known, held, dy) -> (dx, cut). weight_gradient: (known, cut) -> dw. held: `kept`
+    if what is recomputed is a pass of its own, else `saved`. saved, kept, cut: the arrays of each, by shape and type.
+    """
+
+    forward: Callable[[Any, Any], tuple[tuple[Any, Any], list[Array]]]
+    recompute: Callable[[Any, list[Array]], list[Array]]
+    backward: Callable[[Any, list[Array], Any], tuple[Any, Any]]
+    input_gradient: Callable[[Any, list[Array], Any], tuple[Any, list[Array]]]
+    weight_gradient: Callable[[Any, list[Array]], Any]
+    saved: list[jax.ShapeDtypeStruct]
+    kept: list[jax.ShapeDtypeStruct]
+    cut: list[jax.ShapeDtypeStruct]
+
+
+def split_passes(
+    layer: DifferentiatedLayer,
+    policy: Policy,
+    accumulators: Any,
+    known: Any,
+    x: Any,
+    *,
+    cotangent: Callable[[Any], Any],
+    recomputes: bool,
+) -> LayerPasses:
+    """Returns the passes of a layer that is differentiated by `accumulators` and x, with arguments of these shapes.
+
+    cotangent: from the shapes of the auxiliary outputs, what their derivatives are multiplied by; it is the same in all
+    passes. recomputes: whether what is computed again is a pass of its own.
+    """
+    saving, found = jax.checkpoint(layer, policy=policy, prevent_cse=False), dict[str, Any]()
+
+    def arguments(known: Any, *of_x: Any) -> list[Any]:
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), accumulators)
+        return jax.tree.leaves((known, zeros, *of_x))
+
+    def forward(known: Any, accumulators: Any, x: Any) -> tuple[Any, list[Any]]:
+        made, pull_back = jax.vjp(lambda accumulators, x: saving(accumulators, known, x), accumulators, x)
+        residuals, found["pull_back"] = jax.tree.flatten(pull_back)
+        return made, residuals
+
+    traced, (made, residuals) = jax.make_jaxpr(forward, return_shape=True)(known, accumulators, x)
+    num_known, structure = len(jax.tree.leaves((known, accumulators))), jax.tree.structure(made)
+
+    def pull_back(dy: Any, *residuals: Any) -> tuple[Any, Any]:
+        dw, dx = jax.tree.unflatten(found["pull_back"], residuals)((dy, cotangent(made[1])))
+        return dx, dw
+
+    pulled, gradients = jax.make_jaxpr(pull_back, return_shape=True)(made[0], *residuals)
+    of_x, of_w = map(jax.tree.structure, gradients)
+    backward = _Program.of(_inlined(pulled))
+
+    # A residual is an argument that a later pass has, a constant of the program, or saved.
+    inputs, outputs = traced.jaxpr.invars, traced.jaxpr.outvars[structure.num_leaves :]
+    place = {var: at for at, var in enumerate(inputs[:num_known])}
+    constants = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
+    saved = list(dict.fromkeys(v for v in outputs if isinstance(v, Var) and v not in place and v not in constants))
+    saved_at = {var: at for at, var in enumerate(saved)}
+    num_dy = len(jax.tree.leaves(made[0]))
+    sources = dict(zip(backward.inputs[num_dy:], outputs, strict=True))
+
+    def values(variables: Sequence[Var], known: Any, held: dict[Var, Any]) -> list[Any]:
+        """Returns the values of variables of the backward program."""
+        leaves = arguments(known)
+
+        def value(var: Var) -> Any:
+            if var in held or var in backward.constants:
+                return held[var] if var in held else backward.constants[var]
+            source = sources[var]
+            if isinstance(source, Literal):
+                return source.val
+            return leaves[place[source]] if source in place else constants[source]
+
+        return [value(var) for var in variables]
+
+    of_saved = [var for var, source in sources.items() if isinstance(source, Var) and source in saved_at]
+
+    def restored(saved: list[Array]) -> dict[Var, Any]:
+        return {var: saved[saved_at[sources[var]]] for var in of_saved}
+
+    dy_vars = backward.inputs[:num_dy]
+    dx_vars, dw_vars = backward.outputs[: of_x.num_leaves], backward.outputs[of_x.num_leaves :]
+    first = backward.independent_of(dy_vars) if recomputes else frozenset[int]()
+    in_b = backward.leading_to(dx_vars) - first
+    in_w = backward.leading_to(dw_vars) - in_b - first
+
+    def free(of: frozenset[int], results: Sequence[Any]) -> list[Var]:
+        """Returns what a part of the program reads, and results that it does not make, if it has to be held."""
+        read = backward.read_by(of, results)
+        return [var for var in read if var not in backward.constants and (var not in sources or var in set(of_saved))]
+
+    cut = free(in_w, dw_vars)
+    kept = [var for var in dict.fromkeys([*free(in_b, [*dx_vars, *cut]), *cut]) if var not in set(dy_vars)]
+    kept = [var for var in kept if var not in backward.made_by(in_b)] if recomputes else of_saved
+
+    def held(arrays: list[Array]) -> dict[Var, Any]:
+        return dict(zip(kept, arrays, strict=True)) if recomputes else restored(arrays)
+
+    def with_dy(known: Any, arrays: list[Array], dy: Any, of: frozenset[int], results: list[Any]) -> list[Any]:
+        there = held(arrays) | dict(zip(dy_vars, jax.tree.leaves(dy), strict=True))
+        return backward.run(of, results, lambda variables: values(variables, known, there))
+
+    def run_forward(known: Any, x: Any) -> tuple[tuple[Any, Any], list[Array]]:
+        out = jaxpr_as_fun(traced)(*arguments(known, x))
+        residuals = zip(outputs, out[structure.num_leaves :], strict=True)
+        of = {var: value for var, value in residuals if isinstance(var, Var)}
+        return structure.unflatten(out[: structure.num_leaves]), [of[var] for var in saved]
+
+    def run_recompute(known: Any, saved: list[Array]) -> list[Array]:
+        return backward.run(first, kept, lambda variables: values(variables, known, restored(saved)))
+
+    def run_backward(known: Any, arrays: list[Array], dy: Any) -> tuple[Any, Any]:
+        out = with_dy(known, arrays, dy, in_b | in_w, [*dx_vars, *dw_vars])
+        return of_x.unflatten(out[: len(dx_vars)]), of_w.unflatten(out[len(dx_vars) :])
+
+    def run_input_gradient(known: Any, arrays: list[Array], dy: Any) -> tuple[Any, list[Array]]:
+        out = with_dy(known, arrays, dy, in_b, [*dx_vars, *cut])
+        return of_x.unflatten(out[: len(dx_vars)]), out[len(dx_vars) :]
+
+    def run_weight_gradient(known: Any, arrays: list[Array]) -> Any:
+        there = dict(zip(cut, arrays, strict=True))
+        return of_w.unflatten(backward.run(in_w, dw_vars, lambda variables: values(variables, known, there)))
+
+    return LayerPasses(
+        run_forward,
+        run_recompute,
+        run_backward,
+        run_input_gradient,
+        run_weight_gradient,
+        *([_shape_of(var) for var in each] for each in (saved, kept, cut)),
+    )
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A program without calls, of which parts are run: sets of the numbers of its operations."""
+
+    jaxpr: Jaxpr
+    constants: dict[Var, Any]
+
+    @staticmethod
+    def of(closed: ClosedJaxpr) -> "_Program":
+        return _Program(closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)))
+
+    @property
+    def inputs(self) -> list[Var]:
+        return list(self.jaxpr.invars)
+
+    @property
+    def outputs(self) -> list[Any]:
+        return list(self.jaxpr.outvars)
+
+    def leading_to(self, results: Sequence[Any]) -> frozenset[int]:
+        """Returns the operations that results depend on."""
+        needed, found = set(_variables(results)), set[int]()
+        for at in reversed(range(len(self.jaxpr.eqns))):
+            if needed & set(self.jaxpr.eqns[at].outvars):
+                found.add(at)
+                needed |= set(_variables(self.jaxpr.eqns[at].invars))
+        return frozenset(found)
+
+    def independent_of(self, inputs: Sequence[Var]) -> frozenset[int]:
+        """Returns the operations that do not depend on inputs."""
+        dependent, found = set(inputs), set[int]()
+        for at, equation in enumerate(self.jaxpr.eqns):
+            if dependent & set(_variables(equation.invars)):
+                dependent |= set(equation.outvars)
+            else:
+                found.add(at)
+        return frozenset(found)
+
+    def made_by(self, part: frozenset[int]) -> set[Any]:
+        """Returns the results of a part."""
+        return {var for at in part for var in self.jaxpr.eqns[at].outvars}
+
+    def read_by(self, part: frozenset[int], results: Sequence[Any]) -> list[Var]:
+        """Returns what a part reads and does not make, to make these results."""
+        made = self.made_by(part)
+        read = [var for at in sorted(part) for var in _variables(self.jaxpr.eqns[at].invars)]
+        return [var for var in dict.fromkeys([*read, *_variables(results)]) if var not in made]
+
+    def run(self, part: frozenset[int], results: Sequence[Any], values: Callable[[list[Var]], list[Any]]) -> list[Any]:
+        """Returns results of a part. values: of what it reads."""
+        part &= self.leading_to(results)
+        read = self.read_by(part, results)
+        own = self.jaxpr.replace(
+            constvars=[],
+            invars=read,
+            outvars=list(results),
+            eqns=[self.jaxpr.eqns[at] for at in sorted(part)],
+            debug_info=self.jaxpr.debug_info.with_unknown_names(),
+        )
+        return jaxpr_as_fun(ClosedJaxpr(own, []))(*values(read))
+
+
+def _variables(atoms: Sequence[Any]) -> Iterator[Var]:
+    return (atom for atom in atoms if not isinstance(atom, Literal))
+
+
+def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a program with the operations of the programs that it calls in their place, with the calls' scopes."""
+
+    def run(jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+        made: dict[Var, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments], strict=True))
+
+        def values(atoms: Sequence[Any]) -> list[Any]:
+            return [atom.val if isinstance(atom, Literal) else made[atom] for atom in atoms]
+
+        for equation in jaxpr.eqns:
+            with _scope_of(equation), equation.ctx.manager:
+                results = operate(equation, values(equation.invars))
+            made.update(zip(equation.outvars, results, strict=True))
+        return values(jaxpr.outvars)
+
+    def operate(equation: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+        if equation.primitive.name in _CALLS:
+            called = next(each for each in equation.params.values() if isinstance(each, Jaxpr | ClosedJaxpr))
+            is_closed = isinstance(called, ClosedJaxpr)
+            return run(called.jaxpr if is_closed else called, called.consts if is_closed else [], operands)
+        primitive: Any = equation.primitive
+        results = primitive.bind(*operands, **primitive.get_bind_params(equation.params))
+        return results if primitive.multiple_results else [results]
+
+    shapes = [_shape_of(var) for var in closed.jaxpr.invars]
+    return jax.make_jaxpr(lambda *arguments: run(closed.jaxpr, closed.consts, arguments))(*shapes)
+
+
+def _scope_of(equation: JaxprEqn) -> AbstractContextManager[Any]:
+    scope = str(equation.source_info.name_stack)
+    return jax.named_scope(scope) if scope else nullcontext()
+
+
+def _shape_of(var: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
