@@ -23,9 +23,9 @@ from ..core.scopes import OperationName
 from ..jaxpr.program import Operation, Program
 from ..parallel.attention.exchange import EXCHANGE, RING
 from ..parallel.operation import ParallelOp, find_source
+from ..pipeline.makespan import Numbers, TickLoop, TickPart, TickPermute, TickSlot
 from .liveness import host_sets, live_sets
 from .regions import Region
-from .tick_times import Numbers, TickLoop, TickPart, TickPermute, TickSlot
 
 WorkKind = Literal["matmul", "attention", "merged", "other"]  # merged: sums of ring attention outside its kernels
 
@@ -220,16 +220,28 @@ class _Reader:
     def tick_loop(self, number: int, region: Region, numbers: dict[int, int]) -> TickLoop:
         """Returns the loop over ticks whose body is this region. numbers: of all regions, by id."""
         parts: list[TickPart] = []
-        for step in sorted(region.steps, key=lambda one: one.place):
-            operation, collective = step.operation, step.operation.collective
+        inside = {id(step.operation): step.inside for step in region.steps}
+        num_stages = max(len(one.operation.chosen[0]) for one in region.steps if one.operation.chosen)
+        flying: dict[int, set[int]] = {}  # the permutes that a value is made from, by their places
+        for operation in region.program.operations:
+            collective, place = operation.collective, len(parts)
+            made_from = set[int]().union(*(flying.get(each, set()) for each in operation.inputs))
             if operation.chosen:
-                branches = tuple(tuple(numbers[id(each)] for each in one.walk()) for one in step.inside)
+                branches = tuple(
+                    tuple(numbers[id(each)] for each in one.walk()) for one in inside.get(id(operation), ())
+                )
                 is_shared = OperationName(operation.scope).shared_end is not None
                 parts.append(TickSlot(branches, operation.chosen, is_shared))
-            elif collective is not None and collective.stage_pairs:
-                num_stages = max(len(one.operation.chosen[0]) for one in region.steps if one.operation.chosen)
+                for each in made_from:
+                    permute = parts[each]
+                    if isinstance(permute, TickPermute) and permute.needed_by is None:
+                        parts[each] = replace(permute, needed_by=place)
+                continue
+            if collective is not None and collective.stage_pairs:
                 sources = ([s for s, to in collective.stage_pairs if to == stage] for stage in range(num_stages))
                 parts.append(TickPermute(tuple(map(tuple, sources)), self.number(collective.full_bytes)))
+                made_from = {place}
+            flying |= dict.fromkeys(operation.outputs, made_from)
         return TickLoop(number, tuple(parts))
 
     def region(self, number: int, region: Region) -> None:

@@ -20,6 +20,7 @@ from ..core.collectives import CollectiveKind
 from ..core.kernels import share_of_head
 from ..core.partition_spec import STAGE, Axes
 from ..parallel.operation import Exposed, exposed_by_source, head_dim_of, runs_beside_compute
+from ..pipeline.makespan import TickLoop, TickPart, TickPermute, TickSlot, time_ticks
 from ..plan import Plan
 from ..target.compiler_options import hidden_kinds, why_permutes_wait
 from ..target.mesh import MeshPlan
@@ -27,7 +28,6 @@ from ..target.target import TargetPlan
 from .estimated_step import assume_overlap
 from .program_costs import Costs, Numbers, RegionCosts, WorkKind, read_costs
 from .regions import Region
-from .tick_times import TickLoop, TickPart, TickPermute, TickSlot, time_ticks
 
 Seconds = TypeVar("Seconds", float, Numbers)
 

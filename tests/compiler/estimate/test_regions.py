@@ -20,8 +20,8 @@ from meshloom.compiler.estimate.program_costs import Costs, read_costs
 from meshloom.compiler.estimate.regions import price_regions
 from meshloom.compiler.estimate.roofline import find_unknown, plan_roofline
 from meshloom.compiler.estimate.step_time import Hiding, LinkTimes, Rates, time_step
-from meshloom.compiler.estimate.tick_times import TickPermute
 from meshloom.compiler.jaxpr.read_jaxpr import read_jaxpr
+from meshloom.compiler.pipeline.makespan import TickPermute
 
 SIZE, TRIPS, FSDP = 64, 4, 8
 SQUARE, MATMUL = 4 * SIZE**2, 2 * SIZE**3
@@ -160,7 +160,8 @@ def test_the_step_of_a_pipeline_is_the_makespan_of_its_table(plan):
     shape, numbers = read_costs(regions_of(plan, step, num_stages=2), frozenset(), ())
     assert shape.ticks is not None
     assert [type(part).__name__ for part in shape.ticks.parts] == ["TickPermute", "TickSlot"] * 2
-    assert [part.sources for part in shape.ticks.parts if isinstance(part, TickPermute)] == [((1,), ()), ((), (0,))]
+    permutes = [part for part in shape.ticks.parts if isinstance(part, TickPermute)]
+    assert [(one.sources, one.needed_by) for one in permutes] == [(((1,), ()), 3), (((), (0,)), None)]
 
     def time(permute):
         key = ("collective-permute", (STAGE,))

@@ -1,22 +1,37 @@
 """The makespan of a pipeline's table: against its theory, the longest path, and the reading of compiled programs."""
 
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshloom.compiler.estimate.tick_times import TickLoop, TickPart, TickPermute, TickSlot, time_ticks
+from meshloom.compiler.core.format import human_seconds, human_share
+from meshloom.compiler.pipeline.makespan import (
+    TickLoop,
+    TickPart,
+    TickPermute,
+    TickSlot,
+    choose_table,
+    time_table,
+    time_ticks,
+)
+from meshloom.compiler.pipeline.schedules import SCHEDULES, build_table
+from meshloom.compiler.pipeline.table import PipelineOp
+from meshloom.compiler.pipeline.ticks import TickForm
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.compiler.xla.schedule.prices import Chip
 from meshloom.compiler.xla.schedule.program import read_steps
 from meshloom.compiler.xla.schedule.simulate import Priced
 from meshloom.compiler.xla.schedule.stage_clocks import StagedDevices, simulate_stages
 from meshloom.compiler.xla.schedule.steps import Branches, Compute, Loop, every
+from support.pipeline_tables import declared
 from support.pipelines import DEVICES, GPIPE, ONE_F_ONE_B, STAGES, Rows
 from support.recorded import recorded_text
 
+MULTI, UNIT = TickForm.MULTI, TickForm.UNIT
 NEXT = tuple(((stage - 1) % STAGES,) for stage in range(STAGES))  # the stage before sends
 BEFORE = tuple(((stage + 1) % STAGES,) for stage in range(STAGES))
 
@@ -27,7 +42,7 @@ def slot(rows: Rows, operation: str) -> TickSlot:
 
 
 def loop(rows: Rows) -> TickLoop:
-    return TickLoop(0, (TickPermute(BEFORE, 0), slot(rows, "F"), TickPermute(NEXT, 0), slot(rows, "BW")))
+    return TickLoop(0, (TickPermute(BEFORE, 0, needed_by=3), slot(rows, "F"), TickPermute(NEXT, 0), slot(rows, "BW")))
 
 
 def each_stage(*seconds: float) -> np.ndarray:
@@ -93,6 +108,102 @@ def longest(rows: Rows, parts: tuple[TickPart, ...], f: float, b: float, permute
 def test_the_makespan_is_the_longest_path(f, b, permute, rest, rows):
     expected = longest(rows, loop(rows).parts, f, b, permute, rest)
     assert makespan(rows, f, b, permute=permute, rest=rest) == pytest.approx(expected)
+
+
+def seconds_of(declared_seconds):
+    """Seconds by operation, longer on later stages and second chunks."""
+    return lambda op, stage, chunk: declared_seconds[op] * (1 + 0.25 * stage + 0.5 * chunk)
+
+
+def last_end(table, op_seconds, permute, rest):
+    """The end of the last tick, one moment after the other. A stage waits for its own permutes too."""
+    place, stages = table.placement, range(table.placement.num_stages)
+    pairs = [(place.stage(k), place.stage(k + 1)) for k in range(place.num_virtual - 1)]
+    up = [{s, *(a for a, b in pairs if b == s)} if set(pairs) - {(0, 0)} else set() for s in stages]
+    down = [{s, *(b for a, b in pairs if a == s)} if set(pairs) - {(0, 0)} else set() for s in stages]
+    ends = [0.0 for _ in stages]
+
+    def run(slots, stage, *ops):
+        includes = "R" not in table.ops and {"B", "BW"} & set(ops)
+        return sum(
+            op_seconds(slot.op, stage, slot.chunk)
+            + (op_seconds(PipelineOp.RECOMPUTE, stage, slot.chunk) if includes else 0)
+            for slot in slots
+            if slot.op in ops
+        )
+
+    for row in table.rows:
+        begin = ends
+        forward = [begin[s] + run(row[s], s, "F") for s in stages]
+        again = [forward[s] + run(row[s], s, "R") for s in stages]
+        has_backward = table.ops & {PipelineOp.BACKWARD, PipelineOp.INPUT_GRADIENT}
+        ready = [max([again[s], *(begin[o] + permute for o in down[s] if has_backward)]) for s in stages]
+        backward = [ready[s] + run(row[s], s, "B", "BW") for s in stages]
+        weight = [backward[s] + run(row[s], s, "W") for s in stages]
+        ends = [max([weight[s], *(forward[o] + permute for o in up[s])]) + rest for s in stages]
+    return max(ends)
+
+
+@settings(max_examples=60, deadline=None)
+@given(declared(), st.tuples(*[st.floats(0, 4)] * 4), st.sampled_from([0.0, 0.5, 3.0]), st.sampled_from([0.0, 0.1]))
+def test_the_time_of_a_table_is_that_of_its_moments(declaration, taken, permute, rest):
+    f, r, b, w = taken
+    op_seconds = seconds_of({"F": f, "R": r, "B": b, "W": w, "BW": b + w})
+    table = build_table(*declaration)
+    found = time_table(table, op_seconds, permute, rest)
+    assert found.seconds == pytest.approx(last_end(table, op_seconds, permute, rest))
+    assert found.seconds - found.permutes == pytest.approx(last_end(table, op_seconds, 0.0, rest))
+    for stage, work in enumerate(found.work):
+        own = [one for one in found.slots if one.stage == stage]
+        assert work == pytest.approx(sum(one.end - one.begin for one in own) + rest * table.num_ticks)
+        assert all(one.end <= two.begin + 1e-9 for one, two in pairwise(own))
+    assert max(one.end for one in found.slots) <= found.seconds + 1e-9
+
+
+UNIT_SECONDS = {"F": 1.0, "R": 0.0, "B": 1.0, "W": 1.0, "BW": 2.0}
+
+
+def bubble_of(name, form, stages=4, microbatches=8, seconds=UNIT_SECONDS, **more):
+    table = build_table(name, stages, SCHEDULES[name].num_chunks or 2, microbatches, form, **more)
+    return time_table(table, lambda op, stage, chunk: seconds[op], 0.0).bubble_of_work
+
+
+def test_bubbles_of_tables_are_those_of_the_papers():
+    """Four stages, eight microbatches: 3 / 8 of the work, and the parts of it that chunks and W leave."""
+    assert bubble_of("gpipe", MULTI) == pytest.approx(3 / 8)
+    assert bubble_of("1f1b", MULTI) == pytest.approx(3 / 8)
+    assert bubble_of("1f1b", UNIT) == pytest.approx(1 / 4)
+    assert bubble_of("interleaved_1f1b", MULTI) == pytest.approx(3 / 16)
+    assert bubble_of("zb_h1", UNIT) == pytest.approx(1 / 8)
+    assert bubble_of("zb_v", UNIT) == pytest.approx(1 / 16)
+    assert bubble_of("dualpipe_v", UNIT) == pytest.approx(1 / 16)
+    with_recompute = {**UNIT_SECONDS, "R": 1.0}
+    assert bubble_of("1f1b", UNIT, seconds=with_recompute, recomputes=True) == pytest.approx(3 / 16)
+    assert bubble_of("1f1b", MULTI, seconds=with_recompute, recomputes=True) == pytest.approx(9 / 32)
+    assert bubble_of("zb_h1", MULTI) == pytest.approx(1 / 4)  # a stage that runs W holds up the one that it sends to
+
+
+def candidates(name="1f1b"):
+    return {f"{form} ticks": build_table(name, 4, 1, 8, form) for form in TickForm}
+
+
+@pytest.mark.parametrize(("permute", "chosen"), [(0.0, "unit ticks"), (1.0, "multi ticks")])
+def test_the_form_of_ticks_follows_the_price_of_permutes(permute, chosen):
+    """Unit ticks have the shorter ramps, and expose a permute each."""
+    found = choose_table(candidates(), lambda op, stage, chunk: UNIT_SECONDS[op], permute)
+    assert found.label == chosen
+    assert found.table == candidates()[chosen]
+    other = next(label for label in candidates() if label != chosen)
+    slower = time_table(candidates()[other], lambda op, stage, chunk: UNIT_SECONDS[op], permute).seconds
+    assert found.time.seconds < slower
+    bubble = human_share(found.time.bubble / found.time.seconds)
+    expected = f"{chosen}: {human_seconds(found.time.seconds)}, {bubble} of it bubble; {other}: {human_seconds(slower)}"
+    assert found.reason == expected
+
+
+def test_unit_ticks_are_bad_where_operations_take_unlike_times():
+    unlike = {"F": 1.0, "R": 0.0, "B": 3.0, "W": 0.2, "BW": 3.2}
+    assert choose_table(candidates(), lambda op, stage, chunk: unlike[op]).label == "multi ticks"
 
 
 @pytest.mark.parametrize(("name", "rows"), [("1f1b", ONE_F_ONE_B), ("gpipe", GPIPE)])

@@ -1,0 +1,228 @@
+"""The time of a pipeline's ticks, from the time of each slot on each stage: the makespan of its table.
+
+    a tick:  permute dx, slot F, permute y, slot BW       dx flies beside F, and y beside BW
+
+All stages run one program. A stage's slot takes as long as the branch that it runs in that tick; a permute begins when
+its sender and its receiver are there, and is waited for before the slot that needs it, or at the end of the tick. So
+neighbours keep step, and a tick takes about as long as on the slowest of them.
+
+An estimate times the parts of a traced step (`time_ticks`); a table by itself is timed from seconds of its operations
+(`time_table`), by the same arithmetic.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..core.format import human_seconds, human_share
+from .table import PipelineOp, PipelineTable, Slot, StagePlacement
+
+Numbers = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class TickSlot:
+    """A slot of a tick. branches: the regions of each branch, by number. chosen: the branch that each stage runs, by
+    tick. is_shared: all stages run it together."""
+
+    branches: tuple[tuple[int, ...], ...]
+    chosen: tuple[tuple[int, ...], ...]
+    is_shared: bool = False
+
+
+@dataclass(frozen=True)
+class TickPermute:
+    """A permute between stages. sources: the stages that send to each stage. full_bytes: the place of its bytes in the
+    numbers. needed_by: the place of the slot that waits for it; None: the end of the tick."""
+
+    sources: tuple[tuple[int, ...], ...]
+    full_bytes: int
+    needed_by: int | None = None
+
+
+TickPart = TickSlot | TickPermute
+
+
+@dataclass(frozen=True)
+class TickLoop:
+    """The loop over ticks. region: its body, by number. parts: in the order of the program."""
+
+    region: int
+    parts: tuple[TickPart, ...]
+
+    @property
+    def regions(self) -> frozenset[int]:
+        """Returns all regions that the loop runs, by number."""
+        slots = (part for part in self.parts if isinstance(part, TickSlot))
+        return frozenset({self.region, *(one for slot in slots for branch in slot.branches for one in branch)})
+
+    @property
+    def num_ticks(self) -> int:
+        return max(len(part.chosen) for part in self.parts if isinstance(part, TickSlot))
+
+
+def time_ticks(loop: TickLoop, seconds: Sequence[Numbers], rest: Numbers) -> Numbers:
+    """Returns the time at which each stage ends its last tick, of each declaration: (stages, declarations).
+
+    seconds: of each part; of a slot (branches, stages, declarations), of a permute (declarations). rest: of what else a
+    tick does, (stages, declarations).
+    """
+    now = np.zeros_like(rest)
+    for tick in range(loop.num_ticks):
+        now = _ends_of_tick(loop, tick, now, seconds, rest)[-1]
+    return now
+
+
+def _ends_of_tick(loop: TickLoop, tick: int, now: Numbers, seconds: Sequence[Numbers], rest: Numbers) -> list[Numbers]:
+    """Returns when each stage has ended each part of a tick, and the tick. A permute ends when it has been started."""
+    stages, flying, ends = np.arange(len(now)), list[tuple[Numbers, int | None]](), list[Numbers]()
+    for place, (part, taken) in enumerate(zip(loop.parts, seconds, strict=True)):
+        if isinstance(part, TickPermute):
+            begins = [now[[stage, *sources]].max(axis=0) for stage, sources in enumerate(part.sources)]
+            flying.append((np.array(begins) + taken, part.needed_by))
+        else:
+            for arrives, needed_by in flying:
+                now = np.maximum(now, arrives) if needed_by == place else now
+            if part.is_shared:
+                now = np.broadcast_to(now.max(axis=0), now.shape)
+            now = now + taken[list(part.chosen[tick]), stages]
+        ends.append(now)
+    for arrives, _ in flying:
+        now = np.maximum(now, arrives)
+    return [*ends, now + rest]
+
+
+OpSeconds = Callable[[PipelineOp, int, int], float]
+"""The seconds of an operation on a stage and a chunk of it. R: what is recomputed, which BW and B do not include; a
+table without R runs it in them."""
+
+
+@dataclass(frozen=True)
+class SlotTime:
+    """When a slot runs, in seconds."""
+
+    tick: int
+    stage: int
+    slot: Slot
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class TableTime:
+    """The time of a table, in seconds. seconds: until the last stage ends. ends: of each stage. work: of each stage
+    alone. permutes: how much longer it takes than with permutes that take no time. slots: when each one runs."""
+
+    seconds: float
+    ends: tuple[float, ...]
+    work: tuple[float, ...]
+    permutes: float
+    slots: tuple[SlotTime, ...]
+
+    @property
+    def bubble(self) -> float:
+        """Returns how long the stage with the most work waits for others, beside permutes."""
+        return max(0.0, self.seconds - self.permutes - max(self.work))
+
+    @property
+    def bubble_of_work(self) -> float:
+        """Returns the bubble as papers state it: over the work of the busiest stage."""
+        return self.bubble / max(self.work) if max(self.work) else 0.0
+
+
+def time_table(
+    table: PipelineTable, op_seconds: OpSeconds, permute_seconds: float = 0.0, tick_seconds: float = 0.0
+) -> TableTime:
+    """Returns the time of a table. permute_seconds: of one permute. tick_seconds: of what else a tick does."""
+    parts, ops = _parts_of(table)
+    loop, rest = TickLoop(0, parts), np.full((table.placement.num_stages, 1), tick_seconds)
+    taken = {op: _seconds_of(table, op, op_seconds) for op in table.ops}
+
+    def ends(permute: float) -> list[list[Numbers]]:
+        seconds = [np.array([permute]) if op is None else taken[op] for op in ops]
+        now, found = np.zeros_like(rest), list[list[Numbers]]()
+        for tick in range(table.num_ticks):
+            found.append(_ends_of_tick(loop, tick, now, seconds, rest))
+            now = found[-1][-1]
+        return found
+
+    found, without = ends(permute_seconds), ends(0.0)
+    slots, work = list[SlotTime](), [table.num_ticks * tick_seconds] * len(rest)
+    for tick, stage, slot in table.slots():
+        took = float(taken[slot.op][1 + slot.chunk, stage, 0])
+        end = float(found[tick][ops.index(slot.op)][stage, 0])
+        slots.append(SlotTime(tick, stage, slot, end - took, end))
+        work[stage] += took
+    last = found[-1][-1][:, 0]
+    permutes = float(last.max() - without[-1][-1].max())
+    return TableTime(float(last.max()), tuple(map(float, last)), tuple(work), permutes, tuple(slots))
+
+
+def _parts_of(table: PipelineTable) -> tuple[tuple[TickPart, ...], list[PipelineOp | None]]:
+    """Returns the parts of a tick as the executor runs them, and the operation of each; None of a permute."""
+    ops = sorted(table.ops, key=lambda op: op.place)
+    backward = [op for op in ops if op.takes_gradient]
+    down = _permutes(table.placement, is_gradient=True) if backward else []
+    up = _permutes(table.placement, is_gradient=False)
+    order = [*[None] * len(down), ops[0], *[None] * len(up), *ops[1:]]
+    down = [replace(each, needed_by=order.index(backward[0])) for each in down]
+    chosen = {op: [[0] * table.placement.num_stages for _ in table.rows] for op in ops}
+    for tick, stage, slot in table.slots():
+        chosen[slot.op][tick][stage] = 1 + slot.chunk
+    slots = [TickSlot((), tuple(map(tuple, chosen[op]))) for op in ops]
+    return (*down, slots[0], *up, *slots[1:]), order
+
+
+def _permutes(placement: StagePlacement, *, is_gradient: bool) -> list[TickPermute]:
+    """Returns a permute for each way that results of virtual stages go, or their gradients."""
+    ways: dict[int, set[tuple[int, int]]] = {}
+    for virtual in range(placement.num_virtual - 1):
+        here, there = placement.stage(virtual), placement.stage(virtual + 1)
+        if way := placement.direction(virtual):
+            ways.setdefault(way, set()).add((there, here) if is_gradient else (here, there))
+    stages = range(placement.num_stages)
+    return [
+        TickPermute(tuple(tuple(source for source, to in sorted(pairs) if to == stage) for stage in stages), 0)
+        for pairs in ways.values()
+    ]
+
+
+def _seconds_of(table: PipelineTable, op: PipelineOp, op_seconds: OpSeconds) -> Numbers:
+    """Returns the seconds of a slot by branch, idle and then each chunk, and by stage: (branches, stages, 1)."""
+    runs = [op]
+    if op.takes_gradient and PipelineOp.RECOMPUTE not in table.ops:
+        runs.append(PipelineOp.RECOMPUTE)
+    stages = range(table.placement.num_stages)
+    chunks = [
+        [[sum(op_seconds(each, stage, chunk) for each in runs)] for stage in stages]
+        for chunk in range(table.placement.num_chunks)
+    ]
+    return np.array([[[0.0]] * len(stages), *chunks])
+
+
+@dataclass(frozen=True)
+class ChosenTable:
+    """The table that takes the least time, and why. label: which of the candidates it is."""
+
+    label: str
+    table: PipelineTable
+    time: TableTime
+    reason: str
+
+
+def choose_table(
+    candidates: Mapping[str, PipelineTable],
+    op_seconds: OpSeconds,
+    permute_seconds: float = 0.0,
+    tick_seconds: float = 0.0,
+) -> ChosenTable:
+    """Returns the candidate that takes the least time; of equal ones, the first."""
+    times = {label: time_table(table, op_seconds, permute_seconds, tick_seconds) for label, table in candidates.items()}
+    label = min(times, key=lambda each: times[each].seconds)
+    best = times[label]
+    others = "".join(f"; {each}: {human_seconds(time.seconds)}" for each, time in times.items() if each != label)
+    bubble = human_share(best.bubble / best.seconds if best.seconds else 0.0)
+    reason = f"{label}: {human_seconds(best.seconds)}, {bubble} of it bubble{others}"
+    return ChosenTable(label, candidates[label], best, reason)
