@@ -100,9 +100,10 @@ def _walk(region: Region, *, unowned: set[int], reusable: set[int]) -> Iterator[
             old = overwritten.get(i)
             if i in unowned or (old is not None and old not in live):
                 continue
-            if old is not None:
-                live.pop(old)
-            live[i] = LiveArray(program, i, _class_of(operation, i))
+            before = None if old is None else live.pop(old).kind
+            # A loop that runs both passes carries what one microbatch saves for the next.
+            is_saved = operation.kind == "loop" and before == "activations"
+            live[i] = LiveArray(program, i, "activations" if is_saved else _class_of(operation, i))
         now, scope = tuple(live.values()), operation.scope
         yield LiveSet(now, scope)
         for inside in step.inside:
@@ -137,8 +138,8 @@ def _inside(operation: Operation, body: Region) -> Iterator[LiveSet]:
 
 
 def _class_of(operation: Operation, value: int) -> MemoryClass:
-    """Returns the class of an array. Loops that belong to neither pass run both, once for each microbatch. The result
-    of a cond has the class that one of its branches makes."""
+    """Returns the class of an array. Loops that belong to neither pass run both, once for each microbatch, or stack
+    what a microbatch saves. The result of a cond has the class that one of its branches makes."""
     if operation.kind == "branches":
         place = operation.outputs.index(value)
         classes: list[MemoryClass] = [
@@ -154,8 +155,9 @@ def _class_of(operation: Operation, value: int) -> MemoryClass:
         return "working_parameters"
     if operation.kind == "collective" and operation.name in ("all_gather", "reduce_scatter"):
         return "gathered_weights" if operation.name == "all_gather" else "gradients"
+    is_stacked = operation.kind == "loop" and value in operation.outputs[operation.num_carried :]
+    if is_stacked and not (name.is_transposed or name.is_update):
+        return "activations"
     if operation.kind == "loop" and (name.is_transposed or not name.is_differentiated):
         return "gradients"
-    if operation.kind == "loop" and value in operation.outputs[operation.num_carried :]:
-        return "activations"
     return "temporaries"

@@ -64,6 +64,11 @@ class Weights:
         before = jax.tree.map(lambda _: None, self.layouts) if self.before is None else self.before
         return jax.tree.map(partial(_gather, self.reduction), self.layouts, self.accumulators, before, self.working)
 
+    def gathered_before(self, whole: Any) -> Any:
+        """Returns whole weights that another pass gathered, with this one's gradients: those of `gathered`."""
+        layouts = jax.tree.map(lambda layout: replace(layout, gathered=()), self.layouts)
+        return replace(self, working=whole, layouts=layouts).gathered()
+
     def gathered_in_parts(self, cut: Any, sizes: Sequence[int], after: Array) -> list[Any]:
         """Returns the whole weights in parts, a tree each; the gather of a part begins when the part before it is
         there.

@@ -15,6 +15,7 @@ from meshloom.models import Aux, Params
 from ..core.scopes import piece_scope
 from ..parallel.weights import Weights, hoist
 from ..plan import Plan
+from .fused import FusedSchedule
 from .prefetch import prefetch_layers
 from .schedule import (
     Batch,
@@ -41,11 +42,14 @@ def choose_schedule(plan: Plan) -> LayerSchedule:
     scan = partial(scan_layers, unroll=loop.unroll)
     is_synchronous = plan.target.compiler.synchronous_collectives
     prefetch = partial(prefetch_layers, loop=loop, skip_boundary_collectives=is_synchronous)
-    return SequentialSchedule(
+    sequential = SequentialSchedule(
         prefetch if loop.prefetch else scan,
         num_microbatches=plan.spec.num_microbatches,
         reduce_in_backward=loop.reduce_in_backward,
     )
+    if loop.fuse_microbatches:
+        return FusedSchedule(sequential, plan.spec.num_microbatches, loop.unroll)
+    return sequential
 
 
 @dataclass(frozen=True)

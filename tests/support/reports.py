@@ -211,9 +211,10 @@ V5E = TargetReport(
 
 def searched() -> SearchReport:
     """Three programs: declared, best, one that the compiler failed on."""
-    loops = [LayerLoop(unroll=1, batch_split=1, prefetch=0, deferred_reduce_scatter=False, reduce_in_backward=False),
-             LayerLoop(unroll=2, batch_split=1, prefetch=1, deferred_reduce_scatter=True,
-                       reduce_in_backward=False)]  # fmt: skip
+    loops = [LayerLoop(unroll=1, batch_split=1, prefetch=0, deferred_reduce_scatter=False, reduce_in_backward=False,
+                       fuse_microbatches=False),
+             LayerLoop(unroll=2, batch_split=1, prefetch=1, deferred_reduce_scatter=True, reduce_in_backward=False,
+                       fuse_microbatches=False)]  # fmt: skip
     figures = {
         "peak_bytes_per_chip": 9 * GIB,
         "host_bytes_per_chip": 0,

@@ -236,6 +236,7 @@ def test_gradients_are_finite_differences(name, loop, when, skip_boundary_collec
         prefetch=distance,
         deferred_reduce_scatter=deferred,
         reduce_in_backward=when != BEHIND,
+        fuse_microbatches=False,
     )
     with jax.enable_x64(True):
         grads, dx = _gradients(layout, chosen, when, skip_boundary_collectives)

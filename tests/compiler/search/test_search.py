@@ -50,7 +50,7 @@ from support.commands import meshloom
 from support.programs import plan_as_declared
 
 V5P = ("target=v5p-128", "model=llama3_8b", "sharding=fsdp", "global_batch_size=64", "sequence_length=2048")
-AHEAD = LayerLoop(unroll=2, batch_split=1, prefetch=1, deferred_reduce_scatter=True, reduce_in_backward=False)
+AHEAD = FLAT.model_copy(update={"unroll": 2, "prefetch": 1, "deferred_reduce_scatter": True})
 
 
 def way(loop: LayerLoop, *flag_presets: str) -> OverlapConfig:
