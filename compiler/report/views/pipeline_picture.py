@@ -1,0 +1,175 @@
+"""Draws a pipeline's table as papers do: a row for each stage, time across, and the number of the microbatch in each
+operation.
+
+F is blue, B and BW are teal, W is green and R is grey; later chunks are paler. Where seconds are known, operations are
+as long as they take; else F, R, B and W are alike, and BW is twice as long. A long table has its middle left out, and
+one of many stages its last ones; the picture says so.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+
+from ...core.format import counted, human_seconds, human_share
+from ...pipeline.makespan import SlotTime, TableTime, time_table
+from ...pipeline.table import PipelineOp, PipelineTable
+
+MOST_STAGES, MOST_WIDTH = 32, 1080  # pixels: of time
+ROW, GAP, LEFT, CUT, LEGEND = 18, 3, 58, 34, 30
+DIGIT = 6.2  # pixels that a digit takes
+LONGEST_UNIT = 26  # pixels of a forward operation at most
+
+UNIT_SECONDS = {
+    PipelineOp.FORWARD: 1.0,
+    PipelineOp.RECOMPUTE: 1.0,
+    PipelineOp.INPUT_GRADIENT: 1.0,
+    PipelineOp.WEIGHT_GRADIENT: 1.0,
+    PipelineOp.BACKWARD: 2.0,
+}
+_NAMES = {
+    PipelineOp.FORWARD: "forward",
+    PipelineOp.RECOMPUTE: "recompute",
+    PipelineOp.INPUT_GRADIENT: "backward, input",
+    PipelineOp.WEIGHT_GRADIENT: "backward, weights",
+    PipelineOp.BACKWARD: "backward",
+}
+# Variables are the style sheet's of a page, which has a dark form; a picture by itself has the colours after them.
+_STYLE = """\
+.pipeline text { font: 10px system-ui, "Liberation Sans", sans-serif; fill: var(--dim, #5b6570); }
+.pipeline .idle { fill: var(--soft, #f3f5f7); }
+.pipeline .op-f { fill: var(--blue, #0072b2); }
+.pipeline .op-r { fill: var(--grey, #8b96a1); }
+.pipeline .op-b, .pipeline .op-bw { fill: var(--teal, #2b8c99); }
+.pipeline .op-w { fill: var(--lime, #9bb83c); }
+.pipeline text.in { text-anchor: middle; fill: var(--inside, #fff); }
+.pipeline text.in.w { fill: #101214; }
+.pipeline text.in.pale { fill: var(--ink, #1a1d21); }
+"""
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """Seconds to pixels. first, last: the seconds before and after which all is drawn; in between it is left out."""
+
+    total: float
+    pixels: float
+    first: float
+    last: float
+
+    @property
+    def is_cut(self) -> bool:
+        return self.first < self.last
+
+    @property
+    def width(self) -> float:
+        return self.x(self.total)
+
+    def shows(self, slot: SlotTime) -> bool:
+        return not self.is_cut or slot.end <= self.first or slot.begin >= self.last
+
+    def x(self, seconds: float) -> float:
+        if not self.is_cut or seconds <= self.first:
+            return seconds * self.pixels
+        return self.first * self.pixels + CUT + max(0.0, seconds - self.last) * self.pixels
+
+
+def pipeline_picture(table: PipelineTable, time: TableTime | None = None) -> str:
+    """Returns the picture of a table as SVG. time: its time, where seconds are known."""
+    drawn = time or time_table(table, lambda op, stage, chunk: 0.0 if _is_left_out(table, op) else UNIT_SECONDS[op])
+    stages = min(table.placement.num_stages, MOST_STAGES)
+    scale = _scale(table, drawn)
+    height = stages * (ROW + GAP)
+    slots = [slot for slot in drawn.slots if slot.stage < stages and scale.shows(slot)]
+    parts = [
+        *(f'<text x="0" y="{_middle(stage)}">stage {stage}</text>' for stage in range(stages)),
+        *_idle(scale, stages),
+        *(part for slot in slots for part in _operation(slot, table, scale, time is not None)),
+        *_legend(table, height + 14),
+        *_notes(table, scale, drawn, time, height + LEGEND),
+    ]
+    width = LEFT + scale.width + 2
+    label = f"{table.name}: {counted(table.placement.num_stages, 'stage')}, {counted(table.num_ticks, 'tick')}"
+    return (
+        f'<svg class="pipeline" xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(label)}"'
+        f' width="{max(width, 420):.0f}" height="{height + LEGEND + 20}">\n<style>\n{_STYLE}</style>\n'
+        + "\n".join(parts)
+        + "\n</svg>"
+    )
+
+
+def _is_left_out(table: PipelineTable, op: PipelineOp) -> bool:
+    """Returns True for a recomputation that is no operation of the table: whether there is one, it does not say."""
+    return op == PipelineOp.RECOMPUTE and op not in table.ops
+
+
+def _scale(table: PipelineTable, time: TableTime) -> _Scale:
+    """Returns the scale at which the number of a microbatch fits into a forward operation, where that can be."""
+    forward = [slot.end - slot.begin for slot in time.slots if slot.slot.op == PipelineOp.FORWARD]
+    shortest = min((each for each in forward if each > 0), default=1.0)
+    least = DIGIT * len(str(table.num_microbatches - 1)) + 3
+    fits = MOST_WIDTH / time.seconds if time.seconds else 1.0
+    pixels = max(least / shortest, min(fits, LONGEST_UNIT / shortest))
+    if time.seconds * pixels <= MOST_WIDTH:
+        return _Scale(time.seconds, pixels, time.seconds, time.seconds)
+    half = (MOST_WIDTH - CUT) / 2 / pixels
+    return _Scale(time.seconds, pixels, half, time.seconds - half)
+
+
+def _top(stage: int) -> int:
+    return stage * (ROW + GAP)
+
+
+def _middle(stage: int) -> float:
+    return _top(stage) + ROW / 2 + 3.5
+
+
+def _idle(scale: _Scale, stages: int) -> Iterator[str]:
+    for stage in range(stages):
+        ends = [(0.0, scale.first), (scale.last, scale.total)] if scale.is_cut else [(0.0, scale.total)]
+        for begin, end in ends:
+            x = scale.x(begin) if begin else 0.0
+            width = (end - begin) * scale.pixels
+            yield f'<rect class="idle" x="{LEFT + x:.1f}" y="{_top(stage)}" width="{width:.1f}" height="{ROW}"/>'
+
+
+def _operation(slot: SlotTime, table: PipelineTable, scale: _Scale, is_timed: bool) -> Iterator[str]:
+    of, name = slot.slot, slot.slot.op.lower()
+    x, width = LEFT + scale.x(slot.begin), (slot.end - slot.begin) * scale.pixels
+    took = f", {human_seconds(slot.end - slot.begin)}" if is_timed else ""
+    title = f"<title>tick {slot.tick}: {of}{took}</title>"
+    pale = f' fill-opacity="{_opacity(of.chunk, table.placement.num_chunks):.2f}"' if of.chunk else ""
+    shape = f'x="{x:.1f}" y="{_top(slot.stage)}" width="{max(width - 0.8, 0.4):.1f}" height="{ROW}"'
+    yield f'<rect class="op-{name}"{pale} {shape}>{title}</rect>'
+    if width >= DIGIT * len(str(of.microbatch)) + 1:
+        classes = f"in {name}{' pale' if of.chunk else ''}"
+        yield f'<text class="{classes}" x="{x + width / 2:.1f}" y="{_middle(slot.stage)}">{of.microbatch}</text>'
+
+
+def _opacity(chunk: int, num_chunks: int) -> float:
+    return 0.6 - 0.3 * (chunk - 1) / max(1, num_chunks - 2)
+
+
+def _legend(table: PipelineTable, y: int) -> Iterator[str]:
+    x = float(LEFT)
+    for op in sorted(table.ops, key=lambda op: op.place):
+        text = f"{op}: {_NAMES[op]}"
+        yield f'<rect class="op-{op.lower()}" x="{x:.0f}" y="{y - 8}" width="10" height="10"/>'
+        yield f'<text x="{x + 14:.0f}" y="{y + 1}">{text}</text>'
+        x += 14 + 6 * len(text) + 14
+    if table.placement.num_chunks > 1:
+        yield f'<text x="{x:.0f}" y="{y + 1}">later chunks are paler</text>'
+
+
+def _notes(table: PipelineTable, scale: _Scale, drawn: TableTime, time: TableTime | None, y: int) -> Iterator[str]:
+    if time is None:
+        lengths = "all operations alike" + (", BW twice as long" if PipelineOp.BACKWARD in table.ops else "")
+    else:
+        lengths = human_seconds(time.seconds)
+    notes = [lengths, f"bubble {human_share(drawn.bubble / drawn.seconds if drawn.seconds else 0.0)} of the time"]
+    if scale.is_cut:
+        hidden = sorted(set(range(table.num_ticks)) - {slot.tick for slot in drawn.slots if scale.shows(slot)})
+        which = f", ticks {hidden[0]} to {hidden[-1]} of {table.num_ticks}," if hidden else ""
+        notes.append(f"the middle{which} is left out")
+    if (more := table.placement.num_stages - MOST_STAGES) > 0:
+        notes.append(f"{counted(more, 'more stage')} left out")
+    yield f'<text x="{LEFT}" y="{y + 8}">{"; ".join(notes)}</text>'

@@ -1,0 +1,86 @@
+"""The picture of a pipeline's table, against the table: what is drawn where, and what is left out."""
+
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+
+from meshloom.compiler.pipeline.makespan import time_table
+from meshloom.compiler.pipeline.schedules import SCHEDULES, build_table
+from meshloom.compiler.pipeline.ticks import TickForm
+from meshloom.compiler.report.views.pipeline_picture import LEFT, MOST_STAGES, MOST_WIDTH, pipeline_picture
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def drawn(text):
+    """Returns the rectangles of operations by row: beginning, end, kind, title. And all texts."""
+    rows = defaultdict(list)
+    root = ElementTree.fromstring(text)
+    for rect in root.iter(f"{SVG}rect"):
+        title = rect.find(f"{SVG}title")
+        if title is not None:
+            begin, width = float(rect.attrib["x"]) - LEFT, float(rect.attrib["width"])
+            rows[int(rect.attrib["y"])].append((begin, begin + width, rect.attrib["class"], title.text or ""))
+    return [sorted(rows[y]) for y in sorted(rows)], [each.text or "" for each in root.iter(f"{SVG}text")]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("form", TickForm)
+def test_each_operation_is_drawn_on_its_stage_in_its_order(name, form):
+    table = build_table(name, 2, SCHEDULES[name].num_chunks or 2, 4, form, recomputes=form == TickForm.UNIT)
+    rows, texts = drawn(pipeline_picture(table))
+    for stage, row in enumerate(rows):
+        expected = [(f"op-{slot.op.lower()}", f"tick {tick}: {slot}") for tick, s, slot in table.slots() if s == stage]
+        assert [each[2:] for each in row] == expected
+        assert all(before[1] <= after[0] for before, after in pairwise(row))
+    numbers = [each for each in texts if each.isdigit()]
+    assert sorted(numbers) == sorted(str(slot.microbatch) for _, _, slot in table.slots())
+
+
+def test_lengths_are_those_of_seconds_where_they_are_known():
+    table = build_table("1f1b", 4, 1, 8, TickForm.MULTI)
+    time = time_table(table, lambda op, stage, chunk: {"F": 2e-3, "BW": 3e-3, "R": 1e-3}[op] * (1 + stage), 1e-3)
+    rows, texts = drawn(pipeline_picture(table, time))
+    for stage, row in enumerate(rows):
+        own = [slot for slot in time.slots if slot.stage == stage]
+        scale = row[-1][0] / own[-1].begin
+        assert [each[0] for each in row] == pytest.approx([slot.begin * scale for slot in own], abs=0.1)
+        assert [end - begin for begin, end, *_ in row] == pytest.approx(
+            [(slot.end - slot.begin) * scale - 0.8 for slot in own], abs=0.2
+        )
+    assert rows[3][0][3] == "tick 3: F of microbatch 0 in chunk 0, 8.00 ms"
+    assert any("bubble" in text and " ms; " in text for text in texts)
+    assert "all operations alike" not in " ".join(texts)
+
+
+def test_the_bubble_is_that_of_the_table():
+    """Eight microbatches on four stages: 3 of 11."""
+    _, texts = drawn(pipeline_picture(build_table("1f1b", 4, 1, 8, TickForm.MULTI)))
+    assert "all operations alike, BW twice as long; bubble 27.3 % of the time" in texts
+
+
+def test_the_middle_of_a_long_table_is_left_out_and_said_so():
+    table = build_table("1f1b", 8, 1, 300, TickForm.MULTI)
+    text = pipeline_picture(table)
+    rows, texts = drawn(text)
+    assert max(end for row in rows for _, end, *_ in row) <= MOST_WIDTH
+    ticks = {int(title.split(":")[0].removeprefix("tick ")) for row in rows for *_, title in row}
+    (note,) = (each for each in texts if "left out" in each)
+    hidden = sorted(set(range(table.num_ticks)) - ticks)
+    assert note.endswith(f"the middle, ticks {hidden[0]} to {hidden[-1]} of {table.num_ticks}, is left out")
+    assert {0, table.num_ticks - 1} <= ticks
+    assert len(text) < 60_000
+
+
+def test_of_many_stages_the_last_are_left_out_and_said_so():
+    rows, texts = drawn(pipeline_picture(build_table("gpipe", 40, 1, 4, TickForm.MULTI)))
+    assert len(rows) == MOST_STAGES
+    assert any("8 more stages left out" in text for text in texts)
+
+
+def test_the_name_of_a_users_schedule_is_text():
+    table = replace(build_table("gpipe", 2, 1, 2, TickForm.MULTI), name='<b>"&')
+    assert ElementTree.fromstring(pipeline_picture(table)).attrib["aria-label"].startswith('<b>"&: 2 stages')
