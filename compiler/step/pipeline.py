@@ -43,7 +43,7 @@ from .schedule import (
     objective,
     split_microbatches,
 )
-from .split_backward import LayerPasses, split_passes
+from .split_backward import LayerPasses, by_dimensions, rejoined, split_passes
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class PipelineSchedule:
         if gradient_scale is None:
             return sums, None
         ends = jax.lax.psum(carry["of_ends"], STAGE)
-        return sums, weights.reduce({**ends, stack.name: reduce_layers(carry["of_layers"])})
+        of_layers = rejoined(gathered.accumulators, carry["of_vectors"], carry["of_matrices"], num_before=1)
+        return sums, weights.reduce({**ends, stack.name: reduce_layers(of_layers)})
 
 
 def _gathered_once(stacked: Weights, accumulators: Any) -> tuple[Weights, Callable[[Any], Any]]:
@@ -152,10 +153,12 @@ class _Device:
         }
         if self.scale is None:
             return state
+        vectors, matrices = by_dimensions(self.layers.accumulators, num_before=1)
         state |= {
             "gradient": empty_buffer(x, self.lowered.num_gradients + 1),
             "dx": zeros_of(x),
-            "of_layers": zeros_of(self.layers.accumulators),
+            "of_vectors": zeros_of(vectors),
+            "of_matrices": zeros_of(matrices),
             "of_ends": zeros_of({piece: self.accumulators[piece] for piece in ("embed", "head")}),
             "saved": empty_buffer(self.passes.saved, self.lowered.num_x, self.layers_per_chunk),
         }
@@ -170,10 +173,10 @@ class _Device:
         own = {name: column[stage] for name, column in row.items()}
         state, ops = dict(carry), self.table.ops
         sent_back = [] if self.scale is None else self._sent("gradient", state["dx"])
-        y = self._slot(PipelineOp.FORWARD, self._forward, state, own)
+        y, dy = self._slot(PipelineOp.FORWARD, self._forward, state, own)
         sent = self._sent("x", y)
         if self.scale is not None:
-            state["gradient"] = _received(state["gradient"], sent_back, own)
+            state["gradient"] = _received(state["gradient"], [("gradient_of_head", dy), *sent_back], own)
         if PipelineOp.RECOMPUTE in ops:
             self._slot(PipelineOp.RECOMPUTE, self._recompute, state, own)
         if PipelineOp.BACKWARD in ops:
@@ -190,12 +193,12 @@ class _Device:
         written = {key: state[key] for key in _WRITES[op] if key in state}
         read = {key: value for key, value in state.items() if key not in written}
         x = self._shapes[1]
-        sends = op == PipelineOp.FORWARD or op.takes_gradient
+        sends = {PipelineOp.FORWARD: (x, x if "gradient" in state else None)}.get(op, x if op.takes_gradient else None)
         with jax.named_scope(slot_scope(op)):
             made, sent = _either(
                 own[_COLUMNS[op]],
                 lambda written: run(written, read, own),
-                lambda written: (written, zeros_of(x) if sends else None),
+                lambda written: (written, zeros_of(sends)),
                 written,
             )
         state |= made
@@ -231,16 +234,19 @@ class _Device:
             return (y, saved, added_at(auxiliary, aux, known[-1])), None
 
         auxiliary = dict(state["auxiliary"])
-        start = (x, state.get("saved"), auxiliary[self.stack.name])
+        start = (x, state.pop("saved", None), auxiliary[self.stack.name])
         (y, saved, auxiliary[self.stack.name]), _ = self._over_layers(one, start)
         state["auxiliary"] = auxiliary
-        if self.scale is not None:
-            state["saved"] = saved
-        return _either(own["forward_is_last"], self._last, lambda state, *_: state, state, y, microbatch, own), y
+        # What layers saved stays out of this branch, which would copy it.
+        no_gradient = None if self.scale is None else zeros_of(y)
+        state, dy = _either(
+            own["forward_is_last"], self._last, lambda state, *_: (state, no_gradient), state, y, microbatch
+        )
+        return state | ({} if saved is None else {"saved": saved}), (y, dy)
 
-    def _last(self, state: _State, y: Any, microbatch: Microbatch, own: _Row) -> _State:
-        """Runs the head, and its backward pass at once."""
-        state = dict(state)
+    def _last(self, state: _State, y: Any, microbatch: Microbatch) -> tuple[_State, Any]:
+        """Runs the head, and its backward pass at once. Returns the gradient of the result of all layers, too."""
+        state, dy = dict(state), None
         with jax.named_scope(end_scope("last")):
             if self.scale is None:
                 _, output = self._head(*self._ends(), y, microbatch)
@@ -252,9 +258,8 @@ class _Device:
                 _, pull_back, output = jax.vjp(run, *self._ends(), y, has_aux=True)
                 head, embed, dy = pull_back(self.scale)
                 state["of_ends"] = jax.tree.map(jnp.add, state["of_ends"], {"embed": embed, "head": head})
-                state["gradient"] = write_slot(state["gradient"], dy, own["gradient_of_head"])
         auxiliary = {**state["auxiliary"], "head": jax.tree.map(jnp.add, state["auxiliary"]["head"], output.aux)}
-        return state | {"loss": state["loss"] + output.loss, "auxiliary": auxiliary}
+        return state | {"loss": state["loss"] + output.loss, "auxiliary": auxiliary}, dy
 
     def _ends(self) -> tuple[Any, Any]:
         return self.accumulators["head"], self.accumulators["embed"]
@@ -279,20 +284,24 @@ class _Device:
         """Runs B, if the table has W, or BW. The cut and the gradients of weights are written layer by layer: stacked
         and then copied into their buffers, B would take twice its time."""
         microbatch, chunk = self.microbatch(own["backward_microbatch"]), own["backward_chunk"]
-        state, written = dict(state), "cut" if "cut" in state else "of_layers"
+        state, splits = dict(state), "cut" in state
+        written = "cut" if splits else "of_matrices"
         buffer, slot = ("kept", "residuals_of_backward") if "kept" in read else ("saved", "x_of_backward")
 
-        def one(carry: tuple[Any, Any], layer: Array) -> tuple[Any, None]:
-            dy, total = carry
+        def one(carry: tuple[Any, Any, Any], layer: Array) -> tuple[Any, None]:
+            dy, total, others = carry
             known, held = self._known(microbatch, chunk, layer), read_layer(read[buffer], own[slot], layer)
-            if written == "cut":
-                dx, cut = self.passes.input_gradient(known, held, dy)
-                return (dx, write_layer(total, cut, own["cut_of_backward"], layer)), None
-            dx, dw = self.passes.backward(known, held, dy)
-            return (dx, added_at(total, dw, self._place(chunk, layer))), None
+            place = self._place(chunk, layer)
+            if splits:
+                dx, vectors, cut = self.passes.input_gradient(known, held, dy)
+                others = write_layer(others, cut, own["cut_of_backward"], layer)
+            else:
+                dx, (vectors, matrices) = self.passes.backward(known, held, dy)
+                others = added_at(others, matrices, place)
+            return (dx, added_at(total, vectors, place), others), None
 
-        start = (read_slot(read["gradient"], own["gradient_of_backward"]), state[written])
-        (dx, state[written]), _ = self._over_layers(one, start, reverse=True)
+        start = (read_slot(read["gradient"], own["gradient_of_backward"]), state["of_vectors"], state[written])
+        (dx, state["of_vectors"], state[written]), _ = self._over_layers(one, start, reverse=True)
 
         def first(of_ends: Any) -> Any:
             with jax.named_scope(end_scope("first")):
@@ -315,8 +324,8 @@ class _Device:
             known, cut = self._known(microbatch, chunk, layer), read_layer(read["cut"], own["cut_of_weight"], layer)
             return added_at(total, self.passes.weight_gradient(known, cut), self._place(chunk, layer)), None
 
-        total, _ = self._over_layers(one, state["of_layers"])
-        return {"of_layers": total}, None
+        total, _ = self._over_layers(one, state["of_matrices"])
+        return {"of_matrices": total}, None
 
     def _over_layers(self, one: Callable[..., Any], start: Any, *, reverse: bool = False) -> Any:
         """Runs a function once for each layer of a chunk."""
@@ -352,11 +361,11 @@ _COLUMNS = {
     PipelineOp.WEIGHT_GRADIENT: "weight",
 }
 _WRITES: dict[PipelineOp, Sequence[str]] = {  # what each changes of the carry
-    PipelineOp.FORWARD: ("loss", "auxiliary", "saved", "gradient", "of_ends"),
+    PipelineOp.FORWARD: ("loss", "auxiliary", "saved", "of_ends"),
     PipelineOp.RECOMPUTE: ("kept",),
-    PipelineOp.INPUT_GRADIENT: ("cut", "of_ends"),
-    PipelineOp.BACKWARD: ("of_layers", "of_ends"),
-    PipelineOp.WEIGHT_GRADIENT: ("of_layers",),
+    PipelineOp.INPUT_GRADIENT: ("cut", "of_vectors", "of_ends"),
+    PipelineOp.BACKWARD: ("of_matrices", "of_vectors", "of_ends"),
+    PipelineOp.WEIGHT_GRADIENT: ("of_matrices",),
 }
 
 

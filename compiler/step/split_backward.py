@@ -2,17 +2,20 @@
 
     F   x                 -> y, saved              what the remat policy of the layer selects, its input at least
     R   saved             -> kept                  all that does not depend on dy
-    B   saved or kept, dy -> dx, cut               what dx depends on
-    W   cut               -> dw                    the other operations
-    BW  saved or kept, dy -> dx, dw
+    B   saved or kept, dy -> dx, vectors, cut      what dx depends on, and gradients of vectors
+    W   cut               -> matrices              the other operations
+    BW  saved or kept, dy -> dx, vectors, matrices
 
 The derivative that JAX makes is one program of operations; B is those that lead to dx, and W the rest. `known`, the
 arguments that a later pass has anyway (weights, what all layers share, the number of the layer), is never saved.
+Gradients of vectors are made in B, because each of them reads arrays as large as x in float32: of a layer of Llama the
+cut is 14 times as large as x, and with them it would be 22 times.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import jax
@@ -34,15 +37,17 @@ class LayerPasses:
     """The passes of a layer, as functions of trees `known` and x, and of lists of arrays.
 
     forward: (known, x) -> ((y, auxiliary outputs), saved). recompute: (known, saved) -> kept. backward: (known, held,
-    dy) -> (dx, dw). input_gradient: (known, held, dy) -> (dx, cut). weight_gradient: (known, cut) -> dw. held: `kept`
-    if what is recomputed is a pass of its own, else `saved`. saved, kept, cut: the arrays of each, by shape and type.
+    dy) -> (dx, (vectors, matrices)). input_gradient: (known, held, dy) -> (dx, vectors, cut). weight_gradient: (known,
+    cut) -> matrices. vectors, matrices: gradients of weights of one dimension, and of more (`by_dimensions`). held:
+    `kept` if what is recomputed is a pass of its own, else `saved`. saved, kept, cut: the arrays of each, by shape and
+    type.
     """
 
     forward: Callable[[Any, Any], tuple[tuple[Any, Any], list[Array]]]
     recompute: Callable[[Any, list[Array]], list[Array]]
-    backward: Callable[[Any, list[Array], Any], tuple[Any, Any]]
-    input_gradient: Callable[[Any, list[Array], Any], tuple[Any, list[Array]]]
-    weight_gradient: Callable[[Any, list[Array]], Any]
+    backward: Callable[[Any, list[Array], Any], tuple[Any, tuple[list[Array], list[Array]]]]
+    input_gradient: Callable[[Any, list[Array], Any], tuple[Any, list[Array], list[Array]]]
+    weight_gradient: Callable[[Any, list[Array]], list[Array]]
     saved: list[jax.ShapeDtypeStruct]
     kept: list[jax.ShapeDtypeStruct]
     cut: list[jax.ShapeDtypeStruct]
@@ -82,7 +87,7 @@ def split_passes(
         return dx, dw
 
     pulled, gradients = jax.make_jaxpr(pull_back, return_shape=True)(made[0], *residuals)
-    of_x, of_w = map(jax.tree.structure, gradients)
+    of_x = jax.tree.structure(gradients[0])
     backward = _Program.of(_inlined(pulled))
 
     # A residual is an argument that a later pass has, a constant of the program, or saved.
@@ -115,18 +120,20 @@ def split_passes(
 
     dy_vars = backward.inputs[:num_dy]
     dx_vars, dw_vars = backward.outputs[: of_x.num_leaves], backward.outputs[of_x.num_leaves :]
+    vectors = [var for var in dw_vars if var.aval.ndim < 2]
+    matrices = [var for var in dw_vars if var.aval.ndim >= 2]
     first = backward.independent_of(dy_vars) if recomputes else frozenset[int]()
-    in_b = backward.leading_to(dx_vars) - first
-    in_w = backward.leading_to(dw_vars) - in_b - first
+    in_b = backward.leading_to([*dx_vars, *vectors]) - first
+    in_w = backward.leading_to(matrices) - in_b - first
 
     def free(of: frozenset[int], results: Sequence[Any]) -> list[Var]:
         """Returns what a part of the program reads, and results that it does not make, if it has to be held."""
         read = backward.read_by(of, results)
         return [var for var in read if var not in backward.constants and (var not in sources or var in set(of_saved))]
 
-    cut = free(in_w, dw_vars)
-    kept = [var for var in dict.fromkeys([*free(in_b, [*dx_vars, *cut]), *cut]) if var not in set(dy_vars)]
-    kept = [var for var in kept if var not in backward.made_by(in_b)] if recomputes else of_saved
+    cut = free(in_w, matrices)
+    kept = [var for var in free(in_b, [*dx_vars, *vectors, *cut]) if var not in set(dy_vars)]
+    kept = kept if recomputes else of_saved
 
     def held(arrays: list[Array]) -> dict[Var, Any]:
         return dict(zip(kept, arrays, strict=True)) if recomputes else restored(arrays)
@@ -144,17 +151,19 @@ def split_passes(
     def run_recompute(known: Any, saved: list[Array]) -> list[Array]:
         return backward.run(first, kept, lambda variables: values(variables, known, restored(saved)))
 
-    def run_backward(known: Any, arrays: list[Array], dy: Any) -> tuple[Any, Any]:
-        out = with_dy(known, arrays, dy, in_b | in_w, [*dx_vars, *dw_vars])
-        return of_x.unflatten(out[: len(dx_vars)]), of_w.unflatten(out[len(dx_vars) :])
+    def run_backward(known: Any, arrays: list[Array], dy: Any) -> tuple[Any, tuple[list[Array], list[Array]]]:
+        out = iter(with_dy(known, arrays, dy, in_b | in_w, [*dx_vars, *vectors, *matrices]))
+        dx, of_vectors, of_matrices = (list(islice(out, len(each))) for each in (dx_vars, vectors, matrices))
+        return of_x.unflatten(dx), (of_vectors, of_matrices)
 
-    def run_input_gradient(known: Any, arrays: list[Array], dy: Any) -> tuple[Any, list[Array]]:
-        out = with_dy(known, arrays, dy, in_b, [*dx_vars, *cut])
-        return of_x.unflatten(out[: len(dx_vars)]), out[len(dx_vars) :]
+    def run_input_gradient(known: Any, arrays: list[Array], dy: Any) -> tuple[Any, list[Array], list[Array]]:
+        out = iter(with_dy(known, arrays, dy, in_b, [*dx_vars, *vectors, *cut]))
+        dx, of_vectors, of_cut = (list(islice(out, len(each))) for each in (dx_vars, vectors, cut))
+        return of_x.unflatten(dx), of_vectors, of_cut
 
-    def run_weight_gradient(known: Any, arrays: list[Array]) -> Any:
+    def run_weight_gradient(known: Any, arrays: list[Array]) -> list[Array]:
         there = dict(zip(cut, arrays, strict=True))
-        return of_w.unflatten(backward.run(in_w, dw_vars, lambda variables: values(variables, known, there)))
+        return backward.run(in_w, matrices, lambda variables: values(variables, known, there))
 
     return LayerPasses(
         run_forward,
@@ -164,6 +173,20 @@ def split_passes(
         run_weight_gradient,
         *([_shape_of(var) for var in each] for each in (saved, kept, cut)),
     )
+
+
+def by_dimensions(tree: Any, num_before: int = 0) -> tuple[list[Any], list[Any]]:
+    """Returns the leaves of weights, or of their gradients, that are vectors, and the others. num_before: dimensions
+    before those of a weight."""
+    leaves = jax.tree.leaves(tree)
+    vectors = [leaf for leaf in leaves if leaf.ndim - num_before < 2]
+    return vectors, [leaf for leaf in leaves if leaf.ndim - num_before >= 2]
+
+
+def rejoined(tree: Any, vectors: list[Any], matrices: list[Any], num_before: int = 0) -> Any:
+    """Returns the tree that `by_dimensions` took apart, with these leaves. tree: one like it."""
+    of = {True: iter(vectors), False: iter(matrices)}
+    return jax.tree.map(lambda leaf: next(of[leaf.ndim - num_before < 2]), tree)
 
 
 @dataclass(frozen=True)

@@ -18,42 +18,55 @@ pytestmark = pytest.mark.ci
 
 MULTI, UNIT = TickForm.MULTI, TickForm.UNIT
 FSDP = ("sharding=fsdp", "mesh.fsdp=2")
+WINDOWS = ("model.attention_windows=[3,null]",)  # of two layers, which are one of the stack
 
 
-@pytest.mark.parametrize(
-    ("schedule", "form", "stages", "chunks", "microbatches", "others"),
-    [
-        ("gpipe", MULTI, 2, 1, 4, ("sharding=ddp",)),
-        ("1f1b", MULTI, 2, 1, 4, ("sharding=ddp",)),
-        ("1f1b", UNIT, 2, 1, 4, FSDP),
-        ("1f1b", MULTI, 2, 1, 4, ("sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.tensor=2")),
-        ("1f1b", MULTI, 2, 1, 4, ("sharding=hsdp", "mesh.replica=2", "mesh.fsdp=2")),
-        ("1f1b", MULTI, 2, 1, 4, (*FSDP, "overlap.layers.batch_split=2")),
-        ("1f1b", MULTI, 2, 1, 4, (*FSDP, "model=tiny_moe")),
-        ("1f1b", MULTI, 2, 1, 4, ("sharding=fsdp_expert", "mesh.expert=2", "model=tiny_moe")),
-        ("gpipe", MULTI, 4, 1, 8, FSDP),
-        ("1f1b", MULTI, 4, 1, 8, FSDP),
-        ("1f1b", MULTI, 4, 1, 4, (*FSDP, "model.embeddings=tied")),
-        ("interleaved_1f1b", MULTI, 2, 2, 4, FSDP),
-        ("interleaved_1f1b", UNIT, 2, 2, 4, FSDP),
-        ("interleaved_1f1b_breadth_first", MULTI, 2, 2, 4, FSDP),
-        ("zb_h1", UNIT, 2, 1, 4, FSDP),
-        ("zb_h2", UNIT, 4, 1, 8, FSDP),
-        ("zb_v", UNIT, 2, 2, 4, FSDP),
-        ("dualpipe_v", UNIT, 2, 2, 4, FSDP),
-    ],
-)
+# schedule, form of ticks, stages, chunks, microbatches, other overrides
+CASES = [
+    ("gpipe", MULTI, 2, 1, 4, ("sharding=ddp",)),
+    ("1f1b", MULTI, 2, 1, 4, ("sharding=hsdp", "mesh.replica=2", "mesh.fsdp=2")),
+    ("1f1b", UNIT, 2, 1, 4, (*FSDP, "overlap.layers.batch_split=2", "remat=save_dots")),
+    ("1f1b", MULTI, 4, 1, 4, (*FSDP, "model.embeddings=tied", "remat=none")),
+    ("gpipe", UNIT, 4, 1, 8, FSDP),
+    ("interleaved_1f1b", MULTI, 2, 3, 4, (*FSDP, "model=tiny_moe")),
+    ("interleaved_1f1b", UNIT, 4, 2, 8, ("sharding=ddp", *WINDOWS)),
+    ("interleaved_1f1b_breadth_first", MULTI, 4, 2, 4, FSDP),
+    ("zb_h1", UNIT, 2, 1, 4, ("sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.tensor=2")),
+    ("zb_h1", UNIT, 4, 1, 8, (*FSDP, *WINDOWS)),
+    ("zb_h2", UNIT, 2, 1, 4, ("sharding=fsdp_expert", "mesh.expert=2", "model=tiny_moe")),
+    ("zb_h2", MULTI, 4, 1, 8, ("sharding=ddp", "model.embeddings=tied")),
+    ("zb_v", UNIT, 2, 2, 4, (*FSDP, *WINDOWS, "remat=none")),
+    ("zb_v", UNIT, 4, 2, 8, ("sharding=ddp",)),
+    ("dualpipe_v", UNIT, 2, 2, 8, ("sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.tensor=2")),
+    ("dualpipe_v", MULTI, 4, 2, 8, (*FSDP, "model=tiny_moe")),
+]
+
+
+@pytest.mark.parametrize(("schedule", "form", "stages", "chunks", "microbatches", "others"), CASES)
 def test_gradients_of_a_pipeline_are_those_of_one_device(
     schedule, form, stages, chunks, microbatches, others, tokens, monkeypatch
 ):
     table = build_table(schedule, stages, chunks, microbatches, form)
-    num_layers = max(4, table.placement.num_virtual)
-    model = (f"model.num_layers={num_layers}",)
-    tied = tuple(each for each in others if each.startswith("model"))
+    check_gradients(table, others, tokens[0], monkeypatch)
+
+
+@pytest.mark.parametrize(("schedule", "stages", "chunks", "microbatches"), [("1f1b", 2, 1, 4), ("zb_v", 4, 2, 8)])
+def test_layers_may_be_run_again_by_an_operation_of_their_own(
+    schedule, stages, chunks, microbatches, tokens, monkeypatch
+):
+    table = build_table(schedule, stages, chunks, microbatches, UNIT, recomputes=True)
+    check_gradients(table, FSDP, tokens[0], monkeypatch)
+
+
+def check_gradients(table, others, tokens, monkeypatch):
+    """Compares loss and gradients of a plan on the stages of a table with those of one device."""
+    stages, microbatches = table.placement.num_stages, table.num_microbatches
+    num_layers = max(4, table.placement.num_virtual * (2 if set(WINDOWS) <= set(others) else 1))
+    model = (f"model.num_layers={num_layers}", *(each for each in others if each.startswith("model")))
     # A balance of experts is one of each microbatch.
-    one = plan_of("target=cpu-1", "sharding=ddp", f"num_microbatches={microbatches}", *model, *tied)
+    one = plan_of("target=cpu-1", "sharding=ddp", f"num_microbatches={microbatches}", *model)
     params = jax.tree.map(np.asarray, one.model.init(jax.random.key(0)))
-    expected_loss, expected = gradients_of(one, params, tokens[0])
+    expected_loss, expected = gradients_of(one, params, tokens)
     monkeypatch.setattr(driver, "usable_mesh", lambda spec: spec.mesh)
     sizes = [int(each.split("=")[1]) for each in others if each.startswith("mesh.")]
     devices = stages * int(np.prod(sizes))
@@ -61,8 +74,8 @@ def test_gradients_of_a_pipeline_are_those_of_one_device(
         f"target=cpu-{devices}", f"+mesh.stage={stages}", f"num_microbatches={microbatches}", *others, *model
     )
     monkeypatch.setattr(train_step, "choose_schedule", lambda plan: PipelineSchedule(table))
-    layers = split_evenly(num_layers, table.placement)
-    loss, ours = gradients_of(plan, in_order(params, layer_order(table.placement, layers)), tokens[0])
+    layers = split_evenly(plan.model.stacks[0].num_layers, table.placement)
+    loss, ours = gradients_of(plan, in_order(params, layer_order(table.placement, layers)), tokens)
     ours = in_order(ours, natural_order(table.placement, layers))
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     for path, gradient in leaves_by_path(ours).items():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshloom.compiler.core.scopes import OperationName
-from meshloom.compiler.step.split_backward import split_passes
+from meshloom.compiler.step.split_backward import by_dimensions, rejoined, split_passes
 
 POLICIES = {
     "nothing": jax.checkpoint_policies.nothing_saveable,
@@ -45,11 +45,13 @@ def passes_of(policy, recomputes):
 
 def run(passes, recomputes):
     """Returns y, dx and dw in two ways: by both gradients at once, and apart."""
-    _, known, x, dy = case()
+    accumulators, known, x, dy = case()
     (y, _), held = passes.forward(known, x)
     held = passes.recompute(known, held) if recomputes else held
-    dx, cut = passes.input_gradient(known, held, dy)
-    return (y, *passes.backward(known, held, dy)), (y, dx, passes.weight_gradient(known, cut))
+    at_once, dw = passes.backward(known, held, dy)
+    dx, vectors, cut = passes.input_gradient(known, held, dy)
+    apart = rejoined(accumulators, vectors, passes.weight_gradient(known, cut))
+    return (y, at_once, rejoined(accumulators, *dw)), (y, dx, apart)
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -71,7 +73,7 @@ def test_each_matmul_of_the_backward_pass_is_in_one_part():
     _, known, x, dy = case()
     passes = passes_of("nothing", recomputes=True)
     held = passes.recompute(known, passes.forward(known, x)[1])
-    cut = passes.input_gradient(known, held, dy)[1]
+    cut = passes.input_gradient(known, held, dy)[2]
     found = (
         matmuls(passes.recompute, known, passes.forward(known, x)[1]),
         matmuls(passes.input_gradient, known, held, dy),
@@ -95,3 +97,10 @@ def test_operations_keep_their_scopes():
     ]
     assert {each.in_pass for each in scopes} == {"recomputed", "backward"}
     assert all("mlp" in each.words for each in scopes)
+
+
+def test_weights_are_taken_apart_by_dimensions_and_joined():
+    weights = case()[0]
+    vectors, matrices = by_dimensions(weights)
+    assert [w.shape for w in vectors] == [(WIDTH,)]
+    assert [w.shape for w in rejoined(weights, vectors, matrices)] == [w.shape for w in weights]
