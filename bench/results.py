@@ -2,8 +2,9 @@
 
     python bench/results.py [--write]
 
-A page has a table between `<!-- table: NAME -->` and `<!-- end -->`. Nothing is compiled, estimated or run here: a
-script of its own makes the rows (bench/README.md). A test compares the pages with what is printed.
+A page has a table between `<!-- table: NAME -->` and `<!-- end -->`. Nothing is compiled, estimated or run here:
+a script of its own makes the rows (bench/README.md); only tables of pipelines are timed. A test compares the pages with
+what is printed.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import faults
 import memory_accuracy
 import overlap
 import peer
+import pipelines
 import published
 import tune
 from compiled_rows import read_kept, read_lines
@@ -47,6 +49,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "tune": lambda: tune.table(read_kept(tune.KEPT)),
     "memory": lambda: memory_accuracy.table(read_lines(memory_accuracy.KEPT)),
     "chaos": lambda: chaos.table(read_lines(chaos.KEPT)),
+    "pipeline-bubbles": pipelines.bubbles,
+    "pipeline-recomputed": pipelines.recomputed,
+    "pipeline-permutes": pipelines.permutes,
+    "pipeline-buffers": pipelines.buffers,
     "faults": lambda: faults.tables(list(faults.read_kept(faults.KEPT).values())),
 }
 
