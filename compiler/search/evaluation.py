@@ -33,6 +33,7 @@ class Evaluation:
     """A candidate's step, as its estimate or its schedule predicts it, in seconds and in bytes per device. None:
     unknown.
 
+    bubble_seconds: what the stages of a pipeline wait for each other; 0 without one.
     exposed: seconds by the mesh axes of the collectives, if they are told apart. fits: whether it fits in the device's
     memory. host_fits: whether it fits in the device's share of the host's memory. why_not: the reason why nothing is
     known.
@@ -47,6 +48,7 @@ class Evaluation:
     host_fits: bool | None
     exposed: Mapping[Axes, float] = field(default_factory=dict)
     why_not: str | None = None
+    bubble_seconds: float | None = 0.0
 
     @property
     def exposed_fraction(self) -> float | None:
@@ -63,7 +65,7 @@ class Evaluation:
 
 def unknown(why: str) -> Evaluation:
     """Returns an evaluation without figures, such as that of a candidate that the compiler refused."""
-    return Evaluation(None, None, None, None, None, None, None, why_not=why)
+    return Evaluation(None, None, None, None, None, None, None, why_not=why, bubble_seconds=None)
 
 
 def evaluate_plan(plan: Plan) -> Evaluation:
@@ -83,6 +85,7 @@ def evaluate_estimate(estimate: StepEstimate) -> Evaluation:
         fits=memory.fits,
         host_fits=memory.host_fits,
         exposed=dict(time.exposed) if time else {},
+        bubble_seconds=time and time.bubble_seconds,
         why_not=None if time else str(estimate.why_uncounted),
     )
 
@@ -108,5 +111,6 @@ def evaluate_step(step: CompiledStep) -> Evaluation:
         host_bytes=step.host_bytes,
         fits=step.fits,
         host_fits=step.fits_host,
+        bubble_seconds=figures and figures.bubble_seconds,
         why_not=schedule.why if isinstance(schedule, Unavailable) else None,
     )

@@ -9,7 +9,8 @@ each family are traced, and the exponents of each number follow, exactly if it i
                       microbatches: an exponent is -1, 0 or 1, so that a ratio of 2^-1 2^3 2^9 gives all three
 
 Programs that differ in more than sizes are in other families: another variant, an axis that splits activations on one
-device, one microbatch. A family is traced with the strategies that its candidates share, and else with the fallback.
+device, one microbatch. Pipelines of other stages or microbatches have other tables, and are families of their own. A
+family is traced with the strategies that its candidates share, and else with the fallback.
 """
 
 import math
@@ -35,7 +36,7 @@ from ..spec.plan_spec import PlanSpec
 from ..target.target import TargetPlan
 from .space import MeshCandidate, Sizes, Variant, with_layout
 
-Key = tuple[str, tuple[tuple[str, str], ...], tuple[str, ...], bool]
+Key = tuple[str, tuple[tuple[str, str], ...], tuple[str, ...], int]
 T = TypeVar("T")
 R = TypeVar("R")
 ParallelMap = Callable[[Callable[[T], R], Sequence[T]], Iterable[R]]
@@ -172,25 +173,31 @@ def family_key(one: MeshCandidate, families: Mapping[Key, Family]) -> Key | None
 
 def _wide_key(one: MeshCandidate) -> Key:
     hard = tuple(axis for axis in _named_axes(one) if axis not in one.roles.sequence)
-    return "any axes of the batch", one.variant.choices, hard, one.num_microbatches > 1
+    return "any axes of the batch", one.variant.choices, hard, _microbatches_of_shape(one)
 
 
 def _narrow_key(one: MeshCandidate) -> Key:
-    return "these axes", one.variant.choices, _named_axes(one), one.num_microbatches > 1
+    return "these axes", one.variant.choices, _named_axes(one), _microbatches_of_shape(one)
 
 
 def _mesh_key(one: MeshCandidate) -> Key:
     sizes = tuple(f"{axis}={size}" for axis, size in one.sizes)
-    return "this mesh", one.variant.choices, sizes, one.num_microbatches > 1
+    return "this mesh", one.variant.choices, sizes, _microbatches_of_shape(one)
+
+
+def _microbatches_of_shape(one: MeshCandidate) -> int:
+    """Returns the number of microbatches as far as the shape of the program depends on it: a pipeline's table has
+    as many columns as they need, a loop over them has as many trips."""
+    return one.num_microbatches if one.num_stages > 1 else min(one.num_microbatches, 2)
 
 
 def _named_axes(one: MeshCandidate) -> tuple[str, ...]:
     """Returns the axes of more than one device. An axis with a ring, which has a step for each device, is named with
-    its size."""
-    ring_axes = set(one.roles.length)
+    its size, and so are the stages of a pipeline."""
+    with_size = {*one.roles.length, *one.roles.stage}
     if _has_rings(one):
-        ring_axes |= set(one.roles.partitioner)
-    return tuple(f"{axis}={size}" if axis in ring_axes else axis for axis, size in one.sizes)
+        with_size |= set(one.roles.partitioner)
+    return tuple(f"{axis}={size}" if axis in with_size else axis for axis, size in one.sizes)
 
 
 def _has_rings(one: MeshCandidate) -> bool:
@@ -214,7 +221,9 @@ def choose_points(candidates: Sequence[MeshCandidate]) -> list[TracePoint]:
     middle = float(np.median(np.log2([one.sequences_of_device for one in candidates])))
     # Arrays of one sequence are like those without the dimension, and a split batch has half of the sequences in each.
     sequences = max(2 * BATCH_SPLIT, int(2 ** round(middle)))
-    num_microbatches = NUM_MICROBATCHES if candidates[0].num_microbatches > 1 else 1
+    of_shape = _microbatches_of_shape(candidates[0])
+    is_counted = of_shape > 1 and candidates[0].num_stages == 1
+    num_microbatches = NUM_MICROBATCHES if is_counted else of_shape
     strategies = _common_strategies(candidates)
     first = TracePoint(candidates[0].variant, sizes[0], num_microbatches, sequences, NUM_CHUNKS, strategies)
     more_sequences, more_chunks, more_microbatches = COUNT_RATIOS
@@ -222,7 +231,7 @@ def choose_points(candidates: Sequence[MeshCandidate]) -> list[TracePoint]:
         first,
         sequences_of_device=sequences * more_sequences,
         num_loss_chunks=NUM_CHUNKS * more_chunks,
-        num_microbatches=num_microbatches * more_microbatches if num_microbatches > 1 else 1,
+        num_microbatches=num_microbatches * more_microbatches if is_counted else num_microbatches,
     )
     return [first, *(replace(first, sizes=other) for other in sizes[1:]), others]
 

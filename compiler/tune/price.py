@@ -30,6 +30,7 @@ class Prices:
             seconds=time.seconds,
             compute_seconds=time.compute_seconds,
             exposed_seconds=time.exposed_seconds,
+            bubble_seconds=time.bubble_seconds,
             peak_bytes=peak_bytes,
             host_bytes=int(self.host_bytes[place]),
             fits=peak_bytes <= limit_bytes,
@@ -49,7 +50,7 @@ def price_candidates(
         assert key is not None
         places.setdefault(key, []).append(place)
     count = len(candidates)
-    peak, host, compute = np.zeros(count), np.zeros(count), np.zeros(count)
+    peak, host, compute, bubble = (np.zeros(count) for _ in range(4))
     exposed: dict[Axes, Numbers] = {}
     for key, own in places.items():
         family, ones = families[key], [candidates[place] for place in own]
@@ -58,9 +59,10 @@ def price_candidates(
         assert rates is not None, "a variant without is refused by the rules"
         time = time_step(costs, rates, _link_times(ones, family, link_speed), family.hiding_of(ones))
         peak[own], host[own], compute[own] = costs.peak_bytes(), costs.host_bytes(), time.compute_seconds
+        bubble[own] = time.bubble_seconds
         for axes, seconds in time.exposed.items():
             exposed.setdefault(axes, np.zeros(count))[own] += seconds
-    return Prices(tuple(candidates), peak, host, StepTime(compute, exposed))
+    return Prices(tuple(candidates), peak, host, StepTime(compute, exposed, bubble))
 
 
 def _link_times(candidates: Sequence[MeshCandidate], family: Family, speed: float) -> LinkTimes:

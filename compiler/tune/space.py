@@ -17,6 +17,7 @@ from typing import Any
 from meshloom.models.config import divisors
 
 from ..core.errors import ConfigError, Problem, raise_if_any
+from ..core.partition_spec import STAGE
 from ..driver import Layout, plan_layout
 from ..estimate.step_time import plan_rates
 from ..parallel.operation import loop_trips
@@ -46,7 +47,8 @@ class Variant:
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """Returns the mesh axes whose sizes are searched."""
-        return tuple(dict.fromkeys((*mesh_axes(self.spec), *_pinned_sizes(self.spec))))
+        staged = (STAGE,) if STAGE in self.spec.tune.mesh else ()
+        return tuple(dict.fromkeys((*mesh_axes(self.spec), *staged, *_pinned_sizes(self.spec))))
 
     def target(self) -> TargetPlan:
         """Returns the target, with the figures of the type that the variant computes in."""
@@ -68,6 +70,10 @@ class MeshCandidate(Candidate):
     sequences_of_device: int  # of one microbatch
     num_loss_chunks: int
     strategies: tuple[tuple[str, str, str], ...]
+
+    @property
+    def num_stages(self) -> int:
+        return self.mesh.num_shards(self.roles.stage)
 
     @property
     def sizes(self) -> Sizes:

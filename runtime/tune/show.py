@@ -74,6 +74,8 @@ def why_it_wins(best: Sequence[Estimated]) -> list[str]:
         return ["it is the only one that fits"]
     first, second = best[:2]
     parts = {"compute": (first.compute_seconds, second.compute_seconds)}
+    if first.bubble_seconds or second.bubble_seconds:
+        parts["bubble"] = (first.bubble_seconds or 0.0, second.bubble_seconds or 0.0)
     for axes in dict.fromkeys((*first.exposed, *second.exposed)):
         parts[f"exposed over {'+'.join(axes)}"] = (first.exposed.get(axes, 0.0), second.exposed.get(axes, 0.0))
     gains = sorted(((a - b, name) for name, (a, b) in parts.items()), key=lambda one: one[0])
@@ -103,10 +105,10 @@ def _counts(answer: Answer) -> str:
 def _table(answer: Answer, width: int) -> Table:
     """Returns a table with a column for each key that varies; one for all of them if the terminal is too narrow."""
     keys = _varying(answer.best)
-    has_cost = any(one.cost is not None for one in answer.best)
-    names = ["step", "tokens/s/chip", "MFU", "exposed", "memory", *(["cost/M tokens"] if has_cost else [])]
     shown = answer.best[:NUM_LINES]
-    figures = [_figures(answer, one, has_cost) for one in shown]
+    named = [_figures(answer, one) for one in shown]
+    names = [name for name in named[0] if any(each[name] for each in named)]
+    figures = [[each[name] for name in names] for each in named]
     values = [[str(one.candidate.values.get(key, "")) for key in keys] for one in shown]
     cells = [[*names, *keys], *([*a, *b] for a, b in zip(figures, values, strict=True))]
     if sum(max(map(len, column)) + 2 for column in zip(*cells, strict=True)) - 2 > width:
@@ -118,15 +120,17 @@ def _table(answer: Answer, width: int) -> Table:
     return Table(columns, [[(text, style) for text in (*a, *b)] for a, b, style in rows])
 
 
-def _figures(answer: Answer, one: Estimated, has_cost: bool) -> list[str]:
-    return [
-        human_seconds(one.seconds),
-        human_count(one.tokens_per_second / answer.target.num_chips),
-        human_share(one.mfu) if one.mfu is not None else "unknown",
-        human_share(one.exposed_seconds / one.seconds),
-        human_bytes(one.peak_bytes * answer.target.devices_per_chip),
-        *([three_digits(one.cost) if one.cost is not None else ""] if has_cost else []),
-    ]
+def _figures(answer: Answer, one: Estimated) -> dict[str, str]:
+    """Returns the figures by the names of their columns; "" for what a candidate has not."""
+    return {
+        "step": human_seconds(one.seconds),
+        "tokens/s/chip": human_count(one.tokens_per_second / answer.target.num_chips),
+        "MFU": human_share(one.mfu) if one.mfu is not None else "unknown",
+        "exposed": human_share(one.exposed_seconds / one.seconds),
+        "bubble": human_share(one.bubble_seconds / one.seconds) if one.bubble_seconds else "",
+        "memory": human_bytes(one.peak_bytes * answer.target.devices_per_chip),
+        "cost/M tokens": three_digits(one.cost) if one.cost is not None else "",
+    }
 
 
 def _varying(best: Sequence[Estimated]) -> list[str]:
@@ -245,6 +249,7 @@ def _figures_of_candidate(
         range_factor=accuracy.factor if accuracy else None,
         compute_seconds=found.compute_seconds,
         exposed_seconds=found.exposed_seconds,
+        bubble_seconds=found.bubble_seconds,
         tokens_per_second_per_chip=one.variant.spec.tokens_per_step / found.seconds / target.num_chips,
         mfu=mfu,
         peak_bytes=found.peak_bytes * target.devices_per_chip,
@@ -264,7 +269,6 @@ def _common(answer: Answer, one: MeshCandidate, model: str) -> dict[str, Any]:
         "global_batch_size": spec.global_batch_size,
         "num_microbatches": one.num_microbatches,
         "tokens_per_step": spec.tokens_per_step,
-        "bubble_seconds": 0.0,
         "limit_bytes": answer.limit_bytes * target.devices_per_chip,
     }
 
