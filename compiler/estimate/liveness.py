@@ -1,12 +1,13 @@
 """Estimates the peak memory of a step without a compiler: it counts the arrays that live at each priced step."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from ..core.scopes import OperationName
 from ..jaxpr.fusion import FusedStep
+from ..jaxpr.in_place import origin_of
 from ..jaxpr.program import Operation, Program
 from .regions import Region
 
@@ -107,7 +108,8 @@ def _walk(region: Region, *, unowned: set[int], reusable: set[int]) -> Iterator[
         now, scope = tuple(live.values()), operation.scope
         yield LiveSet(now, scope)
         for inside in step.inside:
-            yield from (LiveSet(now + one.arrays, f"{scope} > {one.at}") for one in _inside(operation, inside))
+            found = _inside(operation, inside, overwritten)
+            yield from (LiveSet(now + one.arrays, f"{scope} > {one.at}") for one in found)
         for i in [*dying, *(i for i in writes if i not in last_read)]:
             live.pop(i, None)
 
@@ -115,8 +117,9 @@ def _walk(region: Region, *, unowned: set[int], reusable: set[int]) -> Iterator[
 def _overwritten(step: FusedStep, dying: list[int], sizes: tuple[int, ...], owned: set[int]) -> dict[int, int]:
     """Returns the results that reuse the memory of an operand, with that operand."""
     may = step.writes if step.is_fused else step.writes[: step.operation.num_carried]
-    candidates, places = [i for i in dying if i in owned], {}
-    for i in may:
+    places = {i: old for i, old in step.in_place.items() if old in dying and old in owned}
+    candidates = [i for i in dying if i in owned and i not in places.values()]
+    for i in (i for i in may if i not in places):
         old = next((j for j in candidates if sizes[j] == sizes[i]), None)
         if old is not None:
             candidates.remove(old)
@@ -124,13 +127,17 @@ def _overwritten(step: FusedStep, dying: list[int], sizes: tuple[int, ...], owne
     return places
 
 
-def _inside(operation: Operation, body: Region) -> Iterator[LiveSet]:
+def _inside(operation: Operation, body: Region, overwritten: Collection[int]) -> Iterator[LiveSet]:
     """Yields the arrays that live inside of a loop's body or a branch. Its inputs live outside. A stacked result is
-    written in place, and a branch writes its results where those of the cond are."""
+    written in place, and a branch writes its results where those of the cond are. overwritten: the results of the cond
+    that take the place of its operands."""
     program, results = body.program, body.fused.outputs
     inputs = set(program.inputs)
     if operation.kind == "branches":
-        return _walk(body, unowned=inputs | {i for i in results if i is not None}, reusable=set())
+        ends = zip(operation.outputs, program.outputs, strict=True)
+        origins = (origin_of(program, inner) for outer, inner in ends if outer in overwritten)
+        reusable = {i for i in origins if i is not None}
+        return _walk(body, unowned=inputs | {i for i in results if i is not None}, reusable=reusable)
     carried = set(program.inputs[len(operation.inputs) - len(program.inputs) :])
     direct = {i for each in body.steps if each.operation.kind in ("pointwise", "matmul") for i in each.fused.writes}
     stacked = {i for i in results[operation.num_carried :] if i is not None}

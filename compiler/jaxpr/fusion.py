@@ -10,7 +10,8 @@ What XLA does on accelerators, as rules:
 4. A collective runs when its result is read; in a loop the next gather has begun by then. So gradients are reduced at
    the end of their loop.
 5. A pointwise result takes the place of an operand of its size that nothing reads any more, and so does an array of
-   which a slice is written again; a value that a trip hands on takes the place of the one that it was handed.
+   which a slice is written again; a value that a trip hands on takes the place of the one that it was handed. What a
+   loop or a branch writes in place (in_place.py) is not moved at its border.
 6. On TPUs a result that only matmuls read is computed inside of them, and crosses the memory no more than its operands
    do. (It is counted in memory all the same: where several matmuls read it, XLA may also write it.)
 7. On TPUs a value that a loop stacks for the backward pass is copied into the stack, and copied out of it there.
@@ -20,11 +21,12 @@ The rest is in the order of the traced program.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from ..core.scopes import OperationName
+from .in_place import origins_of
 from .program import Operation, Program
 
 _FUSED = ("pointwise", "reduce")
@@ -34,12 +36,14 @@ _IN_PLACE = ("dynamic_update_slice", "optimization_barrier")
 @dataclass(frozen=True)
 class FusedStep:
     """An operation with the arrays that it reads and writes, by the index of their value. is_fused: True if it may
-    write in place of an array that it reads."""
+    write in place of an array that it reads. in_place: the results of a loop or of branches that are where an operand
+    was, with that operand."""
 
     operation: Operation
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     is_fused: bool
+    in_place: Mapping[int, int] = field(default_factory=dict[int, int])
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,9 @@ def fuse(program: Program, *, is_loop: bool) -> Fused:
                 done.update(i for link in chain for i in link.outputs)
         for i in writes:
             roots[i] = (i,)
-        steps.append(FusedStep(operation, reads, writes, operation.kind in _FUSED or operation.name in _IN_PLACE))
+        is_fused = operation.kind in _FUSED or operation.name in _IN_PLACE
+        in_place = {result: same.get(i, i) for result, i in origins_of(operation).items()}
+        steps.append(FusedStep(operation, reads, writes, is_fused, in_place))
     given = tuple(next(iter(read_by([i])), None) for i in program.outputs)
     return Fused(program, _late_collectives(steps, is_ahead=is_loop), given)
 
@@ -106,7 +112,9 @@ def traffic(fused: Fused, *, into_matmuls: bool) -> list[tuple[FusedStep, tuple[
         if step.operation.name == "gather":  # only the rows of the table that are looked up
             moved.append((step, (*step.writes, *step.writes)))
         else:
-            moved.append((step, (*step.writes, *(i for i in reads if not (step.is_fused and i in read_already)))))
+            writes = [i for i in step.writes if i not in step.in_place]
+            kept = {*step.in_place.values(), *(read_already if step.is_fused else ())}
+            moved.append((step, (*writes, *(i for i in reads if i not in kept))))
         if step.is_fused:
             read_already.update((*reads, *step.writes))
     return moved

@@ -32,8 +32,9 @@ def write_slot(tree: Any, value: Any, index: Array) -> Any:
 
 
 def added_at(totals: Any, values: Any, index: Array) -> Any:
-    """Returns totals with values added to an entry along the first dimension."""
-    return jax.tree.map(lambda total, value: total.at[index].add(value), totals, values)
+    """Returns totals with values added to an entry along the first dimension. No scatter: that has a kernel of its own,
+    and a sum of slices is fused into what makes the values."""
+    return write_slot(totals, jax.tree.map(jnp.add, read_slot(totals, index), values), index)
 
 
 def read_layer(buffer: list[Array], slot: Array, layer: Array) -> list[Array]:

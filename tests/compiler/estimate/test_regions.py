@@ -101,6 +101,26 @@ def test_what_a_branch_gathers_is_a_gathered_weight(plan):
     assert find_peak(regions_of(plan, loop(trip))).num_bytes["gathered_weights"] == SQUARE
 
 
+@pytest.mark.parametrize("is_in_place", [True, False])
+def test_a_branch_that_writes_a_buffer_in_place_holds_and_moves_it_once(plan, is_in_place):
+    """A loop in one branch writes a row of x in each trip, and the other branch hands x on."""
+
+    def rows(x, w):
+        def one(x, t):
+            row = lax.dynamic_slice_in_dim(w, t, 1)
+            return lax.dynamic_update_slice_in_dim(x, row, t, 0), None
+
+        return lax.optimization_barrier(lax.scan(one, x, jnp.arange(TRIPS))[0])
+
+    def trip(t, x, w):
+        return lax.cond(t < 1, lambda: rows(x, w), lambda: x if is_in_place else x * 2)
+
+    step = regions_of(plan, loop(trip))
+    assert find_peak(step).total // SQUARE == (0 if is_in_place else 2)
+    (cond,) = (one for _, one in step.each() if one.operation.kind == "branches")
+    assert (cond.hbm_bytes or 0) // SQUARE == (1 if is_in_place else 3), "w, and x before and after"
+
+
 def test_stages_run_what_is_theirs_and_the_slowest_counts(plan):
     """Stage 0 multiplies in all trips, and stage 1 adds up over devices."""
 
