@@ -13,7 +13,7 @@ from meshloom.compiler.pipeline.schedules import SCHEDULES, build_table
 from meshloom.compiler.pipeline.table_file import parse_table
 from meshloom.compiler.pipeline.ticks import TickForm
 
-PAGE = (Path(__file__).parents[3] / "docs" / "pipeline.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "pipeline_tables.md").read_text()
 
 
 def blocks(kind):
