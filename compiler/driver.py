@@ -26,6 +26,7 @@ from .estimate.estimate import estimate_declared
 from .jaxpr.flops import count_model_flops
 from .parallel.choose import plan_operations
 from .parallel.operation import OpInputs, OpPlan, ParallelOp, per_token_operation
+from .parallel.pipeline_plan import PipelinePlan, check_pipeline, plan_pipeline
 from .parallel.registry import OPERATIONS
 from .parallel.remat import check_remat
 from .parallel.weight_plan import plan_weights
@@ -36,7 +37,7 @@ from .sharding.arrays import Arrays, build_model, find_arrays
 from .sharding.batch import check_batch, check_fused, check_length, check_token_order
 from .sharding.length_split import check_length_split
 from .sharding.roles import AxisRoles, plan_roles
-from .sharding.sharding import ShardingPlan, check_gradients, check_rules, plan_sharding, usable_mesh
+from .sharding.sharding import ShardingPlan, check_gradients, check_rules, plan_sharding
 from .sharding.state import build_optimizer, check_schedule, plan_state, update_layouts
 from .spec.plan_spec import AnyPlanSpec, PlanSpec
 from .target.compiler_options import Options, check_unroll, options_around_faults, plan_preset_options, with_presets
@@ -70,6 +71,7 @@ def plan_run(spec: AnyPlanSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan[
         specs=specs,
         ops=tuple(ops),
         operations=operations,
+        pipeline=layout.pipeline,
         weights=like(abstract["params"], plan_weights(layout.inputs, operations)),
         memory=plan_memory(spec, mesh, sharding, abstract, specs),
         model_flops=count_model_flops(model, spec, ops, sharding.frozen),
@@ -83,6 +85,7 @@ class Layout:
 
     inputs: OpInputs
     operations: tuple[OpPlan, ...]
+    pipeline: PipelinePlan | None
     preset_options: Options
 
     @property
@@ -106,15 +109,16 @@ def plan_layout(
     run."""
     spec = with_presets(spec, target)
     mesh, *_ = all_of(
-        lambda: plan_mesh(usable_mesh(spec), target, spec.device_order),
+        lambda: plan_mesh(spec.mesh, target, spec.device_order),
         lambda: check_rules(spec.sharding, arrays),
         lambda: check_schedule(spec),
         lambda: check_remat(spec.remat, arrays),
         lambda: check_fused(spec),
     )
     roles = plan_roles(spec.sharding, mesh.sizes)
-    sharding, preset_options, *_ = all_of(
+    sharding, _, preset_options, *_ = all_of(
         lambda: _plan_sharding(spec, arrays, mesh, roles, target),
+        lambda: check_pipeline(spec, mesh, model),
         lambda: {
             **options_around_faults(spec, target),
             **plan_preset_options(spec.overlap.flag_presets, target),
@@ -129,7 +133,8 @@ def plan_layout(
         lambda: check_gradients(spec, sharding),
         lambda: check_unroll(spec.overlap.layers.unroll, roles.partitioner, target),
     )
-    return Layout(inputs, operations, preset_options)
+    pipeline = plan_pipeline(spec, mesh, model, sharding, target)
+    return Layout(inputs, operations, pipeline, preset_options)
 
 
 def _plan_sharding(

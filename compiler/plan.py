@@ -17,6 +17,7 @@ from .core.partition_spec import axes_of
 from .core.trees import leaves_by_path, like, nested_dict, pick
 from .jaxpr.flops import ModelFlops
 from .parallel.operation import OpPlan, ParallelOp
+from .parallel.pipeline_plan import PipelinePlan, warnings_of_pipeline
 from .sharding.arrays import EXPERTS, Array, Arrays
 from .sharding.batch import RowOrder, TokenOrder, batch_arrays, plan_row_order, plan_token_order
 from .sharding.roles import AxisRoles
@@ -75,6 +76,7 @@ class Plan(Generic[AnyPlanSpec]):
     specs: dict[str, Any]
     ops: tuple[ParallelOp, ...]  # that run by a strategy, in the order in which they are planned
     operations: tuple[OpPlan, ...]  # how each operation of the model runs over the mesh
+    pipeline: PipelinePlan | None  # over the stages of the mesh; None without stages
     weights: Params  # of WeightPlan, as a tree like the parameters
     memory: MemoryPlan
     model_flops: ModelFlops
@@ -146,6 +148,7 @@ class Plan(Generic[AnyPlanSpec]):
         return (
             *self.sharding.warnings,
             *self.mesh.placement.warnings(),
+            *warnings_of_pipeline(spec.pipeline, self.mesh),
             *inert_presets(spec.overlap.flag_presets, self.target),
             *spec.schedule.warnings(spec.optimizer.learning_rate, spec.num_steps),
         )

@@ -11,8 +11,10 @@ from ..schema import Event, Finding
 from ..target.target import TargetPlan
 from ..xla.aot import Built, LoweredStep
 from ..xla.hlo import parse_module
+from ..xla.schedule.stage_clocks import StagedDevices
 from .divergent_branches import find_hangs
 from .lint import find_too_exposed, lint
+from .program_devices import stages_of
 from .program_memory import PeakMemory, needed_bytes, read_peak
 from .program_text import Unavailable, read_part
 from .schedule_analysis import NOTHING_TIMED, ScheduleAnalysis, analyse_schedule
@@ -91,7 +93,26 @@ def read_text(
         return module, module
     hangs = read_part(lambda: tuple(find_hangs(module, plan.mesh.sizes)))
     raise_if_any(() if isinstance(hangs, Unavailable) else hangs)
-    return read_part(lambda: analyse_schedule(module, plan, planned)), read_part(lambda: read_peak(module))
+    return (
+        read_part(lambda: analyse_schedule(module, plan, planned, stages=_stages(plan, module.num_devices))),
+        read_part(lambda: read_peak(module)),
+    )
+
+
+def _stages(plan: Plan, num_devices: int) -> StagedDevices | None:
+    """Returns the ticks of the plan's pipeline, and the stage of each device; None without a pipeline. num_devices:
+    those that the program names."""
+    if plan.pipeline is None:
+        return None
+    table = plan.pipeline.table
+    rows = [
+        [
+            [(slot.op.value, table.placement.virtual(stage, slot.chunk)) for slot in slots]
+            for stage, slots in enumerate(row)
+        ]
+        for row in table.rows
+    ]
+    return StagedDevices(rows, table.placement.num_virtual, stages_of(plan.mesh.sizes), num_devices)
 
 
 def find_findings(step: CompiledStep, *, is_searched: bool) -> tuple[Finding, ...]:

@@ -142,6 +142,8 @@ def _result_length_axes(site: OpSite, inputs: OpInputs) -> Axes:
 def _refusal(site: OpSite, inputs: OpInputs, split_over: Axes) -> str | None:
     """Returns why partial results cannot be summed in a ring; None where they can."""
     spec, mesh = inputs.spec, inputs.mesh
+    if inputs.why_no_ring:
+        return inputs.why_no_ring
     if not _product(site).is_ring_shaped:
         return f"{site.option('subscripts')} does not contract all of x after its length"
     axis, *others = split_over

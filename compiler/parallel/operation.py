@@ -194,6 +194,13 @@ class OpInputs:
         """Returns the tokens of one microbatch on a device."""
         return self.sequences_of_device * self.length_of_device
 
+    @property
+    def why_no_ring(self) -> str | None:
+        """Returns why an operation cannot send its operands around in a ring; None if it can."""
+        if not self.roles.stage:
+            return None
+        return "its permutes are of the devices of all stages at once, which run it at different times"
+
     def activation(self, name: str | None) -> ArrayPlan | None:
         """Returns the layout of the activation of this name; None where the model has none of this name."""
         return next((plan for plan in self.sharding.activations if plan.array.path == name), None)

@@ -8,6 +8,8 @@ from ..core.console import Column, Console, Line, Table
 from ..core.format import counted, human_bytes
 from ..estimate.estimate import StepEstimate, estimate_step
 from ..parallel.operation import OpPlan, Strategy
+from ..parallel.pipeline_plan import PipelinePlan
+from ..pipeline.table import Slot
 from ..plan import Plan
 from ..schema import SCHEMA_VERSION
 from ..sharding.arrays import Array
@@ -53,6 +55,8 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
         console.wrapped(("unknown", "yellow"), f" {one}")
     for title, how in _operation_lines(plan):
         console.wrapped((title, "bold"), how)
+    if plan.pipeline:
+        console.wrapped(("pipeline", "bold"), f" {plan.pipeline.how}")
     if plan.flag_presets:
         console.wrapped(("flags", "bold"), f" {plan.flag_presets}")
     for warning in plan.warnings:
@@ -111,6 +115,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "model_flops_per_step": plan.model_flops_per_step,
             "auxiliary": list(plan.auxiliary),
         },
+        "pipeline": _pipeline(plan.pipeline) if plan.pipeline else None,
         "operations": [_operation(each) for each in plan.operations],
         "unknown": {"program.model_flops_per_step": why} if (why := plan.model_flops.why_unknown) else {},
         "memory_bytes_per_device": asdict(plan.memory),
@@ -125,6 +130,23 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 def _updated(array: Array) -> dict[str, Any]:
     return {"is_trained": array.is_trained, "updated_by": array.updated_by}
+
+
+def _pipeline(plan: PipelinePlan) -> dict[str, Any]:
+    table = plan.table
+    return {
+        "schedule": table.name,
+        "num_stages": table.placement.num_stages,
+        "num_chunks": table.placement.num_chunks,
+        "num_microbatches": table.num_microbatches,
+        "layers_per_virtual_stage": list(plan.layers_per_virtual),
+        "ticks": [["+".join(map(_slot, slots)) for slots in row] for row in table.rows],
+        "reason": plan.reason,
+    }
+
+
+def _slot(slot: Slot) -> str:
+    return f"{slot.op}{slot.microbatch}" + (f".{slot.chunk}" if slot.chunk else "")
 
 
 def _operation(plan: OpPlan) -> dict[str, Any]:

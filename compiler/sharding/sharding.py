@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from meshloom.models import LOGICAL_AXES
 from meshloom.models.adapter import is_adapter
 
-from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
+from ..core.errors import Problem, raise_if_any, use_one_of
 from ..core.partition_spec import STAGE
 from ..spec.compiler_traits import CompilerTraits
-from ..spec.plan_spec import MeshSpec, PlanSpec
+from ..spec.plan_spec import PlanSpec
 from ..spec.sharding_spec import Rule, ShardingSpec
 from ..target.mesh import MeshPlan
 from .arrays import EXPERTS, Array, Arrays
@@ -97,15 +97,6 @@ def _over_stages(plan: ArrayPlan, num_stages: int) -> ArrayPlan:
     if dimensions == plan.dimensions:
         return plan
     return replace(plan, dimensions=dimensions, bytes_per_device=plan.bytes_per_device // num_stages)
-
-
-def usable_mesh(spec: PlanSpec) -> MeshSpec:
-    """Returns the declared sizes. Raises ConfigError for stages: pipelines are not implemented."""
-    if spec.mesh.stage != 1:
-        what = "pipeline parallelism is not implemented: nothing is split over it"
-        fix = f"set mesh.{STAGE}=1, and use data, fsdp or tensor instead"
-        raise ConfigError([Problem(f"mesh.{STAGE}", what, fix)])
-    return spec.mesh
 
 
 def check_rules(rules: ShardingSpec, arrays: Arrays) -> None:

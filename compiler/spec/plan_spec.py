@@ -11,6 +11,7 @@ from meshloom.models.config import Config, mistake
 
 from ..core.config_types import CompilerOption, Text
 from ..core.errors import use_one_of
+from ..core.partition_spec import STAGE
 from .overlap_spec import OverlapSpec
 from .sharding_spec import MeshAxis, ShardingSpec, each_once
 from .step_spec import StepSpec
@@ -67,11 +68,14 @@ def _axis_size(size: int) -> int:
     raise mistake(f"{size} is not a valid axis size", "use 1 or more, or -1 for all remaining devices")
 
 
+PLACED_AXES = (*get_args(MeshAxis), STAGE)
+
+
 def _placed_axis(entry: str) -> str:
     """Returns "fsdp", or "expert:2x2": an axis with the block of chips that its devices form."""
     axis, colon, block = entry.partition(":")
-    if axis not in get_args(MeshAxis):
-        raise mistake(f"there is no mesh axis '{axis}'", use_one_of(axis, get_args(MeshAxis)))
+    if axis not in PLACED_AXES:
+        raise mistake(f"there is no mesh axis '{axis}'", use_one_of(axis, PLACED_AXES))
     if colon and not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3}){1,2}", block):
         fix = f"write {axis}:2x2, chips along x and y, or {axis}:2x2x1"
         raise mistake(f"'{block}' is no block of chips", fix)
@@ -89,13 +93,12 @@ PlacedAxis = Annotated[str, AfterValidator(_placed_axis)]
 
 class MeshSpec(Config):
     """Devices along each mesh axis; one of them may be -1: all remaining devices. replica: None: one for each slice of
-    the target, two in a single slice. stage: the stages of a pipeline; no key offers it before pipelines are
-    implemented."""
+    the target, two in a single slice. stage: the stages of a pipeline, each with a part of the layers."""
 
     replica: AxisSize | None
     data: AxisSize
     fsdp: AxisSize
-    stage: AxisSize = Field(default=1, repr=False)
+    stage: AxisSize
     context: AxisSize
     expert: AxisSize
     tensor: AxisSize

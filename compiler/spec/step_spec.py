@@ -26,6 +26,7 @@ from .calibration_spec import Calibration
 from .narrow import Narrow
 from .objective_spec import ObjectiveSpec, compares_pairs
 from .overlap_spec import StepOverlap, StrategyChoice
+from .pipeline_spec import StepPipeline
 from .secrets import Sources, as_compared, as_written
 from .sharding_spec import ShardingRules
 
@@ -162,6 +163,7 @@ class StepSpec(Narrow):
     adapter: AdapterSpec  # what is trained instead of the model
     calibration: Calibration
     sharding: ShardingRules
+    pipeline: StepPipeline
     precision: PrecisionSpec
     remat: RematSpec
     overlap: StepOverlap

@@ -10,10 +10,7 @@ gathered and how their gradients are reduced (`ModelWeights`), and this device's
 and gradients in the layout of the update. It runs within the `shard_map` of the step, so it may call any collective.
 
 A pipeline over the mesh axis `stage` differentiates `embed`, each layer and `head` separately, and every loss that they
-return has `gradient_scale` as its cotangent, since each is this device's part of the mean objective already. `stage` is
-manual in the step already (sharding/roles.py). Missing, besides the schedule itself: `layers` split over `stage`
-(sharding.py, weight_plan.py), regions of a program that run more often on one stage than on another (read_jaxpr.py,
-program_costs.py), a clock for each stage (xla/schedule/simulate.py), and ends of the model over `stage` (lm_head.py).
+return has `gradient_scale` as its cotangent, since each is this device's part of the mean objective already.
 """
 
 from collections.abc import Callable

@@ -16,6 +16,7 @@ from ..core.scopes import piece_scope
 from ..parallel.weights import Weights, hoist
 from ..plan import Plan
 from .fused import FusedSchedule
+from .pipeline import PipelineSchedule
 from .prefetch import prefetch_layers
 from .schedule import (
     Batch,
@@ -37,7 +38,9 @@ class StackLoop(Protocol):
 
 
 def choose_schedule(plan: Plan) -> LayerSchedule:
-    """Returns the schedule that the plan declares, with the loop over layers that it declares."""
+    """Returns the schedule that the plan declares: a pipeline, or the loop over layers that it declares."""
+    if plan.pipeline is not None:
+        return PipelineSchedule(plan.pipeline.table)
     loop = plan.spec.overlap.layers
     scan = partial(scan_layers, unroll=loop.unroll)
     is_synchronous = plan.target.compiler.synchronous_collectives

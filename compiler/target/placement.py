@@ -10,14 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import numpy as np
 
 from meshloom.models.config import divisors
 
 from ..core.errors import ConfigError, Problem
-from ..spec.sharding_spec import MeshAxis
 from ..spec.target_spec import SwitchSpec, TorusSpec
 from .axis_segments import (
     TORUS_AXES,
@@ -176,7 +175,7 @@ def _across(sizes: Mapping[str, int], target: TargetPlan) -> tuple[dict[str, int
             inner[axis] //= count
             left = stride
     if left > 1:
-        shown = ", ".join(f"{axis}={sizes[axis]}" for axis in ACROSS_SLICES if axis in get_args(MeshAxis))
+        shown = ", ".join(f"{axis}={sizes[axis]}" for axis in ACROSS_SLICES)
         what = f"no axis that can cross the {target.num_slices} slices is a multiple of {target.num_slices}: {shown}"
         fix = f"set mesh.replica={target.num_slices}, as sharding=hsdp does, or target.num_slices=1"
         raise ConfigError([Problem("mesh", what, fix)])

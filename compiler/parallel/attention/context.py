@@ -106,10 +106,12 @@ class ContextOp(ParallelOp):
             for name in (RING, ALL_GATHER, ULYSSES)
         ]
         ring, gather, ulysses = made
-        ulysses = replace(ulysses, refusal=refused(_too_few_heads(local), instead=RING))
+        instead = ALL_GATHER if inputs.why_no_ring else RING
+        ulysses = replace(ulysses, refusal=refused(_too_few_heads(local), instead=instead))
+        ring = replace(ring, refusal=refused(inputs.why_no_ring))
         if inputs.target.platform == "gpu":
             return _with_kernels((ulysses, ring, gather), site, inputs)
-        if order.name == "contiguous" and None in local.windows:
+        if ring.refusal is None and order.name == "contiguous" and None in local.windows:
             why = "the first devices wait for the last in contiguous order: token_order=zigzag balances them"
             ring = replace(ring, refusal=Refusal(why, is_hard=False))
         return ring, gather, ulysses

@@ -106,8 +106,8 @@ def test_a_recorded_program_that_hangs_is_found():
 
 
 def test_a_program_that_hangs_is_an_error_at_compile_time(monkeypatch):
-    monkeypatch.setattr(compiled_step, "analyse_schedule", lambda *_: None)
-    plan: Any = SimpleNamespace(mesh=SimpleNamespace(sizes=MESH))
+    monkeypatch.setattr(compiled_step, "analyse_schedule", lambda *_, **__: None)
+    plan: Any = SimpleNamespace(mesh=SimpleNamespace(sizes=MESH), pipeline=None)
 
     def problems(name: str) -> int:
         try:

@@ -56,10 +56,6 @@ def test_an_axis_that_no_rule_uses_names_the_sharding_that_does():
     assert problem.fix.startswith("set mesh.context=1, choose sharding=fsdp_context, or add context to ")
 
 
-def test_an_axis_without_a_parallelism_is_not_implemented():
-    assert "is not implemented" in problem_of("mesh.stage=2").what
-
-
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [

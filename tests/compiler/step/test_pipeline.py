@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from conftest import plan_of
-from meshloom.compiler import driver
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.pipeline.layer_order import layer_order, natural_order, split_evenly
 from meshloom.compiler.pipeline.schedules import build_table
@@ -67,12 +66,9 @@ def check_gradients(table, others, tokens, monkeypatch):
     one = plan_of("target=cpu-1", "sharding=ddp", f"num_microbatches={microbatches}", *model)
     params = jax.tree.map(np.asarray, one.model.init(jax.random.key(0)))
     expected_loss, expected = gradients_of(one, params, tokens)
-    monkeypatch.setattr(driver, "usable_mesh", lambda spec: spec.mesh)
     sizes = [int(each.split("=")[1]) for each in others if each.startswith("mesh.")]
     devices = stages * int(np.prod(sizes))
-    plan = plan_of(
-        f"target=cpu-{devices}", f"+mesh.stage={stages}", f"num_microbatches={microbatches}", *others, *model
-    )
+    plan = plan_of(f"target=cpu-{devices}", f"mesh.stage={stages}", f"num_microbatches={microbatches}", *others, *model)
     monkeypatch.setattr(train_step, "choose_schedule", lambda plan: PipelineSchedule(table))
     layers = split_evenly(plan.model.stacks[0].num_layers, table.placement)
     loss, ours = gradients_of(plan, in_order(params, layer_order(table.placement, layers)), tokens)

@@ -1,0 +1,150 @@
+"""Plans the pipeline of a declaration: the table that its stages run, and why; or all reasons why there can be none.
+
+mesh.stage=4 pipeline=1f1b num_microbatches=8  ->  PipelinePlan(table of 4 stages and 8 microbatches, ..)
+mesh.stage=1                                   ->  None
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from meshloom.models import Model
+from meshloom.models.config import divisors
+
+from ..core.errors import Problem, raise_if_any
+from ..core.format import counted, human_share
+from ..core.partition_spec import STAGE
+from ..pipeline.layer_order import split_evenly
+from ..pipeline.makespan import TableTime, choose_table
+from ..pipeline.schedules import SCHEDULES, build_table
+from ..pipeline.table import PipelineTable, microbatches
+from ..pipeline.ticks import TickForm
+from ..sharding.sharding import ShardingPlan
+from ..spec.pipeline_spec import StepPipeline
+from ..spec.plan_spec import PlanSpec
+from ..target.mesh import MeshPlan
+from ..target.target import TargetPlan
+from .stage_times import plan_stage_times, recomputes_layers
+
+WITHOUT_STAGES = "1f1b"  # the schedule of conf/config.yaml, which nobody chose where there are no stages
+KEY = f"mesh.{STAGE}"
+ALONE = "unit ticks with recomputation apart"  # R is an operation of its own
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """A pipeline. layers_per_virtual: the number of layers of each virtual stage. time: of the table, by the arithmetic
+    of its layers and head and the permutes between stages. reason: why it runs by this table."""
+
+    table: PipelineTable
+    layers_per_virtual: tuple[int, ...]
+    time: TableTime
+    reason: str
+
+    @property
+    def how(self) -> str:
+        """Returns what runs and why, in words."""
+        of, over = microbatches(self.table.num_microbatches), counted(self.num_stages, "stage")
+        bubble = f"bubble about {human_share(self.bubble)}"
+        return f"{self.table.name} of {of} over {over}, {bubble}: {self.reason}"
+
+    @property
+    def num_stages(self) -> int:
+        return self.table.placement.num_stages
+
+    @property
+    def bubble(self) -> float:
+        """Returns the share of the table's time that the busiest stage waits for others."""
+        return self.time.bubble / self.time.seconds if self.time.seconds else 0.0
+
+
+def check_pipeline(spec: PlanSpec, mesh: MeshPlan, model: Model) -> None:
+    """Raises ConfigError with all problems of a declaration with stages that no pipeline can run."""
+    if mesh.sizes[STAGE] > 1:
+        raise_if_any([*_problems_of_model(model, mesh), *_problems_of_schedule(spec, mesh), *_unused(spec)])
+
+
+def plan_pipeline(
+    spec: PlanSpec, mesh: MeshPlan, model: Model, sharding: ShardingPlan, target: TargetPlan
+) -> PipelinePlan | None:
+    """Returns the pipeline over the stages of the mesh; None without stages. The declaration has passed
+    `check_pipeline`."""
+    if mesh.sizes[STAGE] == 1:
+        return None
+    (stack,) = model.stacks
+    tables = _candidates(spec, mesh.sizes[STAGE])
+    placement = next(iter(tables.values())).placement
+    layers = split_evenly(stack.num_layers, placement)
+    times = plan_stage_times(spec, mesh, model, sharding, target)
+    chosen = choose_table(tables, times.op_seconds(placement), times.permute)
+    others = f", the shortest of {', '.join(tables)}" if len(tables) > 1 else ""
+    reason = f"{chosen.label}{others}"
+    return PipelinePlan(chosen.table, layers, chosen.time, reason)
+
+
+def warnings_of_pipeline(pipeline: StepPipeline, mesh: MeshPlan) -> Iterator[Problem]:
+    """Yields a warning about a schedule that was chosen for a mesh without stages."""
+    if mesh.sizes[STAGE] == 1 and pipeline.schedule != WITHOUT_STAGES:
+        what = f"is {pipeline.schedule}, and the mesh has no stages: nothing runs by it"
+        yield Problem("pipeline.schedule", what, f"set {KEY}, or leave it out")
+
+
+def _candidates(spec: PlanSpec, num_stages: int) -> Mapping[str, PipelineTable]:
+    """Returns the tables of the declared schedule, by the form of their ticks."""
+    chosen = spec.pipeline
+    kind = SCHEDULES[chosen.schedule]
+    forms = [form for form in TickForm if chosen.ticks in ("auto", form.value)]
+    made = {f"{form} ticks": (form, False) for form in forms}
+    if TickForm.UNIT in forms and kind.splits(TickForm.UNIT, recomputes=True) and recomputes_layers(spec.remat):
+        made[ALONE] = (TickForm.UNIT, True)
+    size = (num_stages, kind.num_chunks or 1, spec.num_microbatches)
+    return {label: build_table(chosen.schedule, *size, form, alone) for label, (form, alone) in made.items()}
+
+
+def _problems_of_model(model: Model, mesh: MeshPlan) -> Iterator[Problem]:
+    """Yields why the layers of a model cannot be split over stages."""
+    if len(model.stacks) > 1:
+        named = " and ".join(stack.name for stack in model.stacks)
+        what = f"a pipeline runs one stack of equal layers, and the model has {named}"
+        yield Problem(KEY, what, f"set {KEY}=1, and use fsdp, tensor or expert instead")
+        return
+    num_layers, num_stages = sum(stack.num_layers for stack in model.stacks), mesh.sizes[STAGE]
+    if num_layers % num_stages:
+        fitting = [size for size in divisors(num_layers) if size > 1 and mesh.num_devices % size == 0]
+        has = counted(num_layers, "layer")
+        what = f"{has} cannot be split over {counted(num_stages, 'stage')}: each stage has as many"
+        if num_layers < num_stages:
+            what = f"{counted(num_stages, 'stage')} are more than the {has} of the model"
+        below = [size for size in fitting if size <= num_stages]
+        nearest = max(below) if below else min(fitting, default=1)
+        yield Problem(KEY, what, f"use {KEY}={nearest}, which divides {has}" if nearest > 1 else f"use {KEY}=1")
+
+
+def _problems_of_schedule(spec: PlanSpec, mesh: MeshPlan) -> Iterator[Problem]:
+    """Yields what a schedule needs and does not get."""
+    kind = SCHEDULES[spec.pipeline.schedule]
+    lacks = kind.requirement(mesh.sizes[STAGE], kind.num_chunks or 1, spec.num_microbatches)
+    if lacks is not None:
+        yield Problem("pipeline.schedule", *lacks)
+
+
+def _unused(spec: PlanSpec) -> Iterator[Problem]:
+    """Yields settings that a pipeline would not follow: it gathers weights and reduces gradients once per step, and
+    saves in device memory."""
+    loop = spec.overlap.layers
+    values = {
+        "prefetch": (loop.prefetch, 0, "gathers the weights of all layers of a stage once per step"),
+        "unroll": (loop.unroll, 1, "runs the layers of a stage one by one"),
+        "reduce_in_backward": (loop.reduce_in_backward, False, "reduces gradients after its last microbatch"),
+    }
+    for name, (value, plain, why) in values.items():
+        if value != plain:
+            fix = f"set overlap.layers.{name}={str(plain).lower()}, or choose overlap=xla"
+            yield Problem(f"overlap.layers.{name}", f"is {str(value).lower()}, and a pipeline {why}", fix)
+    if spec.sharding.gradients == "optimizer":
+        what = "is optimizer, and a pipeline accumulates whole gradients of its layers"
+        yield Problem("sharding.gradients", what, "set sharding.gradients=parameters")
+    policies = {"remat.policy": spec.remat.policy, **{f"remat.stacks.{k}": v for k, v in spec.remat.stacks.items()}}
+    for key, policy in policies.items():
+        if policy == "offload":
+            what = "is offload, and a pipeline saves activations in the memory of the device alone"
+            yield Problem(key, what, "choose remat=full, or another one")

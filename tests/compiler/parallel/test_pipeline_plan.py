@@ -1,0 +1,85 @@
+"""The plan of a pipeline: its table, the layers of each stage, and what is said of a declaration that none can run."""
+
+import pytest
+
+from conftest import plan_of
+from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.pipeline.schedules import build_table
+from meshloom.compiler.pipeline.table import PipelineOp
+from meshloom.compiler.pipeline.ticks import TickForm
+from meshloom.compiler.report.explain import plan_as_json
+
+STAGED = ("mesh.stage=2", "num_microbatches=4", "remat=full", "model.num_layers=4")
+
+
+@pytest.mark.parametrize(
+    ("name", "ticks"), [("gpipe", "multi"), ("1f1b", "multi"), ("1f1b", "unit"), ("zb_h1", "unit")]
+)
+def test_a_plan_holds_the_table_of_its_schedule(name, ticks):
+    plan = plan_of(*STAGED, f"pipeline={name}", f"pipeline.ticks={ticks}", "remat=none")
+    assert plan.pipeline is not None
+    assert plan.pipeline.table == build_table(name, 2, 1, 4, TickForm(ticks))
+    assert plan.pipeline.layers_per_virtual == (2, 2)
+    told = plan_as_json(plan)["pipeline"]
+    assert told["ticks"][0] == ["F0", ""]
+    on_last = [slot for _, slots in told["ticks"] for slot in slots.split("+")]
+    assert on_last.count("F3") == 1
+
+
+def test_the_form_of_ticks_is_the_one_that_takes_least_time():
+    """By the table itself: with nothing computed again and free permutes, B and W apart fill gaps that BW leaves."""
+    auto, multi, unit = (plan_of(*STAGED, f"pipeline.ticks={ticks}").pipeline for ticks in ("auto", "multi", "unit"))
+    assert auto is not None
+    assert multi is not None
+    assert unit is not None
+    assert auto.time.seconds == min(multi.time.seconds, unit.time.seconds)
+    assert multi.time.seconds != unit.time.seconds
+
+
+def test_what_is_computed_again_is_an_operation_of_its_own_where_that_is_shorter():
+    ops = {
+        remat: plan.pipeline.table.ops
+        for remat in ("none", "full")
+        if (plan := plan_of(*STAGED, "pipeline=zb_h1", f"remat={remat}")).pipeline
+    }
+    assert (PipelineOp.RECOMPUTE in ops["none"], PipelineOp.RECOMPUTE in ops["full"]) == (False, True)
+
+
+def test_each_stage_holds_its_part_of_the_layers():
+    alone, staged = plan_of("remat=full", "model.num_layers=4", "mesh.fsdp=4", "target=cpu-4"), plan_of(*STAGED)
+    halved = {
+        one.array.path: other.bytes_per_device / one.bytes_per_device
+        for one, other in zip(alone.sharding.parameters, staged.sharding.parameters, strict=True)
+    }
+    assert {path.split("/")[0]: share for path, share in halved.items()} == {"embed": 1, "head": 1, "layers": 0.5}
+
+
+def test_a_schedule_without_stages_is_told():
+    plan = plan_of("pipeline=gpipe")
+    assert plan.pipeline is None
+    assert [problem.where for problem in plan.warnings] == ["pipeline.schedule"]
+    assert not plan_of().warnings
+
+
+def test_all_that_no_pipeline_can_run_is_told_at_once():
+    with pytest.raises(ConfigError) as caught:
+        plan_of(
+            "mesh.stage=2", "num_microbatches=4", "overlap=prefetch", "sharding.gradients=optimizer", "remat=offload"
+        )
+    assert {problem.where for problem in caught.value.problems} == {
+        "mesh.stage", "remat.policy", "overlap.layers.prefetch", "sharding.gradients",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "strategy"),
+    [
+        (("sharding=fsdp_context", "mesh.context=2"), "context", "ring"),
+        (("sharding=fsdp_tensor", "mesh.tensor=2"), "matmul", "collective_matmul"),
+    ],
+)
+def test_nothing_runs_in_a_ring_within_a_stage(words, kind, strategy):
+    plan = plan_of(*STAGED, *words, "token_order=contiguous")
+    assert all(each.chosen.name != strategy for each in plan.operations_of(kind))
+    with pytest.raises(ConfigError, match="permutes are of the devices of all stages"):
+        plan_of(*STAGED, *words, f"parallel.{kind}={strategy}")
