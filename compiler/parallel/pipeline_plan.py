@@ -11,7 +11,7 @@ from meshloom.models import Model
 from meshloom.models.config import divisors
 
 from ..core.errors import Problem, raise_if_any
-from ..core.format import counted, human_share
+from ..core.format import be, counted, human_share
 from ..core.partition_spec import STAGE
 from ..pipeline.layer_order import split_evenly
 from ..pipeline.makespan import TableTime, choose_table
@@ -60,7 +60,7 @@ class PipelinePlan:
 def check_pipeline(spec: PlanSpec, mesh: MeshPlan, model: Model) -> None:
     """Raises ConfigError with all problems of a declaration with stages that no pipeline can run."""
     if mesh.sizes[STAGE] > 1:
-        raise_if_any([*_problems_of_model(model, mesh), *_problems_of_schedule(spec, mesh), *_unused(spec)])
+        raise_if_any([*_problems_of_model(spec, mesh, model), *_problems_of_schedule(spec, mesh), *_unused(spec)])
 
 
 def plan_pipeline(
@@ -96,33 +96,50 @@ def _candidates(spec: PlanSpec, num_stages: int) -> Mapping[str, PipelineTable]:
     made = {f"{form} ticks": (form, False) for form in forms}
     if TickForm.UNIT in forms and kind.splits(TickForm.UNIT, recomputes=True) and recomputes_layers(spec.remat):
         made[ALONE] = (TickForm.UNIT, True)
-    size = (num_stages, kind.num_chunks or 1, spec.num_microbatches)
+    size = (num_stages, chosen.num_chunks, spec.num_microbatches)
     return {label: build_table(chosen.schedule, *size, form, alone) for label, (form, alone) in made.items()}
 
 
-def _problems_of_model(model: Model, mesh: MeshPlan) -> Iterator[Problem]:
+def _problems_of_model(spec: PlanSpec, mesh: MeshPlan, model: Model) -> Iterator[Problem]:
     """Yields why the layers of a model cannot be split over stages."""
     if len(model.stacks) > 1:
         named = " and ".join(stack.name for stack in model.stacks)
         what = f"a pipeline runs one stack of equal layers, and the model has {named}"
         yield Problem(KEY, what, f"set {KEY}=1, and use fsdp, tensor or expert instead")
         return
-    num_layers, num_stages = sum(stack.num_layers for stack in model.stacks), mesh.sizes[STAGE]
-    if num_layers % num_stages:
-        fitting = [size for size in divisors(num_layers) if size > 1 and mesh.num_devices % size == 0]
-        has = counted(num_layers, "layer")
-        what = f"{has} cannot be split over {counted(num_stages, 'stage')}: each stage has as many"
-        if num_layers < num_stages:
-            what = f"{counted(num_stages, 'stage')} are more than the {has} of the model"
-        below = [size for size in fitting if size <= num_stages]
-        nearest = max(below) if below else min(fitting, default=1)
-        yield Problem(KEY, what, f"use {KEY}={nearest}, which divides {has}" if nearest > 1 else f"use {KEY}=1")
+    num_layers = sum(stack.num_layers for stack in model.stacks)
+    num_stages, num_chunks = mesh.sizes[STAGE], spec.pipeline.num_chunks
+    if num_layers % (num_stages * num_chunks) == 0:
+        return
+    has, parts = counted(num_layers, "layer"), counted(num_stages, "stage")
+    parts += f" of {counted(num_chunks, 'chunk')} each" if num_chunks > 1 else ""
+    what = f"{has} cannot be split evenly over {parts}"
+    if num_layers < num_stages * num_chunks:
+        what = f"{parts} {be(num_stages)} more than the {has} of the model"
+    yield Problem(KEY, what, _fitting(spec, mesh, num_layers))
+
+
+def _fitting(spec: PlanSpec, mesh: MeshPlan, num_layers: int) -> str:
+    """Returns the fix for layers that do not divide: chunks of the same stages, if their number is open, or other
+    stages."""
+    num_stages, num_chunks = mesh.sizes[STAGE], spec.pipeline.num_chunks
+    if SCHEDULES[spec.pipeline.schedule].num_chunks is None and num_layers % num_stages == 0:
+        chunks = [size for size in divisors(num_layers // num_stages) if size > 1]
+        if chunks:
+            return f"use pipeline.num_chunks={min(chunks, key=lambda size: abs(size - num_chunks))}"
+    fits = [
+        size
+        for size in range(2, num_layers + 1)
+        if num_layers % (size * num_chunks) == 0 and mesh.num_devices % size == 0
+    ]
+    nearest = max((size for size in fits if size <= num_stages), default=min(fits, default=1))
+    return f"use {KEY}={nearest}, which divides {counted(num_layers, 'layer')}" if nearest > 1 else f"use {KEY}=1"
 
 
 def _problems_of_schedule(spec: PlanSpec, mesh: MeshPlan) -> Iterator[Problem]:
     """Yields what a schedule needs and does not get."""
     kind = SCHEDULES[spec.pipeline.schedule]
-    lacks = kind.requirement(mesh.sizes[STAGE], kind.num_chunks or 1, spec.num_microbatches)
+    lacks = kind.requirement(mesh.sizes[STAGE], spec.pipeline.num_chunks, spec.num_microbatches)
     if lacks is not None:
         yield Problem("pipeline.schedule", *lacks)
 

@@ -2,15 +2,21 @@
 
 from typing import Literal
 
+from pydantic import PositiveInt
+
 from .narrow import Narrow
 
 
 class StepPipeline(Narrow):
     """The schedule of a pipeline; without stages of the mesh nothing reads it.
 
-    schedule: one of compiler/pipeline/schedules.py. ticks: the operations of a stage in a tick
-    (compiler/pipeline/ticks.py); auto: the form that is predicted to take the least time.
+    schedule: one of compiler/pipeline/schedules.py. num_chunks: the parts of the model that each stage holds. ticks:
+    the operations of a stage in a tick (compiler/pipeline/ticks.py); auto: the form that is predicted to take the least
+    time.
     """
 
-    schedule: Literal["gpipe", "1f1b", "zb_h1", "zb_h2"]
+    schedule: Literal[
+        "gpipe", "1f1b", "interleaved_1f1b", "interleaved_1f1b_breadth_first", "zb_h1", "zb_h2", "zb_v", "dualpipe_v"
+    ]
+    num_chunks: PositiveInt
     ticks: Literal["auto", "multi", "unit"]

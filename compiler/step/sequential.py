@@ -17,6 +17,7 @@ from ..parallel.weights import Weights, hoist
 from ..plan import Plan
 from .fused import FusedSchedule
 from .pipeline import PipelineSchedule
+from .placement_order import InNaturalOrder
 from .prefetch import prefetch_layers
 from .schedule import (
     Batch,
@@ -40,7 +41,9 @@ class StackLoop(Protocol):
 def choose_schedule(plan: Plan) -> LayerSchedule:
     """Returns the schedule that the plan declares: a pipeline, or the loop over layers that it declares."""
     if plan.pipeline is not None:
-        return PipelineSchedule(plan.pipeline.table)
+        table = plan.pipeline.table
+        pipeline = PipelineSchedule(table)
+        return InNaturalOrder(pipeline, table.placement) if table.placement.num_chunks > 1 else pipeline
     loop = plan.spec.overlap.layers
     scan = partial(scan_layers, unroll=loop.unroll)
     is_synchronous = plan.target.compiler.synchronous_collectives

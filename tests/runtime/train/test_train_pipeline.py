@@ -28,7 +28,7 @@ def test_a_run_on_stages_goes_on_with_other_stages_and_with_none(tmp_path):
     four = _trained(tmp_path / "four", "target=cpu-4", "mesh.stage=4", "mesh.fsdp=1", "remat=full")
     assert four[-1][0] < four[0][0]
     start = f"checkpoint.restore_from={tmp_path / 'four/checkpoints/2'}"
-    two = _trained(tmp_path / "two", start, "target=cpu-4", "mesh.stage=2", "mesh.fsdp=2", "pipeline=zb_h1")
+    two = _trained(tmp_path / "two", start, "target=cpu-4", "mesh.stage=2", "mesh.fsdp=2", "pipeline=zb_v")
     none = _trained(tmp_path / "none", start, "target=cpu-1")
     assert len(two) == len(none) == 2
     np.testing.assert_allclose(none, four[2:], rtol=1e-5)

@@ -1,0 +1,57 @@
+"""The layers of a pipeline in natural order: where each chunk goes, and losses of schedules with several chunks."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from conftest import plan_of
+from meshloom.compiler.core.trees import leaves_by_path
+from meshloom.compiler.pipeline.table import StagePlacement
+from meshloom.compiler.step.placement_order import plan_rounds
+from support.programs import gradients_of
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_chunks", "is_v"),
+    [*itertools.product((2, 3, 4, 8), (2, 3, 5), (False,)), (2, 2, True), (4, 2, True)],
+)
+def test_every_chunk_gets_to_the_stage_that_runs_it_and_back(num_stages, num_chunks, is_v):
+    placement = StagePlacement(num_stages, num_chunks, is_v)
+    stages = range(num_stages)
+    held = [[stage * num_chunks + place for place in range(num_chunks)] for stage in stages]
+    run, back = [[-1] * num_chunks for _ in stages], [[-1] * num_chunks for _ in stages]
+    rounds = plan_rounds(placement)
+    for each in rounds:
+        assert sorted(each.to) == list(stages), "a permute"
+        for stage in stages:
+            run[each.to[stage]][each.puts[each.to[stage]]] = held[stage][each.sends[stage]]
+    assert run == [[placement.virtual(stage, chunk) for chunk in range(num_chunks)] for stage in stages]
+    for each in (one.reverse for one in rounds):
+        for stage in stages:
+            back[each.to[stage]][each.puts[each.to[stage]]] = run[stage][each.sends[stage]]
+    assert back == held
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("schedule", "others"),
+    [
+        ("interleaved_1f1b", ("mesh.fsdp=2", "mesh.stage=2", "target=cpu-4", "frozen_parameters=[layers/mlp/up_EM]")),
+        ("zb_v", ("mesh.fsdp=1", "mesh.stage=2", "target=cpu-2")),
+    ],
+)
+def test_gradients_have_the_layers_in_natural_order(schedule, others, tokens):
+    """Against one device, which knows no order."""
+    model = ("model.num_layers=4", "num_microbatches=4", *(each for each in others if "frozen" in each))
+    one = plan_of("target=cpu-1", "sharding=ddp", *model)
+    params = jax.tree.map(np.asarray, one.model.init(jax.random.key(0)))
+    expected_loss, expected = gradients_of(one, params, tokens[0])
+    loss, ours = gradients_of(plan_of(*model, *others, f"pipeline={schedule}"), params, tokens[0])
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    reference = leaves_by_path(expected)
+    assert leaves_by_path(ours).keys() == reference.keys()
+    for path, gradient in leaves_by_path(ours).items():
+        bound = 2e-6 * np.abs(reference[path]).max()
+        np.testing.assert_allclose(gradient, reference[path], rtol=1e-4, atol=bound, err_msg=path)
