@@ -35,6 +35,7 @@ from ...sharding.rules import ArrayPlan
 from . import charts
 from .facts import lines_of_rest, sums, unknown_values, verdict, why_exposed, why_unknown
 from .mesh_picture import mesh_picture
+from .pipeline_picture import PIPELINE_STYLE, pipeline_picture
 from .timeline import hidden_behind, lay_out, layer_views
 
 NUM_EVENTS = 4000  # the longest events; timeline.json has all
@@ -54,6 +55,9 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan | None = Non
 
     environment = template_environment()
     script, style = (template_source(environment, name) for name in ("page.js", "page.css"))
+    pipeline = _pipeline(plan, has_style=False) if plan else None
+    if pipeline:
+        style += PIPELINE_STYLE
     return environment.get_template("report.html.jinja").render(
         report=report,
         title=f"{report.program.model} on {report.target.name}",
@@ -63,6 +67,7 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan | None = Non
         memory=charts.memory_bar(report),
         step=charts.step_bar(report),
         communication=charts.communication_bar(report),
+        pipeline=pipeline,
         timeline=compact_timeline(events),
         collectives=collective_groups(report),
         roofline=charts.roofline_plot(report),
@@ -225,6 +230,15 @@ def _array(plan: ArrayPlan) -> dict[str, Any]:
     }
 
 
+def _pipeline(plan: Plan, *, has_style: bool) -> dict[str, Any] | None:
+    """Returns how the pipeline of a plan runs, in words and as a picture; None without one."""
+    if plan.pipeline is None:
+        return None
+    time = plan.pipeline.time if plan.target.peak_flops_per_second else None
+    picture = pipeline_picture(plan.pipeline.table, time, has_style=has_style)
+    return {"how": plan.pipeline.how, "picture": picture, "is_timed": time is not None}
+
+
 def _config(plan: Plan) -> list[tuple[str, str]]:
     """Returns the declaration by group, as YAML; single keys come together, first."""
     spec = plan.spec.as_written()
@@ -272,7 +286,10 @@ def policy_hash(text: str) -> str:
 def plan_table(plan: Plan, estimate: StepEstimate) -> str:
     """Returns the facts of a plan, its warnings and its arrays with reasons, as HTML tables for a notebook."""
     template = template_environment().get_template("plan.html.jinja")
-    return template.render(facts=_facts(plan, estimate), warnings=plan.warnings, tables=array_tables(plan))
+    pipeline = _pipeline(plan, has_style=True)
+    return template.render(
+        facts=_facts(plan, estimate), pipeline=pipeline, warnings=plan.warnings, tables=array_tables(plan)
+    )
 
 
 def page_in_frame(page: str, title: str) -> str:

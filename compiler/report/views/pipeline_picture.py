@@ -33,8 +33,8 @@ _NAMES = {
     PipelineOp.WEIGHT_GRADIENT: "backward, weights",
     PipelineOp.BACKWARD: "backward",
 }
-# Variables are the style sheet's of a page, which has a dark form; a picture by itself has the colours after them.
-_STYLE = """\
+# Variables are those of a page's style sheet, which has a dark form; a picture by itself has the colours after them.
+PIPELINE_STYLE = """\
 .pipeline text { font: 10px system-ui, "Liberation Sans", sans-serif; fill: var(--dim, #5b6570); }
 .pipeline .idle { fill: var(--soft, #f3f5f7); }
 .pipeline .op-f { fill: var(--blue, #0072b2); }
@@ -44,6 +44,7 @@ _STYLE = """\
 .pipeline text.in { text-anchor: middle; fill: var(--inside, #fff); }
 .pipeline text.in.w { fill: #101214; }
 .pipeline text.in.pale { fill: var(--ink, #1a1d21); }
+@media print { .pipeline { max-width: 100%; height: auto; } }
 """
 
 
@@ -73,8 +74,9 @@ class _Scale:
         return self.first * self.pixels + CUT + max(0.0, seconds - self.last) * self.pixels
 
 
-def pipeline_picture(table: PipelineTable, time: TableTime | None = None) -> str:
-    """Returns the picture of a table as SVG. time: its time, where seconds are known."""
+def pipeline_picture(table: PipelineTable, time: TableTime | None = None, *, has_style: bool = True) -> str:
+    """Returns the picture of a table as SVG. time: its time, where seconds are known. has_style: False in a page whose
+    style sheet has `PIPELINE_STYLE`."""
     drawn = time or time_table(table, lambda op, stage, chunk: 0.0 if _is_left_out(table, op) else UNIT_SECONDS[op])
     stages = min(table.placement.num_stages, MOST_STAGES)
     scale = _scale(table, drawn)
@@ -87,11 +89,12 @@ def pipeline_picture(table: PipelineTable, time: TableTime | None = None) -> str
         *_legend(table, height + 14),
         *_notes(table, scale, drawn, time, height + LEGEND),
     ]
-    width = LEFT + scale.width + 2
+    width, whole = max(LEFT + scale.width + 2, 420), height + LEGEND + 20
     label = f"{table.name}: {counted(table.placement.num_stages, 'stage')}, {counted(table.num_ticks, 'tick')}"
     return (
         f'<svg class="pipeline" xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(label)}"'
-        f' width="{max(width, 420):.0f}" height="{height + LEGEND + 20}">\n<style>\n{_STYLE}</style>\n'
+        f' width="{width:.0f}" height="{whole}" viewBox="0 0 {width:.0f} {whole}">\n'
+        + (f"<style>\n{PIPELINE_STYLE}</style>\n" if has_style else "")
         + "\n".join(parts)
         + "\n</svg>"
     )
@@ -162,7 +165,7 @@ def _legend(table: PipelineTable, y: int) -> Iterator[str]:
 
 def _notes(table: PipelineTable, scale: _Scale, drawn: TableTime, time: TableTime | None, y: int) -> Iterator[str]:
     if time is None:
-        lengths = "all operations alike" + (", BW twice as long" if PipelineOp.BACKWARD in table.ops else "")
+        lengths = "as if all operations took alike" + (", and BW twice" if PipelineOp.BACKWARD in table.ops else "")
     else:
         lengths = human_seconds(time.seconds)
     notes = [lengths, f"bubble {human_share(drawn.bubble / drawn.seconds if drawn.seconds else 0.0)} of the time"]

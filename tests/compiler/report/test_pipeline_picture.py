@@ -1,5 +1,6 @@
 """The picture of a pipeline's table, against the table: what is drawn where, and what is left out."""
 
+import re
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
@@ -7,10 +8,15 @@ from xml.etree import ElementTree
 
 import pytest
 
+from conftest import plan_of
+from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.pipeline.makespan import time_table
 from meshloom.compiler.pipeline.schedules import SCHEDULES, build_table
 from meshloom.compiler.pipeline.ticks import TickForm
+from meshloom.compiler.report.views.page import plan_table, render_page
 from meshloom.compiler.report.views.pipeline_picture import LEFT, MOST_STAGES, MOST_WIDTH, pipeline_picture
+from support import reports
+from support.browser import CHROMIUM, chromium
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -53,13 +59,13 @@ def test_lengths_are_those_of_seconds_where_they_are_known():
         )
     assert rows[3][0][3] == "tick 3: F of microbatch 0 in chunk 0, 8.00 ms"
     assert any("bubble" in text and " ms; " in text for text in texts)
-    assert "all operations alike" not in " ".join(texts)
+    assert "took alike" not in " ".join(texts)
 
 
 def test_the_bubble_is_that_of_the_table():
     """Eight microbatches on four stages: 3 of 11."""
     _, texts = drawn(pipeline_picture(build_table("1f1b", 4, 1, 8, TickForm.MULTI)))
-    assert "all operations alike, BW twice as long; bubble 27.3 % of the time" in texts
+    assert "as if all operations took alike, and BW twice; bubble 27.3 % of the time" in texts
 
 
 def test_the_middle_of_a_long_table_is_left_out_and_said_so():
@@ -84,3 +90,39 @@ def test_of_many_stages_the_last_are_left_out_and_said_so():
 def test_the_name_of_a_users_schedule_is_text():
     table = replace(build_table("gpipe", 2, 1, 2, TickForm.MULTI), name='<b>"&')
     assert ElementTree.fromstring(pipeline_picture(table)).attrib["aria-label"].startswith('<b>"&: 2 stages')
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return plan_of("mesh.stage=4", "num_microbatches=8", "model.num_layers=4", "target=v5p-16", "data=synthetic")
+
+
+def test_the_page_shows_the_table_of_the_plan_with_styles_of_its_own_sheet(plan):
+    page = render_page(*reports.fits(), plan)
+    (picture,) = re.findall(r'<svg class="pipeline".*?</svg>', page, re.S)
+    assert plan.pipeline.how in page
+    assert '<a href="#pipeline">' in page
+    assert "<style" not in picture
+    assert "style=" not in picture
+    assert ".pipeline .op-f" in page
+    rows, _ = drawn(picture)
+    assert len(rows) == 4
+    assert sum(map(len, rows)) == sum(1 for _ in plan.pipeline.table.slots())
+
+
+@pytest.mark.ci
+def test_a_notebook_shows_the_table_of_the_plan(plan):
+    shown = plan_table(plan, estimate_step(plan))
+    assert "<style" in shown.partition('<svg class="pipeline"')[2]
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(not CHROMIUM, reason="there is no chromium: apt-get install chromium")
+def test_a_browser_draws_the_table_in_its_colours(plan, tmp_path):
+    path = tmp_path / "report.html"
+    path.write_text(render_page(*reports.fits(), plan))
+    with chromium() as browser:
+        browser.open(path)
+        fill = "getComputedStyle(document.querySelector('.pipeline .op-f')).fill"
+        assert browser.js(fill) == "rgb(0, 114, 178)"
+        assert browser.errors == []
