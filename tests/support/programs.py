@@ -74,9 +74,14 @@ def evaluate(programs: Programs, params: Any, tokens: np.ndarray) -> float:
 
 
 def gradients_of(
-    plan: Plan, params: Any, tokens: np.ndarray, documents: Mapping[str, np.ndarray] = MappingProxyType({})
+    plan: Plan,
+    params: Any,
+    tokens: np.ndarray,
+    documents: Mapping[str, np.ndarray] = MappingProxyType({}),
+    dropout_key: Array | None = None,
 ) -> tuple[float, Any]:
-    """Loss and gradients of the plan's sharded program. documents: positions and segment_ids of packed sequences."""
+    """Loss and gradients of the plan's sharded program. documents: positions and segment_ids of packed sequences.
+    dropout_key: None for no dropout."""
     mesh = plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
     specs = plan.specs["params"]
     sharded = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, specs)
@@ -85,5 +90,5 @@ def gradients_of(
     host = in_token_order(host, plan.token_order.of_sequence(tokens.shape[1] - 1))
     batch = {name: jax.device_put(x[plan.row_order.rows()], rows) for name, x in host.items()}
     with jax.set_mesh(mesh):
-        (loss, num_targets), grads, *_ = jax.jit(build_loss(plan, with_gradients=True))(sharded, batch)
+        (loss, num_targets), grads, *_ = jax.jit(build_loss(plan, with_gradients=True))(sharded, batch, dropout_key)
     return float(loss / num_targets), jax.tree.map(np.asarray, grads)
