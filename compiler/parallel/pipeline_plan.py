@@ -75,7 +75,7 @@ def plan_pipeline(
     placement = next(iter(tables.values())).placement
     layers = split_evenly(stack.num_layers, placement)
     times = plan_stage_times(spec, mesh, model, sharding, target)
-    chosen = choose_table(tables, times.op_seconds(placement), times.permute)
+    chosen = choose_table(tables, times.op_seconds, times.permute)
     others = f", the shortest of {', '.join(tables)}" if len(tables) > 1 else ""
     reason = f"{chosen.label}{others}"
     return PipelinePlan(chosen.table, layers, chosen.time, reason)

@@ -4,13 +4,17 @@ The estimate of the traced step (compiler/estimate) says how long the step takes
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import jax.numpy as jnp
 
 from meshloom.models import Model
 
+from ..core.kernels import share_of_head
 from ..core.partition_spec import STAGE
 from ..pipeline.makespan import OpSeconds
-from ..pipeline.table import PipelineOp, StagePlacement
+from ..pipeline.table import PipelineOp, PipelineTable
 from ..sharding.arrays import EXPERTS
 from ..sharding.batch import sequences_of_device
 from ..sharding.sharding import ShardingPlan
@@ -20,53 +24,96 @@ from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
 
 NO_MATMULS = ("none", "save_dots")  # remat policies under which no matmul is computed again
-UNKNOWN_PEAK = 1e12  # FLOPs per second of a target whose peak is unknown: permutes take no time there
+# FLOPs of attention's backward pass over those of its forward pass: five matmuls instead of two (FlashAttention-2)
+ATTENTION_BACKWARD = 2.5
+COPY = 2  # times that a copied array crosses the memory
+NOT_OF_LAYERS = ("embedded", "head_input", "logits", "gradient of ")  # activations that no layer makes for its backward
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """layer: the seconds of a forward pass of one microbatch through the layers of the model. head: through the head.
-    recomputed: the share of a layer's forward pass that its backward pass runs again. permute: of one permute."""
+    """The seconds of one microbatch in all layers of the model, in its head, and of one permute. matmuls, attention: of
+    a forward pass. moved: to write what the layers make, or to read it. added: to add the gradients of all weights to
+    their sums. recomputed: the share of a forward pass that the backward pass runs again."""
 
-    layers: float
+    matmuls: float
+    attention: float
+    moved: float
+    added: float
     head: float
     recomputed: float
     permute: float
 
-    def op_seconds(self, placement: StagePlacement) -> OpSeconds:
-        """Returns the seconds of each operation: dx and dw take as long as a forward pass each. The head runs forward
+    def op_seconds(self, table: PipelineTable) -> OpSeconds:
+        """Returns the seconds of each operation of a table. The matmuls of dx and of dw take as long as a forward pass
+        each, attention's gradients are all in B, which also reads what the layers made, and writes and reads the
+        gradient of each. What R leaves to B, and B to W, is copied into a buffer and out of it. The head runs forward
         and backward in F."""
-        forward = self.layers / placement.num_virtual
-        shares = {
-            PipelineOp.FORWARD: 1.0,
-            PipelineOp.RECOMPUTE: self.recomputed,
-            PipelineOp.INPUT_GRADIENT: 1.0,
-            PipelineOp.WEIGHT_GRADIENT: 1.0,
-            PipelineOp.BACKWARD: 2.0,
+        again = self.recomputed * (self.matmuls + self.attention)
+        of_input = self.matmuls + ATTENTION_BACKWARD * self.attention + 3 * self.moved
+        if PipelineOp.RECOMPUTE in table.ops:
+            again, of_input = again + COPY * self.moved, of_input + COPY * self.moved
+        seconds = {
+            PipelineOp.FORWARD: self.matmuls + self.attention,
+            PipelineOp.RECOMPUTE: again,
+            PipelineOp.INPUT_GRADIENT: of_input + COPY * self.moved,
+            PipelineOp.WEIGHT_GRADIENT: self.matmuls + COPY * self.moved + self.added,
+            PipelineOp.BACKWARD: of_input + self.matmuls + self.added,
         }
+        placement = table.placement
 
-        def seconds(op: PipelineOp, stage: int, chunk: int) -> float:
+        def of_slot(op: PipelineOp, stage: int, chunk: int) -> float:
             is_last = op == PipelineOp.FORWARD and placement.virtual(stage, chunk) == placement.num_virtual - 1
-            return shares[op] * forward + (3 * self.head if is_last else 0.0)
+            return seconds[op] / placement.num_virtual + (3 * self.head if is_last else 0.0)
 
-        return seconds
+        return of_slot
 
 
 def plan_stage_times(
     spec: PlanSpec, mesh: MeshPlan, model: Model, sharding: ShardingPlan, target: TargetPlan
 ) -> StageTimes:
-    """Returns the times by the products of tokens with parameters, at the peak of the target."""
-    roles, peak = sharding.roles, target.peak_flops_per_second
-    tokens = sequences_of_device(spec, mesh, roles) * spec.sequence_length // mesh.num_shards(roles.length)
-    per_parameter = 2 * tokens / mesh.num_shards(roles.partitioner) / (peak or UNKNOWN_PEAK)
+    """Returns the times by the products of tokens with parameters and with each other, and
+    by the bytes of the layers' activations, at the rates that its programs reach."""
     (stack,) = model.stacks
-    permute = mesh.alone_seconds("collective-permute", _x_bytes(sharding), (STAGE,)) if peak else None
+    speeds, roles = _speeds(target), sharding.roles
+    tokens = sequences_of_device(spec, mesh, roles) * spec.sequence_length // mesh.num_shards(roles.length)
+    shards = mesh.num_shards(roles.partitioner)
+    of_layers, of_head = (_num_multiplied(model, sharding, piece) / shards for piece in (stack.name, "head"))
+    made = (plan for plan in sharding.activations if not plan.array.path.startswith(NOT_OF_LAYERS))
+    flops, head_dim = _attention_flops(sharding, spec.sequence_length)
+    permute = mesh.alone_seconds("collective-permute", _x_bytes(sharding), (STAGE,)) if speeds.is_known else None
     return StageTimes(
-        per_parameter * _num_multiplied(model, sharding, stack.name),
-        per_parameter * _num_multiplied(model, sharding, "head"),
-        1.0 if recomputes_layers(spec.remat) else 0.0,
-        permute or 0.0,
+        matmuls=2 * tokens * of_layers / speeds.matmul,
+        attention=stack.num_layers * flops / speeds.attention(head_dim),
+        moved=stack.num_layers * sum(plan.bytes_per_device for plan in made) / speeds.memory,
+        added=3 * of_layers * jnp.dtype(spec.precision.gradients).itemsize / speeds.memory,  # two read, one written
+        head=2 * tokens * of_head / speeds.matmul,
+        recomputed=1.0 if recomputes_layers(spec.remat) else 0.0,
+        permute=permute or 0.0,
     )
+
+
+@dataclass(frozen=True)
+class _Speeds:
+    """FLOPs and bytes per second. Where nothing is known of the target, all operations take about as many seconds as
+    they have FLOPs."""
+
+    matmul: float
+    memory: float
+    attention: Callable[[int], float]  # by the width of heads
+    is_known: bool
+
+
+def _speeds(target: TargetPlan) -> _Speeds:
+    chip, peak, bandwidth = target.chip, target.peak_flops_per_second, target.hbm_bytes_per_second_per_device
+    if chip is None or peak is None or bandwidth is None:
+        return _Speeds(1.0, math.inf, lambda head_dim: 1.0, is_known=False)
+    share, peak = chip.efficiency, peak * chip.power_share
+
+    def attention(head_dim: int) -> float:
+        return peak * share_of_head(share.attention, head_dim)
+
+    return _Speeds(peak * share.matmul, bandwidth * share.memory, attention, is_known=True)
 
 
 def recomputes_layers(remat: RematSpec) -> bool:
@@ -84,6 +131,16 @@ def _num_multiplied(model: Model, sharding: ShardingPlan, piece: str) -> int:
             active = model.num_active_experts
             total += math.prod(active if name == EXPERTS and active else size for name, size in sizes)
     return total
+
+
+def _attention_flops(sharding: ShardingPlan, length: int) -> tuple[int, int]:
+    """Returns the FLOPs on a device of a layer's attention, forward, and the width of its heads: two matmuls of each
+    query with the half of the sequence that it may see. No FLOPs for a model without."""
+    queries = next((plan for plan in sharding.activations if plan.array.path == "queries"), None)
+    if queries is None:
+        return 0, 1
+    num_entries = queries.bytes_per_device // jnp.dtype(queries.array.dtype).itemsize
+    return 2 * length * num_entries, queries.array.shape[-1]
 
 
 def _x_bytes(sharding: ShardingPlan) -> int:

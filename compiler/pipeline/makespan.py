@@ -214,12 +214,16 @@ class ChosenTable:
 
 def choose_table(
     candidates: Mapping[str, PipelineTable],
-    op_seconds: OpSeconds,
+    op_seconds: Callable[[PipelineTable], OpSeconds],
     permute_seconds: float = 0.0,
     tick_seconds: float = 0.0,
 ) -> ChosenTable:
-    """Returns the candidate that takes the least time; of equal ones, the first."""
-    times = {label: time_table(table, op_seconds, permute_seconds, tick_seconds) for label, table in candidates.items()}
+    """Returns the candidate that takes the least time; of equal ones, the first. op_seconds: of the operations of a
+    table, which save for each other what others compute at once."""
+    times = {
+        label: time_table(table, op_seconds(table), permute_seconds, tick_seconds)
+        for label, table in candidates.items()
+    }
     label = min(times, key=lambda each: times[each].seconds)
     best = times[label]
     others = "".join(f"; {each}: {human_seconds(time.seconds)}" for each, time in times.items() if each != label)
