@@ -26,7 +26,7 @@ from .estimate.estimate import estimate_declared
 from .jaxpr.flops import count_model_flops
 from .parallel.choose import plan_operations
 from .parallel.operation import OpInputs, OpPlan, ParallelOp, per_token_operation
-from .parallel.pipeline_plan import PipelinePlan, check_pipeline, plan_pipeline
+from .parallel.pipeline_plan import PipelinePlan, plan_pipeline, read_tables
 from .parallel.registry import OPERATIONS
 from .parallel.remat import check_remat
 from .parallel.weight_plan import plan_weights
@@ -116,9 +116,9 @@ def plan_layout(
         lambda: check_fused(spec),
     )
     roles = plan_roles(spec.sharding, mesh.sizes)
-    sharding, _, preset_options, *_ = all_of(
+    sharding, tables, preset_options, *_ = all_of(
         lambda: _plan_sharding(spec, arrays, mesh, roles, target),
-        lambda: check_pipeline(spec, mesh, model),
+        lambda: read_tables(spec, mesh, model),
         lambda: {
             **options_around_faults(spec, target),
             **plan_preset_options(spec.overlap.flag_presets, target),
@@ -133,7 +133,7 @@ def plan_layout(
         lambda: check_gradients(spec, sharding),
         lambda: check_unroll(spec.overlap.layers.unroll, roles.partitioner, target),
     )
-    pipeline = plan_pipeline(spec, mesh, model, sharding, target)
+    pipeline = plan_pipeline(tables, spec, mesh, model, sharding, target)
     return Layout(inputs, operations, pipeline, preset_options)
 
 

@@ -6,17 +6,19 @@ mesh.stage=1                                   ->  None
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from meshloom.models import Model
 from meshloom.models.config import divisors
 
-from ..core.errors import Problem, raise_if_any
+from ..core.errors import ConfigError, Problem, raise_if_any
 from ..core.format import be, counted, human_share
 from ..core.partition_spec import STAGE
 from ..pipeline.layer_order import split_evenly
 from ..pipeline.makespan import TableTime, choose_table
 from ..pipeline.schedules import SCHEDULES, build_table
 from ..pipeline.table import PipelineTable, microbatches
+from ..pipeline.table_file import read_table
 from ..pipeline.ticks import TickForm
 from ..sharding.sharding import ShardingPlan
 from ..spec.pipeline_spec import StepPipeline
@@ -27,6 +29,7 @@ from .stage_times import plan_stage_times, recomputes_layers
 
 WITHOUT_STAGES = "1f1b"  # the schedule of conf/config.yaml, which nobody chose where there are no stages
 KEY = f"mesh.{STAGE}"
+Tables = Mapping[str, PipelineTable]  # by what a reason calls them
 ALONE = "unit ticks with recomputation apart"  # R is an operation of its own
 
 
@@ -57,50 +60,77 @@ class PipelinePlan:
         return self.time.bubble / self.time.seconds if self.time.seconds else 0.0
 
 
-def check_pipeline(spec: PlanSpec, mesh: MeshPlan, model: Model) -> None:
-    """Raises ConfigError with all problems of a declaration with stages that no pipeline can run."""
-    if mesh.sizes[STAGE] > 1:
-        raise_if_any([*_problems_of_model(spec, mesh, model), *_problems_of_schedule(spec, mesh), *_unused(spec)])
+def read_tables(spec: PlanSpec, mesh: MeshPlan, model: Model) -> Tables:
+    """Returns the tables that can run the declared pipeline; none without stages. Raises ConfigError with all problems
+    of a declaration that no pipeline can run."""
+    if mesh.sizes[STAGE] == 1:
+        return {}
+    problems, tables = list(_unused(spec)), dict[str, PipelineTable]()
+    problems += [] if spec.pipeline.table else _problems_of_schedule(spec, mesh)
+    try:
+        tables = _of_file(spec, mesh) if spec.pipeline.table else {} if problems else _candidates(spec, mesh)
+    except ConfigError as error:
+        problems += error.problems
+    num_chunks = next((each.placement.num_chunks for each in tables.values()), spec.pipeline.num_chunks)
+    raise_if_any([*_problems_of_model(spec, mesh, model, num_chunks), *problems])
+    return tables
 
 
 def plan_pipeline(
-    spec: PlanSpec, mesh: MeshPlan, model: Model, sharding: ShardingPlan, target: TargetPlan
+    tables: Tables, spec: PlanSpec, mesh: MeshPlan, model: Model, sharding: ShardingPlan, target: TargetPlan
 ) -> PipelinePlan | None:
-    """Returns the pipeline over the stages of the mesh; None without stages. The declaration has passed
-    `check_pipeline`."""
-    if mesh.sizes[STAGE] == 1:
+    """Returns the pipeline by the table that takes the least time; None without stages. tables: those of
+    `read_tables`."""
+    if not tables:
         return None
     (stack,) = model.stacks
-    tables = _candidates(spec, mesh.sizes[STAGE])
     placement = next(iter(tables.values())).placement
     layers = split_evenly(stack.num_layers, placement)
     times = plan_stage_times(spec, mesh, model, sharding, target)
     chosen = choose_table(tables, times.op_seconds, times.permute)
     others = f", the shortest of {', '.join(tables)}" if len(tables) > 1 else ""
-    reason = f"{chosen.label}{others}"
-    return PipelinePlan(chosen.table, layers, chosen.time, reason)
+    return PipelinePlan(chosen.table, layers, chosen.time, f"{chosen.label}{others}")
 
 
 def warnings_of_pipeline(pipeline: StepPipeline, mesh: MeshPlan) -> Iterator[Problem]:
     """Yields a warning about a schedule that was chosen for a mesh without stages."""
-    if mesh.sizes[STAGE] == 1 and pipeline.schedule != WITHOUT_STAGES:
-        what = f"is {pipeline.schedule}, and the mesh has no stages: nothing runs by it"
-        yield Problem("pipeline.schedule", what, f"set {KEY}, or leave it out")
+    chosen = {"pipeline.schedule": pipeline.schedule, "pipeline.table": pipeline.table or WITHOUT_STAGES}
+    for key, value in chosen.items():
+        if mesh.sizes[STAGE] == 1 and value != WITHOUT_STAGES:
+            what = f"is {value}, and the mesh has no stages: nothing runs by it"
+            yield Problem(key, what, f"set {KEY}, or leave it out")
 
 
-def _candidates(spec: PlanSpec, num_stages: int) -> Mapping[str, PipelineTable]:
+def _candidates(spec: PlanSpec, mesh: MeshPlan) -> Tables:
     """Returns the tables of the declared schedule, by the form of their ticks."""
     chosen = spec.pipeline
-    kind = SCHEDULES[chosen.schedule]
     forms = [form for form in TickForm if chosen.ticks in ("auto", form.value)]
     made = {f"{form} ticks": (form, False) for form in forms}
-    if TickForm.UNIT in forms and kind.splits(TickForm.UNIT, recomputes=True) and recomputes_layers(spec.remat):
+    splits = SCHEDULES[chosen.schedule].splits(TickForm.UNIT, recomputes=True)
+    if TickForm.UNIT in forms and splits and recomputes_layers(spec.remat):
         made[ALONE] = (TickForm.UNIT, True)
-    size = (num_stages, chosen.num_chunks, spec.num_microbatches)
+    size = (mesh.sizes[STAGE], chosen.num_chunks, spec.num_microbatches)
     return {label: build_table(chosen.schedule, *size, form, alone) for label, (form, alone) in made.items()}
 
 
-def _problems_of_model(spec: PlanSpec, mesh: MeshPlan, model: Model) -> Iterator[Problem]:
+def _of_file(spec: PlanSpec, mesh: MeshPlan) -> Tables:
+    """Returns the table of the user's file. Raises ConfigError if it is wrong, or is not one of this mesh and these
+    microbatches."""
+    path, ticks = str(spec.pipeline.table), spec.pipeline.ticks
+    table = read_table(Path(path), None if ticks == "auto" else TickForm(ticks))
+    problems = list[Problem]()
+    if (num_stages := table.placement.num_stages) != mesh.sizes[STAGE]:
+        what = f"{path} has {counted(num_stages, 'stage')}, and the mesh has {mesh.sizes[STAGE]}"
+        problems.append(Problem("pipeline.table", what, f"set {KEY}={num_stages}, or name another table"))
+    if table.num_microbatches != spec.num_microbatches:
+        what = f"{path} has {microbatches(table.num_microbatches)}, and the declaration has {spec.num_microbatches}"
+        fix = f"set num_microbatches={table.num_microbatches}, or name another table"
+        problems.append(Problem("pipeline.table", what, fix))
+    raise_if_any(problems)
+    return {f"pipeline.table={path}": table}
+
+
+def _problems_of_model(spec: PlanSpec, mesh: MeshPlan, model: Model, num_chunks: int) -> Iterator[Problem]:
     """Yields why the layers of a model cannot be split over stages."""
     if len(model.stacks) > 1:
         named = " and ".join(stack.name for stack in model.stacks)
@@ -108,7 +138,7 @@ def _problems_of_model(spec: PlanSpec, mesh: MeshPlan, model: Model) -> Iterator
         yield Problem(KEY, what, f"set {KEY}=1, and use fsdp, tensor or expert instead")
         return
     num_layers = sum(stack.num_layers for stack in model.stacks)
-    num_stages, num_chunks = mesh.sizes[STAGE], spec.pipeline.num_chunks
+    num_stages = mesh.sizes[STAGE]
     if num_layers % (num_stages * num_chunks) == 0:
         return
     has, parts = counted(num_layers, "layer"), counted(num_stages, "stage")
@@ -116,14 +146,14 @@ def _problems_of_model(spec: PlanSpec, mesh: MeshPlan, model: Model) -> Iterator
     what = f"{has} cannot be split evenly over {parts}"
     if num_layers < num_stages * num_chunks:
         what = f"{parts} {be(num_stages)} more than the {has} of the model"
-    yield Problem(KEY, what, _fitting(spec, mesh, num_layers))
+    yield Problem(KEY, what, _fitting(spec, mesh, num_layers, num_chunks))
 
 
-def _fitting(spec: PlanSpec, mesh: MeshPlan, num_layers: int) -> str:
+def _fitting(spec: PlanSpec, mesh: MeshPlan, num_layers: int, num_chunks: int) -> str:
     """Returns the fix for layers that do not divide: chunks of the same stages, if their number is open, or other
     stages."""
-    num_stages, num_chunks = mesh.sizes[STAGE], spec.pipeline.num_chunks
-    if SCHEDULES[spec.pipeline.schedule].num_chunks is None and num_layers % num_stages == 0:
+    num_stages, is_open = mesh.sizes[STAGE], spec.pipeline.table is None
+    if is_open and SCHEDULES[spec.pipeline.schedule].num_chunks is None and num_layers % num_stages == 0:
         chunks = [size for size in divisors(num_layers // num_stages) if size > 1]
         if chunks:
             return f"use pipeline.num_chunks={min(chunks, key=lambda size: abs(size - num_chunks))}"

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
+from ..core.config_types import LocalPath
 from .narrow import Narrow
 
 
@@ -12,7 +13,8 @@ class StepPipeline(Narrow):
 
     schedule: one of compiler/pipeline/schedules.py. num_chunks: the parts of the model that each stage holds. ticks:
     the operations of a stage in a tick (compiler/pipeline/ticks.py); auto: the form that is predicted to take the least
-    time.
+    time, or those of the file. table: a CSV file with a schedule of the user's own (compiler/pipeline/table_file.py),
+    instead of `schedule` and its chunks.
     """
 
     schedule: Literal[
@@ -20,3 +22,4 @@ class StepPipeline(Narrow):
     ]
     num_chunks: PositiveInt
     ticks: Literal["auto", "multi", "unit"]
+    table: LocalPath | None

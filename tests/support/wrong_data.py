@@ -66,6 +66,8 @@ def write_wrong_data(folder: Path) -> None:
     (folder / "corpus" / "no.parquet").write_text("this is no parquet file")
     (folder / "corpus" / "no.array_record").write_text("this is no array record")
     (folder / "corpus" / "empty.jsonl").write_text("\n")
+    (folder / "pipeline_two.csv").write_text("0F0,0F1,0B0,0B1\n,1F0+1B0,1F1+1B1,\n")
+    (folder / "pipeline_late.csv").write_text("0F0,0B0,0F1,0B1\n,1F0+1B0,1F1+1B1,\n")
     (folder / "my_code.py").write_text(CODE)
     (folder / "my_broken_code.py").write_text("import my_code\n\nmy_code._look_up({})\n")
     (folder / "my_wrong_import.py").write_text("import a_package_that_is_not_there\n")

@@ -6,6 +6,7 @@ from conftest import plan_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.pipeline.schedules import build_table
 from meshloom.compiler.pipeline.table import PipelineOp
+from meshloom.compiler.pipeline.table_file import write_table
 from meshloom.compiler.pipeline.ticks import TickForm
 from meshloom.compiler.report.explain import plan_as_json
 
@@ -43,6 +44,16 @@ def test_what_is_computed_again_is_an_operation_of_its_own_where_that_is_shorter
         if (plan := plan_of(*STAGED, "pipeline=zb_h1", f"remat={remat}")).pipeline
     }
     assert (PipelineOp.RECOMPUTE in ops["none"], PipelineOp.RECOMPUTE in ops["full"]) == (False, True)
+
+
+def test_a_table_of_a_file_is_run_as_it_is_or_in_ticks_of_a_form(tmp_path):
+    multi = build_table("1f1b", 2, 1, 4, TickForm.MULTI)
+    file = tmp_path / "mine.csv"
+    file.write_text(write_table(multi))
+    plans = [plan_of(*STAGED, f"pipeline.table={file}", *words) for words in ((), ("pipeline.ticks=unit",))]
+    found = [plan.pipeline.table.rows for plan in plans if plan.pipeline]
+    assert found[0] == multi.rows
+    assert max(len(slots) for row in found[1] for slots in row) == 1
 
 
 def test_each_stage_holds_its_part_of_the_layers():
