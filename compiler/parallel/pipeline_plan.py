@@ -29,7 +29,7 @@ from .stage_times import plan_stage_times, recomputes_layers
 
 WITHOUT_STAGES = "1f1b"  # the schedule of conf/config.yaml, which nobody chose where there are no stages
 KEY = f"mesh.{STAGE}"
-Tables = Mapping[str, PipelineTable]  # by what a reason calls them
+TablesByLabel = Mapping[str, PipelineTable]  # by what a reason calls them
 ALONE = "unit ticks with recomputation apart"  # R is an operation of its own
 
 
@@ -60,7 +60,7 @@ class PipelinePlan:
         return self.time.bubble / self.time.seconds if self.time.seconds else 0.0
 
 
-def read_tables(spec: PlanSpec, mesh: MeshPlan, model: Model) -> Tables:
+def read_tables(spec: PlanSpec, mesh: MeshPlan, model: Model) -> TablesByLabel:
     """Returns the tables that can run the declared pipeline; none without stages. Raises ConfigError with all problems
     of a declaration that no pipeline can run."""
     if mesh.sizes[STAGE] == 1:
@@ -77,7 +77,7 @@ def read_tables(spec: PlanSpec, mesh: MeshPlan, model: Model) -> Tables:
 
 
 def plan_pipeline(
-    tables: Tables, spec: PlanSpec, mesh: MeshPlan, model: Model, sharding: ShardingPlan, target: TargetPlan
+    tables: TablesByLabel, spec: PlanSpec, mesh: MeshPlan, model: Model, sharding: ShardingPlan, target: TargetPlan
 ) -> PipelinePlan | None:
     """Returns the pipeline by the table that takes the least time; None without stages. tables: those of
     `read_tables`."""
@@ -101,7 +101,7 @@ def warnings_of_pipeline(pipeline: StepPipeline, mesh: MeshPlan) -> Iterator[Pro
             yield Problem(key, what, f"set {KEY}, or leave it out")
 
 
-def _candidates(spec: PlanSpec, mesh: MeshPlan) -> Tables:
+def _candidates(spec: PlanSpec, mesh: MeshPlan) -> TablesByLabel:
     """Returns the tables of the declared schedule, by the form of their ticks."""
     chosen = spec.pipeline
     forms = [form for form in TickForm if chosen.ticks in ("auto", form.value)]
@@ -113,7 +113,7 @@ def _candidates(spec: PlanSpec, mesh: MeshPlan) -> Tables:
     return {label: build_table(chosen.schedule, *size, form, alone) for label, (form, alone) in made.items()}
 
 
-def _of_file(spec: PlanSpec, mesh: MeshPlan) -> Tables:
+def _of_file(spec: PlanSpec, mesh: MeshPlan) -> TablesByLabel:
     """Returns the table of the user's file. Raises ConfigError if it is wrong, or is not one of this mesh and these
     microbatches."""
     path, ticks = str(spec.pipeline.table), spec.pipeline.ticks
