@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from conftest import plan_of
-from meshloom.compiler import driver
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.pipeline.layer_order import layer_order, natural_order, split_evenly
 from meshloom.compiler.pipeline.schedules import build_table
@@ -118,11 +117,10 @@ def test_gradients_are_those_of_one_device(case, monkeypatch):
     table = build_table(name, stages, chunks, NUM_MICROBATCHES, form, recomputes)
     model = model_of(row, table.placement.num_virtual)
     params, expected_loss, expected = on_one_device(model)
-    monkeypatch.setattr(driver, "usable_mesh", lambda spec: spec.mesh)
     monkeypatch.setattr(train_step, "choose_schedule", lambda plan: PipelineSchedule(table))
     devices = stages * int(np.prod([int(each.split("=")[1]) for each in mesh if each.startswith("mesh.")]))
     plan = plan_of(
-        f"target=cpu-{devices}", f"+mesh.stage={stages}", *mesh, *REMAT[row["remat"]], *model,
+        f"target=cpu-{devices}", f"mesh.stage={stages}", *mesh, *REMAT[row["remat"]], *model,
         f"num_microbatches={NUM_MICROBATCHES}",
     )  # fmt: skip
     layers = split_evenly(plan.model.stacks[0].num_layers, table.placement)
