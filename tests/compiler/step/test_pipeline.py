@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 from conftest import plan_of
 from meshloom.compiler.core.trees import leaves_by_path
@@ -35,7 +36,7 @@ CASES = [
     ("zb_h2", UNIT, 2, 1, 4, ("sharding=fsdp_expert", "mesh.expert=2", "model=tiny_moe")),
     ("zb_h2", MULTI, 4, 1, 8, ("sharding=ddp", "model.embeddings=tied")),
     ("zb_v", UNIT, 2, 2, 4, (*FSDP, *WINDOWS, "remat=none")),
-    ("zb_v", UNIT, 4, 2, 8, ("sharding=ddp",)),
+    ("zb_v", UNIT, 4, 2, 8, ("sharding=ddp", "adapter=lora", "adapter.rank=4")),
     ("dualpipe_v", UNIT, 2, 2, 8, ("sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.tensor=2")),
     ("dualpipe_v", MULTI, 4, 2, 8, (*FSDP, "model=tiny_moe")),
 ]
@@ -57,11 +58,33 @@ def test_layers_may_be_run_again_by_an_operation_of_their_own(
     check_gradients(table, FSDP, tokens[0], monkeypatch)
 
 
+def test_a_table_runs_forward_alone(tokens):
+    """Log-probabilities of each sequence, and the targets that another token is likelier than."""
+    one = plan_of("target=cpu-1", "sharding=ddp", "model.num_layers=4")
+    plan = plan_of(
+        "target=cpu-4", "mesh.stage=2", "pipeline=dualpipe_v", "num_microbatches=4", *FSDP, "model.num_layers=4"
+    )
+    params = jax.tree.map(np.asarray, one.model.init(jax.random.key(0)))
+    expected, ours = (scores_of(each, params, tokens[0]) for each in (one, plan))
+    np.testing.assert_allclose(ours[0], expected[0], rtol=1e-5)
+    np.testing.assert_array_equal(ours[1], expected[1])
+
+
+def scores_of(plan, params, tokens):
+    mesh = plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
+    rows = NamedSharding(mesh, plan.roles.tokens_spec)
+    layouts = jax.tree.map(lambda spec: NamedSharding(mesh, spec), plan.specs["params"])
+    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    with jax.set_mesh(mesh):
+        placed = {name: jax.device_put(x[plan.row_order.rows()], rows) for name, x in batch.items()}
+        return np.asarray(jax.jit(train_step.build_scores(plan))(jax.device_put(params, layouts), placed))
+
+
 def check_gradients(table, others, tokens, monkeypatch):
     """Compares loss and gradients of a plan on the stages of a table with those of one device."""
     stages, microbatches = table.placement.num_stages, table.num_microbatches
     num_layers = max(4, table.placement.num_virtual * (2 if set(WINDOWS) <= set(others) else 1))
-    model = (f"model.num_layers={num_layers}", *(each for each in others if each.startswith("model")))
+    model = (f"model.num_layers={num_layers}", *(each for each in others if each.startswith(("model", "adapter"))))
     # A balance of experts is one of each microbatch.
     one = plan_of("target=cpu-1", "sharding=ddp", f"num_microbatches={microbatches}", *model)
     params = jax.tree.map(np.asarray, one.model.init(jax.random.key(0)))
