@@ -9,13 +9,13 @@ from ..core.format import counted, human_bytes
 from ..estimate.estimate import StepEstimate, estimate_step
 from ..parallel.operation import OpPlan, Strategy
 from ..parallel.pipeline_plan import PipelinePlan
-from ..pipeline.table import Slot
 from ..plan import Plan
 from ..schema import SCHEMA_VERSION
 from ..sharding.arrays import Array
 from ..sharding.rules import ArrayPlan
 from ..spec.sharding_spec import Rule
 from .explain_estimate import estimate_as_json, print_estimate, unknown_primitives
+from .pipeline_lines import pipeline_lines, slot_text
 
 COLUMNS = (
     Column("array"),
@@ -57,6 +57,8 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
         console.wrapped((title, "bold"), how)
     if plan.pipeline:
         console.wrapped(("pipeline", "bold"), f" {plan.pipeline.how}")
+        for line in pipeline_lines(plan.pipeline.table, console.width):
+            console.line(*line)
     if plan.flag_presets:
         console.wrapped(("flags", "bold"), f" {plan.flag_presets}")
     for warning in plan.warnings:
@@ -140,13 +142,9 @@ def _pipeline(plan: PipelinePlan) -> dict[str, Any]:
         "num_chunks": table.placement.num_chunks,
         "num_microbatches": table.num_microbatches,
         "layers_per_virtual_stage": list(plan.layers_per_virtual),
-        "ticks": [["+".join(map(_slot, slots)) for slots in row] for row in table.rows],
+        "ticks": [["+".join(map(slot_text, slots)) for slots in row] for row in table.rows],
         "reason": plan.reason,
     }
-
-
-def _slot(slot: Slot) -> str:
-    return f"{slot.op}{slot.microbatch}" + (f".{slot.chunk}" if slot.chunk else "")
 
 
 def _operation(plan: OpPlan) -> dict[str, Any]:
