@@ -50,7 +50,7 @@ def test_of_many_stages_the_first_are_shown():
 
 @pytest.mark.ci
 def test_explain_shows_the_table_of_the_plan():
-    plan, told = plan_of("mesh.stage=2", "num_microbatches=4"), io.StringIO()
+    plan, told = plan_of("mesh.stage=2", "num_microbatches=4", "model.num_layers=4"), io.StringIO()
     assert plan.pipeline
     console = Console(told, width=120)
     explain(plan, console)
