@@ -12,6 +12,7 @@ from ..target.target import TargetPlan
 from ..xla.aot import Built, LoweredStep
 from ..xla.hlo import parse_module
 from ..xla.schedule.stage_clocks import StagedDevices
+from .bubble_limit import find_too_much_bubble
 from .divergent_branches import find_hangs
 from .lint import find_too_exposed, lint
 from .program_devices import stages_of
@@ -121,9 +122,10 @@ def find_findings(step: CompiledStep, *, is_searched: bool) -> tuple[Finding, ..
     is_searched: whether the step is the best of `overlap.search`.
     """
     analysis = step.analysis
-    too_exposed = None
+    unmet: list[Finding | None] = []
     if step.built.text:
-        too_exposed = find_too_exposed(step.plan, analysis.step, analysis.collectives, is_searched=is_searched)
+        unmet.append(find_too_exposed(step.plan, analysis.step, analysis.collectives, is_searched=is_searched))
+        unmet.append(find_too_much_bubble(step.plan, analysis.step))
     found = lint(
         step.plan,
         analysis.collectives,
@@ -132,7 +134,7 @@ def find_findings(step: CompiledStep, *, is_searched: bool) -> tuple[Finding, ..
         step.built.notes,
         held=() if isinstance(step.peak, Unavailable) else step.peak.held,
     )
-    return (*([too_exposed] if too_exposed else []), *found)
+    return (*filter(None, unmet), *found)
 
 
 def limit_bytes(target: TargetPlan) -> int | None:

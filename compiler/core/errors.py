@@ -13,7 +13,7 @@ from .visible import visible
 # Exit codes of all commands, besides 0 and 128 + signal; runtime/core/failures.py has 5 and 6, which only runs use.
 MISTAKE = 2
 DOES_NOT_FIT = 3  # the compiled program needs more memory than a chip has
-EXPOSED = 4  # more communication is exposed than the declaration allows
+EXPOSED = 4  # more communication is exposed, or a pipeline waits longer, than the declaration allows
 
 COMMAND_LINE = "command line"  # the place of a problem that no key has
 

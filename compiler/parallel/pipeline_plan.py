@@ -21,7 +21,7 @@ from ..pipeline.table import PipelineTable, microbatches
 from ..pipeline.table_file import read_table
 from ..pipeline.ticks import TickForm
 from ..sharding.sharding import ShardingPlan
-from ..spec.pipeline_spec import StepPipeline
+from ..spec.pipeline_spec import PipelineSpec
 from ..spec.plan_spec import PlanSpec
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
@@ -92,13 +92,17 @@ def plan_pipeline(
     return PipelinePlan(chosen.table, layers, chosen.time, f"{chosen.label}{others}")
 
 
-def warnings_of_pipeline(pipeline: StepPipeline, mesh: MeshPlan) -> Iterator[Problem]:
-    """Yields a warning about a schedule that was chosen for a mesh without stages."""
-    chosen = {"pipeline.schedule": pipeline.schedule, "pipeline.table": pipeline.table or WITHOUT_STAGES}
-    for key, value in chosen.items():
-        if mesh.sizes[STAGE] == 1 and value != WITHOUT_STAGES:
+def warnings_of_pipeline(pipeline: PipelineSpec, mesh: MeshPlan) -> Iterator[Problem]:
+    """Yields a warning about each setting of a pipeline that was made for a mesh without stages."""
+    made = {
+        "schedule": pipeline.schedule if pipeline.schedule != WITHOUT_STAGES else None,
+        "table": pipeline.table,
+        "max_bubble": pipeline.max_bubble,
+    }
+    for key, value in made.items():
+        if mesh.sizes[STAGE] == 1 and value is not None:
             what = f"is {value}, and the mesh has no stages: nothing runs by it"
-            yield Problem(key, what, f"set {KEY}, or leave it out")
+            yield Problem(f"pipeline.{key}", what, f"set {KEY}, or leave it out")
 
 
 def _candidates(spec: PlanSpec, mesh: MeshPlan) -> TablesByLabel:

@@ -238,6 +238,9 @@ def _loops(plan: Plan) -> Iterator[LayerLoop]:
     split_axes = plan.roles.partitioner
     is_even = sequences_of_device(plan.spec, plan.mesh, plan.roles) % 2 == 0
     batch_split = (1, 2) if split_axes and is_even else (1,)
+    if plan.pipeline is not None:  # it has its own order of layers and microbatches
+        yield from (FLAT.model_copy(update={"batch_split": num_parts}) for num_parts in batch_split)
+        return
     layers_in_a_trip = (1,) if aborts_unrolled(split_axes, plan.target) else (1, 2)
     layouts = plan.weights
     own = [layout for stack in plan.model.stacks for layout in jax.tree.leaves(layouts[stack.name])]

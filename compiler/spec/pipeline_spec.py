@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from ..core.config_types import LocalPath
+from ..core.config_types import Fraction, LocalPath
 from .narrow import Narrow
 
 
@@ -23,3 +23,9 @@ class StepPipeline(Narrow):
     num_chunks: PositiveInt
     ticks: Literal["auto", "multi", "unit"]
     table: LocalPath | None
+
+
+class PipelineSpec(StepPipeline):
+    """A schedule, and the limit of its bubble."""
+
+    max_bubble: Fraction | None  # share of the predicted step that stages wait for others; compiling fails above it

@@ -13,6 +13,7 @@ from ..core.config_types import CompilerOption, Text
 from ..core.errors import use_one_of
 from ..core.partition_spec import STAGE
 from .overlap_spec import OverlapSpec
+from .pipeline_spec import PipelineSpec
 from .sharding_spec import MeshAxis, ShardingSpec, each_once
 from .step_spec import StepSpec
 from .target_spec import TargetSpec
@@ -112,6 +113,7 @@ class PlanSpec(StepSpec):
     # Mesh axes, nearest devices first; after a colon the block of chips that an axis forms: expert:2x2
     device_order: Annotated[tuple[PlacedAxis, ...], AfterValidator(_each_axis_once)]
     sharding: ShardingSpec  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
+    pipeline: PipelineSpec  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
     overlap: OverlapSpec  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
     compiler_options: dict[str, CompilerOption]  # by XLA's names
     tune: TuneSpec  # what `meshloom tune` searches

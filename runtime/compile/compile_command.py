@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from meshloom.compiler.analysis.bubble_limit import TOO_MUCH_BUBBLE
 from meshloom.compiler.analysis.compiled_step import CompiledStep
 from meshloom.compiler.analysis.lint import TOO_EXPOSED
 from meshloom.compiler.analysis.program_text import Unavailable
@@ -44,6 +45,7 @@ from .overlap_search import search_overlap
 from .step_compiler import COMPILER_LOG, StepCompiler, StoredStep
 from .watched import Phases, compiler_errors_reported
 
+UNMET = (TOO_EXPOSED, TOO_MUCH_BUBBLE)  # findings that exit code 4 is for
 LOG = logging.getLogger("meshloom")
 
 
@@ -68,7 +70,7 @@ class Compiled:
         """Returns the exit code of a compiled step that is not accepted; 0 if it is."""
         if False in (self.report.memory.fits, self.report.memory.host_fits):
             return DOES_NOT_FIT
-        return EXPOSED if any(finding.rule == TOO_EXPOSED for finding in self.report.findings) else 0
+        return EXPOSED if any(finding.rule in UNMET for finding in self.report.findings) else 0
 
 
 def prepare_compile(spec: RunSpec) -> CompileJob:
@@ -118,6 +120,9 @@ def compile_step(job: CompileJob, run_dir: Path, *, request: Request, model: str
 def why_refused(compiled: Compiled) -> str | None:
     """Returns why a compiled step is not accepted; None if it is."""
     memory, step = compiled.report.memory, compiled.report.step
+    if compiled.refusal == EXPOSED and TOO_EXPOSED not in [finding.rule for finding in compiled.report.findings]:
+        bubble = "?" if step.bubble_fraction is None else human_share(step.bubble_fraction)
+        return f"stages wait {bubble} of the step for each other, more than pipeline.max_bubble allows"
     if compiled.refusal == EXPOSED:
         exposed = "?" if step.exposed_fraction is None else human_share(step.exposed_fraction)
         return f"{exposed} of the step is exposed communication, more than overlap.max_exposed allows"

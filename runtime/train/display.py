@@ -76,11 +76,13 @@ def show_header(console: Console, plan: Plan[RunSpec]) -> None:
 
 
 def _not_judged(plan: Plan[RunSpec]) -> tuple[Problem, ...]:
-    """Returns a warning if the declaration limits exposed time and `train` compiles the step, which is not judged."""
-    if plan.spec.overlap.max_exposed is None or plan.spec.artifact is not None:
-        return ()
+    """Returns warnings if the declaration limits exposed time or the bubble and `train` compiles the step, which is not
+    judged."""
+    limits = {"overlap.max_exposed": plan.spec.overlap.max_exposed}
+    limits |= {"pipeline.max_bubble": plan.spec.pipeline.max_bubble} if plan.pipeline else {}
     fix = "compile with the same line by `meshloom compile`, and train with artifact=RUN_DIR"
-    return (Problem("overlap.max_exposed", "is not judged by `meshloom train`", fix),)
+    limited = [key for key, limit in limits.items() if limit is not None and plan.spec.artifact is None]
+    return tuple(Problem(key, "is not judged by `meshloom train`", fix) for key in limited)
 
 
 def _not_counted(plan: Plan[RunSpec]) -> tuple[Problem, ...]:

@@ -1,0 +1,38 @@
+"""`pipeline.max_bubble`: what it lets through, and what it says of the rest."""
+
+import pytest
+
+from conftest import plan_of
+from meshloom.compiler.analysis.bubble_limit import TOO_MUCH_BUBBLE, find_too_much_bubble
+from support import reports
+
+STAGED = ("mesh.stage=2", "num_microbatches=4", "model.num_layers=4")
+
+
+def waiting(share: float | None):
+    seconds = None if share is None else 10 * share
+    return reports.fits()[0].step.model_copy(update={"bubble_fraction": share, "bubble_seconds": seconds})
+
+
+def test_only_a_bubble_above_the_limit_is_a_finding():
+    plan = plan_of(*STAGED, "pipeline.max_bubble=0.2")
+    assert find_too_much_bubble(plan, waiting(0.2)) is None
+    assert find_too_much_bubble(plan_of(*STAGED), waiting(0.9)) is None
+    found = find_too_much_bubble(plan, waiting(0.21))
+    assert found is not None
+    assert found.rule == TOO_MUCH_BUBBLE
+    assert "21.0 %" in found.what
+    assert "num_microbatches=4" in found.fix
+
+
+def test_a_bubble_that_is_not_known_does_not_meet_a_limit():
+    found = find_too_much_bubble(plan_of(*STAGED, "pipeline.max_bubble=0.2"), waiting(None))
+    assert found is not None
+    assert "not known" in found.what
+
+
+@pytest.mark.parametrize("setting", ["schedule=gpipe", "max_bubble=0.1"])
+def test_a_setting_without_stages_is_told(setting):
+    plan = plan_of(f"pipeline.{setting}")
+    assert [problem.where for problem in plan.warnings] == [f"pipeline.{setting.split('=')[0]}"]
+    assert find_too_much_bubble(plan, waiting(0.9)) is None
