@@ -3,7 +3,7 @@
     a tick:  permute dx, slot F, permute y, slot BW       dx flies beside F, and y beside BW
 
 All stages run one program. A stage's slot takes as long as the branch that it runs in that tick; a permute begins when
-its sender and its receiver are there, and is waited for before the slot that needs it, or at the end of the tick. So
+its sender and its receiver are there, and both wait for it before the slot that needs it, or at the end of the tick. So
 neighbours keep step, and a tick takes about as long as on the slowest of them.
 
 An estimate times the parts of a traced step (`time_ticks`); a table by itself is timed from seconds of its operations
@@ -12,6 +12,7 @@ An estimate times the parts of a traced step (`time_ticks`); a table by itself i
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,15 @@ class TickPermute:
     sources: tuple[tuple[int, ...], ...]
     full_bytes: int
     needed_by: int | None = None
+
+    @cached_property
+    def partners(self) -> tuple[tuple[int, ...], ...]:
+        """Returns for each stage itself and the stages that it sends to or receives from."""
+        partners = [{stage, *sources} for stage, sources in enumerate(self.sources)]
+        for stage, sources in enumerate(self.sources):
+            for source in sources:
+                partners[source].add(stage)
+        return tuple(tuple(sorted(each)) for each in partners)
 
 
 TickPart = TickSlot | TickPermute
@@ -80,7 +90,7 @@ def _ends_of_tick(loop: TickLoop, tick: int, now: Numbers, seconds: Sequence[Num
     stages, flying, ends = np.arange(len(now)), list[tuple[Numbers, int | None]](), list[Numbers]()
     for place, (part, taken) in enumerate(zip(loop.parts, seconds, strict=True)):
         if isinstance(part, TickPermute):
-            begins = [now[[stage, *sources]].max(axis=0) for stage, sources in enumerate(part.sources)]
+            begins = [now[list(partners)].max(axis=0) for partners in part.partners]
             flying.append((np.array(begins) + taken, part.needed_by))
         else:
             for arrives, needed_by in flying:

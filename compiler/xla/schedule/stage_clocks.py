@@ -4,7 +4,8 @@
 
 All stages run one program, and differ in the branches of conditionals within the scope of a slot: in tick t stage s
 takes the branch with the work if row t of the table has that operation for s. A collective whose group lies on several
-stages begins when all of them have started it; a permute, when its senders have. A wait for other stages is no exposed
+stages begins when all of them have started it; so does a permute, since its sender may not write before its receiver is
+there: v5p's have a barrier. A send between hosts begins when its sender is there. A wait for other stages is no exposed
 communication: it is the *bubble*. So for each stage
 
     compute + exposed + bubble = the step
@@ -21,7 +22,7 @@ from ...core.format import counted
 from ...core.scopes import OperationName
 from ..hlo import HloError
 from .simulate import Clock, Loops, Picked, Priced, Simulation, StageTime, Taken
-from .steps import PAIRS, Branches, Collective, Loop, Start, Step, every
+from .steps import Branches, Collective, Loop, Start, Step, every
 
 BY_TABLE = "by the pipeline's table"
 SHOWN_TICKS = 24  # ticks whose steps a timeline shows
@@ -46,12 +47,12 @@ class StagedDevices:
         return len(self.rows[0])
 
     def awaited(self, collective: Collective) -> list[set[int]]:
-        """Returns the stages that each stage waits for: those that send to it, or those of its groups."""
+        """Returns the stages that each stage waits for: those of its groups; of a send between hosts, the sender."""
         found: list[set[int]] = [set() for _ in range(self.num_stages)]
         for group in self._groups(collective):
             stages = [self.stage_of[device] for device in group]
-            for stage in stages[1:] if collective.kind in PAIRS else stages:
-                found[stage] |= set(stages[:1] if collective.kind in PAIRS else stages)
+            for stage in stages[1:] if collective.kind == "send" else stages:
+                found[stage] |= set(stages[:1] if collective.kind == "send" else stages)
         return [others - {stage} for stage, others in enumerate(found)]
 
     def _groups(self, collective: Collective) -> Sequence[Sequence[int]]:

@@ -19,8 +19,8 @@ from meshloom.compiler.pipeline.makespan import (
     time_ticks,
 )
 from meshloom.compiler.pipeline.schedules import SCHEDULES, build_table
-from meshloom.compiler.pipeline.table import PipelineOp
-from meshloom.compiler.pipeline.ticks import TickForm
+from meshloom.compiler.pipeline.table import PipelineOp, Slot, StagePlacement
+from meshloom.compiler.pipeline.ticks import TickForm, pack_ticks
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.compiler.xla.schedule.prices import Chip
 from meshloom.compiler.xla.schedule.program import read_steps
@@ -116,11 +116,11 @@ def seconds_of(declared_seconds):
 
 
 def last_end(table, op_seconds, permute, rest):
-    """The end of the last tick, one moment after the other. A stage waits for its own permutes too."""
+    """The end of the last tick, one moment after the other. Each end of a permute waits for the other one."""
     place, stages = table.placement, range(table.placement.num_stages)
     pairs = [(place.stage(k), place.stage(k + 1)) for k in range(place.num_virtual - 1)]
-    up = [{s, *(a for a, b in pairs if b == s)} if set(pairs) - {(0, 0)} else set() for s in stages]
-    down = [{s, *(b for a, b in pairs if a == s)} if set(pairs) - {(0, 0)} else set() for s in stages]
+    with_neighbours = [{s, *(one for pair in pairs if s in pair for one in pair)} for s in stages]
+    partners = [neighbours if len(stages) > 1 else () for neighbours in with_neighbours]
     ends = [0.0 for _ in stages]
 
     def run(slots, stage, *ops):
@@ -137,10 +137,10 @@ def last_end(table, op_seconds, permute, rest):
         forward = [begin[s] + run(row[s], s, "F") for s in stages]
         again = [forward[s] + run(row[s], s, "R") for s in stages]
         has_backward = table.ops & {PipelineOp.BACKWARD, PipelineOp.INPUT_GRADIENT}
-        ready = [max([again[s], *(begin[o] + permute for o in down[s] if has_backward)]) for s in stages]
+        ready = [max([again[s], *(begin[o] + permute for o in partners[s] if has_backward)]) for s in stages]
         backward = [ready[s] + run(row[s], s, "B", "BW") for s in stages]
         weight = [backward[s] + run(row[s], s, "W") for s in stages]
-        ends = [max([weight[s], *(forward[o] + permute for o in up[s])]) + rest for s in stages]
+        ends = [max([weight[s], *(forward[o] + permute for o in partners[s])]) + rest for s in stages]
     return max(ends)
 
 
@@ -180,7 +180,19 @@ def test_bubbles_of_tables_are_those_of_the_papers():
     with_recompute = {**UNIT_SECONDS, "R": 1.0}
     assert bubble_of("1f1b", UNIT, seconds=with_recompute, recomputes=True) == pytest.approx(3 / 16)
     assert bubble_of("1f1b", MULTI, seconds=with_recompute, recomputes=True) == pytest.approx(9 / 32)
-    assert bubble_of("zb_h1", MULTI) == pytest.approx(1 / 4)  # a stage that runs W holds up the one that it sends to
+    assert bubble_of("zb_h1", MULTI) > bubble_of("1f1b", MULTI)  # a stage that runs W holds up its neighbours
+
+
+def test_1f1b_of_joint_operations_one_by_one_is_worse_than_gpipe():
+    """Where a stage runs F its neighbours run BW, and wait for each other in each tick: 2/3 of the work."""
+    forward, backward = ([Slot(op, 0, m) for m in range(8)] for op in (PipelineOp.FORWARD, PipelineOp.BACKWARD))
+    orders = []
+    for ahead in (3, 2, 1, 0):
+        pairs = zip(forward[ahead:], backward, strict=False)
+        orders.append([*forward[:ahead], *(slot for pair in pairs for slot in pair), *backward[8 - ahead :]])
+    table = pack_ticks("1f1b", StagePlacement(4), orders, UNIT)
+    found = time_table(table, lambda op, stage, chunk: UNIT_SECONDS[op])
+    assert found.bubble_of_work == pytest.approx(2 / 3)
 
 
 def candidates(name="1f1b"):

@@ -93,13 +93,15 @@ def check_laws(result: Simulation) -> None:
 def test_the_longest_path_of_1f1b_by_hand():
     """Stage 0 runs the first forward slot, its neighbours theirs; the last stage both slots of 8 microbatches; then the
     last gradient goes back. That is 11 of each slot, as (p - 1) / m says: 3 / 8 more than the 8 of a stage's work. In
-    the 6 ticks of the ramps the idle branch and what lies between the slots run during the wait for a neighbour."""
+    the 6 ticks of the ramps the idle branch and what lies between the slots run during the wait for a neighbour. In
+    these rings of permutes the first and the last stage are neighbours: each ramp waits for two of their idle slots."""
     text = recorded_text("pipeline_1f1b")
     module = parse_module(text)
     (no_f, f), (no_b, b) = slot_cycles(module, "slot=F"), slot_cycles(module, "slot=BW")
     around = around_ticks(module, 14)
     result = run(text, ONE_F_ONE_B)
-    assert result.seconds == pytest.approx(11 * (f + b) + around - 6 * between_slots(module))
+    between = between_slots(module)
+    assert result.seconds == pytest.approx(11 * (f + b) + around - 6 * between + 2 * (no_f + no_b + 2 * between))
     for each in result.stages:
         assert each.compute_seconds == pytest.approx(8 * (f + b) + 6 * (no_f + no_b) + around)
     folded = simulate(read_steps(module, CYCLES), lambda _: Priced(0.0, ()))
@@ -117,7 +119,8 @@ def test_the_longest_path_of_gpipe_with_a_head_and_gathers_in_its_branches_by_ha
     around = around_ticks(module, 22) + gathered  # the sum at the end
     result = run(text, GPIPE, within=gathered)
     path = 3 * (f + no_head) + 8 * (f + head) + 11 * b + 8 * (no_f + no_b)
-    assert result.seconds == pytest.approx(path + around - 6 * between_slots(module))
+    in_ring = 2 * (no_f + no_b + 2 * between_slots(module))  # as in 1F1B
+    assert result.seconds == pytest.approx(path + around - 6 * between_slots(module) + in_ring)
     of_branches = 8 * 3 * LAYERS * gathered
     assert [each.exposed_seconds for each in result.stages] == pytest.approx([of_branches + gathered] * STAGES)
     work = [each.compute_seconds for each in result.stages]
@@ -128,12 +131,13 @@ def test_the_longest_path_of_gpipe_with_a_head_and_gathers_in_its_branches_by_ha
 
 def test_permutes_of_1f1b_hide_in_full_ticks_and_are_exposed_in_the_ramps_by_hand():
     """In the 8 full ticks of the last stage a permute of less than a slot hides. In each tick of a ramp a stage waits
-    for what its neighbour has sent, and nothing runs beside that."""
+    for what its neighbour has sent, and nothing runs beside that but idle slots, for which it waits anyway."""
     text = recorded_text("pipeline_1f1b")
-    (_, f), _ = slot_cycles(parse_module(text), "slot=F"), slot_cycles(parse_module(text), "slot=BW")
-    permute = 0.5 * f
+    module = parse_module(text)
+    (no_f, f), (no_b, _) = slot_cycles(module, "slot=F"), slot_cycles(module, "slot=BW")
+    permute, in_ring = 0.5 * f, 2 * (no_f + no_b + 2 * between_slots(module))
     free, result = run(text, ONE_F_ONE_B), run(text, ONE_F_ONE_B, permute=permute)
-    assert result.seconds - free.seconds == pytest.approx(6 * permute)
+    assert result.seconds - free.seconds == pytest.approx(6 * permute - in_ring)
 
 
 def test_stages_on_two_slices_wait_for_sends_between_their_clocks():
@@ -228,13 +232,14 @@ def test_what_is_sent_flies_during_the_next_slot():
     assert found.seconds == pytest.approx(13 + 10 + 3 + 3)
 
 
-def test_both_directions_of_two_stages_are_told_apart():
-    """With p = 2 the next stage is also the one before: who waits is told by the pairs alone."""
-    back = permute("p", ((1, 0),))
-    found = two_stages(slot("F", 10.0), Start(back), Done("p"), by=table("F0|", "F1|", "|F0"))
-    assert found.seconds == 20, "stage 1 runs ahead: it waits for nobody"
-    found = two_stages(slot("F", 10.0), Start(permute("p", ((0, 1),))), Done("p"), by=table("F0|", "F1|", "|F0"))
-    assert found.seconds == 30, "stage 1 has waited for both before it begins"
+@pytest.mark.parametrize(("kind", "back", "on"), [("collective-permute", 30, 30), ("send", 20, 30)])
+def test_both_ends_of_a_permute_wait_and_of_a_send_the_receiver(kind, back, on):
+    """Two ticks of 10 s on stage 0, then one on stage 1. With p = 2 the next stage is also the one before: who waits
+    for a send is told by its pairs alone."""
+    for pair, seconds in (((1, 0), back), ((0, 1), on)):
+        sent = replace(permute("p", (pair,)), kind=kind)
+        found = two_stages(slot("F", 10.0), Start(sent), Done("p"), by=table("F0|", "F1|", "|F0"))
+        assert found.seconds == seconds
 
 
 def test_a_sum_over_the_stages_begins_when_the_last_of_them_is_there():
