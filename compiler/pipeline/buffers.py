@@ -83,14 +83,10 @@ def lower_table(table: PipelineTable) -> LoweredTable:
     shape = (table.num_ticks, table.placement.num_stages)
     columns: dict[str, _Column] = {}
     for name, tick, stage, value in _entries(table):
-        if isinstance(value, bool):
-            columns.setdefault(name, np.zeros(shape, np.bool_))[tick, stage] = value
-        elif isinstance(value, int):
-            columns.setdefault(name, np.zeros(shape, np.int32))[tick, stage] = value
-        else:
-            buffer, place = value
-            unused = np.full(shape, sizes[buffer], np.int32)
-            columns.setdefault(name, unused)[tick, stage] = slots[buffer][place]
+        buffer, place = value if isinstance(value, tuple) else ("", None)
+        if name not in columns:
+            columns[name] = np.full(shape, sizes.get(buffer, 0), np.bool_ if isinstance(value, bool) else np.int32)
+        columns[name][tick, stage] = value if place is None else slots[buffer][place]
     return LoweredTable(columns, sizes["x"], sizes["gradient"], sizes["cut"], sizes["residuals"])
 
 

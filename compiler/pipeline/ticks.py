@@ -31,7 +31,8 @@ def pack_ticks(name: str, placement: StagePlacement, orders: Sequence[Order], fo
         tick, row = len(rows), []
         for stage, order in enumerate(orders):
             slots: list[Slot] = []
-            for slot in order[at[stage] :]:
+            for place in range(at[stage], len(order)):
+                slot = order[place]
                 work = PipelineWork(slot.op, placement.virtual(stage, slot.chunk), slot.microbatch)
                 if slots and (form == TickForm.UNIT or slots[-1].op.place >= slot.op.place):
                     break
