@@ -14,6 +14,7 @@ from meshloom.models.config import divisors
 from ..core.errors import ConfigError, Problem, raise_if_any
 from ..core.format import be, counted, human_share
 from ..core.partition_spec import STAGE
+from ..pipeline.invariants import max_in_flight_of
 from ..pipeline.layer_order import split_evenly
 from ..pipeline.makespan import TableTime, choose_table
 from ..pipeline.schedules import SCHEDULES, build_table
@@ -49,6 +50,12 @@ class PipelinePlan:
         of, over = microbatches(self.table.num_microbatches), counted(self.num_stages, "stage")
         bubble = f"bubble about {human_share(self.bubble)}"
         return f"{self.table.name} of {of} over {over}, {bubble}: {self.reason}"
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Returns for each stage the most chunks that it holds for a backward pass, each for one microbatch. All stages
+        have room for as many as the one with most, as they run one program."""
+        return max_in_flight_of(self.table)
 
     @property
     def num_stages(self) -> int:

@@ -9,6 +9,7 @@ from ..core.format import counted, human_bytes
 from ..estimate.estimate import StepEstimate, estimate_step
 from ..parallel.operation import OpPlan, Strategy
 from ..parallel.pipeline_plan import PipelinePlan
+from ..pipeline.table import microbatches
 from ..plan import Plan
 from ..schema import SCHEMA_VERSION
 from ..sharding.arrays import Array
@@ -57,6 +58,7 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
         console.wrapped((title, "bold"), how)
     if plan.pipeline:
         console.wrapped(("pipeline", "bold"), f" {plan.pipeline.how}")
+        console.wrapped("  ", _in_flight(plan.pipeline))
         for line in pipeline_lines(plan.pipeline.table, console.width):
             console.line(*line)
     if plan.flag_presets:
@@ -134,6 +136,13 @@ def _updated(array: Array) -> dict[str, Any]:
     return {"is_trained": array.is_trained, "updated_by": array.updated_by}
 
 
+def _in_flight(plan: PipelinePlan) -> str:
+    """Returns what stages hold at most: 'in flight by stage: 7, 5, 3, 1 of 8 microbatches'."""
+    counts, chunks = ", ".join(map(str, plan.in_flight)), plan.table.placement.num_chunks
+    of = microbatches(plan.table.num_microbatches)
+    return f"in flight by stage: {counts} of {of}" + (f" in {chunks} chunks" if chunks > 1 else "")
+
+
 def _pipeline(plan: PipelinePlan) -> dict[str, Any]:
     table = plan.table
     return {
@@ -142,6 +151,8 @@ def _pipeline(plan: PipelinePlan) -> dict[str, Any]:
         "num_chunks": table.placement.num_chunks,
         "num_microbatches": table.num_microbatches,
         "layers_per_virtual_stage": list(plan.layers_per_virtual),
+        "in_flight_by_stage": list(plan.in_flight),
+        "table_bubble_fraction": plan.bubble,
         "ticks": [["+".join(map(slot_text, slots)) for slots in row] for row in table.rows],
         "reason": plan.reason,
     }

@@ -23,6 +23,8 @@ def test_a_plan_holds_the_table_of_its_schedule(name, ticks):
     assert plan.pipeline.layers_per_virtual == (2, 2)
     told = plan_as_json(plan)["pipeline"]
     assert told["ticks"][0] == ["F0", ""]
+    if name == "1f1b":  # p - s in unit ticks, 2 (p - s) - 1 in ticks of several operations
+        assert told["in_flight_by_stage"] == ([3, 1] if ticks == "multi" else [2, 1])
     on_last = [slot for _, slots in told["ticks"] for slot in slots.split("+")]
     assert on_last.count("F3") == 1
 
