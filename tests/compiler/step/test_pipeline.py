@@ -1,5 +1,7 @@
 """The executor of pipelines against one device: losses and gradients, leaf by leaf."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ pytestmark = pytest.mark.ci
 
 MULTI, UNIT = TickForm.MULTI, TickForm.UNIT
 FSDP = ("sharding=fsdp", "mesh.fsdp=2")
+KEY = jax.random.key(7)  # of dropout
 WINDOWS = ("model.attention_windows=[3,null]",)  # of two layers, which are one of the stack
 
 
@@ -29,7 +32,7 @@ CASES = [
     ("1f1b", MULTI, 4, 1, 4, (*FSDP, "model.embeddings=tied", "remat=none")),
     ("gpipe", UNIT, 4, 1, 8, FSDP),
     ("interleaved_1f1b", MULTI, 2, 3, 4, (*FSDP, "model=tiny_moe")),
-    ("interleaved_1f1b", UNIT, 4, 2, 8, ("sharding=ddp", *WINDOWS)),
+    ("interleaved_1f1b", UNIT, 4, 2, 8, ("sharding=ddp", *WINDOWS, "model.dropout_rate=0.2")),
     ("interleaved_1f1b_breadth_first", MULTI, 4, 2, 4, FSDP),
     ("zb_h1", UNIT, 2, 1, 4, ("sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.tensor=2")),
     ("zb_h1", UNIT, 4, 1, 8, (*FSDP, *WINDOWS)),
@@ -65,19 +68,31 @@ def test_a_table_runs_forward_alone(tokens):
         "target=cpu-4", "mesh.stage=2", "pipeline=dualpipe_v", "num_microbatches=4", *FSDP, "model.num_layers=4"
     )
     params = jax.tree.map(np.asarray, one.model.init(jax.random.key(0)))
-    expected, ours = (scores_of(each, params, tokens[0]) for each in (one, plan))
+    expected, ours = (run_on(each, train_step.build_scores, params, tokens[0]) for each in (one, plan))
     np.testing.assert_allclose(ours[0], expected[0], rtol=1e-5)
     np.testing.assert_array_equal(ours[1], expected[1])
 
 
-def scores_of(plan, params, tokens):
+def test_auxiliary_outputs_are_by_layer(tokens):
+    """In the order of the model, whichever stage ran them."""
+    moe = ("model=tiny_moe", "model.num_layers=4", "num_microbatches=4")
+    one = plan_of("target=cpu-1", "sharding=ddp", *moe)
+    plan = plan_of("target=cpu-2", "sharding=ddp", "mesh.stage=2", "pipeline=zb_v", *moe)
+    params = jax.tree.map(np.asarray, one.model.init(jax.random.key(0)))
+    build = partial(train_step.build_loss, with_gradients=True)
+    expected, ours = (run_on(each, build, params, tokens[0])[2] for each in (one, plan))
+    assert jax.tree.leaves(expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), ours, expected)
+
+
+def run_on(plan, build, params, tokens):
     mesh = plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
     rows = NamedSharding(mesh, plan.roles.tokens_spec)
     layouts = jax.tree.map(lambda spec: NamedSharding(mesh, spec), plan.specs["params"])
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
     with jax.set_mesh(mesh):
         placed = {name: jax.device_put(x[plan.row_order.rows()], rows) for name, x in batch.items()}
-        return np.asarray(jax.jit(train_step.build_scores(plan))(jax.device_put(params, layouts), placed))
+        return jax.tree.map(np.asarray, jax.jit(build(plan))(jax.device_put(params, layouts), placed))
 
 
 def check_gradients(table, others, tokens, monkeypatch):
@@ -88,13 +103,13 @@ def check_gradients(table, others, tokens, monkeypatch):
     # A balance of experts is one of each microbatch.
     one = plan_of("target=cpu-1", "sharding=ddp", f"num_microbatches={microbatches}", *model)
     params = jax.tree.map(np.asarray, one.model.init(jax.random.key(0)))
-    expected_loss, expected = gradients_of(one, params, tokens)
+    expected_loss, expected = gradients_of(one, params, tokens, dropout_key=KEY)
     sizes = [int(each.split("=")[1]) for each in others if each.startswith("mesh.")]
     devices = stages * int(np.prod(sizes))
     plan = plan_of(f"target=cpu-{devices}", f"mesh.stage={stages}", f"num_microbatches={microbatches}", *others, *model)
     monkeypatch.setattr(train_step, "choose_schedule", lambda plan: PipelineSchedule(table))
     layers = split_evenly(plan.model.stacks[0].num_layers, table.placement)
-    loss, ours = gradients_of(plan, in_order(params, layer_order(table.placement, layers)), tokens)
+    loss, ours = gradients_of(plan, in_order(params, layer_order(table.placement, layers)), tokens, dropout_key=KEY)
     ours = in_order(ours, natural_order(table.placement, layers))
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     for path, gradient in leaves_by_path(ours).items():
