@@ -48,17 +48,20 @@ class ScheduleKind:
         """Returns what the schedule needs and does not get, with a fix; None if it can run."""
         there = microbatches(num_microbatches)
         if self.num_chunks is None and num_chunks < 2:
-            return f"{self.name} needs at least 2 chunks for each stage, not {num_chunks}", "declare 2 chunks"
+            return f"{self.name} needs at least 2 chunks for each stage, not {num_chunks}", "set pipeline.num_chunks=2"
         if self.num_chunks is not None and num_chunks != self.num_chunks:
             has = counted(self.num_chunks, "chunk")
-            return f"{self.name} has {has} for each stage, not {num_chunks}", f"declare {has}"
+            return (
+                f"{self.name} has {has} for each stage, not {num_chunks}",
+                f"set pipeline.num_chunks={self.num_chunks}",
+            )
         if self.needs_groups and num_microbatches % num_stages:
             above = -(-num_microbatches // num_stages) * num_stages
             what = f"{self.name} needs as many microbatches for each of {counted(num_stages, 'stage')}, and has {there}"
-            return what, f"use {above} microbatches, or interleaved_1f1b_breadth_first"
+            return what, f"use num_microbatches={above}, or pipeline=interleaved_1f1b_breadth_first"
         if num_microbatches < (least := self.min_per_stage * num_stages):
             what = f"{self.name} needs at least {microbatches(least)} for {counted(num_stages, 'stage')}"
-            return f"{what}, and has {there}", f"use {microbatches(least)}, fewer stages, or zb_v"
+            return f"{what}, and has {there}", f"use num_microbatches={least}, fewer stages, or pipeline=zb_v"
         return None
 
 
