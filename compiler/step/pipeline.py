@@ -68,7 +68,7 @@ class PipelineSchedule:
         sums = Sums(*jax.lax.psum((carry["loss"], carry["auxiliary"]), STAGE))
         if gradient_scale is None:
             return sums, None
-        ends = jax.lax.psum(carry["of_ends"], STAGE)
+        ends = jax.lax.psum({"embed": carry["of_embed"], "head": carry["of_head"]}, STAGE)
         of_layers = rejoined(gathered.accumulators, carry["of_vectors"], carry["of_matrices"], num_before=1)
         return sums, weights.reduce({**ends, stack.name: reduce_layers(of_layers)})
 
@@ -159,7 +159,8 @@ class _Device:
             "dx": zeros_of(x),
             "of_vectors": zeros_of(vectors),
             "of_matrices": zeros_of(matrices),
-            "of_ends": zeros_of({piece: self.accumulators[piece] for piece in ("embed", "head")}),
+            "of_embed": zeros_of(self.accumulators["embed"]),
+            "of_head": zeros_of(self.accumulators["head"]),
             "saved": empty_buffer(self.passes.saved, self.lowered.num_x, self.layers_per_chunk),
         }
         if PipelineOp.RECOMPUTE in self.table.ops:
@@ -257,7 +258,8 @@ class _Device:
 
                 _, pull_back, output = jax.vjp(run, *self._ends(), y, has_aux=True)
                 head, embed, dy = pull_back(self.scale)
-                state["of_ends"] = jax.tree.map(jnp.add, state["of_ends"], {"embed": embed, "head": head})
+                for key, gradient in (("of_embed", embed), ("of_head", head)):
+                    state[key] = jax.tree.map(jnp.add, state[key], gradient)
         auxiliary = {**state["auxiliary"], "head": jax.tree.map(jnp.add, state["auxiliary"]["head"], output.aux)}
         return state | {"loss": state["loss"] + output.loss, "auxiliary": auxiliary}, dy
 
@@ -303,7 +305,7 @@ class _Device:
         start = (read_slot(read["gradient"], own["gradient_of_backward"]), state["of_vectors"], state[written])
         (dx, state["of_vectors"], state[written]), _ = self._over_layers(one, start, reverse=True)
 
-        def first(of_ends: Any) -> Any:
+        def first(of_embed: Any) -> Any:
             with jax.named_scope(end_scope("first")):
                 piece = self.stored.piece("embed")
 
@@ -311,10 +313,10 @@ class _Device:
                     return self.model.embed(replace(piece, accumulators=embed), microbatch)[0]
 
                 (embed,) = jax.vjp(run, self.accumulators["embed"])[1](dx)
-            return {**of_ends, "embed": jax.tree.map(jnp.add, of_ends["embed"], embed)}
+            return jax.tree.map(jnp.add, of_embed, embed)
 
         is_first = own["backward_is_first"]
-        state["of_ends"] = _either(is_first, first, lambda of_ends: of_ends, state["of_ends"])
+        state["of_embed"] = _either(is_first, first, lambda of_embed: of_embed, state["of_embed"])
         return state, dx
 
     def _weight_gradient(self, state: _State, read: _State, own: _Row) -> tuple[_State, None]:
@@ -360,11 +362,12 @@ _COLUMNS = {
     PipelineOp.BACKWARD: "backward",
     PipelineOp.WEIGHT_GRADIENT: "weight",
 }
-_WRITES: dict[PipelineOp, Sequence[str]] = {  # what each changes of the carry
-    PipelineOp.FORWARD: ("loss", "auxiliary", "saved", "of_ends"),
+# What each changes of the carry, and no more: XLA brings all of it into the layout of the branch, and back.
+_WRITES: dict[PipelineOp, Sequence[str]] = {
+    PipelineOp.FORWARD: ("loss", "auxiliary", "saved", "of_embed", "of_head"),
     PipelineOp.RECOMPUTE: ("kept",),
-    PipelineOp.INPUT_GRADIENT: ("cut", "of_vectors", "of_ends"),
-    PipelineOp.BACKWARD: ("of_matrices", "of_vectors", "of_ends"),
+    PipelineOp.INPUT_GRADIENT: ("cut", "of_vectors", "of_embed"),
+    PipelineOp.BACKWARD: ("of_matrices", "of_vectors", "of_embed"),
     PipelineOp.WEIGHT_GRADIENT: ("of_matrices",),
 }
 
