@@ -1,0 +1,65 @@
+"""Llama 3 70B over four stages, compiled with each schedule: bubble, exposed communication, memory and time of a step.
+
+    pip install -e '.[tpu]' && pip install 'jax[cuda13]' && python bench/pipeline.py [--rows TEXT] [--show] [FILE]
+
+All 80 layers, 8,192 tokens, on 128 chips of v5p, on 256 H100, and on four slices of v5p with a stage on each, whose
+activations go over the data-center network. Each row takes some minutes (compiled_rows.py).
+"""
+
+import sys
+from pathlib import Path
+
+from compiled_rows import Facts, Overrides, Rows, gib, make_rows, markdown, parser_of, read_kept, versions_of
+
+KEPT = Path(__file__).with_suffix(".jsonl")
+MODEL: Overrides = (
+    "model=llama3_70b", "sharding=fsdp_tensor", "sequence_length=8192", "data=synthetic", "remat=full",
+    "mesh.stage=4", "overlap=xla", "on_out_of_memory=try",
+)  # fmt: skip
+PLACES: dict[str, Overrides] = {
+    "v5p": ("target=v5p-256", "mesh.fsdp=8", "mesh.tensor=4"),
+    "h100": ("target=h100-256", "mesh.fsdp=8", "mesh.tensor=8"),
+    "over DCN": ("target=v5p-64", "target.num_slices=4", "mesh.fsdp=8", "mesh.tensor=4"),
+}
+SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_v", "gpipe", "zb_h1", "dualpipe_v")
+MICROBATCHES = (16,)
+ROWS: dict[str, Overrides] = {
+    f"{place}, {schedule}, {number}": (
+        *MODEL, *overrides, f"pipeline={schedule}", f"num_microbatches={number}", f"global_batch_size={8 * number}",
+    )
+    for number in MICROBATCHES
+    for schedule in SCHEDULES
+    for place, overrides in PLACES.items()
+}  # fmt: skip
+
+
+def facts_of(report: Facts) -> Facts:
+    step = report["step"]
+    keys = ("predicted_seconds", "exposed_fraction", "bubble_fraction", "predicted_mfu")
+    return {
+        **{key: step[key] for key in keys},
+        "peak_bytes": report["memory"]["peak_bytes_per_chip"],
+        "versions": versions_of(report),
+    }
+
+
+def table(kept: Rows) -> str:
+    columns = ("place, schedule, microbatches", "bubble", "exposed", "step", "MFU", "memory of a chip")
+    found = ((name, kept[overrides]) for name, overrides in ROWS.items() if overrides in kept)
+    return markdown(columns, (_cells(name, facts) for name, facts in found))
+
+
+def _cells(name: str, facts: Facts) -> list[str]:
+    bubble, exposed, mfu = (f"{facts[key]:.1%}" for key in ("bubble_fraction", "exposed_fraction", "predicted_mfu"))
+    return [name, bubble, exposed, f"{facts['predicted_seconds']:.2f} s", mfu, f"{gib(facts['peak_bytes'])} GiB"]
+
+
+def main() -> int:
+    given = parser_of(__doc__, KEPT).parse_args()
+    num_missing = make_rows(given, ROWS.items(), facts_of)
+    print(table(read_kept(given.file)))
+    return int(num_missing > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
