@@ -94,12 +94,13 @@ PlacedAxis = Annotated[str, AfterValidator(_placed_axis)]
 
 class MeshSpec(Config):
     """Devices along each mesh axis; one of them may be -1: all remaining devices. replica: None: one for each slice of
-    the target, two in a single slice. stage: the stages of a pipeline, each with a part of the layers."""
+    the target, two in a single slice. stage: the stages of a pipeline, each with a part of the layers.
+    Axes that can cross slices come in the order in which they do, so that the devices of a slice follow each other."""
 
     replica: AxisSize | None
+    stage: AxisSize
     data: AxisSize
     fsdp: AxisSize
-    stage: AxisSize
     context: AxisSize
     expert: AxisSize
     tensor: AxisSize

@@ -15,11 +15,12 @@ from jax.experimental import topologies
 
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.spec.plan_spec import MeshSpec
 from meshloom.compiler.spec.target_spec import TpuTarget
 from meshloom.compiler.target.device_links import send_between
 from meshloom.compiler.target.links import collective_seconds
 from meshloom.compiler.target.mesh import MeshPlan
-from meshloom.compiler.target.placement import plan_placement
+from meshloom.compiler.target.placement import ACROSS_SLICES, plan_placement
 from meshloom.compiler.target.target import TargetPlan, topology_arguments
 from support.placements import AXES, cached_target_of, placed
 from support.programs import plan_as_declared
@@ -381,3 +382,8 @@ def test_replicas_follow_the_slices_where_none_are_declared():
     assert (single.mesh.sizes["replica"], single.mesh.sizes["fsdp"]) == (2, 8)
     with pytest.raises(ConfigError, match=r"replica=4 x fsdp=32 is 128, not the 64 devices of target 4 x v5e-16"):
         plan_as_declared(*words, "mesh.fsdp=32")
+
+
+def test_axes_that_cross_slices_come_first_in_the_order_in_which_they_do():
+    """The numbers of devices in a program go slice by slice then, which readers of groups rely on."""
+    assert tuple(MeshSpec.model_fields)[: len(ACROSS_SLICES)] == ACROSS_SLICES
