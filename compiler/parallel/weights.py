@@ -103,7 +103,7 @@ class Weights:
             return jax.lax.slice_in_dim(x, first, first + size, axis=dimension)
 
         accumulators, before = (None if x is None else cut(x) for x in (self.accumulators, self.before))
-        return replace(self, accumulators=accumulators, before=before, working=_begun_after(earlier, cut(self.working)))
+        return replace(self, accumulators=accumulators, before=before, working=begun_after(earlier, cut(self.working)))
 
 
 def _gather(
@@ -126,7 +126,7 @@ def _gather(
     return use(accumulator, before, working)
 
 
-def _begun_after(earlier: Array, x: Array) -> Array:
+def begun_after(earlier: Array, x: Array) -> Array:
     """Returns `x`, for which a compiler needs `earlier`. It removes barriers, so NaN is made of `x` where NaN came
     before."""
     first = jax.lax.stop_gradient(earlier)[(0,) * earlier.ndim]

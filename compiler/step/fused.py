@@ -1,5 +1,5 @@
 """Runs the forward pass of a microbatch beside the backward pass of the one before it, in one loop over layers, so that
-what one sends crosses the network while the other multiplies.
+what one sends crosses the network while the other multiplies. Both take turns (turns.py).
 
     microbatch 0          all layers forward, head
     microbatch 1, ...     trip t:  layer t forward, of this microbatch     layer L - 1 - t backward, of the one before
@@ -39,6 +39,7 @@ from .schedule import (
     objective,
     split_microbatches,
 )
+from .turns import Turn, first_of, no_turn
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class _Stack:
         layer, shared = self._layer(microbatch)
 
         def trip(x: Any, t: Array) -> tuple[Any, Any]:
-            (x, aux), pull_back = layer.forward(self._whole(t), shared, t, x)
+            (x, (aux, _)), pull_back = layer.forward(self._whole(t), shared, t, x)
             return x, (aux, pull_back)
 
         with jax.named_scope(piece_scope(self.name)):
@@ -143,16 +144,18 @@ class _Stack:
     ) -> tuple[Any, Aux, Any, Any, Any]:
         """Runs `forward` of a microbatch and `backward` of the one before it, layer beside layer. Returns what both
         return."""
-        (layer, shared), (layer_before, shared_before) = self._layer(microbatch), self._layer(before)
+        layer, shared = self._layer(microbatch)
         daux = self._cotangent(layer, shared, x)
 
         def trip(carry: Any, t: Array) -> tuple[Any, Aux]:
             x, saved, *rest = carry
             index = self.num_layers - 1 - t
             slot = jnp.where(is_reversed, t, index)
-            pull_back = _entry(saved, slot)
-            (x, aux), own = layer.forward(self._whole(t), shared, t, x)
-            rest = self._backward(layer_before, shared_before, index, pull_back, rest, daux)
+            # Read before the forward pass writes: XLA's GPU compiler would copy the whole buffer, twice in each trip.
+            pull_back, x = jax.lax.optimization_barrier((_entry(saved, slot), x))
+            (x, (aux, reached)), own = layer.forward(self._whole(t), shared, t, x)
+            _, waiting = self._layer(before, Turn(reached, first_of(jax.tree.leaves(x)[-1])))
+            rest = self._backward(layer, waiting, index, pull_back, rest, daux)
             return (x, _entered(saved, own, slot), *rest), aux
 
         with jax.named_scope(piece_scope(self.name)):
@@ -161,8 +164,15 @@ class _Stack:
         x, saved, dx, gradients = carry
         return x, aux, saved, dx, self._structure.unflatten(gradients)
 
-    def _layer(self, microbatch: Microbatch) -> tuple[LayerPass, list[Array]]:
-        return layer_pass(self._functions, self._weights, microbatch.layers), jax.tree.leaves(microbatch.layers)
+    def _layer(self, microbatch: Microbatch, turn: Turn | None = None) -> tuple[LayerPass, list[Array]]:
+        """Returns the passes of a layer, and what all layers share with what they wait for, as a list."""
+
+        def layer(params: Any, shared: Any, index: Array, x: Any) -> tuple[Any, Any]:
+            x, aux, reached = self._functions.layer_in_turn(params, shared[0], index, x, shared[1])
+            return x, (aux, reached)
+
+        shared = (microbatch.layers, turn or no_turn())
+        return layer_pass(self._functions, self._weights, shared, layer), jax.tree.leaves(shared)
 
     def _whole(self, index: Array) -> list[Array]:
         pairs = zip(self._working, self._layouts, strict=True)
@@ -173,7 +183,7 @@ class _Stack:
     ) -> tuple[Any, list[Array | None]]:
         """Runs the backward pass of one layer. carry: the gradient of its result, and gradients of all weights."""
         dx, totals = carry
-        dw, dx = layer.backward(self._whole(index), shared, index, pull_back, (dx, daux))
+        dw, dx = layer.backward(self._whole(index), shared, index, pull_back, (dx, (daux, jnp.zeros(()))))
         reduction, each = self._weights.reduction, zip(totals, dw, self._layouts, strict=True)
         return dx, [
             None if total is None
@@ -184,7 +194,7 @@ class _Stack:
     def _cotangent(self, layer: LayerPass, shared: list[Array], x: Any) -> Aux:
         """Returns the gradients of a layer's auxiliary outputs: every loss is a part of the mean objective already."""
         index = jnp.array(0)
-        aux = jax.eval_shape(lambda x: layer.layer(self._whole(index), shared, index, x)[1], x)
+        aux, _ = jax.eval_shape(lambda x: layer.layer(self._whole(index), shared, index, x)[1], x)
         scaled = jax.tree.map(lambda loss: jnp.broadcast_to(self._scale, loss.shape).astype(loss.dtype), aux.losses)
         return Aux(scaled, *jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (aux.statistics, aux.totals)))
 
