@@ -17,10 +17,12 @@ import chaos
 import context
 import experts
 import faults
+import fused
 import memory_accuracy
 import overlap
 import peer
 import pipelines
+import pipelines_compiled
 import published
 import tune
 from compiled_rows import read_kept, read_lines
@@ -53,6 +55,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "pipeline-recomputed": pipelines.recomputed,
     "pipeline-permutes": pipelines.permutes,
     "pipeline-buffers": pipelines.buffers,
+    "pipelines-compiled": lambda: pipelines_compiled.table(read_kept(pipelines_compiled.KEPT)),
+    "fused": lambda: fused.table(read_kept(fused.KEPT)),
     "faults": lambda: faults.tables(list(faults.read_kept(faults.KEPT).values())),
 }
 

@@ -12,7 +12,7 @@ import math
 import re
 from functools import cache
 
-from .parse import HloError
+from .parse import HloError, Instruction
 
 ReplicaGroups = tuple[tuple[int, ...], ...]
 
@@ -21,6 +21,16 @@ _MESH = re.compile(r"mesh\[(.*?)\](?:, device_ids=\((.*?)\))?\s+\{(.*?)\}")
 _AXIS_NAME = re.compile(r"'([^']+)'")
 _MESH_AXIS = re.compile(r"'([^']+)'=(\d+)")
 _TRANSPOSED = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
+
+
+def groups_of(collective: Instruction, num_devices: int) -> ReplicaGroups | None:
+    """Returns the groups of a collective, or the pairs of a permute; None where it names neither. A permute between
+    slices leaves one of no pairs within each. Raises HloError as `parse_groups` does."""
+    pairs = collective.attribute("source_target_pairs")
+    if pairs is not None and not any(map(str.isdigit, pairs)):
+        return ()
+    text = collective.attribute("replica_groups") or pairs
+    return parse_groups(text, num_devices) if text else None
 
 
 @cache

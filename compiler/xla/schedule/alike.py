@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..hlo import Computation, HloError, Instruction, Module
-from ..hlo.groups import parse_groups
+from ..hlo.groups import groups_of, parse_groups
 from ..hlo.types import elements_of, parse_type
 from .kernels import kernel_work
 from .program import COLLECTIVES, global_groups
@@ -287,10 +287,10 @@ class _Walk:
         return self.join(values)
 
     def _collective(self, each: Instruction, base: str, operands: Sequence[Value]) -> Value:
-        text = each.attribute("replica_groups") or each.attribute("source_target_pairs")
-        if base == "send" or not text:
+        named = None if base == "send" else groups_of(each, self.module.num_devices)
+        if named is None:
             return self.different
-        groups = global_groups(parse_groups(text, self.module.num_devices), each, self.module)
+        groups = global_groups(named, each, self.module)
         results = [self._exchanged(base, self.join([operand]), groups) for operand in operands]
         result: Value = results[0] if len(results) == 1 else list(results)
         if base == "all-to-all" and len(operands) > 1:  # each result has a part of every operand

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..hlo import Computation, HloError, Instruction, Module
-from ..hlo.groups import ReplicaGroups, parse_groups
+from ..hlo.groups import ReplicaGroups, groups_of
 from .alike import Classes, find_predicates
 from .program import COLLECTIVES, global_groups
 from .sends import begun_by
@@ -67,11 +67,9 @@ def _groups(collective: Instruction, around: Computation, module: Module, num_de
     devices = tuple(range(num_devices))
     if collective.opcode == "send":
         return begun_by(collective, around, module.num_devices).groups or (devices,)
-    text = collective.attribute("replica_groups") or collective.attribute("source_target_pairs")
-    if not text:
-        return (devices,)
     try:
-        return global_groups(parse_groups(text, module.num_devices), collective, module)
+        groups = groups_of(collective, module.num_devices)
+        return (devices,) if groups is None else global_groups(groups, collective, module)
     except HloError as error:
         raise HloError(f"{collective.name}: {error}") from error
 

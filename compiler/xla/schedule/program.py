@@ -21,7 +21,7 @@ from ...core.collectives import MOVING, CollectiveKind
 from ...core.kernels import KernelOwner
 from ...core.scopes import MATMUL, OperationName
 from ..hlo import Computation, HloError, Instruction, Module
-from ..hlo.groups import ReplicaGroups, parse_groups
+from ..hlo.groups import ReplicaGroups, groups_of
 from ..hlo.types import ArrayType, elements_of, parse_type
 from .prices import Chip, price_instruction
 from .sends import answered_by, begun_by, is_answered
@@ -213,9 +213,8 @@ class _Reader:
         )  # fmt: skip
 
     def _groups(self, instruction: Instruction) -> ReplicaGroups:
-        text = instruction.attribute("replica_groups") or instruction.attribute("source_target_pairs")
         try:
-            return global_groups(parse_groups(text, self.module.num_devices), instruction, self.module) if text else ()
+            return global_groups(groups_of(instruction, self.module.num_devices) or (), instruction, self.module)
         except HloError as error:
             raise HloError(f"{instruction.name}: {error}") from error
 

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from conftest import plan_of
 from meshloom.compiler.analysis.source_lines import SourceLine, source_finder
 from meshloom.compiler.xla.hlo import HloError, Module, module_name, parse_module, split_modules
-from meshloom.compiler.xla.hlo.groups import parse_groups
+from meshloom.compiler.xla.hlo.groups import groups_of, parse_groups
 from meshloom.compiler.xla.hlo.types import ArrayType, num_bytes, parse_type
 from support.programs import programs_of
 
@@ -172,6 +172,21 @@ def test_groups_of_compiled_programs_are_those_of_the_mesh(axes):
     rows = np.arange(8).reshape(2, 2, 2).transpose(*kept, *over).reshape(-1, 2 ** len(axes))
     groups = parse_groups(reduced.attribute("replica_groups") or "", 8)
     assert sorted(map(sorted, groups)) == sorted(map(sorted, rows.tolist()))
+
+
+def test_a_permute_of_no_pairs_has_no_groups():
+    """As in a slice whose stages are on other slices; a reduction that names no groups is among all devices."""
+    text = """HloModule m, num_partitions=2
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %moved = f32[4]{0} collective-permute(%x), channel_id=1, source_target_pairs={}
+  %sent = f32[4]{0} collective-permute(%moved), channel_id=2, source_target_pairs={{0,1}}
+  ROOT %sum = f32[4]{0} all-reduce(%sent), channel_id=3, replica_groups={}, to_apply=%add
+}
+"""
+    module = parse_module(text)
+    instructions = list(module.all_within(module.entry))
+    assert [groups_of(each, 2) for each in instructions] == [None, (), ((0, 1),), ((0, 1),)]
 
 
 def test_a_whole_train_step_is_read():
