@@ -9,8 +9,11 @@ each family are traced, and the exponents of each number follow, exactly if it i
                       microbatches: an exponent is -1, 0 or 1, so that a ratio of 2^-1 2^3 2^9 gives all three
 
 Programs that differ in more than sizes are in other families: another variant, an axis that splits activations on one
-device, one microbatch. Pipelines of other stages or microbatches have other tables, and are families of their own. A
-family is traced with the strategies that its candidates share, and else with the fallback.
+device, one microbatch, another number of stages. A family is traced with the strategies that its candidates share, and
+else with the fallback.
+
+What a pipeline's ticks cost is no product of powers: their number, and what each stage runs in each of them, are those
+of the candidate's own table, in the form of ticks of the family's first reference (`Family.with_table`).
 """
 
 import math
@@ -30,13 +33,17 @@ from ..estimate.regions import price_regions
 from ..estimate.step_time import Hiding, plan_hiding
 from ..parallel.operation import head_dim_of, loop_trips, runs_beside_compute
 from ..parallel.registry import OPERATIONS
+from ..pipeline.makespan import TickSlot
+from ..pipeline.schedules import build_table
+from ..pipeline.table import PipelineOp, PipelineTable
+from ..pipeline.ticks import TickForm
 from ..sharding.roles import plan_roles
 from ..spec.overlap_spec import StrategyChoice
 from ..spec.plan_spec import PlanSpec
 from ..target.target import TargetPlan
 from .space import MeshCandidate, Sizes, Variant, with_layout
 
-Key = tuple[str, tuple[tuple[str, str], ...], tuple[str, ...], int]
+Key = tuple[str, tuple[tuple[str, str], ...], tuple[str, ...], bool]
 T = TypeVar("T")
 R = TypeVar("R")
 ParallelMap = Callable[[Callable[[T], R], Sequence[T]], Iterable[R]]
@@ -71,7 +78,7 @@ class TracePoint:
 class Reference:
     """A traced point. point: with the number of chunks in which the loss was computed. is_last_apart: gradients are
     reduced in the backward pass of the last microbatch, which is not part of the loop of the others. head_dim: the
-    width of attention heads; None where the model has no attention."""
+    width of attention heads; None where the model has no attention. table: the pipeline's; None without stages."""
 
     point: TracePoint
     shape: ProgramShape
@@ -79,6 +86,7 @@ class Reference:
     hiding: Hiding
     is_last_apart: bool
     head_dim: int | None
+    table: PipelineTable | None
 
     @property
     def variables(self) -> Numbers:
@@ -88,7 +96,7 @@ class Reference:
 @dataclass(frozen=True)
 class Family:
     """Programs of one shape. origin: variables of the first reference, and logarithms of its numbers. exponents: by
-    variable and number."""
+    variable and number. table: of the first reference."""
 
     shape: ProgramShape
     hiding: Hiding
@@ -96,6 +104,7 @@ class Family:
     origin: tuple[Numbers, Numbers]
     exponents: Numbers
     head_dim: int | None
+    table: PipelineTable | None
 
     def costs(self, candidates: Sequence[MeshCandidate]) -> Costs:
         """Returns the costs of candidates of the family."""
@@ -105,6 +114,29 @@ class Family:
         with np.errstate(over="ignore"):
             found = np.exp2(numbers[:, None] + self.exponents.T @ steps.T)
         return Costs(self.shape, found)
+
+    def with_table(self, costs: Costs, num_microbatches: int) -> Costs:
+        """Returns the costs of candidates with this number of microbatches, of a pipeline with the ticks that their
+        table has."""
+        loop, before = costs.shape.ticks, self.table
+        if loop is None or before is None:
+            return costs
+        table = _as_long_as(before, num_microbatches)
+        counts = {op: np.zeros(table.placement.num_stages) for op in table.ops}
+        chosen = {op: np.zeros((table.num_ticks, table.placement.num_stages), int) for op in table.ops}
+        for tick, stage, slot in table.slots():
+            chosen[slot.op][tick, stage] = 1
+            counts[slot.op][stage] += 1
+        numbers, parts, ops = costs.numbers.copy(), list(loop.parts), sorted(table.ops, key=lambda op: op.place)
+        numbers[list(costs.shape.regions[loop.region][-1])] = table.num_ticks
+        slots = [(place, part) for place, part in enumerate(parts) if isinstance(part, TickSlot)]
+        for (place, part), op in zip(slots, ops, strict=True):
+            parts[place] = replace(part, chosen=tuple(map(tuple, chosen[op].tolist())))
+            share = counts[op] / table.num_ticks
+            for branch, of_stages in zip(part.branches, (1 - share, share), strict=True):
+                places = list(costs.shape.regions[branch[0]][-1])
+                numbers[places] = of_stages[: len(places), None]
+        return Costs(replace(costs.shape, ticks=replace(loop, parts=tuple(parts))), numbers)
 
     def hiding_of(self, candidates: Sequence[MeshCandidate]) -> Hiding:
         """Returns what the compiler overlaps in candidates of the family: in some of them nothing computes while
@@ -173,22 +205,16 @@ def family_key(one: MeshCandidate, families: Mapping[Key, Family]) -> Key | None
 
 def _wide_key(one: MeshCandidate) -> Key:
     hard = tuple(axis for axis in _named_axes(one) if axis not in one.roles.sequence)
-    return "any axes of the batch", one.variant.choices, hard, _microbatches_of_shape(one)
+    return "any axes of the batch", one.variant.choices, hard, one.num_microbatches > 1
 
 
 def _narrow_key(one: MeshCandidate) -> Key:
-    return "these axes", one.variant.choices, _named_axes(one), _microbatches_of_shape(one)
+    return "these axes", one.variant.choices, _named_axes(one), one.num_microbatches > 1
 
 
 def _mesh_key(one: MeshCandidate) -> Key:
     sizes = tuple(f"{axis}={size}" for axis, size in one.sizes)
-    return "this mesh", one.variant.choices, sizes, _microbatches_of_shape(one)
-
-
-def _microbatches_of_shape(one: MeshCandidate) -> int:
-    """Returns the number of microbatches as far as the shape of the program depends on it: a pipeline's table has
-    as many columns as they need, a loop over them has as many trips."""
-    return one.num_microbatches if one.num_stages > 1 else min(one.num_microbatches, 2)
+    return "this mesh", one.variant.choices, sizes, one.num_microbatches > 1
 
 
 def _named_axes(one: MeshCandidate) -> tuple[str, ...]:
@@ -212,7 +238,8 @@ def point_of(one: MeshCandidate) -> TracePoint:
 
 def choose_points(candidates: Sequence[MeshCandidate]) -> list[TracePoint]:
     """Returns the points of a family to trace: one in the middle, one in each direction in which meshes differ, and one
-    with other counts.
+    with other counts. A pipeline is traced with the fewest microbatches that its candidates have, and with the most, as
+    its schedule may not run with others.
 
     Each axis of the batch has more than one device in all of them, if possible: its collectives then belong to the
     shape, and take no time on one device.
@@ -221,9 +248,9 @@ def choose_points(candidates: Sequence[MeshCandidate]) -> list[TracePoint]:
     middle = float(np.median(np.log2([one.sequences_of_device for one in candidates])))
     # Arrays of one sequence are like those without the dimension, and a split batch has half of the sequences in each.
     sequences = max(2 * BATCH_SPLIT, int(2 ** round(middle)))
-    of_shape = _microbatches_of_shape(candidates[0])
-    is_counted = of_shape > 1 and candidates[0].num_stages == 1
-    num_microbatches = NUM_MICROBATCHES if is_counted else of_shape
+    numbers, is_staged = {one.num_microbatches for one in candidates}, candidates[0].num_stages > 1
+    is_counted = candidates[0].num_microbatches > 1 and not is_staged
+    num_microbatches = NUM_MICROBATCHES if is_counted else min(numbers)
     strategies = _common_strategies(candidates)
     first = TracePoint(candidates[0].variant, sizes[0], num_microbatches, sequences, NUM_CHUNKS, strategies)
     more_sequences, more_chunks, more_microbatches = COUNT_RATIOS
@@ -233,7 +260,8 @@ def choose_points(candidates: Sequence[MeshCandidate]) -> list[TracePoint]:
         num_loss_chunks=NUM_CHUNKS * more_chunks,
         num_microbatches=num_microbatches * more_microbatches if is_counted else num_microbatches,
     )
-    return [first, *(replace(first, sizes=other) for other in sizes[1:]), others]
+    more = [replace(first, num_microbatches=max(numbers))] if is_staged and len(numbers) > 1 else []
+    return [first, *(replace(first, sizes=other) for other in sizes[1:]), others, *more]
 
 
 def trace(point: TracePoint) -> Reference:
@@ -246,7 +274,9 @@ def trace(point: TracePoint) -> Reference:
     number = point.num_microbatches
     is_last_apart = plan.spec.overlap.layers.reduce_in_backward and number not in trips and number - 1 in trips
     head_dim = head_dim_of(plan.operations)
-    return Reference(replace(point, num_loss_chunks=loss), shape, numbers, plan_hiding(plan), is_last_apart, head_dim)
+    table = plan.pipeline.table if plan.pipeline else None
+    hiding, point = plan_hiding(plan), replace(point, num_loss_chunks=loss)
+    return Reference(point, shape, numbers, hiding, is_last_apart, head_dim, table)
 
 
 def fit_family(references: Sequence[Reference]) -> Family:
@@ -262,18 +292,29 @@ def fit_family(references: Sequence[Reference]) -> Family:
     if meshes:
         steps = np.stack([one.variables for one in meshes])[:, :num_axes] - origin[:num_axes]
         exponents[:num_axes] = np.linalg.pinv(steps, rcond=RANK_TOLERANCE) @ _grown(meshes, numbers)
-    for one in counts:
-        steps = one.variables[num_axes:] - origin[num_axes:]
-        exponents[num_axes:] = count_exponents(_grown([one], numbers)[0], steps)
-    return Family(first.shape, first.hiding, first.is_last_apart, (origin, numbers), exponents, first.head_dim)
+    if counts:
+        steps = np.stack([one.variables for one in counts])[:, num_axes:] - origin[num_axes:]
+        exponents[num_axes:] = count_exponents(_grown(counts, numbers), steps)
+    origins = origin, numbers
+    return Family(first.shape, first.hiding, first.is_last_apart, origins, exponents, first.head_dim, first.table)
 
 
 def count_exponents(grown: Numbers, steps: Numbers) -> Numbers:
     """Returns the exponents of each number, a row for each count: of the 27 choices of -1, 0 and 1 the one that comes
-    closest to the growth of the number. grown: log2 of its ratio; steps: log2 of the ratio of each count."""
-    choices = np.array(list(product((0, 1, -1), repeat=len(steps))))  # the first of equally close ones has most zeros
-    off = np.abs(choices @ steps - grown[:, None])
+    closest to the growth of the number. grown: log2 of its ratio, by point and number; steps: log2 of the ratio of each
+    count, by point and count."""
+    choices = np.array(list(product((0, 1, -1), repeat=steps.shape[1])))  # the first of equally close has most zeros
+    off = np.abs(choices @ steps.T - grown.T[:, None, :]).sum(axis=2)
     return choices[np.argmin(off, axis=1)].T.astype(float)
+
+
+def _as_long_as(table: PipelineTable, num_microbatches: int) -> PipelineTable:
+    """Returns the table of the same schedule, in the same form of ticks, with this number of microbatches."""
+    if num_microbatches == table.num_microbatches:
+        return table
+    form = TickForm.MULTI if any(len(slots) > 1 for row in table.rows for slots in row) else TickForm.UNIT
+    placement, recomputes = table.placement, PipelineOp.RECOMPUTE in table.ops
+    return build_table(table.name, placement.num_stages, placement.num_chunks, num_microbatches, form, recomputes)
 
 
 def _computes_beside_activations(one: MeshCandidate, target: TargetPlan) -> bool:

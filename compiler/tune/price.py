@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..core.partition_spec import Axes
-from ..estimate.program_costs import Numbers
+from ..estimate.program_costs import Costs, Numbers
 from ..estimate.step_time import LinkTimes, StepTime, plan_link_times, plan_rates, time_step
 from ..search.evaluation import Evaluation
 from .families import Family, Key, family_key
@@ -57,12 +57,25 @@ def price_candidates(
         costs = family.costs(ones)
         rates = plan_rates(ones[0].variant.target(), family.head_dim)
         assert rates is not None, "a variant without is refused by the rules"
-        time = time_step(costs, rates, _link_times(ones, family, link_speed), family.hiding_of(ones))
-        peak[own], host[own], compute[own] = costs.peak_bytes(), costs.host_bytes(), time.compute_seconds
-        bubble[own] = time.bubble_seconds
-        for axes, seconds in time.exposed.items():
-            exposed.setdefault(axes, np.zeros(count))[own] += seconds
+        peak[own], host[own] = costs.peak_bytes(), costs.host_bytes()
+        for some in _of_one_table(ones, family):
+            alike, at = [ones[place] for place in some], [own[place] for place in some]
+            of_table = family.with_table(Costs(costs.shape, costs.numbers[:, some]), alike[0].num_microbatches)
+            links, hiding = _link_times(alike, family, link_speed), family.hiding_of(alike)
+            time = time_step(of_table, rates, links, hiding)
+            compute[at], bubble[at] = time.compute_seconds, time.bubble_seconds
+            for axes, seconds in time.exposed.items():
+                exposed.setdefault(axes, np.zeros(count))[at] += seconds
     return Prices(tuple(candidates), peak, host, StepTime(compute, exposed, bubble))
+
+
+def _of_one_table(candidates: Sequence[MeshCandidate], family: Family) -> list[list[int]]:
+    """Returns the places of candidates that are priced at once: all, or of a pipeline those with as many
+    microbatches."""
+    groups: dict[int, list[int]] = {}
+    for place, one in enumerate(candidates):
+        groups.setdefault(one.num_microbatches if family.table else 0, []).append(place)
+    return list(groups.values())
 
 
 def _link_times(candidates: Sequence[MeshCandidate], family: Family, speed: float) -> LinkTimes:

@@ -30,6 +30,8 @@ from ..target.mesh import MeshPlan
 from ..target.placement import plan_placement, square_block
 from ..target.target import TargetPlan, calibrate_target, plan_target
 
+PIPELINE = "pipeline"  # the group of schedules
+NO_STAGES = f"{PIPELINE}: there are no stages, and a candidate of another schedule is the same"
 PARAMETERS_TOO_LARGE = "the parameters alone are larger than a device's memory"
 GroupChoices = tuple[tuple[str, str], ...]  # the option of each config group
 Sizes = tuple[tuple[str, int], ...]  # of mesh axes
@@ -123,6 +125,7 @@ def find_candidates(variants: Sequence[Variant]) -> tuple[list[MeshCandidate], R
     found: list[MeshCandidate] = []
     refused = Refused()
     known: dict[str, dict[MeshPoint, Layout | ConfigError | None]] = {}  # None: not planned yet
+    unstaged: dict[tuple[GroupChoices, MeshPoint], Variant] = {}  # the first variant without stages, whatever pipeline
     for variant in variants:
         rules, key = _Rules(variant), _layout_key(variant.spec)
         if key not in known:
@@ -134,6 +137,10 @@ def find_candidates(variants: Sequence[Variant]) -> tuple[list[MeshCandidate], R
             continue
         for point, planned in layouts.items():
             sizes, device_order, num_microbatches = point
+            others = tuple(each for each in variant.choices if each[0] != PIPELINE)
+            if dict(sizes)[STAGE] == 1 and unstaged.setdefault((others, point), variant) is not variant:
+                refused.add(NO_STAGES, tuple(f"{k}={v}" for k, v in variant.choices))
+                continue
             layout = layouts[point] = planned or rules.layout(point)
             if isinstance(layout, ConfigError):
                 axes = (f"mesh.{axis}={size}" for axis, size in sizes if size > 1)

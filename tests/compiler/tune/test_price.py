@@ -59,7 +59,7 @@ def test_exponents_are_read_off_one_ratio():
     """Each of the 27 products of sequences, chunks and microbatches, from the ratios 2, 8 and 512."""
     steps = np.log2([2, 8, 512])
     every = np.array([[a, b, c] for a in (-1, 0, 1) for b in (-1, 0, 1) for c in (-1, 0, 1)], float)
-    assert (every == count_exponents(every @ steps, steps).T).all()
+    assert (every == count_exponents((every @ steps)[None], steps[None]).T).all()
 
 
 def test_each_number_of_devices_that_share_a_sequence_is_a_family():
@@ -122,6 +122,27 @@ def test_prices_are_the_estimates_of_each_candidate(stack):
     traced = sum(len(choose_points(ones)) for ones in group_candidates(stack.candidates).values())
     assert traced < len(stack.candidates)
     assert_priced_as_estimated(stack, np.random.default_rng(0).choice(len(stack.candidates), 6, replace=False))
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("schedule", "peak"), [("1f1b", 0.03), ("gpipe", 0.25), ("interleaved_1f1b", 0.03), ("zb_h1", 0.1)]
+)
+def test_prices_of_pipelines_are_the_estimates_of_each_candidate(schedule, peak):
+    """Each number of microbatches has a table of its own, and two of them are traced. Buffers of GPipe grow with them,
+    and are a part of the memory: no power."""
+    space = Space(
+        *STACK, "global_batch_size=64", f"pipeline={schedule}", "pipeline.ticks=multi", "tune.mesh.stage=[2,4]",
+        "tune.mesh.tensor=[1]", "tune.microbatches=[4,8,16,32]", "loss.max_logits_bytes=10000",
+        "loss.max_logits_share=0",
+    )  # fmt: skip
+    assert {one.num_microbatches for one in space.candidates} >= {4, 8, 16}
+    places = range(0, len(space.candidates), 3)
+    assert_priced_as_estimated(space, places, peak=peak, seconds=1e-3)
+    bubbles = space.price().time.bubble_seconds
+    for place in places:
+        assert bubbles[place] == pytest.approx(estimate_spec(space.candidates[place].spec()).evaluation.bubble_seconds)
+    assert np.unique(bubbles.round(6)).size > 3
 
 
 @pytest.mark.ci

@@ -9,6 +9,7 @@ from conftest import LINEAR_STACK, spec_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.tune.space import (
+    NO_STAGES,
     PARAMETERS_TOO_LARGE,
     Variant,
     check_pins,
@@ -140,3 +141,17 @@ def test_a_space_that_is_too_large_is_refused_with_its_size():
     ):
         find_candidates([_variant(f"tune.max_candidates={number - 1}")])
     assert len(find_candidates([_variant(f"tune.max_candidates={number}")])[0]) == number
+
+
+def test_schedules_of_pipelines_are_candidates_where_there_are_stages():
+    """Without stages the programs are the same, and the first schedule stands for all."""
+    words = (*STACK, "model.num_layers=4", "sharding=fsdp_tensor", "remat=full", "tune.mesh.stage=[1,2]")
+    variants = [
+        Variant((("pipeline", name),), spec_of(*words, f"pipeline={name}", "tune.microbatches=[4]"))
+        for name in ("1f1b", "gpipe")
+    ]
+    candidates, refused = find_candidates(variants)
+    found = Counter((one.num_stages, one.values["pipeline"]) for one in candidates)
+    assert set(found) == {(1, "1f1b"), (2, "1f1b"), (2, "gpipe")}
+    assert found[2, "1f1b"] == found[2, "gpipe"]
+    assert refused.counts[NO_STAGES] >= found[1, "1f1b"]
