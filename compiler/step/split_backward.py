@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
+from ..core.scopes import nested_scope
 from ..parallel.remat import Policy
 
 # Calls of a program, whose operations belong to different passes.
@@ -284,8 +285,8 @@ def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _scope_of(equation: JaxprEqn) -> AbstractContextManager[Any]:
-    scope = str(equation.source_info.name_stack)
-    return jax.named_scope(scope) if scope else nullcontext()
+    own = str(equation.source_info.name_stack)
+    return jax.named_scope(nested_scope("", own)) if own else nullcontext()
 
 
 def _shape_of(var: Any) -> jax.ShapeDtypeStruct:

@@ -127,7 +127,7 @@ def find_candidates(variants: Sequence[Variant]) -> tuple[list[MeshCandidate], R
     known: dict[str, dict[MeshPoint, Layout | ConfigError | None]] = {}  # None: not planned yet
     unstaged: dict[tuple[GroupChoices, MeshPoint], Variant] = {}  # the first variant without stages, whatever pipeline
     for variant in variants:
-        rules, key = _Rules(variant), _layout_key(variant.spec)
+        rules, key = _Rules(variant), _layout_key(variant)
         if key not in known:
             known[key] = dict.fromkeys(rules.points())
             _check_size(len(known[key]), variant.spec.tune.max_candidates)
@@ -303,10 +303,11 @@ def _microbatches(spec: PlanSpec, shards: int) -> Sequence[int]:
     return [n for n in numbers if wanted is None or n in wanted]
 
 
-def _layout_key(spec: PlanSpec) -> str:
-    """Returns the part of a declaration that layouts depend on: variants that differ in remat or the optimizer share
-    them."""
-    return json.dumps(spec.model_dump(mode="json", exclude={"remat", "optimizer", "schedule"}), sort_keys=True)
+def _layout_key(variant: Variant) -> str:
+    """Returns the part of a declaration that layouts depend on: variants that differ in the optimizer share them, and
+    without stages those that differ in remat, which a pipeline's table depends on."""
+    unused = {"optimizer", "schedule", *(() if STAGE in variant.axes else ("remat",))}
+    return json.dumps(variant.spec.model_dump(mode="json", exclude=unused), sort_keys=True)
 
 
 def check_pins(pins: Mapping[str, Any], groups: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ def test_a_program_is_read_by_the_ticks_and_the_stages_of_its_plan(monkeypatch):
     assert without is None
     assert plan.pipeline is not None
     assert staged.num_virtual == 8
-    assert list(staged.stage_of) == [0, 1, 2, 3, 0, 1, 2, 3], "fsdp is the slower axis of the mesh"
+    assert list(staged.stage_of) == [0, 0, 1, 1, 2, 2, 3, 3], "stage is the slower axis of the mesh"
     for row, slots_of in zip(staged.rows, plan.pipeline.table.rows, strict=True):
         for stage, (read, slots) in enumerate(zip(row, slots_of, strict=True)):
             assert list(read) == [(str(each.op), 7 - stage if each.chunk else stage) for each in slots]
