@@ -126,6 +126,8 @@ def _reshape(shape: Sequence[int], out: Sequence[int], layout: DimAxes, num_shar
     """Returns the layout of a reshape: a dimension that is split or merged keeps its axes on the outermost part that
     they divide."""
     result: list[Axes] = [()] * len(out)
+    if 0 in shape:  # an array without entries, which no product of sizes tells apart from another
+        return tuple(result)
     i = j = 0
     while i < len(shape) and j < len(out):
         first_i, first_j, left, right = i, j, shape[i], out[j]

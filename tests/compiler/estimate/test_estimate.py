@@ -39,6 +39,12 @@ def _peak(program):
     return find_peak(price_regions(program, CompilerTraits()))
 
 
+def test_arrays_without_entries_are_read():
+    """No product of their sizes tells their dimensions apart."""
+    program = _program(lambda x: x.reshape(0), (1, 1, 0))
+    assert program.sizes[program.outputs[0]] == 0
+
+
 def _written(program):
     """Bytes of each array that the fused program writes, in order."""
     return [[program.sizes[i] for i in step.writes] for step in fuse(program, is_loop=False).steps]
