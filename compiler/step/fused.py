@@ -16,7 +16,6 @@ accumulated in place, over microbatches.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -28,6 +27,7 @@ from meshloom.models import Aux, Params
 from ..core.scopes import piece_scope
 from ..parallel.weights import Weights, all_gather_weight, hoist, reduce_weight_gradient
 from .layer_pass import LayerPass, layer_pass, row, written
+from .pipeline_buffers import read_slot
 from .schedule import (
     Batch,
     LayerSchedule,
@@ -36,6 +36,7 @@ from .schedule import (
     ModelWeights,
     StackFunctions,
     Sums,
+    cotangent_of,
     objective,
     split_microbatches,
 )
@@ -123,7 +124,7 @@ class _Stack:
 
         def trip(carry: Any, t: Array) -> tuple[Any, None]:
             index = self.num_layers - 1 - t
-            pull_back = _entry(saved, jnp.where(is_reversed, t, index))
+            pull_back = read_slot(saved, jnp.where(is_reversed, t, index))
             return self._backward(layer, shared, index, pull_back, carry, daux), None
 
         with jax.named_scope(piece_scope(self.name)):
@@ -152,7 +153,7 @@ class _Stack:
             index = self.num_layers - 1 - t
             slot = jnp.where(is_reversed, t, index)
             # Read before the forward pass writes: XLA's GPU compiler would copy the whole buffer, twice in each trip.
-            pull_back, x = jax.lax.optimization_barrier((_entry(saved, slot), x))
+            pull_back, x = jax.lax.optimization_barrier((read_slot(saved, slot), x))
             (x, (aux, reached)), own = layer.forward(self._whole(t), shared, t, x)
             _, waiting = self._layer(before, Turn(reached, first_of(jax.tree.leaves(x)[-1])))
             rest = self._backward(layer, waiting, index, pull_back, rest, daux)
@@ -192,11 +193,10 @@ class _Stack:
         ]  # fmt: skip
 
     def _cotangent(self, layer: LayerPass, shared: list[Array], x: Any) -> Aux:
-        """Returns the gradients of a layer's auxiliary outputs: every loss is a part of the mean objective already."""
+        """Returns the gradients of a layer's auxiliary outputs."""
         index = jnp.array(0)
         aux, _ = jax.eval_shape(lambda x: layer.layer(self._whole(index), shared, index, x)[1], x)
-        scaled = jax.tree.map(lambda loss: jnp.broadcast_to(self._scale, loss.shape).astype(loss.dtype), aux.losses)
-        return Aux(scaled, *jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (aux.statistics, aux.totals)))
+        return cotangent_of(aux, self._scale)
 
 
 # What the next microbatch's trip needs of this one. saved: of the fused stack. below: of the embedding and the stacks
@@ -258,7 +258,7 @@ class _Step:
         return self._descend(microbatch, state["below"], dx, totals)
 
     def _microbatch(self, index: Array) -> Microbatch:
-        return self.model.prepare(_entry(self.parts, index))
+        return self.model.prepare(read_slot(self.parts, index))
 
     def _ascend(self, microbatch: Microbatch) -> tuple[Any, Any, dict[str, Any], dict[str, Aux]]:
         """Runs what comes before the fused stack. Returns x, the weights that the head shares, what the backward pass
@@ -305,10 +305,6 @@ class _Step:
         for stack in reversed(self.above):
             dx, totals[stack.name] = stack.backward(microbatch, saved[stack.name], dx, totals[stack.name])
         return dx, totals, Sums(output.loss, aux | {"head": output.aux})
-
-
-def _entry(tree: Any, index: Array) -> Any:
-    return jax.tree.map(partial(row, index=index), tree)
 
 
 def _entered(tree: Any, entry: Any, index: Array) -> Any:

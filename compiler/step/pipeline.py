@@ -40,6 +40,7 @@ from .schedule import (
     ModelWeights,
     StackFunctions,
     Sums,
+    cotangent_of,
     objective,
     split_microbatches,
 )
@@ -136,7 +137,7 @@ class _Device:
             self._no_gradients,
             known,
             x,
-            cotangent=lambda aux: _cotangent(aux, self.scale),
+            cotangent=lambda aux: cotangent_of(aux, self.scale),
             recomputes=PipelineOp.RECOMPUTE in self.table.ops,
         )
 
@@ -386,13 +387,6 @@ def _either(is_on: Array, run: Callable[..., Any], otherwise: Callable[..., Any]
         return lambda *operands: jax.lax.optimization_barrier(branch(*operands))
 
     return jax.lax.cond(is_on, ended(run), ended(otherwise), *operands)
-
-
-def _cotangent(aux: Aux, scale: Any) -> Aux:
-    return Aux(
-        jax.tree.map(lambda loss: jnp.broadcast_to(scale, loss.shape).astype(loss.dtype), aux.losses),
-        *jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (aux.statistics, aux.totals)),
-    )
 
 
 def _permuted(tree: Any, pairs: list[tuple[int, int]]) -> Any:

@@ -151,6 +151,15 @@ class LayerSchedule(Protocol):
         ...
 
 
+def cotangent_of(aux: Aux, scale: Any) -> Aux:
+    """Returns the gradients of a layer's auxiliary outputs, of these shapes: every loss is a part of the mean objective
+    already."""
+    return Aux(
+        jax.tree.map(lambda loss: jnp.broadcast_to(scale, loss.shape).astype(loss.dtype), aux.losses),
+        *jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (aux.statistics, aux.totals)),
+    )
+
+
 def objective(output: HeadOutput, auxiliary: dict[str, Aux]) -> Array:
     """Returns the value to differentiate: this device's part of the mean objective over the global batch."""
     losses = [jnp.sum(loss) for aux in auxiliary.values() for loss in aux.losses.values()]
