@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,37 @@ def compile_report(overrides: Overrides) -> tuple[Facts, float]:
             done.check_returncode()
         report = json.loads(Path(run_dir, "report.json").read_text())
     return report, round(time.perf_counter() - start, 1)
+
+
+def step_facts(report: Facts, *keys: str) -> Facts:
+    """Returns these figures of the predicted step, the peak of a chip's memory, and the versions."""
+    peak = {"peak_bytes": report["memory"]["peak_bytes_per_chip"]}
+    return {key: report["step"][key] for key in keys} | peak | {"versions": versions_of(report)}
+
+
+def exposed_over(report: Facts, axis: str) -> float:
+    """Returns the seconds that the step waits for collectives over this mesh axis alone."""
+    return sum(each["exposed_seconds"] for each in report["collectives"] if each["mesh_axes"] == [axis])
+
+
+def kept_rows(rows: Mapping[str, Overrides], kept: Rows) -> Iterator[tuple[str, Facts]]:
+    """Yields the rows that are kept, with their names."""
+    yield from ((name, kept[overrides]) for name, overrides in rows.items() if overrides in kept)
+
+
+def run_rows(
+    description: str | None,
+    kept: Path,
+    rows: Mapping[str, Overrides],
+    facts_of: Callable[[Facts], Facts],
+    table: Callable[[Rows], str],
+) -> int:
+    """Makes the rows that the command line asks for, and prints the table of all that are kept. Returns the exit
+    code."""
+    given = parser_of(description, kept).parse_args()
+    num_missing = make_rows(given, rows.items(), facts_of)
+    print(table(read_kept(given.file)))
+    return int(num_missing > 0)
 
 
 def read_lines(path: Path) -> list[Facts]:

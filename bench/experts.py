@@ -9,7 +9,7 @@ Two of their layers with experts, as all are alike; each row takes some four min
 import sys
 from pathlib import Path
 
-from compiled_rows import Facts, Overrides, Rows, gib, make_rows, markdown, parser_of, read_kept, versions_of
+from compiled_rows import Facts, Overrides, Rows, exposed_over, gib, kept_rows, markdown, run_rows, step_facts
 
 KEPT = Path(__file__).with_suffix(".jsonl")
 COMMON = ("sharding=fsdp_expert", "moe.max_imbalance=2", "data=synthetic", "remat=full", "overlap=prefetch")
@@ -42,22 +42,13 @@ ROWS: dict[str, Overrides] = {
 
 
 def facts_of(report: Facts) -> Facts:
-    step = report["step"]
-    exchanged = [each["exposed_seconds"] for each in report["collectives"] if each["mesh_axes"] == ["expert"]]
-    return {
-        "exchange_exposed_seconds": sum(exchanged),
-        "predicted_seconds": step["predicted_seconds"],
-        "exposed_fraction": step["exposed_fraction"],
-        "predicted_mfu": step["predicted_mfu"],
-        "peak_bytes": report["memory"]["peak_bytes_per_chip"],
-        "versions": versions_of(report),
-    }
+    keys = ("predicted_seconds", "exposed_fraction", "predicted_mfu")
+    return {"exchange_exposed_seconds": exposed_over(report, "expert")} | step_facts(report, *keys)
 
 
 def table(kept: Rows) -> str:
     columns = ("exchange", "exchanges exposed", "step", "all exposed", "MFU", "peak")
-    found = ((name, kept[overrides]) for name, overrides in ROWS.items() if overrides in kept)
-    return markdown(columns, (_cells(name, facts) for name, facts in found))
+    return markdown(columns, (_cells(name, facts) for name, facts in kept_rows(ROWS, kept)))
 
 
 def _cells(name: str, facts: Facts) -> list[str]:
@@ -66,12 +57,5 @@ def _cells(name: str, facts: Facts) -> list[str]:
     return [name, f"{exchanged * 1e3:.1f} ms", f"{step * 1e3:,.0f} ms", *shares, f"{gib(facts['peak_bytes'])} GiB"]
 
 
-def main() -> int:
-    given = parser_of(__doc__, KEPT).parse_args()
-    num_missing = make_rows(given, ROWS.items(), facts_of)
-    print(table(read_kept(given.file)))
-    return int(num_missing > 0)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_rows(__doc__, KEPT, ROWS, facts_of, table))

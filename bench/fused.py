@@ -9,7 +9,7 @@ All 80 layers, 8,192 tokens: tensor 4 on 256 chips of v5p, tensor 8 on 256 H100.
 import sys
 from pathlib import Path
 
-from compiled_rows import Facts, Overrides, Rows, gib, make_rows, markdown, parser_of, read_kept, versions_of
+from compiled_rows import Facts, Overrides, Rows, exposed_over, gib, kept_rows, markdown, run_rows, step_facts
 
 KEPT = Path(__file__).with_suffix(".jsonl")
 MODEL: Overrides = (
@@ -34,20 +34,13 @@ ROWS: dict[str, Overrides] = {
 
 
 def facts_of(report: Facts) -> Facts:
-    step = report["step"]
-    over_tensor = [each["exposed_seconds"] for each in report["collectives"] if each["mesh_axes"] == ["tensor"]]
-    return {
-        "tensor_exposed_seconds": sum(each or 0.0 for each in over_tensor),
-        **{key: step[key] for key in ("predicted_seconds", "exposed_fraction", "predicted_mfu")},
-        "peak_bytes": report["memory"]["peak_bytes_per_chip"],
-        "versions": versions_of(report),
-    }
+    keys = ("predicted_seconds", "exposed_fraction", "predicted_mfu")
+    return {"tensor_exposed_seconds": exposed_over(report, "tensor")} | step_facts(report, *keys)
 
 
 def table(kept: Rows) -> str:
     columns = ("place, loop", "exposed over tensor", "all exposed", "step", "MFU", "memory of a chip")
-    found = ((name, kept[overrides]) for name, overrides in ROWS.items() if overrides in kept)
-    return markdown(columns, (_cells(name, facts) for name, facts in found))
+    return markdown(columns, (_cells(name, facts) for name, facts in kept_rows(ROWS, kept)))
 
 
 def _cells(name: str, facts: Facts) -> list[str]:
@@ -56,12 +49,5 @@ def _cells(name: str, facts: Facts) -> list[str]:
     return [name, f"{facts['tensor_exposed_seconds']:.2f} s", share, step, mfu, f"{gib(facts['peak_bytes'])} GiB"]
 
 
-def main() -> int:
-    given = parser_of(__doc__, KEPT).parse_args()
-    num_missing = make_rows(given, ROWS.items(), facts_of)
-    print(table(read_kept(given.file)))
-    return int(num_missing > 0)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_rows(__doc__, KEPT, ROWS, facts_of, table))

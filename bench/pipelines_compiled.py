@@ -9,7 +9,7 @@ activations go over the data-center network. Each row takes some minutes (compil
 import sys
 from pathlib import Path
 
-from compiled_rows import Facts, Overrides, Rows, gib, make_rows, markdown, parser_of, read_kept, versions_of
+from compiled_rows import Facts, Overrides, Rows, gib, kept_rows, markdown, run_rows, step_facts
 
 KEPT = Path(__file__).with_suffix(".jsonl")
 MODEL: Overrides = (
@@ -34,19 +34,12 @@ ROWS: dict[str, Overrides] = {
 
 
 def facts_of(report: Facts) -> Facts:
-    step = report["step"]
-    keys = ("predicted_seconds", "exposed_fraction", "bubble_fraction", "predicted_mfu")
-    return {
-        **{key: step[key] for key in keys},
-        "peak_bytes": report["memory"]["peak_bytes_per_chip"],
-        "versions": versions_of(report),
-    }
+    return step_facts(report, "predicted_seconds", "exposed_fraction", "bubble_fraction", "predicted_mfu")
 
 
 def table(kept: Rows) -> str:
     columns = ("place, schedule, microbatches", "bubble", "exposed", "step", "MFU", "memory of a chip")
-    found = ((name, kept[overrides]) for name, overrides in ROWS.items() if overrides in kept)
-    return markdown(columns, (_cells(name, facts) for name, facts in found))
+    return markdown(columns, (_cells(name, facts) for name, facts in kept_rows(ROWS, kept)))
 
 
 def _cells(name: str, facts: Facts) -> list[str]:
@@ -57,12 +50,5 @@ def _cells(name: str, facts: Facts) -> list[str]:
     return [name, bubble, exposed, f"{facts['predicted_seconds']:.2f} s", mfu, memory]
 
 
-def main() -> int:
-    given = parser_of(__doc__, KEPT).parse_args()
-    num_missing = make_rows(given, ROWS.items(), facts_of)
-    print(table(read_kept(given.file)))
-    return int(num_missing > 0)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_rows(__doc__, KEPT, ROWS, facts_of, table))
