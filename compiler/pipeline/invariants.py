@@ -10,7 +10,7 @@ from .table import PipelineOp, PipelineTable, PipelineWork, Slot, microbatches
 
 @dataclass(frozen=True)
 class Violation:
-    """What is wrong with a table. tick: None where it is no matter of one tick."""
+    """Something that is wrong with a table. tick: None where it is no matter of one tick."""
 
     tick: int | None
     stage: int

@@ -28,8 +28,8 @@ INPUTS_OF_MLP = ("mlp_input", "experts_input")
 @register_dataclass
 @dataclass(frozen=True)
 class Turn:
-    """What a layer waits for: scalars, zero where it waits for nothing. after_attention: its MLP waits for it.
-    after_layer: the gradient of its attention does."""
+    """The results that a layer waits for: scalars, zero where it waits for nothing. after_attention: its MLP waits for
+    it. after_layer: the gradient of its attention does."""
 
     after_attention: Array
     after_layer: Array
