@@ -209,10 +209,12 @@ class Event(Record):
     name: what it does, "gather mlp/up", "matmul mlp_output". instruction: the instruction of the program; empty if it
     equals the name. loop: the innermost loop that it is part of, "layers, forward"; empty outside of loops. iteration:
     the iteration of that loop, from 1; 0 outside. live_bytes: the bytes of arrays in the device's memory meanwhile;
-    None where that is not known, and on links.
+    None where that is not known, and on links. stage: the stage of a pipeline; of many, the first and the last few have
+    events.
     """
 
     track: str  # "compute", "ICI x", one way of it "ICI x+", "DCN"
+    stage: NonNegativeInt | None = None  # None: no pipeline
     name: str
     instruction: str = ""
     # ComputeKind, CollectiveKind, "exposed": compute waits for a collective, "bubble": a stage waits for other stages,

@@ -5,6 +5,7 @@ fusion.973, a matmul in the scope matmul=mlp_up     ->  "matmul mlp_up"
 compute stands still for all-gather-start.3         ->  "waits for gather mlp/up"
 a stage has nothing to do until another one sends   ->  "waits for other stages"
 while.215, 30 iterations that are not shown         ->  "layers, forward: 30 more iterations"
+while.9, ticks of a pipeline that are not shown     ->  "ticks: 6 more iterations"
 """
 
 import re
@@ -17,7 +18,8 @@ from ..core.format import counted
 from ..core.scopes import BY_SIZE, MATMUL, OperationName
 from ..schema import CollectiveReport, Event
 from ..xla.schedule.simulate import Segment
-from ..xla.schedule.steps import Compute, Loop, Step, every
+from ..xla.schedule.stage_clocks import slot_of
+from ..xla.schedule.steps import Branches, Compute, Loop, Step, every
 from .program_memory import PeakMemory
 from .program_text import Unavailable
 
@@ -37,7 +39,7 @@ def schedule_events(
     reports = {each.name: each for each in collectives}
     by_name = {loop.name: loop for loop in every(steps, Loop)}
     loops = {name: _loop_name(loop) for name, loop in by_name.items()}
-    there = {(each.track, each.name, each.start_seconds) for each in segments}
+    there = {(each.stage, each.track, each.name, each.start_seconds) for each in segments}
 
     def event(segment: Segment, track: str) -> Event:
         trip = segment.trip
@@ -48,6 +50,7 @@ def schedule_events(
             arguments["branch"] = "of {}, {}".format(*segment.branch)
         return Event(
             track=track,
+            stage=segment.stage,
             name=_name(segment, computes, reports, loops),
             instruction=segment.name,
             kind=segment.kind,
@@ -61,20 +64,24 @@ def schedule_events(
     events = []
     for each in segments:
         axis, way = each.track[:-1], each.track[-1]
-        is_both = {(f"{axis}+", each.name, each.start_seconds), (f"{axis}-", each.name, each.start_seconds)} <= there
+        is_both = {(each.stage, f"{axis}{sign}", each.name, each.start_seconds) for sign in "+-"} <= there
         if not (is_both and way == "-"):
             events.append(event(each, axis if is_both else each.track))
     return tuple(events)
 
 
 def with_memory(events: Iterable[Event], peak: PeakMemory | Unavailable) -> tuple[Event, ...]:
-    """Returns the events with the memory that is in use while each computes. peak: the peak of their program."""
+    """Returns the events with the memory that is in use while each computes. peak: the peak of their program. Stages of
+    a pipeline run one program in the same memory, so those of the first have it."""
     if isinstance(peak, Unavailable):
         return tuple(events)
     found = peak.bytes_during
     return tuple(
         each.model_copy(update={"live_bytes": found[each.instruction]})
-        if each.track == COMPUTE and each.kind not in ("exposed", "bubble") and each.instruction in found
+        if each.track == COMPUTE
+        and each.kind not in ("exposed", "bubble")
+        and each.instruction in found
+        and not each.stage
         else each
         for each in events
     )
@@ -130,7 +137,10 @@ def _arguments(
 
 
 def _loop_name(loop: Loop) -> str:
-    """Returns the name of a loop, "layers, forward": the scope that most of its operations name, and their pass."""
+    """Returns the name of a loop, "layers, forward": the scope that most of its operations name, and their pass. One
+    over slots of a pipeline is "ticks"."""
+    if any(slot_of(each) for each in every(loop.body, Branches)):
+        return "ticks"
     names = [OperationName(step.op_name) for step in loop.body if isinstance(step, Compute) and step.op_name]
     found = Counter((name.of_loop or loop.name, _direction(name)) for name in names)
     if not found:

@@ -36,7 +36,7 @@ from . import charts
 from .facts import lines_of_rest, sums, unknown_values, verdict, why_exposed, why_unknown
 from .mesh_picture import mesh_picture
 from .pipeline_picture import PIPELINE_STYLE, pipeline_picture
-from .timeline import hidden_behind, lay_out, layer_views
+from .timeline import by_stage, hidden_behind, lay_out, layer_views, left_out
 
 NUM_EVENTS = 4000  # the longest events; timeline.json has all
 FOLDED_ROWS = 24  # a longer table of arrays is closed at first
@@ -68,7 +68,8 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan | None = Non
         step=charts.step_bar(report),
         communication=charts.communication_bar(report),
         pipeline=pipeline,
-        timeline=compact_timeline(events),
+        timeline=compact_timeline(*by_stage(events)),
+        stages=_stages(events),
         collectives=collective_groups(report),
         roofline=charts.roofline_plot(report),
         search=_search(report),
@@ -91,7 +92,7 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan | None = Non
 def compact_timeline(*timelines: Sequence[Event]) -> dict[str, Any]:
     """Returns events as rows of numbers, with each text once: [lane, start ns, ns, name, instruction, kind, arguments,
     hidden ns or -1, bytes of memory or -1]; and the views that the page shows at first. Several timelines share only
-    the time axis."""
+    the time axis; they are opened on the whole step."""
     laid_out = [lay_out(events) for events in timelines]
     slices = [s for each in laid_out for s in each]
     kept = sorted(range(len(slices)), key=lambda i: slices[i].start_ns - slices[i].end_ns)[:NUM_EVENTS]
@@ -105,7 +106,8 @@ def compact_timeline(*timelines: Sequence[Event]) -> dict[str, Any]:
     for index in sorted(kept):
         s, by = slices[index], hidden[index]
         arguments = s.event.arguments | ({"hidden behind": _names(by.behind)} if by and by.behind else {})
-        rows.append([number("lanes", s.lane), s.start_ns, s.end_ns - s.start_ns, number("names", s.event.name),
+        lane = s.lane if s.event.stage is None else f"stage {s.event.stage} {s.lane}"
+        rows.append([number("lanes", lane), s.start_ns, s.end_ns - s.start_ns, number("names", s.event.name),
                      number("hlo", s.event.instruction or s.event.name), number("kinds", s.event.kind),
                      number("arguments", _told(arguments)), by.hidden_ns if by else -1,
                      -1 if s.event.live_bytes is None else s.event.live_bytes])  # fmt: skip
@@ -114,6 +116,14 @@ def compact_timeline(*timelines: Sequence[Event]) -> dict[str, Any]:
     return {name: list(table) for name, table in texts.items()} | {
         "rows": rows, "num_events": len(slices), "views": shown,
     }  # fmt: skip
+
+
+def _stages(events: Sequence[Event]) -> str | None:
+    """Returns which stages of a pipeline the timeline shows; None without one."""
+    if not any(event.stage is not None for event in events):
+        return None
+    missing = left_out(events)
+    return f"each stage but {missing[0]} to {missing[-1]}" if missing else "each stage"
 
 
 def _names(behind: Sequence[Any]) -> str:

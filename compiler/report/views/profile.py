@@ -14,6 +14,7 @@ from ...profile.trace import Execution
 from ...schema import Event
 from .page import compact_timeline, policy_hash, template_environment, template_source
 from .summary import show_files
+from .timeline import by_stage
 
 NUM_ON_PAGE = 400  # the operations that differ most; profile.json has all
 NUM_OPERATIONS = 10
@@ -115,11 +116,13 @@ def render_profile(report: ProfileReport, prediction: Prediction, execution: Exe
 
 
 def _timeline(prediction: Prediction, execution: Execution) -> dict[str, Any]:
-    """Returns predicted and measured lanes: compute before links, and for each track the predicted lane first."""
+    """Returns predicted and measured lanes: compute before links, and for each track the predicted lane first. Of a
+    pipeline they are those of the first stage."""
     sources = {each.name: each.source for each in prediction.compute}
     sources |= {each.report.name: each.report.source for each in prediction.collectives}
     measured = execution_events(execution, roles_of(prediction))
-    return compact_timeline(_marked(prediction.events, "predicted", sources), _marked(measured, "measured", sources))
+    predicted = by_stage(prediction.events)[0]
+    return compact_timeline(_marked(predicted, "predicted", sources), _marked(measured, "measured", sources))
 
 
 def _marked(events: Iterable[Event], mark: str, sources: dict[str, str]) -> tuple[Event, ...]:

@@ -4,18 +4,19 @@
     ->      one process, a thread for each track, a slice for each event in microseconds; and an arrow from each
             collective to the compute that hides most of it
 
-Slices of one thread have to nest, so what overlaps on a track is put on further threads: "ICI x", "ICI x (2)".
+Slices of one thread have to nest, so what overlaps on a track is put on further threads: "ICI x", "ICI x (2)". Each
+stage of a pipeline is a process of its own.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, pairwise
 from typing import Any, get_args
 
 from ...core.collectives import COMPUTE, CollectiveKind, ComputeKind
 from ...schema import Event, Report
 
-PROCESS = 1
 DIRECTIONS = ("forward", "backward")
 COLLECTIVES, COMPUTES = frozenset(get_args(CollectiveKind)), frozenset(get_args(ComputeKind))
 
@@ -45,6 +46,18 @@ class View:
     name: str
     start_ns: int
     end_ns: int
+
+
+def by_stage(events: Sequence[Event]) -> tuple[tuple[Event, ...], ...]:
+    """Returns the events of each stage of a pipeline that has some, in order; without a pipeline, all events."""
+    stages = sorted({event.stage for event in events if event.stage is not None})
+    return tuple(tuple(event for event in events if event.stage == stage) for stage in stages) or (tuple(events),)
+
+
+def left_out(events: Sequence[Event]) -> range:
+    """Returns the stages of a pipeline that have no events: those between the first few and the last few."""
+    stages = sorted({event.stage for event in events if event.stage is not None})
+    return next((range(one + 1, other) for one, other in pairwise(stages) if other > one + 1), range(0))
 
 
 def layer_views(events: Sequence[Event]) -> tuple[View, ...]:
@@ -112,25 +125,37 @@ def hidden_behind(slices: Sequence[Slice]) -> tuple[Hidden | None, ...]:
 
 def chrome_trace(report: Report, events: Sequence[Event]) -> dict[str, Any]:
     """Returns `timeline.json`."""
-    slices = lay_out(events)
-    threads = {lane: index for index, lane in enumerate(dict.fromkeys(s.lane for s in slices), start=1)}
-    hidden = hidden_behind(slices)
     title = f"{report.program.model} on {report.target.name}: one chip, predicted"
-    rows = [_metadata("process_name", None, {"name": title})]
-    for lane, thread in threads.items():
-        rows += [_metadata("thread_name", thread, {"name": lane}),
-                 _metadata("thread_sort_index", thread, {"sort_index": thread})]  # fmt: skip
-    rows += [_slice(s, threads[s.lane], by) for s, by in zip(slices, hidden, strict=True)]
-    rows += [_counter(s, s.event.live_bytes) for s in slices if s.event.live_bytes is not None]
-    for number, (collective, by) in enumerate(zip(slices, hidden, strict=True), start=1):
-        if by and by.behind:
-            rows += _arrow(number, collective, by.behind[0], threads)
+    if missing := left_out(events):
+        title += f"; stages {missing[0]} to {missing[-1]} are left out"
+    arrows, rows = count(1), []
+    for process, own in enumerate(by_stage(events), start=1):
+        stage = own[0].stage if own else None
+        name = title if stage is None else f"stage {stage} of {title}"
+        rows += [row | {"pid": process} for row in _process(name, process, lay_out(own), arrows)]
     fingerprint = report.build.fingerprint if report.build else None
     return {"traceEvents": rows, "displayTimeUnit": "ms", "otherData": {"fingerprint": fingerprint}}
 
 
-def _metadata(name: str, thread: int | None, args: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "M", "name": name, "pid": PROCESS, "args": args} | ({"tid": thread} if thread else {})
+def _process(name: str, process: int, slices: Sequence[Slice], arrows: Iterator[int]) -> list[dict[str, Any]]:
+    """Returns the rows of one process. arrows: the numbers of arrows, which no two processes share."""
+    threads = {lane: index for index, lane in enumerate(dict.fromkeys(s.lane for s in slices), start=1)}
+    hidden = hidden_behind(slices)
+    rows = _metadata("process", name, process)
+    for lane, thread in threads.items():
+        rows += [row | {"tid": thread} for row in _metadata("thread", lane, thread)]
+    rows += [_slice(s, threads[s.lane], by) for s, by in zip(slices, hidden, strict=True)]
+    rows += [_counter(s, s.event.live_bytes) for s in slices if s.event.live_bytes is not None]
+    for collective, by in zip(slices, hidden, strict=True):
+        if by and by.behind:
+            rows += _arrow(next(arrows), collective, by.behind[0], threads)
+    return rows
+
+
+def _metadata(what: str, name: str, place: int) -> list[dict[str, Any]]:
+    """Returns the name of a process or of a thread, and its place in the order."""
+    return [{"ph": "M", "name": f"{what}_name", "args": {"name": name}},
+            {"ph": "M", "name": f"{what}_sort_index", "args": {"sort_index": place}}]  # fmt: skip
 
 
 def _slice(s: Slice, thread: int, hidden: Hidden | None) -> dict[str, Any]:
@@ -142,17 +167,17 @@ def _slice(s: Slice, thread: int, hidden: Hidden | None) -> dict[str, Any]:
             "hidden_us": hidden.hidden_ns / 1e3,
             "hidden_behind": list(dict.fromkeys(behind.event.name for behind in hidden.behind)),
         }
-    return {"ph": "X", "name": s.event.name, "cat": s.event.kind, "pid": PROCESS, "tid": thread,
+    return {"ph": "X", "name": s.event.name, "cat": s.event.kind, "tid": thread,
             "ts": s.start_ns / 1e3, "dur": (s.end_ns - s.start_ns) / 1e3, "args": args}  # fmt: skip
 
 
 def _counter(s: Slice, live_bytes: int) -> dict[str, Any]:
-    return {"ph": "C", "name": "memory", "pid": PROCESS, "ts": s.start_ns / 1e3, "args": {"bytes": live_bytes}}
+    return {"ph": "C", "name": "memory", "ts": s.start_ns / 1e3, "args": {"bytes": live_bytes}}
 
 
 def _arrow(number: int, collective: Slice, behind: Slice, threads: dict[str, int]) -> list[dict[str, Any]]:
     """Returns a time at which both run, since the ends of an arrow have to lie within their slices."""
     at = max(collective.start_ns, behind.start_ns) / 1e3
-    common = {"name": "hidden behind", "cat": "overlap", "id": number, "pid": PROCESS, "ts": at}
+    common = {"name": "hidden behind", "cat": "overlap", "id": number, "ts": at}
     return [common | {"ph": "s", "tid": threads[collective.lane]},
             common | {"ph": "f", "bp": "e", "tid": threads[behind.lane]}]  # fmt: skip

@@ -94,6 +94,7 @@ class Segment:
     seconds: float
     trip: "Trip | None" = None
     branch: tuple[str, Taken] | None = None  # the innermost conditional around it, and the branch
+    stage: int | None = None  # of a pipeline
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class Simulation:
     seconds by which the compiler's estimates are longer than the prices. unpriced: by name, the kernels that may take
     longer. unknown_loops: the loops whose trips count as one. segments: the timeline. It shows the first trips of a
     loop and the rest as one, and each branch with a share as one that runs; so it may end after the step does on
-    average.
+    average. Of a pipeline it shows the first and the last stages and ticks.
     """
 
     seconds: float = 0.0
@@ -200,10 +201,11 @@ class Clock:
         price: Callable[[Collective], Priced],
         pick: Callable[[Branches], "Picked | None"] = lambda _: None,
         result: Simulation | None = None,
+        stage: int | None = None,
     ):
         """pick: returns the branch of a conditional that runs; None where that is not known. result: the totals to add
-        to."""
-        self.result, self.spent = result or Simulation(), Spent()
+        to. stage: the stage of a pipeline whose time it is."""
+        self.result, self.spent, self._stage = result or Simulation(), Spent(), stage
         self._price, self._pick = price, pick
         self._now = self._skipped = self._shown = 0.0
         self._trip: Trip | None = None
@@ -255,6 +257,15 @@ class Clock:
     def leave(self) -> None:
         """Ends such a loop."""
         self._trip = None
+
+    def show_left_out(self, trips: Trip, since: float) -> None:
+        """Shows iterations of such a loop as one: those that ran from a time until now."""
+        self._trip = trips
+        self._show(COMPUTE, trips.loop, "loop", since - self._skipped, self._now)
+
+    def show_end(self, step_seconds: float) -> None:
+        """Shows the wait for other clocks after the last step, until the step ends on all of them."""
+        self._show(COMPUTE, "", "bubble", self._now, step_seconds - self._skipped)
 
     def _compute(self, step: Compute, weight: float, is_shown: bool) -> None:
         result = self.result
@@ -401,7 +412,7 @@ class Clock:
     def _show(self, track: str, name: str, kind: str, begin: float, end: float) -> None:
         if end > begin:
             start = begin + self._skipped + self._shown
-            found = Segment(track, name, kind, start, end - begin, self._trip, self._branch_of)
+            found = Segment(track, name, kind, start, end - begin, self._trip, self._branch_of, self._stage)
             self.result.segments.append(found)
 
 

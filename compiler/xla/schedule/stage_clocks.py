@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from ...core.format import counted
 from ...core.scopes import OperationName
 from ..hlo import HloError
-from .simulate import Clock, Loops, Picked, Priced, Simulation, StageTime, Taken
+from .simulate import Clock, Loops, Picked, Priced, Simulation, StageTime, Taken, Trip
 from .steps import Branches, Collective, Loop, Start, Step, every
 
 BY_TABLE = "by the pipeline's table"
-SHOWN_TICKS = 24  # ticks whose steps a timeline shows
+SHOWN_STAGES, SHOWN_TICKS = 8, 24  # whose steps a timeline shows: the first half of them, and the last half
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,18 @@ def simulate_stages(
     return run.finished()
 
 
+def middle(count: int, shown: int) -> range:
+    """Returns what a timeline leaves out of so many stages or ticks: (16, 8) -> 4 to 11; all but both ends."""
+    return range(shown // 2, count - shown // 2) if count > shown else range(0)
+
+
 @dataclass
 class _Stages:
     """Runs stages side by side.
 
     seen: how often the conditionals of each slot have been reached. now: the slot and the tick that each stage is in.
     crossing: by the identity of steps, whether they start a collective among stages. taken: how often each slot runs.
+    left_out: the stages that the timeline does not show.
     """
 
     steps: tuple[Step, ...]
@@ -112,7 +118,10 @@ class _Stages:
         num_stages = self.devices.num_stages
         self.weight = 1 / num_stages
         self.now += [None] * num_stages
-        self.clocks = [Clock(self.price, lambda step, s=s: self.pick(step, s), self.result) for s in range(num_stages)]
+        self.clocks = [
+            Clock(self.price, lambda step, s=s: self.pick(step, s), self.result, s) for s in range(num_stages)
+        ]
+        self.left_out = middle(num_stages, SHOWN_STAGES)
         self.per_tick = {slot: self._per_tick(slot, n) for slot, n in self._executions(self.steps, 1).items()}
         there = {operation for row in self.devices.rows for slots in row for operation, _ in slots}
         for operation in sorted(there):
@@ -155,7 +164,7 @@ class _Stages:
                 self.run(longest, loops=(*loops, (step.name, Taken(None))), is_shown=is_shown)
             else:
                 for stage, clock in enumerate(self.clocks):
-                    clock.run((step,), weight=self.weight, loops=loops, is_shown=is_shown and stage == 0)
+                    clock.run((step,), weight=self.weight, loops=loops, is_shown=self._is_seen(is_shown, stage))
 
     def pick(self, step: Branches, stage: int) -> Picked | None:
         """Returns the branch that a stage takes within a slot: of a conditional of one end, by the table."""
@@ -167,9 +176,12 @@ class _Stages:
 
     def finished(self) -> Simulation:
         for stage, clock in enumerate(self.clocks):
-            clock.finish(weight=self.weight, is_shown=stage == 0)
+            clock.finish(weight=self.weight, is_shown=self._is_seen(True, stage))
         result = self.result
         result.seconds = max(clock.seconds for clock in self.clocks)
+        for stage, clock in enumerate(self.clocks):
+            if stage not in self.left_out:
+                clock.show_end(result.seconds)
         result.stages = tuple(self._stage_time(clock) for clock in self.clocks)
         return result
 
@@ -185,21 +197,34 @@ class _Stages:
                 collective,
                 weight=self.weight,
                 loops=loops,
-                is_shown=is_shown and stage == 0,
+                is_shown=self._is_seen(is_shown, stage),
                 ready=max((free[other] for other in awaited[stage]), default=0.0),
                 is_awaited=bool(awaited[stage]) or collective.kind != "send",
             )
 
     def _loop(self, loop: Loop, loops: Loops, is_shown: bool) -> None:
         trips = self._trips(loop)
+        left_out, begins = middle(trips, SHOWN_TICKS), [0.0] * len(self.clocks)
         if loop.num_trips is None and not self._has_slots(loop):
             self.result.unknown_loops.add(loop.name)
         for trip in range(trips):
+            if left_out and trip == left_out.start:
+                begins = [clock.seconds for clock in self.clocks]
+            if left_out and trip == left_out.stop and is_shown:
+                self._show_left_out(Trip(loop.name, left_out.start, len(left_out)), begins)
             for clock in self.clocks:
                 clock.enter(loop.name, trip)
-            self.run(loop.body, loops=(*loops, (loop.name, trips)), is_shown=is_shown and trip < SHOWN_TICKS)
+            self.run(loop.body, loops=(*loops, (loop.name, trips)), is_shown=is_shown and trip not in left_out)
         for clock in self.clocks:
             clock.leave()
+
+    def _show_left_out(self, trips: Trip, begins: Sequence[float]) -> None:
+        for stage, (clock, begin) in enumerate(zip(self.clocks, begins, strict=True)):
+            if stage not in self.left_out:
+                clock.show_left_out(trips, begin)
+
+    def _is_seen(self, is_shown: bool, stage: int) -> bool:
+        return is_shown and stage not in self.left_out
 
     def _slot(self, step: Branches, slot: SlotOf, loops: Loops, is_shown: bool) -> None:
         tick = self.seen[slot] // self.per_tick[slot]
@@ -212,7 +237,7 @@ class _Stages:
             branch = step.branches[on if self._is_on(slot, tick, stage) else 1 - on]
             self.now[stage] = (slot, tick)
             clock.forget_ends()
-            clock.run(branch, weight=self.weight, loops=within, is_shown=is_shown and stage == 0)
+            clock.run(branch, weight=self.weight, loops=within, is_shown=self._is_seen(is_shown, stage))
             self.now[stage] = None
 
     def _is_on(self, slot: SlotOf, tick: int, stage: int) -> bool:

@@ -3,7 +3,7 @@
 import io
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import pairwise
 
 import pytest
@@ -19,9 +19,9 @@ from meshloom.compiler.core.format import (
 )
 from meshloom.compiler.report.views.charts import memory_bar
 from meshloom.compiler.report.views.facts import sums, unknown_values, verdict, why_exposed, why_unknown
-from meshloom.compiler.report.views.page import render_page
+from meshloom.compiler.report.views.page import compact_timeline, render_page
 from meshloom.compiler.report.views.summary import show_summary
-from meshloom.compiler.report.views.timeline import chrome_trace
+from meshloom.compiler.report.views.timeline import by_stage, chrome_trace
 from meshloom.compiler.schema import Event, Report, by_exposed
 from meshloom.runtime.rundir.run_dir import write_report
 from support import reports
@@ -272,7 +272,7 @@ def test_the_timeline_is_in_chromes_format(case):
         assert row["pid"] == 1
         assert isinstance(row["name"], str)
         if row["ph"] == "M":
-            assert row["name"] in ("process_name", "thread_name", "thread_sort_index")
+            assert row["name"] in ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
         else:
             assert row["ph"] in ("X", "s", "f")
             assert row["tid"] in named
@@ -323,6 +323,29 @@ def test_what_is_at_once_on_a_link_gets_lanes_and_compute_comes_first():
     by_name = {row["name"]: row for row in trace["traceEvents"] if row["ph"] == "X"}
     assert by_name["a"]["args"] == {"hidden_us": 1500.0, "hidden_behind": ["m", "n"]}
     assert by_name["c"]["args"]["hidden_us"] == 2500.0
+
+
+def test_each_stage_of_a_pipeline_is_a_process_with_its_own_hidden_time():
+    """Stage 0 of twelve computes, stage 11 sends at the same time: nothing of that is hidden."""
+    events = tuple(
+        each.model_copy(update={"stage": stage})
+        for stages, kinds in (((0, 1), ("matmul",)), ((10, 11), ("all-gather", "reduce-scatter")))
+        for stage in stages
+        for each in overlapping()
+        if each.kind in kinds
+    )
+    rows = chrome_trace(reports.fits()[0], events)["traceEvents"]
+    names = {row["pid"]: row["args"]["name"] for row in rows if row["name"] == "process_name"}
+    assert [name.partition(" of ")[0] for name in names.values()] == ["stage 0", "stage 1", "stage 10", "stage 11"]
+    assert all(name.endswith("; stages 2 to 9 are left out") for name in names.values())
+    slices = [row for row in rows if row["ph"] == "X"]
+    assert Counter(row["pid"] for row in slices) == {1: 2, 2: 2, 3: 4, 4: 4}
+    assert {row["args"].get("hidden_us", 0) for row in slices} == {0}
+    page = render_page(reports.fits()[0], events)
+    assert "one chip of each stage but 2 to 9</h2>" in page
+    assert compact_timeline(*by_stage(events))["lanes"][:3] == [
+        "stage 0 compute", "stage 1 compute", "stage 10 ICI x",
+    ]  # fmt: skip
 
 
 def test_hidden_time_is_what_a_fine_grid_counts():

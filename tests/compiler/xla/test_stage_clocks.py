@@ -1,15 +1,17 @@
 """Pipelines: a clock for each stage, whose times one can add up by hand."""
 
 import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from meshloom.compiler.core.collectives import COMPUTE
 from meshloom.compiler.core.scopes import end_scope, nested_scope, shared_end_scope, slot_scope
 from meshloom.compiler.xla.hlo import HloError, Module, parse_module
 from meshloom.compiler.xla.schedule.prices import Chip
 from meshloom.compiler.xla.schedule.program import read_steps
-from meshloom.compiler.xla.schedule.simulate import Priced, Simulation, simulate
+from meshloom.compiler.xla.schedule.simulate import Priced, Segment, Simulation, Trip, simulate
 from meshloom.compiler.xla.schedule.stage_clocks import StagedDevices, simulate_stages, slot_of
 from meshloom.compiler.xla.schedule.steps import Branches, Collective, Compute, Done, Loop, Start, Step
 from support.pipelines import DEVICES, GPIPE, ONE_F_ONE_B, STAGES, Rows, table
@@ -217,6 +219,49 @@ def test_a_permute_waits_for_the_clock_of_its_source(trips):
     assert (first.compute_seconds, first.exposed_seconds, first.bubble_seconds) == (20, 6, 10)
     assert (second.compute_seconds, second.exposed_seconds, second.bubble_seconds) == (20, 6, 10)
     assert found.unknown_loops == set()
+
+
+@pytest.mark.parametrize(("name", "rows"), [("1f1b", ONE_F_ONE_B), ("gpipe", GPIPE), ("shared", ONE_F_ONE_B)])
+def test_the_lane_of_each_stage_is_its_compute_its_waits_and_its_bubble(name, rows):
+    """On the track of compute each moment of the step is shown once, on every stage."""
+    result = run(recorded_text(f"pipeline_{name}"), rows, permute=5e4, within=1e3)
+    for stage, time in enumerate(result.stages):
+        lane = [each for each in result.segments if each.stage == stage and each.track == COMPUTE]
+        assert covers(lane, result.seconds)
+        sums = Counter[str]()
+        for each in lane:
+            sums[each.kind if each.kind in ("exposed", "bubble") else "compute"] += each.seconds  # pyright: ignore[reportArgumentType]
+        assert sums["compute"] == pytest.approx(time.compute_seconds)
+        assert sums["exposed"] == pytest.approx(time.exposed_seconds)
+        assert sums["bubble"] == pytest.approx(time.bubble_seconds)
+        sent = sum(
+            each.seconds for each in result.segments if (each.stage, each.track) == (stage, "collective-permute")
+        )
+        assert sent == pytest.approx(2 * len(rows) * 5e4)
+
+
+def covers(lane: list[Segment], seconds: float) -> bool:
+    ends = [(each.start_seconds, each.start_seconds + each.seconds) for each in lane]
+    return [0.0, *(end for _, end in ends)] == pytest.approx([*(start for start, _ in ends), seconds])
+
+
+def test_of_many_stages_and_ticks_the_first_and_the_last_are_shown():
+    """Twelve stages, each a tick after the one before it: ticks 12 to 28 of 41 are one stretch on each lane."""
+    num, rows = 12, [[""] * 12 for _ in range(41)]
+    for stage in range(num):
+        for microbatch in range(30):
+            rows[stage + microbatch][stage] = f"F{microbatch}"
+    sent = permute("p", tuple((stage, stage + 1) for stage in range(num - 1)))
+    body = (slot("F", 10.0), Start(sent), Done("p"))
+    devices = StagedDevices(table(*("|".join(row) for row in rows)), num, range(num), num)
+    result = simulate_stages((Loop("l", 41, body),), ALL(1.0), devices)
+    assert {each.stage for each in result.segments} == {0, 1, 2, 3, 8, 9, 10, 11}
+    for stage in (0, 3, 8, 11):
+        lane = [each for each in result.segments if each.stage == stage and each.track == COMPUTE]
+        assert covers(lane, result.seconds)
+        (left_out,) = (each.trip for each in lane if each.kind == "loop")
+        assert left_out == Trip("l", 12, 17)
+        assert sum(each.kind == "other" for each in lane) == 13, "12 - stage of the first, 1 + stage of the last"
 
 
 def test_what_is_sent_flies_during_the_next_slot():

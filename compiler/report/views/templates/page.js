@@ -77,7 +77,8 @@ if (document.getElementById("filter")) {
 
 // ---- timeline
 
-const LANE = 34, GAP = 6, TOP = 24, LEAST_LABEL = 96, LEAST_NS = 50, MEMORY = 64;
+const GAP = 6, TOP = 24, LEAST_LABEL = 96, LEAST_NS = 50, MEMORY = 64, MANY_LANES = 12;
+const MEANINGS = { exposed: "exposed: compute waits", bubble: "bubble: a stage waits for others" };
 
 function readableTime(ns) {
   if (ns === 0) return "0";
@@ -106,10 +107,21 @@ function shortened(name, most) {
   return short.length <= most ? short : `${short.slice(0, most - 1)}…`;
 }
 
+// Returns the stage of a pipeline that a lane is of: "stage 3 ICI x" -> "3".
+function stageOf(lane) { return (/^stage (\d+) /.exec(lane) || [])[1]; }
+
 // The state that panes share: the events, the selected one, and the pane that buttons act on.
 class Step {
   constructor(data) {
     this.lanes = data.lanes;
+    this.height = data.lanes.length > MANY_LANES ? 20 : 34; // of a lane
+    this.tops = [];
+    this.foot = TOP; // below the last lane
+    data.lanes.forEach((name, lane) => {
+      if (lane && stageOf(name) !== stageOf(data.lanes[lane - 1])) this.foot += GAP;
+      this.tops.push(this.foot);
+      this.foot += this.height + GAP;
+    });
     this.events = data.rows.map(([lane, start, length, name, hlo, kind, told, hidden, bytes], index) => ({
       index, lane, start, end: start + length, name: data.names[name], hlo: data.hlo[hlo], kind: data.kinds[kind],
       told: data.arguments[told], hidden, bytes,
@@ -273,7 +285,7 @@ class Pane {
   }
 
   draw() {
-    const lanes = this.step.lanes, foot = TOP + lanes.length * (LANE + GAP);
+    const { lanes, tops, foot } = this.step;
     const height = foot + (this.step.mostBytes ? MEMORY + GAP : 0);
     const svg = make("svg", { viewBox: `0 0 ${this.width} ${height}`, height, "aria-hidden": "true" });
     this.drawTicks(svg, height);
@@ -282,7 +294,7 @@ class Pane {
     if (this.label) {
       svg.append(make("rect", { class: "margin", x: 0, y: 0, width: this.label - 2, height, fill: "var(--card)" }));
       lanes.forEach((name, lane) => {
-        svg.append(make("text", { x: 0, y: TOP + lane * (LANE + GAP) + LANE / 2 + 4 }, name));
+        svg.append(make("text", { x: 0, y: tops[lane] + this.step.height / 2 + 4 }, name));
       });
       if (this.step.mostBytes) {
         svg.append(make("text", { x: 0, y: foot + MEMORY / 2 }, "memory"));
@@ -322,8 +334,8 @@ class Pane {
   }
 
   drawLane(svg, lane) {
-    const y = TOP + lane * (LANE + GAP);
-    svg.append(make("rect", { class: "lane", x: this.label, y, width: this.width - this.label, height: LANE }));
+    const { height } = this.step, y = this.step.tops[lane];
+    svg.append(make("rect", { class: "lane", x: this.label, y, width: this.width - this.label, height }));
     const drawnTo = new Map(); // by kind: events on the same pixel are drawn once
     const isExposed = (event) => Number(event.kind === "exposed"); // drawn last, on top: readers look for it
     for (const event of [...this.step.byLane[lane]].sort((a, b) => isExposed(a) - isExposed(b))) {
@@ -337,17 +349,18 @@ class Pane {
 
   drawEvent(svg, event, y, left, right) {
     const width = Math.max(event.kind === "exposed" ? 1 : 0.6, right - left - (right - left > 4 ? 1 : 0));
-    const place = { x: left, y, width, height: LANE };
+    const { height } = this.step, place = { x: left, y, width, height };
     const selected = event === this.step.selected ? " selected" : "";
     svg.append(make("rect", { ...place, class: event.kind + selected, "data-index": event.index }));
     if (event.kind === "exposed" && width > 3) {
       svg.append(make("rect", { ...place, fill: "url(#hatch)", "pointer-events": "none" }));
     }
     const fits = Math.floor((width - 8) / 6.4);
-    if (fits < 4 || event.kind === "exposed") return;
-    const text = shortened(this.step.title(event), fits);
+    const title = this.step.title(event);
+    if (fits < (event.kind === "bubble" ? title.length : 4) || event.kind === "exposed") return;
+    const text = shortened(title, fits);
     const tone = event.kind === "matmul" ? "inside" : "inside on-light";
-    svg.append(make("text", { class: tone, x: left + 4, y: y + LANE / 2 + 4 }, text));
+    svg.append(make("text", { class: tone, x: left + 4, y: y + height / 2 + 4 }, text));
   }
 }
 
@@ -357,7 +370,7 @@ function listKinds(list, events) {
     const box = make("svg", { width: 12, height: 12, "aria-hidden": "true" });
     box.append(make("rect", { class: kind, width: 12, height: 12, rx: 2 }));
     if (kind === "exposed") box.append(make("rect", { width: 12, height: 12, fill: "url(#hatch)" }));
-    item.append(box, ` ${kind === "exposed" ? "exposed: compute waits" : kind}`);
+    item.append(box, ` ${MEANINGS[kind] || kind}`);
     list.append(item);
   }
 }
