@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from ..core.config_types import CompilerOption
 from ..core.errors import Problem
 from ..core.key_paths import leaves
+from ..pipeline.table_file import write_table
 from ..plan import Plan
 from ..spec.step_spec import StepSpec
 from .programs import Programs
@@ -58,8 +59,16 @@ def fingerprint_of(plan: Plan, lowered: Programs, mesh: Mesh) -> Fingerprint:
         environment=describe_environment(mesh.devices.flat[0].platform),
         compiler_options=lowered.compiler_options,
         options_without_device=lowered.options_without_device,
-        spec=dict(flat(StepSpec.of(plan.spec).as_compared() | {"mesh": dict(plan.mesh.sizes)})),
+        spec=dict(flat(StepSpec.of(plan.spec).as_compared() | {"mesh": dict(plan.mesh.sizes)})) | _own_table(plan),
     )
+
+
+def _own_table(plan: Plan) -> dict[str, str]:
+    """Returns the key of a pipeline's table of the user's own, with a hash of the table beside the name of its file."""
+    if plan.pipeline is None or plan.spec.pipeline.table is None:
+        return {}
+    contents = sha256(write_table(plan.pipeline.table))[:12]
+    return {"pipeline.table": json.dumps(f"{plan.spec.pipeline.table} ({contents})")}
 
 
 def describe_devices(mesh: Mesh) -> dict[str, str]:

@@ -12,7 +12,7 @@ from meshloom.compiler.plan import Plan
 from meshloom.compiler.spec.plan_spec import PlanSpec
 from meshloom.compiler.spec.step_spec import StepSpec
 from meshloom.compiler.xla.fingerprint import Fingerprint, differences, fingerprint_of, flat
-from meshloom.compiler.xla.programs import lower
+from meshloom.compiler.xla.programs import Programs, lower
 
 TINY = ("model.num_layers=1", "global_batch_size=8")
 
@@ -129,6 +129,27 @@ def test_what_changes_the_program_is_named(usual, override, named):
     assert changed.digest != usual.digest
     problems = differences(changed, usual, folder="the artifact", fix="x")
     assert {problem.where for problem in problems} - {"devices.arrangement"} == named
+
+
+def test_two_edits_of_a_table_are_told_apart(tmp_path):
+    """The declaration names the same file; what it said is part of the fingerprint. Spaces in it change
+    nothing."""
+    file = tmp_path / "own.csv"
+    found = []
+    for text in ("0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n", "0F0,0F1,,,0B0,0B1\n,1F0,1F1,1B0,1B1,\n"):
+        for spaced in (text, text.replace(",", " ,")):
+            file.write_text(spaced)
+            plan = plan_run(
+                spec_of("mesh.stage=2", "num_microbatches=2", "model.num_layers=2", f"pipeline.table={file}")
+            )
+            mesh = plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
+            found.append(fingerprint_of(plan, Programs({}, None, None, {}, {}, ()), mesh))
+    first, same, other, _ = found
+    assert same == first
+    (problem,) = differences(replace(other, programs={"train": "0"}), replace(first, programs={"train": "1"}),
+                             folder="the artifact", fix="compile it again")  # fmt: skip
+    assert problem.where == "pipeline.table"
+    assert str(file) in problem.what
 
 
 def test_a_key_of_the_program_that_changes_nothing_is_no_difference(usual):
