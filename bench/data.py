@@ -19,9 +19,9 @@ import pyarrow.parquet
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.user_imports import code_allowed_from
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.run_spec import RunSpec
-from meshloom.compiler.declare.user_code import code_allowed_from
 from meshloom.runtime.cli.data import prepare_corpus, tokenize_corpus
 from meshloom.runtime.data import open_data
 from meshloom.runtime.data.documents import parts_of

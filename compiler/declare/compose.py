@@ -29,6 +29,7 @@ from pydantic import ValidationError
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from ..core.key_paths import is_within
 from ..core.user_code import blamed_on_user
+from ..core.user_imports import FLAG
 from ..core.visible import visible_line
 from ..spec import target_names
 from ..spec.secrets import Sources
@@ -52,7 +53,7 @@ from .overrides import overridden_key, parse_override, parsed_or_none, quoted, s
 from .problems import MOST_SHOWN, ConfigGroups, reported, validation_problems
 from .published_model import with_published_model
 from .run_spec import RunSpec
-from .user_code import FLAG, spec_class
+from .user_code import spec_class
 
 T = TypeVar("T")
 OPT_IN = FLAG.lstrip("-").replace("-", "_")

@@ -1,7 +1,7 @@
 """Settings that a config file may not make, because they run or load code; the command line may make all of them.
 
     hydra.callbacks, hydra.job_logging, hydra.launcher, ...   Hydra calls what they name
-    hydra.searchpath: [pkg://a.b]                             Hydra imports a.b: only what user_code.py allows
+    hydra.searchpath: [pkg://a.b]                             Hydra imports a.b: only what user_imports.py allows
     artifact, compilation_cache                               programs are loaded from there
     evaluation.tasks_path                                     a task of lm-evaluation-harness may name code
     compiler_options: {xla_gpu_cuda_data_dir: ...}            XLA runs files there, or writes there
@@ -32,11 +32,11 @@ from omegaconf.errors import OmegaConfBaseException
 from ..core.errors import ConfigError, Problem
 from ..core.key_paths import is_within, leaves, value_at
 from ..core.places import is_url
+from ..core.user_imports import check_importable
 from ..spec import target_names
 from . import hydra_private
 from .hydra_settings import SEARCH_PATH
 from .overrides import parsed_or_none
-from .user_code import check_importable
 
 OWN_FILES = ("config.yaml", "logging/_base.yaml")  # with the values that a file may repeat
 OWN_SOURCES = {("pkg", "hydra.conf"), ("pkg", "meshloom.conf"), ("meshloom", "targets"), ("structured", "")}

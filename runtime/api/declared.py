@@ -11,11 +11,11 @@ from meshloom.compiler import plan as compiler_plan
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import Problem, raise_if_any
 from meshloom.compiler.core.format import human_bytes, human_parameters
+from meshloom.compiler.core.user_imports import parse_allowed
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.hydra_settings import SEARCH_PATH, search_path_override
 from meshloom.compiler.declare.overrides import overridden_key
 from meshloom.compiler.declare.run_spec import Origin, RunSpec
-from meshloom.compiler.declare.user_code import parse_allowed
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.report.explain import explain as print_plan

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from meshloom.compiler.core.errors import COMMAND_LINE, MISTAKE, ConfigError, Problem
+from meshloom.compiler.core.user_imports import FLAG, VARIABLE, code_allowed_from, parse_allowed
 from meshloom.compiler.core.visible import write_error, write_out
 from meshloom.compiler.declare import evaluation_spec
 from meshloom.compiler.declare.application import HydraJob, run_application
@@ -34,7 +35,6 @@ from meshloom.compiler.declare.generate_spec import SECTION, GenerateSpec, in_ge
 from meshloom.compiler.declare.hydra_private import hydra_flags
 from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
-from meshloom.compiler.declare.user_code import FLAG, VARIABLE, code_allowed_from, parse_allowed
 
 from ..inference.run_request import request_of_run
 from ..processes.distributed import Processes

@@ -11,13 +11,13 @@ from pathlib import Path
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import counted
+from meshloom.compiler.core.user_imports import allowed_modules
 from meshloom.compiler.declare.application import run_application
 from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.declare.hydra_settings import SUBDIRECTORY, SWEEP_DIR
 from meshloom.compiler.declare.overrides import in_quotes, overridden_key, override
 from meshloom.compiler.declare.problems import MISTAKES
 from meshloom.compiler.declare.sweep_request import read_sweep_request
-from meshloom.compiler.declare.user_code import allowed_modules
 
 from ..core.exclusive import only_run_in
 from ..core.failures import RunFailed

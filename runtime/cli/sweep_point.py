@@ -7,9 +7,9 @@ import threading
 import time
 from typing import BinaryIO
 
+from meshloom.compiler.core.user_imports import code_allowed_from
 from meshloom.compiler.declare.choices import model_of
 from meshloom.compiler.declare.overrides import override
-from meshloom.compiler.declare.user_code import code_allowed_from
 
 from ..core.files import replace_text
 from ..launch.plan import words_of_train

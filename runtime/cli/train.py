@@ -11,13 +11,13 @@ from pathlib import Path
 
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import MISTAKE, all_of
+from meshloom.compiler.core.user_imports import allowed_modules
 from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.declare.application import HydraJob, run_application
 from meshloom.compiler.declare.choices import model_of
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
 from meshloom.compiler.declare.run_spec import RunSpec
-from meshloom.compiler.declare.user_code import allowed_modules
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.spec.target_spec import LocalTarget
 

@@ -15,10 +15,10 @@ from meshloom.compiler.analysis.program_text import Unavailable
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, EXPOSED, ConfigError, Problem, all_of
 from meshloom.compiler.core.format import human_bytes, human_share
+from meshloom.compiler.core.user_imports import allow_words
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.overrides import override
 from meshloom.compiler.declare.run_spec import RunSpec
-from meshloom.compiler.declare.user_code import allow_words
 from meshloom.compiler.driver import plan_run, report_of
 from meshloom.compiler.estimate.estimate import StepEstimate, estimate_step
 from meshloom.compiler.plan import Plan

@@ -24,12 +24,12 @@ from meshloom.compiler.core.errors import ConfigError, Problem, all_of
 from meshloom.compiler.core.format import be, counted
 from meshloom.compiler.core.key_paths import is_within
 from meshloom.compiler.core.places import PlaceError, local_path
+from meshloom.compiler.core.user_imports import FLAG
 from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.declare.hydra_settings import RUN_DIR
 from meshloom.compiler.declare.launch_spec import LocalLaunch, SlurmLaunch
 from meshloom.compiler.declare.overrides import overridden_key, override, parse_override
 from meshloom.compiler.declare.run_spec import RunSpec
-from meshloom.compiler.declare.user_code import FLAG
 from meshloom.compiler.spec.flag_presets import read_environment
 from meshloom.compiler.spec.target_spec import CpuTarget, GpuTarget, LocalTarget, TargetSpec, TpuTarget
 from meshloom.compiler.xla.fingerprint import FLAGS, UNSET

@@ -11,11 +11,11 @@ from meshloom.compiler.analysis.compiled_step import limit_bytes, used_devices_p
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT
 from meshloom.compiler.core.format import human_bytes
+from meshloom.compiler.core.user_imports import code_allowed_from
 from meshloom.compiler.declare.choices import model_of
 from meshloom.compiler.declare.compose import read_spec
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
 from meshloom.compiler.declare.run_spec import RunSpec
-from meshloom.compiler.declare.user_code import code_allowed_from
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import StepEstimate, estimate_step
 from meshloom.compiler.plan import Plan

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Self
 
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.user_imports import code_allowed_from
 from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.declare.choices import model_of
 from meshloom.compiler.declare.compose import read_spec
 from meshloom.compiler.declare.launch_spec import JobSetLaunch, SlurmLaunch
 from meshloom.compiler.declare.overrides import override
 from meshloom.compiler.declare.run_spec import RunSpec
-from meshloom.compiler.declare.user_code import code_allowed_from
 
 from ..core.failures import FINAL
 from ..core.files import replace_text

@@ -17,12 +17,12 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of
 from meshloom.compiler.core.format import be, counted
 from meshloom.compiler.core.key_paths import is_within
+from meshloom.compiler.core.user_imports import allow_words
 from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.declare.hydra_settings import RUN_DIR
 from meshloom.compiler.declare.overrides import overridden_key, override
 from meshloom.compiler.declare.run_spec import RunSpec
-from meshloom.compiler.declare.user_code import allow_words
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.target.compiler_options import check_compiler_options

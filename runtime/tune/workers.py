@@ -17,7 +17,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import Problem
-from meshloom.compiler.declare.user_code import allowed_modules, code_allowed_from
+from meshloom.compiler.core.user_imports import allowed_modules, code_allowed_from
 from meshloom.compiler.spec.target_spec import TargetSpec
 from meshloom.compiler.tune.answer import Answer, Estimated, Runner
 

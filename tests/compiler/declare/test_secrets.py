@@ -12,11 +12,11 @@ import yaml
 from conftest import LINEAR_STACK, SMALL, plan_of
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.core.user_imports import code_allowed_from
 from meshloom.compiler.core.visible import hidden, hide, visible
 from meshloom.compiler.declare.application import run_application
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.run_spec import RunSpec
-from meshloom.compiler.declare.user_code import code_allowed_from
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.report.views.page import _config
 from meshloom.compiler.spec.step_spec import StepSpec

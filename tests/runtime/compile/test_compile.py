@@ -24,8 +24,8 @@ from meshloom.compiler.analysis.program_memory import PeakMemory
 from meshloom.compiler.analysis.program_text import Unavailable
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, ConfigError
+from meshloom.compiler.core.user_imports import code_allowed_from
 from meshloom.compiler.declare.compose import Request
-from meshloom.compiler.declare.user_code import code_allowed_from
 from meshloom.compiler.driver import compile_plan, report_of
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.report.views.facts import NO_REASON, unknown_values
