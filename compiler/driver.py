@@ -29,6 +29,7 @@ from .parallel.operation import OpInputs, OpPlan, ParallelOp, per_token_operatio
 from .parallel.pipeline_plan import PipelinePlan, plan_pipeline, read_tables
 from .parallel.registry import OPERATIONS
 from .parallel.remat import check_remat
+from .parallel.stage_gather import plan_gather
 from .parallel.weight_plan import plan_weights
 from .plan import Plan, plan_memory, plan_state_arrays
 from .report.build_report import build_report
@@ -58,6 +59,8 @@ def plan_run(spec: AnyPlanSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan[
     mesh, sharding, operations = layout.mesh, layout.sharding, layout.operations
     optimizer = build_optimizer(spec, model, update_layouts(model, sharding), mesh)
     abstract, specs = plan_state(spec, model, optimizer, sharding, mesh)
+    memory = plan_memory(spec, mesh, sharding, abstract, specs)
+    gather = plan_gather(layout.pipeline, layout.inputs, memory.state_bytes)
     return Plan(
         spec=spec.settled(overlap=layout.inputs.spec.overlap),
         target=target,
@@ -72,8 +75,9 @@ def plan_run(spec: AnyPlanSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan[
         ops=tuple(ops),
         operations=operations,
         pipeline=layout.pipeline,
-        weights=like(abstract["params"], plan_weights(layout.inputs, operations)),
-        memory=plan_memory(spec, mesh, sharding, abstract, specs),
+        gather=gather,
+        weights=like(abstract["params"], plan_weights(layout.inputs, operations, gather)),
+        memory=memory,
         model_flops=count_model_flops(model, spec, ops, sharding.frozen),
         preset_options=layout.preset_options,
     )

@@ -18,6 +18,7 @@ from .core.trees import leaves_by_path, like, nested_dict, pick
 from .jaxpr.flops import ModelFlops
 from .parallel.operation import OpPlan, ParallelOp
 from .parallel.pipeline_plan import PipelinePlan, warnings_of_pipeline
+from .parallel.stage_gather import StageGather
 from .sharding.arrays import EXPERTS, Array, Arrays
 from .sharding.batch import RowOrder, TokenOrder, batch_arrays, plan_row_order, plan_token_order
 from .sharding.roles import AxisRoles
@@ -77,6 +78,7 @@ class Plan(Generic[AnyPlanSpec]):
     ops: tuple[ParallelOp, ...]  # that run by a strategy, in the order in which they are planned
     operations: tuple[OpPlan, ...]  # how each operation of the model runs over the mesh
     pipeline: PipelinePlan | None  # over the stages of the mesh; None without stages
+    gather: StageGather | None  # of the weights of a stage's layers; None without stages
     weights: Params  # of WeightPlan, as a tree like the parameters
     memory: MemoryPlan
     model_flops: ModelFlops

@@ -186,11 +186,11 @@ def _problems_of_schedule(spec: PlanSpec, mesh: MeshPlan) -> Iterator[Problem]:
 
 
 def _unused(spec: PlanSpec) -> Iterator[Problem]:
-    """Yields settings that a pipeline would not follow: it gathers weights and reduces gradients once per step, and
-    saves in device memory."""
+    """Yields settings that a pipeline would not follow: it has its own order of layers and microbatches, and saves in
+    device memory."""
     loop = spec.overlap.layers
     values = {
-        "prefetch": (loop.prefetch, 0, "gathers the weights of all layers of a stage once per step"),
+        "prefetch": (loop.prefetch, 0, "gathers weights as pipeline.gather says"),
         "unroll": (loop.unroll, 1, "runs the layers of a stage one by one"),
         "reduce_in_backward": (loop.reduce_in_backward, False, "reduces gradients after its last microbatch"),
     }

@@ -81,7 +81,7 @@ def plan_stage_times(
     of_layers, of_head = (_num_multiplied(model, sharding, piece) / shards for piece in (stack.name, "head"))
     made = (plan for plan in sharding.activations if not plan.array.path.startswith(NOT_OF_LAYERS))
     flops, head_dim = _attention_flops(sharding, spec.sequence_length)
-    permute = mesh.alone_seconds("collective-permute", _x_bytes(sharding), (STAGE,)) if speeds.is_known else None
+    permute = mesh.alone_seconds("collective-permute", x_bytes(sharding), (STAGE,)) if speeds.is_known else None
     return StageTimes(
         matmuls=2 * tokens * of_layers / speeds.matmul,
         attention=stack.num_layers * flops / speeds.attention(head_dim),
@@ -143,6 +143,6 @@ def _attention_flops(sharding: ShardingPlan, length: int) -> tuple[int, int]:
     return 2 * length * num_entries, queries.array.shape[-1]
 
 
-def _x_bytes(sharding: ShardingPlan) -> int:
+def x_bytes(sharding: ShardingPlan) -> int:
     """Returns the bytes on a device of what stages send: those of the first activation that has the model's width."""
     return next((plan.bytes_per_device for plan in sharding.activations if plan.dimensions[-1].logical == "embed"), 0)

@@ -14,6 +14,7 @@ from ..sharding.roles import AxisRoles
 from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import accumulated_layouts
 from .operation import OpInputs, OpPlan
+from .stage_gather import StageGather
 
 Use = Literal["gathered", "hoisted", "chunked", "sharded"]
 ShardedDims = tuple[tuple[int, Axes], ...]  # (dimension, the mesh axes that it is split over), for each that is
@@ -26,7 +27,7 @@ class WeightPlan:
     path: that of the parameter. use: how a piece gets at it:
         gathered  whole, gathered where the piece, or the layer, begins
         hoisted   gathered for all layers of a stack before their loop: a short collective in a layer waits for the
-                  long ones that have begun before it
+                  long ones that have begun before it, and a pipeline may gather once per step (stage_gather.py)
         chunked   gathered in chunks along the vocabulary (lm_head.py)
         sharded   as this device's shard: it is whole already, or an operation works on shards (embedding.py)
 
@@ -71,9 +72,9 @@ class WeightPlan:
         return jax.named_scope(weight_scope(self.path))
 
 
-def plan_weights(inputs: OpInputs, operations: Sequence[OpPlan]) -> dict[str, WeightPlan]:
+def plan_weights(inputs: OpInputs, operations: Sequence[OpPlan], gather: StageGather | None) -> dict[str, WeightPlan]:
     """Returns a WeightPlan for every parameter, by path. operations: what the plan chose, which decides how weights are
-    used."""
+    used. gather: when stages gather; None without stages."""
     sharding, model = inputs.sharding, inputs.model
     stacks = {stack.name for stack in model.stacks}
     accumulated = accumulated_layouts(inputs.spec, sharding)
@@ -93,7 +94,7 @@ def plan_weights(inputs: OpInputs, operations: Sequence[OpPlan]) -> dict[str, We
             kept=kept,
             tile_rows=inputs.target.compiler.tile_rows,
         )
-        plans[path] = _used(made if p.array.is_trained else frozen(made), p, inputs, operations)
+        plans[path] = _used(made if p.array.is_trained else frozen(made), p, inputs, operations, gather)
     return plans
 
 
@@ -102,7 +103,9 @@ def frozen(plan: WeightPlan) -> WeightPlan:
     return replace(plan, scattered=(), split_early=(), split_late=(), reduced=(), is_trained=False)
 
 
-def _used(made: WeightPlan, stored: ArrayPlan, inputs: OpInputs, operations: Sequence[OpPlan]) -> WeightPlan:
+def _used(
+    made: WeightPlan, stored: ArrayPlan, inputs: OpInputs, operations: Sequence[OpPlan], gather: StageGather | None
+) -> WeightPlan:
     """Returns the plan of a weight, with how it is used."""
     if not made.gathered:
         return made
@@ -112,7 +115,8 @@ def _used(made: WeightPlan, stored: ArrayPlan, inputs: OpInputs, operations: Seq
     if "chunked" in wanted:
         return replace(made, use="chunked")
     is_vector = made.is_stacked and len(stored.array.shape) == 2  # the first dimension is `layers`
-    if is_vector and not inputs.target.compiler.unordered_collectives:
+    is_short = is_vector and not inputs.target.compiler.unordered_collectives
+    if is_short or (made.is_stacked and gather is not None and gather.when == "step"):
         return replace(made, use="hoisted")
     return made
 

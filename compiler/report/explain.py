@@ -9,6 +9,7 @@ from ..core.format import counted, human_bytes
 from ..estimate.estimate import StepEstimate, estimate_step
 from ..parallel.operation import OpPlan, Strategy
 from ..parallel.pipeline_plan import PipelinePlan
+from ..parallel.stage_gather import StageGather
 from ..pipeline.table import microbatches
 from ..plan import Plan
 from ..schema import SCHEMA_VERSION
@@ -59,6 +60,8 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
     if plan.pipeline:
         console.wrapped(("pipeline", "bold"), f" {plan.pipeline.how}")
         console.wrapped("  ", _in_flight(plan.pipeline))
+        if plan.gather:
+            console.wrapped("  ", plan.gather.how)
         for line in pipeline_lines(plan.pipeline.table, console.width):
             console.line(*line)
     if plan.flag_presets:
@@ -119,7 +122,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "model_flops_per_step": plan.model_flops_per_step,
             "auxiliary": list(plan.auxiliary),
         },
-        "pipeline": _pipeline(plan.pipeline) if plan.pipeline else None,
+        "pipeline": _pipeline(plan.pipeline, plan.gather) if plan.pipeline and plan.gather else None,
         "operations": [_operation(each) for each in plan.operations],
         "unknown": {"program.model_flops_per_step": why} if (why := plan.model_flops.why_unknown) else {},
         "memory_bytes_per_device": asdict(plan.memory),
@@ -143,7 +146,7 @@ def _in_flight(plan: PipelinePlan) -> str:
     return f"in flight by stage: {counts} of {of}" + (f" in {chunks} chunks" if chunks > 1 else "")
 
 
-def _pipeline(plan: PipelinePlan) -> dict[str, Any]:
+def _pipeline(plan: PipelinePlan, gather: StageGather) -> dict[str, Any]:
     table = plan.table
     return {
         "schedule": table.name,
@@ -155,6 +158,7 @@ def _pipeline(plan: PipelinePlan) -> dict[str, Any]:
         "table_bubble_fraction": plan.bubble,
         "ticks": [["+".join(map(slot_text, slots)) for slots in row] for row in table.rows],
         "reason": plan.reason,
+        "gather": {"when": gather.when, "reason": gather.reason},
     }
 
 

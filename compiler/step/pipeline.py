@@ -13,7 +13,7 @@ a permute on all devices of the program at once, so a ring within a stage gives 
 
 Arrays that wait for a later operation are in buffers, written in place: (slot, ...) for inputs of chunks and gradients
 of their results, (slot, layer, ...) for what layers save for their backward pass. Weights of layers are gathered once
-per step, and their gradients accumulated whole.
+per step, or where a layer is used, in the branch (stage_gather.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -61,25 +61,25 @@ class PipelineSchedule:
         (stack,) = model.stacks
         accumulators = weights.gradient_accumulators(is_last=False)
         stored = weights.bound(accumulators, None, is_last=False)
-        gathered, reduce_layers = _gathered_once(stored.piece(stack.name), accumulators[stack.name])
+        layers, reduce_layers = _hoisted(stored.piece(stack.name), accumulators[stack.name])
         parts = split_microbatches(batch, table.num_microbatches)
-        device = _Device(table, lowered, model, stack, stored, gathered, accumulators, parts, gradient_scale)
+        device = _Device(table, lowered, model, stack, stored, layers, accumulators, parts, gradient_scale)
         columns = {name: jnp.asarray(column) for name, column in lowered.columns.items()}
         carry, _ = jax.lax.scan(device.tick, device.begin(), columns)
         sums = Sums(*jax.lax.psum((carry["loss"], carry["auxiliary"]), STAGE))
         if gradient_scale is None:
             return sums, None
         ends = jax.lax.psum({"embed": carry["of_embed"], "head": carry["of_head"]}, STAGE)
-        of_layers = rejoined(gathered.accumulators, carry["of_vectors"], carry["of_matrices"], num_before=1)
+        of_layers = rejoined(layers.accumulators, carry["of_vectors"], carry["of_matrices"], num_before=1)
         return sums, weights.reduce({**ends, stack.name: reduce_layers(of_layers)})
 
 
-def _gathered_once(stacked: Weights, accumulators: Any) -> tuple[Weights, Callable[[Any], Any]]:
-    """Returns the weights of all layers of this stage, gathered, and a function that reduces their gradients."""
-    layouts = jax.tree.map(lambda one: replace(one, use="hoisted") if one.gathered else one, stacked.layouts)
+def _hoisted(stacked: Weights, accumulators: Any) -> tuple[Weights, Callable[[Any], Any]]:
+    """Returns the weights of all layers of this stage, with those gathered that the plan hoists, and a function that
+    reduces the gradients of these."""
 
     def at_once(accumulators: Any) -> tuple[Any, Weights]:
-        whole = hoist(replace(stacked, accumulators=accumulators, layouts=layouts))
+        whole = hoist(replace(stacked, accumulators=accumulators))
         found["layouts"], found["reduction"] = whole.layouts, whole.reduction
         return whole.accumulators, whole.working
 

@@ -7,7 +7,8 @@
     BW  saved or kept, dy -> dx, vectors, matrices
 
 The derivative that JAX makes is one program of operations; B is those that lead to dx, and W the rest. `known`, the
-arguments that a later pass has anyway (weights, what all layers share, the number of the layer), is never saved.
+arguments that a later pass has anyway (weights, what all layers share, the number of the layer), is never saved. What
+is made of weights alone, such as a gathered one, is not saved either: each part that reads it makes it again.
 Gradients of vectors are made in B, because each of them reads arrays as large as x in float32: of a layer of Llama the
 cut is 14 times as large as x, and with them it would be 22 times.
 """
@@ -35,7 +36,8 @@ DifferentiatedLayer = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class LayerPasses:
-    """The passes of a layer, as functions of trees `known` and x, and of lists of arrays.
+    """The passes of a layer, as functions of trees `known`, of which the first is the weights, and x, and of lists of
+    arrays.
 
     forward: (known, x) -> ((y, auxiliary outputs), saved). recompute: (known, saved) -> kept. backward: (known, held,
     dy) -> (dx, (vectors, matrices)). input_gradient: (known, held, dy) -> (dx, vectors, cut). weight_gradient: (known,
@@ -123,13 +125,17 @@ def split_passes(
     dx_vars, dw_vars = backward.outputs[: of_x.num_leaves], backward.outputs[of_x.num_leaves :]
     vectors = [var for var in dw_vars if var.aval.ndim < 2]
     matrices = [var for var in dw_vars if var.aval.ndim >= 2]
-    first = backward.independent_of(dy_vars) if recomputes else frozenset[int]()
-    in_b = backward.leading_to([*dx_vars, *vectors]) - first
-    in_w = backward.leading_to(matrices) - in_b - first
+    num_weights = len(jax.tree.leaves(known[0]))
+    given = [var for var, source in sources.items() if isinstance(source, Literal) or source in place]
+    weights = [var for var in given if place.get(sources[var], num_weights) < num_weights]
+    again = backward.made_of(weights, given)
+    first = backward.independent_of(dy_vars) - again if recomputes else frozenset[int]()
+    in_b = backward.leading_to([*dx_vars, *vectors]) - first - again
+    in_w = backward.leading_to(matrices) - in_b - first - again
 
     def free(of: frozenset[int], results: Sequence[Any]) -> list[Var]:
         """Returns what a part of the program reads, and results that it does not make, if it has to be held."""
-        read = backward.read_by(of, results)
+        read = backward.read_by(of | again, results)
         return [var for var in read if var not in backward.constants and (var not in sources or var in set(of_saved))]
 
     cut = free(in_w, matrices)
@@ -141,7 +147,7 @@ def split_passes(
 
     def with_dy(known: Any, arrays: list[Array], dy: Any, of: frozenset[int], results: list[Any]) -> list[Any]:
         there = held(arrays) | dict(zip(dy_vars, jax.tree.leaves(dy), strict=True))
-        return backward.run(of, results, lambda variables: values(variables, known, there))
+        return backward.run(of | again, results, lambda variables: values(variables, known, there))
 
     def run_forward(known: Any, x: Any) -> tuple[tuple[Any, Any], list[Array]]:
         out = jaxpr_as_fun(traced)(*arguments(known, x))
@@ -150,7 +156,7 @@ def split_passes(
         return structure.unflatten(out[: structure.num_leaves]), [of[var] for var in saved]
 
     def run_recompute(known: Any, saved: list[Array]) -> list[Array]:
-        return backward.run(first, kept, lambda variables: values(variables, known, restored(saved)))
+        return backward.run(first | again, kept, lambda variables: values(variables, known, restored(saved)))
 
     def run_backward(known: Any, arrays: list[Array], dy: Any) -> tuple[Any, tuple[list[Array], list[Array]]]:
         out = iter(with_dy(known, arrays, dy, in_b | in_w, [*dx_vars, *vectors, *matrices]))
@@ -164,7 +170,7 @@ def split_passes(
 
     def run_weight_gradient(known: Any, arrays: list[Array]) -> list[Array]:
         there = dict(zip(cut, arrays, strict=True))
-        return backward.run(in_w, matrices, lambda variables: values(variables, known, there))
+        return backward.run(in_w | again, matrices, lambda variables: values(variables, known, there))
 
     return LayerPasses(
         run_forward,
@@ -227,6 +233,16 @@ class _Program:
             else:
                 found.add(at)
         return frozenset(found)
+
+    def made_of(self, some: Sequence[Var], given: Sequence[Var]) -> frozenset[int]:
+        """Returns the operations that depend on some of the given inputs, and on no other inputs, with all that lead to
+        them."""
+        known, dependent = {*given, *self.constants}, set(some)
+        for equation in self.jaxpr.eqns:
+            if known.issuperset(read := set(_variables(equation.invars))):
+                known.update(equation.outvars)
+                dependent.update(equation.outvars if dependent & read else ())
+        return self.leading_to([*dependent])
 
     def made_by(self, part: frozenset[int]) -> set[Any]:
         """Returns the results of a part."""

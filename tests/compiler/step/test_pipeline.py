@@ -21,6 +21,7 @@ pytestmark = pytest.mark.ci
 MULTI, UNIT = TickForm.MULTI, TickForm.UNIT
 FSDP = ("sharding=fsdp", "mesh.fsdp=2")
 KEY = jax.random.key(7)  # of dropout
+PER_USE = ("pipeline.gather=use",)
 WINDOWS = ("model.attention_windows=[3,null]",)  # of two layers, which are one of the stack
 
 
@@ -28,7 +29,7 @@ WINDOWS = ("model.attention_windows=[3,null]",)  # of two layers, which are one 
 CASES = [
     ("gpipe", MULTI, 2, 1, 4, ("sharding=ddp",)),
     ("1f1b", MULTI, 2, 1, 4, ("sharding=hsdp", "mesh.replica=2", "mesh.fsdp=2")),
-    ("1f1b", UNIT, 2, 1, 4, (*FSDP, "overlap.layers.batch_split=2", "remat=save_dots")),
+    ("1f1b", UNIT, 2, 1, 4, (*FSDP, *PER_USE, "overlap.layers.batch_split=2", "remat=save_dots")),
     ("1f1b", MULTI, 4, 1, 4, (*FSDP, "model.embeddings=tied", "remat=none")),
     ("gpipe", UNIT, 4, 1, 8, FSDP),
     ("interleaved_1f1b", MULTI, 2, 3, 4, (*FSDP, "model=tiny_moe")),
@@ -40,8 +41,8 @@ CASES = [
     ("zb_h2", MULTI, 4, 1, 8, ("sharding=ddp", "model.embeddings=tied")),
     ("zb_v", UNIT, 2, 2, 4, (*FSDP, *WINDOWS, "remat=none")),
     ("zb_v", UNIT, 4, 2, 8, ("sharding=ddp", "adapter=lora", "adapter.rank=4")),
-    ("dualpipe_v", UNIT, 2, 2, 8, ("sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.tensor=2")),
-    ("dualpipe_v", MULTI, 4, 2, 8, (*FSDP, "model=tiny_moe")),
+    ("dualpipe_v", UNIT, 2, 2, 8, ("sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.tensor=2", *PER_USE)),
+    ("dualpipe_v", MULTI, 4, 2, 8, (*FSDP, *PER_USE, "model=tiny_moe")),
 ]
 
 

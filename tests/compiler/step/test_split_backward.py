@@ -87,6 +87,29 @@ def test_a_layer_that_is_computed_again_saves_its_input_alone():
     assert len(passes_of("everything", recomputes=False).saved) > 3
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_what_is_made_of_weights_alone_is_made_again(recomputes):
+    """As a gathered weight is, here two copies of what is stored. It is made in each pass that reads it."""
+
+    def of_shards(accumulators, known, x):
+        ((stored,), shift), (x_of,) = known, x
+        whole = jnp.concatenate([stored + accumulators[0]] * 2)
+        return (jnp.tanh(x_of @ whole.T + shift) @ whole,), jnp.float32(0)
+
+    stored, shift, x = jnp.arange(20.0).reshape(5, WIDTH) / 20, jnp.float32(0.3), (jnp.ones((3, WIDTH)),)
+    accumulators, known, dy = [jnp.zeros_like(stored)], ([stored], shift), (jnp.ones((3, WIDTH)),)
+    passes = split_passes(
+        of_shards, POLICIES["nothing"], accumulators, known, x, cotangent=lambda _: SCALE, recomputes=recomputes
+    )
+    assert {each.shape for each in (*passes.saved, *passes.kept, *passes.cut)}.isdisjoint({(10, WIDTH), (WIDTH, 10)})
+    held = passes.forward(known, x)[1]
+    held = passes.recompute(known, held) if recomputes else held
+    dx, _, cut = passes.input_gradient(known, held, dy)
+    (dw,), expected = jax.vjp(lambda a, x: of_shards(a, known, x)[0], accumulators, x)[1](dy)
+    np.testing.assert_allclose(dx[0], expected[0], rtol=1e-5)
+    np.testing.assert_allclose(passes.weight_gradient(known, cut)[0], dw, rtol=1e-5)
+
+
 def test_operations_keep_their_scopes():
     _, known, x, dy = case()
     passes = passes_of("nothing", recomputes=False)
