@@ -34,6 +34,12 @@ OUR_MODULES = ("meshloom", "hydra")  # this process already runs their code, whe
 _ALLOWED: ContextVar[tuple[str, ...]] = ContextVar("allowed", default=())
 
 
+def is_class_path(text: str) -> bool:
+    """Returns True for text such as "my_package.module:Class"."""
+    module, colon, name = text.partition(":")
+    return bool(colon) and _is_module_name(module) and name.isidentifier()
+
+
 def load_class(path: str, where: str, base: type[T]) -> type[T]:
     """Returns the class that `my_package.module:Class` names, in an installed package or a module that the user opted
     into.

@@ -7,6 +7,7 @@ mesh.stage=1                                   ->  None
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from meshloom.models import Model
 from meshloom.models.config import divisors
@@ -14,11 +15,14 @@ from meshloom.models.config import divisors
 from ..core.errors import ConfigError, Problem, raise_if_any
 from ..core.format import be, counted, human_share
 from ..core.partition_spec import STAGE
+from ..core.user_code import blamed_on_user
+from ..core.user_imports import is_class_path, load_class
 from ..pipeline.invariants import max_in_flight_of
 from ..pipeline.layer_order import split_evenly
 from ..pipeline.makespan import TableTime, choose_table
+from ..pipeline.own_schedule import OwnSchedule, tables_of
 from ..pipeline.schedules import SCHEDULES, build_table
-from ..pipeline.table import PipelineTable, microbatches
+from ..pipeline.table import PipelineTable, StagePlacement, microbatches
 from ..pipeline.table_file import read_table
 from ..pipeline.ticks import TickForm
 from ..sharding.sharding import ShardingPlan
@@ -29,7 +33,7 @@ from ..target.target import TargetPlan
 from .stage_times import plan_stage_times, recomputes_layers
 
 WITHOUT_STAGES = "1f1b"  # the schedule of conf/config.yaml, which nobody chose where there are no stages
-KEY = f"mesh.{STAGE}"
+KEY, TABLE = f"mesh.{STAGE}", "pipeline.table"
 TablesByLabel = Mapping[str, PipelineTable]  # by what a reason calls them
 ALONE = "unit ticks with recomputation apart"  # R is an operation of its own
 
@@ -75,7 +79,7 @@ def read_tables(spec: PlanSpec, mesh: MeshPlan, model: Model) -> TablesByLabel:
     problems, tables = list(_unused(spec)), dict[str, PipelineTable]()
     problems += [] if spec.pipeline.table else _problems_of_schedule(spec, mesh)
     try:
-        tables = _of_file(spec, mesh) if spec.pipeline.table else {} if problems else _candidates(spec, mesh)
+        tables = _own(spec, mesh) if spec.pipeline.table else {} if problems else _candidates(spec, mesh)
     except ConfigError as error:
         problems += error.problems
     num_chunks = next((each.placement.num_chunks for each in tables.values()), spec.pipeline.num_chunks)
@@ -124,21 +128,34 @@ def _candidates(spec: PlanSpec, mesh: MeshPlan) -> TablesByLabel:
     return {label: build_table(chosen.schedule, *size, form, alone) for label, (form, alone) in made.items()}
 
 
-def _of_file(spec: PlanSpec, mesh: MeshPlan) -> TablesByLabel:
-    """Returns the table of the user's file. Raises ConfigError if it is wrong, or is not one of this mesh and these
-    microbatches."""
+def _own(spec: PlanSpec, mesh: MeshPlan) -> TablesByLabel:
+    """Returns the tables of the user's file or class. Raises ConfigError if they are wrong, or are not of this mesh and
+    these microbatches."""
     path, ticks = str(spec.pipeline.table), spec.pipeline.ticks
-    table = read_table(Path(path), None if ticks == "auto" else TickForm(ticks))
-    problems = list[Problem]()
+    form = None if ticks == "auto" else TickForm(ticks)
+    if is_class_path(path):
+        tables = _of_class(path, spec, mesh, form)
+    else:
+        tables = {f"pipeline.table={path}": read_table(Path(path), form)}
+    table, problems = next(iter(tables.values())), list[Problem]()
     if (num_stages := table.placement.num_stages) != mesh.sizes[STAGE]:
         what = f"{path} has {counted(num_stages, 'stage')}, and the mesh has {mesh.sizes[STAGE]}"
-        problems.append(Problem("pipeline.table", what, f"set {KEY}={num_stages}, or name another table"))
+        problems.append(Problem(TABLE, what, f"set {KEY}={num_stages}, or name another table"))
     if table.num_microbatches != spec.num_microbatches:
         what = f"{path} has {microbatches(table.num_microbatches)}, and the declaration has {spec.num_microbatches}"
         fix = f"set num_microbatches={table.num_microbatches}, or name another table"
-        problems.append(Problem("pipeline.table", what, fix))
+        problems.append(Problem(TABLE, what, fix))
     raise_if_any(problems)
-    return {f"pipeline.table={path}": table}
+    return tables
+
+
+def _of_class(path: str, spec: PlanSpec, mesh: MeshPlan, form: TickForm | None) -> TablesByLabel:
+    """Returns the tables that the user's class makes for the declared numbers."""
+    kind: Any = load_class(path, TABLE, OwnSchedule)
+    size = (mesh.sizes[STAGE], spec.pipeline.num_chunks, spec.num_microbatches)
+    with blamed_on_user(TABLE, f"{path}().orders{size}", is_theirs=True):
+        made = kind().orders(*size)
+    return tables_of(made, StagePlacement(*size[:2], kind.is_v), path, TABLE, form)
 
 
 def _problems_of_model(spec: PlanSpec, mesh: MeshPlan, model: Model, num_chunks: int) -> Iterator[Problem]:

@@ -74,7 +74,7 @@ def parse_table(text: str, where: str, name: str, form: TickForm | None = None) 
             table = pack_ticks(name, placement, [list(chain.from_iterable(ticks)) for ticks in orders], form)
         except ValueError as error:
             raise ConfigError([Problem(where, str(error), FIX_TABLE)]) from error
-    _raise([_of_violation(each, lines, where, form) for each in find_violations(table)])
+    raise_first([_of_violation(each, lines, where, form) for each in find_violations(table)])
     return table
 
 
@@ -87,7 +87,7 @@ def _lines_of(text: str, where: str) -> list[_Line]:
             lines.append(_Line(number, tuple(ticks)))
     if not lines:
         problems.append(Problem(where, "the schedule has no line", "write a line for each stage"))
-    _raise(problems)
+    raise_first(problems)
     return _with_split_backward(lines)
 
 
@@ -114,7 +114,8 @@ def _at(where: str, line: int) -> str:
     return f"{where}, line {line}"
 
 
-def _raise(problems: list[Problem]) -> None:
+def raise_first(problems: list[Problem]) -> None:
+    """Raises ConfigError with the first problems of a schedule, if it has any, and the number of the others."""
     if more := problems[MOST_NAMED:]:
         what = f"{counted(len(more), 'other problem')} of the same schedule"
         problems = [*problems[:MOST_NAMED], Problem(more[0].where, what, "mend the first ones, and read it again")]
@@ -155,7 +156,7 @@ def _placement(lines: list[_Line], where: str) -> StagePlacement:
     kinds = [StagePlacement(num_stages, num_virtual // num_stages, is_v) for is_v in (False, True)]
     wrong = {kind: list(_misplaced(lines, kind, where)) for kind in kinds}
     best = min(kinds, key=lambda kind: len(wrong[kind]))
-    _raise(wrong[best])
+    raise_first(wrong[best])
     return best
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from conftest import plan_of
 from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.core.user_imports import code_allowed_from
 from meshloom.compiler.pipeline.invariants import max_in_flight_of
 from meshloom.compiler.pipeline.schedules import SCHEDULES, build_table
 from meshloom.compiler.pipeline.table_file import parse_table
@@ -27,6 +29,24 @@ def test_examples_run_as_typed_and_print_what_the_page_says(tmp_path, monkeypatc
         exec("\n".join(blocks("python")), {})
     assert told.getvalue() == blocks("text")[0]
     assert [path.name for path in tmp_path.iterdir()] == ["zb_h1.csv"]
+
+
+def test_the_class_of_the_page_is_a_schedule_that_a_declaration_names(tmp_path, monkeypatch):
+    """By its command: the last stage runs all microbatches forward, and then backward, the last one first."""
+    (text,) = (each for each in blocks("python") if each.startswith("# my_schedules.py"))
+    (tmp_path / "my_schedules.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    (words,) = re.findall("meshloom explain --allow-code-from=my_schedules (.*)", PAGE)
+    with code_allowed_from(["my_schedules"]):
+        plan = plan_of(*words.split(), "model.num_layers=4")
+    assert plan.pipeline is not None
+    orders = [[str(slot) for row in plan.pipeline.table.rows for slot in row[stage]] for stage in range(4)]
+    for order in orders:
+        assert order == [
+            *(f"F of microbatch {number} in chunk 0" for number in range(8)),
+            *(f"BW of microbatch {number} in chunk 0" for number in reversed(range(8))),
+        ]
+    assert "my_schedules:LastFirst" in plan.pipeline.how
 
 
 def test_the_table_of_the_page_is_1f1b():
