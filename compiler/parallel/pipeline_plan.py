@@ -20,7 +20,7 @@ from ..core.user_imports import is_class_path, load_class
 from ..pipeline.invariants import max_in_flight_of
 from ..pipeline.layer_order import split_evenly
 from ..pipeline.makespan import TableTime, choose_table
-from ..pipeline.own_schedule import OwnSchedule, tables_of
+from ..pipeline.own_schedule import OwnSchedule, own_tables
 from ..pipeline.schedules import SCHEDULES, build_table
 from ..pipeline.table import PipelineTable, StagePlacement, microbatches
 from ..pipeline.table_file import read_table
@@ -155,7 +155,7 @@ def _of_class(path: str, spec: PlanSpec, mesh: MeshPlan, form: TickForm | None) 
     size = (mesh.sizes[STAGE], spec.pipeline.num_chunks, spec.num_microbatches)
     with blamed_on_user(TABLE, f"{path}().orders{size}", is_theirs=True):
         made = kind().orders(*size)
-    return tables_of(made, StagePlacement(*size[:2], kind.is_v), path, TABLE, form)
+    return own_tables(made, StagePlacement(*size[:2], kind.is_v), path, TABLE, form)
 
 
 def _problems_of_model(spec: PlanSpec, mesh: MeshPlan, model: Model, num_chunks: int) -> Iterator[Problem]:

@@ -32,7 +32,7 @@ class OwnSchedule(ABC):
         raise NotImplementedError
 
 
-def tables_of(
+def own_tables(
     made: Any, placement: StagePlacement, name: str, where: str, form: TickForm | None
 ) -> dict[str, PipelineTable]:
     """Returns the tables of what a class made, by their ticks: of each form, or of the one that is chosen; a table has

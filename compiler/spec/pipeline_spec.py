@@ -14,8 +14,8 @@ class StepPipeline(Narrow):
     schedule: one of compiler/pipeline/schedules.py. num_chunks: the parts of the model that each stage holds. ticks:
     the operations of a stage in a tick (compiler/pipeline/ticks.py); auto: the form that is predicted to take the least
     time, or those of the file. gather: when a stage gathers the weights of its layers (parallel/stage_gather.py); auto:
-    once per step if the target's memory has room for that. table: a schedule of the user's own, instead of `schedule`: a
-    CSV file with its chunks (compiler/pipeline/table_file.py), or module:Class (compiler/pipeline/own_schedule.py).
+    once per step if the target's memory has room for that. table: a schedule of the user's own, instead of `schedule`:
+    a CSV file with its chunks (compiler/pipeline/table_file.py), or module:Class (compiler/pipeline/own_schedule.py).
     """
 
     schedule: Literal[

@@ -5,7 +5,7 @@ import pytest
 from conftest import plan_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.user_imports import code_allowed_from
-from meshloom.compiler.pipeline.own_schedule import tables_of
+from meshloom.compiler.pipeline.own_schedule import own_tables
 from meshloom.compiler.pipeline.schedules import SCHEDULES, build_table
 from meshloom.compiler.pipeline.table import PipelineOp, PipelineTable, Slot, StagePlacement
 from meshloom.compiler.pipeline.table_file import MOST_NAMED
@@ -16,7 +16,7 @@ TWO_STAGES = StagePlacement(2)
 
 
 def made(orders, placement=TWO_STAGES, form=None):
-    return tables_of(orders, placement, "mine:Mine", "pipeline.table", form)
+    return own_tables(orders, placement, "mine:Mine", "pipeline.table", form)
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("zb_h1", 1), ("interleaved_1f1b", 2), ("zb_v", 2)])
