@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import Jaxpr
 from jax.extend.core import Literal as Constant
 
@@ -84,6 +85,7 @@ class _Reader:
     widths: list[int] = field(default_factory=list)  # the length of each value's last dimension
     partial: dict[int, "_Partial"] = field(default_factory=dict)  # values that devices have yet to add up
     brought: dict[tuple[int, CollectiveKind, DimAxes], int] = field(default_factory=dict)  # the results of `crossed`
+    tables: dict[tuple[int, tuple[int, ...]], DimAxes] = field(default_factory=dict)  # by indices and shape: `gather`'s
 
     def read(self, jaxpr: Jaxpr, layouts: Sequence[DimAxes], scope: str) -> Program:
         inputs = [self.value(x.aval, layout) for x, layout in zip(jaxpr.invars, layouts, strict=True)]
@@ -183,6 +185,12 @@ class _Reader:
             return self.barrier(equation, operands, scope)
         if name == "reduce_precision":  # remat puts saved values through one, to their own type
             return operands
+        if name in _ADDITIONS and (zeros := next(filter(self.is_zeros, operands), None)) is not None:
+            return [operands[0] if zeros == operands[1] else operands[1]]  # compilers remove the addition
+        if name == "gather":
+            self.tables[operands[1], equation.invars[0].aval.shape] = self.layouts[operands[0]]
+        if name == "scatter-add":
+            operands = [self.begun_as_table(equation, operands, scope), *operands[1:]]
         partial = self.still_partial(name, operands)
         operands = operands if partial else [self.summed(i) for i in operands]
         is_known = own is not None or kind not in ("unknown", "kernel")
@@ -225,6 +233,27 @@ class _Reader:
         name = equation.primitive.name
         self.operations.append(Operation("other", name, scope, tuple(operands), tuple(results), hbm_bytes=0))
         return results
+
+    def is_zeros(self, i: int) -> bool:
+        """Returns True for an array of a constant zero, such as the gradient of what a function does not read."""
+        equation, _ = self.known.made.get(i, (None, ()))
+        if equation is None or equation.primitive.name != "broadcast_in_dim":
+            return False
+        (filled,) = equation.invars
+        return isinstance(filled, Constant) and not np.any(filled.val)
+
+    def begun_as_table(self, equation: Any, operands: list[int], scope: str) -> int:
+        """Returns the zeros that the gradients of a table's rows are added to. They lie as the table does whose rows
+        these indices took: each device adds up the rows that it has."""
+        zeros, indices = operands[:2]
+        aval = equation.invars[0].aval
+        layout = self.tables.get((indices, aval.shape))
+        if layout is None or layout == self.layouts[zeros] or not self.is_zeros(zeros):
+            return zeros
+        made, filled = self.known.made[zeros]
+        result = self.value(aval, layout)
+        self.operations.append(Operation("pointwise", made.primitive.name, scope, tuple(filled), (result,)))
+        return result
 
     def still_partial(self, name: str, operands: list[int]) -> _Partial | None:
         """Returns the sum over devices that the result of an operation still needs, if the operation commutes with

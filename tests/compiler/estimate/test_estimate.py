@@ -45,6 +45,33 @@ def test_arrays_without_entries_are_read():
     assert program.sizes[program.outputs[0]] == 0
 
 
+def test_gradients_of_a_split_table_lie_as_the_table():
+    """As XLA's partitioner has them: a device adds up the gradients of the rows that it holds."""
+
+    def gradient(table, rows):
+        return jax.vjp(lambda table: jnp.tanh(table[rows]), table)[1](jnp.ones((8, 16)))[0]
+
+    shapes = (jax.ShapeDtypeStruct((64, 16), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.int32))
+    layouts = [(("tensor",), ()), ((),)]
+    program = read_jaxpr(jax.make_jaxpr(gradient)(*shapes).jaxpr, layouts, {"tensor": 4})
+    assert program.sizes[program.outputs[0]] == 64 * 16 * 4 // 4
+    assert {program.sizes[i] for one in program.operations if one.name == "scatter-add" for i in one.inputs[:1]} == {
+        64 * 16 * 4 // 4
+    }
+
+
+def test_the_gradient_of_what_is_not_read_is_added_without_a_pass():
+    """JAX makes zeros of it, whose addition compilers remove."""
+
+    def accumulated(total, unread, x):
+        of_unread, _ = jax.vjp(lambda unread, x: jnp.tanh(x), unread, x)[1](x)
+        return total + of_unread
+
+    program = _program(accumulated, (64, 16), (64, 16), (8,))
+    assert program.outputs == program.inputs[:1]
+    assert _written(program) == []
+
+
 def _written(program):
     """Bytes of each array that the fused program writes, in order."""
     return [[program.sizes[i] for i in step.writes] for step in fuse(program, is_loop=False).steps]
