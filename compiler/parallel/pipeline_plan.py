@@ -215,9 +215,6 @@ def _unused(spec: PlanSpec) -> Iterator[Problem]:
         if value != plain:
             fix = f"set overlap.layers.{name}={str(plain).lower()}, or choose overlap=xla"
             yield Problem(f"overlap.layers.{name}", f"is {str(value).lower()}, and a pipeline {why}", fix)
-    if spec.sharding.gradients == "optimizer":
-        what = "is optimizer, and a pipeline accumulates whole gradients of its layers"
-        yield Problem("sharding.gradients", what, "set sharding.gradients=parameters")
     policies = {"remat.policy": spec.remat.policy, **{f"remat.stacks.{k}": v for k, v in spec.remat.stacks.items()}}
     for key, policy in policies.items():
         if policy == "offload":

@@ -16,7 +16,7 @@ from ..sharding.sharding import accumulated_layouts
 from .operation import OpInputs, OpPlan
 from .stage_gather import StageGather
 
-Use = Literal["gathered", "hoisted", "chunked", "sharded"]
+Use = Literal["gathered", "hoisted", "held", "chunked", "sharded"]
 ShardedDims = tuple[tuple[int, Axes], ...]  # (dimension, the mesh axes that it is split over), for each that is
 
 
@@ -28,6 +28,7 @@ class WeightPlan:
         gathered  whole, gathered where the piece, or the layer, begins
         hoisted   gathered for all layers of a stack before their loop: a short collective in a layer waits for the
                   long ones that have begun before it, and a pipeline may gather once per step (stage_gather.py)
+        held      gathered likewise, while its gradient is reduced in each layer, to the layout of the update
         chunked   gathered in chunks along the vocabulary (lm_head.py)
         sharded   as this device's shard: it is whole already, or an operation works on shards (embedding.py)
 
@@ -115,9 +116,10 @@ def _used(
     if "chunked" in wanted:
         return replace(made, use="chunked")
     is_vector = made.is_stacked and len(stored.array.shape) == 2  # the first dimension is `layers`
-    is_short = is_vector and not inputs.target.compiler.unordered_collectives
-    if is_short or (made.is_stacked and gather is not None and gather.when == "step"):
+    if is_vector and not inputs.target.compiler.unordered_collectives:
         return replace(made, use="hoisted")
+    if made.is_stacked and gather is not None and gather.when == "step":
+        return replace(made, use="held" if inputs.spec.sharding.gradients == "optimizer" else "hoisted")
     return made
 
 

@@ -135,7 +135,7 @@ def begun_after(earlier: Array, x: Array) -> Array:
 
 def hoist(weights: Weights) -> Weights:
     """Returns a stack's weights with those that the plan hoists gathered for all layers at once, and their gradients
-    reduced at once."""
+    reduced at once; those that it holds are gathered alike, and their gradients reduced where they are made."""
     before = jax.tree.map(lambda _: None, weights.layouts) if weights.before is None else weights.before
     each = partial(_hoisted, weights.reduction)
     made = jax.tree.map(each, weights.layouts, weights.accumulators, before, weights.working)
@@ -150,7 +150,7 @@ def _hoisted(
     reduction: Reduction, layout: WeightPlan, accumulator: Array | None, before: Array | None, working: Array
 ) -> tuple[Array | None, Array | None, Array, WeightPlan]:
     """Returns (accumulator, before, working, layout) of one weight of a stack, as they are or whole."""
-    if layout.use != "hoisted":
+    if layout.use not in ("hoisted", "held"):
         return accumulator, before, working, layout
     at_once = replace(
         layout,
@@ -160,6 +160,8 @@ def _hoisted(
         is_stacked=False,
     )
     whole = all_gather_weight(working, at_once)
+    if layout.use == "held":
+        return accumulator, before, whole, replace(layout, gathered=())
     of_layer = replace(layout, use="sharded", gathered=(), scattered=(), split_early=(), split_late=(), reduced=())
     if accumulator is None:
         return None, None, whole, of_layer

@@ -15,9 +15,12 @@ FSDP = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("when", "use"), [("step", "hoisted"), ("use", "gathered")])
-def test_weights_are_gathered_when_it_is_declared(when, use):
-    plan = plan_of(*FSDP, f"pipeline.gather={when}")
+@pytest.mark.parametrize(
+    ("when", "gradients", "use"),
+    [("step", "parameters", "hoisted"), ("step", "optimizer", "held"), ("use", "parameters", "gathered")],
+)
+def test_weights_are_gathered_when_it_is_declared(when, gradients, use):
+    plan = plan_of(*FSDP, f"pipeline.gather={when}", f"sharding.gradients={gradients}")
     assert plan.gather
     assert plan.gather.when == when
     assert {each.use for each in jax.tree.leaves(plan.weights["layers"]) if each.gathered} == {use}

@@ -21,17 +21,17 @@ pytestmark = pytest.mark.ci
 MULTI, UNIT = TickForm.MULTI, TickForm.UNIT
 FSDP = ("sharding=fsdp", "mesh.fsdp=2")
 KEY = jax.random.key(7)  # of dropout
-PER_USE = ("pipeline.gather=use",)
+PER_USE, IN_SHARDS = ("pipeline.gather=use",), ("sharding.gradients=optimizer",)
 WINDOWS = ("model.attention_windows=[3,null]",)  # of two layers, which are one of the stack
 
 
 # schedule, form of ticks, stages, chunks, microbatches, other overrides
 CASES = [
-    ("gpipe", MULTI, 2, 1, 4, ("sharding=ddp",)),
+    ("gpipe", MULTI, 2, 1, 4, ("sharding=zero2", "mesh.data=2")),
     ("1f1b", MULTI, 2, 1, 4, ("sharding=hsdp", "mesh.replica=2", "mesh.fsdp=2")),
     ("1f1b", UNIT, 2, 1, 4, (*FSDP, *PER_USE, "overlap.layers.batch_split=2", "remat=save_dots")),
     ("1f1b", MULTI, 4, 1, 4, (*FSDP, "model.embeddings=tied", "remat=none")),
-    ("gpipe", UNIT, 4, 1, 8, FSDP),
+    ("gpipe", UNIT, 4, 1, 8, (*FSDP, *IN_SHARDS)),
     ("interleaved_1f1b", MULTI, 2, 3, 4, (*FSDP, "model=tiny_moe")),
     ("interleaved_1f1b", UNIT, 4, 2, 8, ("sharding=ddp", *WINDOWS, "model.dropout_rate=0.2")),
     ("interleaved_1f1b_breadth_first", MULTI, 4, 2, 4, FSDP),

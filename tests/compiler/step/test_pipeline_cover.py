@@ -26,6 +26,7 @@ MESHES: dict[str, tuple[int, tuple[str, ...]]] = {
     "2 stages, replica 2, fsdp 2": (2, ("sharding=hsdp", "mesh.replica=2", "mesh.fsdp=2")),
     "2 stages, context 2, gathered": (2, ("sharding=fsdp_context", "mesh.context=2", "parallel.context=all_gather")),
     "2 stages, context 2, ulysses": (2, ("sharding=fsdp_context", "mesh.context=2", "parallel.context=ulysses")),
+    "2 stages, zero2": (2, ("sharding=zero2", "mesh.data=2")),
     "4 stages, fsdp 2": (4, ("sharding=fsdp", "mesh.fsdp=2")),
     "4 stages, tensor 2": (4, ("sharding=fsdp_tensor", "mesh.tensor=2")),
 }
@@ -62,6 +63,11 @@ DOCUMENTS = {
     "packed": ("data.isolate_documents=true",),
     "padded": ("data.isolate_documents=true", "data.packing=first_fit"),
 }
+GATHER = {
+    "per step": ("pipeline.gather=step",),
+    "per step, gradients in shards": ("pipeline.gather=step", "sharding.gradients=optimizer"),
+    "per use": ("pipeline.gather=use",),
+}
 CHOICES = {
     "mesh": list(MESHES),
     "schedule": list(SCHEDULES),
@@ -69,7 +75,7 @@ CHOICES = {
     "remat": list(REMAT),
     "documents": list(DOCUMENTS),
     "dropout": ["no dropout", "dropout"],
-    "gather": ["step", "use"],
+    "gather": list(GATHER),
 }
 COVER = {"; ".join(row.values()): row for row in cover_pairs(CHOICES)}
 NUM_MICROBATCHES = 8
@@ -122,7 +128,7 @@ def test_gradients_are_those_of_one_device(case, monkeypatch):
     devices = stages * int(np.prod([int(each.split("=")[1]) for each in mesh if each.startswith("mesh.")]))
     plan = plan_of(
         f"target=cpu-{devices}", f"mesh.stage={stages}", *mesh, *REMAT[row["remat"]], *model,
-        f"num_microbatches={NUM_MICROBATCHES}", f"pipeline.gather={row['gather']}",
+        f"num_microbatches={NUM_MICROBATCHES}", *GATHER[row["gather"]],
     )  # fmt: skip
     layers = split_evenly(plan.model.stacks[0].num_layers, table.placement)
     loss, ours = loss_and_gradients(plan, in_order(params, layer_order(table.placement, layers)))
