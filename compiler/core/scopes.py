@@ -23,7 +23,7 @@ SUM_OF = "sum of "
 WORKING_PARAMETERS = "working_parameters"  # the cast of parameters to the compute type
 _WEIGHT, _ROWS = "weight", "rows"
 MATMUL, LAYOUT = "matmul", "layout"
-SLOT, END, SHARED_END = "slot", "end", "shared_end"
+SLOT, END, SHARED_END, BUFFER = "slot", "end", "shared_end", "buffer"
 End = Literal["first", "last"]  # the ends of a pipeline: the virtual stage of the embedding, and that of the head
 
 _PARAMETER = re.compile(rf"(?:{_WEIGHT}|{_ROWS})=([\w/.]+)")
@@ -77,6 +77,11 @@ def shared_end_scope(end: End) -> str:
     """Returns the scope of a conditional, within `slot_scope`, that all stages run while one end of a pipeline runs the
     operation, such as a head that is split over the stages: 'shared_end=last'."""
     return fact_scope(SHARED_END, end)
+
+
+def buffer_scope(name: str) -> str:
+    """Returns the scope in which a buffer of a pipeline's stages is made: 'buffer=saved'."""
+    return fact_scope(BUFFER, name)
 
 
 def nested_scope(outer: str, inner: str) -> str:
@@ -152,6 +157,11 @@ class OperationName:
     def shared_end(self) -> str | None:
         """Returns the end of a pipeline, 'first' or 'last', while whose slot it runs on all stages."""
         return self.fact(SHARED_END)
+
+    @property
+    def buffer(self) -> str | None:
+        """Returns the buffer of a pipeline's stages that it makes: 'saved'."""
+        return self.fact(BUFFER)
 
     @property
     def activation(self) -> str | None:

@@ -12,6 +12,7 @@ from .estimated_step import plan_assumed, read_step
 from .liveness import MemoryClass, find_peak, host_bytes
 from .regions import price_regions
 from .roofline import find_unknown, plan_roofline
+from .stage_buffers import StageBuffer, read_stage_buffers
 from .step_time import StepTime, estimate_time
 
 HOST_UNKNOWN = "the memory of the target's hosts is not known (target.chip.host_bytes)"
@@ -56,7 +57,7 @@ class MemoryEstimate:
 class StepEstimate:
     """The estimate of a step. time: None where figures of the target, or the arithmetic of an operation, are not known.
     unknown: primitives of the step whose arithmetic, traffic, layout or number of executions is not known. overlap: the
-    overlap of the estimated step."""
+    overlap of the estimated step. stage_buffers: those of a pipeline's stages."""
 
     memory: MemoryEstimate
     communication: tuple[PlannedCollective, ...]
@@ -64,6 +65,7 @@ class StepEstimate:
     time: StepTime[float] | None
     unknown: tuple[UnknownPrimitive, ...]
     overlap: OverlapSpec
+    stage_buffers: tuple[StageBuffer, ...] = ()
 
     @property
     def why_uncounted(self) -> str | None:
@@ -101,4 +103,5 @@ def estimate_declared(plan: Plan) -> StepEstimate:
     unknown = find_unknown(plan, step)
     time = None if any(one.why for one in unknown) else estimate_time(plan, step)
     communication, roofline = plan_communication(plan, step), plan_roofline(plan, step)
-    return StepEstimate(memory, communication, roofline, time, unknown, plan.spec.overlap)
+    buffers = read_stage_buffers(plan.pipeline.table, step) if plan.pipeline else ()
+    return StepEstimate(memory, communication, roofline, time, unknown, plan.spec.overlap, buffers)

@@ -18,7 +18,7 @@ where there is nothing to read or write, it is the slot after the last one. A sl
 been read for the last time.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +79,8 @@ def lower_table(table: PipelineTable) -> LoweredTable:
     """Returns the columns of a table without violations."""
     slots, sizes = dict[str, dict[_Place, int]](), dict[str, int]()
     for buffer, arrays in _live(table).items():
-        slots[buffer], sizes[buffer] = _allocate(arrays)
+        slots[buffer], used = _allocate(arrays)
+        sizes[buffer] = max(used.values(), default=0)
     shape = (table.num_ticks, table.placement.num_stages)
     columns: dict[str, _Column] = {}
     for name, tick, stage, value in _entries(table):
@@ -88,6 +89,13 @@ def lower_table(table: PipelineTable) -> LoweredTable:
             columns[name] = np.full(shape, sizes.get(buffer, 0), np.bool_ if isinstance(value, bool) else np.int32)
         columns[name][tick, stage] = value if place is None else slots[buffer][place]
     return LoweredTable(columns, sizes["x"], sizes["gradient"], sizes["cut"], sizes["residuals"])
+
+
+def slots_in_use(table: PipelineTable) -> dict[str, tuple[int, ...]]:
+    """Returns for each buffer the most slots that each stage has in use at once. All stages have room for as many as
+    the one with most, as they run one program."""
+    used = {buffer: _allocate(arrays)[1] for buffer, arrays in _live(table).items()}
+    return {buffer: tuple(each[stage] for stage in range(table.placement.num_stages)) for buffer, each in used.items()}
 
 
 def forward_only(table: PipelineTable) -> PipelineTable:
@@ -133,9 +141,9 @@ def _backward_of(ops: frozenset[PipelineOp]) -> PipelineOp | None:
     return next((op for op in ops if op.takes_gradient), None)
 
 
-def _allocate(arrays: dict[_Place, _Live]) -> tuple[dict[_Place, int], int]:
-    """Returns a slot for each array, such that none is written before what it held was read last; and the number of
-    slots of the stage that needs the most."""
+def _allocate(arrays: dict[_Place, _Live]) -> tuple[dict[_Place, int], Counter[int]]:
+    """Returns a slot for each array, such that none is written before what it held was read last; and by stage the
+    number of slots that it needs."""
     slots: dict[_Place, int] = {}
     used: defaultdict[int, list[int]] = defaultdict(list)  # by stage, the time at which each slot is read last
     for place, live in sorted(arrays.items(), key=lambda item: (item[1].begin, item[0])):
@@ -143,7 +151,7 @@ def _allocate(arrays: dict[_Place, _Live]) -> tuple[dict[_Place, int], int]:
         found = next((at for at, end in enumerate(ends) if end < live.begin), len(ends))
         ends[found : found + 1] = [live.end]
         slots[place] = found
-    return slots, max(map(len, used.values()), default=0)
+    return slots, Counter({stage: len(ends) for stage, ends in used.items()})
 
 
 _Value = bool | int | tuple[str, _Place]  # the last is a slot of a buffer

@@ -7,6 +7,7 @@ from typing import Any
 from ..core.console import Column, Console, Line, Table
 from ..core.format import counted, human_bytes
 from ..estimate.estimate import StepEstimate, estimate_step
+from ..estimate.stage_buffers import bytes_in_use
 from ..parallel.operation import OpPlan, Strategy
 from ..parallel.pipeline_plan import PipelinePlan
 from ..parallel.stage_gather import StageGather
@@ -17,7 +18,7 @@ from ..sharding.arrays import Array
 from ..sharding.rules import ArrayPlan
 from ..spec.sharding_spec import Rule
 from .explain_estimate import estimate_as_json, print_estimate, unknown_primitives
-from .pipeline_lines import pipeline_lines, slot_text
+from .pipeline_lines import memory_lines, pipeline_lines, slot_text
 
 COLUMNS = (
     Column("array"),
@@ -62,6 +63,8 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
         console.wrapped("  ", _in_flight(plan.pipeline))
         if plan.gather:
             console.wrapped("  ", plan.gather.how)
+        for text in memory_lines(estimate.stage_buffers):
+            console.wrapped("  ", text)
         for line in pipeline_lines(plan.pipeline.table, console.width):
             console.line(*line)
     if plan.flag_presets:
@@ -97,7 +100,7 @@ def _operation_lines(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
     """Returns `plan.json`: the same facts for tools. An unknown value is null, with a reason."""
-    target = plan.target
+    target, estimate = plan.target, estimate_step(plan)
     return {
         "schema_version": SCHEMA_VERSION,
         "target": {
@@ -122,11 +125,11 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "model_flops_per_step": plan.model_flops_per_step,
             "auxiliary": list(plan.auxiliary),
         },
-        "pipeline": _pipeline(plan.pipeline, plan.gather) if plan.pipeline and plan.gather else None,
+        "pipeline": _pipeline(estimate, plan.pipeline, plan.gather) if plan.pipeline and plan.gather else None,
         "operations": [_operation(each) for each in plan.operations],
         "unknown": {"program.model_flops_per_step": why} if (why := plan.model_flops.why_unknown) else {},
         "memory_bytes_per_device": asdict(plan.memory),
-        "estimate": estimate_as_json(plan, estimate_step(plan)),
+        "estimate": estimate_as_json(plan, estimate),
         "arrays": {
             "parameters": [_row(each) | _updated(each.array) for each in plan.sharding.parameters],
             "optimizer": [_row(array) for array in plan.optimizer_state],
@@ -146,7 +149,7 @@ def _in_flight(plan: PipelinePlan) -> str:
     return f"in flight by stage: {counts} of {of}" + (f" in {chunks} chunks" if chunks > 1 else "")
 
 
-def _pipeline(plan: PipelinePlan, gather: StageGather) -> dict[str, Any]:
+def _pipeline(estimate: StepEstimate, plan: PipelinePlan, gather: StageGather) -> dict[str, Any]:
     table = plan.table
     return {
         "schedule": table.name,
@@ -155,6 +158,8 @@ def _pipeline(plan: PipelinePlan, gather: StageGather) -> dict[str, Any]:
         "num_microbatches": table.num_microbatches,
         "layers_per_virtual_stage": list(plan.layers_per_virtual),
         "in_flight_by_stage": list(plan.in_flight),
+        "buffers": [asdict(each) for each in estimate.stage_buffers],
+        "buffer_bytes_in_use_by_stage": list(bytes_in_use(estimate.stage_buffers)),
         "table_bubble_fraction": plan.bubble,
         "ticks": [["+".join(map(slot_text, slots)) for slots in row] for row in table.rows],
         "reason": plan.reason,

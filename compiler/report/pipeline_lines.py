@@ -4,8 +4,11 @@ stage 0  F0 F1 F2+BW0 F3+BW1 .. 2 more ticks
 stage 1     F0 F1+BW0 F2+BW1
 """
 
+from collections.abc import Iterator
+
 from ..core.console import Line
-from ..core.format import counted
+from ..core.format import counted, human_bytes
+from ..estimate.stage_buffers import WHAT, StageBuffer, bytes_in_use
 from ..pipeline.table import PipelineOp, PipelineTable, Slot
 
 MOST_STAGES = 16
@@ -42,6 +45,18 @@ def pipeline_lines(table: PipelineTable, width: int) -> list[Line]:
     if (left := table.placement.num_stages - MOST_STAGES) > 0:
         lines.append([(f"  .. {counted(left, 'more stage')}", "dim")])
     return lines
+
+
+def memory_lines(buffers: tuple[StageBuffer, ...]) -> Iterator[str]:
+    """Yields what each buffer of the stages holds and takes, and what each stage uses of them."""
+    for each in buffers:
+        slots, of_one = counted(each.num_slots, "slot"), human_bytes(each.slot_bytes)
+        used = ", ".join(map(str, each.in_use))
+        yield f"{each.name}, {WHAT[each.name]}: {slots} of {of_one} on each stage; in use by stage: {used}"
+    if buffers:
+        allocated = human_bytes(sum(each.allocated_bytes for each in buffers))
+        used = ", ".join(map(human_bytes, bytes_in_use(buffers)))
+        yield f"buffers: {allocated} on each stage; in use at most, by stage: {used}"
 
 
 def slot_text(slot: Slot) -> str:

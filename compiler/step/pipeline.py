@@ -148,7 +148,7 @@ class _Device:
         output = jax.eval_shape(lambda m, x: self._head(*self._ends(), x, m)[1], microbatch, x)
         of_layers = jax.tree.map(lambda a: jax.ShapeDtypeStruct((self.stack.num_layers, *a.shape), a.dtype), of_layer)
         state: _State = {
-            "x": empty_buffer(x, self.lowered.num_x + 1),
+            "x": empty_buffer("x", x, self.lowered.num_x + 1),
             "loss": zeros_of(output.loss),
             "auxiliary": {self.stack.name: zeros_of(of_layers), "head": zeros_of(output.aux)},
         }
@@ -156,18 +156,18 @@ class _Device:
             return state
         vectors, matrices = by_dimensions(self.layers.accumulators, num_before=1)
         state |= {
-            "gradient": empty_buffer(x, self.lowered.num_gradients + 1),
+            "gradient": empty_buffer("gradient", x, self.lowered.num_gradients + 1),
             "dx": zeros_of(x),
             "of_vectors": zeros_of(vectors),
             "of_matrices": zeros_of(matrices),
             "of_embed": zeros_of(self.accumulators["embed"]),
             "of_head": zeros_of(self.accumulators["head"]),
-            "saved": empty_buffer(self.passes.saved, self.lowered.num_x, self.layers_per_chunk),
+            "saved": empty_buffer("saved", self.passes.saved, self.lowered.num_x, self.layers_per_chunk),
         }
         if PipelineOp.RECOMPUTE in self.table.ops:
-            state["kept"] = empty_buffer(self.passes.kept, self.lowered.num_residuals, self.layers_per_chunk)
+            state["kept"] = empty_buffer("kept", self.passes.kept, self.lowered.num_residuals, self.layers_per_chunk)
         if PipelineOp.WEIGHT_GRADIENT in self.table.ops:
-            state["cut"] = empty_buffer(self.passes.cut, self.lowered.num_cuts, self.layers_per_chunk)
+            state["cut"] = empty_buffer("cut", self.passes.cut, self.lowered.num_cuts, self.layers_per_chunk)
         return state
 
     def tick(self, carry: _State, row: _Row) -> tuple[_State, None]:

@@ -10,15 +10,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..core.scopes import buffer_scope
+
 
 def zeros_of(shapes: Any) -> Any:
     """Returns zeros of these shapes and types."""
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
 
 
-def empty_buffer(shapes: Any, *sizes: int) -> Any:
+def empty_buffer(name: str, shapes: Any, *sizes: int) -> Any:
     """Returns a buffer of arrays of these shapes, with dimensions of these sizes before theirs."""
-    return jax.tree.map(lambda a: jnp.zeros((*sizes, *a.shape), a.dtype), shapes)
+    with jax.named_scope(buffer_scope(name)):
+        return jax.tree.map(lambda a: jnp.zeros((*sizes, *a.shape), a.dtype), shapes)
 
 
 def read_slot(tree: Any, index: Array) -> Any:

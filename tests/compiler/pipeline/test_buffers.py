@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from meshloom.compiler.pipeline.buffers import forward_only, lower_table
+from meshloom.compiler.pipeline.buffers import forward_only, lower_table, slots_in_use
 from meshloom.compiler.pipeline.schedules import build_table
 from meshloom.compiler.pipeline.table import PipelineOp
 from meshloom.compiler.pipeline.ticks import TickForm
@@ -113,12 +113,15 @@ class Host:
         if (place := self.work("weight", "W", stage)) is not None:
             self.read("cut", "cut_of_weight", stage, ("cut", *place))
 
-    def most_alive(self, buffer):
-        """Returns the most labels of a stage that are between their first write and their last read."""
+    def alive(self, buffer):
+        """Returns by stage the most labels that are between their first write and their last read."""
         events = defaultdict(list)
         for (_, virtual, _), times in self.spans[buffer].items():
             events[self.placement.stage(virtual)] += [(min(times), 1), (max(times) + 0.5, -1)]
-        return max((max(np.cumsum([each for _, each in sorted(one)])) for one in events.values()), default=0)
+        return tuple(max(np.cumsum([each for _, each in sorted(events[stage])]), default=0) for stage in self.stages)
+
+    def most_alive(self, buffer):
+        return max(self.alive(buffer))
 
 
 def expected_work(table):
@@ -137,6 +140,7 @@ def test_each_operation_reads_what_was_made_for_it_from_as_few_slots_as_can_be(d
     assert lowered.num_gradients == host.most_alive("gradient")
     assert lowered.num_cuts == host.most_alive("cut")
     assert lowered.num_residuals == host.most_alive("residuals")
+    assert slots_in_use(table) == {buffer: host.alive(buffer) for buffer in host.buffers}
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,0 +1,49 @@
+"""Buffers of a pipeline's stages: bytes of their slots by the shapes of the model, slots in use by hand."""
+
+import io
+
+import pytest
+
+from conftest import plan_of
+from meshloom.compiler.core.console import Console
+from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.estimate.stage_buffers import StageBuffer, bytes_in_use
+from meshloom.compiler.report.explain import explain
+
+STAGES, LAYERS, SEQUENCES, LENGTH, WIDTH = 2, 2, 4, 128, 32
+X = SEQUENCES * LENGTH * WIDTH * 4  # bytes of the input of a layer
+
+
+def buffers_of(*overrides):
+    plan = plan_of(
+        f"target=cpu-{STAGES}", f"mesh.stage={STAGES}", "sharding=ddp", "remat=full", "num_microbatches=8",
+        f"global_batch_size={SEQUENCES * 8}", f"sequence_length={LENGTH}", f"model.embed_dim={WIDTH}",
+        f"model.num_layers={STAGES * LAYERS}", *overrides,
+    )  # fmt: skip
+    estimate = estimate_step(plan)
+    return plan, estimate, {each.name: each for each in estimate.stage_buffers}
+
+
+@pytest.mark.parametrize(("schedule", "in_use", "gradients"), [("1f1b", (3, 1), (1, 1)), ("gpipe", (8, 8), (1, 8))])
+def test_slots_hold_inputs_of_chunks_and_of_layers(schedule, in_use, gradients):
+    """With remat=full a layer saves its input alone. In 1F1B the first stage has a microbatch under way on the second
+    one, there and back; in GPipe the last stage makes the gradients of all microbatches before it needs one."""
+    _, _, found = buffers_of(f"pipeline={schedule}", "pipeline.ticks=multi")
+    assert found == {
+        "x": StageBuffer("x", max(in_use) + 1, X, in_use),
+        "gradient": StageBuffer("gradient", max(gradients) + 1, X, gradients),
+        "saved": StageBuffer("saved", max(in_use), LAYERS * X, in_use),
+    }
+    used = tuple((1 + LAYERS) * X * slots + X * of_results for slots, of_results in zip(in_use, gradients, strict=True))
+    assert bytes_in_use(tuple(found.values())) == used
+
+
+def test_what_waits_for_gradients_of_weights_is_a_buffer_that_later_stages_use_more():
+    """Stage s of ZB-H1 lets s gradients of weights wait, and one is made."""
+    plan, estimate, found = buffers_of("pipeline=zb_h1", "pipeline.ticks=unit")
+    assert found["cut"].in_use == (1, 2)
+    assert found["cut"].slot_bytes > 10 * LAYERS * X
+    told = io.StringIO()
+    explain(plan, Console(told, width=200), estimate)
+    assert "cut, what gradients of inputs leave to those of weights: 2 slots of" in told.getvalue()
+    assert "in use by stage: 1, 2" in told.getvalue()
