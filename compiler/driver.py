@@ -29,6 +29,7 @@ from .parallel.operation import OpInputs, OpPlan, ParallelOp, per_token_operatio
 from .parallel.pipeline_plan import PipelinePlan, plan_pipeline, read_tables
 from .parallel.registry import OPERATIONS
 from .parallel.remat import check_remat
+from .parallel.shared_head import share_head
 from .parallel.stage_gather import plan_gather
 from .parallel.weight_plan import plan_weights
 from .plan import Plan, plan_memory, plan_state_arrays
@@ -131,13 +132,15 @@ def plan_layout(
         lambda: check_length(spec, model),
         lambda: check_length_split(spec, model, roles, per_token_operation(ops)),
     )
+    pipeline = plan_pipeline(tables, spec, mesh, model, sharding, target)
+    if pipeline and pipeline.shares_head:
+        sharding = share_head(sharding, mesh)
     inputs = OpInputs(spec, model, arrays, sharding, mesh, target)
     operations, *_ = all_of(
         lambda: plan_operations(ops, inputs),
         lambda: check_gradients(spec, sharding),
         lambda: check_unroll(spec.overlap.layers.unroll, roles.partitioner, target),
     )
-    pipeline = plan_pipeline(tables, spec, mesh, model, sharding, target)
     return Layout(inputs, operations, pipeline, preset_options)
 
 

@@ -5,6 +5,7 @@ Shapes: B batch, T length, V vocab, or a part of it.
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,6 +19,21 @@ Head = Callable[[Params, Array, Array], Any]
 VocabChunks = Sequence[Params]  # the head's parameters, a tree for each part of the vocabulary
 
 
+@dataclass(frozen=True)
+class VocabShard:
+    """A device's part of a vocabulary that several devices share, for the same tokens.
+
+    place: targets -> the place of each among this device's own logits; one that no logit has where another device has
+    the target. total, log_sum_exp, largest: combine what each of the devices has. Each device gets the gradient of its
+    own part, as all of them make the same loss.
+    """
+
+    place: Callable[[Array], Array]
+    total: Callable[[Array], Array]
+    log_sum_exp: Callable[[Array], Array]
+    largest: Callable[[Array], Array]
+
+
 def sum_losses(
     head: Head,
     parts: VocabChunks,
@@ -27,14 +43,16 @@ def sum_losses(
     z_loss_weight: float,
     by_sequence: bool = False,
     counts_misses: bool = False,
+    shard: VocabShard | None = None,
 ) -> tuple[Array, Aux]:
     """Returns (objective, cross-entropy), each summed over all targets that are not ignored, float32 (2,), or with
     `by_sequence` over those of each sequence, (2, B); and the head's auxiliary outputs, which a head in parts of the
-    vocabulary does not have. counts_misses: a third sum, of targets that another token is likelier than."""
+    vocabulary does not have. counts_misses: a third sum, of targets that another token is likelier than. shard: the
+    part of the vocabulary that the parameters have; None: all of it."""
     logits, aux = zip(*(split_aux(head(params, x_BTE, targets_BT)) for params in parts), strict=True)
-    sums = cross_entropy_sums(logits, targets_BT, z_loss_weight=z_loss_weight, by_sequence=by_sequence)
+    sums = cross_entropy_sums(logits, targets_BT, z_loss_weight=z_loss_weight, by_sequence=by_sequence, shard=shard)
     if counts_misses:
-        misses = _num_misses(logits, targets_BT, axis=-1 if by_sequence else None)
+        misses = _num_misses(logits, targets_BT, shard, axis=-1 if by_sequence else None)
         sums = jnp.concatenate([sums, misses[None]])
     return sums, aux[0]
 
@@ -45,19 +63,28 @@ def has_loss(targets_BT: Array) -> Array:
 
 
 def cross_entropy_sums(
-    parts_BTV: Sequence[Array], targets_BT: Array, *, z_loss_weight: float, by_sequence: bool = False
+    parts_BTV: Sequence[Array],
+    targets_BT: Array,
+    *,
+    z_loss_weight: float,
+    by_sequence: bool = False,
+    shard: VocabShard | None = None,
 ) -> Array:
     """Returns (objective, cross-entropy), each a sum over tokens: -log softmax(logits)[target] in float32, and for the
     objective z_loss_weight log(z)^2 more (PaLM, arXiv:2204.02311, section 5). It splits over a sharded vocabulary.
 
-    parts_BTV: logits, in parts along the vocabulary. by_sequence: sums over the tokens of each sequence.
+    parts_BTV: logits, in parts along the vocabulary. by_sequence: sums over the tokens of each sequence. shard: the
+    part of the vocabulary that they are of; None: all of it.
     """
-    target_logit_BT, log_z_BT = _of_part(parts_BTV[0], targets_BT)
+    places_BT = shard.place(targets_BT) if shard else targets_BT
+    target_logit_BT, log_z_BT = _of_part(parts_BTV[0], places_BT)
     first = parts_BTV[0].shape[-1]
     for part_BTV in parts_BTV[1:]:
-        of_part, log_z_of_part = _of_part(part_BTV, targets_BT - first)
+        of_part, log_z_of_part = _of_part(part_BTV, places_BT - first)
         target_logit_BT, log_z_BT = target_logit_BT + of_part, jnp.logaddexp(log_z_BT, log_z_of_part)
         first += part_BTV.shape[-1]
+    if shard:
+        target_logit_BT, log_z_BT = shard.total(target_logit_BT), shard.log_sum_exp(log_z_BT)
     is_counted_BT = has_loss(targets_BT)
     axis = -1 if by_sequence else None
     cross_entropy = jnp.sum(jnp.where(is_counted_BT, log_z_BT - target_logit_BT, 0.0), axis=axis)
@@ -67,12 +94,16 @@ def cross_entropy_sums(
     return jnp.stack([cross_entropy + z_loss, cross_entropy])
 
 
-def _num_misses(parts_BTV: Sequence[Array], targets_BT: Array, axis: int | None) -> Array:
+def _num_misses(parts_BTV: Sequence[Array], targets_BT: Array, shard: VocabShard | None, axis: int | None) -> Array:
     """Returns the number of targets whose logit is not the largest of their token, as float32."""
+    places_BT = shard.place(targets_BT) if shard else targets_BT
     largest_BT = jnp.max(jnp.stack([jnp.max(part_BTV, axis=-1) for part_BTV in parts_BTV]), axis=0)
     starts = itertools.accumulate((part_BTV.shape[-1] for part_BTV in parts_BTV), initial=0)
-    own = (_of_part(part_BTV, targets_BT - start)[0] for part_BTV, start in zip(parts_BTV, starts, strict=False))
-    is_miss_BT = has_loss(targets_BT) & (sum(own) < largest_BT.astype(jnp.float32))
+    each = zip(parts_BTV, starts, strict=False)
+    target_logit_BT = jnp.sum(jnp.stack([_of_part(part_BTV, places_BT - start)[0] for part_BTV, start in each]), axis=0)
+    if shard:
+        target_logit_BT, largest_BT = shard.total(target_logit_BT), shard.largest(largest_BT)
+    is_miss_BT = has_loss(targets_BT) & (target_logit_BT < largest_BT.astype(jnp.float32))
     return jnp.sum(is_miss_BT, axis=axis).astype(jnp.float32)
 
 

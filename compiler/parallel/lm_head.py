@@ -11,13 +11,13 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from meshloom.models import Context, Model, Params
+from meshloom.models import Context, Model, Params, is_logical_axes
 
 from ..core.format import human_seconds
 from ..core.partition_spec import Axes
 from ..core.trees import leaves_by_path, like
 from ..jaxpr.read_jaxpr import read_jaxpr
-from ..sharding.arrays import VOCAB, OpSite, vocab_dimensions
+from ..sharding.arrays import VOCAB, OpSite
 from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import ShardingPlan, accumulated_layouts, gathered_bytes
 from ..spec.compiler_traits import odd_part
@@ -174,7 +174,8 @@ def cut_refusal(spec: PlanSpec, model: Model) -> str | None:
     Split over two devices along the vocabulary, they exchange nothing, and each has half of the logits.
     """
     num_devices, length = 2, 2
-    places = leaves_by_path(vocab_dimensions(model), is_leaf=lambda node: node is None)
+    axes_of_head = leaves_by_path(model.head.logical_axes, is_leaf=is_logical_axes)
+    places = {path: axes.index(VOCAB) for path, axes in axes_of_head.items() if VOCAB in axes}
     every = leaves_by_path(model.head.abstract_in(spec.precision.compute))
     layouts = {p: tuple((VOCAB,) if d == places.get(p) else () for d in range(x.ndim)) for p, x in every.items()}
 

@@ -25,7 +25,7 @@ from meshloom.models import Model
 
 from ..core.collectives import CollectiveKind, ComputeKind
 from ..core.kernels import KernelCall, KernelCost
-from ..core.partition_spec import Axes, keep_axes
+from ..core.partition_spec import Axes
 from ..core.scopes import OperationName, fact_scope
 from ..sharding.arrays import Arrays, OpSite
 from ..sharding.batch import sequences_of_device
@@ -206,12 +206,8 @@ class OpInputs:
         return next((plan for plan in self.sharding.activations if plan.array.path == name), None)
 
     def auto_spec(self, *logical: str | None) -> PartitionSpec:
-        """Returns how an activation of these logical axes lies over the partitioner's axes, by the rules for
-        activations."""
-        axes = {d.logical: d.axes for plan in self.sharding.activations for d in plan.dimensions if d.logical}
-        return keep_axes(
-            PartitionSpec(*(axes.get(name, ()) if name else None for name in logical)), self.roles.partitioner
-        )
+        """Returns `ShardingPlan.auto_spec`."""
+        return self.sharding.auto_spec(*logical)
 
 
 @dataclass(frozen=True)

@@ -6,47 +6,72 @@ mesh.stage=1                                   ->  None
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from meshloom.models import Model
 from meshloom.models.config import divisors
 
 from ..core.errors import ConfigError, Problem, raise_if_any
-from ..core.format import be, counted, human_share
+from ..core.format import be, counted, human_seconds, human_share
 from ..core.partition_spec import STAGE
 from ..core.user_code import blamed_on_user
 from ..core.user_imports import is_class_path, load_class
 from ..pipeline.invariants import max_in_flight_of
 from ..pipeline.layer_order import split_evenly
-from ..pipeline.makespan import TableTime, choose_table
+from ..pipeline.makespan import ChosenTable, TableTime, choose_table
 from ..pipeline.own_schedule import OwnSchedule, own_tables
 from ..pipeline.schedules import SCHEDULES, build_table
 from ..pipeline.table import PipelineTable, StagePlacement, microbatches
 from ..pipeline.table_file import read_table
 from ..pipeline.ticks import TickForm
 from ..sharding.sharding import ShardingPlan
-from ..spec.pipeline_spec import PipelineSpec
+from ..spec.pipeline_spec import HeadPlace, PipelineSpec
 from ..spec.plan_spec import PlanSpec
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
+from .shared_head import why_not_shared
 from .stage_times import plan_stage_times, recomputes_layers
 
 WITHOUT_STAGES = "1f1b"  # the schedule of conf/config.yaml, which nobody chose where there are no stages
 KEY, TABLE = f"mesh.{STAGE}", "pipeline.table"
+LAST: Literal["last"] = "last"
+STAGES: Literal["stages"] = "stages"
 TablesByLabel = Mapping[str, PipelineTable]  # by what a reason calls them
 ALONE = "unit ticks with recomputation apart"  # R is an operation of its own
 
 
 @dataclass(frozen=True)
+class HeadChoice:
+    """The stages that run the head, and why. place: `LAST`, the one of the last virtual stage, or `STAGES`, all of them
+    (shared_head.py)."""
+
+    place: HeadPlace
+    reason: str
+
+    @property
+    def how(self) -> str:
+        """Returns what runs and why, in words."""
+        where = "over all stages, a part of the vocabulary on each" if self.place == STAGES else "on the last stage"
+        return f"{where}: {self.reason}"
+
+
+@dataclass(frozen=True)
 class PipelinePlan:
     """A pipeline. layers_per_virtual: the number of layers of each virtual stage. time: of the table, by the arithmetic
-    of its layers and head and the permutes between stages. reason: why it runs by this table."""
+    of its layers and head and the permutes between stages. reason: why it runs by this table. head: which stages run
+    the head, and why."""
 
     table: PipelineTable
     layers_per_virtual: tuple[int, ...]
     time: TableTime
     reason: str
+    head: "HeadChoice"
+
+    @property
+    def shares_head(self) -> bool:
+        return self.head.place == STAGES
 
     @property
     def how(self) -> str:
@@ -98,9 +123,39 @@ def plan_pipeline(
     placement = next(iter(tables.values())).placement
     layers = split_evenly(stack.num_layers, placement)
     times = plan_stage_times(spec, mesh, model, sharding, target)
-    chosen = choose_table(tables, times.op_seconds, times.permute)
+    refusal = why_not_shared(spec, mesh, model, sharding) if spec.pipeline.head != LAST else None
+    if refusal and spec.pipeline.head == STAGES:
+        what = f"is stages, and they cannot share the head: {refusal}"
+        raise ConfigError([Problem("pipeline.head", what, "set pipeline.head=last, or auto")])
+    by_place: dict[HeadPlace, ChosenTable] = {
+        LAST: choose_table(tables, times.op_seconds, times.permute),
+        STAGES: choose_table(
+            tables,
+            partial(times.op_seconds, shares_head=True),
+            times.permute,
+            head_seconds=times.head_seconds(mesh.sizes[STAGE]),
+        ),
+    }
+    head = _choose_head(spec.pipeline.head, refusal, by_place if times.head_sent is not None else None)
+    chosen = by_place[head.place]
     others = f", the shortest of {', '.join(tables)}" if len(tables) > 1 else ""
-    return PipelinePlan(chosen.table, layers, chosen.time, f"{chosen.label}{others}")
+    return PipelinePlan(chosen.table, layers, chosen.time, f"{chosen.label}{others}", head)
+
+
+def _choose_head(
+    declared: HeadPlace | Literal["auto"], refusal: str | None, tables: Mapping[HeadPlace, ChosenTable] | None
+) -> HeadChoice:
+    """Returns the stages that run the head. refusal: why stages cannot share it. tables: the best one, by place; None
+    if the times are not known."""
+    if declared != "auto":
+        return HeadChoice(declared, f"pipeline.head={declared}")
+    if refusal:
+        return HeadChoice(LAST, f"stages cannot share it: {refusal}")
+    if tables is None:
+        return HeadChoice(LAST, "how long stages would take to share it is not known")
+    shared, on_last = (tables[place].time.seconds for place in (STAGES, LAST))
+    figures = f"{human_seconds(shared)} of ticks if stages share it, {human_seconds(on_last)} on the last one"
+    return HeadChoice(STAGES if shared < on_last else LAST, figures)
 
 
 def warnings_of_pipeline(pipeline: PipelineSpec, mesh: MeshPlan) -> Iterator[Problem]:

@@ -26,15 +26,17 @@ from ..target.target import TargetPlan
 NO_MATMULS = ("none", "save_dots")  # remat policies under which no matmul is computed again
 # FLOPs of attention's backward pass over those of its forward pass: five matmuls instead of two (FlashAttention-2)
 ATTENTION_BACKWARD = 2.5
+HEAD_PASSES = 3  # of the head's matmul: forward, for the gradient of its input, and for that of its weights
 COPY = 2  # times that a copied array crosses the memory
 NOT_OF_LAYERS = ("embedded", "head_input", "logits", "gradient of ")  # activations that no layer makes for its backward
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """The seconds of one microbatch in all layers of the model, in its head, and of one permute. matmuls, attention: of
-    a forward pass. moved: to write what the layers make, or to read it. added: to add the gradients of all weights to
-    their sums. recomputed: the share of a forward pass that the backward pass runs again."""
+    """The seconds of one microbatch in all layers of the model, in its head, and of one permute. matmuls, attention,
+    head: of a forward pass. moved: to write what the layers make, or to read it. added: to add the gradients of all
+    weights to their sums. recomputed: the share of a forward pass that the backward pass runs again. head_sent: what
+    stages send each other where they share the head; None if not known."""
 
     matmuls: float
     attention: float
@@ -43,12 +45,17 @@ class StageTimes:
     head: float
     recomputed: float
     permute: float
+    head_sent: float | None
 
-    def op_seconds(self, table: PipelineTable) -> OpSeconds:
+    def head_seconds(self, num_stages: int) -> float:
+        """Returns the seconds of the head, forward and backward, where these stages share it."""
+        return HEAD_PASSES * self.head / num_stages + (self.head_sent or 0.0)
+
+    def op_seconds(self, table: PipelineTable, *, shares_head: bool = False) -> OpSeconds:
         """Returns the seconds of each operation of a table. The matmuls of dx and of dw take as long as a forward pass
         each, attention's gradients are all in B, which also reads what the layers made, and writes and reads the
         gradient of each. What R leaves to B, and B to W, is copied into a buffer and out of it. The head runs forward
-        and backward in F."""
+        and backward in F, unless stages share it."""
         again = self.recomputed * (self.matmuls + self.attention)
         of_input = self.matmuls + ATTENTION_BACKWARD * self.attention + 3 * self.moved
         if PipelineOp.RECOMPUTE in table.ops:
@@ -60,11 +67,11 @@ class StageTimes:
             PipelineOp.WEIGHT_GRADIENT: self.matmuls + COPY * self.moved + self.added,
             PipelineOp.BACKWARD: of_input + self.matmuls + self.added,
         }
-        placement = table.placement
+        placement, head = table.placement, 0.0 if shares_head else HEAD_PASSES * self.head
 
         def of_slot(op: PipelineOp, stage: int, chunk: int) -> float:
             is_last = op == PipelineOp.FORWARD and placement.virtual(stage, chunk) == placement.num_virtual - 1
-            return seconds[op] / placement.num_virtual + (3 * self.head if is_last else 0.0)
+            return seconds[op] / placement.num_virtual + (head if is_last else 0.0)
 
         return of_slot
 
@@ -78,18 +85,21 @@ def plan_stage_times(
     speeds, roles = _speeds(target), sharding.roles
     tokens = sequences_of_device(spec, mesh, roles) * spec.sequence_length // mesh.num_shards(roles.length)
     shards = mesh.num_shards(roles.partitioner)
-    of_layers, of_head = (_num_multiplied(model, sharding, piece) / shards for piece in (stack.name, "head"))
+    of_layers, in_head = (_num_multiplied(model, sharding, piece) / shards for piece in (stack.name, "head"))
     made = (plan for plan in sharding.activations if not plan.array.path.startswith(NOT_OF_LAYERS))
     flops, head_dim = _attention_flops(sharding, spec.sequence_length)
     permute = mesh.alone_seconds("collective-permute", x_bytes(sharding), (STAGE,)) if speeds.is_known else None
+    of_head = [x_bytes(sharding)] * 2 + [4 * tokens] * 3  # y and its gradient; float32 sums of each token
+    sent = [mesh.alone_seconds("all-reduce", size, (STAGE,)) if speeds.is_known else None for size in of_head]
     return StageTimes(
         matmuls=2 * tokens * of_layers / speeds.matmul,
         attention=stack.num_layers * flops / speeds.attention(head_dim),
         moved=stack.num_layers * sum(plan.bytes_per_device for plan in made) / speeds.memory,
         added=3 * of_layers * jnp.dtype(spec.precision.gradients).itemsize / speeds.memory,  # two read, one written
-        head=2 * tokens * of_head / speeds.matmul,
+        head=2 * tokens * in_head / speeds.matmul,
         recomputed=1.0 if recomputes_layers(spec.remat) else 0.0,
         permute=permute or 0.0,
+        head_sent=None if None in sent else sum(each for each in sent if each is not None),
     )
 
 

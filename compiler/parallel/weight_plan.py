@@ -41,6 +41,7 @@ class WeightPlan:
     auto_spec, auto_stored_spec: the part of its layout that is over `partitioner`, the axes that XLA's partitioner
     splits, and is XLA's to keep: as a layer sees it, and with the dimension `layers`.
     tile_rows: the rows of the compiler's tiles (CompilerTraits).
+    shared_dim: the dimension of which each stage of a pipeline has a part, for its part of the head (shared_head.py).
     """
 
     path: str
@@ -56,6 +57,7 @@ class WeightPlan:
     auto_stored_spec: PartitionSpec
     partitioner: Axes
     tile_rows: int
+    shared_dim: int | None = None
 
     @property
     def is_reduced_once(self) -> bool:
@@ -145,10 +147,10 @@ def plan_weight(
         [tuple(axis for axis in axes_of(entry) if axis in roles.tokens) for entry in spec]
         for spec in (stored, accumulated, updated)
     ]
-    # A dimension over both kinds of axes is left to XLA whole: its chunks interleave. Layers of other stages are never
-    # brought here.
-    whole = [bool(axes) or STAGE in axes_of(entry) for entry, axes in zip(stored, manual[2], strict=True)]
-    auto_spec = [None if is_whole else entry for entry, is_whole in zip(stored, whole, strict=True)]
+    # A dimension over both kinds of axes is left to XLA whole: its chunks interleave. What is of other stages is never
+    # brought here: parts of a dimension that stages split come before those of XLA.
+    within = [tuple(axis for axis in axes_of(entry) if axis != STAGE) for entry in stored]
+    auto_spec = [None if axes else own or None for own, axes in zip(within, manual[2], strict=True)]
     first = 1 if is_stacked else 0
     used = {axis for axes in manual[2] for axis in axes}
     gathered = tuple((d, axes) for d, axes in parts_of(manual[0][first:]) if d + first not in kept)
@@ -167,6 +169,7 @@ def plan_weight(
         auto_stored_spec=PartitionSpec(*auto_spec),
         partitioner=roles.partitioner,
         tile_rows=tile_rows,
+        shared_dim=None if is_stacked else next((d for d, entry in enumerate(stored) if STAGE in axes_of(entry)), None),
     )
 
 

@@ -13,6 +13,9 @@
     x_stays                                  or what the stage's own F made, if it holds the next chunk too
     gradient_arrives_from_above, _from_below, gradient_stays     the same of the B or BW of the tick before, after F
 
+    head, head_microbatch                    by tick alone: whether the model's last chunk runs F, and of what, for a
+                                             head that all stages share
+
 A table has the columns of its operations, and of the ways that its placement has. Slots are integers (ticks, stages);
 where there is nothing to read or write, it is the slot after the last one. A slot is used again once what it held has
 been read for the last time.
@@ -53,10 +56,11 @@ _WAYS = {1: "arrives_from_below", 0: "stays", -1: "arrives_from_above"}
 
 @dataclass(frozen=True)
 class LoweredTable:
-    """columns: by name, (ticks, stages). num_*: slots that a stage needs at most, of inputs of chunks, of gradients of
-    their results, of what B leaves to W, and of what R leaves to B or BW."""
+    """columns: by name, (ticks, stages). of_head: those by tick alone, (ticks,). num_*: slots that a stage needs at
+    most, of inputs of chunks, of gradients of their results, of what B leaves to W, and of what R leaves to B or BW."""
 
-    columns: dict[str, np.ndarray[Any, np.dtype[Any]]]
+    columns: dict[str, _Column]
+    of_head: dict[str, _Column]
     num_x: int
     num_gradients: int
     num_cuts: int
@@ -88,7 +92,15 @@ def lower_table(table: PipelineTable) -> LoweredTable:
         if name not in columns:
             columns[name] = np.full(shape, sizes.get(buffer, 0), np.bool_ if isinstance(value, bool) else np.int32)
         columns[name][tick, stage] = value if place is None else slots[buffer][place]
-    return LoweredTable(columns, sizes["x"], sizes["gradient"], sizes["cut"], sizes["residuals"])
+    return LoweredTable(columns, _of_head(table), sizes["x"], sizes["gradient"], sizes["cut"], sizes["residuals"])
+
+
+def _of_head(table: PipelineTable) -> dict[str, _Column]:
+    is_on, microbatch = np.zeros(table.num_ticks, np.bool_), np.zeros(table.num_ticks, np.int32)
+    for work, tick in table.ticks.items():
+        if work.op == PipelineOp.FORWARD and work.virtual == table.placement.num_virtual - 1:
+            is_on[tick], microbatch[tick] = True, work.microbatch
+    return {"head": is_on, "head_microbatch": microbatch}
 
 
 def slots_in_use(table: PipelineTable) -> dict[str, tuple[int, ...]]:

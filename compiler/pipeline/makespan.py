@@ -143,15 +143,22 @@ class TableTime:
 
 
 def time_table(
-    table: PipelineTable, op_seconds: OpSeconds, permute_seconds: float = 0.0, tick_seconds: float = 0.0
+    table: PipelineTable,
+    op_seconds: OpSeconds,
+    permute_seconds: float = 0.0,
+    tick_seconds: float = 0.0,
+    head_seconds: float = 0.0,
 ) -> TableTime:
-    """Returns the time of a table. permute_seconds: of one permute. tick_seconds: of what else a tick does."""
-    parts, ops = _parts_of(table)
-    loop, rest = TickLoop(0, parts), np.full((table.placement.num_stages, 1), tick_seconds)
-    taken = {op: _seconds_of(table, op, op_seconds) for op in table.ops}
+    """Returns the time of a table. permute_seconds: of one permute. tick_seconds: of what else a tick does.
+    head_seconds: on each stage, of a head that all share, which `op_seconds` then lacks."""
+    parts, ops = _parts_of(table, shares_head=head_seconds > 0)
+    num_stages = table.placement.num_stages
+    loop, rest = TickLoop(0, parts), np.full((num_stages, 1), tick_seconds)
+    taken: dict[_Part, Numbers] = {op: _seconds_of(table, op, op_seconds) for op in table.ops}
+    taken[_HEAD] = np.array([[[0.0]] * num_stages, [[head_seconds]] * num_stages])
 
     def ends(permute: float) -> list[list[Numbers]]:
-        seconds = [np.array([permute]) if op is None else taken[op] for op in ops]
+        seconds = [np.array([permute]) if op == _PERMUTE else taken[op] for op in ops]
         now, found = np.zeros_like(rest), list[list[Numbers]]()
         for tick in range(table.num_ticks):
             found.append(_ends_of_tick(loop, tick, now, seconds, rest))
@@ -159,7 +166,8 @@ def time_table(
         return found
 
     found, without = ends(permute_seconds), ends(0.0)
-    slots, work = list[SlotTime](), [table.num_ticks * tick_seconds] * len(rest)
+    alone = table.num_ticks * tick_seconds + table.num_microbatches * head_seconds
+    slots, work = list[SlotTime](), [alone] * num_stages
     for tick, stage, slot in table.slots():
         took = float(taken[slot.op][1 + slot.chunk, stage, 0])
         end = float(found[tick][ops.index(slot.op)][stage, 0])
@@ -170,19 +178,32 @@ def time_table(
     return TableTime(float(last.max()), tuple(map(float, last)), tuple(work), permutes, tuple(slots))
 
 
-def _parts_of(table: PipelineTable) -> tuple[tuple[TickPart, ...], list[PipelineOp | None]]:
-    """Returns the parts of a tick as the executor runs them, and the operation of each; None of a permute."""
+_PERMUTE, _HEAD = "permute", "head"  # parts of a tick that are no operation of the table
+_Part = str  # one of these, or a PipelineOp
+
+
+def _parts_of(table: PipelineTable, *, shares_head: bool) -> tuple[tuple[TickPart, ...], list[_Part]]:
+    """Returns the parts of a tick as the executor runs them, and what each is. shares_head: all stages run the head, in
+    the ticks in which F ends on the last virtual stage."""
     ops = sorted(table.ops, key=lambda op: op.place)
     backward = [op for op in ops if op.takes_gradient]
     down = _permutes(table.placement, is_gradient=True) if backward else []
     up = _permutes(table.placement, is_gradient=False)
-    order = [*[None] * len(down), ops[0], *[None] * len(up), *ops[1:]]
+    head = [TickSlot((), ticks_of_head(table), is_shared=True)] if shares_head else []
+    order = [*[_PERMUTE] * len(down), ops[0], *[_PERMUTE] * len(up), *[_HEAD] * len(head), *ops[1:]]
     down = [replace(each, needed_by=order.index(backward[0])) for each in down]
     chosen = {op: [[0] * table.placement.num_stages for _ in table.rows] for op in ops}
     for tick, stage, slot in table.slots():
         chosen[slot.op][tick][stage] = 1 + slot.chunk
     slots = [TickSlot((), tuple(map(tuple, chosen[op]))) for op in ops]
-    return (*down, slots[0], *up, *slots[1:]), order
+    return (*down, slots[0], *up, *head, *slots[1:]), order
+
+
+def ticks_of_head(table: PipelineTable) -> tuple[tuple[int, ...], ...]:
+    """Returns 1 for all stages in each tick in which F ends on the last virtual stage, and 0 in others."""
+    last = table.placement.num_virtual - 1
+    ticks = {tick for work, tick in table.ticks.items() if work.op == PipelineOp.FORWARD and work.virtual == last}
+    return tuple((int(tick in ticks),) * table.placement.num_stages for tick in range(table.num_ticks))
 
 
 def _permutes(placement: StagePlacement, *, is_gradient: bool) -> list[TickPermute]:
@@ -227,11 +248,12 @@ def choose_table(
     op_seconds: Callable[[PipelineTable], OpSeconds],
     permute_seconds: float = 0.0,
     tick_seconds: float = 0.0,
+    head_seconds: float = 0.0,
 ) -> ChosenTable:
     """Returns the candidate that takes the least time; of equal ones, the first. op_seconds: of the operations of a
     table, which save for each other what others compute at once."""
     times = {
-        label: time_table(table, op_seconds(table), permute_seconds, tick_seconds)
+        label: time_table(table, op_seconds(table), permute_seconds, tick_seconds, head_seconds)
         for label, table in candidates.items()
     }
     label = min(times, key=lambda each: times[each].seconds)

@@ -61,6 +61,7 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
     if plan.pipeline:
         console.wrapped(("pipeline", "bold"), f" {plan.pipeline.how}")
         console.wrapped("  ", _in_flight(plan.pipeline))
+        console.wrapped("  ", f"head {plan.pipeline.head.how}")
         if plan.gather:
             console.wrapped("  ", plan.gather.how)
         for text in memory_lines(estimate.stage_buffers):
@@ -164,6 +165,7 @@ def _pipeline(estimate: StepEstimate, plan: PipelinePlan, gather: StageGather) -
         "ticks": [["+".join(map(slot_text, slots)) for slots in row] for row in table.rows],
         "reason": plan.reason,
         "gather": {"when": gather.when, "reason": gather.reason},
+        "head": {"place": plan.head.place, "reason": plan.head.reason},
     }
 
 

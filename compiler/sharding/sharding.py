@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from meshloom.models import LOGICAL_AXES
 from meshloom.models.adapter import is_adapter
 
 from ..core.errors import Problem, raise_if_any, use_one_of
-from ..core.partition_spec import STAGE
+from ..core.partition_spec import STAGE, keep_axes
 from ..spec.compiler_traits import CompilerTraits
 from ..spec.plan_spec import PlanSpec
 from ..spec.sharding_spec import Rule, ShardingSpec
@@ -49,6 +50,14 @@ class ShardingPlan:
     def frozen(self) -> tuple[str, ...]:
         """Returns the paths of the other parameters: those without a gradient."""
         return tuple(plan.array.path for plan in self.parameters if not plan.array.is_trained)
+
+    def auto_spec(self, *logical: str | None) -> PartitionSpec:
+        """Returns how an activation of these logical axes lies over the partitioner's axes, by the rules for
+        activations."""
+        axes = {d.logical: d.axes for plan in self.activations for d in plan.dimensions if d.logical}
+        return keep_axes(
+            PartitionSpec(*(axes.get(name, ()) if name else None for name in logical)), self.roles.partitioner
+        )
 
 
 def gathered_bytes(parameter: ArrayPlan, mesh: MeshPlan, roles: AxisRoles) -> int:

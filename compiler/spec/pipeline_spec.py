@@ -7,15 +7,19 @@ from pydantic import PositiveInt
 from ..core.config_types import Fraction, LocalPath
 from .narrow import Narrow
 
+HeadPlace = Literal["last", "stages"]
+
 
 class StepPipeline(Narrow):
     """The schedule of a pipeline; without stages of the mesh nothing reads it.
 
     schedule: one of compiler/pipeline/schedules.py. num_chunks: the parts of the model that each stage holds. ticks:
     the operations of a stage in a tick (compiler/pipeline/ticks.py); auto: the form that is predicted to take the least
-    time, or those of the file. gather: when a stage gathers the weights of its layers (parallel/stage_gather.py); auto:
-    once per step if the target's memory has room for that. table: a schedule of the user's own, instead of `schedule`:
-    a CSV file with its chunks (compiler/pipeline/table_file.py), or module:Class (compiler/pipeline/own_schedule.py).
+    time, or those of the file. head: whether the last stage runs the head, or each of them with its part of the
+    vocabulary (parallel/shared_head.py); auto: what is predicted to take less time. gather: when a stage gathers the
+    weights of its layers (parallel/stage_gather.py); auto: once per step if the target's memory has room for that.
+    table: a schedule of the user's own, instead of `schedule`: a CSV file with its chunks (pipeline/table_file.py), or
+    module:Class (pipeline/own_schedule.py).
     """
 
     schedule: Literal[
@@ -23,6 +27,7 @@ class StepPipeline(Narrow):
     ]
     num_chunks: PositiveInt
     ticks: Literal["auto", "multi", "unit"]
+    head: HeadPlace | Literal["auto"]
     gather: Literal["auto", "step", "use"]
     table: LocalPath | None
 

@@ -19,6 +19,7 @@ from ..core.partition_spec import axes_in, keep_axes
 from ..core.scopes import layout_scope, piece_scope
 from ..parallel.operation import lower_operations
 from ..parallel.remat import build_policy, marked
+from ..parallel.shared_head import stage_total, vocab_shard
 from ..parallel.weights import Weights
 from ..plan import Plan
 from ..sharding.arrays import LAYER_INPUT, gradient_name, vocab_dimensions
@@ -73,8 +74,10 @@ def build_functions(
 
             of_parts = tuple(model.head_params(part, embed) for part in parts)
             operands = (apply, of_parts, x_BTE, microbatch.targets_BT)
-            options = {"z_loss_weight": plan.spec.loss.z_loss_weight}
+            options: dict[str, Any] = {"z_loss_weight": plan.spec.loss.z_loss_weight}
             options |= {"counts_misses": True} if counts_misses else {}
+            if plan.pipeline and plan.pipeline.shares_head:
+                options["shard"] = vocab_shard(plan.sharding, plan.mesh)
             if is_by_sequence or of_pairs:
                 summed: Any = run("loss", "cross_entropy", sum_losses, *operands, **options, by_sequence=True)
                 log_probs_B, aux = -summed[0][1], summed[1]
@@ -92,7 +95,7 @@ def build_functions(
     stacks = (
         _stack(plan, stack, make_context, first, num_tokens) for stack, first in zip(model.stacks, before, strict=False)
     )
-    return ModelFunctions(prepare, embed, tuple(stacks), head)
+    return ModelFunctions(prepare, embed, tuple(stacks), head, stage_total(plan.sharding))
 
 
 def _stack(

@@ -3,13 +3,15 @@
     tick    gradients of the tick before go to the stages that wait for them    permutes, under F
             F   embedding on the first virtual stage, layers of a chunk, head on the last, with its gradients
             results go on                                                       permutes, under what follows
+            head of all stages, if they share it (shared_head.py)               in F's tick on the last virtual stage
             R   layers run again, if that is an operation of its own
             B   gradients of the layers' inputs, embedding's on the first virtual stage; or BW, of weights too
             W   gradients of the layers' weights
 
 Permutes are outside of all branches: a branch differs between stages, and a collective among stages in one would wait
-forever. A collective within a branch has to be among devices of one stage, and must not be a permute: XLA's CPU runs
-a permute on all devices of the program at once, so a ring within a stage gives wrong results there.
+forever. A head that stages share is in a branch that all of them take. Otherwise a collective within a branch has to be
+among devices of one stage, and must not be a permute: XLA's CPU runs a permute on all devices of the program at once,
+so a ring within a stage gives wrong results there.
 
 Arrays that wait for a later operation are in buffers, written in place: (slot, ...) for inputs of chunks and gradients
 of their results, (slot, layer, ...) for what layers save for their backward pass. Weights of layers are gathered once
@@ -28,11 +30,12 @@ from jax import Array
 from meshloom.models import Aux, Params
 
 from ..core.partition_spec import STAGE
-from ..core.scopes import end_scope, piece_scope, slot_scope
+from ..core.scopes import end_scope, piece_scope, shared_end_scope, slot_scope
 from ..parallel.weights import Weights, hoist
 from ..pipeline.buffers import LoweredTable, forward_only, lower_table
 from ..pipeline.table import PipelineOp, PipelineTable, StagePlacement
 from .pipeline_buffers import added_at, empty_buffer, read_layer, read_slot, write_layer, write_slot, zeros_of
+from .pipeline_head import PipelineHead, with_whole_vocabulary
 from .schedule import (
     Batch,
     Microbatch,
@@ -41,7 +44,6 @@ from .schedule import (
     StackFunctions,
     Sums,
     cotangent_of,
-    objective,
     split_microbatches,
 )
 from .split_backward import LayerPasses, by_dimensions, rejoined, split_passes
@@ -63,15 +65,16 @@ class PipelineSchedule:
         stored = weights.bound(accumulators, None, is_last=False)
         layers, reduce_layers = _hoisted(stored.piece(stack.name), accumulators[stack.name])
         parts = split_microbatches(batch, table.num_microbatches)
-        device = _Device(table, lowered, model, stack, stored, layers, accumulators, parts, gradient_scale)
-        columns = {name: jnp.asarray(column) for name, column in lowered.columns.items()}
-        carry, _ = jax.lax.scan(device.tick, device.begin(), columns)
+        head = PipelineHead(model, stored, gradient_scale, table.placement.stage(table.placement.num_virtual - 1))
+        lookup = with_whole_vocabulary(stored.piece("embed"))
+        device = _Device(table, lowered, model, stack, head, lookup, layers, parts, gradient_scale)
+        columns = lowered.columns | (lowered.of_head if head.is_shared else {})
+        carry, _ = jax.lax.scan(device.tick, device.begin(), jax.tree.map(jnp.asarray, columns))
         sums = Sums(*jax.lax.psum((carry["loss"], carry["auxiliary"]), STAGE))
         if gradient_scale is None:
             return sums, None
-        ends = jax.lax.psum({"embed": carry["of_embed"], "head": carry["of_head"]}, STAGE)
         of_layers = rejoined(layers.accumulators, carry["of_vectors"], carry["of_matrices"], num_before=1)
-        return sums, weights.reduce({**ends, stack.name: reduce_layers(of_layers)})
+        return sums, weights.reduce({**head.total(carry), stack.name: reduce_layers(of_layers)})
 
 
 def _hoisted(stacked: Weights, accumulators: Any) -> tuple[Weights, Callable[[Any], Any]]:
@@ -100,9 +103,9 @@ class _Device:
     lowered: LoweredTable
     model: ModelFunctions
     stack: StackFunctions
-    stored: Weights
+    head: PipelineHead
+    lookup: Weights
     layers: Weights
-    accumulators: Any
     parts: Batch
     scale: Array | None
 
@@ -121,7 +124,7 @@ class _Device:
     def _shapes(self) -> tuple[Microbatch, Any, Any]:
         """A microbatch, x, and a layer's auxiliary outputs, as shapes."""
         microbatch = jax.eval_shape(self.microbatch, jnp.array(0))
-        x, _ = jax.eval_shape(lambda m: self.model.embed(self.stored.piece("embed"), m), microbatch)
+        x, _ = jax.eval_shape(lambda m: self.model.embed(self.lookup, m), microbatch)
         known = jax.eval_shape(lambda m: self._known(m, jnp.array(0), jnp.array(0)), microbatch)
         _, aux = jax.eval_shape(lambda known, x: self._layer(self._no_gradients, known, x), known, x)
         return microbatch, x, aux
@@ -145,12 +148,12 @@ class _Device:
         """Returns the carry of the first tick. Buffers that an array is put in whether it is used or not have a slot
         more."""
         microbatch, x, of_layer = self._shapes
-        output = jax.eval_shape(lambda m, x: self._head(*self._ends(), x, m)[1], microbatch, x)
+        of_head = self.head.begin(x, microbatch)
         of_layers = jax.tree.map(lambda a: jax.ShapeDtypeStruct((self.stack.num_layers, *a.shape), a.dtype), of_layer)
         state: _State = {
+            **of_head,
             "x": empty_buffer("x", x, self.lowered.num_x + 1),
-            "loss": zeros_of(output.loss),
-            "auxiliary": {self.stack.name: zeros_of(of_layers), "head": zeros_of(output.aux)},
+            "auxiliary": {self.stack.name: zeros_of(of_layers), **of_head["auxiliary"]},
         }
         if self.scale is None:
             return state
@@ -160,8 +163,7 @@ class _Device:
             "dx": zeros_of(x),
             "of_vectors": zeros_of(vectors),
             "of_matrices": zeros_of(matrices),
-            "of_embed": zeros_of(self.accumulators["embed"]),
-            "of_head": zeros_of(self.accumulators["head"]),
+            "of_embed": zeros_of(self.lookup.accumulators),
             "saved": empty_buffer("saved", self.passes.saved, self.lowered.num_x, self.layers_per_chunk),
         }
         if PipelineOp.RECOMPUTE in self.table.ops:
@@ -172,11 +174,13 @@ class _Device:
 
     def tick(self, carry: _State, row: _Row) -> tuple[_State, None]:
         stage = jax.lax.axis_index(STAGE)
-        own = {name: column[stage] for name, column in row.items()}
+        own = {name: column[stage] if column.ndim else column for name, column in row.items()}
         state, ops = dict(carry), self.table.ops
         sent_back = [] if self.scale is None else self._sent("gradient", state["dx"])
         y, dy = self._slot(PipelineOp.FORWARD, self._forward, state, own)
         sent = self._sent("x", y)
+        if self.head.is_shared:
+            dy = self._shared_head(y, state, own)
         if self.scale is not None:
             state["gradient"] = _received(state["gradient"], [("gradient_of_head", dy), *sent_back], own)
         if PipelineOp.RECOMPUTE in ops:
@@ -192,7 +196,8 @@ class _Device:
 
     def _slot(self, op: PipelineOp, run: Callable[[_State, _State, _Row], Any], state: _State, own: _Row) -> Any:
         """Runs a slot, if this stage has one in this tick. It changes `state`, and returns what the slot sends."""
-        written = {key: state[key] for key in _WRITES[op] if key in state}
+        has_head = op == PipelineOp.FORWARD and not self.head.is_shared
+        written = {key: state[key] for key in (*_WRITES[op], *(self.head.writes if has_head else ())) if key in state}
         read = {key: value for key, value in state.items() if key not in written}
         x = self._shapes[1]
         sends = {PipelineOp.FORWARD: (x, x if "gradient" in state else None)}.get(op, x if op.takes_gradient else None)
@@ -221,7 +226,7 @@ class _Device:
 
         def embedded() -> Any:
             with jax.named_scope(end_scope("first")):
-                return self.model.embed(self.stored.piece("embed"), microbatch)[0]
+                return self.model.embed(self.lookup, microbatch)[0]
 
         x = _either(own["forward_is_first"], embedded, lambda: read_slot(read["x"], own["x_of_forward"]))
 
@@ -241,36 +246,32 @@ class _Device:
         state["auxiliary"] = auxiliary
         # What layers saved stays out of this branch, which would copy it.
         no_gradient = None if self.scale is None else zeros_of(y)
-        state, dy = _either(
-            own["forward_is_last"], self._last, lambda state, *_: (state, no_gradient), state, y, microbatch
-        )
+        if self.head.is_shared:
+            dy = no_gradient
+        else:
+            state, dy = _either(
+                own["forward_is_last"], self._last, lambda state, *_: (state, no_gradient), state, y, microbatch
+            )
         return state | ({} if saved is None else {"saved": saved}), (y, dy)
 
     def _last(self, state: _State, y: Any, microbatch: Microbatch) -> tuple[_State, Any]:
-        """Runs the head, and its backward pass at once. Returns the gradient of the result of all layers, too."""
-        state, dy = dict(state), None
         with jax.named_scope(end_scope("last")):
-            if self.scale is None:
-                _, output = self._head(*self._ends(), y, microbatch)
-            else:
+            return self.head.run(state, y, microbatch)
 
-                def run(head: Any, embed: Any, x: Any) -> tuple[Array, Any]:
-                    return self._head(head, embed, x, microbatch)
-
-                _, pull_back, output = jax.vjp(run, *self._ends(), y, has_aux=True)
-                head, embed, dy = pull_back(self.scale)
-                for key, gradient in (("of_embed", embed), ("of_head", head)):
-                    state[key] = jax.tree.map(jnp.add, state[key], gradient)
-        auxiliary = {**state["auxiliary"], "head": jax.tree.map(jnp.add, state["auxiliary"]["head"], output.aux)}
-        return state | {"loss": state["loss"] + output.loss, "auxiliary": auxiliary}, dy
-
-    def _ends(self) -> tuple[Any, Any]:
-        return self.accumulators["head"], self.accumulators["embed"]
-
-    def _head(self, head: Any, embed: Any, x: Any, microbatch: Microbatch) -> tuple[Array, Any]:
-        tied = replace(self.stored.piece("embed"), accumulators=embed).gathered()
-        output = self.model.head(replace(self.stored.piece("head"), accumulators=head), tied, x, microbatch)
-        return objective(output, {"head": output.aux}), output
+    def _shared_head(self, y: Any, state: _State, own: _Row) -> Any:
+        """Runs the head on all stages for the result `y` of the last virtual stage, if that has made one in this tick.
+        Changes `state`, and returns the gradient of `y`."""
+        written = {key: state[key] for key in self.head.writes if key in state}
+        no_gradient = None if self.scale is None else zeros_of(y)
+        with jax.named_scope(slot_scope(PipelineOp.FORWARD)), jax.named_scope(shared_end_scope("last")):
+            made, dy = _either(
+                own["head"],
+                lambda written: self.head.run(written, y, self.microbatch(own["head_microbatch"])),
+                lambda written: (written, no_gradient),
+                written,
+            )
+        state |= made
+        return dy
 
     def _recompute(self, state: _State, read: _State, own: _Row) -> tuple[_State, None]:
         microbatch = self.microbatch(own["recompute_microbatch"])
@@ -308,12 +309,11 @@ class _Device:
 
         def first(of_embed: Any) -> Any:
             with jax.named_scope(end_scope("first")):
-                piece = self.stored.piece("embed")
 
                 def run(embed: Any) -> Any:
-                    return self.model.embed(replace(piece, accumulators=embed), microbatch)[0]
+                    return self.model.embed(replace(self.lookup, accumulators=embed), microbatch)[0]
 
-                (embed,) = jax.vjp(run, self.accumulators["embed"])[1](dx)
+                (embed,) = jax.vjp(run, self.lookup.accumulators)[1](dx)
             return jax.tree.map(jnp.add, of_embed, embed)
 
         is_first = own["backward_is_first"]
@@ -365,7 +365,7 @@ _COLUMNS = {
 }
 # What each changes of the carry, and no more: XLA brings all of it into the layout of the branch, and back.
 _WRITES: dict[PipelineOp, Sequence[str]] = {
-    PipelineOp.FORWARD: ("loss", "auxiliary", "saved", "of_embed", "of_head"),
+    PipelineOp.FORWARD: ("auxiliary", "saved"),
     PipelineOp.RECOMPUTE: ("kept",),
     PipelineOp.INPUT_GRADIENT: ("cut", "of_vectors", "of_embed"),
     PipelineOp.BACKWARD: ("of_matrices", "of_vectors", "of_embed"),

@@ -77,7 +77,7 @@ class ModelFunctions:
 
     prepare: sequences -> the values that the other functions read. embed: (weights of `embed`, microbatch) -> (x, whole
     parameters that the head shares with the embedding). stacks: run one after the other. head: (weights of `head`,
-    whole shared parameters, x, microbatch) -> HeadOutput.
+    whole shared parameters, x, microbatch) -> HeadOutput. stage_total: adds an array like x over stages.
 
     The step differentiates the head's objective plus the auxiliary losses of layers and head (`objective`).
     """
@@ -86,6 +86,7 @@ class ModelFunctions:
     embed: Callable[[Weights, "Microbatch"], tuple[Any, Params]]
     stacks: tuple[StackFunctions, ...]
     head: Callable[[Weights, Params, Any, "Microbatch"], HeadOutput]
+    stage_total: Callable[[Array], Array]
 
 
 @register_dataclass

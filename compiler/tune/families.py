@@ -33,7 +33,7 @@ from ..estimate.regions import price_regions
 from ..estimate.step_time import Hiding, plan_hiding
 from ..parallel.operation import head_dim_of, loop_trips, runs_beside_compute
 from ..parallel.registry import OPERATIONS
-from ..pipeline.makespan import TickSlot
+from ..pipeline.makespan import TickSlot, ticks_of_head
 from ..pipeline.schedules import build_table
 from ..pipeline.table import PipelineOp, PipelineTable
 from ..pipeline.ticks import TickForm
@@ -122,17 +122,17 @@ class Family:
         if loop is None or before is None:
             return costs
         table = _as_long_as(before, num_microbatches)
-        counts = {op: np.zeros(table.placement.num_stages) for op in table.ops}
         chosen = {op: np.zeros((table.num_ticks, table.placement.num_stages), int) for op in table.ops}
         for tick, stage, slot in table.slots():
             chosen[slot.op][tick, stage] = 1
-            counts[slot.op][stage] += 1
-        numbers, parts, ops = costs.numbers.copy(), list(loop.parts), sorted(table.ops, key=lambda op: op.place)
+        numbers, parts = costs.numbers.copy(), list(loop.parts)
+        ops = iter(sorted(table.ops, key=lambda op: op.place))
         numbers[list(costs.shape.regions[loop.region][-1])] = table.num_ticks
         slots = [(place, part) for place, part in enumerate(parts) if isinstance(part, TickSlot)]
-        for (place, part), op in zip(slots, ops, strict=True):
-            parts[place] = replace(part, chosen=tuple(map(tuple, chosen[op].tolist())))
-            share = counts[op] / table.num_ticks
+        for place, part in slots:
+            of_part = np.array(ticks_of_head(table)) if part.is_shared else chosen[next(ops)]
+            parts[place] = replace(part, chosen=tuple(map(tuple, of_part.tolist())))
+            share = of_part.mean(axis=0)
             for branch, of_stages in zip(part.branches, (1 - share, share), strict=True):
                 places = list(costs.shape.regions[branch[0]][-1])
                 numbers[places] = of_stages[: len(places), None]

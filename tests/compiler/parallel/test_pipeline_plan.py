@@ -94,3 +94,57 @@ def test_nothing_runs_in_a_ring_within_a_stage(words, kind, strategy):
     assert all(each.chosen.name != strategy for each in plan.operations_of(kind))
     with pytest.raises(ConfigError, match="permutes are of the devices of all stages"):
         plan_of(*STAGED, *words, f"parallel.{kind}={strategy}")
+
+
+TABLE, KERNEL = "embed/table_VE", "head/kernel_EV"
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (("target=cpu-2", "sharding=ddp"), {TABLE: 1, KERNEL: 2}),
+        (("target=cpu-2", "sharding=ddp", "model.embeddings=tied"), {TABLE: 2}),
+        (("target=cpu-8", "sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.tensor=2"), {TABLE: 4, KERNEL: 8}),
+    ],
+)
+def test_stages_that_share_the_head_hold_parts_of_its_vocabulary(words, parts):
+    plan = plan_of(*STAGED, *words, "pipeline.head=stages")
+    for plans in (plan.sharding.parameters, plan.sharding.optimizer):
+        arrays = {each.array.path: each for each in plans}
+        assert {path: arrays[path].array.num_bytes // arrays[path].bytes_per_device for path in parts} == parts
+    logits = next(each for each in plan.sharding.activations if each.array.path == "logits")
+    assert "stage" in logits.dimensions[-1].axes
+
+
+def test_a_head_that_stages_cannot_share_is_told():
+    words = (*STAGED, "model.vocab_size=265")
+    with pytest.raises(ConfigError, match="they cannot share the head: its vocabulary of 265 is not a multiple of 2"):
+        plan_of(*words, "pipeline.head=stages")
+    head = head_of(*words)
+    assert (head.place, "not a multiple of" in head.reason) == ("last", True)
+
+
+def test_auto_shares_a_head_where_that_takes_less_time():
+    """A head of many entries makes all stages wait for the last one; one of few costs less than what stages send."""
+    words = (
+        "target=v5e-4",
+        "precision=bfloat16",
+        "mesh.fsdp=2",
+        "model.embed_dim=1024",
+        "sequence_length=1024",
+        "pipeline=1f1b",
+    )
+    few, many = (head_of(*STAGED, *words, f"model.vocab_size={size}") for size in (256, 131_072))
+    assert (few.place, many.place) == ("last", "stages")
+    assert "if stages share it" in many.reason
+
+
+def test_where_times_are_not_known_auto_leaves_the_head_on_the_last_stage():
+    head = head_of(*STAGED)
+    assert (head.place, head.reason) == ("last", "how long stages would take to share it is not known")
+
+
+def head_of(*words):
+    pipeline = plan_of(*words, "pipeline.head=auto").pipeline
+    assert pipeline is not None
+    return pipeline.head

@@ -252,3 +252,18 @@ def own(steps) -> float:
         elif isinstance(each, Loop) and each.num_trips == 2:
             total += 2 * own(each.body)
     return total
+
+
+@pytest.mark.parametrize(("head", "alone", "shared"), [(0.5, 0.500, 0.167), (1.0, 0.750, 0.150)])
+def test_a_head_makes_all_stages_wait_unless_they_share_it(head, alone, shared):
+    """Of four stages with 16 microbatches, and a head of so many times the work of a stage's layers: 16 ticks with it,
+    and three without. Over the mean work of a stage."""
+    table, work = build_table("1f1b", 4, 1, 16, TickForm.MULTI), 16 * 3 * (1 + head / 4)
+    seconds = {PipelineOp.FORWARD: 1.0, PipelineOp.BACKWARD: 2.0, PipelineOp.RECOMPUTE: 0.0}
+
+    ends = {(PipelineOp.FORWARD, 3): 3 * head}
+    on_last = time_table(table, lambda op, stage, chunk: seconds[op] + ends.get((op, stage), 0.0))
+    assert on_last.seconds / work - 1 == pytest.approx(alone, abs=1e-3)
+    over_stages = time_table(table, lambda op, stage, chunk: seconds[op], head_seconds=3 * head / 4)
+    assert over_stages.seconds / work - 1 == pytest.approx(shared, abs=1e-3)
+    assert over_stages.work == pytest.approx([work] * 4)

@@ -54,6 +54,21 @@ def test_gradients_of_a_pipeline_are_those_of_one_device(
     check_gradients(table, others, tokens[0], monkeypatch)
 
 
+SHARED = "pipeline.head=stages"
+# Of which all stages share the head.
+SHARED_CASES = [
+    ("1f1b", MULTI, 2, 1, 4, (*FSDP, SHARED)),
+    ("interleaved_1f1b", MULTI, 2, 2, 4, (SHARED, "sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.tensor=2")),
+    ("zb_v", UNIT, 4, 2, 8, (*FSDP, SHARED, "model.embeddings=tied")),
+]
+
+
+@pytest.mark.parametrize(("schedule", "form", "stages", "chunks", "microbatches", "others"), SHARED_CASES)
+def test_stages_may_share_the_head(schedule, form, stages, chunks, microbatches, others, tokens, monkeypatch):
+    table = build_table(schedule, stages, chunks, microbatches, form)
+    check_gradients(table, others, tokens[0], monkeypatch)
+
+
 @pytest.mark.parametrize(("schedule", "stages", "chunks", "microbatches"), [("1f1b", 2, 1, 4), ("zb_v", 4, 2, 8)])
 def test_layers_may_be_run_again_by_an_operation_of_their_own(
     schedule, stages, chunks, microbatches, tokens, monkeypatch
@@ -62,12 +77,12 @@ def test_layers_may_be_run_again_by_an_operation_of_their_own(
     check_gradients(table, FSDP, tokens[0], monkeypatch)
 
 
-def test_a_table_runs_forward_alone(tokens):
+@pytest.mark.parametrize("head", ["last", "stages"])
+def test_a_table_runs_forward_alone(head, tokens):
     """Log-probabilities of each sequence, and the targets that another token is likelier than."""
     one = plan_of("target=cpu-1", "sharding=ddp", "model.num_layers=4")
-    plan = plan_of(
-        "target=cpu-4", "mesh.stage=2", "pipeline=dualpipe_v", "num_microbatches=4", *FSDP, "model.num_layers=4"
-    )
+    pipeline = ("mesh.stage=2", "pipeline=dualpipe_v", f"pipeline.head={head}", "num_microbatches=4")
+    plan = plan_of("target=cpu-4", *pipeline, *FSDP, "model.num_layers=4")
     params = jax.tree.map(np.asarray, one.model.init(jax.random.key(0)))
     expected, ours = (run_on(each, train_step.build_scores, params, tokens[0]) for each in (one, plan))
     np.testing.assert_allclose(ours[0], expected[0], rtol=1e-5)

@@ -76,6 +76,7 @@ CHOICES = {
     "documents": list(DOCUMENTS),
     "dropout": ["no dropout", "dropout"],
     "gather": list(GATHER),
+    "head": ["last", "stages"],
 }
 COVER = {"; ".join(row.values()): row for row in cover_pairs(CHOICES)}
 NUM_MICROBATCHES = 8
@@ -128,7 +129,7 @@ def test_gradients_are_those_of_one_device(case, monkeypatch):
     devices = stages * int(np.prod([int(each.split("=")[1]) for each in mesh if each.startswith("mesh.")]))
     plan = plan_of(
         f"target=cpu-{devices}", f"mesh.stage={stages}", *mesh, *REMAT[row["remat"]], *model,
-        f"num_microbatches={NUM_MICROBATCHES}", *GATHER[row["gather"]],
+        f"num_microbatches={NUM_MICROBATCHES}", *GATHER[row["gather"]], f"pipeline.head={row['head']}",
     )  # fmt: skip
     layers = split_evenly(plan.model.stacks[0].num_layers, table.placement)
     loss, ours = loss_and_gradients(plan, in_order(params, layer_order(table.placement, layers)))
