@@ -1,9 +1,11 @@
-"""Llama 3 70B over four stages, compiled with each schedule: bubble, exposed communication, memory and time of a step.
+"""Pipelines of four stages, compiled with each schedule: bubble, exposed communication, memory and time of a step.
 
     pip install -e '.[tpu]' && pip install 'jax[cuda13]' && python bench/pipelines_compiled.py [--rows TEXT] [--show]
 
-All 80 layers, 8,192 tokens, on 128 chips of v5p, on 256 H100, and on four slices of v5p with a stage on each, whose
-activations go over the data-center network. Each row takes some minutes (compiled_rows.py).
+Llama 3 70B with all 80 layers, 8,192 tokens, on 128 chips of v5p, on 256 H100, and on four slices of v5p with a stage
+on each, whose activations go over the data-center network; and a cut of Llama 3 405B as it ran on 8,192 H100: its
+layers, eight on a stage, but 4 stages instead of 16 and 2 replicas instead of 64. Each row takes some minutes
+(compiled_rows.py).
 """
 
 import sys
@@ -21,6 +23,10 @@ PLACES: dict[str, Overrides] = {
     "h100": ("target=h100-256", "mesh.fsdp=8", "mesh.tensor=8"),
     "over DCN": ("target=v5p-64", "target.num_slices=4", "mesh.fsdp=8", "mesh.tensor=4"),
 }
+CUT: Overrides = (
+    "model=llama3_405b", "model.num_layers=32", *MODEL[1:], "target=h100-64", "mesh.fsdp=2", "mesh.tensor=8",
+    "num_microbatches=16", "global_batch_size=32",
+)  # fmt: skip
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_v", "gpipe", "zb_h1", "dualpipe_v")
 MICROBATCHES = (16,)
 ROWS: dict[str, Overrides] = {
@@ -30,6 +36,9 @@ ROWS: dict[str, Overrides] = {
     for number in MICROBATCHES
     for schedule in SCHEDULES
     for place, overrides in PLACES.items()
+} | {
+    "h100, cut of 405B, 1f1b, 16": (*CUT, "pipeline=1f1b"),
+    "h100, cut of 405B, interleaved_1f1b of 8 chunks, 16": (*CUT, "pipeline=interleaved_1f1b", "pipeline.num_chunks=8"),
 }  # fmt: skip
 
 
