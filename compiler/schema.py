@@ -18,7 +18,7 @@ from meshloom.models.config import Record
 from .core.collectives import CollectiveKind, ComputeKind, LinkKind
 from .spec.overlap_spec import OverlapConfig
 
-SCHEMA_VERSION = 14  # of report.json and plan.json
+SCHEMA_VERSION = 15  # of report.json and plan.json
 
 
 class TargetReport(Record):
@@ -140,6 +140,33 @@ class StepReport(Record):
     bounded_seconds: NonNegativeFloat  # the sum by which these estimates are longer than their prices
 
 
+class StageBufferReport(Record):
+    """A buffer that each stage of a pipeline has. Stages run one program, so each allocates as many slots as the one
+    that uses most.
+
+    name: x, gradient, saved, kept or cut. what: what it holds. num_slots: those that each stage allocates. slot_bytes:
+    of one, by the traced step. in_use_by_stage: the most slots that each stage uses at once.
+    """
+
+    name: str
+    what: str
+    num_slots: PositiveInt
+    slot_bytes: NonNegativeInt
+    in_use_by_stage: tuple[NonNegativeInt, ...]
+
+
+class PipelineReport(Record):
+    """The stages of a pipeline. bytes_in_use_by_stage: of all buffers, each at its own peak."""
+
+    schedule: str
+    num_stages: PositiveInt
+    num_microbatches: PositiveInt
+    in_flight_by_stage: tuple[NonNegativeInt, ...]  # microbatches of chunks that wait for a backward pass, at most
+    buffers: tuple[StageBufferReport, ...]
+    bytes_allocated: NonNegativeInt  # of all buffers, on each stage
+    bytes_in_use_by_stage: tuple[NonNegativeInt, ...]
+
+
 class RooflinePart(Record):
     """A part of the step with the bound of each resource: FLOPs over peak, bytes over bandwidth."""
 
@@ -229,12 +256,13 @@ class Event(Record):
 
 
 class Report(Record):
-    schema_version: Literal[14]
+    schema_version: Literal[15]
     target: TargetReport
     program: ProgramReport
     memory: MemoryReport
     collectives: tuple[CollectiveReport, ...]
     step: StepReport
+    pipeline: PipelineReport | None  # None: the mesh has no stages, or nobody declared the program
     roofline: tuple[RooflinePart, ...]
     findings: tuple[Finding, ...]
     search: SearchReport | None  # None: nothing was searched

@@ -6,6 +6,7 @@ from ..core.format import human_bytes
 from ..estimate.estimate import HOST_UNKNOWN
 from ..estimate.liveness import MemoryClass
 from ..estimate.roofline import least_step_seconds, roofline_seconds
+from ..estimate.stage_buffers import WHAT, bytes_in_use
 from ..plan import Plan
 from ..schema import (
     SCHEMA_VERSION,
@@ -14,9 +15,11 @@ from ..schema import (
     Finding,
     MemoryChange,
     MemoryReport,
+    PipelineReport,
     ProgramReport,
     Report,
     SearchReport,
+    StageBufferReport,
     TargetReport,
 )
 from ..target.placement import Placement
@@ -66,6 +69,7 @@ def build_report(
         memory=memory,
         collectives=analysis.collectives,
         step=analysis.step.model_copy(update={"roofline_seconds": roofline, "bound_seconds": bound}),
+        pipeline=_pipeline(step),
         roofline=estimate.roofline,
         findings=findings,
         search=search,
@@ -73,6 +77,32 @@ def build_report(
         build=_build(step),
         overrides=overrides,
         unknown=unknown | analysis.unknown,
+    )
+
+
+def _pipeline(step: CompiledStep) -> PipelineReport | None:
+    """Returns the stages of a pipeline, with their buffers by the traced step."""
+    plan, buffers = step.plan.pipeline, step.estimate.stage_buffers
+    if plan is None:
+        return None
+    per_chip = used_devices_per_chip(step.plan.target)
+    return PipelineReport(
+        schedule=plan.table.name,
+        num_stages=plan.num_stages,
+        num_microbatches=plan.table.num_microbatches,
+        in_flight_by_stage=plan.in_flight,
+        buffers=tuple(
+            StageBufferReport(
+                name=each.name,
+                what=WHAT[each.name],
+                num_slots=each.num_slots,
+                slot_bytes=each.slot_bytes * per_chip,
+                in_use_by_stage=each.in_use,
+            )
+            for each in buffers
+        ),
+        bytes_allocated=sum(each.allocated_bytes for each in buffers) * per_chip,
+        bytes_in_use_by_stage=tuple(each * per_chip for each in bytes_in_use(buffers)),
     )
 
 

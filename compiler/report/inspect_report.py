@@ -36,6 +36,7 @@ def report_inspected(program: InspectedProgram) -> Report:
         memory=memory,
         collectives=program.analysis.collectives,
         step=program.analysis.step,
+        pipeline=None,
         roofline=(),
         findings=(*program.findings, *_memory_notes(program)),
         search=None,

@@ -252,7 +252,8 @@ def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float]
     part = partial(_part, peak, bandwidth)
     link_seconds = sum(c.alone_seconds or 0 for c in collectives)
     return Report(
-        schema_version=14,
+        schema_version=15,
+        pipeline=None,
         target=target,
         program=ProgramReport(
             model="llama2_7b", num_parameters=6_738_415_616, num_active_parameters=6_738_415_616,

@@ -178,7 +178,7 @@ def why_unknown(report: Report, path: str) -> str:
 def unknown_values(report: Report) -> Iterator[tuple[str, str]]:
     """Yields (path, reason) of each None that means unknown, in the order of the report."""
     needless = {"build.plugin"} | (set() if report.memory.host_bytes_per_chip else {"memory.host_limit_bytes_per_chip"})
-    for path in _nones(report.model_dump(exclude={"unknown", "search"}), ""):
+    for path in _nones(report.model_dump(exclude={"unknown", "search", "pipeline"}), ""):
         if path not in needless and not path.endswith(".bound"):  # a bound follows from other unknown values
             yield path, why_unknown(report, path)
 

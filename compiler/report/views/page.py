@@ -32,6 +32,7 @@ from ...estimate.roofline import least_step_seconds, roofline_seconds
 from ...plan import Plan
 from ...schema import CollectiveReport, Event, Report, by_exposed, or_infinity
 from ...sharding.rules import ArrayPlan
+from ...xla.schedule.stage_clocks import SHOWN_STAGES, middle
 from . import charts
 from .facts import lines_of_rest, sums, unknown_values, verdict, why_exposed, why_unknown
 from .mesh_picture import mesh_picture
@@ -55,7 +56,8 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan | None = Non
 
     environment = template_environment()
     script, style = (template_source(environment, name) for name in ("page.js", "page.css"))
-    pipeline = _pipeline(plan, has_style=False) if plan else None
+    num_stages = report.pipeline.num_stages if report.pipeline else 0
+    pipeline, unseen = _pipeline(plan, has_style=False) if plan else None, middle(num_stages, SHOWN_STAGES)
     if pipeline:
         style += PIPELINE_STYLE
     return environment.get_template("report.html.jinja").render(
@@ -70,6 +72,8 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan | None = Non
         pipeline=pipeline,
         timeline=compact_timeline(*by_stage(events)),
         stages=_stages(events),
+        left_out=unseen,
+        shown_stages=[stage for stage in range(num_stages) if stage not in unseen],
         collectives=collective_groups(report),
         roofline=charts.roofline_plot(report),
         search=_search(report),

@@ -1,6 +1,7 @@
 """Buffers of a pipeline's stages: bytes of their slots by the shapes of the model, slots in use by hand."""
 
 import io
+import re
 
 import pytest
 
@@ -9,6 +10,9 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.stage_buffers import StageBuffer, bytes_in_use
 from meshloom.compiler.report.explain import explain
+from meshloom.compiler.report.views.page import render_page
+from meshloom.compiler.schema import PipelineReport, StageBufferReport
+from support import reports
 
 STAGES, LAYERS, SEQUENCES, LENGTH, WIDTH = 2, 2, 4, 128, 32
 X = SEQUENCES * LENGTH * WIDTH * 4  # bytes of the input of a layer
@@ -36,6 +40,24 @@ def test_slots_hold_inputs_of_chunks_and_of_layers(schedule, in_use, gradients):
     }
     used = tuple((1 + LAYERS) * X * slots + X * of_results for slots, of_results in zip(in_use, gradients, strict=True))
     assert bytes_in_use(tuple(found.values())) == used
+
+
+def test_the_report_and_its_page_show_buffers_by_stage():
+    """Of twelve stages the page has the first and the last four."""
+    buffers = tuple(
+        StageBufferReport(name=name, what="of " + name, num_slots=12, slot_bytes=2**20, in_use_by_stage=tuple(
+            range(12, 0, -1))) for name in ("x", "saved"))  # fmt: skip
+    pipeline = PipelineReport(
+        schedule="1f1b", num_stages=12, num_microbatches=24, in_flight_by_stage=tuple(range(12, 0, -1)),
+        buffers=buffers, bytes_allocated=24 * 2**20, bytes_in_use_by_stage=tuple(2**21 * n for n in range(12, 0, -1)),
+    )  # fmt: skip
+    plan, _, _ = buffers_of("pipeline=1f1b", "pipeline.ticks=multi")
+    report, events = reports.fits()
+    page = render_page(report.model_copy(update={"pipeline": pipeline}), events, plan)
+    assert re.findall(r"stage (\d+) uses", page) == ["0", "1", "2", "3", "8", "9", "10", "11"]
+    assert "Stages 4 to 7 are left out" in page
+    assert '<td class="num"><b>24.0 MiB</b></td><td class="num"><b>24.0 MiB</b></td>' in page
+    assert page.count("of saved</td>") == 1
 
 
 def test_what_waits_for_gradients_of_weights_is_a_buffer_that_later_stages_use_more():

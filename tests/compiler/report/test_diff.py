@@ -300,7 +300,7 @@ def _edited(text: str, **values: Any) -> str:
 DAMAGE = {
     ("report.json", "cut off"): (lambda t: t[:500], "report.json: is damaged: it is not valid JSON, line"),
     ("report.json", "empty"): (lambda t: "", "report.json: is damaged: it is not valid JSON, line 1"),
-    ("report.json", "another version"): (lambda t: _edited(t, schema_version=15), "schema_version is 15, and this version of meshloom reads 14"),  # noqa: E501
+    ("report.json", "another version"): (lambda t: _edited(t, schema_version=16), "schema_version is 16, and this version of meshloom reads 15"),  # noqa: E501
     ("report.json", "no version"): (lambda t: "[]", "is damaged: it has no schema_version"),
     ("report.json", "a key less"): (lambda t: _edited(t, step={}), "is damaged: step.compute_seconds: field required, and"),  # noqa: E501
     ("plan.json", "cut off"): (lambda t: t[:500], "plan.json: is damaged: it is not valid JSON, line"),
