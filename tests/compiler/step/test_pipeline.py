@@ -55,11 +55,16 @@ def test_gradients_of_a_pipeline_are_those_of_one_device(
 
 
 SHARED = "pipeline.head=stages"
+# A part of the vocabulary is several parts of it, one of each shard that is gathered.
+BY_ROWS = (
+    "sharding.parameters=[{logical: [vocab, mlp], mesh: [fsdp]},"
+    " {logical: [embed, heads, kv_heads, layers, head_dim], mesh: []}]"
+)
 # Of which all stages share the head.
 SHARED_CASES = [
     ("1f1b", MULTI, 2, 1, 4, (*FSDP, SHARED)),
     ("interleaved_1f1b", MULTI, 2, 2, 4, (SHARED, "sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.tensor=2")),
-    ("zb_v", UNIT, 4, 2, 8, (*FSDP, SHARED, "model.embeddings=tied")),
+    ("zb_v", UNIT, 4, 2, 8, (*FSDP, SHARED, "model.embeddings=tied", BY_ROWS)),
 ]
 
 
