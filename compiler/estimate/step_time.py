@@ -31,8 +31,8 @@ from .regions import Region
 
 Seconds = TypeVar("Seconds", float, Numbers)
 
-# Of tensor parallelism's collectives, the share that is waited for where they run beside matmuls: in rings, or in two
-# parts of the batch. 0.23 and 0.25 in the compiled rows of docs/results/overlap.md over tensor=4 with overlap=auto.
+# Of tensor parallelism's collectives, the share that is waited for where they run beside matmuls: in rings, in two
+# parts of the batch, or in two passes that do not wait for each other. 0.23 and 0.25 in the compiled rows of docs/results/overlap.md over tensor=4 with overlap=auto.
 EXPOSED_BESIDE_MATMULS = 0.24
 
 
@@ -54,13 +54,15 @@ class Hiding:
 
     weights: the kinds of collectives of weights that it overlaps. is_doubled: a gradient that is not reduced beside
     compute is all-reduced, which takes twice the time of a reduce-scatter. activations_exposed: the exposed share of
-    activations' collectives, for all declarations or for each. of_operations: the exposed time of the collectives of
+    activations' collectives, for all declarations or for each. exposed_beside_pass: the same beside a pass of another
+    microbatch. of_operations: the exposed time of the collectives of
     operations that state it themselves, by source.
     """
 
     weights: frozenset[CollectiveKind]
     activations_exposed: float | Numbers
     is_doubled: bool
+    exposed_beside_pass: float = 1.0
     of_operations: Mapping[str, Exposed] = field(default_factory=dict[str, Exposed])
 
 
@@ -205,7 +207,9 @@ def _exposed(
             waited[one.axes] = waited.get(one.axes, 0.0) + own.share * seconds
         elif not one.is_weight:
             ring = 0.5 if one.kind == "collective-permute" else 1.0  # a ring sends one way around, a collective both
-            waited[one.axes] = waited.get(one.axes, 0.0) + hiding.activations_exposed * ring * seconds
+            other = hiding.exposed_beside_pass if one.beside_pass else 1.0
+            share = np.minimum(hiding.activations_exposed, other)
+            waited[one.axes] = waited.get(one.axes, 0.0) + share * ring * seconds
         elif one.kind in hiding.weights:
             beside[one.axes] = beside.get(one.axes, 0.0) + seconds
         else:
@@ -248,10 +252,11 @@ def plan_hiding(plan: Plan) -> Hiding:
     target, assumed = plan.target, assume_overlap(plan)
     weights = hidden_kinds(assumed.flag_presets, "weights", target)
     is_ring = runs_beside_compute(plan.ops, ((each.op.kind, each.chosen.name) for each in plan.operations))
-    can_hide = (is_ring or assumed.layers.batch_split > 1) and why_permutes_wait(target) is None
+    beside_matmuls = EXPOSED_BESIDE_MATMULS if why_permutes_wait(target) is None else 1.0
     return Hiding(
         weights=weights,
-        activations_exposed=EXPOSED_BESIDE_MATMULS if can_hide else 1.0,
+        activations_exposed=beside_matmuls if is_ring or assumed.layers.batch_split > 1 else 1.0,
+        exposed_beside_pass=beside_matmuls,
         is_doubled=target.platform == "tpu" and "reduce-scatter" not in weights,
         of_operations=exposed_by_source(plan.operations, target),
     )
