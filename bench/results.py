@@ -23,6 +23,7 @@ import overlap
 import peer
 import pipelines
 import pipelines_compiled
+import pipelines_memory
 import published
 import published_pipelines
 import tune
@@ -58,6 +59,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "pipeline-permutes": pipelines.permutes,
     "pipeline-buffers": pipelines.buffers,
     "pipelines-compiled": lambda: pipelines_compiled.table(read_kept(pipelines_compiled.KEPT)),
+    "pipelines-memory": lambda: pipelines_memory.table(read_kept(pipelines_memory.KEPT)),
     "fused": lambda: fused.table(read_kept(fused.KEPT)),
     "faults": lambda: faults.tables(list(faults.read_kept(faults.KEPT).values())),
 }
