@@ -26,7 +26,7 @@ from .estimate.estimate import estimate_declared
 from .jaxpr.flops import count_model_flops
 from .parallel.choose import plan_operations
 from .parallel.operation import OpInputs, OpPlan, ParallelOp, per_token_operation
-from .parallel.pipeline_plan import PipelinePlan, plan_pipeline, read_tables
+from .parallel.pipeline_plan import PipelinePlan, layers_stay, plan_pipeline, read_tables
 from .parallel.registry import OPERATIONS
 from .parallel.remat import check_remat
 from .parallel.shared_head import share_head
@@ -122,7 +122,7 @@ def plan_layout(
     )
     roles = plan_roles(spec.sharding, mesh.sizes)
     sharding, tables, preset_options, *_ = all_of(
-        lambda: _plan_sharding(spec, arrays, mesh, roles, target),
+        lambda: _plan_sharding(spec, arrays, mesh, roles, target, layers_stay=layers_stay(spec, mesh, model)),
         lambda: read_tables(spec, mesh, model),
         lambda: {
             **options_around_faults(spec, target),
@@ -145,11 +145,11 @@ def plan_layout(
 
 
 def _plan_sharding(
-    spec: PlanSpec, arrays: Arrays, mesh: MeshPlan, roles: AxisRoles, target: TargetPlan
+    spec: PlanSpec, arrays: Arrays, mesh: MeshPlan, roles: AxisRoles, target: TargetPlan, *, layers_stay: bool
 ) -> ShardingPlan:
     """Returns the layouts; of a length that cannot be cut one error, and not one for each array that has it."""
     check_token_order(spec, mesh, roles, target)
-    return plan_sharding(spec.sharding, arrays, mesh, roles, target.compiler)
+    return plan_sharding(spec.sharding, arrays, mesh, roles, target.compiler, layers_stay=layers_stay)
 
 
 def compile_plan(

@@ -105,7 +105,7 @@ def _stages(plan: Plan, num_devices: int) -> StagedDevices | None:
     those that the program names."""
     if plan.pipeline is None:
         return None
-    table = plan.pipeline.table
+    table, layers = plan.pipeline.table, plan.pipeline.layers
     rows = [
         [
             [(slot.op.value, table.placement.virtual(stage, slot.chunk)) for slot in slots]
@@ -113,7 +113,8 @@ def _stages(plan: Plan, num_devices: int) -> StagedDevices | None:
         ]
         for row in table.rows
     ]
-    return StagedDevices(rows, table.placement.num_virtual, stages_of(plan.mesh.sizes), num_devices)
+    kinds = [layers.kind(virtual) for virtual in range(table.placement.num_virtual)]
+    return StagedDevices(rows, kinds, stages_of(plan.mesh.sizes), num_devices)
 
 
 def find_findings(step: CompiledStep, *, is_searched: bool) -> tuple[Finding, ...]:

@@ -4,14 +4,13 @@ mesh.stage=4 pipeline=1f1b num_microbatches=8  ->  PipelinePlan(table of 4 stage
 mesh.stage=1                                   ->  None
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from meshloom.models import Model
-from meshloom.models.config import divisors
 
 from ..core.errors import ConfigError, Problem, raise_if_any
 from ..core.format import be, counted, human_seconds, human_share
@@ -19,10 +18,10 @@ from ..core.partition_spec import STAGE
 from ..core.user_code import blamed_on_user
 from ..core.user_imports import is_class_path, load_class
 from ..pipeline.invariants import max_in_flight_of
-from ..pipeline.layer_order import split_evenly
 from ..pipeline.makespan import ChosenTable, TableTime, choose_table
 from ..pipeline.own_schedule import OwnSchedule, own_tables
 from ..pipeline.schedules import SCHEDULES, build_table
+from ..pipeline.stage_layers import StageLayers, layers_of, split_evenly
 from ..pipeline.table import PipelineTable, StagePlacement, microbatches
 from ..pipeline.table_file import read_table
 from ..pipeline.ticks import TickForm
@@ -32,7 +31,7 @@ from ..spec.plan_spec import PlanSpec
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
 from .shared_head import why_not_shared
-from .stage_times import plan_stage_times, recomputes_layers
+from .stage_times import StageTimes, plan_stage_times, recomputes_layers
 
 WITHOUT_STAGES = "1f1b"  # the schedule of conf/config.yaml, which nobody chose where there are no stages
 KEY, TABLE = f"mesh.{STAGE}", "pipeline.table"
@@ -59,12 +58,11 @@ class HeadChoice:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """A pipeline. layers_per_virtual: the number of layers of each virtual stage. time: of the table, by the arithmetic
-    of its layers and head and the permutes between stages. reason: why it runs by this table. head: which stages run
-    the head, and why."""
+    """A pipeline. layers: of each virtual stage. time: of the table, by the arithmetic of its layers and head and the
+    permutes between stages. reason: why it runs by this table. head: which stages run the head, and why."""
 
     table: PipelineTable
-    layers_per_virtual: tuple[int, ...]
+    layers: StageLayers
     time: TableTime
     reason: str
     head: "HeadChoice"
@@ -119,31 +117,45 @@ def plan_pipeline(
     `read_tables`."""
     if not tables:
         return None
-    (stack,) = model.stacks
-    placement = next(iter(tables.values())).placement
-    layers = split_evenly(stack.num_layers, placement)
     times = plan_stage_times(spec, mesh, model, sharding, target)
     refusal = why_not_shared(spec, mesh, model, sharding) if spec.pipeline.head != LAST else None
     if refusal and spec.pipeline.head == STAGES:
         what = f"is stages, and they cannot share the head: {refusal}"
         raise ConfigError([Problem("pipeline.head", what, "set pipeline.head=last, or auto")])
-    by_place: dict[HeadPlace, ChosenTable] = {
-        LAST: choose_table(tables, times.op_seconds, times.permute),
-        STAGES: choose_table(
-            tables,
-            partial(times.op_seconds, shares_head=True),
-            times.permute,
-            head_seconds=times.head_seconds(mesh.sizes[STAGE]),
-        ),
+    splits = list(_splits(spec, model, next(iter(tables.values())).placement))
+    by_place: dict[HeadPlace, tuple[ChosenTable, StageLayers]] = {
+        LAST: _choose_split(splits, tables, times),
+        STAGES: _choose_split(splits, tables, times, head_seconds=times.head_seconds(mesh.sizes[STAGE])),
     }
     head = _choose_head(spec.pipeline.head, refusal, by_place if times.head_sent is not None else None)
-    chosen = by_place[head.place]
+    chosen, layers = by_place[head.place]
     others = f", the shortest of {', '.join(tables)}" if len(tables) > 1 else ""
-    return PipelinePlan(chosen.table, layers, chosen.time, f"{chosen.label}{others}", head)
+    return PipelinePlan(chosen.table, layers, chosen.time, f"{chosen.label}{others}{_uneven(layers)}", head)
+
+
+def _choose_split(
+    splits: Sequence[StageLayers], tables: TablesByLabel, times: StageTimes, head_seconds: float | None = None
+) -> tuple[ChosenTable, StageLayers]:
+    """Returns the table that takes the least time, with its layers. head_seconds: of a head that stages share."""
+    found = [
+        (
+            choose_table(
+                tables,
+                partial(times.op_seconds, layers, shares_head=head_seconds is not None),
+                times.permute,
+                head_seconds=head_seconds or 0.0,
+            ),
+            layers,
+        )
+        for layers in splits
+    ]
+    return min(found, key=lambda each: each[0].time.seconds)
 
 
 def _choose_head(
-    declared: HeadPlace | Literal["auto"], refusal: str | None, tables: Mapping[HeadPlace, ChosenTable] | None
+    declared: HeadPlace | Literal["auto"],
+    refusal: str | None,
+    tables: Mapping[HeadPlace, tuple[ChosenTable, StageLayers]] | None,
 ) -> HeadChoice:
     """Returns the stages that run the head. refusal: why stages cannot share it. tables: the best one, by place; None
     if the times are not known."""
@@ -153,9 +165,43 @@ def _choose_head(
         return HeadChoice(LAST, f"stages cannot share it: {refusal}")
     if tables is None:
         return HeadChoice(LAST, "how long stages would take to share it is not known")
-    shared, on_last = (tables[place].time.seconds for place in (STAGES, LAST))
+    shared, on_last = (tables[place][0].time.seconds for place in (STAGES, LAST))
     figures = f"{human_seconds(shared)} of ticks if stages share it, {human_seconds(on_last)} on the last one"
     return HeadChoice(STAGES if shared < on_last else LAST, figures)
+
+
+def layers_stay(spec: PlanSpec, mesh: MeshPlan, model: Model) -> bool:
+    """Returns True if the state can hold the layers of each stage on that stage: all virtual stages have as many. Else
+    it splits another dimension of their weights over the stages. Of a table that is wrong, `read_tables` tells."""
+    (stack, *others), num_chunks = model.stacks, spec.pipeline.num_chunks
+    if others or spec.pipeline.layers != "even":
+        return False
+    if spec.pipeline.table and mesh.sizes[STAGE] > 1:
+        try:
+            num_chunks = next(iter(_own(spec, mesh).values())).placement.num_chunks
+        except ConfigError:
+            return True
+    return stack.num_layers % (mesh.sizes[STAGE] * num_chunks) == 0
+
+
+def _splits(spec: PlanSpec, model: Model, placement: StagePlacement) -> Iterator[StageLayers]:
+    """Yields the layers of virtual stages to choose from: the declared ones; or fewer and fewer on the last one."""
+    sizes, declared = {stack.name: stack.num_layers for stack in model.stacks}, spec.pipeline.layers
+    num_layers = sum(sizes.values())
+    if isinstance(declared, tuple):
+        yield layers_of(sizes, placement, declared)
+        return
+    most = num_layers // placement.num_virtual if declared == "balanced" else 1
+    for fewer in range(most):
+        yield layers_of(sizes, placement, split_evenly(num_layers, placement, fewer))
+
+
+def _uneven(layers: StageLayers) -> str:
+    """Returns how many layers stages have, if not all have as many."""
+    if len(set(layers.totals)) == 1:
+        return ""
+    least, most, last = min(layers.totals), max(layers.totals), layers.totals[-1]
+    return f"; {least} to {counted(most, 'layer')} in each part of the model, {last} in the last"
 
 
 def warnings_of_pipeline(pipeline: PipelineSpec, mesh: MeshPlan) -> Iterator[Problem]:
@@ -215,38 +261,23 @@ def _of_class(path: str, spec: PlanSpec, mesh: MeshPlan, form: TickForm | None) 
 
 def _problems_of_model(spec: PlanSpec, mesh: MeshPlan, model: Model, num_chunks: int) -> Iterator[Problem]:
     """Yields why the layers of a model cannot be split over stages."""
-    if len(model.stacks) > 1:
-        named = " and ".join(stack.name for stack in model.stacks)
-        what = f"a pipeline runs one stack of equal layers, and the model has {named}"
-        yield Problem(KEY, what, f"set {KEY}=1, and use fsdp, tensor or expert instead")
-        return
-    num_layers = sum(stack.num_layers for stack in model.stacks)
-    num_stages = mesh.sizes[STAGE]
-    if num_layers % (num_stages * num_chunks) == 0:
-        return
-    has, parts = counted(num_layers, "layer"), counted(num_stages, "stage")
-    parts += f" of {counted(num_chunks, 'chunk')} each" if num_chunks > 1 else ""
-    what = f"{has} cannot be split evenly over {parts}"
-    if num_layers < num_stages * num_chunks:
-        what = f"{parts} {be(num_stages)} more than the {has} of the model"
-    yield Problem(KEY, what, _fitting(spec, mesh, num_layers, num_chunks))
+    num_layers, num_stages = sum(stack.num_layers for stack in model.stacks), mesh.sizes[STAGE]
+    num_parts, declared = num_stages * num_chunks, spec.pipeline.layers
+    if num_layers < num_parts:
+        parts = counted(num_stages, "stage") + (f" of {counted(num_chunks, 'chunk')} each" if num_chunks > 1 else "")
+        what = f"{parts} {be(num_stages)} more than the {counted(num_layers, 'layer')} of the model"
+        yield Problem(KEY, what, _fitting(mesh, num_layers, num_chunks))
+    elif isinstance(declared, tuple) and (len(declared) != num_parts or sum(declared) != num_layers):
+        has = f"{counted(sum(declared), 'layer')} in {counted(len(declared), 'part')}"
+        what = f"has {has}, and {counted(num_layers, 'layer')} run in {counted(num_parts, 'part')}"
+        fix = f"give a number for each stage{' and chunk' if num_chunks > 1 else ''}, in the order of the model"
+        yield Problem("pipeline.layers", what, f"{fix}, or even")
 
 
-def _fitting(spec: PlanSpec, mesh: MeshPlan, num_layers: int, num_chunks: int) -> str:
-    """Returns the fix for layers that do not divide: chunks of the same stages, if their number is open, or other
-    stages."""
-    num_stages, is_open = mesh.sizes[STAGE], spec.pipeline.table is None
-    if is_open and SCHEDULES[spec.pipeline.schedule].num_chunks is None and num_layers % num_stages == 0:
-        chunks = [size for size in divisors(num_layers // num_stages) if size > 1]
-        if chunks:
-            return f"use pipeline.num_chunks={min(chunks, key=lambda size: abs(size - num_chunks))}"
-    fits = [
-        size
-        for size in range(2, num_layers + 1)
-        if num_layers % (size * num_chunks) == 0 and mesh.num_devices % size == 0
-    ]
-    nearest = max((size for size in fits if size <= num_stages), default=min(fits, default=1))
-    return f"use {KEY}={nearest}, which divides {counted(num_layers, 'layer')}" if nearest > 1 else f"use {KEY}=1"
+def _fitting(mesh: MeshPlan, num_layers: int, num_chunks: int) -> str:
+    """Returns the fix for more parts than layers: fewer stages."""
+    fits = (size for size in range(num_layers // num_chunks, 1, -1) if mesh.num_devices % size == 0)
+    return f"use {KEY}={next(fits, 1)}"
 
 
 def _problems_of_schedule(spec: PlanSpec, mesh: MeshPlan) -> Iterator[Problem]:

@@ -57,7 +57,7 @@ def plan_gather(pipeline: PipelinePlan | None, inputs: OpInputs, state_bytes: in
         return StageGather("step", "each device holds them whole", 0, 0)
     if limit is None:
         return StageGather("step", "the memory of the target is unknown", weights, gradients)
-    inputs_of_layers = max(pipeline.in_flight) * max(pipeline.layers_per_virtual) * x_bytes(sharding)
+    inputs_of_layers = max(pipeline.in_flight) * max(pipeline.layers.totals) * x_bytes(sharding)
     needed = state_bytes + whole + inputs_of_layers
     kinds = "whole weights and gradients" if gradients else "whole weights"
     told = f"with {human_bytes(whole)} of {kinds} a device needs {human_bytes(needed)} of {human_bytes(limit)}"

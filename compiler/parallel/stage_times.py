@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from meshloom.models import Model
+from meshloom.models import Model, Stack
 
 from ..core.kernels import share_of_head
 from ..core.partition_spec import STAGE
 from ..pipeline.makespan import OpSeconds
+from ..pipeline.stage_layers import StageLayers
 from ..pipeline.table import PipelineOp, PipelineTable
 from ..sharding.arrays import EXPERTS
 from ..sharding.batch import sequences_of_device
@@ -32,18 +33,41 @@ NOT_OF_LAYERS = ("embedded", "head_input", "logits", "gradient of ")  # activati
 
 
 @dataclass(frozen=True)
-class StageTimes:
-    """The seconds of one microbatch in all layers of the model, in its head, and of one permute. matmuls, attention,
-    head: of a forward pass. moved: to write what the layers make, or to read it. added: to add the gradients of all
-    weights to their sums. recomputed: the share of a forward pass that the backward pass runs again. head_sent: what
-    stages send each other where they share the head; None if not known."""
+class LayerTimes:
+    """The seconds of one microbatch in one layer of a stack. matmuls, attention: of a forward pass. moved: to write
+    what the layer makes, or to read it. added: to add the gradients of its weights to their sums. recomputed: the share
+    of a forward pass that the backward pass runs again."""
 
     matmuls: float
     attention: float
     moved: float
     added: float
-    head: float
     recomputed: float
+
+    def seconds(self, op: PipelineOp, *, is_recomputed_apart: bool) -> float:
+        """Returns the seconds of an operation. The matmuls of dx and of dw take as long as a forward pass each,
+        attention's gradients are all in B, which also reads what the layer made, and writes and reads the gradient of
+        each. What R leaves to B, and B to W, is copied into a buffer and out of it."""
+        of_input = self.matmuls + ATTENTION_BACKWARD * self.attention + 3 * self.moved
+        again = self.recomputed * (self.matmuls + self.attention)
+        if is_recomputed_apart:
+            again, of_input = again + COPY * self.moved, of_input + COPY * self.moved
+        return {
+            PipelineOp.FORWARD: self.matmuls + self.attention,
+            PipelineOp.RECOMPUTE: again,
+            PipelineOp.INPUT_GRADIENT: of_input + COPY * self.moved,
+            PipelineOp.WEIGHT_GRADIENT: self.matmuls + COPY * self.moved + self.added,
+            PipelineOp.BACKWARD: of_input + self.matmuls + self.added,
+        }[op]
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """The seconds of one microbatch in a layer of each stack, in the head, forward, and of one permute. head_sent: what
+    stages send each other where they share the head; None if not known."""
+
+    layers: tuple[LayerTimes, ...]
+    head: float
     permute: float
     head_sent: float | None
 
@@ -51,27 +75,21 @@ class StageTimes:
         """Returns the seconds of the head, forward and backward, where these stages share it."""
         return HEAD_PASSES * self.head / num_stages + (self.head_sent or 0.0)
 
-    def op_seconds(self, table: PipelineTable, *, shares_head: bool = False) -> OpSeconds:
-        """Returns the seconds of each operation of a table. The matmuls of dx and of dw take as long as a forward pass
-        each, attention's gradients are all in B, which also reads what the layers made, and writes and reads the
-        gradient of each. What R leaves to B, and B to W, is copied into a buffer and out of it. The head runs forward
-        and backward in F, unless stages share it."""
-        again = self.recomputed * (self.matmuls + self.attention)
-        of_input = self.matmuls + ATTENTION_BACKWARD * self.attention + 3 * self.moved
-        if PipelineOp.RECOMPUTE in table.ops:
-            again, of_input = again + COPY * self.moved, of_input + COPY * self.moved
-        seconds = {
-            PipelineOp.FORWARD: self.matmuls + self.attention,
-            PipelineOp.RECOMPUTE: again,
-            PipelineOp.INPUT_GRADIENT: of_input + COPY * self.moved,
-            PipelineOp.WEIGHT_GRADIENT: self.matmuls + COPY * self.moved + self.added,
-            PipelineOp.BACKWARD: of_input + self.matmuls + self.added,
+    def op_seconds(self, layers: StageLayers, table: PipelineTable, *, shares_head: bool = False) -> OpSeconds:
+        """Returns the seconds of each operation of a table, on stages with these layers. The head runs forward and
+        backward in F, unless stages share it."""
+        placement, apart = table.placement, PipelineOp.RECOMPUTE in table.ops
+        of_layer = {
+            op: [times.seconds(op, is_recomputed_apart=apart) for times in self.layers]
+            for op in (*table.ops, PipelineOp.RECOMPUTE)
         }
-        placement, head = table.placement, 0.0 if shares_head else HEAD_PASSES * self.head
+        head = 0.0 if shares_head else HEAD_PASSES * self.head
 
         def of_slot(op: PipelineOp, stage: int, chunk: int) -> float:
-            is_last = op == PipelineOp.FORWARD and placement.virtual(stage, chunk) == placement.num_virtual - 1
-            return seconds[op] / placement.num_virtual + (head if is_last else 0.0)
+            virtual = placement.virtual(stage, chunk)
+            is_last = op == PipelineOp.FORWARD and virtual == placement.num_virtual - 1
+            of_layers = sum(n * each for n, each in zip(layers.counts[virtual], of_layer[op], strict=True))
+            return of_layers + (head if is_last else 0.0)
 
         return of_slot
 
@@ -81,23 +99,34 @@ def plan_stage_times(
 ) -> StageTimes:
     """Returns the times by the products of tokens with parameters and with each other, and
     by the bytes of the layers' activations, at the rates that its programs reach."""
-    (stack,) = model.stacks
     speeds, roles = _speeds(target), sharding.roles
     tokens = sequences_of_device(spec, mesh, roles) * spec.sequence_length // mesh.num_shards(roles.length)
     shards = mesh.num_shards(roles.partitioner)
-    of_layers, in_head = (_num_multiplied(model, sharding, piece) / shards for piece in (stack.name, "head"))
+    num_multiplied = {
+        piece: _num_multiplied(model, sharding, piece) / shards
+        for piece in ("head", *(stack.name for stack in model.stacks))
+    }
     made = (plan for plan in sharding.activations if not plan.array.path.startswith(NOT_OF_LAYERS))
     flops, head_dim = _attention_flops(sharding, spec.sequence_length)
     permute = mesh.alone_seconds("collective-permute", x_bytes(sharding), (STAGE,)) if speeds.is_known else None
     of_head = [x_bytes(sharding)] * 2 + [4 * tokens] * 3  # y and its gradient; float32 sums of each token
     sent = [mesh.alone_seconds("all-reduce", size, (STAGE,)) if speeds.is_known else None for size in of_head]
+    itemsize = jnp.dtype(spec.precision.gradients).itemsize
+    moved = sum(plan.bytes_per_device for plan in made) / speeds.memory
+
+    def of_layer(stack: Stack) -> LayerTimes:
+        of_weights = num_multiplied[stack.name] / stack.num_layers
+        return LayerTimes(
+            matmuls=2 * tokens * of_weights / speeds.matmul,
+            attention=flops / speeds.attention(head_dim),
+            moved=moved,
+            added=3 * of_weights * itemsize / speeds.memory,  # two read, one written
+            recomputed=1.0 if recomputes_layers(spec.remat) else 0.0,
+        )
+
     return StageTimes(
-        matmuls=2 * tokens * of_layers / speeds.matmul,
-        attention=stack.num_layers * flops / speeds.attention(head_dim),
-        moved=stack.num_layers * sum(plan.bytes_per_device for plan in made) / speeds.memory,
-        added=3 * of_layers * jnp.dtype(spec.precision.gradients).itemsize / speeds.memory,  # two read, one written
-        head=2 * tokens * in_head / speeds.matmul,
-        recomputed=1.0 if recomputes_layers(spec.remat) else 0.0,
+        tuple(map(of_layer, model.stacks)),
+        head=2 * tokens * num_multiplied["head"] / speeds.matmul,
         permute=permute or 0.0,
         head_sent=None if None in sent else sum(each for each in sent if each is not None),
     )

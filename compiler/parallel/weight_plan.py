@@ -41,7 +41,8 @@ class WeightPlan:
     auto_spec, auto_stored_spec: the part of its layout that is over `partitioner`, the axes that XLA's partitioner
     splits, and is XLA's to keep: as a layer sees it, and with the dimension `layers`.
     tile_rows: the rows of the compiler's tiles (CompilerTraits).
-    shared_dim: the dimension of which each stage of a pipeline has a part, for its part of the head (shared_head.py).
+    over_stages: the dimension that the stages of a pipeline split, with the dimension `layers`; of a head that they
+    share its vocabulary (shared_head.py); None for none.
     """
 
     path: str
@@ -57,7 +58,7 @@ class WeightPlan:
     auto_stored_spec: PartitionSpec
     partitioner: Axes
     tile_rows: int
-    shared_dim: int | None = None
+    over_stages: int | None = None
 
     @property
     def is_reduced_once(self) -> bool:
@@ -169,7 +170,7 @@ def plan_weight(
         auto_stored_spec=PartitionSpec(*auto_spec),
         partitioner=roles.partitioner,
         tile_rows=tile_rows,
-        shared_dim=None if is_stacked else next((d for d, entry in enumerate(stored) if STAGE in axes_of(entry)), None),
+        over_stages=next((at for at, entry in enumerate(stored) if STAGE in axes_of(entry)), None),
     )
 
 

@@ -186,7 +186,7 @@ def all_gather_weight(working: Array, layout: WeightPlan) -> Array:
     if not layout.gathered:
         return working
     with layout.scope:
-        return _moved(lambda w: gather_dims(w, layout.gathered, layout.tile_rows), layout.auto_spec)(working)
+        return on_shards(lambda w: gather_dims(w, layout.gathered, layout.tile_rows), layout.auto_spec)(working)
 
 
 def reduce_weight_gradient(gradient: Array, before: Array | None, layout: WeightPlan, reduction: Reduction) -> Array:
@@ -241,7 +241,7 @@ def assemble(updated: Array, layout: WeightPlan) -> Array:
     """Returns an updated parameter, from the layout of the update to the one that it is stored in."""
     parts = layout.split_late + layout.split_early  # the last split is undone first
     with layout.scope:
-        return _moved(lambda x: gather_dims(x, parts, layout.tile_rows), layout.auto_stored_spec)(updated)
+        return on_shards(lambda x: gather_dims(x, parts, layout.tile_rows), layout.auto_stored_spec)(updated)
 
 
 def is_assembled(layout: WeightPlan) -> bool:
@@ -283,7 +283,7 @@ def _unpadded(collective: Callable[[Array, int], Array], x: Array, dimension: in
     return jnp.moveaxis(moved.reshape(len(moved), -1), 0, dimension)
 
 
-def _moved(collective: Callable[[Array], Array], auto_spec: PartitionSpec) -> Callable[[Array], Array]:
+def on_shards(collective: Callable[[Array], Array], auto_spec: PartitionSpec) -> Callable[[Array], Array]:
     """Runs a collective that moves, on each shard of the auto axes: without this XLA gathers those first."""
     return _within(collective, auto_spec, axes_in(auto_spec))
 

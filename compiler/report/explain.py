@@ -157,7 +157,7 @@ def _pipeline(estimate: StepEstimate, plan: PipelinePlan, gather: StageGather) -
         "num_stages": table.placement.num_stages,
         "num_chunks": table.placement.num_chunks,
         "num_microbatches": table.num_microbatches,
-        "layers_per_virtual_stage": list(plan.layers_per_virtual),
+        "layers_per_virtual_stage": list(plan.layers.totals),
         "in_flight_by_stage": list(plan.in_flight),
         "buffers": [asdict(each) for each in estimate.stage_buffers],
         "buffer_bytes_in_use_by_stage": list(bytes_in_use(estimate.stage_buffers)),

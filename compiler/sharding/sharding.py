@@ -6,7 +6,7 @@ rules.py lays out one array; this module lays out all of them, and checks for la
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from ..spec.plan_spec import PlanSpec
 from ..spec.sharding_spec import Rule, ShardingSpec
 from ..target.mesh import MeshPlan
 from .arrays import EXPERTS, Array, Arrays
+from .over_stages import layers_over_stages, parts_over_stages
 from .roles import AxisRoles
 from .rules import ArrayPlan, RuleTable, UnsettledDimension, resolve
 
@@ -70,9 +71,18 @@ def gathered_bytes(parameter: ArrayPlan, mesh: MeshPlan, roles: AxisRoles) -> in
 
 
 def plan_sharding(
-    rules: ShardingSpec, arrays: Arrays, mesh: MeshPlan, roles: AxisRoles, compiler: CompilerTraits
+    rules: ShardingSpec,
+    arrays: Arrays,
+    mesh: MeshPlan,
+    roles: AxisRoles,
+    compiler: CompilerTraits,
+    *,
+    layers_stay: bool = True,
 ) -> ShardingPlan:
-    """Returns the layout of every parameter, its optimizer state and every named activation. Raises ConfigError."""
+    """Returns the layout of every parameter, its optimizer state and every named activation. Raises ConfigError.
+
+    layers_stay: whether the stages of a pipeline hold the layers that they run, and not a part of each layer.
+    """
     problems: list[Problem] = []
     # Rules that the optimizer inherits from the parameters refuse the same dimensions: reported once.
     optimizer_problems = [] if rules.optimizer == rules.parameters else problems
@@ -80,10 +90,9 @@ def plan_sharding(
     trained = [array for array in arrays.parameters if array.is_trained]
     optimizer = _resolve_all(trained, "optimizer", rules.optimizer, mesh, compiler, optimizer_problems)
     activations = _resolve_all(arrays.activations, "activations", rules.activations, mesh, compiler, problems)
-    parameters, optimizer = (
-        tuple(_over_stages(plan, mesh.num_shards(roles.stage)) if roles.stage else plan for plan in plans)
-        for plans in (parameters, optimizer)
-    )
+    if roles.stage:
+        split = layers_over_stages if layers_stay else parts_over_stages
+        parameters, optimizer = split(parameters, optimizer, mesh, roles)
     whole = _check_replicated(rules, parameters, optimizer, mesh)
     problems += whole if rules.on_replicated == "error" else []
     problems += [] if roles.stage else _check_layers_dimension(parameters)
@@ -95,17 +104,6 @@ def plan_sharding(
     raise_if_any(problems)
     warnings = tuple(whole) if rules.on_replicated == "warn" else ()
     return ShardingPlan(parameters, optimizer, activations, roles, warnings)
-
-
-def _over_stages(plan: ArrayPlan, num_stages: int) -> ArrayPlan:
-    """Returns the layout of an array with its layers over the stages of a pipeline."""
-    dimensions = tuple(
-        replace(d, axes=(STAGE,), rule=None, note="each stage holds its layers") if d.logical == "layers" else d
-        for d in plan.dimensions
-    )
-    if dimensions == plan.dimensions:
-        return plan
-    return replace(plan, dimensions=dimensions, bytes_per_device=plan.bytes_per_device // num_stages)
 
 
 def check_rules(rules: ShardingSpec, arrays: Arrays) -> None:

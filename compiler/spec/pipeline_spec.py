@@ -1,8 +1,10 @@
 """Declares how a pipeline over the mesh axis `stage` runs the layers."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import PositiveInt
+from pydantic import BeforeValidator, PositiveInt
+
+from meshloom.models.config import mistake
 
 from ..core.config_types import Fraction, LocalPath
 from .narrow import Narrow
@@ -10,10 +12,25 @@ from .narrow import Narrow
 HeadPlace = Literal["last", "stages"]
 
 
+def _stage_layers(value: Any) -> Any:
+    """Raises one error, where a union would raise one for each of its types."""
+    is_list = isinstance(value, list | tuple) and all(type(each) is int and each > 0 for each in value)
+    if value and is_list:
+        return tuple(value)
+    if value in ("even", "balanced"):
+        return value
+    raise mistake(f"{value} is not even, balanced or a number of layers for each part", "give one of them")
+
+
+StageLayersSpec = Annotated[Literal["even", "balanced"] | tuple[PositiveInt, ...], BeforeValidator(_stage_layers)]
+
+
 class StepPipeline(Narrow):
     """The schedule of a pipeline; without stages of the mesh nothing reads it.
 
-    schedule: one of compiler/pipeline/schedules.py. num_chunks: the parts of the model that each stage holds. ticks:
+    schedule: one of compiler/pipeline/schedules.py. num_chunks: the parts of the model that each stage holds.
+    layers: those of each virtual stage (compiler/pipeline/stage_layers.py): as many on each as can be, or fewer on the
+    last where that takes less time, or the number on each. ticks:
     the operations of a stage in a tick (compiler/pipeline/ticks.py); auto: the form that is predicted to take the least
     time, or those of the file. head: whether the last stage runs the head, or each of them with its part of the
     vocabulary (parallel/shared_head.py); auto: what is predicted to take less time. gather: when a stage gathers the
@@ -26,6 +43,7 @@ class StepPipeline(Narrow):
         "gpipe", "1f1b", "interleaved_1f1b", "interleaved_1f1b_breadth_first", "zb_h1", "zb_h2", "zb_v", "dualpipe_v"
     ]
     num_chunks: PositiveInt
+    layers: StageLayersSpec
     ticks: Literal["auto", "multi", "unit"]
     head: HeadPlace | Literal["auto"]
     gather: Literal["auto", "step", "use"]

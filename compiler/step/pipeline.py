@@ -14,13 +14,16 @@ among devices of one stage, and must not be a permute: XLA's CPU runs a permute 
 so a ring within a stage gives wrong results there.
 
 Arrays that wait for a later operation are in buffers, written in place: (slot, ...) for inputs of chunks and gradients
-of their results, (slot, layer, ...) for what layers save for their backward pass. Weights of layers are gathered once
-per step, or where a layer is used, in the branch (stage_gather.py).
+of their results, (slot, layer, ...) for what the layers of a stack save for their backward pass. Weights of layers are
+gathered once per step, or where a layer is used, in the branch (stage_gather.py).
+
+Chunks may differ in their layers (pipeline/stage_layers.py). Each then has room for as many layers of a stack as the
+largest has, and a slot is a switch with a branch for each kind of chunk.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -33,6 +36,7 @@ from ..core.partition_spec import STAGE
 from ..core.scopes import end_scope, piece_scope, shared_end_scope, slot_scope
 from ..parallel.weights import Weights, hoist
 from ..pipeline.buffers import LoweredTable, forward_only, lower_table
+from ..pipeline.stage_layers import Counts, StageLayers, branch_column
 from ..pipeline.table import PipelineOp, PipelineTable, StagePlacement
 from .pipeline_buffers import added_at, empty_buffer, read_layer, read_slot, write_layer, write_slot, zeros_of
 from .pipeline_head import PipelineHead, with_whole_vocabulary
@@ -51,30 +55,35 @@ from .split_backward import LayerPasses, by_dimensions, rejoined, split_passes
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """A `LayerSchedule` by a table. The model has one stack, whose layers lie in placement order (layer_order.py)."""
+    """A `LayerSchedule` by a table. layers: of each virtual stage; the weights that it is handed are those of this
+    stage's, by stack (`StageLayers.rows`)."""
 
     table: PipelineTable
+    layers: StageLayers
 
     def run(
         self, model: ModelFunctions, weights: ModelWeights, batch: Batch, *, gradient_scale: Array | None
     ) -> tuple[Sums, Params | None]:
         table = forward_only(self.table) if gradient_scale is None else self.table
         lowered = lower_table(table)
-        (stack,) = model.stacks
         accumulators = weights.gradient_accumulators(is_last=False)
         stored = weights.bound(accumulators, None, is_last=False)
-        layers, reduce_layers = _hoisted(stored.piece(stack.name), accumulators[stack.name])
+        gathered = {name: _hoisted(stored.piece(name), accumulators[name]) for name in self.layers.stacks}
+        of_stacks = {name: of_stack for name, (of_stack, _) in gathered.items()}
         parts = split_microbatches(batch, table.num_microbatches)
         head = PipelineHead(model, stored, gradient_scale, table.placement.stage(table.placement.num_virtual - 1))
         lookup = with_whole_vocabulary(stored.piece("embed"))
-        device = _Device(table, lowered, model, stack, head, lookup, layers, parts, gradient_scale)
-        columns = lowered.columns | (lowered.of_head if head.is_shared else {})
+        device = _Device(table, lowered, self.layers, model, head, lookup, of_stacks, parts, gradient_scale)
+        columns = lowered.columns | self.layers.branch_columns(table) | (lowered.of_head if head.is_shared else {})
         carry, _ = jax.lax.scan(device.tick, device.begin(), jax.tree.map(jnp.asarray, columns))
         sums = Sums(*jax.lax.psum((carry["loss"], carry["auxiliary"]), STAGE))
         if gradient_scale is None:
             return sums, None
-        of_layers = rejoined(layers.accumulators, carry["of_vectors"], carry["of_matrices"], num_before=1)
-        return sums, weights.reduce({**head.total(carry), stack.name: reduce_layers(of_layers)})
+        gradients = head.total(carry)
+        for name, (of_stack, reduce_layers) in gathered.items():
+            whole = rejoined(of_stack.accumulators, carry["of_vectors"][name], carry["of_matrices"][name], num_before=1)
+            gradients[name] = reduce_layers(whole)
+        return sums, weights.reduce(gradients)
 
 
 def _hoisted(stacked: Weights, accumulators: Any) -> tuple[Weights, Callable[[Any], Any]]:
@@ -97,15 +106,15 @@ _State = dict[str, Any]  # what the loop over ticks carries, or a part of it
 
 @dataclass(frozen=True)
 class _Device:
-    """One stage's part of the loop over ticks."""
+    """One stage's part of the loop over ticks. of_stacks: the weights of the stage's layers, by stack."""
 
     table: PipelineTable
     lowered: LoweredTable
+    layers: StageLayers
     model: ModelFunctions
-    stack: StackFunctions
     head: PipelineHead
     lookup: Weights
-    layers: Weights
+    of_stacks: dict[str, Weights]
     parts: Batch
     scale: Array | None
 
@@ -113,64 +122,75 @@ class _Device:
     def placement(self) -> StagePlacement:
         return self.table.placement
 
-    @property
-    def layers_per_chunk(self) -> int:
-        return self.stack.num_layers // self.placement.num_virtual
-
     def microbatch(self, index: Array) -> Microbatch:
         return self.model.prepare(read_slot(self.parts, index))
 
     @cached_property
-    def _shapes(self) -> tuple[Microbatch, Any, Any]:
-        """A microbatch, x, and a layer's auxiliary outputs, as shapes."""
+    def _shapes(self) -> tuple[Microbatch, Any]:
+        """A microbatch, and x, as shapes."""
         microbatch = jax.eval_shape(self.microbatch, jnp.array(0))
         x, _ = jax.eval_shape(lambda m: self.model.embed(self.lookup, m), microbatch)
-        known = jax.eval_shape(lambda m: self._known(m, jnp.array(0), jnp.array(0)), microbatch)
-        _, aux = jax.eval_shape(lambda known, x: self._layer(self._no_gradients, known, x), known, x)
-        return microbatch, x, aux
+        return microbatch, x
+
+    def _known_shapes(self, stack: StackFunctions) -> Any:
+        return jax.eval_shape(lambda m: self._known(stack, m, jnp.array(0), jnp.array(0)), self._shapes[0])
+
+    def _aux_shapes(self, stack: StackFunctions) -> Any:
+        """Returns the auxiliary outputs of all layers of a stack, as shapes."""
+        run, of_layer = partial(self._layer, stack, self._no_gradients(stack)), self._known_shapes(stack)
+        _, aux = jax.eval_shape(run, of_layer, self._shapes[1])
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct((stack.num_layers, *a.shape), a.dtype), aux)
 
     @cached_property
-    def passes(self) -> LayerPasses:
-        """The passes of a layer."""
-        microbatch, x, _ = self._shapes
-        known = jax.eval_shape(lambda m: self._known(m, jnp.array(0), jnp.array(0)), microbatch)
-        return split_passes(
-            self._layer,
-            self.stack.policy,
-            self._no_gradients,
-            known,
-            x,
-            cotangent=lambda aux: cotangent_of(aux, self.scale),
-            recomputes=PipelineOp.RECOMPUTE in self.table.ops,
-        )
+    def passes(self) -> dict[str, LayerPasses]:
+        """The passes of a layer of each stack."""
+        return {
+            stack.name: split_passes(
+                partial(self._layer, stack),
+                stack.policy,
+                self._no_gradients(stack),
+                self._known_shapes(stack),
+                self._shapes[1],
+                cotangent=lambda aux: cotangent_of(aux, self.scale),
+                recomputes=PipelineOp.RECOMPUTE in self.table.ops,
+            )
+            for stack in self.model.stacks
+        }
 
     def begin(self) -> _State:
         """Returns the carry of the first tick. Buffers that an array is put in whether it is used or not have a slot
         more."""
-        microbatch, x, of_layer = self._shapes
+        microbatch, x = self._shapes
         of_head = self.head.begin(x, microbatch)
-        of_layers = jax.tree.map(lambda a: jax.ShapeDtypeStruct((self.stack.num_layers, *a.shape), a.dtype), of_layer)
+        of_layers = {stack.name: zeros_of(self._aux_shapes(stack)) for stack in self.model.stacks}
         state: _State = {
             **of_head,
             "x": empty_buffer("x", x, self.lowered.num_x + 1),
-            "auxiliary": {self.stack.name: zeros_of(of_layers), **of_head["auxiliary"]},
+            "auxiliary": of_layers | of_head["auxiliary"],
         }
         if self.scale is None:
             return state
-        vectors, matrices = by_dimensions(self.layers.accumulators, num_before=1)
+        split = {name: by_dimensions(own.accumulators, num_before=1) for name, own in self.of_stacks.items()}
         state |= {
             "gradient": empty_buffer("gradient", x, self.lowered.num_gradients + 1),
             "dx": zeros_of(x),
-            "of_vectors": zeros_of(vectors),
-            "of_matrices": zeros_of(matrices),
+            "of_vectors": {name: zeros_of(vectors) for name, (vectors, _) in split.items()},
+            "of_matrices": {name: zeros_of(matrices) for name, (_, matrices) in split.items()},
             "of_embed": zeros_of(self.lookup.accumulators),
-            "saved": empty_buffer("saved", self.passes.saved, self.lowered.num_x, self.layers_per_chunk),
+            "saved": self._buffers("saved", lambda passes: passes.saved, self.lowered.num_x),
         }
         if PipelineOp.RECOMPUTE in self.table.ops:
-            state["kept"] = empty_buffer("kept", self.passes.kept, self.lowered.num_residuals, self.layers_per_chunk)
+            state["kept"] = self._buffers("kept", lambda passes: passes.kept, self.lowered.num_residuals)
         if PipelineOp.WEIGHT_GRADIENT in self.table.ops:
-            state["cut"] = empty_buffer("cut", self.passes.cut, self.lowered.num_cuts, self.layers_per_chunk)
+            state["cut"] = self._buffers("cut", lambda passes: passes.cut, self.lowered.num_cuts)
         return state
+
+    def _buffers(self, buffer: str, arrays: Callable[[LayerPasses], Any], num_slots: int) -> dict[str, Any]:
+        """Returns the parts of a buffer for the layers of each stack."""
+        return {
+            name: empty_buffer(buffer, arrays(passes), num_slots, self.layers.room(name))
+            for name, passes in self.passes.items()
+        }
 
     def tick(self, carry: _State, row: _Row) -> tuple[_State, None]:
         stage = jax.lax.axis_index(STAGE)
@@ -194,18 +214,21 @@ class _Device:
         state["x"] = _received(state["x"], sent, own)
         return state, None
 
-    def _slot(self, op: PipelineOp, run: Callable[[_State, _State, _Row], Any], state: _State, own: _Row) -> Any:
-        """Runs a slot, if this stage has one in this tick. It changes `state`, and returns what the slot sends."""
+    def _slot(
+        self, op: PipelineOp, run: Callable[[Counts, _State, _State, _Row], Any], state: _State, own: _Row
+    ) -> Any:
+        """Runs a slot, if this stage has one in this tick, by the kind of its chunk. It changes `state`, and returns
+        what the slot sends."""
         has_head = op == PipelineOp.FORWARD and not self.head.is_shared
         written = {key: state[key] for key in (*_WRITES[op], *(self.head.writes if has_head else ())) if key in state}
         read = {key: value for key, value in state.items() if key not in written}
         x = self._shapes[1]
         sends = {PipelineOp.FORWARD: (x, x if "gradient" in state else None)}.get(op, x if op.takes_gradient else None)
         with jax.named_scope(slot_scope(op)):
-            made, sent = _either(
-                own[_COLUMNS[op]],
-                lambda written: run(written, read, own),
+            made, sent = _chosen(
+                own[branch_column(op)],
                 lambda written: (written, zeros_of(sends)),
+                [lambda written, counts=counts: run(counts, written, read, own) for counts in self.layers.kinds],
                 written,
             )
         state |= made
@@ -221,28 +244,28 @@ class _Device:
                 ways.append((column, _permuted(value, pairs) if step else value))
         return ways
 
-    def _forward(self, state: _State, read: _State, own: _Row) -> tuple[_State, Any]:
+    def _forward(self, counts: Counts, state: _State, read: _State, own: _Row) -> tuple[_State, Any]:
         state, microbatch = dict(state), self.microbatch(own["forward_microbatch"])
 
         def embedded() -> Any:
             with jax.named_scope(end_scope("first")):
                 return self.model.embed(self.lookup, microbatch)[0]
 
-        x = _either(own["forward_is_first"], embedded, lambda: read_slot(read["x"], own["x_of_forward"]))
-
-        def one(carry: tuple[Any, Any, Any], layer: Array) -> tuple[Any, None]:
+        def one(stack: StackFunctions, carry: tuple[Any, Any, Any], layer: Array) -> tuple[Any, Any, Any]:
             x, saved, auxiliary = carry
-            known = self._known(microbatch, own["forward_chunk"], layer)
+            known = self._known(stack, microbatch, own["forward_chunk"], layer)
             if self.scale is None:
-                y, aux = self._layer(self._no_gradients, known, x)
+                y, aux = self._layer(stack, self._no_gradients(stack), known, x)
             else:
-                (y, aux), made = self.passes.forward(known, x)
+                (y, aux), made = self.passes[stack.name].forward(known, x)
                 saved = write_layer(saved, made, own["x_of_forward"], layer)
-            return (y, saved, added_at(auxiliary, aux, known[-1])), None
+            return y, saved, added_at(auxiliary, aux, known[-1])
 
-        auxiliary = dict(state["auxiliary"])
-        start = (x, state.pop("saved", None), auxiliary[self.stack.name])
-        (y, saved, auxiliary[self.stack.name]), _ = self._over_layers(one, start)
+        y = _either(own["forward_is_first"], embedded, lambda: read_slot(read["x"], own["x_of_forward"]))
+        saved, auxiliary = dict(state.pop("saved", {})), dict(state["auxiliary"])
+        for stack, count in self._stacks(counts):
+            start = y, saved.get(stack.name), auxiliary[stack.name]
+            y, saved[stack.name], auxiliary[stack.name] = _over_layers(stack, count, one, start)
         state["auxiliary"] = auxiliary
         # What layers saved stays out of this branch, which would copy it.
         no_gradient = None if self.scale is None else zeros_of(y)
@@ -252,7 +275,7 @@ class _Device:
             state, dy = _either(
                 own["forward_is_last"], self._last, lambda state, *_: (state, no_gradient), state, y, microbatch
             )
-        return state | ({} if saved is None else {"saved": saved}), (y, dy)
+        return state | ({} if self.scale is None else {"saved": saved}), (y, dy)
 
     def _last(self, state: _State, y: Any, microbatch: Microbatch) -> tuple[_State, Any]:
         with jax.named_scope(end_scope("last")):
@@ -273,39 +296,44 @@ class _Device:
         state |= made
         return dy
 
-    def _recompute(self, state: _State, read: _State, own: _Row) -> tuple[_State, None]:
-        microbatch = self.microbatch(own["recompute_microbatch"])
+    def _recompute(self, counts: Counts, state: _State, read: _State, own: _Row) -> tuple[_State, None]:
+        microbatch, kept = self.microbatch(own["recompute_microbatch"]), dict(state["kept"])
 
-        def one(kept: Any, layer: Array) -> tuple[Any, None]:
-            known = self._known(microbatch, own["recompute_chunk"], layer)
-            made = self.passes.recompute(known, read_layer(read["saved"], own["x_of_recompute"], layer))
-            return write_layer(kept, made, own["residuals_of_recompute"], layer), None
+        def one(stack: StackFunctions, kept: Any, layer: Array) -> Any:
+            known = self._known(stack, microbatch, own["recompute_chunk"], layer)
+            saved = read_layer(read["saved"][stack.name], own["x_of_recompute"], layer)
+            made = self.passes[stack.name].recompute(known, saved)
+            return write_layer(kept, made, own["residuals_of_recompute"], layer)
 
-        kept, _ = self._over_layers(one, state["kept"])
+        for stack, count in self._stacks(counts):
+            kept[stack.name] = _over_layers(stack, count, one, kept[stack.name])
         return {"kept": kept}, None
 
-    def _backward(self, state: _State, read: _State, own: _Row) -> tuple[_State, Any]:
+    def _backward(self, counts: Counts, state: _State, read: _State, own: _Row) -> tuple[_State, Any]:
         """Runs B, if the table has W, or BW. The cut and the gradients of weights are written layer by layer: stacked
         and then copied into their buffers, B would take twice its time."""
         microbatch, chunk = self.microbatch(own["backward_microbatch"]), own["backward_chunk"]
-        state, splits = dict(state), "cut" in state
+        splits = "cut" in state
         written = "cut" if splits else "of_matrices"
         buffer, slot = ("kept", "residuals_of_backward") if "kept" in read else ("saved", "x_of_backward")
 
-        def one(carry: tuple[Any, Any, Any], layer: Array) -> tuple[Any, None]:
+        def one(stack: StackFunctions, carry: tuple[Any, Any, Any], layer: Array) -> tuple[Any, Any, Any]:
             dy, total, others = carry
-            known, held = self._known(microbatch, chunk, layer), read_layer(read[buffer], own[slot], layer)
-            place = self._place(chunk, layer)
+            passes, known = self.passes[stack.name], self._known(stack, microbatch, chunk, layer)
+            held, place = read_layer(read[buffer][stack.name], own[slot], layer), self._place(stack, chunk, layer)
             if splits:
-                dx, vectors, cut = self.passes.input_gradient(known, held, dy)
+                dx, vectors, cut = passes.input_gradient(known, held, dy)
                 others = write_layer(others, cut, own["cut_of_backward"], layer)
             else:
-                dx, (vectors, matrices) = self.passes.backward(known, held, dy)
+                dx, (vectors, matrices) = passes.backward(known, held, dy)
                 others = added_at(others, matrices, place)
-            return (dx, added_at(total, vectors, place), others), None
+            return dx, added_at(total, vectors, place), others
 
-        start = (read_slot(read["gradient"], own["gradient_of_backward"]), state["of_vectors"], state[written])
-        (dx, state["of_vectors"], state[written]), _ = self._over_layers(one, start, reverse=True)
+        dx, totals, others = read_slot(read["gradient"], own["gradient_of_backward"]), {}, {}
+        for stack, count in reversed(self._stacks(counts)):
+            start = dx, state["of_vectors"][stack.name], state[written][stack.name]
+            dx, totals[stack.name], others[stack.name] = _over_layers(stack, count, one, start, reverse=True)
+        state = state | {"of_vectors": state["of_vectors"] | totals, written: state[written] | others}
 
         def first(of_embed: Any) -> Any:
             with jax.named_scope(end_scope("first")):
@@ -320,49 +348,51 @@ class _Device:
         state["of_embed"] = _either(is_first, first, lambda of_embed: of_embed, state["of_embed"])
         return state, dx
 
-    def _weight_gradient(self, state: _State, read: _State, own: _Row) -> tuple[_State, None]:
+    def _weight_gradient(self, counts: Counts, state: _State, read: _State, own: _Row) -> tuple[_State, None]:
         microbatch, chunk = self.microbatch(own["weight_microbatch"]), own["weight_chunk"]
+        totals = dict(state["of_matrices"])
 
-        def one(total: Any, layer: Array) -> tuple[Any, None]:
-            known, cut = self._known(microbatch, chunk, layer), read_layer(read["cut"], own["cut_of_weight"], layer)
-            return added_at(total, self.passes.weight_gradient(known, cut), self._place(chunk, layer)), None
+        def one(stack: StackFunctions, total: Any, layer: Array) -> Any:
+            known = self._known(stack, microbatch, chunk, layer)
+            cut = read_layer(read["cut"][stack.name], own["cut_of_weight"], layer)
+            matrices = self.passes[stack.name].weight_gradient(known, cut)
+            return added_at(total, matrices, self._place(stack, chunk, layer))
 
-        total, _ = self._over_layers(one, state["of_matrices"])
-        return {"of_matrices": total}, None
+        for stack, count in self._stacks(counts):
+            totals[stack.name] = _over_layers(stack, count, one, totals[stack.name])
+        return {"of_matrices": totals}, None
 
-    def _over_layers(self, one: Callable[..., Any], start: Any, *, reverse: bool = False) -> Any:
-        """Runs a function once for each layer of a chunk."""
-        with jax.named_scope(piece_scope(self.stack.name)):
-            return jax.lax.scan(one, start, jnp.arange(self.layers_per_chunk), reverse=reverse)
+    def _stacks(self, counts: Counts) -> list[tuple[StackFunctions, int]]:
+        """Returns the stacks that a chunk has layers of, and how many."""
+        return [(stack, count) for stack, count in zip(self.model.stacks, counts, strict=True) if count]
 
-    def _place(self, chunk: Array, layer: Array) -> Array:
-        """Returns the place of a chunk's layer among the layers of this stage."""
-        return chunk * self.layers_per_chunk + layer
+    def _place(self, stack: StackFunctions, chunk: Array, layer: Array) -> Array:
+        """Returns the place of a chunk's layer among those of this stage."""
+        return chunk * self.layers.room(stack.name) + layer
 
-    def _known(self, microbatch: Microbatch, chunk: Array, layer: Array) -> tuple[Any, Any, Array]:
-        """Returns the weights of a layer, what all layers share, and the number of the layer in the model."""
-        virtual = _virtual_stages(self.placement)[jax.lax.axis_index(STAGE), chunk]
-        working = read_slot(self.layers.working, self._place(chunk, layer))
-        return working, microbatch.layers, virtual * self.layers_per_chunk + layer
+    def _known(
+        self, stack: StackFunctions, microbatch: Microbatch, chunk: Array, layer: Array
+    ) -> tuple[Any, Any, Array]:
+        """Returns the weights of a layer, what all layers share, and the number of the layer in its stack."""
+        own, placement = jax.lax.axis_index(STAGE), self.placement
+        chunks, stages = range(placement.num_chunks), range(placement.num_stages)
+        first = [[self.layers.first(stack.name, placement.virtual(s, c)) for c in chunks] for s in stages]
+        working = read_slot(self.of_stacks[stack.name].working, self._place(stack, chunk, layer))
+        return working, microbatch.layers, jnp.array(first)[own, chunk] + layer
 
-    @property
-    def _no_gradients(self) -> Any:
-        """Zeros of the gradients of a layer."""
-        return jax.tree.map(lambda a: jnp.zeros(a.shape[1:], a.dtype), self.layers.accumulators)
+    def _no_gradients(self, stack: StackFunctions) -> Any:
+        """Returns zeros of the gradients of a layer."""
+        accumulators = self.of_stacks[stack.name].accumulators
+        return jax.tree.map(lambda a: jnp.zeros(a.shape[1:], a.dtype), accumulators)
 
-    def _layer(self, accumulators: Any, known: tuple[Any, Any, Array], x: Any) -> tuple[Any, Aux]:
+    def _layer(
+        self, stack: StackFunctions, accumulators: Any, known: tuple[Any, Any, Array], x: Any
+    ) -> tuple[Any, Aux]:
         working, shared, index = known
-        own = replace(self.layers, accumulators=accumulators, working=working)
-        return self.stack.layer(own.gathered(), shared, index, x)
+        own = replace(self.of_stacks[stack.name], accumulators=accumulators, working=working)
+        return stack.layer(own.gathered(), shared, index, x)
 
 
-_COLUMNS = {
-    PipelineOp.FORWARD: "forward",
-    PipelineOp.RECOMPUTE: "recompute",
-    PipelineOp.INPUT_GRADIENT: "backward",
-    PipelineOp.BACKWARD: "backward",
-    PipelineOp.WEIGHT_GRADIENT: "weight",
-}
 # What each changes of the carry, and no more: XLA brings all of it into the layout of the branch, and back.
 _WRITES: dict[PipelineOp, Sequence[str]] = {
     PipelineOp.FORWARD: ("auxiliary", "saved"),
@@ -373,20 +403,31 @@ _WRITES: dict[PipelineOp, Sequence[str]] = {
 }
 
 
-def _virtual_stages(placement: StagePlacement) -> Array:
-    """Returns the virtual stage of each stage and chunk."""
-    chunks = range(placement.num_chunks)
-    return jnp.array([[placement.virtual(s, chunk) for chunk in chunks] for s in range(placement.num_stages)])
+def _over_layers(
+    stack: StackFunctions, count: int, one: Callable[..., Any], start: Any, *, reverse: bool = False
+) -> Any:
+    """Runs a function of the stack, a carry and the number of a layer in its chunk, once for each layer."""
+    with jax.named_scope(piece_scope(stack.name)):
+        run = lambda carry, layer: (one(stack, carry, layer), None)  # noqa: E731
+        return jax.lax.scan(run, start, jnp.arange(count), reverse=reverse)[0]
+
+
+def _chosen(branch: Array, idle: Callable[..., Any], runs: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+    """Returns what a branch gives: 0 for `idle`, and then each of `runs`."""
+    if len(runs) == 1:
+        return _either(branch > 0, runs[0], idle, *operands)
+    return jax.lax.switch(branch, [_ended(each) for each in (idle, *runs)], *operands)
 
 
 def _either(is_on: Array, run: Callable[..., Any], otherwise: Callable[..., Any], *operands: Any) -> Any:
-    """Returns what one of two branches gives. A barrier ends each: XLA fails where the partitioner's layouts of what
-    two branches return are declared and differ (jaxlib 0.10.2: `Inconsistent conditional sharding`)."""
+    """Returns what one of two branches gives."""
+    return jax.lax.cond(is_on, _ended(run), _ended(otherwise), *operands)
 
-    def ended(branch: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *operands: jax.lax.optimization_barrier(branch(*operands))
 
-    return jax.lax.cond(is_on, ended(run), ended(otherwise), *operands)
+def _ended(branch: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a branch with a barrier at its end: XLA fails where the partitioner's layouts of what branches return are
+    declared and differ (jaxlib 0.10.2: `Inconsistent conditional sharding`)."""
+    return lambda *operands: jax.lax.optimization_barrier(branch(*operands))
 
 
 def _permuted(tree: Any, pairs: list[tuple[int, int]]) -> Any:

@@ -113,22 +113,22 @@ def with_whole_vocabulary(embed: Weights) -> Weights:
 def _is_shared(layouts: Params) -> bool:
     """Returns True if stages share the head. layouts: a WeightPlan for each weight, by piece."""
     ends = jax.tree.leaves((layouts["embed"], layouts["head"]))
-    return any(layout.shared_dim is not None for layout in ends)
+    return any(layout.over_stages is not None for layout in ends)
 
 
 def _only_shared(layouts: Params, tree: Any) -> Any:
     """Returns a tree like the weights of a piece with None for those of which each stage has all."""
-    return jax.tree.map(lambda layout, x: None if layout.shared_dim is None else x, layouts, tree)
+    return jax.tree.map(lambda layout, x: None if layout.over_stages is None else x, layouts, tree)
 
 
 def _whole_vocabulary(layouts: Params, tree: Any) -> Any:
     """Returns a tree like the weights of a piece, with the parts of all stages."""
 
     def gathered(layout: WeightPlan, x: Array | None) -> Array | None:
-        if x is None or layout.shared_dim is None:
+        if x is None or layout.over_stages is None:
             return x
         with layout.scope:
-            return jax.lax.all_gather(x, STAGE, axis=layout.shared_dim, tiled=True)
+            return jax.lax.all_gather(x, STAGE, axis=layout.over_stages, tiled=True)
 
     return jax.tree.map(gathered, layouts, tree)
 
@@ -140,10 +140,10 @@ def _total_of_lookup(layouts: Params, gradients: Any, of_head: Any) -> Any:
     def total(layout: WeightPlan, gradient: Array | None, more: Array | None) -> Array | None:
         if gradient is None:
             return None
-        if more is None or layout.shared_dim is None:
+        if more is None or layout.over_stages is None:
             return jax.lax.psum(gradient, STAGE)
         with layout.scope:
-            return more + jax.lax.psum_scatter(gradient, STAGE, scatter_dimension=layout.shared_dim, tiled=True)
+            return more + jax.lax.psum_scatter(gradient, STAGE, scatter_dimension=layout.over_stages, tiled=True)
 
     return jax.tree.map(total, layouts, gradients, of_head)
 
@@ -152,6 +152,6 @@ def _total_of_head(layouts: Params, gradients: Any) -> Any:
     """Returns the gradients of the head over all stages: those of a part of the vocabulary are all on its stage."""
 
     def total(layout: WeightPlan, gradient: Array | None) -> Array | None:
-        return gradient if gradient is None or layout.shared_dim is not None else jax.lax.psum(gradient, STAGE)
+        return gradient if gradient is None or layout.over_stages is not None else jax.lax.psum(gradient, STAGE)
 
     return jax.tree.map(total, layouts, gradients)

@@ -1,26 +1,36 @@
-"""Brings the layers of a pipeline from the order in which the state holds them to the stages that run them, and back.
+"""Brings the layers of a pipeline from where the state holds them to the stages that run them, and back.
+
+Where all virtual stages have as many layers, each stage holds some whole layers, in natural order:
 
     2 stages, 2 chunks      stage 0   stage 1
     natural order           0 1       2 3        of virtual stages: as in the state and in checkpoints
     placement order         0 2       1 3        what a loop runs; a V runs 0 3 | 1 2
 
+With one chunk for each stage both orders are equal. Else permutes bring chunks to their stages, in *rounds*. Where
+virtual stages differ in their layers, each stage holds a part of every layer (sharding/over_stages.py), and an
+all-to-all gives it its own layers.
+
 Once per step each stage sends its shards of weights where they are used, in the compute type, and gets back the
-gradients of its own. With one chunk for each stage both orders are equal. So a state has one form, whatever runs it: it
-is saved, restored, exported and sampled from as without stages.
+gradients of its own. So a state has one form, whatever runs it: it is saved, restored, exported and sampled from as
+without stages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from meshloom.models import Params
 
 from ..core.partition_spec import STAGE
 from ..parallel.weight_plan import WeightPlan
+from ..parallel.weights import on_shards
+from ..pipeline.stage_layers import StageLayers
 from ..pipeline.table import StagePlacement
 from .schedule import Batch, LayerSchedule, ModelFunctions, ModelWeights, Sums
 
@@ -42,24 +52,21 @@ class ChunkRound:
 
 
 @dataclass(frozen=True)
-class InNaturalOrder:
-    """A `LayerSchedule` whose weights and gradients have their layers in natural order. schedule: the pipeline."""
+class FromState:
+    """A `LayerSchedule` whose weights and gradients are where the state holds them. schedule: the pipeline, which has
+    those of its own layers on each stage."""
 
     schedule: LayerSchedule
-    placement: StagePlacement
+    layers: StageLayers
 
     def run(
         self, model: ModelFunctions, weights: ModelWeights, batch: Batch, *, gradient_scale: Array | None
     ) -> tuple[Sums, Params | None]:
-        (stack,), rounds = model.stacks, plan_rounds(self.placement)
-        layouts = weights.layouts[stack.name]
-        placed = weights.working | {stack.name: _moved(layouts, weights.working[stack.name], rounds)}
-        sums, gradients = self.schedule.run(
-            model, replace(weights, working=placed), batch, gradient_scale=gradient_scale
-        )
+        to_stages = partial(_moved, weights.layouts, self.layers, _to_stage)
+        own = replace(weights, stored=to_stages(weights.stored), working=to_stages(weights.working))
+        sums, gradients = self.schedule.run(model, own, batch, gradient_scale=gradient_scale)
         if gradients is not None:
-            back = [each.reverse for each in rounds]
-            gradients = gradients | {stack.name: _moved(layouts, gradients[stack.name], back)}
+            gradients = _moved(weights.layouts, self.layers, _to_state, gradients)
         return sums, gradients
 
 
@@ -98,22 +105,62 @@ def _matched(left: Sequence[Sequence[int]], placement: StagePlacement) -> list[i
     return [virtual for _, virtual in sorted(chosen.values())]
 
 
-def _moved(layouts: Any, arrays: Any, rounds: Sequence[ChunkRound]) -> Any:
-    """Returns weights of layers, or their gradients, with their chunks on other stages. layouts: a WeightPlan for
-    each."""
-    stage = jax.lax.axis_index(STAGE)
+Move = Callable[[WeightPlan, StageLayers, str, Array], Array]
 
-    def moved(x: Array) -> Array:
-        chunks = x.reshape(len(rounds), -1, *x.shape[1:])
-        found = jnp.zeros_like(chunks)
-        for each in rounds:
-            sent = jax.lax.dynamic_index_in_dim(chunks, jnp.array(each.sends)[stage], keepdims=False)
-            got = jax.lax.ppermute(sent, STAGE, list(enumerate(each.to)))
-            found = jax.lax.dynamic_update_index_in_dim(found, got, jnp.array(each.puts)[stage], 0)
-        return found.reshape(x.shape)
 
-    def named(layout: WeightPlan, x: Array | None) -> Array | None:
+def _moved(layouts: Any, layers: StageLayers, move: Move, arrays: Any) -> Any:
+    """Returns weights, or their gradients, with those of layers elsewhere. layouts: a WeightPlan for each."""
+
+    def moved(stack: str, layout: WeightPlan, x: Array | None) -> Array | None:
         with layout.scope:
-            return None if x is None else moved(x)  # what is frozen has no gradient
+            return None if x is None else move(layout, layers, stack, x)  # what is frozen has no gradient
 
-    return jax.tree.map(named, layouts, arrays)
+    return arrays | {
+        stack: jax.tree.map(partial(moved, stack), layouts[stack], arrays[stack]) for stack in layers.stacks
+    }
+
+
+def _to_stage(layout: WeightPlan, layers: StageLayers, stack: str, x: Array) -> Array:
+    """Returns the layers of this stage: (chunks x room, ...). A place without a layer has any one."""
+    if layout.over_stages == 0:
+        return _in_rounds(plan_rounds(layers.placement), x)
+    rows, at = np.minimum(layers.rows(stack), len(x) - 1), layout.over_stages
+    if at is None:
+        return x[jnp.asarray(rows)[jax.lax.axis_index(STAGE)]]
+
+    def exchange(x: Array) -> Array:
+        parts = jax.lax.all_to_all(x[rows], STAGE, split_axis=0, concat_axis=at)
+        return jax.lax.collapse(parts, at, at + 2)
+
+    return on_shards(exchange, layout.auto_stored_spec)(x)
+
+
+def _to_state(layout: WeightPlan, layers: StageLayers, stack: str, x: Array) -> Array:
+    """Returns what the state holds of every layer on this stage, from the layers of each: undoes `_to_stage`."""
+    if layout.over_stages == 0:
+        return _in_rounds([each.reverse for each in plan_rounds(layers.placement)], x)
+    rows, at = layers.rows(stack), layout.over_stages
+    places = np.argsort(rows, axis=None)[: layers.first(stack, layers.placement.num_virtual)]
+
+    def exchange(x: Array) -> Array:
+        if at is None:
+            parts = jax.lax.all_gather(x, STAGE)
+        else:
+            parts = x.reshape(*x.shape[:at], len(rows), -1, *x.shape[at + 1 :])
+            parts = jax.lax.all_to_all(parts, STAGE, split_axis=at, concat_axis=0)
+        return jax.lax.collapse(parts, 0, 2)[places]
+
+    return on_shards(exchange, layout.auto_stored_spec)(x)
+
+
+def _in_rounds(rounds: Sequence[ChunkRound], x: Array) -> Array:
+    """Returns the layers of a stage with its chunks on other stages."""
+    if len(rounds) == 1:
+        return x
+    stage, chunks = jax.lax.axis_index(STAGE), x.reshape(len(rounds), -1, *x.shape[1:])
+    found = jnp.zeros_like(chunks)
+    for each in rounds:
+        sent = jax.lax.dynamic_index_in_dim(chunks, jnp.array(each.sends)[stage], keepdims=False)
+        got = jax.lax.ppermute(sent, STAGE, list(enumerate(each.to)))
+        found = jax.lax.dynamic_update_index_in_dim(found, got, jnp.array(each.puts)[stage], 0)
+    return found.reshape(x.shape)

@@ -17,7 +17,7 @@ from ..parallel.weights import Weights, hoist
 from ..plan import Plan
 from .fused import FusedSchedule
 from .pipeline import PipelineSchedule
-from .placement_order import InNaturalOrder
+from .placement_order import FromState
 from .prefetch import prefetch_layers
 from .schedule import (
     Batch,
@@ -41,9 +41,8 @@ class StackLoop(Protocol):
 def choose_schedule(plan: Plan) -> LayerSchedule:
     """Returns the schedule that the plan declares: a pipeline, or the loop over layers that it declares."""
     if plan.pipeline is not None:
-        table = plan.pipeline.table
-        pipeline = PipelineSchedule(table)
-        return InNaturalOrder(pipeline, table.placement) if table.placement.num_chunks > 1 else pipeline
+        table, layers = plan.pipeline.table, plan.pipeline.layers
+        return FromState(PipelineSchedule(table, layers), layers)
     loop = plan.spec.overlap.layers
     scan = partial(scan_layers, unroll=loop.unroll)
     is_synchronous = plan.target.compiler.synchronous_collectives

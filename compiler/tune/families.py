@@ -32,9 +32,11 @@ from ..estimate.program_costs import Costs, Numbers, ProgramShape, read_costs
 from ..estimate.regions import price_regions
 from ..estimate.step_time import Hiding, plan_hiding
 from ..parallel.operation import head_dim_of, loop_trips, runs_beside_compute
+from ..parallel.pipeline_plan import PipelinePlan
 from ..parallel.registry import OPERATIONS
 from ..pipeline.makespan import TickSlot, ticks_of_head
 from ..pipeline.schedules import build_table
+from ..pipeline.stage_layers import branch_column
 from ..pipeline.table import PipelineOp, PipelineTable
 from ..pipeline.ticks import TickForm
 from ..sharding.roles import plan_roles
@@ -78,7 +80,7 @@ class TracePoint:
 class Reference:
     """A traced point. point: with the number of chunks in which the loss was computed. is_last_apart: gradients are
     reduced in the backward pass of the last microbatch, which is not part of the loop of the others. head_dim: the
-    width of attention heads; None where the model has no attention. table: the pipeline's; None without stages."""
+    width of attention heads; None where the model has no attention. pipeline: that of the plan; None without stages."""
 
     point: TracePoint
     shape: ProgramShape
@@ -86,7 +88,7 @@ class Reference:
     hiding: Hiding
     is_last_apart: bool
     head_dim: int | None
-    table: PipelineTable | None
+    pipeline: PipelinePlan | None
 
     @property
     def variables(self) -> Numbers:
@@ -96,7 +98,7 @@ class Reference:
 @dataclass(frozen=True)
 class Family:
     """Programs of one shape. origin: variables of the first reference, and logarithms of its numbers. exponents: by
-    variable and number. table: of the first reference."""
+    variable and number. pipeline: of the first reference."""
 
     shape: ProgramShape
     hiding: Hiding
@@ -104,7 +106,7 @@ class Family:
     origin: tuple[Numbers, Numbers]
     exponents: Numbers
     head_dim: int | None
-    table: PipelineTable | None
+    pipeline: PipelinePlan | None
 
     def costs(self, candidates: Sequence[MeshCandidate]) -> Costs:
         """Returns the costs of candidates of the family."""
@@ -118,24 +120,21 @@ class Family:
     def with_table(self, costs: Costs, num_microbatches: int) -> Costs:
         """Returns the costs of candidates with this number of microbatches, of a pipeline with the ticks that their
         table has."""
-        loop, before = costs.shape.ticks, self.table
+        loop, before = costs.shape.ticks, self.pipeline
         if loop is None or before is None:
             return costs
-        table = _as_long_as(before, num_microbatches)
-        chosen = {op: np.zeros((table.num_ticks, table.placement.num_stages), int) for op in table.ops}
-        for tick, stage, slot in table.slots():
-            chosen[slot.op][tick, stage] = 1
+        table = _as_long_as(before.table, num_microbatches)
+        columns = before.layers.branch_columns(table)
         numbers, parts = costs.numbers.copy(), list(loop.parts)
         ops = iter(sorted(table.ops, key=lambda op: op.place))
         numbers[list(costs.shape.regions[loop.region][-1])] = table.num_ticks
         slots = [(place, part) for place, part in enumerate(parts) if isinstance(part, TickSlot)]
         for place, part in slots:
-            of_part = np.array(ticks_of_head(table)) if part.is_shared else chosen[next(ops)]
+            of_part = np.array(ticks_of_head(table)) if part.is_shared else columns[branch_column(next(ops))]
             parts[place] = replace(part, chosen=tuple(map(tuple, of_part.tolist())))
-            share = of_part.mean(axis=0)
-            for branch, of_stages in zip(part.branches, (1 - share, share), strict=True):
-                places = list(costs.shape.regions[branch[0]][-1])
-                numbers[places] = of_stages[: len(places), None]
+            for number, branch in enumerate(part.branches):
+                places, share = list(costs.shape.regions[branch[0]][-1]), (of_part == number).mean(axis=0)
+                numbers[places] = share[: len(places), None]
         return Costs(replace(costs.shape, ticks=replace(loop, parts=tuple(parts))), numbers)
 
     def hiding_of(self, candidates: Sequence[MeshCandidate]) -> Hiding:
@@ -274,9 +273,8 @@ def trace(point: TracePoint) -> Reference:
     number = point.num_microbatches
     is_last_apart = plan.spec.overlap.layers.reduce_in_backward and number not in trips and number - 1 in trips
     head_dim = head_dim_of(plan.operations)
-    table = plan.pipeline.table if plan.pipeline else None
     hiding, point = plan_hiding(plan), replace(point, num_loss_chunks=loss)
-    return Reference(point, shape, numbers, hiding, is_last_apart, head_dim, table)
+    return Reference(point, shape, numbers, hiding, is_last_apart, head_dim, plan.pipeline)
 
 
 def fit_family(references: Sequence[Reference]) -> Family:
@@ -296,7 +294,7 @@ def fit_family(references: Sequence[Reference]) -> Family:
         steps = np.stack([one.variables for one in counts])[:, num_axes:] - origin[num_axes:]
         exponents[num_axes:] = count_exponents(_grown(counts, numbers), steps)
     origins = origin, numbers
-    return Family(first.shape, first.hiding, first.is_last_apart, origins, exponents, first.head_dim, first.table)
+    return Family(first.shape, first.hiding, first.is_last_apart, origins, exponents, first.head_dim, first.pipeline)
 
 
 def count_exponents(grown: Numbers, steps: Numbers) -> Numbers:

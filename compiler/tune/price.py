@@ -74,7 +74,7 @@ def _of_one_table(candidates: Sequence[MeshCandidate], family: Family) -> list[l
     microbatches."""
     groups: dict[int, list[int]] = {}
     for place, one in enumerate(candidates):
-        groups.setdefault(one.num_microbatches if family.table else 0, []).append(place)
+        groups.setdefault(one.num_microbatches if family.pipeline else 0, []).append(place)
     return list(groups.values())
 
 

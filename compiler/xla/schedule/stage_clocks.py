@@ -33,12 +33,12 @@ class StagedDevices:
     """The ticks that a program runs, and the stage of each device.
 
     rows: by tick and stage the slots that have work, each an operation with its virtual stage: the place of its layers
-    in the model. num_virtual: the virtual stages. num_in_program: the devices that the program names; all slices run
-    the program of one.
+    in the model. kinds: of each virtual stage, by its layers; where there are several, a slot has a branch for each.
+    num_in_program: the devices that the program names; all slices run the program of one.
     """
 
     rows: Sequence[Sequence[Sequence[tuple[str, int]]]]
-    num_virtual: int
+    kinds: Sequence[int]
     stage_of: Sequence[int]
     num_in_program: int
 
@@ -75,11 +75,11 @@ class SlotOf:
 
 
 def slot_of(step: Branches) -> SlotOf | None:
-    """Returns the slot that a conditional belongs to; None where it has no scope of one, or other branches than two."""
+    """Returns the slot that a conditional belongs to; None where it has no scope of one, or where it is one of an end
+    with other branches than two."""
     name = OperationName(step.op_name)
-    if step.on is None or name.slot is None:
-        return None
-    return SlotOf(name.slot, name.shared_end or name.end, name.shared_end is not None)
+    slot = SlotOf(name.slot or "", name.shared_end or name.end, name.shared_end is not None)
+    return slot if slot.operation and (slot.end is None or step.on is not None) else None
 
 
 def simulate_stages(
@@ -169,10 +169,9 @@ class _Stages:
     def pick(self, step: Branches, stage: int) -> Picked | None:
         """Returns the branch that a stage takes within a slot: of a conditional of one end, by the table."""
         slot, now = slot_of(step), self.now[stage]
-        if slot is None or slot.end is None or now is None or step.on is None:
+        if slot is None or slot.end is None or now is None:
             return None
-        is_on = self._is_on(slot, now[1], stage)
-        return Picked(step.on if is_on else 1 - step.on, self._taken(slot))
+        return Picked(self._branch(step, slot, now[1], stage), self._taken(slot))
 
     def finished(self) -> Simulation:
         for stage, clock in enumerate(self.clocks):
@@ -229,29 +228,43 @@ class _Stages:
     def _slot(self, step: Branches, slot: SlotOf, loops: Loops, is_shown: bool) -> None:
         tick = self.seen[slot] // self.per_tick[slot]
         self.seen[slot] += 1
-        within, on = (*loops, (step.name, self._taken(slot))), step.on or 0
+        within = (*loops, (step.name, self._taken(slot)))
         if slot.is_shared:
-            is_on = any(self._is_on(slot, tick, stage) for stage in range(len(self.clocks)))
-            return self.run(step.branches[on if is_on else 1 - on], loops=within, is_shown=is_shown)
+            branches = {self._branch(step, slot, tick, stage) for stage in range(len(self.clocks))} - {self._idle(step)}
+            return self.run(step.branches[next(iter(branches), self._idle(step))], loops=within, is_shown=is_shown)
         for stage, clock in enumerate(self.clocks):
-            branch = step.branches[on if self._is_on(slot, tick, stage) else 1 - on]
+            branch = step.branches[self._branch(step, slot, tick, stage)]
             self.now[stage] = (slot, tick)
             clock.forget_ends()
             clock.run(branch, weight=self.weight, loops=within, is_shown=self._is_seen(is_shown, stage))
             self.now[stage] = None
 
-    def _is_on(self, slot: SlotOf, tick: int, stage: int) -> bool:
-        """Returns True if a stage has the operation in a tick, and is the slot's end with it."""
+    def _branch(self, step: Branches, slot: SlotOf, tick: int, stage: int) -> int:
+        """Returns the branch that a stage runs in a tick."""
+        virtual, idle, num_kinds = self._virtual(slot, tick, stage), self._idle(step), len(set(self.devices.kinds))
+        if len(step.branches) not in (2, 1 + num_kinds):
+            has = f"{step.name} of the slot {slot.operation} has {counted(len(step.branches), 'branch', 'branches')}"
+            raise HloError(f"{has}, and the pipeline has {counted(num_kinds, 'kind')} of parts")
+        if virtual is None:
+            return idle
+        return 1 - idle if step.on is not None else 1 + self.devices.kinds[virtual]
+
+    def _idle(self, step: Branches) -> int:
+        """Returns the branch without work: that of a false predicate, or the first of several."""
+        return 0 if step.on is None else 1 - step.on
+
+    def _virtual(self, slot: SlotOf, tick: int, stage: int) -> int | None:
+        """Returns the virtual stage whose operation a stage runs in a tick, and if the slot is one of an end, there;
+        None if it runs none."""
         run = [virtual for operation, virtual in self.devices.rows[tick][stage] if operation == slot.operation]
-        if slot.end is None:
-            return bool(run)
-        return (0 if slot.end == "first" else self.devices.num_virtual - 1) in run
+        ends = {"first": 0, "last": len(self.devices.kinds) - 1}
+        return next((each for each in run if slot.end is None or each == ends[slot.end]), None)
 
     def _taken(self, slot: SlotOf) -> Taken:
         """Returns the share of the table's ticks in which a stage has the slot's operation, over all stages."""
         if slot not in self.taken:
             rows, stages = self.devices.rows, range(len(self.clocks))
-            num_on = sum(self._is_on(slot, tick, stage) for tick in range(len(rows)) for stage in stages)
+            num_on = sum(self._virtual(slot, tick, stage) is not None for tick in range(len(rows)) for stage in stages)
             self.taken[slot] = Taken(num_on / (len(rows) * len(stages)), BY_TABLE)
         return self.taken[slot]
 

@@ -20,7 +20,7 @@ def test_a_plan_holds_the_table_of_its_schedule(name, ticks):
     plan = plan_of(*STAGED, f"pipeline={name}", f"pipeline.ticks={ticks}", "remat=none")
     assert plan.pipeline is not None
     assert plan.pipeline.table == build_table(name, 2, 1, 4, TickForm(ticks))
-    assert plan.pipeline.layers_per_virtual == (2, 2)
+    assert plan.pipeline.layers.totals == (2, 2)
     told = plan_as_json(plan)["pipeline"]
     assert told["ticks"][0] == ["F0", ""]
     if name == "1f1b":  # p - s in unit ticks, 2 (p - s) - 1 in ticks of several operations
@@ -67,6 +67,45 @@ def test_each_stage_holds_its_part_of_the_layers():
     assert {path.split("/")[0]: share for path, share in halved.items()} == {"embed": 1, "head": 1, "layers": 0.5}
 
 
+def test_a_stage_holds_a_part_of_every_layer_where_stages_have_different_numbers():
+    """A part of each weight, as much of the model as with layers on their stages; and of the state likewise."""
+    even, uneven = (plan_of(*STAGED, "mesh.fsdp=2", "target=cpu-4", f"pipeline.layers={n}") for n in ("even", "[3,1]"))
+    for table in ("parameters", "optimizer"):
+        for one, other in zip(getattr(even.sharding, table), getattr(uneven.sharding, table), strict=True):
+            assert other.bytes_per_device == one.bytes_per_device, one.array.path
+            if one.array.path.startswith("layers"):
+                (split,) = (d.logical for d in other.dimensions if "stage" in d.axes)
+                assert split != "layers"
+
+
+def test_the_last_stage_has_fewer_layers_where_the_head_takes_as_long():
+    """A head of 65,536 words takes as long as several layers of width 32."""
+    words = ("model.vocab_size=65536", "model.num_layers=12", "pipeline.ticks=multi")
+    even, balanced = (plan_of(*STAGED, *words, f"pipeline.layers={how}").pipeline for how in ("even", "balanced"))
+    assert even is not None
+    assert balanced is not None
+    assert even.layers.totals == (6, 6)
+    assert balanced.layers.totals[1] < 6
+    assert sum(balanced.layers.totals) == 12
+    assert balanced.time.seconds < even.time.seconds
+    assert f"{balanced.layers.totals[1]} in the last" in balanced.reason
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("pipeline.layers=[3,2]",), "has 5 layers in 2 parts, and 4 layers run in 2 parts"),
+        (("pipeline.layers=[2,1,1]",), "has 4 layers in 3 parts, and 4 layers run in 2 parts"),
+        (("pipeline.layers=[4,0]",), r"\[4, 0\] is not even, balanced or a number of layers for each part"),
+        (("pipeline.layers=odd",), "odd is not even, balanced or a number of layers for each part"),
+        (("pipeline=zb_v", "model.num_layers=3"), "2 stages of 2 chunks each are more than the 3 layers of the model"),
+    ],
+)
+def test_numbers_of_layers_that_are_not_those_of_the_model_are_an_error(words, what):
+    with pytest.raises(ConfigError, match=what):
+        plan_of(*STAGED, *words)
+
+
 def test_a_schedule_without_stages_is_told():
     plan = plan_of("pipeline=gpipe")
     assert plan.pipeline is None
@@ -76,7 +115,7 @@ def test_a_schedule_without_stages_is_told():
 
 def test_all_that_no_pipeline_can_run_is_told_at_once():
     with pytest.raises(ConfigError) as caught:
-        plan_of("mesh.stage=2", "num_microbatches=4", "overlap=prefetch", "remat=offload")
+        plan_of("mesh.stage=2", "num_microbatches=4", "overlap=prefetch", "remat=offload", "model.num_layers=1")
     assert {problem.where for problem in caught.value.problems} == {
         "mesh.stage", "remat.policy", "overlap.layers.prefetch",
     }  # fmt: skip

@@ -227,7 +227,7 @@ def test_the_bubble_of_compiled_programs_is_within_two_percent_of_the_tables(nam
     found = simulate_stages(
         steps,
         lambda one: Priced(permute if one.kind == "collective-permute" else 0.0, (one.name,)),
-        StagedDevices(rows, STAGES, DEVICES, module.num_devices),
+        StagedDevices(rows, [0] * STAGES, DEVICES, module.num_devices),
     )
     (ticks,) = (each for each in steps if isinstance(each, Loop))
     no_f, f, no_b, b = (branch for slot in ticks.body if isinstance(slot, Branches) for branch in slot.branches)

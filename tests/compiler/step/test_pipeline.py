@@ -9,11 +9,12 @@ from jax.sharding import NamedSharding
 
 from conftest import plan_of
 from meshloom.compiler.core.trees import leaves_by_path
-from meshloom.compiler.pipeline.layer_order import layer_order, natural_order, split_evenly
 from meshloom.compiler.pipeline.schedules import build_table
+from meshloom.compiler.pipeline.stage_layers import layers_of, split_evenly
 from meshloom.compiler.pipeline.ticks import TickForm
 from meshloom.compiler.step import train_step
 from meshloom.compiler.step.pipeline import PipelineSchedule
+from meshloom.compiler.step.placement_order import FromState
 from support.programs import gradients_of
 
 pytestmark = pytest.mark.ci
@@ -128,15 +129,11 @@ def check_gradients(table, others, tokens, monkeypatch):
     sizes = [int(each.split("=")[1]) for each in others if each.startswith("mesh.")]
     devices = stages * int(np.prod(sizes))
     plan = plan_of(f"target=cpu-{devices}", f"mesh.stage={stages}", f"num_microbatches={microbatches}", *others, *model)
-    monkeypatch.setattr(train_step, "choose_schedule", lambda plan: PipelineSchedule(table))
-    layers = split_evenly(plan.model.stacks[0].num_layers, table.placement)
-    loss, ours = gradients_of(plan, in_order(params, layer_order(table.placement, layers)), tokens, dropout_key=KEY)
-    ours = in_order(ours, natural_order(table.placement, layers))
+    sizes = {stack.name: stack.num_layers for stack in plan.model.stacks}
+    layers = layers_of(sizes, table.placement, split_evenly(sum(sizes.values()), table.placement))
+    monkeypatch.setattr(train_step, "choose_schedule", lambda plan: FromState(PipelineSchedule(table, layers), layers))
+    loss, ours = gradients_of(plan, params, tokens, dropout_key=KEY)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     for path, gradient in leaves_by_path(ours).items():
         reference = leaves_by_path(expected)[path]
         np.testing.assert_allclose(gradient, reference, rtol=1e-4, atol=2e-6 * np.abs(reference).max(), err_msg=path)
-
-
-def in_order(params, order):
-    return params | {"layers": jax.tree.map(lambda x: x[list(order)], params["layers"])}

@@ -9,11 +9,12 @@ import pytest
 
 from conftest import plan_of
 from meshloom.compiler.core.trees import leaves_by_path
-from meshloom.compiler.pipeline.layer_order import layer_order, natural_order, split_evenly
 from meshloom.compiler.pipeline.schedules import build_table
+from meshloom.compiler.pipeline.stage_layers import layers_of, split_evenly
 from meshloom.compiler.pipeline.ticks import TickForm
 from meshloom.compiler.step import train_step
 from meshloom.compiler.step.pipeline import PipelineSchedule
+from meshloom.compiler.step.placement_order import FromState
 from support.experts import documents_of
 from support.pairwise import all_pairs, cover_pairs, pairs_of
 from support.programs import gradients_of
@@ -125,20 +126,17 @@ def test_gradients_are_those_of_one_device(case, monkeypatch):
     table = build_table(name, stages, chunks, NUM_MICROBATCHES, form, recomputes)
     model = model_of(row, table.placement.num_virtual)
     params, expected_loss, expected = on_one_device(model)
-    monkeypatch.setattr(train_step, "choose_schedule", lambda plan: PipelineSchedule(table))
     devices = stages * int(np.prod([int(each.split("=")[1]) for each in mesh if each.startswith("mesh.")]))
     plan = plan_of(
         f"target=cpu-{devices}", f"mesh.stage={stages}", *mesh, *REMAT[row["remat"]], *model,
         f"num_microbatches={NUM_MICROBATCHES}", *GATHER[row["gather"]], f"pipeline.head={row['head']}",
     )  # fmt: skip
-    layers = split_evenly(plan.model.stacks[0].num_layers, table.placement)
-    loss, ours = loss_and_gradients(plan, in_order(params, layer_order(table.placement, layers)))
-    ours = leaves_by_path(in_order(ours, natural_order(table.placement, layers)))
+    sizes = {stack.name: stack.num_layers for stack in plan.model.stacks}
+    layers = layers_of(sizes, table.placement, split_evenly(sum(sizes.values()), table.placement))
+    monkeypatch.setattr(train_step, "choose_schedule", lambda plan: FromState(PipelineSchedule(table, layers), layers))
+    loss, ours = loss_and_gradients(plan, params)
+    ours = leaves_by_path(ours)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     for path, reference in leaves_by_path(expected).items():
         tolerance = 1e-5 * np.abs(reference).max() + 2e-8  # a bias of keys has no gradient but rounding
         np.testing.assert_allclose(ours[path], reference, rtol=1e-4, atol=tolerance, err_msg=path)
-
-
-def in_order(params: Any, order: tuple[int, ...]) -> Any:
-    return params | {"layers": jax.tree.map(lambda x: x[list(order)], params["layers"])}

@@ -1,4 +1,4 @@
-"""The layers of a pipeline in natural order: where each chunk goes, and losses of schedules with several chunks."""
+"""The layers of a pipeline, wherever the state holds them: where each chunk goes, and gradients."""
 
 import itertools
 
@@ -34,21 +34,40 @@ def test_every_chunk_gets_to_the_stage_that_runs_it_and_back(num_stages, num_chu
     assert back == held
 
 
+INTERLEAVED = ("mesh.fsdp=2", "mesh.stage=2", "target=cpu-4", "pipeline=interleaved_1f1b", "num_microbatches=4")
+TENSOR = ("sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.stage=2", "mesh.tensor=2", "num_microbatches=4")
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("schedule", "others"),
+    ("model", "others"),
     [
-        ("interleaved_1f1b", ("mesh.fsdp=2", "mesh.stage=2", "target=cpu-4", "frozen_parameters=[layers/mlp/up_EM]")),
-        ("zb_v", ("mesh.fsdp=1", "mesh.stage=2", "target=cpu-2")),
+        (("model.num_layers=4", "frozen_parameters=[layers/mlp/up_EM]"), INTERLEAVED),
+        (
+            ("model.num_layers=4",),
+            ("mesh.fsdp=1", "mesh.stage=2", "target=cpu-2", "pipeline=zb_v", "num_microbatches=4"),
+        ),
+        (("model.num_layers=5", "frozen_parameters=[layers/mlp/up_EM]"), INTERLEAVED),
+        (("model.num_layers=5", "adapter=lora", "adapter.rank=4"), (*TENSOR, "target=cpu-8", "pipeline=zb_v")),
+        (
+            ("model=tiny_moe", "model.num_layers=5", "model.num_dense_layers=2", "model.dense_mlp_dim=64"),
+            (*TENSOR, "target=cpu-8", "pipeline=zb_h1", "pipeline.layers=[3,2]"),
+        ),
+        (
+            (
+                "model.num_layers=7",
+                "model.attention_windows=[3,3,null]",
+            ),  # two rounds of windows, and a stack of the rest
+            ("sharding=zero1", "mesh.data=2", "mesh.stage=2", "target=cpu-4", "num_microbatches=4"),
+        ),
     ],
 )
-def test_gradients_have_the_layers_in_natural_order(schedule, others, tokens):
-    """Against one device, which knows no order."""
-    model = ("model.num_layers=4", "num_microbatches=4", *(each for each in others if "frozen" in each))
-    one = plan_of("target=cpu-1", "sharding=ddp", *model)
+def test_gradients_have_the_layers_of_the_state(model, others, tokens):
+    """Against one device, which knows no stages."""
+    one = plan_of("target=cpu-1", "sharding=ddp", "num_microbatches=4", *model)
     params = jax.tree.map(np.asarray, one.model.init(jax.random.key(0)))
     expected_loss, expected = gradients_of(one, params, tokens[0])
-    loss, ours = gradients_of(plan_of(*model, *others, f"pipeline={schedule}"), params, tokens[0])
+    loss, ours = gradients_of(plan_of(*model, *others), params, tokens[0])
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     reference = leaves_by_path(expected)
     assert leaves_by_path(ours).keys() == reference.keys()

@@ -12,7 +12,7 @@ from meshloom.compiler.xla.hlo import HloError, Module, parse_module
 from meshloom.compiler.xla.schedule.prices import Chip
 from meshloom.compiler.xla.schedule.program import read_steps
 from meshloom.compiler.xla.schedule.simulate import Priced, Segment, Simulation, Trip, simulate
-from meshloom.compiler.xla.schedule.stage_clocks import StagedDevices, simulate_stages, slot_of
+from meshloom.compiler.xla.schedule.stage_clocks import SlotOf, StagedDevices, simulate_stages, slot_of
 from meshloom.compiler.xla.schedule.steps import Branches, Collective, Compute, Done, Loop, Start, Step
 from support.pipelines import DEVICES, GPIPE, ONE_F_ONE_B, STAGES, Rows, table
 from support.recorded import recorded_text
@@ -76,7 +76,7 @@ def run(text: str, table: Rows, *, permute: float = 0.0, sent: float = 0.0, with
         seconds = {"collective-permute": permute, "send": sent}.get(collective.kind, within)
         return Priced(seconds, (collective.kind,))
 
-    result = simulate_stages(steps, price, StagedDevices(table, STAGES, DEVICES, module.num_devices))
+    result = simulate_stages(steps, price, StagedDevices(table, [0] * STAGES, DEVICES, module.num_devices))
     check_laws(result)
     return result
 
@@ -203,7 +203,7 @@ TWO = table("F0|", "F1|F0", "|F1")
 
 
 def two_stages(*body: Step, trips: int | None = 3, seconds: float = 0.0, by: Rows = TWO) -> Simulation:
-    result = simulate_stages((Loop("l", trips, body),), ALL(seconds), StagedDevices(by, 2, [0, 1], 2))
+    result = simulate_stages((Loop("l", trips, body),), ALL(seconds), StagedDevices(by, [0, 0], [0, 1], 2))
     check_laws(result)
     return result
 
@@ -253,7 +253,7 @@ def test_of_many_stages_and_ticks_the_first_and_the_last_are_shown():
             rows[stage + microbatch][stage] = f"F{microbatch}"
     sent = permute("p", tuple((stage, stage + 1) for stage in range(num - 1)))
     body = (slot("F", 10.0), Start(sent), Done("p"))
-    devices = StagedDevices(table(*("|".join(row) for row in rows)), num, range(num), num)
+    devices = StagedDevices(table(*("|".join(row) for row in rows)), [0] * num, range(num), num)
     result = simulate_stages((Loop("l", 41, body),), ALL(1.0), devices)
     assert {each.stage for each in result.segments} == {0, 1, 2, 3, 8, 9, 10, 11}
     for stage in (0, 3, 8, 11):
@@ -316,6 +316,17 @@ def test_a_slot_with_the_work_in_the_first_branch_and_one_of_two_conditionals():
     assert two_stages(flipped, slot("F", 1.0)).stages[0].compute_seconds == 22
 
 
+def test_a_slot_has_a_branch_for_each_kind_of_layers():
+    """Stage 0 runs two layers of 10 s, stage 1 one of them: branch 0 is idle, 1 of two layers, 2 of one."""
+    switch = replace(slot("F", 0.0), branches=((), (compute("two", 20.0),), (compute("one", 10.0),)), on=None)
+    by = table("F0|", "F1|F0", "|F1")
+    devices = StagedDevices(by, [0, 1], [0, 1], 2)
+    result = simulate_stages((Loop("l", 3, (switch,)),), ALL(0.0), devices)
+    assert [each.compute_seconds for each in result.stages] == [40, 20]
+    with pytest.raises(HloError, match=r"of the slot F has 3 branches, and the pipeline has 1 kind of parts"):
+        simulate_stages((Loop("l", 3, (switch,)),), ALL(0.0), replace(devices, kinds=[0, 0]))
+
+
 @pytest.mark.parametrize(
     ("written", "on"),
     [
@@ -329,7 +340,7 @@ def test_the_branch_of_a_true_predicate_is_read_from_both_forms(written, on):
     (found,) = read_steps(parse_module(text.replace("%off", "%work")), CYCLES)
     assert isinstance(found, Branches)
     assert found.on == on
-    assert (slot_of(found) is None) == (on is None)
+    assert slot_of(found) == SlotOf("F")
 
 
 def test_ticks_that_are_unrolled_or_peeled_stay_in_order():
@@ -338,7 +349,7 @@ def test_ticks_that_are_unrolled_or_peeled_stay_in_order():
     one, sent = slot("F", 10.0), permute("p", ((0, 1),))
     body = (one, Start(sent), Done("p"))
     steps = (*body, Loop("l", 2, (*body, *body)), *body)
-    result = simulate_stages(steps, ALL(0.0), StagedDevices(rows, 2, [0, 1], 2))
+    result = simulate_stages(steps, ALL(0.0), StagedDevices(rows, [0, 0], [0, 1], 2))
     assert result.seconds == 20
     assert [each.compute_seconds for each in result.stages] == [10, 10]
 
