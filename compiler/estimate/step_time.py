@@ -32,7 +32,8 @@ from .regions import Region
 Seconds = TypeVar("Seconds", float, Numbers)
 
 # Of tensor parallelism's collectives, the share that is waited for where they run beside matmuls: in rings, in two
-# parts of the batch, or in two passes that do not wait for each other. 0.23 and 0.25 in the compiled rows of docs/results/overlap.md over tensor=4 with overlap=auto.
+# parts of the batch, or in two passes that do not wait for each other. 0.23 and 0.25 in the compiled rows of
+# docs/results/overlap.md over tensor=4 with overlap=auto.
 EXPOSED_BESIDE_MATMULS = 0.24
 
 
