@@ -4,7 +4,7 @@ mesh.stage=4 pipeline=1f1b num_microbatches=8  ->  PipelinePlan(table of 4 stage
 mesh.stage=1                                   ->  None
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,8 +17,9 @@ from ..core.format import be, counted, human_seconds, human_share
 from ..core.partition_spec import STAGE
 from ..core.user_code import blamed_on_user
 from ..core.user_imports import is_class_path, load_class
+from ..pipeline.buffers import buffer_bytes
 from ..pipeline.invariants import max_in_flight_of
-from ..pipeline.makespan import ChosenTable, TableTime, choose_table
+from ..pipeline.makespan import AS_SHORT, ChosenTable, TableTime, choose_table
 from ..pipeline.own_schedule import OwnSchedule, own_tables
 from ..pipeline.schedules import SCHEDULES, build_table
 from ..pipeline.stage_layers import StageLayers, layers_of, split_evenly
@@ -31,14 +32,14 @@ from ..spec.plan_spec import PlanSpec
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
 from .shared_head import why_not_shared
-from .stage_times import StageTimes, plan_stage_times, recomputes_layers
+from .stage_times import StageTimes, plan_slot_bytes, plan_stage_times, recomputes_layers
 
 WITHOUT_STAGES = "1f1b"  # the schedule of conf/config.yaml, which nobody chose where there are no stages
 KEY, TABLE = f"mesh.{STAGE}", "pipeline.table"
 LAST: Literal["last"] = "last"
 STAGES: Literal["stages"] = "stages"
 TablesByLabel = Mapping[str, PipelineTable]  # by what a reason calls them
-ALONE = "unit ticks with recomputation apart"  # R is an operation of its own
+ALONE = "ticks with recomputation apart"  # R is an operation of its own
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def read_tables(spec: PlanSpec, mesh: MeshPlan, model: Model) -> TablesByLabel:
 def plan_pipeline(
     tables: TablesByLabel, spec: PlanSpec, mesh: MeshPlan, model: Model, sharding: ShardingPlan, target: TargetPlan
 ) -> PipelinePlan | None:
-    """Returns the pipeline by the table that takes the least time; None without stages. tables: those of
+    """Returns the pipeline by the table that `choose_table` finds; None without stages. tables: those of
     `read_tables`."""
     if not tables:
         return None
@@ -122,19 +123,26 @@ def plan_pipeline(
     if refusal and spec.pipeline.head == STAGES:
         what = f"is stages, and they cannot share the head: {refusal}"
         raise ConfigError([Problem("pipeline.head", what, "set pipeline.head=last, or auto")])
-    splits = list(_splits(spec, model, next(iter(tables.values())).placement))
+    placement = next(iter(tables.values())).placement
+    splits = list(_splits(spec, model, placement))
+    num_bytes = partial(buffer_bytes, slot_bytes=plan_slot_bytes(spec, model, sharding, placement.num_virtual))
     by_place: dict[HeadPlace, tuple[ChosenTable, StageLayers]] = {
-        LAST: _choose_split(splits, tables, times),
-        STAGES: _choose_split(splits, tables, times, head_seconds=times.head_seconds(mesh.sizes[STAGE])),
+        LAST: _choose_split(splits, tables, times, num_bytes),
+        STAGES: _choose_split(splits, tables, times, num_bytes, times.head_seconds(mesh.sizes[STAGE])),
     }
     head = _choose_head(spec.pipeline.head, refusal, by_place if times.head_sent is not None else None)
     chosen, layers = by_place[head.place]
-    others = f", the shortest of {', '.join(tables)}" if len(tables) > 1 else ""
+    within = f"the shortest, or the smallest that takes at most {human_share(AS_SHORT - 1)} longer"
+    others = f"; of {', '.join(tables)} {within}" if len(tables) > 1 else ""
     return PipelinePlan(chosen.table, layers, chosen.time, f"{chosen.label}{others}{_uneven(layers)}", head)
 
 
 def _choose_split(
-    splits: Sequence[StageLayers], tables: TablesByLabel, times: StageTimes, head_seconds: float | None = None
+    splits: Sequence[StageLayers],
+    tables: TablesByLabel,
+    times: StageTimes,
+    num_bytes: Callable[[PipelineTable], float],
+    head_seconds: float | None = None,
 ) -> tuple[ChosenTable, StageLayers]:
     """Returns the table that takes the least time, with its layers. head_seconds: of a head that stages share."""
     found = [
@@ -144,6 +152,7 @@ def _choose_split(
                 partial(times.op_seconds, layers, shares_head=head_seconds is not None),
                 times.permute,
                 head_seconds=head_seconds or 0.0,
+                num_bytes=num_bytes,
             ),
             layers,
         )
@@ -222,9 +231,9 @@ def _candidates(spec: PlanSpec, mesh: MeshPlan) -> TablesByLabel:
     chosen = spec.pipeline
     forms = [form for form in TickForm if chosen.ticks in ("auto", form.value)]
     made = {f"{form} ticks": (form, False) for form in forms}
-    splits = SCHEDULES[chosen.schedule].splits(TickForm.UNIT, recomputes=True)
-    if TickForm.UNIT in forms and splits and recomputes_layers(spec.remat):
-        made[ALONE] = (TickForm.UNIT, True)
+    if recomputes_layers(spec.remat):
+        apart = [form for form in forms if form == TickForm.UNIT or chosen.ticks == "auto"]
+        made |= {f"{form} {ALONE}": (form, True) for form in apart}
     size = (mesh.sizes[STAGE], chosen.num_chunks, spec.num_microbatches)
     return {label: build_table(chosen.schedule, *size, form, alone) for label, (form, alone) in made.items()}
 

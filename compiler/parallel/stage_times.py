@@ -106,13 +106,12 @@ def plan_stage_times(
         piece: _num_multiplied(model, sharding, piece) / shards
         for piece in ("head", *(stack.name for stack in model.stacks))
     }
-    made = (plan for plan in sharding.activations if not plan.array.path.startswith(NOT_OF_LAYERS))
     flops, head_dim = _attention_flops(sharding, spec.sequence_length)
     permute = mesh.alone_seconds("collective-permute", x_bytes(sharding), (STAGE,)) if speeds.is_known else None
     of_head = [x_bytes(sharding)] * 2 + [4 * tokens] * 3  # y and its gradient; float32 sums of each token
     sent = [mesh.alone_seconds("all-reduce", size, (STAGE,)) if speeds.is_known else None for size in of_head]
     itemsize = jnp.dtype(spec.precision.gradients).itemsize
-    moved = sum(plan.bytes_per_device for plan in made) / speeds.memory
+    moved = _made_bytes(sharding) / speeds.memory
 
     def of_layer(stack: Stack) -> LayerTimes:
         of_weights = num_multiplied[stack.name] / stack.num_layers
@@ -130,6 +129,21 @@ def plan_stage_times(
         permute=permute or 0.0,
         head_sent=None if None in sent else sum(each for each in sent if each is not None),
     )
+
+
+def plan_slot_bytes(spec: PlanSpec, model: Model, sharding: ShardingPlan, num_virtual: int) -> dict[str, float]:
+    """Returns about the bytes of a slot of each buffer, by the planned activations, to compare tables. What a layer
+    saves is its input if it runs again, else what it makes; R leaves what the layers make, and so, about, does B."""
+    num_layers = sum(stack.num_layers for stack in model.stacks) / num_virtual
+    made = num_layers * _made_bytes(sharding)
+    saved = num_layers * x_bytes(sharding) if recomputes_layers(spec.remat) else made
+    return {"x": x_bytes(sharding) + saved, "gradient": x_bytes(sharding), "residuals": made, "cut": made}
+
+
+def _made_bytes(sharding: ShardingPlan) -> int:
+    """Returns the bytes on a device of the activations that a layer makes."""
+    made = (plan for plan in sharding.activations if not plan.array.path.startswith(NOT_OF_LAYERS))
+    return sum(plan.bytes_per_device for plan in made)
 
 
 @dataclass(frozen=True)

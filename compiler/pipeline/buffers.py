@@ -22,7 +22,7 @@ been read for the last time.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +108,11 @@ def slots_in_use(table: PipelineTable) -> dict[str, tuple[int, ...]]:
     the one with most, as they run one program."""
     used = {buffer: _allocate(arrays)[1] for buffer, arrays in _live(table).items()}
     return {buffer: tuple(each[stage] for stage in range(table.placement.num_stages)) for buffer, each in used.items()}
+
+
+def buffer_bytes(table: PipelineTable, slot_bytes: Mapping[str, float]) -> float:
+    """Returns the bytes of all buffers on each stage. slot_bytes: of a slot of each buffer."""
+    return sum(max(slots) * slot_bytes[buffer] for buffer, slots in slots_in_use(table).items())
 
 
 def forward_only(table: PipelineTable) -> PipelineTable:

@@ -21,6 +21,7 @@ from ..core.format import human_seconds, human_share
 from .table import PipelineOp, PipelineTable, Slot, StagePlacement
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
+AS_SHORT = 1.02  # times are predicted no better; of tables that differ by less, the one with less memory is chosen
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ def _seconds_of(table: PipelineTable, op: PipelineOp, op_seconds: OpSeconds) -> 
 
 @dataclass(frozen=True)
 class ChosenTable:
-    """The table that takes the least time, and why. label: which of the candidates it is."""
+    """The table that takes the least time, or hardly more and less memory, and why. label: which of the candidates."""
 
     label: str
     table: PipelineTable
@@ -249,14 +250,18 @@ def choose_table(
     permute_seconds: float = 0.0,
     tick_seconds: float = 0.0,
     head_seconds: float = 0.0,
+    num_bytes: Callable[[PipelineTable], float] = lambda _: 0.0,
 ) -> ChosenTable:
-    """Returns the candidate that takes the least time; of equal ones, the first. op_seconds: of the operations of a
-    table, which save for each other what others compute at once."""
+    """Returns the candidate that takes the least memory of those whose time is within `AS_SHORT` of the shortest; of
+    equal ones, the shortest. op_seconds: of the operations of a table, which save for each other what others compute at
+    once. num_bytes: of the buffers of a table."""
     times = {
         label: time_table(table, op_seconds(table), permute_seconds, tick_seconds, head_seconds)
         for label, table in candidates.items()
     }
-    label = min(times, key=lambda each: times[each].seconds)
+    least = min(time.seconds for time in times.values())
+    as_short = [label for label, time in times.items() if time.seconds <= AS_SHORT * least]
+    label = min(as_short, key=lambda each: (num_bytes(candidates[each]), times[each].seconds))
     best = times[label]
     others = "".join(f"; {each}: {human_seconds(time.seconds)}" for each, time in times.items() if each != label)
     bubble = human_share(best.bubble / best.seconds if best.seconds else 0.0)

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshloom.compiler.core.format import human_seconds, human_share
+from meshloom.compiler.pipeline.buffers import slots_in_use
 from meshloom.compiler.pipeline.makespan import (
+    AS_SHORT,
     TickLoop,
     TickPart,
     TickPermute,
@@ -211,6 +213,32 @@ def test_the_form_of_ticks_follows_the_price_of_permutes(permute, chosen):
     bubble = human_share(found.time.bubble / found.time.seconds)
     expected = f"{chosen}: {human_seconds(found.time.seconds)}, {bubble} of it bubble; {other}: {human_seconds(slower)}"
     assert found.reason == expected
+
+
+@pytest.mark.parametrize(("ahead", "chosen"), [(0.999, "multi ticks"), (1.001, "unit ticks"), (10.0, "unit ticks")])
+def test_of_tables_that_take_about_as_long_the_smaller_is_chosen(ahead, chosen):
+    """A permute such that multi ticks, of more slots, are shorter: by less than the tolerance the smaller ones are
+    chosen, and by more the shorter ones."""
+
+    def seconds(label, permute):
+        return time_table(candidates()[label], lambda op, stage, chunk: UNIT_SECONDS[op], permute).seconds
+
+    low = permute = 0.0
+    high = 1.0
+    wanted = 1 + (AS_SHORT - 1) / ahead
+    for _ in range(60):  # the price at which unit ticks take this much longer
+        permute = (low + high) / 2
+        is_over = seconds("unit ticks", permute) > wanted * seconds("multi ticks", permute)
+        low, high = (low, permute) if is_over else (permute, high)
+    found = choose_table(
+        candidates(),
+        lambda table: lambda op, stage, chunk: UNIT_SECONDS[op],
+        permute,
+        num_bytes=lambda table: sum(max(slots) for slots in slots_in_use(table).values()),
+    )
+    sizes = {label: sum(slots_in_use(table)["x"]) for label, table in candidates().items()}
+    assert sizes["unit ticks"] < sizes["multi ticks"]
+    assert found.label == chosen
 
 
 def test_unit_ticks_are_bad_where_operations_take_unlike_times():

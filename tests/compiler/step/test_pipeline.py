@@ -75,11 +75,13 @@ def test_stages_may_share_the_head(schedule, form, stages, chunks, microbatches,
     check_gradients(table, others, tokens[0], monkeypatch)
 
 
-@pytest.mark.parametrize(("schedule", "stages", "chunks", "microbatches"), [("1f1b", 2, 1, 4), ("zb_v", 4, 2, 8)])
+@pytest.mark.parametrize(
+    ("schedule", "form", "stages", "chunks", "microbatches"), [("1f1b", MULTI, 2, 1, 4), ("zb_v", UNIT, 4, 2, 8)]
+)
 def test_layers_may_be_run_again_by_an_operation_of_their_own(
-    schedule, stages, chunks, microbatches, tokens, monkeypatch
+    schedule, form, stages, chunks, microbatches, tokens, monkeypatch
 ):
-    table = build_table(schedule, stages, chunks, microbatches, UNIT, recomputes=True)
+    table = build_table(schedule, stages, chunks, microbatches, form, recomputes=True)
     check_gradients(table, FSDP, tokens[0], monkeypatch)
 
 
