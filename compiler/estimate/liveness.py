@@ -76,9 +76,11 @@ def host_bytes(step: Region) -> int:
 
 
 def host_sets(region: Region) -> Iterator[tuple[tuple[Program, int], ...]]:
-    """Yields the values that may lie in host memory at once, with the program that they belong to."""
+    """Yields the values that may lie in host memory at once, with the program that they belong to. What is written in
+    place of an argument of a region lies where that does."""
     program, outer = region.program, [step for step in region.steps if step.inside]
-    own = tuple((program, i) for step in outer for i in step.operation.outputs if program.host_sizes[i])
+    results = (i for step in outer for i in step.operation.outputs if program.host_sizes[i])
+    own = tuple((program, i) for i in results if origin_of(program, i) is None)
     yield own
     for inside in (inside for step in outer for inside in step.inside):
         yield from (own + inner for inner in host_sets(inside))

@@ -298,8 +298,7 @@ def _problems_of_schedule(spec: PlanSpec, mesh: MeshPlan) -> Iterator[Problem]:
 
 
 def _unused(spec: PlanSpec) -> Iterator[Problem]:
-    """Yields settings that a pipeline would not follow: it has its own order of layers and microbatches, and saves in
-    device memory."""
+    """Yields settings that a pipeline would not follow: it has its own order of layers and microbatches."""
     loop = spec.overlap.layers
     values = {
         "prefetch": (loop.prefetch, 0, "gathers weights as pipeline.gather says"),
@@ -310,8 +309,3 @@ def _unused(spec: PlanSpec) -> Iterator[Problem]:
         if value != plain:
             fix = f"set overlap.layers.{name}={str(plain).lower()}, or choose overlap=xla"
             yield Problem(f"overlap.layers.{name}", f"is {str(value).lower()}, and a pipeline {why}", fix)
-    policies = {"remat.policy": spec.remat.policy, **{f"remat.stacks.{k}": v for k, v in spec.remat.stacks.items()}}
-    for key, policy in policies.items():
-        if policy == "offload":
-            what = "is offload, and a pipeline saves activations in the memory of the device alone"
-            yield Problem(key, what, "choose remat=full, or another one")

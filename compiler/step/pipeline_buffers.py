@@ -1,16 +1,27 @@
 """Buffers of a pipeline, trees of arrays that operations leave to later ones, read and written in place.
 
 (slot, ...)           inputs of chunks, gradients of their results
-(slot, layer, ...)    what layers save for their backward pass
+(slot, layer, ...)    what layers save for their backward pass, in the memory of the device or of the host
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from ..core.scopes import buffer_scope
+
+
+@dataclass(frozen=True)
+class HeldArray:
+    """An array that a layer leaves to a later pass."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    is_on_host: bool
 
 
 def zeros_of(shapes: Any) -> Any:
@@ -19,9 +30,17 @@ def zeros_of(shapes: Any) -> Any:
 
 
 def empty_buffer(name: str, shapes: Any, *sizes: int) -> Any:
-    """Returns a buffer of arrays of these shapes, with dimensions of these sizes before theirs."""
-    with jax.named_scope(buffer_scope(name)):
-        return jax.tree.map(lambda a: jnp.zeros((*sizes, *a.shape), a.dtype), shapes)
+    """Returns a buffer of arrays of these shapes, with dimensions of these sizes before theirs. On the host it is made
+    of a scalar there: zeros of the device would lie in its memory first."""
+
+    def one(array: Any) -> Array:
+        shape, zero = (*sizes, *array.shape), jnp.zeros((), array.dtype)
+        if isinstance(array, HeldArray) and array.is_on_host:
+            zero = jax.device_put(zero, jax.memory.Space.Host)
+        with jax.named_scope(buffer_scope(name)):
+            return jnp.broadcast_to(zero, shape)
+
+    return jax.tree.map(one, shapes)
 
 
 def read_slot(tree: Any, index: Array) -> Any:
@@ -45,6 +64,9 @@ def read_layer(buffer: list[Array], slot: Array, layer: Array) -> list[Array]:
 
     def one(x: Array) -> Array:
         found = jax.lax.dynamic_slice(x, (slot, layer, *(0,) * (x.ndim - 2)), (1, 1, *x.shape[2:]))
+        # In the layout of the buffer: in that of a matmul, libtpu 0.0.42.1 copies all slots to the device, and back.
+        if jax.typeof(x).memory_space == jax.memory.Space.Host:
+            found = with_layout_constraint(found, Layout(tuple(range(x.ndim))))
         return found.reshape(x.shape[2:])
 
     return [one(x) for x in buffer]

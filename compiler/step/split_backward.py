@@ -26,6 +26,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 
 from ..core.scopes import nested_scope
 from ..parallel.remat import Policy
+from .pipeline_buffers import HeldArray
 
 # Calls of a program, whose operations belong to different passes.
 _CALLS = frozenset({"checkpoint", "closed_call", "core_call", "jit", "pjit", "remat2"})
@@ -42,8 +43,7 @@ class LayerPasses:
     forward: (known, x) -> ((y, auxiliary outputs), saved). recompute: (known, saved) -> kept. backward: (known, held,
     dy) -> (dx, (vectors, matrices)). input_gradient: (known, held, dy) -> (dx, vectors, cut). weight_gradient: (known,
     cut) -> matrices. vectors, matrices: gradients of weights of one dimension, and of more (`by_dimensions`). held:
-    `kept` if what is recomputed is a pass of its own, else `saved`. saved, kept, cut: the arrays of each, by shape and
-    type.
+    `kept` if what is recomputed is a pass of its own, else `saved`. saved, kept, cut: the arrays of each.
     """
 
     forward: Callable[[Any, Any], tuple[tuple[Any, Any], list[Array]]]
@@ -51,9 +51,9 @@ class LayerPasses:
     backward: Callable[[Any, list[Array], Any], tuple[Any, tuple[list[Array], list[Array]]]]
     input_gradient: Callable[[Any, list[Array], Any], tuple[Any, list[Array], list[Array]]]
     weight_gradient: Callable[[Any, list[Array]], list[Array]]
-    saved: list[jax.ShapeDtypeStruct]
-    kept: list[jax.ShapeDtypeStruct]
-    cut: list[jax.ShapeDtypeStruct]
+    saved: list[HeldArray]
+    kept: list[HeldArray]
+    cut: list[HeldArray]
 
 
 def split_passes(
@@ -178,7 +178,7 @@ def split_passes(
         run_backward,
         run_input_gradient,
         run_weight_gradient,
-        *([_shape_of(var) for var in each] for each in (saved, kept, cut)),
+        *([_held(var.aval) for var in each] for each in (saved, kept, cut)),
     )
 
 
@@ -303,6 +303,10 @@ def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
 def _scope_of(equation: JaxprEqn) -> AbstractContextManager[Any]:
     own = str(equation.source_info.name_stack)
     return jax.named_scope(nested_scope("", own)) if own else nullcontext()
+
+
+def _held(aval: Any) -> HeldArray:
+    return HeldArray(aval.shape, aval.dtype, is_on_host=aval.memory_space == jax.memory.Space.Host)
 
 
 def _shape_of(var: Any) -> jax.ShapeDtypeStruct:

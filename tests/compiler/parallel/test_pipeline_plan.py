@@ -115,9 +115,9 @@ def test_a_schedule_without_stages_is_told():
 
 def test_all_that_no_pipeline_can_run_is_told_at_once():
     with pytest.raises(ConfigError) as caught:
-        plan_of("mesh.stage=2", "num_microbatches=4", "overlap=prefetch", "remat=offload", "model.num_layers=1")
+        plan_of("mesh.stage=2", "num_microbatches=4", "overlap=prefetch", "model.num_layers=1")
     assert {problem.where for problem in caught.value.problems} == {
-        "mesh.stage", "remat.policy", "overlap.layers.prefetch",
+        "mesh.stage", "overlap.layers.prefetch",
     }  # fmt: skip
 
 

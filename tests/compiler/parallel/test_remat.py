@@ -95,6 +95,16 @@ def test_every_loop_keeps_offloaded_layer_inputs_on_the_host_alone(loop):
     assert memory.activations == 0
 
 
+def test_stages_keep_on_the_host_what_is_offloaded_of_all_microbatches_in_flight():
+    plan = plan_of("target=cpu-2", "sharding=ddp", "mesh.stage=2", "num_microbatches=4", "model.num_layers=4",
+                   "remat=offload", "remat.names=[mlp_up]")  # fmt: skip
+    model, tokens = plan.spec.model, plan.spec.tokens_per_step // 4
+    assert isinstance(model, DecoderConfig)
+    assert plan.pipeline
+    layers = max(plan.pipeline.in_flight) * 2  # of each stage
+    assert estimate_step(plan).memory.host_bytes == layers * tokens * model.mlp_dim * FLOAT32_BYTES
+
+
 def test_offloaded_gate_and_up_are_apart_and_of_one_microbatch():
     plan = plan_of("target=cpu-2", "num_microbatches=2", "remat=offload", "remat.names=[mlp_gate,mlp_up]")
     model, tokens = plan.spec.model, plan.spec.tokens_per_step // 2 // 2  # of a device and microbatch

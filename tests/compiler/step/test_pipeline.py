@@ -23,6 +23,7 @@ MULTI, UNIT = TickForm.MULTI, TickForm.UNIT
 FSDP = ("sharding=fsdp", "mesh.fsdp=2")
 KEY = jax.random.key(7)  # of dropout
 PER_USE, IN_SHARDS = ("pipeline.gather=use",), ("sharding.gradients=optimizer",)
+OFFLOAD = ("remat=offload", "remat.names=[layer_input,mlp_up]")
 WINDOWS = ("model.attention_windows=[3,null]",)  # of two layers, which are one of the stack
 
 
@@ -36,7 +37,7 @@ CASES = [
     ("interleaved_1f1b", MULTI, 2, 3, 4, (*FSDP, "model=tiny_moe")),
     ("interleaved_1f1b", UNIT, 4, 2, 8, ("sharding=ddp", *WINDOWS, "model.dropout_rate=0.2")),
     ("interleaved_1f1b_breadth_first", MULTI, 4, 2, 4, FSDP),
-    ("zb_h1", UNIT, 2, 1, 4, ("sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.tensor=2")),
+    ("zb_h1", UNIT, 2, 1, 4, ("sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.tensor=2", *OFFLOAD)),
     ("zb_h1", UNIT, 4, 1, 8, (*FSDP, *WINDOWS)),
     ("zb_h2", UNIT, 2, 1, 4, ("sharding=fsdp_expert", "mesh.expert=2", "model=tiny_moe")),
     ("zb_h2", MULTI, 4, 1, 8, ("sharding=ddp", "model.embeddings=tied")),

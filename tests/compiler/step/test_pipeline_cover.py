@@ -58,6 +58,7 @@ REMAT = {
     "full": ("remat=full",),
     "dots": ("remat=save_dots",),
     "names": ("remat=save_names", "remat.names=[queries,attended]"),
+    "offloaded": ("remat=offload", "remat.names=[layer_input,attended]"),
 }
 DOCUMENTS = {
     "whole": (),
