@@ -2,8 +2,9 @@
 
 import pytest
 
-from conftest import plan_of
+from conftest import POINTWISE, plan_of
 from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.core.user_imports import code_allowed_from
 from meshloom.compiler.pipeline.schedules import build_table
 from meshloom.compiler.pipeline.table import PipelineOp
 from meshloom.compiler.pipeline.table_file import write_table
@@ -187,3 +188,47 @@ def head_of(*words):
     pipeline = plan_of(*words, "pipeline.head=auto").pipeline
     assert pipeline is not None
     return pipeline.head
+
+
+PAIRS = """
+from typing import ClassVar
+
+from meshloom.models import Model, Stack, build_piece
+from support.pointwise import Embed, Head, Layer, PointwiseConfig
+
+
+class EmbedsTwo(Embed):
+    def __call__(self, tokens_BT, context):
+        x_BTE = super().__call__(tokens_BT, context)
+        return x_BTE, x_BTE
+
+
+class GivesTwo(Layer):
+    def __call__(self, x_BTE, context):
+        x_BTE, aux = super().__call__(x_BTE, context)
+        return {"x": x_BTE, "before": x_BTE}, aux
+
+
+class Embedded(PointwiseConfig):
+    pieces: ClassVar = (EmbedsTwo, Layer, Head)
+
+    def build(self):
+        embed, layer, head = (build_piece(lambda rngs, kind=kind: kind(self, rngs)) for kind in self.pieces)
+        return Model(embed, (Stack("layers", layer, self.num_layers),), head)
+
+
+class Layered(Embedded):
+    pieces: ClassVar = (Embed, GivesTwo, Head)
+"""
+
+
+@pytest.mark.parametrize(("name", "what"), [("Embedded", "EmbedsTwo"), ("Layered", "GivesTwo")])
+def test_a_model_whose_layers_exchange_more_than_one_array_is_told_so(name, what, tmp_path, monkeypatch):
+    """Before the step is traced, as for every model: what stages send is one array."""
+    (tmp_path / "pairs.py").write_text(PAIRS)
+    monkeypatch.syspath_prepend(tmp_path)
+    with code_allowed_from(["pairs", "support.pointwise"]), pytest.raises(ConfigError) as raised:
+        plan_of(*POINTWISE, f"model.family=pairs:{name}", "mesh.stage=2", "num_microbatches=4")
+    (problem,) = raised.value.problems
+    assert (problem.where, problem.what.split()[0]) == ("model.family", f"{what}.__call__")
+    assert problem.fix.startswith("return an array of shape (")
