@@ -43,7 +43,7 @@ def parts_over_stages(parameters: Plans, optimizer: Plans, mesh: MeshPlan, roles
         at = _dimension_of_stages(stored, mesh, roles)
         if at is None:
             return stored
-        return _over(stored, at, roles.stage, mesh, "a part on each stage, which gets its layers once per step")
+        return _over(stored, at, roles.stage, mesh, "a part of each layer on each stage")
 
     return tuple(map(split, parameters)), tuple(map(split, optimizer))
 
