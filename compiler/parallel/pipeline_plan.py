@@ -272,15 +272,16 @@ def _problems_of_model(spec: PlanSpec, mesh: MeshPlan, model: Model, num_chunks:
     """Yields why the layers of a model cannot be split over stages."""
     num_layers, num_stages = sum(stack.num_layers for stack in model.stacks), mesh.sizes[STAGE]
     num_parts, declared = num_stages * num_chunks, spec.pipeline.layers
-    if num_layers < num_parts:
+    if isinstance(declared, tuple):
+        if len(declared) != num_parts or sum(declared) != num_layers:
+            has = f"{counted(sum(declared), 'layer')} in {counted(len(declared), 'part')}"
+            what = f"has {has}, and {counted(num_layers, 'layer')} run in {counted(num_parts, 'part')}"
+            fix = f"give a number for each stage{' and chunk' if num_chunks > 1 else ''}, in the order of the model"
+            yield Problem("pipeline.layers", what, f"{fix}, or even")
+    elif num_layers < num_parts:
         parts = counted(num_stages, "stage") + (f" of {counted(num_chunks, 'chunk')} each" if num_chunks > 1 else "")
         what = f"{parts} {be(num_stages)} more than the {counted(num_layers, 'layer')} of the model"
         yield Problem(KEY, what, _fitting(mesh, num_layers, num_chunks))
-    elif isinstance(declared, tuple) and (len(declared) != num_parts or sum(declared) != num_layers):
-        has = f"{counted(sum(declared), 'layer')} in {counted(len(declared), 'part')}"
-        what = f"has {has}, and {counted(num_layers, 'layer')} run in {counted(num_parts, 'part')}"
-        fix = f"give a number for each stage{' and chunk' if num_chunks > 1 else ''}, in the order of the model"
-        yield Problem("pipeline.layers", what, f"{fix}, or even")
 
 
 def _fitting(mesh: MeshPlan, num_layers: int, num_chunks: int) -> str:

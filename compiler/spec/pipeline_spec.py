@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, PositiveInt
+from pydantic import BeforeValidator, NonNegativeInt, PositiveInt
 
 from meshloom.models.config import mistake
 
@@ -14,7 +14,7 @@ HeadPlace = Literal["last", "stages"]
 
 def _stage_layers(value: Any) -> Any:
     """Raises one error, where a union would raise one for each of its types."""
-    is_list = isinstance(value, list | tuple) and all(type(each) is int and each > 0 for each in value)
+    is_list = isinstance(value, list | tuple) and all(type(each) is int and each >= 0 for each in value)
     if value and is_list:
         return tuple(value)
     if value in ("even", "balanced"):
@@ -22,7 +22,7 @@ def _stage_layers(value: Any) -> Any:
     raise mistake(f"{value} is not even, balanced or a number of layers for each part", "give one of them")
 
 
-StageLayersSpec = Annotated[Literal["even", "balanced"] | tuple[PositiveInt, ...], BeforeValidator(_stage_layers)]
+StageLayersSpec = Annotated[Literal["even", "balanced"] | tuple[NonNegativeInt, ...], BeforeValidator(_stage_layers)]
 
 
 class StepPipeline(Narrow):

@@ -97,7 +97,7 @@ def test_the_last_stage_has_fewer_layers_where_the_head_takes_as_long():
     [
         (("pipeline.layers=[3,2]",), "has 5 layers in 2 parts, and 4 layers run in 2 parts"),
         (("pipeline.layers=[2,1,1]",), "has 4 layers in 3 parts, and 4 layers run in 2 parts"),
-        (("pipeline.layers=[4,0]",), r"\[4, 0\] is not even, balanced or a number of layers for each part"),
+        (("pipeline.layers=[5,-1]",), r"\[5, -1\] is not even, balanced or a number of layers for each part"),
         (("pipeline.layers=odd",), "odd is not even, balanced or a number of layers for each part"),
         (("pipeline=zb_v", "model.num_layers=3"), "2 stages of 2 chunks each are more than the 3 layers of the model"),
     ],

@@ -47,7 +47,7 @@ TENSOR = ("sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.stage=2", "mesh.tensor=2"
             ("model.num_layers=4",),
             ("mesh.fsdp=1", "mesh.stage=2", "target=cpu-2", "pipeline=zb_v", "num_microbatches=4"),
         ),
-        (("model.num_layers=5", "frozen_parameters=[layers/mlp/up_EM]"), INTERLEAVED),
+        (("model.num_layers=5", "frozen_parameters=[layers/mlp/up_EM]"), (*INTERLEAVED, "pipeline.layers=[0,3,2,0]")),
         (("model.num_layers=5", "adapter=lora", "adapter.rank=4"), (*TENSOR, "target=cpu-8", "pipeline=zb_v")),
         (
             ("model=tiny_moe", "model.num_layers=5", "model.num_dense_layers=2", "model.dense_mlp_dim=64"),
