@@ -67,6 +67,7 @@ class TracePoint:
     sequences_of_device: int
     num_loss_chunks: int
     strategies: tuple[tuple[str, StrategyChoice], ...]
+    shares_head: bool
 
     def variables(self, *, is_last_apart: bool) -> tuple[float, ...]:
         """Returns the logarithms, to the base of 2, of the variables that numbers depend on: sizes of mesh axes, then
@@ -213,16 +214,21 @@ def _narrow_key(one: MeshCandidate) -> Key:
 
 def _mesh_key(one: MeshCandidate) -> Key:
     sizes = tuple(f"{axis}={size}" for axis, size in one.sizes)
-    return "this mesh", one.variant.choices, sizes, one.num_microbatches > 1
+    return "this mesh", one.variant.choices, (*sizes, *_of_head(one)), one.num_microbatches > 1
 
 
 def _named_axes(one: MeshCandidate) -> tuple[str, ...]:
     """Returns the axes of more than one device. An axis with a ring, which has a step for each device, is named with
-    its size, and so are the stages of a pipeline."""
+    its size, and so are the stages of a pipeline, which may share the head."""
     with_size = {*one.roles.length, *one.roles.stage}
     if _has_rings(one):
         with_size |= set(one.roles.partitioner)
-    return tuple(f"{axis}={size}" if axis in with_size else axis for axis, size in one.sizes)
+    named = (f"{axis}={size}" if axis in with_size else axis for axis, size in one.sizes)
+    return (*named, *_of_head(one))
+
+
+def _of_head(one: MeshCandidate) -> tuple[str, ...]:
+    return ("head over stages",) if one.shares_head else ()
 
 
 def _has_rings(one: MeshCandidate) -> bool:
@@ -232,7 +238,9 @@ def _has_rings(one: MeshCandidate) -> bool:
 def point_of(one: MeshCandidate) -> TracePoint:
     """Returns the point of a candidate, whose variables its numbers follow from."""
     sizes = tuple(one.mesh.sizes.items())
-    return TracePoint(one.variant, sizes, one.num_microbatches, one.sequences_of_device, one.num_loss_chunks, ())
+    return TracePoint(
+        one.variant, sizes, one.num_microbatches, one.sequences_of_device, one.num_loss_chunks, (), one.shares_head
+    )
 
 
 def choose_points(candidates: Sequence[MeshCandidate]) -> list[TracePoint]:
@@ -251,7 +259,8 @@ def choose_points(candidates: Sequence[MeshCandidate]) -> list[TracePoint]:
     is_counted = candidates[0].num_microbatches > 1 and not is_staged
     num_microbatches = NUM_MICROBATCHES if is_counted else min(numbers)
     strategies = _common_strategies(candidates)
-    first = TracePoint(candidates[0].variant, sizes[0], num_microbatches, sequences, NUM_CHUNKS, strategies)
+    one = candidates[0]
+    first = TracePoint(one.variant, sizes[0], num_microbatches, sequences, NUM_CHUNKS, strategies, one.shares_head)
     more_sequences, more_chunks, more_microbatches = COUNT_RATIOS
     others = replace(
         first,
@@ -340,12 +349,18 @@ def _spec_of(point: TracePoint) -> PlanSpec:
     shards = math.prod(sizes[axis] for axis in roles.sequence)
     batch = point.sequences_of_device * point.num_microbatches * shards
     of_vocab = (axis for rule in base.sharding.activations if "vocab" in rule.logical for axis in rule.mesh)
-    split = math.prod(sizes[axis] for axis in of_vocab)
+    split = math.prod(sizes[axis] for axis in (*of_vocab, *(roles.stage if point.shares_head else ())))
     length = base.sequence_length // math.prod(sizes[axis] for axis in roles.length)
     tokens = point.sequences_of_device * length
     limit = max(1, -(-tokens * base.model.vocab_size * 4 // split // point.num_loss_chunks))
     loss = base.loss.model_copy(update={"max_logits_bytes": limit, "max_logits_share": 0.0})
-    update = {"global_batch_size": batch, "loss": loss, "parallel": {**base.parallel, **dict(point.strategies)}}
+    pipeline = base.pipeline.model_copy(update={"head": "stages" if point.shares_head else "last"})
+    update = {
+        "global_batch_size": batch,
+        "loss": loss,
+        "pipeline": pipeline,
+        "parallel": {**base.parallel, **dict(point.strategies)},
+    }
     return with_layout(base, sizes, point.num_microbatches).model_copy(update=update)
 
 

@@ -61,7 +61,7 @@ class Variant:
 class MeshCandidate(Candidate):
     """A variant on a mesh. values: the searched keys with their values. device_order: the order of mesh axes on the
     links. num_loss_chunks: the number of chunks in which logits are computed. strategies: (kind, site, name) of each
-    declared operation."""
+    declared operation. shares_head: whether the stages of a pipeline share the head."""
 
     values: Mapping[str, str | int]
     variant: Variant
@@ -72,6 +72,7 @@ class MeshCandidate(Candidate):
     sequences_of_device: int  # of one microbatch
     num_loss_chunks: int
     strategies: tuple[tuple[str, str, str], ...]
+    shares_head: bool
 
     @property
     def num_stages(self) -> int:
@@ -276,6 +277,7 @@ def _candidate(variant: Variant, layout: Layout, device_order: tuple[str, ...], 
         sequences_of_device=sequences,
         num_loss_chunks=loss,
         strategies=strategies,
+        shares_head=layout.pipeline is not None and layout.pipeline.shares_head,
     )
 
 

@@ -126,14 +126,15 @@ def test_prices_are_the_estimates_of_each_candidate(stack):
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("schedule", "peak"), [("1f1b", 0.03), ("gpipe", 0.25), ("interleaved_1f1b", 0.03), ("zb_h1", 0.1)]
+    ("schedule", "head", "peak"),
+    [("1f1b", "stages", 0.06), ("gpipe", "last", 0.25), ("interleaved_1f1b", "last", 0.03), ("zb_h1", "last", 0.1)],
 )
-def test_prices_of_pipelines_are_the_estimates_of_each_candidate(schedule, peak):
+def test_prices_of_pipelines_are_the_estimates_of_each_candidate(schedule, head, peak):
     """Each number of microbatches has a table of its own, and two of them are traced. Buffers of GPipe grow with them,
     and are a part of the memory: no power."""
     space = Space(
-        *STACK, "global_batch_size=64", f"pipeline={schedule}", "pipeline.ticks=multi", "tune.mesh.stage=[2,4]",
-        "tune.mesh.tensor=[1]", "tune.microbatches=[4,8,16,32]", "loss.max_logits_bytes=10000",
+        *STACK, "global_batch_size=64", f"pipeline={schedule}", f"pipeline.head={head}", "pipeline.ticks=multi",
+        "tune.mesh.stage=[2,4]", "tune.mesh.tensor=[1]", "tune.microbatches=[4,8,16,32]", "loss.max_logits_bytes=10000",
         "loss.max_logits_share=0",
     )  # fmt: skip
     assert {one.num_microbatches for one in space.candidates} >= {4, 8, 16}
