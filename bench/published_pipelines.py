@@ -22,8 +22,7 @@ from meshloom.compiler.estimate.estimate import estimate_step
 
 KEPT = Path(__file__).with_suffix(".jsonl")
 MODEL: Overrides = (
-    "model=llama3_405b", "model.num_layers=128", "sharding=fsdp_tensor", "mesh.tensor=8", "sequence_length=8192",
-    "data=synthetic",
+    "model=llama3_405b", "sharding=fsdp_tensor", "mesh.tensor=8", "sequence_length=8192", "data=synthetic",
 )  # fmt: skip
 # torchtitan's 1f1b runs as in ticks of two operations; ticks of one, which `auto` chooses, are shorter and do not fit.
 MULTI = "pipeline.ticks=multi"
@@ -42,12 +41,17 @@ class Run:
     published: str | None = None
 
 
+# 126 layers in 128 parts: the first has the embedding alone, and the last the head.
+ALONE = f"pipeline.layers=[0{',1' * 126},0]"
+
+
 def llama(num_gpus: int, schedule: Overrides, remat: str, published: str | None = None) -> Run:
     """Returns a run of Llama 3 405B: 2,048 sequences over 16 stages, one in a microbatch."""
     replicas = num_gpus // 128
     chosen = (
         f"target=h100-{num_gpus}", "mesh.stage=16", f"mesh.fsdp={replicas}", "global_batch_size=2048",
         f"num_microbatches={2048 // replicas}", f"remat={remat}", *schedule,
+        *((ALONE,) if schedule == EIGHT_CHUNKS else ()),
     )  # fmt: skip
     return Run(f"405B, {num_gpus:,} GPUs, remat {remat}, {_name(schedule)}", (*MODEL, *chosen), published)
 

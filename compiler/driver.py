@@ -26,7 +26,8 @@ from .estimate.estimate import estimate_declared
 from .jaxpr.flops import count_model_flops
 from .parallel.choose import plan_operations
 from .parallel.operation import OpInputs, OpPlan, ParallelOp, per_token_operation
-from .parallel.pipeline_plan import PipelinePlan, layers_stay, plan_pipeline, read_tables
+from .parallel.pipeline_plan import PipelinePlan, plan_pipeline
+from .parallel.pipeline_tables import layers_stay, read_tables
 from .parallel.registry import OPERATIONS
 from .parallel.remat import check_remat
 from .parallel.shared_head import share_head

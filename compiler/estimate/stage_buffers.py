@@ -45,10 +45,16 @@ def read_stage_buffers(table: PipelineTable, step: Region) -> tuple[StageBuffer,
     """Returns the buffers of a traced step that runs a table, in the order of `WHAT`."""
     allocated = Counter[str]()
     for region in step.walk():
+        names = dict[int, str]()  # of the buffers that are made here
         for operation in region.program.operations:
             name = OperationName(operation.scope).buffer
             if name is not None and not operation.bodies:
-                allocated[name] += sum(region.program.sizes[each] for each in operation.outputs)
+                names |= dict.fromkeys(operation.outputs, name)
+            # The loop lays out what it carries; what fills a buffer with zeros has no layout.
+            for body in operation.bodies[:1]:
+                for outer, inner in zip(operation.inputs, body.program.inputs, strict=False):
+                    if outer in names:
+                        allocated[names[outer]] += body.program.sizes[inner]
     used, found = slots_in_use(table), list[StageBuffer]()
     for name in (each for each in WHAT if allocated[each]):
         in_use = used[_SLOTS[name]]

@@ -28,6 +28,7 @@ NO_MATMULS = ("none", "save_dots")  # remat policies under which no matmul is co
 # FLOPs of attention's backward pass over those of its forward pass: five matmuls instead of two (FlashAttention-2)
 ATTENTION_BACKWARD = 2.5
 HEAD_PASSES = 3  # of the head's matmul: forward, for the gradient of its input, and for that of its weights
+RESIDUAL = "residual"  # the name of the stream that layers add to (models/decoder.py)
 COPY = 2  # times that a copied array crosses the memory
 NOT_OF_LAYERS = ("embedded", "head_input", "logits", "gradient of ")  # activations that no layer makes for its backward
 
@@ -197,5 +198,8 @@ def _attention_flops(sharding: ShardingPlan, length: int) -> tuple[int, int]:
 
 
 def x_bytes(sharding: ShardingPlan) -> int:
-    """Returns the bytes on a device of what stages send: those of the first activation that has the model's width."""
-    return next((plan.bytes_per_device for plan in sharding.activations if plan.dimensions[-1].logical == "embed"), 0)
+    """Returns the bytes on a device of what stages send: of the residual stream, or where the model names none, of the
+    first activation that has the model's width."""
+    wide = {plan.array.path: plan for plan in sharding.activations if plan.dimensions[-1].logical == "embed"}
+    sent = wide.get(RESIDUAL) or next(iter(wide.values()), None)
+    return sent.bytes_per_device if sent else 0

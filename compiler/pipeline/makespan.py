@@ -10,6 +10,7 @@ An estimate times the parts of a traced step (`time_ticks`); a table by itself i
 (`time_table`), by the same arithmetic.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -251,16 +252,19 @@ def choose_table(
     tick_seconds: float = 0.0,
     head_seconds: float = 0.0,
     num_bytes: Callable[[PipelineTable], float] = lambda _: 0.0,
+    room_bytes: float = math.inf,
 ) -> ChosenTable:
     """Returns the candidate that takes the least memory of those whose time is within `AS_SHORT` of the shortest; of
-    equal ones, the shortest. op_seconds: of the operations of a table, which save for each other what others compute at
-    once. num_bytes: of the buffers of a table."""
+    equal ones, the shortest. Those whose buffers have no room are left out, unless none has. op_seconds: of the
+    operations of a table, which save for each other what others compute at once. num_bytes: of the buffers of a
+    table."""
     times = {
         label: time_table(table, op_seconds(table), permute_seconds, tick_seconds, head_seconds)
         for label, table in candidates.items()
     }
-    least = min(time.seconds for time in times.values())
-    as_short = [label for label, time in times.items() if time.seconds <= AS_SHORT * least]
+    fit = [label for label, table in candidates.items() if num_bytes(table) <= room_bytes] or list(candidates)
+    least = min(times[label].seconds for label in fit)
+    as_short = [label for label in fit if times[label].seconds <= AS_SHORT * least]
     label = min(as_short, key=lambda each: (num_bytes(candidates[each]), times[each].seconds))
     best = times[label]
     others = "".join(f"; {each}: {human_seconds(time.seconds)}" for each, time in times.items() if each != label)

@@ -16,7 +16,7 @@ from ..core.scopes import buffer_scope
 
 
 @dataclass(frozen=True)
-class HeldArray:
+class Residual:
     """An array that a layer leaves to a later pass."""
 
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ def empty_buffer(name: str, shapes: Any, *sizes: int) -> Any:
 
     def one(array: Any) -> Array:
         shape, zero = (*sizes, *array.shape), jnp.zeros((), array.dtype)
-        if isinstance(array, HeldArray) and array.is_on_host:
+        if isinstance(array, Residual) and array.is_on_host:
             zero = jax.device_put(zero, jax.memory.Space.Host)
         with jax.named_scope(buffer_scope(name)):
             return jnp.broadcast_to(zero, shape)

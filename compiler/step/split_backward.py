@@ -26,7 +26,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 
 from ..core.scopes import nested_scope
 from ..parallel.remat import Policy
-from .pipeline_buffers import HeldArray
+from .pipeline_buffers import Residual
 
 # Calls of a program, whose operations belong to different passes.
 _CALLS = frozenset({"checkpoint", "closed_call", "core_call", "jit", "pjit", "remat2"})
@@ -51,9 +51,9 @@ class LayerPasses:
     backward: Callable[[Any, list[Array], Any], tuple[Any, tuple[list[Array], list[Array]]]]
     input_gradient: Callable[[Any, list[Array], Any], tuple[Any, list[Array], list[Array]]]
     weight_gradient: Callable[[Any, list[Array]], list[Array]]
-    saved: list[HeldArray]
-    kept: list[HeldArray]
-    cut: list[HeldArray]
+    saved: list[Residual]
+    kept: list[Residual]
+    cut: list[Residual]
 
 
 def split_passes(
@@ -305,8 +305,8 @@ def _scope_of(equation: JaxprEqn) -> AbstractContextManager[Any]:
     return jax.named_scope(nested_scope("", own)) if own else nullcontext()
 
 
-def _held(aval: Any) -> HeldArray:
-    return HeldArray(aval.shape, aval.dtype, is_on_host=aval.memory_space == jax.memory.Space.Host)
+def _held(aval: Any) -> Residual:
+    return Residual(aval.shape, aval.dtype, is_on_host=aval.memory_space == jax.memory.Space.Host)
 
 
 def _shape_of(var: Any) -> jax.ShapeDtypeStruct:

@@ -9,6 +9,7 @@ from conftest import plan_of
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.stage_buffers import StageBuffer, bytes_in_use
+from meshloom.compiler.parallel.stage_times import x_bytes
 from meshloom.compiler.report.explain import explain
 from meshloom.compiler.report.views.page import render_page
 from meshloom.compiler.schema import PipelineReport, StageBufferReport
@@ -40,6 +41,16 @@ def test_slots_hold_inputs_of_chunks_and_of_layers(schedule, in_use, gradients):
     }
     used = tuple((1 + LAYERS) * X * slots + X * of_results for slots, of_results in zip(in_use, gradients, strict=True))
     assert bytes_in_use(tuple(found.values())) == used
+
+
+def test_slots_are_split_as_the_partitioner_splits_what_is_in_them():
+    """Tensor parallelism splits the length between layers."""
+    tensor = ("sharding=fsdp_tensor", "mesh.tensor=2", f"target=cpu-{2 * STAGES}")
+    plan, _, found = buffers_of(*tensor, "pipeline=1f1b", "pipeline.ticks=multi")
+    assert {name: each.slot_bytes for name, each in found.items()} == {
+        "x": X // 2, "gradient": X // 2, "saved": LAYERS * X // 2,
+    }  # fmt: skip
+    assert x_bytes(plan.sharding) == X // 2
 
 
 def test_the_report_and_its_page_show_buffers_by_stage():

@@ -241,6 +241,22 @@ def test_of_tables_that_take_about_as_long_the_smaller_is_chosen(ahead, chosen):
     assert found.label == chosen
 
 
+@pytest.mark.parametrize(("room", "chosen"), [(7, "multi ticks"), (3, "unit ticks"), (1, "multi ticks")])
+def test_a_table_whose_buffers_have_no_room_is_left_out_if_another_has(room, chosen):
+    """Multi ticks are the shorter ones here, and take 7 slots; the others take 3."""
+    unlike = {"F": 1.0, "R": 0.0, "B": 3.0, "W": 0.2, "BW": 3.2}
+    slots = {"multi ticks": 7, "unit ticks": 3}
+    tables = {label: candidates()[label] for label in slots}
+    by_table = {table.rows: slots[label] for label, table in tables.items()}
+    found = choose_table(
+        tables,
+        lambda table: lambda op, stage, chunk: unlike[op],
+        num_bytes=lambda table: by_table[table.rows],
+        room_bytes=room,
+    )
+    assert found.label == chosen
+
+
 def test_unit_ticks_are_bad_where_operations_take_unlike_times():
     unlike = {"F": 1.0, "R": 0.0, "B": 3.0, "W": 0.2, "BW": 3.2}
     assert choose_table(candidates(), lambda table: lambda op, stage, chunk: unlike[op]).label == "multi ticks"
