@@ -58,7 +58,7 @@ class PipelinePlan:
     layers: StageLayers
     time: TableTime
     reason: str
-    head: "HeadChoice"
+    head: HeadChoice
 
     @property
     def shares_head(self) -> bool:

@@ -42,11 +42,6 @@ class StageLayers:
         """Returns the place of a virtual stage's counts among the kinds."""
         return self.kinds.index(self.counts[virtual])
 
-    @property
-    def is_even(self) -> bool:
-        """Returns True if all virtual stages have as many layers of one stack."""
-        return len(self.stacks) == 1 and len(self.kinds) == 1
-
     def room(self, stack: str) -> int:
         """Returns the most layers of a stack that a virtual stage has. Each chunk has room for as many."""
         return max(counts[self.stacks.index(stack)] for counts in self.counts)

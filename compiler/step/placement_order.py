@@ -17,7 +17,7 @@ without stages.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -62,15 +62,16 @@ class FromState:
     def run(
         self, model: ModelFunctions, weights: ModelWeights, batch: Batch, *, gradient_scale: Array | None
     ) -> tuple[Sums, Params | None]:
-        to_stages = partial(_moved, weights.layouts, self.layers, _to_stage)
-        own = replace(weights, stored=to_stages(weights.stored), working=to_stages(weights.working))
+        placed = _moved(weights.layouts, self.layers, _to_stage, weights.working)
+        own = replace(weights, stored=placed, working=placed)  # the shapes alone of what is stored are read
         sums, gradients = self.schedule.run(model, own, batch, gradient_scale=gradient_scale)
         if gradients is not None:
             gradients = _moved(weights.layouts, self.layers, _to_state, gradients)
         return sums, gradients
 
 
-def plan_rounds(placement: StagePlacement) -> list[ChunkRound]:
+@cache
+def plan_rounds(placement: StagePlacement) -> tuple[ChunkRound, ...]:
     """Returns as many permutes as a stage has chunks, which together bring every virtual stage to its stage."""
     num_chunks, stages = placement.num_chunks, range(placement.num_stages)
     left = [list(range(stage * num_chunks, (stage + 1) * num_chunks)) for stage in stages]
@@ -82,7 +83,7 @@ def plan_rounds(placement: StagePlacement) -> list[ChunkRound]:
         to = tuple(placement.stage(virtual) for virtual in sent)
         puts = tuple(placement.chunk(sent[to.index(stage)]) for stage in stages)
         rounds.append(ChunkRound(to, tuple(virtual % num_chunks for virtual in sent), puts))
-    return rounds
+    return tuple(rounds)
 
 
 def _matched(left: Sequence[Sequence[int]], placement: StagePlacement) -> list[int]:
