@@ -113,8 +113,7 @@ def _stages(plan: Plan, num_devices: int) -> StagedDevices | None:
         ]
         for row in table.rows
     ]
-    kinds = [layers.kind(virtual) for virtual in range(table.placement.num_virtual)]
-    return StagedDevices(rows, kinds, stages_of(plan.mesh.sizes), num_devices)
+    return StagedDevices(rows, layers.kind_of, stages_of(plan.mesh.sizes), num_devices)
 
 
 def find_findings(step: CompiledStep, *, is_searched: bool) -> tuple[Finding, ...]:

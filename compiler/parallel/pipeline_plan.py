@@ -108,11 +108,14 @@ def plan_pipeline(
         num_bytes=partial(buffer_bytes, slot_bytes=plan_slot_bytes(spec, model, sharding, placement.num_virtual)),
         room_bytes=_room_for_buffers(sharding, target),
     )
+    head_seconds: dict[HeadPlace, float | None] = {LAST: None, STAGES: times.head_seconds(mesh.sizes[STAGE])}
+    is_open = spec.pipeline.head == "auto" and not refusal and times.head_sent is not None
+    places: list[HeadPlace] = [LAST, STAGES] if is_open else [STAGES if spec.pipeline.head == STAGES else LAST]
     by_place: dict[HeadPlace, tuple[ChosenTable, StageLayers]] = {
-        LAST: _choose_split(splits, choose, times),
-        STAGES: _choose_split(splits, choose, times, times.head_seconds(mesh.sizes[STAGE])),
+        place: _choose_split(splits, choose, times, head_seconds[place]) for place in places
     }
-    head = _choose_head(spec.pipeline.head, refusal, by_place if times.head_sent is not None else None)
+    seconds = {place: each.time.seconds for place, (each, _) in by_place.items()}
+    head = _choose_head(spec.pipeline.head, refusal, seconds)
     chosen, layers = by_place[head.place]
     within = f"the shortest that fits, or the smallest that takes at most {human_share(AS_SHORT - 1)} longer"
     others = f"; of {', '.join(tables)} {within}" if len(tables) > 1 else ""
@@ -123,10 +126,10 @@ def _choose_split(
     splits: Sequence[StageLayers],
     choose: Callable[..., ChosenTable],
     times: StageTimes,
-    head_seconds: float | None = None,
+    head_seconds: float | None,
 ) -> tuple[ChosenTable, StageLayers]:
     """Returns the table that takes the least time, with its layers. choose: `choose_table`. head_seconds: of a head
-    that stages share."""
+    that stages share; None of one on the last stage."""
     shares_head = head_seconds is not None
     found = [
         (choose(partial(times.op_seconds, layers, shares_head=shares_head), head_seconds=head_seconds or 0.0), layers)
@@ -143,19 +146,17 @@ def _room_for_buffers(sharding: ShardingPlan, target: TargetPlan) -> float:
 
 
 def _choose_head(
-    declared: HeadPlace | Literal["auto"],
-    refusal: str | None,
-    tables: Mapping[HeadPlace, tuple[ChosenTable, StageLayers]] | None,
+    declared: HeadPlace | Literal["auto"], refusal: str | None, seconds: Mapping[HeadPlace, float]
 ) -> HeadChoice:
-    """Returns the stages that run the head. refusal: why stages cannot share it. tables: the best one, by place; None
-    if the times are not known."""
+    """Returns the stages that run the head. refusal: why stages cannot share it. seconds: of the best table, by
+    the places that are compared."""
     if declared != "auto":
         return HeadChoice(declared, f"pipeline.head={declared}")
     if refusal:
         return HeadChoice(LAST, f"stages cannot share it: {refusal}")
-    if tables is None:
+    if len(seconds) == 1:
         return HeadChoice(LAST, "how long stages would take to share it is not known")
-    shared, on_last = (tables[place][0].time.seconds for place in (STAGES, LAST))
+    shared, on_last = seconds[STAGES], seconds[LAST]
     figures = f"{human_seconds(shared)} of ticks if stages share it, {human_seconds(on_last)} on the last one"
     return HeadChoice(STAGES if shared < on_last else LAST, figures)
 

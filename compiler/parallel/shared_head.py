@@ -24,6 +24,7 @@ from meshloom.models.loss import VocabShard
 
 from ..core.partition_spec import STAGE, Axes
 from ..sharding.arrays import VOCAB
+from ..sharding.over_stages import over_stages
 from ..sharding.rules import ArrayPlan, DimensionPlan
 from ..sharding.sharding import ShardingPlan, accumulated_layouts
 from ..spec.plan_spec import PlanSpec
@@ -62,8 +63,9 @@ def share_head(sharding: ShardingPlan, mesh: MeshPlan) -> ShardingPlan:
     num_gathered = len(_gathered(sharding))
 
     def split(plan: ArrayPlan) -> ArrayPlan:
-        dimensions = tuple(_over_stages(d, num_gathered) if d.logical == VOCAB else d for d in plan.dimensions)
-        return replace(plan, dimensions=dimensions, bytes_per_device=plan.bytes_per_device // mesh.sizes[STAGE])
+        at = plan.array.logical_axes.index(VOCAB)
+        note = "; ".join(filter(None, (plan.dimensions[at].note, SHARED)))
+        return over_stages(plan, at, mesh, place=num_gathered, note=note)
 
     parameters, optimizer = (
         tuple(split(plan) if _is_of_head(plan) else plan for plan in plans)
@@ -128,11 +130,6 @@ def _within(d: DimensionPlan, axes: Axes) -> Axes:
 def _gathered(sharding: ShardingPlan) -> Axes:
     """Returns the axes over which the vocabulary of the head's weights is gathered for use."""
     return _within(next(_vocabularies(sharding.parameters)), sharding.roles.tokens)
-
-
-def _over_stages(d: DimensionPlan, place: int) -> DimensionPlan:
-    note = f"{d.note}; {SHARED}" if d.note else SHARED
-    return replace(d, axes=(*d.axes[:place], STAGE, *d.axes[place:]), note=note)
 
 
 @jax.custom_vjp

@@ -1,6 +1,7 @@
 """Lowers a table to integers for each tick and stage, which one loop over ticks reads, with slots of its buffers.
 
-    forward, recompute, backward, weight     whether the stage runs F, R, B or BW, W; with *_microbatch and *_chunk
+    forward, recompute, backward, weight     the branch that the stage runs of F, R, B or BW, W: 0 for none, and one
+                                             more than the kind of its chunk's layers; with *_microbatch and *_chunk
     forward_is_first, forward_is_last,       whether the chunk is the model's first or last one: it has the embedding or
     backward_is_first                        the head
     x_of_forward                             F reads its input there; as the model's first, it writes it there
@@ -22,7 +23,7 @@ been read for the last time.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,7 @@ _PHASE_OF = {
 }
 _GRADIENT_ARRIVES, _X_ARRIVES = 1, 5
 
-_COLUMN_OF = {
+COLUMN_OF = {
     PipelineOp.FORWARD: "forward",
     PipelineOp.RECOMPUTE: "recompute",
     PipelineOp.INPUT_GRADIENT: "backward",
@@ -79,15 +80,16 @@ class _Live:
 _Place = tuple[int, int]  # a virtual stage and a microbatch
 
 
-def lower_table(table: PipelineTable) -> LoweredTable:
-    """Returns the columns of a table without violations."""
+def lower_table(table: PipelineTable, kinds: Sequence[int] | None = None) -> LoweredTable:
+    """Returns the columns of a table without violations. kinds: of each virtual stage, by its layers (stage_layers.py);
+    None if all are alike."""
     slots, sizes = dict[str, dict[_Place, int]](), dict[str, int]()
     for buffer, arrays in _live(table).items():
         slots[buffer], used = _allocate(arrays)
         sizes[buffer] = max(used.values(), default=0)
     shape = (table.num_ticks, table.placement.num_stages)
     columns: dict[str, _Column] = {}
-    for name, tick, stage, value in _entries(table):
+    for name, tick, stage, value in _entries(table, kinds or [0] * table.placement.num_virtual):
         buffer, place = value if isinstance(value, tuple) else ("", None)
         if name not in columns:
             columns[name] = np.full(shape, sizes.get(buffer, 0), np.bool_ if isinstance(value, bool) else np.int32)
@@ -97,9 +99,8 @@ def lower_table(table: PipelineTable) -> LoweredTable:
 
 def _of_head(table: PipelineTable) -> dict[str, _Column]:
     is_on, microbatch = np.zeros(table.num_ticks, np.bool_), np.zeros(table.num_ticks, np.int32)
-    for work, tick in table.ticks.items():
-        if work.op == PipelineOp.FORWARD and work.virtual == table.placement.num_virtual - 1:
-            is_on[tick], microbatch[tick] = True, work.microbatch
+    for tick, ended in table.last_forward.items():
+        is_on[tick], microbatch[tick] = True, ended
     return {"head": is_on, "head_microbatch": microbatch}
 
 
@@ -174,13 +175,13 @@ def _allocate(arrays: dict[_Place, _Live]) -> tuple[dict[_Place, int], Counter[i
 _Value = bool | int | tuple[str, _Place]  # the last is a slot of a buffer
 
 
-def _entries(table: PipelineTable) -> Iterator[tuple[str, int, int, _Value]]:
+def _entries(table: PipelineTable, kinds: Sequence[int]) -> Iterator[tuple[str, int, int, _Value]]:
     """Yields what is in the columns: name, tick, stage and value."""
     last = table.placement.num_virtual - 1
     for tick, stage, slot in table.slots():
         k, m = table.placement.virtual(stage, slot.chunk), slot.microbatch
-        name = _COLUMN_OF[slot.op]
-        yield name, tick, stage, True
+        name = COLUMN_OF[slot.op]
+        yield name, tick, stage, 1 + kinds[k]
         yield f"{name}_microbatch", tick, stage, m
         yield f"{name}_chunk", tick, stage, slot.chunk
         for column, value in _of_slot(slot.op, k, last, m, table.ops):

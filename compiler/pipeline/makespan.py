@@ -203,9 +203,7 @@ def _parts_of(table: PipelineTable, *, shares_head: bool) -> tuple[tuple[TickPar
 
 def ticks_of_head(table: PipelineTable) -> tuple[tuple[int, ...], ...]:
     """Returns 1 for all stages in each tick in which F ends on the last virtual stage, and 0 in others."""
-    last = table.placement.num_virtual - 1
-    ticks = {tick for work, tick in table.ticks.items() if work.op == PipelineOp.FORWARD and work.virtual == last}
-    return tuple((int(tick in ticks),) * table.placement.num_stages for tick in range(table.num_ticks))
+    return tuple((int(tick in table.last_forward),) * table.placement.num_stages for tick in range(table.num_ticks))
 
 
 def _permutes(placement: StagePlacement, *, is_gradient: bool) -> list[TickPermute]:
@@ -262,10 +260,11 @@ def choose_table(
         label: time_table(table, op_seconds(table), permute_seconds, tick_seconds, head_seconds)
         for label, table in candidates.items()
     }
-    fit = [label for label, table in candidates.items() if num_bytes(table) <= room_bytes] or list(candidates)
+    sizes = {label: num_bytes(table) for label, table in candidates.items()}
+    fit = [label for label, size in sizes.items() if size <= room_bytes] or list(candidates)
     least = min(times[label].seconds for label in fit)
     as_short = [label for label in fit if times[label].seconds <= AS_SHORT * least]
-    label = min(as_short, key=lambda each: (num_bytes(candidates[each]), times[each].seconds))
+    label = min(as_short, key=lambda each: (sizes[each], times[each].seconds))
     best = times[label]
     others = "".join(f"; {each}: {human_seconds(time.seconds)}" for each, time in times.items() if each != label)
     bubble = human_share(best.bubble / best.seconds if best.seconds else 0.0)

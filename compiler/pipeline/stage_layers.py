@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from .table import PipelineTable, StagePlacement
+from .table import StagePlacement
 
 Counts = tuple[int, ...]  # of layers, by stack
 
@@ -38,9 +38,10 @@ class StageLayers:
         """The counts that virtual stages have, in the order in which they come first."""
         return tuple(dict.fromkeys(self.counts))
 
-    def kind(self, virtual: int) -> int:
-        """Returns the place of a virtual stage's counts among the kinds."""
-        return self.kinds.index(self.counts[virtual])
+    @cached_property
+    def kind_of(self) -> tuple[int, ...]:
+        """The place of each virtual stage's counts among the kinds."""
+        return tuple(map(self.kinds.index, self.counts))
 
     def room(self, stack: str) -> int:
         """Returns the most layers of a stack that a virtual stage has. Each chunk has room for as many."""
@@ -61,20 +62,6 @@ class StageLayers:
             own = found[placement.stage(virtual), placement.chunk(virtual)]
             own[: counts[of_stack]] = range(first, first + counts[of_stack])
         return found.reshape(placement.num_stages, -1)
-
-    def branch_columns(self, table: PipelineTable) -> dict[str, np.ndarray]:
-        """Returns by the place of an operation in a tick which branch each stage runs: 0 for none, and one more than
-        the kind of its layers. int32 (ticks, stages) each."""
-        shape = table.num_ticks, self.placement.num_stages
-        columns = {op: np.zeros(shape, np.int32) for op in table.ops}
-        for tick, stage, slot in table.slots():
-            columns[slot.op][tick, stage] = 1 + self.kind(self.placement.virtual(stage, slot.chunk))
-        return {branch_column(op): column for op, column in columns.items()}
-
-
-def branch_column(op: str) -> str:
-    """Returns the name of the column that says which branch the slot of an operation runs."""
-    return f"branch_of_{op}"
 
 
 def layers_of(sizes: Mapping[str, int], placement: StagePlacement, totals: Sequence[int]) -> StageLayers:

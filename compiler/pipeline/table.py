@@ -144,6 +144,13 @@ class PipelineTable:
         """The tick of each operation."""
         return {self.work(stage, slot): tick for tick, stage, slot in self.slots()}
 
+    @cached_property
+    def last_forward(self) -> dict[int, int]:
+        """The microbatch that F ends on the last virtual stage, by tick: the head can run then."""
+        last = self.placement.num_virtual - 1
+        ends = (work for work in self.ticks if work.op == PipelineOp.FORWARD and work.virtual == last)
+        return {self.ticks[work]: work.microbatch for work in ends}
+
     def dependencies(self, work: PipelineWork) -> Iterator[tuple[PipelineWork, bool]]:
         """Yields what an operation needs, and whether that has to be from an earlier tick: what another stage sends."""
         return dependencies(work, self.placement.num_virtual, self.ops)

@@ -6,8 +6,9 @@ parts_over_stages     each stage holds a part of every layer, and gets its own l
 """
 
 from dataclasses import replace
+from typing import Any
 
-from ..core.partition_spec import Axes
+from ..core.partition_spec import STAGE
 from ..target.mesh import MeshPlan
 from .arrays import Array
 from .roles import AxisRoles
@@ -16,14 +17,14 @@ from .rules import ArrayPlan, DimensionPlan
 Plans = tuple[ArrayPlan, ...]
 
 
-def layers_over_stages(parameters: Plans, optimizer: Plans, mesh: MeshPlan, roles: AxisRoles) -> tuple[Plans, Plans]:
+def layers_over_stages(parameters: Plans, optimizer: Plans, mesh: MeshPlan) -> tuple[Plans, Plans]:
     """Returns the layouts of parameters and of their optimizer state, with layers over the stages."""
 
     def split(plan: ArrayPlan) -> ArrayPlan:
         at = _layers_dimension(plan.array)
         if at is None:
             return plan
-        return _over(plan, at, roles.stage, mesh, "each stage holds its layers")
+        return over_stages(plan, at, mesh, rule=None, note="each stage holds its layers")
 
     return tuple(map(split, parameters)), tuple(map(split, optimizer))
 
@@ -43,7 +44,8 @@ def parts_over_stages(parameters: Plans, optimizer: Plans, mesh: MeshPlan, roles
         at = _dimension_of_stages(stored, mesh, roles)
         if at is None:
             return stored
-        return _over(stored, at, roles.stage, mesh, "a part of each layer on each stage")
+        rule = stored.dimensions[at].rule if stored.dimensions[at].axes else None
+        return over_stages(stored, at, mesh, rule=rule, note="a part of each layer on each stage")
 
     return tuple(map(split, parameters)), tuple(map(split, optimizer))
 
@@ -52,12 +54,17 @@ def _layers_dimension(array: Array) -> int | None:
     return array.logical_axes.index("layers") if "layers" in array.logical_axes else None
 
 
-def _over(plan: ArrayPlan, at: int, stage: Axes, mesh: MeshPlan, note: str) -> ArrayPlan:
-    """Returns a layout with a dimension split over the stages behind what it is over."""
+def over_stages(plan: ArrayPlan, at: int, mesh: MeshPlan, *, place: int | None = None, **told: Any) -> ArrayPlan:
+    """Returns a layout with a dimension split over the stages, too.
+
+    at: the dimension. place: that of the stages among its mesh axes; None: behind all. told: other fields of its
+    DimensionPlan.
+    """
     d = plan.dimensions[at]
-    split = replace(d, axes=(*d.axes, *stage), rule=d.rule if d.axes else None, note=note)
+    place = len(d.axes) if place is None else place
+    split = replace(d, axes=(*d.axes[:place], STAGE, *d.axes[place:]), **told)
     dimensions = (*plan.dimensions[:at], split, *plan.dimensions[at + 1 :])
-    return replace(plan, dimensions=dimensions, bytes_per_device=plan.bytes_per_device // mesh.num_shards(stage))
+    return replace(plan, dimensions=dimensions, bytes_per_device=plan.bytes_per_device // mesh.sizes[STAGE])
 
 
 def _dimension_of_stages(plan: ArrayPlan, mesh: MeshPlan, roles: AxisRoles) -> int | None:

@@ -90,9 +90,10 @@ def plan_sharding(
     trained = [array for array in arrays.parameters if array.is_trained]
     optimizer = _resolve_all(trained, "optimizer", rules.optimizer, mesh, compiler, optimizer_problems)
     activations = _resolve_all(arrays.activations, "activations", rules.activations, mesh, compiler, problems)
-    if roles.stage:
-        split = layers_over_stages if layers_stay else parts_over_stages
-        parameters, optimizer = split(parameters, optimizer, mesh, roles)
+    if roles.stage and layers_stay:
+        parameters, optimizer = layers_over_stages(parameters, optimizer, mesh)
+    elif roles.stage:
+        parameters, optimizer = parts_over_stages(parameters, optimizer, mesh, roles)
     whole = _check_replicated(rules, parameters, optimizer, mesh)
     problems += whole if rules.on_replicated == "error" else []
     problems += [] if roles.stage else _check_layers_dimension(parameters)

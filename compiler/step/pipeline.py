@@ -35,8 +35,8 @@ from meshloom.models import Aux, Params
 from ..core.partition_spec import STAGE
 from ..core.scopes import end_scope, piece_scope, shared_end_scope, slot_scope
 from ..parallel.weights import Weights, hoist
-from ..pipeline.buffers import LoweredTable, forward_only, lower_table
-from ..pipeline.stage_layers import Counts, StageLayers, branch_column
+from ..pipeline.buffers import COLUMN_OF, LoweredTable, forward_only, lower_table
+from ..pipeline.stage_layers import Counts, StageLayers
 from ..pipeline.table import PipelineOp, PipelineTable, StagePlacement
 from .pipeline_buffers import added_at, empty_buffer, read_layer, read_slot, write_layer, write_slot, zeros_of
 from .pipeline_head import PipelineHead, with_whole_vocabulary
@@ -65,7 +65,7 @@ class PipelineSchedule:
         self, model: ModelFunctions, weights: ModelWeights, batch: Batch, *, gradient_scale: Array | None
     ) -> tuple[Sums, Params | None]:
         table = forward_only(self.table) if gradient_scale is None else self.table
-        lowered = lower_table(table)
+        lowered = lower_table(table, self.layers.kind_of)
         accumulators = weights.gradient_accumulators(is_last=False)
         stored = weights.bound(accumulators, None, is_last=False)
         gathered = {name: _hoisted(stored.piece(name), accumulators[name]) for name in self.layers.stacks}
@@ -74,7 +74,7 @@ class PipelineSchedule:
         head = PipelineHead(model, stored, gradient_scale, table.placement.stage(table.placement.num_virtual - 1))
         lookup = with_whole_vocabulary(stored.piece("embed"))
         device = _Device(table, lowered, self.layers, model, head, lookup, of_stacks, parts, gradient_scale)
-        columns = lowered.columns | self.layers.branch_columns(table) | (lowered.of_head if head.is_shared else {})
+        columns = lowered.columns | (lowered.of_head if head.is_shared else {})
         carry, _ = jax.lax.scan(device.tick, device.begin(), jax.tree.map(jnp.asarray, columns))
         sums = Sums(*jax.lax.psum((carry["loss"], carry["auxiliary"]), STAGE))
         if gradient_scale is None:
@@ -226,7 +226,7 @@ class _Device:
         sends = {PipelineOp.FORWARD: (x, x if "gradient" in state else None)}.get(op, x if op.takes_gradient else None)
         with jax.named_scope(slot_scope(op)):
             made, sent = _chosen(
-                own[branch_column(op)],
+                own[COLUMN_OF[op]],
                 lambda written: (written, zeros_of(sends)),
                 [lambda written, counts=counts: run(counts, written, read, own) for counts in self.layers.kinds],
                 written,

@@ -34,9 +34,9 @@ from ..estimate.step_time import Hiding, plan_hiding
 from ..parallel.operation import head_dim_of, loop_trips, runs_beside_compute
 from ..parallel.pipeline_plan import PipelinePlan
 from ..parallel.registry import OPERATIONS
+from ..pipeline.buffers import COLUMN_OF, lower_table
 from ..pipeline.makespan import TickSlot, ticks_of_head
 from ..pipeline.schedules import build_table
-from ..pipeline.stage_layers import branch_column
 from ..pipeline.table import PipelineOp, PipelineTable
 from ..pipeline.ticks import TickForm
 from ..sharding.roles import plan_roles
@@ -125,13 +125,13 @@ class Family:
         if loop is None or before is None:
             return costs
         table = _as_long_as(before.table, num_microbatches)
-        columns = before.layers.branch_columns(table)
+        columns = lower_table(table, before.layers.kind_of).columns
         numbers, parts = costs.numbers.copy(), list(loop.parts)
         ops = iter(sorted(table.ops, key=lambda op: op.place))
         numbers[list(costs.shape.regions[loop.region][-1])] = table.num_ticks
         slots = [(place, part) for place, part in enumerate(parts) if isinstance(part, TickSlot)]
         for place, part in slots:
-            of_part = np.array(ticks_of_head(table)) if part.is_shared else columns[branch_column(next(ops))]
+            of_part = np.array(ticks_of_head(table)) if part.is_shared else columns[COLUMN_OF[next(ops)]]
             parts[place] = replace(part, chosen=tuple(map(tuple, of_part.tolist())))
             for number, branch in enumerate(part.branches):
                 places, share = list(costs.shape.regions[branch[0]][-1]), (of_part == number).mean(axis=0)

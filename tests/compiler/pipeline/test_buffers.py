@@ -188,5 +188,5 @@ def test_columns_are_those_of_the_operations_and_ways_that_there_are():
 def test_nothing_is_read_where_nothing_runs():
     lowered = lower_table(build_table("zb_v", 4, 2, 8, TickForm.UNIT))
     for name, slot in (("forward", "x_of_forward"), ("weight", "cut_of_weight")):
-        idle = lowered.columns[slot][~lowered.columns[name]]
+        idle = lowered.columns[slot][lowered.columns[name] == 0]
         assert set(idle.tolist()) == {lowered.num_x if name == "forward" else lowered.num_cuts}

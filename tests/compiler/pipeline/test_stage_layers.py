@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshloom.compiler.pipeline.buffers import COLUMN_OF, lower_table
 from meshloom.compiler.pipeline.schedules import build_table
-from meshloom.compiler.pipeline.stage_layers import branch_column, layers_of, split_evenly
+from meshloom.compiler.pipeline.stage_layers import layers_of, split_evenly
 from meshloom.compiler.pipeline.table import PipelineOp, StagePlacement
 from meshloom.compiler.pipeline.ticks import TickForm
 
@@ -73,9 +74,9 @@ def test_other_numbers_of_layers_are_an_error():
 def test_a_branch_is_chosen_by_the_kind_of_its_layers():
     table = build_table("interleaved_1f1b", 2, 2, 2, TickForm.UNIT)
     layers = layers_of({"layers": 6}, table.placement, (1, 2, 2, 1))
-    columns = layers.branch_columns(table)
-    assert columns.keys() == {branch_column(op) for op in table.ops}
-    forward = columns[branch_column(PipelineOp.FORWARD)]
+    columns = lower_table(table, layers.kind_of).columns
+    assert columns.keys() >= {COLUMN_OF[op] for op in table.ops}
+    forward = columns[COLUMN_OF[PipelineOp.FORWARD]]
     found = dict.fromkeys(itertools.product(range(table.num_ticks), range(2)), 0)
     for tick, stage, slot in table.slots():
         if slot.op == PipelineOp.FORWARD:
