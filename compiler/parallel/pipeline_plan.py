@@ -95,8 +95,9 @@ def plan_pipeline(
     if not tables:
         return None
     times = plan_stage_times(spec, mesh, model, sharding, target)
-    refusal = why_not_shared(spec, mesh, model, sharding) if spec.pipeline.head != LAST else None
-    if refusal and spec.pipeline.head == STAGES:
+    declared = spec.pipeline.head
+    refusal = why_not_shared(spec, mesh, model, sharding) if declared != LAST else None
+    if refusal and declared == STAGES:
         what = f"is stages, and they cannot share the head: {refusal}"
         raise ConfigError([Problem("pipeline.head", what, "set pipeline.head=last, or auto")])
     placement = next(iter(tables.values())).placement
@@ -108,14 +109,11 @@ def plan_pipeline(
         num_bytes=partial(buffer_bytes, slot_bytes=plan_slot_bytes(spec, model, sharding, placement.num_virtual)),
         room_bytes=_room_for_buffers(sharding, target),
     )
-    head_seconds: dict[HeadPlace, float | None] = {LAST: None, STAGES: times.head_seconds(mesh.sizes[STAGE])}
-    is_open = spec.pipeline.head == "auto" and not refusal and times.head_sent is not None
-    places: list[HeadPlace] = [LAST, STAGES] if is_open else [STAGES if spec.pipeline.head == STAGES else LAST]
-    by_place: dict[HeadPlace, tuple[ChosenTable, StageLayers]] = {
-        place: _choose_split(splits, choose, times, head_seconds[place]) for place in places
-    }
-    seconds = {place: each.time.seconds for place, (each, _) in by_place.items()}
-    head = _choose_head(spec.pipeline.head, refusal, seconds)
+    is_open = declared == "auto" and not refusal and times.head_sent is not None
+    head_seconds = {LAST: None, STAGES: times.head_seconds(mesh.sizes[STAGE])}
+    places = (LAST, STAGES) if is_open else (STAGES,) if declared == STAGES else (LAST,)
+    by_place = {place: _choose_split(splits, choose, times, head_seconds[place]) for place in places}
+    head = _choose_head(declared, refusal, {place: each.time.seconds for place, (each, _) in by_place.items()})
     chosen, layers = by_place[head.place]
     within = f"the shortest that fits, or the smallest that takes at most {human_share(AS_SHORT - 1)} longer"
     others = f"; of {', '.join(tables)} {within}" if len(tables) > 1 else ""
@@ -146,7 +144,7 @@ def _room_for_buffers(sharding: ShardingPlan, target: TargetPlan) -> float:
 
 
 def _choose_head(
-    declared: HeadPlace | Literal["auto"], refusal: str | None, seconds: Mapping[HeadPlace, float]
+    declared: HeadPlace | Literal["auto"], refusal: str | None, seconds: Mapping[str, float]
 ) -> HeadChoice:
     """Returns the stages that run the head. refusal: why stages cannot share it. seconds: of the best table, by
     the places that are compared."""

@@ -10,7 +10,7 @@ from .table import PipelineOp, PipelineTable, PipelineWork, Slot, microbatches
 
 @dataclass(frozen=True)
 class Violation:
-    """Something that is wrong with a table. tick: None where it is no matter of one tick."""
+    """An error in a table. tick: where it is; None for an error of the whole table."""
 
     tick: int | None
     stage: int

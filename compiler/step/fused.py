@@ -26,8 +26,8 @@ from meshloom.models import Aux, Params
 
 from ..core.scopes import piece_scope
 from ..parallel.weights import Weights, all_gather_weight, hoist, reduce_weight_gradient
-from .layer_pass import LayerPass, layer_pass, row, written
-from .pipeline_buffers import read_slot
+from .layer_pass import LayerPass, layer_pass
+from .pipeline_buffers import read_slot, write_slot
 from .schedule import (
     Batch,
     LayerSchedule,
@@ -177,7 +177,7 @@ class _Stack:
 
     def _whole(self, index: Array) -> list[Array]:
         pairs = zip(self._working, self._layouts, strict=True)
-        return [all_gather_weight(row(w, index), layout) for w, layout in pairs]
+        return [all_gather_weight(read_slot(w, index), layout) for w, layout in pairs]
 
     def _backward(
         self, layer: LayerPass, shared: list[Array], index: Array, pull_back: Any, carry: Any, daux: Aux
@@ -188,7 +188,7 @@ class _Stack:
         reduction, each = self._weights.reduction, zip(totals, dw, self._layouts, strict=True)
         return dx, [
             None if total is None
-            else written([total], [reduce_weight_gradient(g, row(total, index), layout, reduction)], index)[0]
+            else write_slot(total, reduce_weight_gradient(g, read_slot(total, index), layout, reduction), index)
             for total, g, layout in each
         ]  # fmt: skip
 
@@ -310,4 +310,4 @@ class _Step:
 def _entered(tree: Any, entry: Any, index: Array) -> Any:
     """Returns a tree with an entry replaced."""
     leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten(written(leaves, jax.tree.leaves(entry), index))
+    return structure.unflatten(write_slot(leaves, jax.tree.leaves(entry), index))

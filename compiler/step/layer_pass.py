@@ -59,17 +59,6 @@ def layer_pass(stack: StackFunctions, weights: Weights, shared: Any, layer: Laye
     return LayerPass(jax.checkpoint(flat, policy=stack.policy, prevent_cse=False))
 
 
-def row(stacked: Array, index: Array) -> Array:
-    """Returns an entry along the first dimension."""
-    return jax.lax.dynamic_index_in_dim(stacked, index, keepdims=False)
-
-
-def written(stacks: list[Array], rows: list[Array], index: Array) -> list[Array]:
-    """Returns stacks with an entry of each replaced along the first dimension."""
-    pairs = zip(stacks, rows, strict=True)
-    return [jax.lax.dynamic_update_index_in_dim(stack, each, index, 0) for stack, each in pairs]
-
-
 def _left_out(residuals: Any) -> Any:
     """Returns residuals with None for those that are arguments; residuals that the derivative does not need stay as
     they are."""

@@ -1,4 +1,4 @@
-"""Buffers of a pipeline, trees of arrays that operations leave to later ones, read and written in place.
+"""Stacked arrays, read and written in place; most of all the buffers that operations of a pipeline leave to later ones.
 
 (slot, ...)           inputs of chunks, gradients of their results
 (slot, layer, ...)    what layers save for their backward pass, in the memory of the device or of the host

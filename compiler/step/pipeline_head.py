@@ -117,7 +117,7 @@ def _is_shared(layouts: Params) -> bool:
 
 
 def _only_shared(layouts: Params, tree: Any) -> Any:
-    """Returns a tree like the weights of a piece with None for those of which each stage has all."""
+    """Returns a tree like the weights of a piece, with None for the weights that every stage has whole."""
     return jax.tree.map(lambda layout, x: None if layout.over_stages is None else x, layouts, tree)
 
 

@@ -23,7 +23,8 @@ from jax import Array
 from ..parallel.weight_plan import WeightPlan
 from ..parallel.weights import Reduction, Weights, all_gather_weight, reduce_weight_gradient
 from ..spec.overlap_spec import LayerLoop
-from .layer_pass import LayerPass, layer_pass, row, written
+from .layer_pass import LayerPass, layer_pass
+from .pipeline_buffers import read_slot, write_slot
 from .schedule import StackFunctions
 
 
@@ -99,7 +100,7 @@ class _Passes:
         (dx, _, lowest, deferred), now = jax.lax.scan(
             trip, (dx, last, zeros, deferred), trips, reverse=True, unroll=self.loop.unroll
         )
-        deferred = written(deferred, stack.sent_back(lowest, jnp.array(0), stack.late), jnp.array(0))
+        deferred = write_slot(deferred, stack.sent_back(lowest, jnp.array(0), stack.late), jnp.array(0))
         gradients = _merged((deferred, stack.late), (now, stack.now))
         return jax.tree.unflatten(self.tree, gradients), None, None, None, dx
 
@@ -116,9 +117,9 @@ class _Passes:
         sent = self._moved(
             t < self.num_layers - 1,
             lambda: stack.sent_back(above, layer_above, stack.late),
-            otherwise=lambda: [row(x, layer_above) for x in deferred],
+            otherwise=lambda: read_slot(deferred, layer_above),
         )
-        deferred = written(deferred, sent, layer_above)
+        deferred = write_slot(deferred, sent, layer_above)
         return (dx, [*on_the_way, next_one], below, deferred), stack.sent_back(now, t, stack.now)
 
     def _moved(
@@ -164,13 +165,13 @@ class _Stack:
         """Returns gradients of a layer, added to those before, for the weights that `which` selects."""
         chosen = _selected(list(zip(self.before, self.layouts, strict=True)), which)
         return [
-            reduce_weight_gradient(gradient, None if total is None else row(total, index), layout, self.reduction)
+            reduce_weight_gradient(gradient, None if total is None else read_slot(total, index), layout, self.reduction)
             for gradient, (total, layout) in zip(gradients, chosen, strict=True)
         ]
 
     def _fetched(self, index: Array, which: Sequence[bool]) -> list[Array]:
         chosen = _selected(list(zip(self.working, self.layouts, strict=True)), which)
-        return [all_gather_weight(row(w, index), layout) for w, layout in chosen]
+        return [all_gather_weight(read_slot(w, index), layout) for w, layout in chosen]
 
 
 def _selected(leaves: Sequence[Any], which: Sequence[bool]) -> list[Any]:

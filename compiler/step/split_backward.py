@@ -37,8 +37,7 @@ DifferentiatedLayer = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class LayerPasses:
-    """The passes of a layer, as functions of trees `known`, of which the first is the weights, and x, and of lists of
-    arrays.
+    """The passes of a layer: functions of x, of lists of arrays, and of a tree `known` that begins with the weights.
 
     forward: (known, x) -> ((y, auxiliary outputs), saved). recompute: (known, saved) -> kept. backward: (known, held,
     dy) -> (dx, (vectors, matrices)). input_gradient: (known, held, dy) -> (dx, vectors, cut). weight_gradient: (known,

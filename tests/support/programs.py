@@ -12,7 +12,11 @@ from jax.sharding import NamedSharding
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.driver import plan_run
+from meshloom.compiler.pipeline.stage_layers import layers_of, split_evenly
+from meshloom.compiler.pipeline.table import PipelineTable
 from meshloom.compiler.plan import Plan
+from meshloom.compiler.step.pipeline import PipelineSchedule
+from meshloom.compiler.step.placement_order import FromState
 from meshloom.compiler.step.train_step import build_loss
 from meshloom.compiler.target.target import TargetPlan, plan_target
 from meshloom.compiler.xla.programs import Programs, build, lower
@@ -92,3 +96,10 @@ def gradients_of(
     with jax.set_mesh(mesh):
         (loss, num_targets), grads, *_ = jax.jit(build_loss(plan, with_gradients=True))(sharded, batch, dropout_key)
     return float(loss / num_targets), jax.tree.map(np.asarray, grads)
+
+
+def schedule_of(table: PipelineTable, plan: Plan) -> FromState:
+    """The schedule of a plan by a table, with as many of its layers on each stage as can be."""
+    sizes = {stack.name: stack.num_layers for stack in plan.model.stacks}
+    layers = layers_of(sizes, table.placement, split_evenly(sum(sizes.values()), table.placement))
+    return FromState(PipelineSchedule(table, layers), layers)

@@ -230,8 +230,9 @@ class _Stages:
         self.seen[slot] += 1
         within = (*loops, (step.name, self._taken(slot)))
         if slot.is_shared:
-            branches = {self._branch(step, slot, tick, stage) for stage in range(len(self.clocks))} - {self._idle(step)}
-            return self.run(step.branches[next(iter(branches), self._idle(step))], loops=within, is_shown=is_shown)
+            idle, stages = self._idle(step), range(len(self.clocks))
+            is_on = any(self._virtual(slot, tick, stage) is not None for stage in stages)
+            return self.run(step.branches[1 - idle if is_on else idle], loops=within, is_shown=is_shown)
         for stage, clock in enumerate(self.clocks):
             branch = step.branches[self._branch(step, slot, tick, stage)]
             self.now[stage] = (slot, tick)

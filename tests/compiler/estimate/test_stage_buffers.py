@@ -54,7 +54,7 @@ def test_slots_are_split_as_the_partitioner_splits_what_is_in_them():
 
 
 def test_the_report_and_its_page_show_buffers_by_stage():
-    """Of twelve stages the page has the first and the last four."""
+    """The page shows the first four and the last four of twelve stages."""
     buffers = tuple(
         StageBufferReport(name=name, what="of " + name, num_slots=12, slot_bytes=2**20, in_use_by_stage=tuple(
             range(12, 0, -1))) for name in ("x", "saved"))  # fmt: skip

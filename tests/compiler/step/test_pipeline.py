@@ -10,12 +10,9 @@ from jax.sharding import NamedSharding
 from conftest import plan_of
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.pipeline.schedules import build_table
-from meshloom.compiler.pipeline.stage_layers import layers_of, split_evenly
 from meshloom.compiler.pipeline.ticks import TickForm
 from meshloom.compiler.step import train_step
-from meshloom.compiler.step.pipeline import PipelineSchedule
-from meshloom.compiler.step.placement_order import FromState
-from support.programs import gradients_of
+from support.programs import gradients_of, schedule_of
 
 pytestmark = pytest.mark.ci
 
@@ -132,9 +129,7 @@ def check_gradients(table, others, tokens, monkeypatch):
     sizes = [int(each.split("=")[1]) for each in others if each.startswith("mesh.")]
     devices = stages * int(np.prod(sizes))
     plan = plan_of(f"target=cpu-{devices}", f"mesh.stage={stages}", f"num_microbatches={microbatches}", *others, *model)
-    sizes = {stack.name: stack.num_layers for stack in plan.model.stacks}
-    layers = layers_of(sizes, table.placement, split_evenly(sum(sizes.values()), table.placement))
-    monkeypatch.setattr(train_step, "choose_schedule", lambda plan: FromState(PipelineSchedule(table, layers), layers))
+    monkeypatch.setattr(train_step, "choose_schedule", partial(schedule_of, table))
     loss, ours = gradients_of(plan, params, tokens, dropout_key=KEY)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     for path, gradient in leaves_by_path(ours).items():

@@ -1,6 +1,6 @@
 """Pipelines with everything that they work with: a pairwise cover against one float32 device."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -10,14 +10,11 @@ import pytest
 from conftest import plan_of
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.pipeline.schedules import build_table
-from meshloom.compiler.pipeline.stage_layers import layers_of, split_evenly
 from meshloom.compiler.pipeline.ticks import TickForm
 from meshloom.compiler.step import train_step
-from meshloom.compiler.step.pipeline import PipelineSchedule
-from meshloom.compiler.step.placement_order import FromState
 from support.experts import documents_of
 from support.pairwise import all_pairs, cover_pairs, pairs_of
-from support.programs import gradients_of
+from support.programs import gradients_of, schedule_of
 from support.tiers import tiered
 
 # The number of stages, and overrides.
@@ -132,9 +129,7 @@ def test_gradients_are_those_of_one_device(case, monkeypatch):
         f"target=cpu-{devices}", f"mesh.stage={stages}", *mesh, *REMAT[row["remat"]], *model,
         f"num_microbatches={NUM_MICROBATCHES}", *GATHER[row["gather"]], f"pipeline.head={row['head']}",
     )  # fmt: skip
-    sizes = {stack.name: stack.num_layers for stack in plan.model.stacks}
-    layers = layers_of(sizes, table.placement, split_evenly(sum(sizes.values()), table.placement))
-    monkeypatch.setattr(train_step, "choose_schedule", lambda plan: FromState(PipelineSchedule(table, layers), layers))
+    monkeypatch.setattr(train_step, "choose_schedule", partial(schedule_of, table))
     loss, ours = loss_and_gradients(plan, params)
     ours = leaves_by_path(ours)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
