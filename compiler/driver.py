@@ -15,6 +15,7 @@ Finding what was compiled before and watching a compiler at work are the caller'
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from meshloom.models import Model
@@ -122,9 +123,10 @@ def plan_layout(
         lambda: check_fused(spec),
     )
     roles = plan_roles(spec.sharding, mesh.sizes)
+    tables_of = cache(lambda: read_tables(spec, mesh, model))  # the layout asks, too
     sharding, tables, preset_options, *_ = all_of(
-        lambda: _plan_sharding(spec, arrays, mesh, roles, target, layers_stay=layers_stay(spec, mesh, model)),
-        lambda: read_tables(spec, mesh, model),
+        lambda: _plan_sharding(spec, arrays, mesh, roles, target, layers_stay=layers_stay(spec, model, tables_of)),
+        tables_of,
         lambda: {
             **options_around_faults(spec, target),
             **plan_preset_options(spec.overlap.flag_presets, target),

@@ -3,7 +3,7 @@
 pipeline=zb_h1 pipeline.ticks=auto   ->  a table for each form of ticks, by what a reason calls it
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +44,16 @@ def read_tables(spec: PlanSpec, mesh: MeshPlan, model: Model) -> TablesByLabel:
     return tables
 
 
-def layers_stay(spec: PlanSpec, mesh: MeshPlan, model: Model) -> bool:
+def layers_stay(spec: PlanSpec, model: Model, tables: Callable[[], TablesByLabel]) -> bool:
     """Returns True if the state can hold the layers of each stage on that stage: all virtual stages have as many. Else
-    it splits another dimension of their weights over the stages. Of a table that is wrong, `read_tables` tells."""
-    (stack, *others), num_chunks = model.stacks, spec.pipeline.num_chunks
+    it splits another dimension of their weights over the stages. tables: `read_tables`, which tells what is wrong."""
+    stack, *others = model.stacks
     if others or spec.pipeline.layers != "even":
         return False
-    if spec.pipeline.table and mesh.sizes[STAGE] > 1:
-        try:
-            num_chunks = next(iter(_own(spec, mesh).values())).placement.num_chunks
-        except ConfigError:
-            return True
-    return stack.num_layers % (mesh.sizes[STAGE] * num_chunks) == 0
+    try:
+        return all(stack.num_layers % table.placement.num_virtual == 0 for table in tables().values())
+    except ConfigError:
+        return True
 
 
 def _candidates(spec: PlanSpec, mesh: MeshPlan) -> TablesByLabel:
