@@ -111,11 +111,16 @@ def _problems_of_model(spec: PlanSpec, mesh: MeshPlan, model: Model, num_chunks:
     elif num_layers < num_parts:
         parts = counted(num_stages, "stage") + (f" of {counted(num_chunks, 'chunk')} each" if num_chunks > 1 else "")
         what = f"{parts} {be(num_stages)} more than the {counted(num_layers, 'layer')} of the model"
-        yield Problem(KEY, what, _fitting(mesh, num_layers, num_chunks))
+        yield Problem(KEY, what, _fewer_parts(spec, mesh, num_layers, num_chunks))
 
 
-def _fitting(mesh: MeshPlan, num_layers: int, num_chunks: int) -> str:
-    """Returns the fix for more parts than layers: fewer stages."""
+def _fewer_parts(spec: PlanSpec, mesh: MeshPlan, num_layers: int, num_chunks: int) -> str:
+    """Returns the fix for more parts than layers: fewer chunks where they can be chosen, or fewer stages."""
+    if spec.pipeline.table:
+        return f"name a table of at most {counted(num_layers, 'part')}"
+    fewer = num_layers // mesh.sizes[STAGE]
+    if SCHEDULES[spec.pipeline.schedule].num_chunks is None and fewer >= 2:
+        return f"use pipeline.num_chunks={fewer}, or fewer stages"
     fits = (size for size in range(num_layers // num_chunks, 1, -1) if mesh.num_devices % size == 0)
     return f"use {KEY}={next(fits, 1)}"
 

@@ -22,6 +22,7 @@ from support.wrong_data import write_wrong_data
 
 MY_CODE = ("my_code", "my_broken_code", "my_wrong_import", "my_syntax")
 FILE = Path(__file__).parent / "config_errors.txt"
+FIX = re.compile(r"use ((?:mesh\.\w+|pipeline\.num_chunks|global_batch_size|num_microbatches)=\d+)")
 CASES = dict(re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", FILE.read_text(), re.M))
 
 
@@ -59,7 +60,7 @@ def test_the_fix_of_a_message_works():
     """Where a message names values that work, they do."""
     told = 0
     for line in (line for line, text in CASES.items() if text.count("error: ") == 1):
-        for fix in re.findall(r"use ((?:mesh\.\w+|global_batch_size|num_microbatches)=\d+)", CASES[line]):
+        for fix in FIX.findall(CASES[line]):
             key = fix.split("=")[0]
             kept = [text for text in shlex.split(line) if not text.startswith(f"{key}=")]
             read_spec(Request((*kept, fix)), then=plan_and_check)
