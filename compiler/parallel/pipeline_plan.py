@@ -29,7 +29,15 @@ from .pipeline_tables import KEY, TablesByLabel
 from .shared_head import why_not_shared
 from .stage_times import StageTimes, plan_slot_bytes, plan_stage_times
 
-WITHOUT_STAGES = "1f1b"  # the schedule of conf/config.yaml, which nobody chose where there are no stages
+UNDECLARED = {  # of conf/config.yaml and conf/pipeline/_base.yaml: what nobody chose where there are no stages
+    "schedule": "1f1b",
+    "layers": "even",
+    "ticks": "auto",
+    "head": "last",
+    "gather": "auto",
+    "table": None,
+    "max_bubble": None,
+}
 LAST: Literal["last"] = "last"
 STAGES: Literal["stages"] = "stages"
 
@@ -181,12 +189,10 @@ def _uneven(layers: StageLayers) -> str:
 
 def warnings_of_pipeline(pipeline: PipelineSpec, mesh: MeshPlan) -> Iterator[Problem]:
     """Yields a warning about each setting of a pipeline that was made for a mesh without stages."""
-    made = {
-        "schedule": pipeline.schedule if pipeline.schedule != WITHOUT_STAGES else None,
-        "table": pipeline.table,
-        "max_bubble": pipeline.max_bubble,
-    }
-    for key, value in made.items():
-        if mesh.sizes[STAGE] == 1 and value is not None:
-            what = f"is {value}, and the mesh has no stages: nothing runs by it"
+    if mesh.sizes[STAGE] > 1:
+        return
+    for key, usual in UNDECLARED.items():
+        if (value := getattr(pipeline, key)) != usual:
+            declared = list(value) if isinstance(value, tuple) else value
+            what = f"is {declared}, and the mesh has no stages: nothing runs by it"
             yield Problem(f"pipeline.{key}", what, f"set {KEY}, or leave it out")

@@ -107,10 +107,13 @@ def test_numbers_of_layers_that_are_not_those_of_the_model_are_an_error(words, w
         plan_of(*STAGED, *words)
 
 
-def test_a_schedule_without_stages_is_told():
-    plan = plan_of("pipeline=gpipe")
+def test_a_pipeline_without_stages_is_told():
+    plan = plan_of("pipeline=gpipe", "pipeline.layers=[1,3]", "pipeline.head=auto", "pipeline.gather=use")
     assert plan.pipeline is None
-    assert [problem.where for problem in plan.warnings] == ["pipeline.schedule"]
+    assert [problem.where for problem in plan.warnings] == [
+        "pipeline.schedule", "pipeline.layers", "pipeline.head", "pipeline.gather"
+    ]  # fmt: skip
+    assert plan.warnings[1].what == "is [1, 3], and the mesh has no stages: nothing runs by it"
     assert not plan_of().warnings
 
 
