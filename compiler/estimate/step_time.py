@@ -70,7 +70,8 @@ class Hiding:
 @dataclass(frozen=True)
 class StepTime(Generic[Seconds]):
     """The seconds of a step: of one declaration, or of each of many. exposed: seconds by the mesh axes that the
-    collectives run over. bubble: those in which the slowest stage of a pipeline waits for others; None without one."""
+    collectives run over. bubble: those in which the stages of a pipeline wait for others; None without one. Of a
+    pipeline all are means over the stages, as in the report of a compiled step."""
 
     compute_seconds: Seconds
     exposed: Mapping[Axes, Seconds]
@@ -147,8 +148,9 @@ def _on_slowest(compute: Numbers, exposed: Mapping[Axes, Numbers], whole: Number
 def _of_pipeline(
     costs: Costs, loop: TickLoop, work: StepTime[Numbers], of_regions: Sequence[Numbers], links: LinkTimes
 ) -> StepTime[Numbers]:
-    """Returns the time of a step with ticks: as long as the stage takes that ends last. work: the compute and the
-    exposed collectives of each stage, without permutes of ticks. of_regions: both together, by region."""
+    """Returns the time of a step with ticks: until the last stage ends. What stages do not spend on compute and on
+    exposed collectives is the bubble. work: both of each stage, without permutes of ticks. of_regions: both together,
+    by region."""
     num_stages = max(len(part.chosen[0]) for part in loop.parts if isinstance(part, TickSlot))
     wide = [np.broadcast_to(seconds, (num_stages, seconds.shape[1])) for seconds in of_regions]
     outside = sum((each for one, each in enumerate(wide) if one not in loop.regions), start=0 * wide[0])
@@ -157,11 +159,12 @@ def _of_pipeline(
     free = [0 * each if isinstance(part, TickPermute) else each for part, each in zip(loop.parts, once, strict=True)]
     rest = wide[loop.region] / num_ticks
     ends, without = (outside + time_ticks(loop, each, rest) for each in (once, free))
-    found = _on_slowest(work.compute_seconds, work.exposed, ends)
+    compute = (work.compute_seconds + 0 * ends).mean(axis=0)
+    exposed = {axes: (seconds + 0 * ends).mean(axis=0) for axes, seconds in work.exposed.items()}
     permutes = ends.max(axis=0) - without.max(axis=0)
-    exposed = {**found.exposed, (STAGE,): found.exposed.get((STAGE,), 0.0) + permutes}
-    bubble = ends.max(axis=0) - StepTime(found.compute_seconds, exposed).seconds
-    return StepTime(found.compute_seconds, exposed, np.maximum(bubble, 0.0))
+    exposed[STAGE,] = exposed.get((STAGE,), 0.0) + permutes
+    bubble = ends.max(axis=0) - StepTime(compute, exposed).seconds
+    return StepTime(compute, exposed, np.maximum(bubble, 0.0))
 
 
 def _of_part(part: TickPart, of_regions: Sequence[Numbers], costs: Costs, links: LinkTimes) -> Numbers:

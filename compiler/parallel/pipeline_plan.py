@@ -91,7 +91,7 @@ class PipelinePlan:
 
     @property
     def bubble(self) -> float:
-        """Returns the share of the table's time that the busiest stage waits for others."""
+        """Returns the share of the table's time that stages wait for others, on average."""
         return self.time.bubble / self.time.seconds if self.time.seconds else 0.0
 
 

@@ -135,13 +135,17 @@ class TableTime:
 
     @property
     def bubble(self) -> float:
-        """Returns how long the stage with the most work waits for others, beside permutes."""
-        return max(0.0, self.seconds - self.permutes - max(self.work))
+        """Returns how long a stage waits for others, beside permutes, on average."""
+        return max(0.0, self.seconds - self.permutes - self.mean_work)
+
+    @property
+    def mean_work(self) -> float:
+        return sum(self.work) / len(self.work)
 
     @property
     def bubble_of_work(self) -> float:
-        """Returns the bubble as papers state it: over the work of the busiest stage."""
-        return self.bubble / max(self.work) if max(self.work) else 0.0
+        """Returns the bubble as papers state it: over the work."""
+        return self.bubble / self.mean_work if self.mean_work else 0.0
 
 
 def time_table(

@@ -19,7 +19,7 @@ from meshloom.compiler.estimate.liveness import find_peak
 from meshloom.compiler.estimate.program_costs import Costs, read_costs
 from meshloom.compiler.estimate.regions import price_regions
 from meshloom.compiler.estimate.roofline import find_unknown, plan_roofline
-from meshloom.compiler.estimate.step_time import Hiding, LinkTimes, Rates, time_step
+from meshloom.compiler.estimate.step_time import Hiding, LinkTimes, Rates, StepTime, time_step
 from meshloom.compiler.jaxpr.read_jaxpr import read_jaxpr
 from meshloom.compiler.pipeline.makespan import TickPermute
 
@@ -156,6 +156,31 @@ def test_stages_run_what_a_table_says(plan):
     assert find_unknown(plan, found) == ()
 
 
+def time_of_matmuls(costs: Costs, permute: float = 0.0) -> StepTime[float]:
+    """The time where memory is fast, and a permute takes as long as given."""
+    key = ("collective-permute", (STAGE,))
+    links = LinkTimes({key: np.array([permute])}, {key: np.array([0.0])})
+    rates, hiding = Rates(RATE, RATE, *[1e4 * RATE] * 3), Hiding(frozenset(), 1.0, is_doubled=False)
+    return time_step(costs, rates, links, hiding).of(0)
+
+
+def test_compute_and_bubble_are_means_over_the_stages(plan):
+    """Of two stages one multiplies while the other waits: each has half of the step on average."""
+
+    def step(x, w):
+        def tick(x, on):
+            with jax.named_scope(slot_scope("F")):
+                return lax.cond(on[0][lax.axis_index(STAGE)], lambda: x @ w, lambda: x), None
+
+        return lax.scan(tick, x, (jnp.asarray([[False, True]] * 3),))[0]
+
+    shape, numbers = read_costs(regions_of(plan, step, num_stages=2), frozenset(), ())
+    found = time_of_matmuls(Costs(shape, numbers[:, None]))
+    assert found.seconds == pytest.approx(3 * MATMUL / RATE, rel=1e-3)
+    assert found.compute_seconds == pytest.approx(found.seconds / 2, rel=1e-3)
+    assert found.bubble_seconds == pytest.approx(found.seconds / 2, rel=1e-3)
+
+
 def test_the_step_of_a_pipeline_is_the_makespan_of_its_table(plan):
     """Two stages and two microbatches: stage 0 runs F alone, then the last one F and B twice, then stage 0 B. B is two
     matmuls. Of the permutes, those of the first and the last tick have nothing beside them."""
@@ -183,14 +208,8 @@ def test_the_step_of_a_pipeline_is_the_makespan_of_its_table(plan):
     permutes = [part for part in shape.ticks.parts if isinstance(part, TickPermute)]
     assert [(one.sources, one.needed_by) for one in permutes] == [(((1,), ()), 3), (((), (0,)), None)]
 
-    def time(permute):
-        key = ("collective-permute", (STAGE,))
-        links = LinkTimes({key: np.array([permute])}, {key: np.array([0.0])})
-        rates = Rates(RATE, RATE, *[1e4 * RATE] * 3)  # memory is fast: matmuls alone take time
-        hiding = Hiding(frozenset(), 1.0, is_doubled=False)
-        return time_step(Costs(shape, numbers[:, None]), rates, links, hiding).of(0)
-
-    free, found = time(0.0), time(permute)
+    costs = Costs(shape, numbers[:, None])
+    free, found = time_of_matmuls(costs, 0.0), time_of_matmuls(costs, permute)
     assert free.seconds == pytest.approx(3 * (f + b), rel=1e-3)
     assert free.compute_seconds == pytest.approx(2 * (f + b), rel=1e-3)
     assert (free.bubble_seconds, free.exposed_seconds) == (pytest.approx(f + b, rel=1e-3), 0)

@@ -185,6 +185,13 @@ def test_bubbles_of_tables_are_those_of_the_papers():
     assert bubble_of("zb_h1", MULTI) > bubble_of("1f1b", MULTI)  # a stage that runs W holds up its neighbours
 
 
+def test_the_bubble_of_stages_with_unlike_work_is_their_mean():
+    """One microbatch through two stages: F takes 1 and 3 s, BW 2 s each. They wait 5 and 3 of 8 s."""
+    table = build_table("1f1b", 2, 1, 1, MULTI)
+    found = time_table(table, lambda op, stage, chunk: 3.0 if op == "F" and stage == 1 else UNIT_SECONDS[op])
+    assert (found.seconds, found.work, found.bubble) == (8, (3, 5), 4)
+
+
 def test_1f1b_of_joint_operations_one_by_one_is_worse_than_gpipe():
     """Where a stage runs F its neighbours run BW, and wait for each other in each tick: 2/3 of the work."""
     forward, backward = ([Slot(op, 0, m) for m in range(8)] for op in (PipelineOp.FORWARD, PipelineOp.BACKWARD))
