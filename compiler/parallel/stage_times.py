@@ -30,18 +30,22 @@ ATTENTION_BACKWARD = 2.5
 HEAD_PASSES = 3  # of the head's matmul: forward, for the gradient of its input, and for that of its weights
 RESIDUAL = "residual"  # the name of the stream that layers add to (models/decoder.py)
 COPY = 2  # times that a copied array crosses the memory
+# What B leaves to W of a layer that is not computed again, over what the layer makes: gradients of results of matmuls,
+# whose other operands the forward pass has saved.
+CUT_OF_SAVED = 0.5
 NOT_OF_LAYERS = ("embedded", "head_input", "logits", "gradient of ")  # activations that no layer makes for its backward
 
 
 @dataclass(frozen=True)
 class LayerTimes:
     """The seconds of one microbatch in one layer of a stack. matmuls, attention: of a forward pass. moved: to write
-    what the layer makes, or to read it. added: to add the gradients of its weights to their sums. recomputed: the share
-    of a forward pass that the backward pass runs again."""
+    what the layer makes, or to read it. left: the same of what B leaves to W. added: to add the gradients of its
+    weights to their sums. recomputed: the share of a forward pass that the backward pass runs again."""
 
     matmuls: float
     attention: float
     moved: float
+    left: float
     added: float
     recomputed: float
 
@@ -56,8 +60,8 @@ class LayerTimes:
         return {
             PipelineOp.FORWARD: self.matmuls + self.attention,
             PipelineOp.RECOMPUTE: again,
-            PipelineOp.INPUT_GRADIENT: of_input + COPY * self.moved,
-            PipelineOp.WEIGHT_GRADIENT: self.matmuls + COPY * self.moved + self.added,
+            PipelineOp.INPUT_GRADIENT: of_input + COPY * self.left,
+            PipelineOp.WEIGHT_GRADIENT: self.matmuls + COPY * self.left + self.added,
             PipelineOp.BACKWARD: of_input + self.matmuls + self.added,
         }[op]
 
@@ -113,6 +117,7 @@ def plan_stage_times(
     sent = [mesh.alone_seconds("all-reduce", size, (STAGE,)) if speeds.is_known else None for size in of_head]
     itemsize = jnp.dtype(spec.precision.gradients).itemsize
     moved = _made_bytes(sharding) / speeds.memory
+    left = moved * (1.0 if recomputes_layers(spec.remat) else CUT_OF_SAVED)
 
     def of_layer(stack: Stack) -> LayerTimes:
         of_weights = num_multiplied[stack.name] / stack.num_layers
@@ -120,6 +125,7 @@ def plan_stage_times(
             matmuls=2 * tokens * of_weights / speeds.matmul,
             attention=flops / speeds.attention(head_dim),
             moved=moved,
+            left=left,
             added=3 * of_weights * itemsize / speeds.memory,  # two read, one written
             recomputed=1.0 if recomputes_layers(spec.remat) else 0.0,
         )
@@ -134,11 +140,14 @@ def plan_stage_times(
 
 def plan_slot_bytes(spec: PlanSpec, model: Model, sharding: ShardingPlan, num_virtual: int) -> dict[str, float]:
     """Returns about the bytes of a slot of each buffer, by the planned activations, to compare tables. What a layer
-    saves is its input if it runs again, else what it makes; R leaves what the layers make, and so, about, does B."""
+    saves is its input if it runs again, else what it makes; R leaves what the layers make, and so, about, does B,
+    unless the forward pass has saved a part of it."""
     num_layers = sum(stack.num_layers for stack in model.stacks) / num_virtual
     made = num_layers * _made_bytes(sharding)
-    saved = num_layers * x_bytes(sharding) if recomputes_layers(spec.remat) else made
-    return {"x": x_bytes(sharding) + saved, "gradient": x_bytes(sharding), "residuals": made, "cut": made}
+    saved, cut = made, CUT_OF_SAVED * made
+    if recomputes_layers(spec.remat):
+        saved, cut = num_layers * x_bytes(sharding), made
+    return {"x": x_bytes(sharding) + saved, "gradient": x_bytes(sharding), "residuals": made, "cut": cut}
 
 
 def _made_bytes(sharding: ShardingPlan) -> int:

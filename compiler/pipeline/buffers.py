@@ -10,6 +10,7 @@
     x_of_backward or residuals_of_backward   what B or BW reads: the input, or what R wrote
     gradient_of_backward                     the gradient of the result, which it reads
     cut_of_backward, cut_of_weight           B writes what W reads
+    x_of_weight                              where what F saved is, which W reads too, if the table has no R
     x_arrives_from_below, _from_above        where what the tick's F made on a neighbour is put at the end of the tick,
     x_stays                                  or what the stage's own F made, if it holds the next chunk too
     gradient_arrives_from_above, _from_below, gradient_stays     the same of the B or BW of the tick before, after F
@@ -130,7 +131,8 @@ def _live(table: PipelineTable) -> dict[str, dict[_Place, _Live]]:
     placement, ops, last = table.placement, table.ops, table.placement.num_virtual - 1
     live: dict[str, dict[_Place, _Live]] = {buffer: {} for buffer in ("x", "gradient", "cut", "residuals")}
     backward = _backward_of(ops)
-    x_reader = PipelineOp.RECOMPUTE if PipelineOp.RECOMPUTE in ops else backward or PipelineOp.FORWARD
+    x_readers = (PipelineOp.RECOMPUTE, PipelineOp.WEIGHT_GRADIENT, PipelineOp.BACKWARD, PipelineOp.FORWARD)
+    x_reader = next(op for op in x_readers if op in ops)
 
     def time(op: PipelineOp, virtual: int, microbatch: int, phase: int | None = None, later: int = 0) -> int:
         tick = table.ticks[PipelineWork(op, virtual, microbatch)] + later
@@ -204,6 +206,8 @@ def _of_slot(
         yield "residuals_of_recompute", ("residuals", place)
     elif op == PipelineOp.WEIGHT_GRADIENT:
         yield "cut_of_weight", ("cut", place)
+        if PipelineOp.RECOMPUTE not in ops:
+            yield "x_of_weight", ("x", place)
     else:
         yield "backward_is_first", virtual == 0
         read = "residuals" if PipelineOp.RECOMPUTE in ops else "x"

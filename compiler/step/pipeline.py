@@ -350,12 +350,13 @@ class _Device:
 
     def _weight_gradient(self, counts: Counts, state: _State, read: _State, own: _Row) -> tuple[_State, None]:
         microbatch, chunk = self.microbatch(own["weight_microbatch"]), own["weight_chunk"]
-        totals = dict(state["of_matrices"])
+        totals, reads_saved = dict(state["of_matrices"]), "kept" not in read
 
         def one(stack: StackFunctions, total: Any, layer: Array) -> Any:
             known = self._known(stack, microbatch, chunk, layer)
+            saved = read_layer(read["saved"][stack.name], own["x_of_weight"], layer) if reads_saved else []
             cut = read_layer(read["cut"][stack.name], own["cut_of_weight"], layer)
-            matrices = self.passes[stack.name].weight_gradient(known, cut)
+            matrices = self.passes[stack.name].weight_gradient(known, saved, cut)
             return added_at(total, matrices, self._place(stack, chunk, layer))
 
         for stack, count in self._stacks(counts):

@@ -3,12 +3,13 @@
     F   x                 -> y, saved              what the remat policy of the layer selects, its input at least
     R   saved             -> kept                  all that does not depend on dy
     B   saved or kept, dy -> dx, vectors, cut      what dx depends on, and gradients of vectors
-    W   cut               -> matrices              the other operations
+    W   saved, cut        -> matrices              the other operations
     BW  saved or kept, dy -> dx, vectors, matrices
 
 The derivative that JAX makes is one program of operations; B is those that lead to dx, and W the rest. `known`, the
 arguments that a later pass has anyway (weights, what all layers share, the number of the layer), is never saved. What
 is made of weights alone, such as a gathered one, is not saved either: each part that reads it makes it again.
+What F saved stays where it is until W; what R kept is in the cut, if W reads it: most of it is for B alone.
 Gradients of vectors are made in B, because each of them reads arrays as large as x in float32: of a layer of Llama the
 cut is 14 times as large as x, and with them it would be 22 times.
 """
@@ -41,15 +42,16 @@ class LayerPasses:
 
     forward: (known, x) -> ((y, auxiliary outputs), saved). recompute: (known, saved) -> kept. backward: (known, held,
     dy) -> (dx, (vectors, matrices)). input_gradient: (known, held, dy) -> (dx, vectors, cut). weight_gradient: (known,
-    cut) -> matrices. vectors, matrices: gradients of weights of one dimension, and of more (`by_dimensions`). held:
-    `kept` if what is recomputed is a pass of its own, else `saved`. saved, kept, cut: the arrays of each.
+    saved, cut) -> matrices; it reads nothing of `saved` if what is recomputed is a pass of its own. vectors, matrices:
+    gradients of weights of one dimension, and of more (`by_dimensions`). held: `kept` if what is recomputed is a pass
+    of its own, else `saved`. saved, kept, cut: the arrays of each.
     """
 
     forward: Callable[[Any, Any], tuple[tuple[Any, Any], list[Array]]]
     recompute: Callable[[Any, list[Array]], list[Array]]
     backward: Callable[[Any, list[Array], Any], tuple[Any, tuple[list[Array], list[Array]]]]
     input_gradient: Callable[[Any, list[Array], Any], tuple[Any, list[Array], list[Array]]]
-    weight_gradient: Callable[[Any, list[Array]], list[Array]]
+    weight_gradient: Callable[[Any, list[Array], list[Array]], list[Array]]
     saved: list[Residual]
     kept: list[Residual]
     cut: list[Residual]
@@ -137,7 +139,8 @@ def split_passes(
         read = backward.read_by(of | again, results)
         return [var for var in read if var not in backward.constants and (var not in sources or var in set(of_saved))]
 
-    cut = free(in_w, matrices)
+    in_slot = set[Var]() if recomputes else set(of_saved)
+    cut = [var for var in free(in_w, matrices) if var not in in_slot]
     kept = [var for var in free(in_b, [*dx_vars, *vectors, *cut]) if var not in set(dy_vars)]
     kept = kept if recomputes else of_saved
 
@@ -167,8 +170,8 @@ def split_passes(
         dx, of_vectors, of_cut = (list(islice(out, len(each))) for each in (dx_vars, vectors, cut))
         return of_x.unflatten(dx), of_vectors, of_cut
 
-    def run_weight_gradient(known: Any, arrays: list[Array]) -> list[Array]:
-        there = dict(zip(cut, arrays, strict=True))
+    def run_weight_gradient(known: Any, saved: list[Array], arrays: list[Array]) -> list[Array]:
+        there = dict(zip(cut, arrays, strict=True)) | ({} if recomputes else restored(saved))
         return backward.run(in_w | again, matrices, lambda variables: values(variables, known, there))
 
     return LayerPasses(

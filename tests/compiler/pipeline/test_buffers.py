@@ -112,6 +112,8 @@ class Host:
     def weight(self, stage):
         if (place := self.work("weight", "W", stage)) is not None:
             self.read("cut", "cut_of_weight", stage, ("cut", *place))
+            if "recompute" not in self.columns:
+                self.read("x", "x_of_weight", stage, ("x", *place))
 
     def alive(self, buffer):
         """Returns by stage the most labels that are between their first write and their last read."""

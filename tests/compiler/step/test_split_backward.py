@@ -46,11 +46,11 @@ def passes_of(policy, recomputes):
 def run(passes, recomputes):
     """Returns y, dx and dw in two ways: by both gradients at once, and apart."""
     accumulators, known, x, dy = case()
-    (y, _), held = passes.forward(known, x)
-    held = passes.recompute(known, held) if recomputes else held
+    (y, _), saved = passes.forward(known, x)
+    held = passes.recompute(known, saved) if recomputes else saved
     at_once, dw = passes.backward(known, held, dy)
     dx, vectors, cut = passes.input_gradient(known, held, dy)
-    apart = rejoined(accumulators, vectors, passes.weight_gradient(known, cut))
+    apart = rejoined(accumulators, vectors, passes.weight_gradient(known, [] if recomputes else saved, cut))
     return (y, at_once, rejoined(accumulators, *dw)), (y, dx, apart)
 
 
@@ -77,7 +77,7 @@ def test_each_matmul_of_the_backward_pass_is_in_one_part():
     found = (
         matmuls(passes.recompute, known, passes.forward(known, x)[1]),
         matmuls(passes.input_gradient, known, held, dy),
-        matmuls(passes.weight_gradient, known, cut),
+        matmuls(passes.weight_gradient, known, [], cut),
     )
     assert found == (3, 3, 3)
 
@@ -85,6 +85,12 @@ def test_each_matmul_of_the_backward_pass_is_in_one_part():
 def test_a_layer_that_is_computed_again_saves_its_input_alone():
     assert [each.shape for each in passes_of("nothing", recomputes=False).saved] == [(3, WIDTH)]
     assert len(passes_of("everything", recomputes=False).saved) > 3
+
+
+def test_what_the_forward_pass_saves_is_not_left_to_the_gradients_of_weights_again():
+    """The cut is the gradient of the result of each of the three matmuls."""
+    passes = passes_of("everything", recomputes=False)
+    assert sorted(each.shape for each in passes.cut) == [(3, WIDTH), (3, 6), (3, 6)]
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -102,12 +108,12 @@ def test_what_is_made_of_weights_alone_is_made_again(recomputes):
         of_shards, POLICIES["nothing"], accumulators, known, x, cotangent=lambda _: SCALE, recomputes=recomputes
     )
     assert {each.shape for each in (*passes.saved, *passes.kept, *passes.cut)}.isdisjoint({(10, WIDTH), (WIDTH, 10)})
-    held = passes.forward(known, x)[1]
-    held = passes.recompute(known, held) if recomputes else held
+    saved = passes.forward(known, x)[1]
+    held = passes.recompute(known, saved) if recomputes else saved
     dx, _, cut = passes.input_gradient(known, held, dy)
     (dw,), expected = jax.vjp(lambda a, x: of_shards(a, known, x)[0], accumulators, x)[1](dy)
     np.testing.assert_allclose(dx[0], expected[0], rtol=1e-5)
-    np.testing.assert_allclose(passes.weight_gradient(known, cut)[0], dw, rtol=1e-5)
+    np.testing.assert_allclose(passes.weight_gradient(known, [] if recomputes else saved, cut)[0], dw, rtol=1e-5)
 
 
 def test_operations_keep_their_scopes():
