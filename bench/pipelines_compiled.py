@@ -4,8 +4,8 @@
 
 Llama 3 70B with all 80 layers, 8,192 tokens, on 128 chips of v5p, on 256 H100, and on four slices of v5p with a stage
 on each, whose activations go over the data-center network; and a cut of Llama 3 405B as it ran on 8,192 H100: its
-layers, eight on a stage, but 4 stages instead of 16 and 2 replicas instead of 64. Each row takes some minutes
-(compiled_rows.py).
+layers, eight on a stage, but 4 stages instead of 16 and 2 replicas instead of 64. Last, layers of Llama 3 8B without
+recomputation, two on a stage, on 8 chips of v5p. Each row takes some minutes (compiled_rows.py).
 """
 
 import sys
@@ -27,6 +27,11 @@ CUT: Overrides = (
     "model=llama3_405b", "model.num_layers=32", *MODEL[1:], "target=h100-64", "mesh.fsdp=2", "mesh.tensor=8",
     "num_microbatches=16", "global_batch_size=32",
 )  # fmt: skip
+SAVED: Overrides = (
+    "model=llama3_8b", "model.num_layers=8", "model.vocab_size=8192", "sharding=fsdp", "sequence_length=4096",
+    "data=synthetic", "remat=none", "mesh.stage=4", "mesh.fsdp=2", "overlap=xla", "on_out_of_memory=try",
+    "target=v5p-16", "num_microbatches=16", "global_batch_size=32",
+)  # fmt: skip
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_v", "gpipe", "zb_h1", "dualpipe_v")
 MICROBATCHES = (16,)
 ROWS: dict[str, Overrides] = {
@@ -39,6 +44,11 @@ ROWS: dict[str, Overrides] = {
 } | {
     "h100, cut of 405B, 1f1b, 16": (*CUT, "pipeline=1f1b"),
     "h100, cut of 405B, interleaved_1f1b of 8 chunks, 16": (*CUT, "pipeline=interleaved_1f1b", "pipeline.num_chunks=8"),
+} | {
+    f"v5p, 8B without recomputation, {schedule} in {form} ticks, 16": (
+        *SAVED, f"pipeline={schedule}", f"pipeline.ticks={form}",
+    )
+    for schedule, form in (("1f1b", "multi"), ("1f1b", "unit"), ("zb_h1", "unit"), ("zb_v", "unit"))
 }  # fmt: skip
 
 
