@@ -248,8 +248,7 @@ class _Device:
         state, microbatch = dict(state), self.microbatch(own["forward_microbatch"])
 
         def embedded() -> Any:
-            with jax.named_scope(end_scope("first")):
-                return self.model.embed(self.lookup, microbatch)[0]
+            return self.model.embed(self.lookup, microbatch)[0]
 
         def one(stack: StackFunctions, carry: tuple[Any, Any, Any], layer: Array) -> tuple[Any, Any, Any]:
             x, saved, auxiliary = carry
@@ -261,7 +260,8 @@ class _Device:
                 saved = write_layer(saved, made, own["x_of_forward"], layer)
             return y, saved, added_at(auxiliary, aux, known[-1])
 
-        y = _either(own["forward_is_first"], embedded, lambda: read_slot(read["x"], own["x_of_forward"]))
+        with jax.named_scope(end_scope("first")):
+            y = _either(own["forward_is_first"], embedded, lambda: read_slot(read["x"], own["x_of_forward"]))
         saved, auxiliary = dict(state.pop("saved", {})), dict(state["auxiliary"])
         for stack, count in self._stacks(counts):
             start = y, saved.get(stack.name), auxiliary[stack.name]
@@ -272,14 +272,10 @@ class _Device:
         if self.head.is_shared:
             dy = no_gradient
         else:
-            state, dy = _either(
-                own["forward_is_last"], self._last, lambda state, *_: (state, no_gradient), state, y, microbatch
-            )
+            without = lambda state, *_: (state, no_gradient)  # noqa: E731
+            with jax.named_scope(end_scope("last")):
+                state, dy = _either(own["forward_is_last"], self.head.run, without, state, y, microbatch)
         return state | ({} if self.scale is None else {"saved": saved}), (y, dy)
-
-    def _last(self, state: _State, y: Any, microbatch: Microbatch) -> tuple[_State, Any]:
-        with jax.named_scope(end_scope("last")):
-            return self.head.run(state, y, microbatch)
 
     def _shared_head(self, y: Any, state: _State, own: _Row) -> Any:
         """Runs the head on all stages for the result `y` of the last virtual stage, if that has made one in this tick.
@@ -336,16 +332,15 @@ class _Device:
         state = state | {"of_vectors": state["of_vectors"] | totals, written: state[written] | others}
 
         def first(of_embed: Any) -> Any:
-            with jax.named_scope(end_scope("first")):
+            def run(embed: Any) -> Any:
+                return self.model.embed(replace(self.lookup, accumulators=embed), microbatch)[0]
 
-                def run(embed: Any) -> Any:
-                    return self.model.embed(replace(self.lookup, accumulators=embed), microbatch)[0]
-
-                (embed,) = jax.vjp(run, self.lookup.accumulators)[1](dx)
+            (embed,) = jax.vjp(run, self.lookup.accumulators)[1](dx)
             return jax.tree.map(jnp.add, of_embed, embed)
 
         is_first = own["backward_is_first"]
-        state["of_embed"] = _either(is_first, first, lambda of_embed: of_embed, state["of_embed"])
+        with jax.named_scope(end_scope("first")):
+            state["of_embed"] = _either(is_first, first, lambda of_embed: of_embed, state["of_embed"])
         return state, dx
 
     def _weight_gradient(self, counts: Counts, state: _State, read: _State, own: _Row) -> tuple[_State, None]:
