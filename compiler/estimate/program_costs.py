@@ -86,6 +86,15 @@ class ProgramShape:
         """Returns the kinds of collectives with the mesh axes that they run over, each once."""
         return tuple(dict.fromkeys((each.kind, each.axes) for each in self.transfers))
 
+    @cached_property
+    def membership(self) -> csr_array:
+        """Returns the sets in the memory of the device as a matrix."""
+        return _membership(self.live, self.num_numbers)
+
+    @cached_property
+    def membership_on_host(self) -> csr_array:
+        return _membership(self.on_host, self.num_numbers)
+
 
 def read_costs(step: Region, weights: frozenset[str], ops: Sequence[ParallelOp]) -> tuple[ProgramShape, Numbers]:
     """Returns the shape and the numbers of the regions of a step. weights: the paths of its parameters. ops: its
@@ -119,11 +128,11 @@ class Costs:
     def peak_bytes(self) -> Numbers:
         """Returns the peak of a step in the memory of a device, including its arguments."""
         arguments = self.numbers[list(self.shape.arguments)].sum(axis=0)
-        return arguments + _largest(self._live, self.numbers)
+        return arguments + _largest(self.shape.membership, self.numbers)
 
     def host_bytes(self) -> Numbers:
         """Returns the bytes per device in host memory."""
-        return _largest(self._on_host, self.numbers)
+        return _largest(self.shape.membership_on_host, self.numbers)
 
     def regions(self) -> tuple[RegionCosts, ...]:
         """Returns the costs of each region, times its executions."""
@@ -148,14 +157,6 @@ class Costs:
         own = (each for each in self.shape.transfers if each.region == number)
         transfers = tuple((each, self.numbers[each.full_bytes], executions) for each in own)
         return RegionCosts(dict(flops), dict(num_bytes), transfers)
-
-    @cached_property
-    def _live(self) -> csr_array:
-        return _membership(self.shape.live, self.shape.num_numbers)
-
-    @cached_property
-    def _on_host(self) -> csr_array:
-        return _membership(self.shape.on_host, self.shape.num_numbers)
 
 
 def _membership(sets: tuple[tuple[int, ...], ...], num_numbers: int) -> csr_array:

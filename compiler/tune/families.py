@@ -13,7 +13,7 @@ device, one microbatch, another number of stages. A family is traced with the st
 else with the fallback.
 
 What a pipeline's ticks cost is no product of powers: their number, and what each stage runs in each of them, are those
-of the candidate's own table, in the form of ticks of the family's first reference (`Family.with_table`).
+of the candidate's own table (pipeline_costs.py). Its buffers grow with their slots in that table, as with a count.
 """
 
 import math
@@ -34,15 +34,11 @@ from ..estimate.step_time import Hiding, plan_hiding
 from ..parallel.operation import head_dim_of, loop_trips, runs_beside_compute
 from ..parallel.pipeline_plan import PipelinePlan
 from ..parallel.registry import OPERATIONS
-from ..pipeline.buffers import COLUMN_OF, lower_table
-from ..pipeline.makespan import TickSlot, ticks_of_head
-from ..pipeline.schedules import build_table
-from ..pipeline.table import PipelineOp, PipelineTable
-from ..pipeline.ticks import TickForm
 from ..sharding.roles import plan_roles
 from ..spec.overlap_spec import StrategyChoice
 from ..spec.plan_spec import PlanSpec
 from ..target.target import TargetPlan
+from .pipeline_costs import shape_of, slots_of
 from .space import MeshCandidate, Sizes, Variant, with_layout
 
 Key = tuple[str, tuple[tuple[str, str], ...], tuple[str, ...], bool]
@@ -59,7 +55,7 @@ RANK_TOLERANCE = 1e-6
 @dataclass(frozen=True)
 class TracePoint:
     """The choices that a program is traced for. sizes: those of all mesh axes. num_loss_chunks: the largest number of
-    chunks."""
+    chunks. pipeline: over the stages of the mesh; None without."""
 
     variant: Variant
     sizes: Sizes
@@ -67,13 +63,14 @@ class TracePoint:
     sequences_of_device: int
     num_loss_chunks: int
     strategies: tuple[tuple[str, StrategyChoice], ...]
-    shares_head: bool
+    pipeline: PipelinePlan | None
 
-    def variables(self, *, is_last_apart: bool) -> tuple[float, ...]:
+    def variables(self, num_slots: tuple[int, ...], *, is_last_apart: bool) -> tuple[float, ...]:
         """Returns the logarithms, to the base of 2, of the variables that numbers depend on: sizes of mesh axes, then
-        counts. is_last_apart: the loop over microbatches has one trip less than there are microbatches."""
+        counts. num_slots: of `slots_of`. is_last_apart: the loop over microbatches has one trip less than there are
+        microbatches."""
         trips = self.num_microbatches - is_last_apart
-        counts = (self.sequences_of_device, self.num_loss_chunks, trips)
+        counts = (self.sequences_of_device, self.num_loss_chunks, trips, *num_slots)
         return tuple(np.log2([*(size for _, size in self.sizes), *counts]).tolist())
 
 
@@ -81,7 +78,7 @@ class TracePoint:
 class Reference:
     """A traced point. point: with the number of chunks in which the loss was computed. is_last_apart: gradients are
     reduced in the backward pass of the last microbatch, which is not part of the loop of the others. head_dim: the
-    width of attention heads; None where the model has no attention. pipeline: that of the plan; None without stages."""
+    width of attention heads; None where the model has no attention."""
 
     point: TracePoint
     shape: ProgramShape
@@ -89,17 +86,16 @@ class Reference:
     hiding: Hiding
     is_last_apart: bool
     head_dim: int | None
-    pipeline: PipelinePlan | None
 
     @property
     def variables(self) -> Numbers:
-        return np.array(self.point.variables(is_last_apart=self.is_last_apart))
+        return np.array(self.point.variables(slots_of(self.point.pipeline), is_last_apart=self.is_last_apart))
 
 
 @dataclass(frozen=True)
 class Family:
     """Programs of one shape. origin: variables of the first reference, and logarithms of its numbers. exponents: by
-    variable and number. pipeline: of the first reference."""
+    variable and number."""
 
     shape: ProgramShape
     hiding: Hiding
@@ -107,36 +103,16 @@ class Family:
     origin: tuple[Numbers, Numbers]
     exponents: Numbers
     head_dim: int | None
-    pipeline: PipelinePlan | None
 
     def costs(self, candidates: Sequence[MeshCandidate]) -> Costs:
-        """Returns the costs of candidates of the family."""
+        """Returns the costs of candidates of the family; of a pipeline, of candidates with one table."""
         variables, numbers = self.origin
-        points = [point_of(one).variables(is_last_apart=self.is_last_apart) for one in candidates]
+        num_slots = slots_of(candidates[0].pipeline)
+        points = [point_of(one).variables(num_slots, is_last_apart=self.is_last_apart) for one in candidates]
         steps = np.array(points) - variables
         with np.errstate(over="ignore"):
             found = np.exp2(numbers[:, None] + self.exponents.T @ steps.T)
         return Costs(self.shape, found)
-
-    def with_table(self, costs: Costs, num_microbatches: int) -> Costs:
-        """Returns the costs of candidates with this number of microbatches, of a pipeline with the ticks that their
-        table has."""
-        loop, before = costs.shape.ticks, self.pipeline
-        if loop is None or before is None:
-            return costs
-        table = _as_long_as(before.table, num_microbatches)
-        columns = lower_table(table, before.layers.kind_of).columns
-        numbers, parts = costs.numbers.copy(), list(loop.parts)
-        ops = iter(sorted(table.ops, key=lambda op: op.place))
-        numbers[list(costs.shape.regions[loop.region][-1])] = table.num_ticks
-        slots = [(place, part) for place, part in enumerate(parts) if isinstance(part, TickSlot)]
-        for place, part in slots:
-            of_part = np.array(ticks_of_head(table)) if part.is_shared else columns[COLUMN_OF[next(ops)]]
-            parts[place] = replace(part, chosen=tuple(map(tuple, of_part.tolist())))
-            for number, branch in enumerate(part.branches):
-                places, share = list(costs.shape.regions[branch[0]][-1]), (of_part == number).mean(axis=0)
-                numbers[places] = share[: len(places), None]
-        return Costs(replace(costs.shape, ticks=replace(loop, parts=tuple(parts))), numbers)
 
     def hiding_of(self, candidates: Sequence[MeshCandidate]) -> Hiding:
         """Returns what the compiler overlaps in candidates of the family: in some of them nothing computes while
@@ -214,21 +190,17 @@ def _narrow_key(one: MeshCandidate) -> Key:
 
 def _mesh_key(one: MeshCandidate) -> Key:
     sizes = tuple(f"{axis}={size}" for axis, size in one.sizes)
-    return "this mesh", one.variant.choices, (*sizes, *_of_head(one)), one.num_microbatches > 1
+    return "this mesh", one.variant.choices, (*sizes, *shape_of(one.pipeline)), one.num_microbatches > 1
 
 
 def _named_axes(one: MeshCandidate) -> tuple[str, ...]:
     """Returns the axes of more than one device. An axis with a ring, which has a step for each device, is named with
-    its size, and so are the stages of a pipeline, which may share the head."""
+    its size, and so are the stages of a pipeline."""
     with_size = {*one.roles.length, *one.roles.stage}
     if _has_rings(one):
         with_size |= set(one.roles.partitioner)
     named = (f"{axis}={size}" if axis in with_size else axis for axis, size in one.sizes)
-    return (*named, *_of_head(one))
-
-
-def _of_head(one: MeshCandidate) -> tuple[str, ...]:
-    return ("head over stages",) if one.shares_head else ()
+    return (*named, *shape_of(one.pipeline))
 
 
 def _has_rings(one: MeshCandidate) -> bool:
@@ -239,14 +211,14 @@ def point_of(one: MeshCandidate) -> TracePoint:
     """Returns the point of a candidate, whose variables its numbers follow from."""
     sizes = tuple(one.mesh.sizes.items())
     return TracePoint(
-        one.variant, sizes, one.num_microbatches, one.sequences_of_device, one.num_loss_chunks, (), one.shares_head
+        one.variant, sizes, one.num_microbatches, one.sequences_of_device, one.num_loss_chunks, (), one.pipeline
     )
 
 
 def choose_points(candidates: Sequence[MeshCandidate]) -> list[TracePoint]:
     """Returns the points of a family to trace: one in the middle, one in each direction in which meshes differ, and one
     with other counts. A pipeline is traced with the fewest microbatches that its candidates have, and with the most, as
-    its schedule may not run with others.
+    its schedule may not run with others, by the tables of these candidates.
 
     Each axis of the batch has more than one device in all of them, if possible: its collectives then belong to the
     shape, and take no time on one device.
@@ -259,8 +231,16 @@ def choose_points(candidates: Sequence[MeshCandidate]) -> list[TracePoint]:
     is_counted = candidates[0].num_microbatches > 1 and not is_staged
     num_microbatches = NUM_MICROBATCHES if is_counted else min(numbers)
     strategies = _common_strategies(candidates)
-    one = candidates[0]
-    first = TracePoint(one.variant, sizes[0], num_microbatches, sequences, NUM_CHUNKS, strategies, one.shares_head)
+    tables = {one.num_microbatches: one.pipeline for one in candidates}
+    first = TracePoint(
+        candidates[0].variant,
+        sizes[0],
+        num_microbatches,
+        sequences,
+        NUM_CHUNKS,
+        strategies,
+        tables.get(num_microbatches),
+    )
     more_sequences, more_chunks, more_microbatches = COUNT_RATIOS
     others = replace(
         first,
@@ -268,13 +248,14 @@ def choose_points(candidates: Sequence[MeshCandidate]) -> list[TracePoint]:
         num_loss_chunks=NUM_CHUNKS * more_chunks,
         num_microbatches=num_microbatches * more_microbatches if is_counted else num_microbatches,
     )
-    more = [replace(first, num_microbatches=max(numbers))] if is_staged and len(numbers) > 1 else []
+    most = max(numbers)
+    more = [replace(first, num_microbatches=most, pipeline=tables[most])] if is_staged and len(numbers) > 1 else []
     return [first, *(replace(first, sizes=other) for other in sizes[1:]), others, *more]
 
 
 def trace(point: TracePoint) -> Reference:
     """Returns the reference of a point, whose step it traces. That takes half a second and no devices."""
-    plan = plan_assumed(plan_run(_spec_of(point)))
+    plan = plan_assumed(replace(plan_run(_spec_of(point)), pipeline=point.pipeline))
     weights = frozenset(array.array.path for array in plan.sharding.parameters)
     shape, numbers = read_costs(price_regions(read_step(plan), plan.target.compiler), weights, plan.ops)
     loss = loop_trips(plan.operations)
@@ -283,7 +264,7 @@ def trace(point: TracePoint) -> Reference:
     is_last_apart = plan.spec.overlap.layers.reduce_in_backward and number not in trips and number - 1 in trips
     head_dim = head_dim_of(plan.operations)
     hiding, point = plan_hiding(plan), replace(point, num_loss_chunks=loss)
-    return Reference(point, shape, numbers, hiding, is_last_apart, head_dim, plan.pipeline)
+    return Reference(point, shape, numbers, hiding, is_last_apart, head_dim)
 
 
 def fit_family(references: Sequence[Reference]) -> Family:
@@ -303,25 +284,19 @@ def fit_family(references: Sequence[Reference]) -> Family:
         steps = np.stack([one.variables for one in counts])[:, num_axes:] - origin[num_axes:]
         exponents[num_axes:] = count_exponents(_grown(counts, numbers), steps)
     origins = origin, numbers
-    return Family(first.shape, first.hiding, first.is_last_apart, origins, exponents, first.head_dim, first.pipeline)
+    return Family(first.shape, first.hiding, first.is_last_apart, origins, exponents, first.head_dim)
 
 
 def count_exponents(grown: Numbers, steps: Numbers) -> Numbers:
-    """Returns the exponents of each number, a row for each count: of the 27 choices of -1, 0 and 1 the one that comes
-    closest to the growth of the number. grown: log2 of its ratio, by point and number; steps: log2 of the ratio of each
-    count, by point and count."""
-    choices = np.array(list(product((0, 1, -1), repeat=steps.shape[1])))  # the first of equally close has most zeros
+    """Returns the exponents of each number, a row for each count: of the choices of -1, 0 and 1 for sequences and
+    chunks, and for at most one of the others, the one that comes closest to the growth of the number. grown: log2 of
+    its ratio, by point and number; steps: log2 of the ratio of each count, by point and count."""
+    num_others = steps.shape[1] - 2
+    others = [(0,) * num_others, *(tuple(row) for sign in (1, -1) for row in (sign * np.eye(num_others, dtype=int)))]
+    choices = np.array([(*two, *rest) for rest in others for two in product((0, 1, -1), repeat=2)])
     off = np.abs(choices @ steps.T - grown.T[:, None, :]).sum(axis=2)
-    return choices[np.argmin(off, axis=1)].T.astype(float)
-
-
-def _as_long_as(table: PipelineTable, num_microbatches: int) -> PipelineTable:
-    """Returns the table of the same schedule, in the same form of ticks, with this number of microbatches."""
-    if num_microbatches == table.num_microbatches:
-        return table
-    form = TickForm.MULTI if any(len(slots) > 1 for row in table.rows for slots in row) else TickForm.UNIT
-    placement, recomputes = table.placement, PipelineOp.RECOMPUTE in table.ops
-    return build_table(table.name, placement.num_stages, placement.num_chunks, num_microbatches, form, recomputes)
+    # The first of equally close has most zeros.
+    return choices[np.argmin(off.round(6), axis=1)].T.astype(float)
 
 
 def _computes_beside_activations(one: MeshCandidate, target: TargetPlan) -> bool:
@@ -343,18 +318,20 @@ def _grown(others: Sequence[Reference], numbers: Numbers) -> Numbers:
 
 def _spec_of(point: TracePoint) -> PlanSpec:
     """Returns the declaration of a point, with its batch, and with a limit on logits that gives its chunks."""
-    base = point.variant.spec
-    sizes = dict(point.sizes)
+    base, staged = point.variant.spec, point.pipeline
+    sizes, shares_head = dict(point.sizes), staged is not None and staged.shares_head
     roles = plan_roles(base.sharding, sizes)
     shards = math.prod(sizes[axis] for axis in roles.sequence)
     batch = point.sequences_of_device * point.num_microbatches * shards
     of_vocab = (axis for rule in base.sharding.activations if "vocab" in rule.logical for axis in rule.mesh)
-    split = math.prod(sizes[axis] for axis in (*of_vocab, *(roles.stage if point.shares_head else ())))
+    split = math.prod(sizes[axis] for axis in (*of_vocab, *(roles.stage if shares_head else ())))
     length = base.sequence_length // math.prod(sizes[axis] for axis in roles.length)
     tokens = point.sequences_of_device * length
     limit = max(1, -(-tokens * base.model.vocab_size * 4 // split // point.num_loss_chunks))
     loss = base.loss.model_copy(update={"max_logits_bytes": limit, "max_logits_share": 0.0})
-    pipeline = base.pipeline.model_copy(update={"head": "stages" if point.shares_head else "last"})
+    pipeline = base.pipeline.model_copy(update={"head": staged.head.place} if staged else {})
+    if staged and pipeline.layers == "balanced":
+        pipeline = pipeline.model_copy(update={"layers": staged.layers.totals})
     update = {
         "global_batch_size": batch,
         "loss": loss,

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..core.partition_spec import Axes
-from ..estimate.program_costs import Costs, Numbers
+from ..estimate.program_costs import Numbers
 from ..estimate.step_time import LinkTimes, StepTime, plan_link_times, plan_rates, time_step
 from ..search.evaluation import Evaluation
 from .families import Family, Key, family_key
+from .pipeline_costs import with_table
 from .space import MeshCandidate
 
 
@@ -54,27 +55,25 @@ def price_candidates(
     exposed: dict[Axes, Numbers] = {}
     for key, own in places.items():
         family, ones = families[key], [candidates[place] for place in own]
-        costs = family.costs(ones)
         rates = plan_rates(ones[0].variant.target(), family.head_dim)
         assert rates is not None, "a variant without is refused by the rules"
-        peak[own], host[own] = costs.peak_bytes(), costs.host_bytes()
-        for some in _of_one_table(ones, family):
+        for some in _of_one_table(ones):
             alike, at = [ones[place] for place in some], [own[place] for place in some]
-            of_table = family.with_table(Costs(costs.shape, costs.numbers[:, some]), alike[0].num_microbatches)
-            links, hiding = _link_times(alike, family, link_speed), family.hiding_of(alike)
-            time = time_step(of_table, rates, links, hiding)
+            costs, links, hiding = family.costs(alike), _link_times(alike, family, link_speed), family.hiding_of(alike)
+            peak[at], host[at] = costs.peak_bytes(), costs.host_bytes()
+            time = time_step(with_table(costs, alike[0].pipeline), rates, links, hiding)
             compute[at], bubble[at] = time.compute_seconds, time.bubble_seconds
             for axes, seconds in time.exposed.items():
                 exposed.setdefault(axes, np.zeros(count))[at] += seconds
     return Prices(tuple(candidates), peak, host, StepTime(compute, exposed, bubble))
 
 
-def _of_one_table(candidates: Sequence[MeshCandidate], family: Family) -> list[list[int]]:
-    """Returns the places of candidates that are priced at once: all, or of a pipeline those with as many
+def _of_one_table(candidates: Sequence[MeshCandidate]) -> list[list[int]]:
+    """Returns the places of candidates of a family that are priced at once: all, or of a pipeline those with as many
     microbatches."""
     groups: dict[int, list[int]] = {}
     for place, one in enumerate(candidates):
-        groups.setdefault(one.num_microbatches if family.pipeline else 0, []).append(place)
+        groups.setdefault(one.num_microbatches if one.pipeline else 0, []).append(place)
     return list(groups.values())
 
 

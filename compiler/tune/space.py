@@ -21,6 +21,7 @@ from ..core.partition_spec import STAGE
 from ..driver import Layout, plan_layout
 from ..estimate.step_time import plan_rates
 from ..parallel.operation import loop_trips
+from ..parallel.pipeline_plan import PipelinePlan
 from ..parallel.remat import check_remat
 from ..search.evaluation import Candidate
 from ..sharding.arrays import Arrays, build_model, find_arrays
@@ -61,7 +62,7 @@ class Variant:
 class MeshCandidate(Candidate):
     """A variant on a mesh. values: the searched keys with their values. device_order: the order of mesh axes on the
     links. num_loss_chunks: the number of chunks in which logits are computed. strategies: (kind, site, name) of each
-    declared operation. shares_head: whether the stages of a pipeline share the head."""
+    declared operation. pipeline: over its stages; None without."""
 
     values: Mapping[str, str | int]
     variant: Variant
@@ -72,7 +73,7 @@ class MeshCandidate(Candidate):
     sequences_of_device: int  # of one microbatch
     num_loss_chunks: int
     strategies: tuple[tuple[str, str, str], ...]
-    shares_head: bool
+    pipeline: PipelinePlan | None
 
     @property
     def num_stages(self) -> int:
@@ -277,7 +278,7 @@ def _candidate(variant: Variant, layout: Layout, device_order: tuple[str, ...], 
         sequences_of_device=sequences,
         num_loss_chunks=loss,
         strategies=strategies,
-        shares_head=layout.pipeline is not None and layout.pipeline.shares_head,
+        pipeline=layout.pipeline,
     )
 
 

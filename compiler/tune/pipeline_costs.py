@@ -1,0 +1,54 @@
+"""What of a candidate with stages is no product of powers: its ticks and its buffers, by its own table.
+
+Candidates of one family (families.py) run the same operations in the same form of ticks, with the same layers on each
+stage. Their tables differ in length, and so in the slots that buffers have.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from ..estimate.program_costs import Costs
+from ..parallel.pipeline_plan import PipelinePlan
+from ..pipeline.buffers import COLUMN_OF, lower_table
+from ..pipeline.makespan import TickSlot, ticks_of_head
+
+
+def shape_of(pipeline: PipelinePlan | None) -> tuple[str, ...]:
+    """Returns what the program of a pipeline depends on, beside the length of its table."""
+    if pipeline is None:
+        return ()
+    table, layers = pipeline.table, pipeline.layers.totals
+    form = "multi" if any(len(slots) > 1 for row in table.rows for slots in row) else "unit"
+    return f"head={pipeline.head.place}", f"layers={layers}", f"ticks={form}", f"operations={sorted(table.ops)}"
+
+
+def slots_of(pipeline: PipelinePlan | None) -> tuple[int, ...]:
+    """Returns the slots of each kind of buffer: of what arrives, with a spare one, and of what layers leave; at least
+    one each, also of a buffer that the table lacks."""
+    if pipeline is None:
+        return ()
+    table = lower_table(pipeline.table)
+    spared = table.num_x + 1, table.num_gradients + 1
+    others = table.num_x, table.num_residuals, table.num_cuts
+    return (*spared, *(max(1, number) for number in others))
+
+
+def with_table(costs: Costs, pipeline: PipelinePlan | None) -> Costs:
+    """Returns the costs of candidates with this pipeline, with the ticks of its table; without one, the costs."""
+    loop = costs.shape.ticks
+    if loop is None or pipeline is None:
+        return costs
+    table = pipeline.table
+    columns = lower_table(table, pipeline.layers.kind_of).columns
+    numbers, parts = costs.numbers.copy(), list(loop.parts)
+    ops = iter(sorted(table.ops, key=lambda op: op.place))
+    numbers[list(costs.shape.regions[loop.region][-1])] = table.num_ticks
+    slots = [(place, part) for place, part in enumerate(parts) if isinstance(part, TickSlot)]
+    for place, part in slots:
+        of_part = np.array(ticks_of_head(table)) if part.is_shared else columns[COLUMN_OF[next(ops)]]
+        parts[place] = replace(part, chosen=tuple(map(tuple, of_part.tolist())))
+        for number, branch in enumerate(part.branches):
+            places, share = list(costs.shape.regions[branch[0]][-1]), (of_part == number).mean(axis=0)
+            numbers[places] = share[: len(places), None]
+    return Costs(replace(costs.shape, ticks=replace(loop, parts=tuple(parts))), numbers)
