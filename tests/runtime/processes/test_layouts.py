@@ -17,6 +17,7 @@ LAYOUTS = {
     "hsdp": ("sharding=hsdp", "mesh.replica=2"),
     "tensor": ("sharding=fsdp_tensor", "mesh.tensor=4"),
     "context": ("sharding=fsdp_context", "mesh.context=4", "sequence_length=32"),
+    "stage": ("mesh.stage=4", "num_microbatches=4", "pipeline.head=stages", "model.num_layers=6"),
     "expert": ("model=tiny_moe", "sharding=fsdp_expert", "mesh.fsdp=2", "mesh.expert=4"),
 }
 

@@ -6,12 +6,18 @@ import signal
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
+from meshloom.compiler.core.trees import leaves_by_path
+from meshloom.runtime.checkpoint.parameters import find_saved, load_parameters
 from meshloom.runtime.core.failures import HUNG, LOST
 from support.commands import run_in_process, with_plugin
+from support.programs import plan_as_declared
 from support.several import Started, free_port, keys, open_mpi, slurm
 
 NUM_STEPS = 40
@@ -43,6 +49,14 @@ def alone(tmp_path_factory) -> Path:
     )
     assert (done.returncode, done.stderr) == (0, "")
     return folder / "run"
+
+
+def _saved_parameters(run_dir: Path) -> dict[str, Any]:
+    """The parameters of the last checkpoint, by path."""
+    here = SingleDeviceSharding(jax.devices()[0])
+    shapes = plan_as_declared(*RUN[:-1]).abstract["params"]
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
+    return leaves_by_path(load_parameters(find_saved(str(run_dir), "checkpoint.weights_from"), placed))
 
 
 def _half_done(alone: Path, folder: Path) -> Path:
@@ -108,6 +122,23 @@ def test_a_run_goes_on_in_two_processes_and_what_plugins_say_is_in_each_log(alon
     for index in range(2):
         assert "no such driver" in (run_dir / f"logs/process-{index}.log").read_text()
     _assert_whole_and_as(alone, run_dir)
+
+
+@pytest.mark.ci
+def test_a_run_goes_on_over_stages_of_which_each_process_has_one(alone, tmp_path):
+    """Results of layers go from one process to the other, and their gradients back; so do the parts of layers that each
+    stage stores, as the first one runs both layers."""
+    run_dir = _half_done(alone, tmp_path)
+    line = (*RUN, "mesh.stage=2", "mesh.tensor=2", "num_microbatches=4", "pipeline.layers=[2,0]")
+    ended = Started(tmp_path, *((*line, *each) for each in keys(2, free_port()))).end()
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert f"continuing after step {NUM_STEPS // 2}" in ended[0][1]
+    _assert_whole_and_as(alone, run_dir)
+    saved = {path.name for path in (run_dir / "checkpoints" / str(NUM_STEPS) / "state").glob("ocdbt.*")}
+    assert saved == {"ocdbt.process_0", "ocdbt.process_1"}
+    ours, expected = _saved_parameters(run_dir), _saved_parameters(alone)
+    for path, parameter in expected.items():
+        np.testing.assert_allclose(ours[path], parameter, atol=2e-6 * np.abs(parameter).max(), err_msg=path)
 
 
 @pytest.mark.release
