@@ -61,6 +61,9 @@ CASES = {
     ),
     "the length split": ("sharding=fsdp_context", "mesh.fsdp=4", "mesh.context=2"),
     "one device": ("target=cpu-1",),
+    "stages that share the head": (
+        "target=cpu-4", "mesh.stage=2", "mesh.fsdp=2", "num_microbatches=4", "pipeline=zb_h1", "pipeline.head=stages",
+    ),
 }  # fmt: skip
 
 
@@ -86,14 +89,18 @@ def test_a_pair_is_never_split():
     assert spec_of("objective=simpo").has_pairs
 
 
-DPO = ("objective=dpo", "objective.label_smoothing=0.1", "model.num_layers=2", "sharding=fsdp_context", "mesh.fsdp=4",
-       "mesh.context=2")  # fmt: skip
+DPO = ("objective=dpo", "objective.label_smoothing=0.1", "model.num_layers=2")
+LAYOUTS = {
+    "the length split": ("sharding=fsdp_context", "mesh.fsdp=4", "mesh.context=2"),
+    "stages": ("target=cpu-2", "sharding=ddp", "mesh.stage=2", "num_microbatches=4"),
+}
 
 
-def test_a_dpo_step_follows_the_saved_reference(tokens):
+@pytest.mark.parametrize("layout", tiered(LAYOUTS, plain=["the length split"]))
+def test_a_dpo_step_follows_the_saved_reference(layout, tokens):
     """By the step's own program for log-probabilities: the reference is another model than the one that is trained."""
-    plan = plan_of(*DPO)
-    mesh = plan.mesh.of_devices(jax.devices())
+    plan = plan_of(*DPO, *LAYOUTS[layout])
+    mesh = plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
     init, logits_of = jax.jit(plan.model.init), jax.jit(partial(forward, plan.model))
     models = [jax.tree.map(np.asarray, init(jax.random.key(seed))) for seed in (0, 1)]
     programs = build(lower(plan, mesh, ["log_probs", "train"]))
