@@ -32,9 +32,14 @@ os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import hypothesis
 import jax
 import numpy as np
 import pytest
+
+# The clock decides no test.
+hypothesis.settings.register_profile("meshloom", deadline=None)
+hypothesis.settings.load_profile("meshloom")
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)

@@ -28,7 +28,7 @@ def routings(draw):
     return scores.astype(np.float32), options
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(routings())
 def test_each_token_has_its_best_experts_of_its_best_groups_once(case):
     scores, options = case

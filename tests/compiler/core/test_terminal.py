@@ -191,7 +191,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(values)
 @example("it's [mine], a=b")
 @example("a\\")

@@ -32,7 +32,7 @@ N, E, M, X, K, DEVICES = 16, 8, 4, 8, 2, 4  # tokens of each device; the rest as
 EXPERTS = Experts(X, ("expert",), DEVICES)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from([(1, 1, 3), (9, 2, 4), (6, 3, 5)]), st.integers(0, 9999))
 def test_sorting_is_undone_and_sends_each_choice_to_its_expert_once(sizes, seed):
     num_tokens, num_chosen, num_experts = sizes

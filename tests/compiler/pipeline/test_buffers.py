@@ -131,7 +131,7 @@ def expected_work(table):
     return sorted((split.get(work.op, str(work.op)), work.virtual, work.microbatch) for work in table.ticks)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(declared())
 def test_each_operation_reads_what_was_made_for_it_from_as_few_slots_as_can_be(declaration):
     table = build_table(*declaration)
@@ -145,7 +145,7 @@ def test_each_operation_reads_what_was_made_for_it_from_as_few_slots_as_can_be(d
     assert slots_in_use(table) == {buffer: host.alive(buffer) for buffer in host.buffers}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(declared())
 def test_forward_alone_for_evaluation(declaration):
     _, stages, chunks, microbatches, *_ = declaration

@@ -105,7 +105,7 @@ def longest(rows: Rows, parts: tuple[TickPart, ...], f: float, b: float, permute
     return max(end(len(rows) - 1, stage) for stage in range(STAGES))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(*[st.floats(0, 10)] * 4, st.sampled_from([ONE_F_ONE_B, GPIPE]))
 def test_the_makespan_is_the_longest_path(f, b, permute, rest, rows):
     expected = longest(rows, loop(rows).parts, f, b, permute, rest)
@@ -146,7 +146,7 @@ def last_end(table, op_seconds, permute, rest):
     return max(ends)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(declared(), st.tuples(*[st.floats(0, 4)] * 4), st.sampled_from([0.0, 0.5, 3.0]), st.sampled_from([0.0, 0.1]))
 def test_the_time_of_a_table_is_that_of_its_moments(declaration, taken, permute, rest):
     f, r, b, w = taken

@@ -25,7 +25,7 @@ def bubble(table):
     return Fraction(max(ends), sum(row[0] for row in took)) - 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(declared(can_run=False))
 def test_every_table_can_run(declaration):
     name, stages, chunks, microbatches, form, recomputes = declaration

@@ -16,7 +16,7 @@ BY_HAND = """\
 """
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(declared())
 def test_what_is_written_is_read_back(declaration):
     table = build_table(*declaration)

@@ -135,14 +135,14 @@ RUNS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(RUNS, RUNS)
 def test_of_any_runs_the_way_back_mirrors_and_the_same_is_empty(a, b):
     assert diff_runs(a, a).is_empty
     _assert_mirrored(a, b)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(RUNS, RUNS)
 def test_no_byte_of_a_collective_is_lost(a, b):
     """What the changes add up to is the difference of the totals."""

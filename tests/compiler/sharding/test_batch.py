@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import LINEAR_STACK, plan_of, spec_of
@@ -45,7 +45,6 @@ def order_of(order, length):
     return np.arange(length) if places is None else places
 
 
-@settings(deadline=None)
 @given(st.sampled_from(["zigzag", "contiguous"]), st.integers(1, 9), st.integers(1, 5))
 def test_every_token_is_on_one_device_which_knows_its_place(name, num_shards, chunk):
     order = TokenOrder(name, num_shards)
@@ -59,7 +58,6 @@ def test_every_token_is_on_one_device_which_knows_its_place(name, num_shards, ch
         np.testing.assert_array_equal(known, places[shard * each : (shard + 1) * each])
 
 
-@settings(deadline=None)
 @given(st.integers(2, 9), st.integers(1, 5))
 def test_zigzag_gives_every_device_the_same_number_of_visible_keys(num_shards, chunk):
     order = TokenOrder("zigzag", num_shards)

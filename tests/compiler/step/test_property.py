@@ -157,7 +157,7 @@ def accepted(values: dict) -> Plan | str:
 
 
 @pytest.mark.release
-@settings(max_examples=40, derandomize=True, deadline=None, phases=(Phase.generate, Phase.shrink),
+@settings(max_examples=40, derandomize=True, phases=(Phase.generate, Phase.shrink),
           suppress_health_check=[HealthCheck.too_slow])  # fmt: skip
 @given(declarations())
 def test_what_is_accepted_runs_and_what_is_rejected_could_not(values):

@@ -34,7 +34,7 @@ def groups_over(placement: Placement, axes: set[str]) -> list[list[int]]:
 
 
 @pytest.mark.ci
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(MESHES), st.data())
 def test_groups_of_whole_mesh_axes_have_the_link_of_the_axes(mesh, data):
     name, num_slices, sizes = mesh
@@ -69,7 +69,7 @@ def gathered_over_the_busiest_link(groups: list[list[int]], num_places: int, *, 
     return float(links.max())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from([("v5e-64", 8, False), ("v5e-256", 16, True)]), st.integers(1, 4), st.integers(0, 3))
 def test_a_part_of_an_axis_gathers_as_its_busiest_link_carries(axis, log_size, log_stride):
     """size members, each stride behind the one before, tiled over a whole axis, on each of its rows."""
@@ -88,7 +88,7 @@ def test_a_part_of_an_axis_gathers_as_its_busiest_link_carries(axis, log_size, l
     assert found == pytest.approx(1e12 * busiest / 45e9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.permutations(range(8)))
 def test_what_pairs_send_is_bound_by_the_busiest_link(order):
     """Along one axis of 8 chips that does not wrap, counted cut by cut: who sends to whom across it."""

@@ -205,7 +205,7 @@ def _sizes(target: TargetPlan, draw) -> dict[str, int]:
     return sizes
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data(), st.sampled_from(["v5e-64", "v5e-128", "v5p-128", "v5p:4x4x12", "tpu7x-16", "v4-8"]))
 def test_every_mesh_uses_every_device_once_and_groups_lie_where_the_plan_says(data, name):
     target = cached_target_of(name)

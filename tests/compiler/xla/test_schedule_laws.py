@@ -105,13 +105,13 @@ def longest_path(program: Program) -> float:
     return max(times)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(programs(with_branches=False))
 def test_a_step_is_the_longest_path_through_its_constraints(program):
     assert program.run().seconds == longest_path(program)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(programs())
 def test_time_is_conserved(program):
     result = program.run()
@@ -126,7 +126,7 @@ def test_time_is_conserved(program):
 
 
 @pytest.mark.ci
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(programs(), st.data())
 def test_a_longer_link_time_never_makes_a_step_faster(program, data):
     names = sorted(program.prices)
@@ -154,7 +154,7 @@ def at_once(steps: tuple[Step, ...], names: set[str]) -> tuple[Step, ...]:
 
 
 @pytest.mark.ci
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(programs(), st.data())
 def test_removing_overlap_never_makes_a_step_faster(program, data):
     names = sorted(each.name for each in collectives_of(program.steps))
