@@ -78,8 +78,8 @@ class ProgramShape:
 
     @property
     def operations(self) -> "ProgramShape":
-        """Returns the shape without its sets of live arrays, which depend on sizes."""
-        return replace(self, live=(), on_host=())
+        """Returns the shape without its sets of live arrays and its tables of ticks, which depend on sizes."""
+        return replace(self, live=(), on_host=(), ticks=self.ticks and self.ticks.form)
 
     @property
     def collectives(self) -> tuple[tuple[CollectiveKind, Axes], ...]:

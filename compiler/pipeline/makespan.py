@@ -71,6 +71,11 @@ class TickLoop:
         return frozenset({self.region, *(one for slot in slots for branch in slot.branches for one in branch)})
 
     @property
+    def form(self) -> "TickLoop":
+        """Returns the loop without what each stage runs in each tick, which depends on the length of its table."""
+        return replace(self, parts=tuple(replace(p, chosen=()) if isinstance(p, TickSlot) else p for p in self.parts))
+
+    @property
     def num_ticks(self) -> int:
         return max(len(part.chosen) for part in self.parts if isinstance(part, TickSlot))
 

@@ -133,19 +133,19 @@ def test_prices_are_the_estimates_of_each_candidate(stack):
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("schedule", "head", "peak"),
-    [("1f1b", "stages", 0.04), ("gpipe", "last", 0.05), ("interleaved_1f1b", "last", 0.01), ("zb_h1", "last", 0.08)],
+    ("schedule", "head"), [("1f1b", "stages"), ("gpipe", "last"), ("interleaved_1f1b", "last"), ("zb_h1", "last")]
 )
-def test_prices_of_pipelines_are_the_estimates_of_each_candidate(schedule, head, peak):
-    """Each number of microbatches has a table of its own, and two of them are traced. Buffers grow with their slots."""
+def test_prices_of_pipelines_are_the_estimates_of_each_candidate(schedule, head):
+    """Each number of microbatches has a table of its own, and two of them are traced. Buffers grow with their slots,
+    and are most of the memory where sequences are long."""
     space = Space(
         *STACK, "global_batch_size=64", f"pipeline={schedule}", f"pipeline.head={head}", "pipeline.ticks=multi",
         "tune.mesh.stage=[2,4]", "tune.mesh.tensor=[1]", "tune.microbatches=[4,8,16,32]", "loss.max_logits_bytes=10000",
-        "loss.max_logits_share=0",
+        "loss.max_logits_share=0", "sequence_length=2048",
     )  # fmt: skip
     assert {one.num_microbatches for one in space.candidates} >= {4, 8, 16}
     places = range(0, len(space.candidates), 3)
-    assert_priced_as_estimated(space, places, peak=peak, seconds=1e-3)
+    assert_priced_as_estimated(space, places, peak=0.01, seconds=1e-3)
     bubbles = space.price().time.bubble_seconds
     for place in places:
         assert bubbles[place] == pytest.approx(estimate_spec(space.candidates[place].spec()).evaluation.bubble_seconds)
