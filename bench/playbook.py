@@ -1,6 +1,6 @@
 """The Ultra-Scale Playbook's best configurations, ranked by the prices of `meshloom tune`.
 
-    pip install -e . && python bench/playbook.py [--rows TEXT]
+    pip install -e . && python bench/playbook.py [--rows TEXT] [--show]
 
 The Playbook ran thousands of jobs on 1 to 64 nodes of 8 H100 and published the best of each cell
 (https://huggingface.co/spaces/nanotron/ultrascale-playbook, "Finding the best training configuration": sequences of
@@ -8,16 +8,17 @@ The Playbook ran thousands of jobs on 1 to 64 nodes of 8 H100 and published the 
 as many stages (two where it has none) and as much tensor parallelism as the published best, with the bandwidths that
 the Playbook measured and nothing fitted to a cell, and the published best is looked for in their order. The Playbook's
 jobs have the schedule 1f1b and no recomputation, accumulate gradients in float32, and give the stage of the head fewer
-layers, which is not declared here (https://github.com/huggingface/nanotron, scripts/scaling_benchmarks.py and
-examples/config_tiny_llama_bench.yaml). Minutes for each row.
+layers, as `pipeline.layers=balanced` does (https://github.com/huggingface/nanotron, scripts/scaling_benchmarks.py and
+examples/config_tiny_llama_bench.yaml). Minutes for each row, which is kept (compiled_rows.py).
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+from compiled_rows import Facts, Overrides, Rows, gib, keep, kept_rows, markdown, parser_of, read_kept
 
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
@@ -27,7 +28,9 @@ from meshloom.compiler.tune.price import Prices, price_candidates
 from meshloom.compiler.tune.space import MeshCandidate, Variant, find_candidates
 from meshloom.runtime.processes.devices import plan_without_devices
 
+KEPT = Path(__file__).with_suffix(".jsonl")
 SEQUENCES, LENGTH = 256, 4096
+STAGED: Overrides = ("pipeline=1f1b", "pipeline.layers=balanced")
 ZERO = {0: "tensor", 1: "zero1"}  # its ZeRO stage -> our sharding
 FLAT = "overlap.layers.reduce_in_backward=true"  # as its data parallelism does; a pipeline reduces gradients at the end
 # Llama 3's shapes with as many heads for keys as for queries and 131,072 tokens have the published numbers of
@@ -56,6 +59,15 @@ class Cell:
     microbatch: int
     zero: int
 
+    @property
+    def name(self) -> str:
+        return f"{self.model}, {self.nodes} nodes"
+
+    @property
+    def options(self) -> str:
+        sizes = self.data, self.tensor, self.stage, self.accumulation, self.microbatch
+        return f"{', '.join(map(str, sizes))}, Z{self.zero}"
+
 
 CELLS = (
     Cell("1.34 B", 1, 0.443, 4, 1, 2, 16, 4, 1),
@@ -71,7 +83,7 @@ CELLS = (
 
 def variant(cell: Cell, zero: int, *, is_staged: bool) -> Variant:
     sizes = f"{{stage: [{max(cell.stage, 2)}], tensor: [{cell.tensor}]}}"
-    staged = ("pipeline=1f1b", f"tune.mesh={sizes}")
+    staged = (*STAGED, f"tune.mesh={sizes}")
     rate = (ALL_REDUCE if zero == 0 else GATHER)[cell.nodes]
     link = "node" if cell.nodes > 1 else "chip"
     overrides = (
@@ -113,44 +125,66 @@ def is_published(one: MeshCandidate, cell: Cell) -> bool:
     )
 
 
-def row(cell: Cell) -> str:
+def facts_of(cell: Cell) -> Facts:
+    """Returns the published best's place among those that fit, and the best ones without stages and with them."""
     prices, limit, plan = priced(cell)
     fits = prices.peak_bytes <= limit
     order = np.argsort(np.where(fits, prices.time.seconds, np.inf))
     flops = plan.model_flops_per_step or 0
     peak = (plan.target.peak_flops_per_second or 0) * plan.target.num_devices
 
-    def mfu(number: int) -> str:
-        return f"{flops / prices.time.seconds[number] / peak:.1%}"
-
-    def best(of_stages: Callable[[int], bool]) -> list[str]:
-        number = next(number for number in order if of_stages(prices.candidates[number].num_stages))
-        one = prices.candidates[number]
+    def of(number: int) -> Facts:
+        one, time = prices.candidates[number], prices.time.of(number)
         sizes, zero = one.mesh.sizes, 0 if dict(one.variant.choices)["sharding"] == "tensor" else 1
         options = (sizes["data"] * sizes["replica"], sizes["tensor"], one.num_stages, one.num_microbatches)
-        return [f"{', '.join(map(str, options))}, {one.sequences_of_device}, Z{zero}", mfu(number)]
+        return {
+            "options": f"{', '.join(map(str, options))}, {one.sequences_of_device}, Z{zero}",
+            "mfu": flops / time.seconds / peak,
+            "bubble_fraction": time.bubble_seconds / time.seconds,
+            "peak_bytes": int(prices.peak_bytes[number]),
+        }
+
+    def best(of_stages: Callable[[int], bool]) -> Facts | None:
+        return next((of(n) for n in order if fits[n] and of_stages(prices.candidates[n].num_stages)), None)
 
     published = next(number for number in order if is_published(prices.candidates[number], cell))
-    place = f"{int(np.where(order == published)[0][0]) + 1} of {int(fits.sum())}"
-    gib = prices.peak_bytes[published] / 2**30
-    place = place if fits[published] else f"does not fit, {gib:.0f} GiB"
-    options = f"{cell.data}, {cell.tensor}, {cell.stage}, {cell.accumulation}, {cell.microbatch}, Z{cell.zero}"
-    head = [cell.model, str(cell.nodes), options, f"{cell.mfu:.1%}", mfu(published), place]
-    return f"| {' | '.join([*head, *best(lambda stages: stages == 1), *best(lambda stages: stages > 1)])} |"
+    place = int(np.where(order == published)[0][0]) + 1 if fits[published] else None
+    bests = {"unstaged": best(lambda stages: stages == 1), "staged": best(lambda stages: stages > 1)}
+    return {"published": of(published), "place": place, "num_fit": int(fits.sum()), **bests}
+
+
+def overrides_of(cell: Cell) -> Overrides:
+    """Returns what a row is kept by."""
+    return (*MODELS[cell.model], *STAGED, cell.options, f"{cell.nodes} nodes")
+
+
+def table(kept: Rows, *, is_staged: bool) -> str:
+    columns = (
+        "model", "nodes", "published: data, tensor, stage, accumulation, microbatch, ZeRO", "MFU", "predicted",
+        "bubble", "memory", "place", "our best without stages", "MFU", "our best with stages", "MFU",
+    )  # fmt: skip
+    cells = {cell.name: cell for cell in CELLS if (cell.stage > 1) == is_staged}
+    rows = kept_rows({name: overrides_of(cell) for name, cell in cells.items()}, kept)
+    return markdown(columns, (_row(cells[name], facts) for name, facts in rows))
+
+
+def _row(cell: Cell, facts: Facts) -> list[str]:
+    own, place = facts["published"], facts["place"]
+    ranked = f"{place} of {facts['num_fit']}" if place else f"does not fit; {facts['num_fit']} do"
+    bests = [[best["options"], f"{best['mfu']:.1%}"] if best else ["none fits", ""]
+             for best in (facts["unstaged"], facts["staged"])]  # fmt: skip
+    predicted = [f"{own['mfu']:.1%}", f"{own['bubble_fraction']:.1%}", f"{gib(own['peak_bytes'])} GiB", ranked]
+    return [cell.model, str(cell.nodes), cell.options, f"{cell.mfu:.1%}", *predicted, *bests[0], *bests[1]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="", help="only cells whose name has this text, such as '1.34 B, 4 nodes'")
-    wanted = parser.parse_args().rows
-    print("| model | nodes | published: data, tensor, stage, accumulation, microbatch, ZeRO | MFU | predicted | "
-          "place | our best without stages | MFU | our best with stages | MFU |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    given = parser_of(__doc__, KEPT).parse_args()
     for cell in CELLS:
-        name = f"{cell.model}, {cell.nodes} nodes"
-        if wanted in name:
-            print(name, file=sys.stderr)
-            print(row(cell), flush=True)
+        if given.rows in cell.name and not given.show and overrides_of(cell) not in read_kept(given.file):
+            print(cell.name, file=sys.stderr)
+            keep(given.file, cell.name, overrides_of(cell), facts_of(cell))
+    for is_staged in (True, False):
+        print(table(read_kept(given.file), is_staged=is_staged))
 
 
 if __name__ == "__main__":

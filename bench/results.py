@@ -24,6 +24,7 @@ import peer
 import pipelines
 import pipelines_compiled
 import pipelines_memory
+import playbook
 import published
 import published_pipelines
 import tune
@@ -43,6 +44,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "published-rows": _published(published.rows_table, published.KEPT, published.ESTIMATES),
     "published-declarations": published.declarations_table,
     "estimates": _published(published.estimates_table, published.KEPT, published.ESTIMATES),
+    "playbook": lambda: playbook.table(read_kept(playbook.KEPT), is_staged=True),
     "published-pipelines": _published(published_pipelines.table, published_pipelines.KEPT),
     "overlap": lambda: overlap.table(read_kept(overlap.KEPT)),
     "peer": lambda: peer.table(read_lines(peer.KEPT)),
