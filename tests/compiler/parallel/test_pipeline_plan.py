@@ -22,10 +22,14 @@ def test_a_plan_holds_the_table_of_its_schedule(name, ticks):
     assert plan.pipeline is not None
     assert plan.pipeline.table == build_table(name, 2, 1, 4, TickForm(ticks))
     assert plan.pipeline.layers.totals == (2, 2)
-    told = plan_as_json(plan)["pipeline"]
-    assert told["ticks"][0] == ["F0", ""]
     if name == "1f1b":  # p - s in unit ticks, 2 (p - s) - 1 in ticks of several operations
-        assert told["in_flight_by_stage"] == ([3, 1] if ticks == "multi" else [2, 1])
+        assert plan.pipeline.in_flight == ((3, 1) if ticks == "multi" else (2, 1))
+
+
+def test_explain_tells_the_table():
+    told = plan_as_json(plan_of(*STAGED, "pipeline=1f1b", "pipeline.ticks=unit", "remat=none"))["pipeline"]
+    assert told["ticks"][0] == ["F0", ""]
+    assert told["in_flight_by_stage"] == [2, 1]
     on_last = [slot for _, slots in told["ticks"] for slot in slots.split("+")]
     assert on_last.count("F3") == 1
 
