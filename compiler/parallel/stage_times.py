@@ -117,7 +117,7 @@ def plan_stage_times(
     sent = [mesh.alone_seconds("all-reduce", size, (STAGE,)) if speeds.is_known else None for size in of_head]
     itemsize = jnp.dtype(spec.precision.gradients).itemsize
     moved = _made_bytes(sharding) / speeds.memory
-    left = moved * (1.0 if recomputes_layers(spec.remat) else CUT_OF_SAVED)
+    left = moved * _left_to_weights(spec.remat)
 
     def of_layer(stack: Stack) -> LayerTimes:
         of_weights = num_multiplied[stack.name] / stack.num_layers
@@ -144,10 +144,14 @@ def plan_slot_bytes(spec: PlanSpec, model: Model, sharding: ShardingPlan, num_vi
     unless the forward pass has saved a part of it."""
     num_layers = sum(stack.num_layers for stack in model.stacks) / num_virtual
     made = num_layers * _made_bytes(sharding)
-    saved, cut = made, CUT_OF_SAVED * made
-    if recomputes_layers(spec.remat):
-        saved, cut = num_layers * x_bytes(sharding), made
+    saved = num_layers * x_bytes(sharding) if recomputes_layers(spec.remat) else made
+    cut = made * _left_to_weights(spec.remat)
     return {"x": x_bytes(sharding) + saved, "gradient": x_bytes(sharding), "residuals": made, "cut": cut}
+
+
+def _left_to_weights(remat: RematSpec) -> float:
+    """Returns about what B leaves to W, over what a layer makes."""
+    return 1.0 if recomputes_layers(remat) else CUT_OF_SAVED
 
 
 def _made_bytes(sharding: ShardingPlan) -> int:
