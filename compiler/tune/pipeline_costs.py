@@ -1,4 +1,4 @@
-"""What of a candidate with stages is no product of powers: its ticks and its buffers, by its own table.
+"""Prices the ticks and the buffers of a candidate with stages by its own table: they are no products of powers.
 
 Candidates of one family (families.py) run the same operations in the same form of ticks, with the same layers on each
 stage. Their tables differ in length, and so in the slots that buffers have.
