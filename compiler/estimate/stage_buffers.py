@@ -41,6 +41,12 @@ class StageBuffer:
         return self.num_slots * self.slot_bytes
 
 
+def allocated_slots(table: PipelineTable) -> dict[str, int]:
+    """Returns the slots that each stage allocates of each buffer, in the order of `WHAT`."""
+    used = slots_in_use(table)
+    return {name: max(used[_SLOTS[name]]) + _SPARE.get(name, 0) for name in WHAT}
+
+
 def read_stage_buffers(table: PipelineTable, step: Region) -> tuple[StageBuffer, ...]:
     """Returns the buffers of a traced step that runs a table, in the order of `WHAT`."""
     allocated = Counter[str]()
@@ -55,12 +61,12 @@ def read_stage_buffers(table: PipelineTable, step: Region) -> tuple[StageBuffer,
                 for outer, inner in zip(operation.inputs, body.program.inputs, strict=False):
                     if outer in names:
                         allocated[names[outer]] += body.program.sizes[inner]
-    used, found = slots_in_use(table), list[StageBuffer]()
-    for name in (each for each in WHAT if allocated[each]):
-        in_use = used[_SLOTS[name]]
-        num_slots = max(in_use) + _SPARE.get(name, 0)
-        found.append(StageBuffer(name, num_slots, allocated[name] // num_slots, in_use))
-    return tuple(found)
+    used, num_slots = slots_in_use(table), allocated_slots(table)
+    return tuple(
+        StageBuffer(name, num_slots[name], allocated[name] // num_slots[name], used[_SLOTS[name]])
+        for name in WHAT
+        if allocated[name]
+    )
 
 
 def bytes_in_use(buffers: tuple[StageBuffer, ...]) -> tuple[int, ...]:

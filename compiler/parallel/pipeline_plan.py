@@ -201,8 +201,7 @@ def warnings_of_pipeline(pipeline: PipelineSpec, mesh: MeshPlan) -> Iterator[Pro
 
 def warnings_of_offload(remat: RematSpec, mesh: MeshPlan, platform: str) -> Iterator[Problem]:
     """Yields a warning where stages of GPUs keep what layers save in the host's memory (docs/pipeline.md, Buffers)."""
-    is_offloaded = "offload" in (remat.policy, *remat.stacks.values())
-    if is_offloaded and mesh.sizes[STAGE] > 1 and platform == "gpu":
+    if remat.is_offloaded and mesh.sizes[STAGE] > 1 and platform == "gpu":
         what = (
             "is offload, and XLA's GPU compiler copies all slots of what layers save in the host's memory in each tick"
         )

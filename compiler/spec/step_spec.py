@@ -76,7 +76,7 @@ class RematSpec(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        used = [policy for policy in (self.policy, *self.stacks.values()) if policy in ("save_names", "offload")]
+        used = [policy for policy in self.policies if policy in ("save_names", "offload")]
         if used and not self.names:
             what = f"is empty, and {used[0]} saves activations by name"
             raise mistake(what, "set remat.names=[...], such as [attended, hidden]", "names")
@@ -84,6 +84,16 @@ class RematSpec(Config):
             what = f"names {', '.join(self.names)}, but the policy {self.policy} saves no activations by name"
             raise mistake(what, "set remat.names=[], or choose remat=save_names or remat=offload", "names")
         return self
+
+    @property
+    def policies(self) -> tuple[RematPolicy, ...]:
+        """Those of all stacks of layers and of single ones."""
+        return self.policy, *self.stacks.values()
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether layers of some stack save activations in the host's memory."""
+        return "offload" in self.policies
 
 
 class LossSpec(Config):

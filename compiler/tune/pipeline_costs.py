@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..estimate.program_costs import Costs
+from ..estimate.stage_buffers import allocated_slots
 from ..parallel.pipeline_plan import PipelinePlan
 from ..pipeline.buffers import COLUMN_OF, lower_table
 from ..pipeline.makespan import TickSlot, ticks_of_head
@@ -24,14 +25,10 @@ def shape_of(pipeline: PipelinePlan | None) -> tuple[str, ...]:
 
 
 def slots_of(pipeline: PipelinePlan | None) -> tuple[int, ...]:
-    """Returns the slots of each kind of buffer: of what arrives, with a spare one, and of what layers leave; at least
-    one each, also of a buffer that the table lacks."""
+    """Returns the slots of each kind of buffer; at least one each, also of a buffer that the table lacks."""
     if pipeline is None:
         return ()
-    table = lower_table(pipeline.table)
-    spared = table.num_x + 1, table.num_gradients + 1
-    others = table.num_x, table.num_residuals, table.num_cuts
-    return (*spared, *(max(1, number) for number in others))
+    return tuple(max(1, number) for number in allocated_slots(pipeline.table).values())
 
 
 def with_table(costs: Costs, pipeline: PipelinePlan | None) -> Costs:
