@@ -67,6 +67,7 @@ def test_a_compiler_that_copies_what_slots_write_holds_it_twice_and_moves_it_in_
     arrays = [plan.array for plan in plan.sharding.parameters]
     of_layers = 4 * sum(math.prod(each.shape) for each in arrays if each.path.startswith("layers/")) // STAGES
     of_ends = 4 * sum(math.prod(each.shape) for each in arrays if not each.path.startswith("layers/"))
+    assert plan.pipeline is not None
     written, ticks = found["saved"].allocated_bytes + of_layers, plan.pipeline.table.num_ticks
     regions = [price_regions(read_step(plan), CompilerTraits(copies_slots=copies)) for copies in (False, True)]
     without, copied = (find_peak(region).total for region in regions)
