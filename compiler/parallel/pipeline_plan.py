@@ -93,7 +93,7 @@ class PipelinePlan:
     @property
     def bubble(self) -> float:
         """Returns the share of the table's time that stages wait for others, on average."""
-        return self.time.bubble / self.time.seconds if self.time.seconds else 0.0
+        return self.time.bubble_fraction
 
 
 def plan_pipeline(

@@ -144,6 +144,11 @@ class TableTime:
         return max(0.0, self.seconds - self.permutes - self.mean_work)
 
     @property
+    def bubble_fraction(self) -> float:
+        """Returns the bubble over the time of the table."""
+        return self.bubble / self.seconds if self.seconds else 0.0
+
+    @property
     def mean_work(self) -> float:
         return sum(self.work) / len(self.work)
 
@@ -276,6 +281,6 @@ def choose_table(
     label = min(as_short, key=lambda each: (sizes[each], times[each].seconds))
     best = times[label]
     others = "".join(f"; {each}: {human_seconds(time.seconds)}" for each, time in times.items() if each != label)
-    bubble = human_share(best.bubble / best.seconds if best.seconds else 0.0)
-    reason = f"{label}: {human_seconds(best.seconds)}, {bubble} of it bubble{others}"
+    bubble = f"{human_share(best.bubble_fraction)} of it bubble"
+    reason = f"{label}: {human_seconds(best.seconds)}, {bubble}{others}"
     return ChosenTable(label, candidates[label], best, reason)
