@@ -80,8 +80,7 @@ def host_sets(region: Region) -> Iterator[tuple[tuple[Program, int], ...]]:
     place of an argument of a region lies where that does."""
     program, outer = region.program, [step for step in region.steps if step.inside]
     results = (i for step in outer for i in step.operation.outputs if program.host_sizes[i])
-    copies = ((program, i) for i in region.copied if program.host_sizes[i])
-    own = (*((program, i) for i in results if origin_of(program, i) is None), *copies)
+    own = tuple((program, i) for i in results if origin_of(program, i) is None)
     yield own
     for inside in (inside for step in outer for inside in step.inside):
         yield from (own + inner for inner in host_sets(inside))
@@ -96,7 +95,6 @@ def _walk(region: Region, *, unowned: set[int], reusable: set[int]) -> Iterator[
         if i is not None:
             last_read[i] = len(steps)
     live: dict[int, LiveArray] = {}
-    copies = tuple(LiveArray(program, i, "temporaries") for i in region.copied)
     for n, step in enumerate(steps):
         reads, writes, operation = step.fused.reads, step.fused.writes, step.operation
         dying = [i for i in reads if last_read[i] == n]
@@ -109,7 +107,7 @@ def _walk(region: Region, *, unowned: set[int], reusable: set[int]) -> Iterator[
             # A loop that runs both passes carries what one microbatch saves for the next.
             is_saved = operation.kind == "loop" and before == "activations"
             live[i] = LiveArray(program, i, "activations" if is_saved else _class_of(operation, i))
-        now, scope = (*copies, *live.values()), operation.scope
+        now, scope = tuple(live.values()), operation.scope
         yield LiveSet(now, scope)
         for inside in step.inside:
             found = _inside(operation, inside, overwritten)

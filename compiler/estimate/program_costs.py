@@ -24,12 +24,10 @@ from ..jaxpr.program import Operation, Program
 from ..parallel.attention.exchange import EXCHANGE, RING
 from ..parallel.operation import ParallelOp, find_source
 from ..pipeline.makespan import Numbers, TickLoop, TickPart, TickPermute, TickSlot
-from ..spec.compiler_traits import SLOT_COPIES
 from .liveness import host_sets, live_sets
 from .regions import Region
 
-# merged: sums of ring attention outside its kernels; copies: of whole arrays, which reach the rate of a large kernel
-WorkKind = Literal["matmul", "attention", "merged", "copies", "other"]
+WorkKind = Literal["matmul", "attention", "merged", "other"]  # merged: sums of ring attention outside its kernels
 
 
 @dataclass(frozen=True)
@@ -254,9 +252,6 @@ class _Reader:
         beside_pass = has_independent_passes(region.program)
         if region.stacked_bytes:
             self.works.append(Work("other", number, None, (self.number(region.stacked_bytes),)))
-        if region.copied:
-            copied = tuple(self.size(region.program, i) for i in region.copied)
-            self.works.append(Work("copies", number, None, SLOT_COPIES * copied))
         for step in (each for each in region.steps if not each.inside):
             operation = step.operation
             if (collective := operation.collective) is not None and collective.axes:

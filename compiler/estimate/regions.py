@@ -41,8 +41,7 @@ class Region:
     factors: the executions of each region around it in one execution of the next one, the outermost first, and its own
     last; each a single value for all stages of the mesh, or a value for each. is_counted: False in a loop whose number
     of trips is not known, which is priced as one trip. scope: the scope of the operation that runs it. stacked_bytes:
-    the bytes that a trip copies into the loop's stacks and out of them. copied: values of the program that have a
-    second place in memory for as long as it runs; each execution copies them into it and back.
+    the bytes that a trip copies into the loop's stacks and out of them.
     """
 
     program: Program
@@ -52,7 +51,6 @@ class Region:
     is_counted: bool = True
     scope: str = ""
     stacked_bytes: int = 0
-    copied: tuple[int, ...] = ()
 
     @property
     def executions(self) -> tuple[float, ...]:
@@ -90,17 +88,15 @@ def largest_sum(terms: Iterable[tuple[Region, float]]) -> float:
 
 
 def _with_steps(region: Region, compiler: CompilerTraits) -> Region:
-    program, steps, copied = region.program, [], list[int]()
+    program, steps = region.program, []
     places = {id(operation): place for place, operation in enumerate(program.operations)}
     for step, arrays in traffic(region.fused, into_matmuls=compiler.fuses_into_matmuls):
         operation = step.operation
         inside = tuple(_with_steps(one, compiler) for one in _inside(operation, region, compiler))
         declares = operation.hbm_bytes is not None or operation.flops is None
-        if operation.chosen and compiler.copies_slots:
-            copied += step.in_place
         num_bytes = operation.hbm_bytes if declares else sum(program.sizes[i] for i in arrays)
         steps.append(PricedStep(step, num_bytes, () if declares else arrays, inside, places[id(operation)]))
-    return replace(region, steps=tuple(steps), copied=tuple(copied))
+    return replace(region, steps=tuple(steps))
 
 
 def _inside(operation: Operation, around: Region, compiler: CompilerTraits) -> Iterator[Region]:

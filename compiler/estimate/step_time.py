@@ -181,7 +181,6 @@ def _of_part(part: TickPart, of_regions: Sequence[Numbers], costs: Costs, links:
 
 def _compute_seconds(region: RegionCosts, rates: Rates, only: WorkKind | None = None) -> Numbers | float:
     peaks = {"matmul": rates.matmul_flops_per_second, "attention": rates.attention_flops_per_second}
-    passes = {"merged": rates.merged_bytes_per_second, "copies": rates.stream_bytes_per_second}
     total: Numbers | float = 0.0
     for kind, num_bytes in region.num_bytes.items():
         if only not in (None, kind):
@@ -190,7 +189,8 @@ def _compute_seconds(region: RegionCosts, rates: Rates, only: WorkKind | None = 
             streamed = num_bytes / rates.stream_bytes_per_second
             total = total + np.maximum(region.flops[kind] / peaks[kind], streamed)
         else:
-            total = total + num_bytes / passes.get(kind, rates.hbm_bytes_per_second)
+            is_merged = kind == "merged"
+            total = total + num_bytes / (rates.merged_bytes_per_second if is_merged else rates.hbm_bytes_per_second)
     return total
 
 

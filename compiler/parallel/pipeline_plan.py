@@ -28,7 +28,7 @@ from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
 from .pipeline_tables import KEY, TablesByLabel
 from .shared_head import why_not_shared
-from .stage_times import StageTimes, plan_slot_bytes, plan_stage_times, plan_tick_seconds
+from .stage_times import StageTimes, plan_slot_bytes, plan_stage_times
 
 UNDECLARED = {  # of conf/config.yaml and conf/pipeline/_base.yaml: what nobody chose where there are no stages
     "schedule": "1f1b",
@@ -115,7 +115,6 @@ def plan_pipeline(
         choose_table,
         tables,
         permute_seconds=times.permute,
-        tick_seconds=plan_tick_seconds(spec, mesh, model, sharding, target, placement.num_virtual),
         num_bytes=partial(buffer_bytes, slot_bytes=plan_slot_bytes(spec, model, sharding, placement.num_virtual)),
         room_bytes=_room_for_buffers(sharding, target),
     )

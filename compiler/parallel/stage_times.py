@@ -13,14 +13,12 @@ from meshloom.models import Model, Stack
 
 from ..core.kernels import share_of_head
 from ..core.partition_spec import STAGE
-from ..pipeline.buffers import buffer_bytes
 from ..pipeline.makespan import OpSeconds
 from ..pipeline.stage_layers import StageLayers
 from ..pipeline.table import PipelineOp, PipelineTable
 from ..sharding.arrays import EXPERTS
 from ..sharding.batch import sequences_of_device
 from ..sharding.sharding import ShardingPlan
-from ..spec.compiler_traits import SLOT_COPIES
 from ..spec.plan_spec import PlanSpec
 from ..spec.step_spec import RematSpec
 from ..target.mesh import MeshPlan
@@ -151,22 +149,6 @@ def plan_slot_bytes(spec: PlanSpec, model: Model, sharding: ShardingPlan, num_vi
     return {"x": x_bytes(sharding) + saved, "gradient": x_bytes(sharding), "residuals": made, "cut": cut}
 
 
-def plan_tick_seconds(
-    spec: PlanSpec, mesh: MeshPlan, model: Model, sharding: ShardingPlan, target: TargetPlan, num_virtual: int
-) -> Callable[[PipelineTable], float]:
-    """Returns the seconds in which each tick of a table copies what its slots write: buffers, and the whole sums of
-    gradients of a stage's layers. 0 where the compiler copies nothing (`CompilerTraits.copies_slots`)."""
-    speeds = _speeds(target)
-    if not target.compiler.copies_slots:
-        return lambda _: 0.0
-    slot_bytes = plan_slot_bytes(spec, model, sharding, num_virtual)
-    written = {**slot_bytes, "x": slot_bytes["x"] - x_bytes(sharding), "gradient": 0.0}  # these two arrive in no slot
-    of_layers = (plan.array for plan in sharding.parameters if plan.array.path.split("/")[0] not in ("embed", "head"))
-    shards = mesh.num_shards(sharding.roles.partitioner) * mesh.sizes[STAGE]
-    sums = sum(math.prod(array.shape) for array in of_layers) * jnp.dtype(spec.precision.gradients).itemsize / shards
-    return lambda table: SLOT_COPIES * (buffer_bytes(table, written) + sums) / speeds.stream
-
-
 def _left_to_weights(remat: RematSpec) -> float:
     """Returns about what B leaves to W, over what a layer makes."""
     return 1.0 if recomputes_layers(remat) else CUT_OF_SAVED
@@ -180,12 +162,11 @@ def _made_bytes(sharding: ShardingPlan) -> int:
 
 @dataclass(frozen=True)
 class _Speeds:
-    """FLOPs and bytes per second. stream: of whole arrays that are copied. Where nothing is known of the target, all
-    operations take about as many seconds as they have FLOPs."""
+    """FLOPs and bytes per second. Where nothing is known of the target, all operations take about as many seconds as
+    they have FLOPs."""
 
     matmul: float
     memory: float
-    stream: float
     attention: Callable[[int], float]  # by the width of heads
     is_known: bool
 
@@ -193,14 +174,13 @@ class _Speeds:
 def _speeds(target: TargetPlan) -> _Speeds:
     chip, peak, bandwidth = target.chip, target.peak_flops_per_second, target.hbm_bytes_per_second_per_device
     if chip is None or peak is None or bandwidth is None:
-        return _Speeds(1.0, math.inf, math.inf, lambda head_dim: 1.0, is_known=False)
+        return _Speeds(1.0, math.inf, lambda head_dim: 1.0, is_known=False)
     share, peak = chip.efficiency, peak * chip.power_share
 
     def attention(head_dim: int) -> float:
         return peak * share_of_head(share.attention, head_dim)
 
-    memory, stream = bandwidth * share.memory, bandwidth * chip.kernels.memory
-    return _Speeds(peak * share.matmul, memory, stream, attention, is_known=True)
+    return _Speeds(peak * share.matmul, bandwidth * share.memory, attention, is_known=True)
 
 
 def recomputes_layers(remat: RematSpec) -> bool:

@@ -261,17 +261,17 @@ def choose_table(
     candidates: Mapping[str, PipelineTable],
     op_seconds: Callable[[PipelineTable], OpSeconds],
     permute_seconds: float = 0.0,
-    tick_seconds: Callable[[PipelineTable], float] = lambda _: 0.0,
+    tick_seconds: float = 0.0,
     head_seconds: float = 0.0,
     num_bytes: Callable[[PipelineTable], float] = lambda _: 0.0,
     room_bytes: float = math.inf,
 ) -> ChosenTable:
     """Returns the candidate that takes the least memory of those whose time is within `AS_SHORT` of the shortest; of
     equal ones, the shortest. Those whose buffers have no room are left out, unless none has. op_seconds: of the
-    operations of a table, which save for each other what others compute at once. tick_seconds: of what else a tick of a
-    table does. num_bytes: of the buffers of a table."""
+    operations of a table, which save for each other what others compute at once. num_bytes: of the buffers of a
+    table."""
     times = {
-        label: time_table(table, op_seconds(table), permute_seconds, tick_seconds(table), head_seconds)
+        label: time_table(table, op_seconds(table), permute_seconds, tick_seconds, head_seconds)
         for label, table in candidates.items()
     }
     sizes = {label: num_bytes(table) for label, table in candidates.items()}

@@ -14,9 +14,6 @@ from meshloom.models.config import Record
 from ..core.collectives import CollectiveKind
 from ..core.config_types import CompilerOption
 
-# Times that what a slot copies crosses the memory: read and written, into its conditional and out of it.
-SLOT_COPIES = 4
-
 
 class CompilerTraits(Record):
     """Traits of the compiler for one target. The defaults describe an unknown compiler.
@@ -29,8 +26,6 @@ class CompilerTraits(Record):
     fuses_into_matmuls: pointwise operations whose result only matmuls read are computed inside of these.
     async_permutes: permutes overlap with independent work, on up to max_chips_async_permutes chips.
     copies_loop_carry: the state that a loop carries to its next iteration is copied.
-    copies_slots: what a slot of a pipeline's tick writes in place is copied into its conditional and out of it, on all
-        stages in every tick.
     gathers_before_loops: a gather issued before a loop ends before the loop starts.
     aborts_on_unroll: the process aborts if an iteration has several layers and a mesh axis splits matmuls.
     max_reduce_scatter: the largest number of devices, times the odd factor of a dimension that is not scattered, for
@@ -50,7 +45,6 @@ class CompilerTraits(Record):
     async_permutes: bool = False
     max_chips_async_permutes: int | None = None
     copies_loop_carry: bool = False
-    copies_slots: bool = False
     gathers_before_loops: bool = False
     aborts_on_unroll: bool = False
     max_reduce_scatter: int | None = None

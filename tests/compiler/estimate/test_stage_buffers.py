@@ -1,25 +1,18 @@
 """Buffers of a pipeline's stages: bytes of their slots by the shapes of the model, slots in use by hand."""
 
 import io
-import math
 import re
 
-import numpy as np
 import pytest
 
 from conftest import plan_of
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.estimate.estimate import estimate_step
-from meshloom.compiler.estimate.estimated_step import read_step
-from meshloom.compiler.estimate.liveness import find_peak
-from meshloom.compiler.estimate.program_costs import Costs, read_costs
-from meshloom.compiler.estimate.regions import price_regions
 from meshloom.compiler.estimate.stage_buffers import StageBuffer, bytes_in_use
 from meshloom.compiler.parallel.stage_times import x_bytes
 from meshloom.compiler.report.explain import explain
 from meshloom.compiler.report.views.page import render_page
 from meshloom.compiler.schema import PipelineReport, StageBufferReport
-from meshloom.compiler.spec.compiler_traits import CompilerTraits
 from support import reports
 
 STAGES, LAYERS, SEQUENCES, LENGTH, WIDTH = 2, 2, 4, 128, 32
@@ -58,28 +51,6 @@ def test_slots_are_split_as_the_partitioner_splits_what_is_in_them():
         "x": X // 2, "gradient": X // 2, "saved": LAYERS * X // 2,
     }  # fmt: skip
     assert x_bytes(plan.sharding) == X // 2
-
-
-def test_a_compiler_that_copies_what_slots_write_holds_it_twice_and_moves_it_in_each_tick():
-    """Slots write what layers save, and sums of gradients in float32: of a stage's layers in place, of the embedding
-    and the head in new arrays, which count without copies too."""
-    plan, _, found = buffers_of("pipeline=1f1b", "pipeline.ticks=multi")
-    arrays = [plan.array for plan in plan.sharding.parameters]
-    of_layers = 4 * sum(math.prod(each.shape) for each in arrays if each.path.startswith("layers/")) // STAGES
-    of_ends = 4 * sum(math.prod(each.shape) for each in arrays if not each.path.startswith("layers/"))
-    assert plan.pipeline is not None
-    written, ticks = found["saved"].allocated_bytes + of_layers, plan.pipeline.table.num_ticks
-    regions = [price_regions(read_step(plan), CompilerTraits(copies_slots=copies)) for copies in (False, True)]
-    without, copied = (find_peak(region).total for region in regions)
-    assert written <= copied - without <= written + of_ends
-    without, copied = (moved_by_copies(plan, region) for region in regions)
-    assert without == 0
-    assert 4 * ticks * written <= copied <= 4 * ticks * (written + of_ends)
-
-
-def moved_by_copies(plan, region):
-    shape, numbers = read_costs(region, frozenset(), plan.ops)
-    return sum(each.num_bytes.get("copies", np.zeros(1)).max() for each in Costs(shape, numbers[:, None]).regions())
 
 
 def test_the_report_and_its_page_show_buffers_by_stage():

@@ -1,13 +1,10 @@
 """The plan of a pipeline: its table, the layers of each stage, and what is said of a declaration that none can run."""
 
-import math
-
 import pytest
 
 from conftest import POINTWISE, plan_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.user_imports import code_allowed_from
-from meshloom.compiler.parallel.stage_times import plan_tick_seconds, x_bytes
 from meshloom.compiler.pipeline.schedules import build_table
 from meshloom.compiler.pipeline.table import PipelineOp
 from meshloom.compiler.pipeline.table_file import write_table
@@ -45,26 +42,6 @@ def test_the_form_of_ticks_is_the_one_that_takes_least_time():
     assert unit is not None
     assert auto.time.seconds == min(multi.time.seconds, unit.time.seconds)
     assert multi.time.seconds != unit.time.seconds
-
-
-def test_ticks_of_gpus_copy_what_slots_write():
-    """What two layers of each stage save, their inputs, and the sums of the gradients of their weights, in float32."""
-    plans = [plan_of(*STAGED, f"target={name}-8", "pipeline.ticks=multi") for name in ("h100", "v5p")]
-    on_gpu, on_tpu = plans
-    assert on_gpu.pipeline is not None
-    assert on_gpu.target.chip is not None
-    assert on_tpu.pipeline is not None
-    entries = sum(math.prod(p.array.shape) for p in on_gpu.sharding.parameters if p.array.path.startswith("layers/"))
-    written = max(on_gpu.pipeline.in_flight) * 2 * x_bytes(on_gpu.sharding) + entries // 2 * 4
-    rate = on_gpu.target.chip.kernels.memory * on_gpu.target.chip.hbm_bytes_per_second
-    in_tick = [
-        plan_tick_seconds(plan.spec, plan.mesh, plan.model, plan.sharding, plan.target, num_virtual=2) for plan in plans
-    ]
-    assert in_tick[0](on_gpu.pipeline.table) == pytest.approx(4 * written / rate)
-    assert in_tick[1](on_tpu.pipeline.table) == 0
-    of_slots = sum(each.end - each.begin for each in on_gpu.pipeline.time.slots if each.stage == 0)
-    copies = on_gpu.pipeline.time.work[0] - of_slots
-    assert copies == pytest.approx(on_gpu.pipeline.table.num_ticks * 4 * written / rate)
 
 
 def test_what_is_computed_again_is_an_operation_of_its_own_where_that_is_shorter():
