@@ -23,6 +23,7 @@ SUM_OF = "sum of "
 WORKING_PARAMETERS = "working_parameters"  # the cast of parameters to the compute type
 _WEIGHT, _ROWS = "weight", "rows"
 MATMUL, LAYOUT = "matmul", "layout"
+_AT_MOST_ONCE = "at_most_once"
 SLOT, END, SHARED_END, BUFFER = "slot", "end", "shared_end", "buffer"
 End = Literal["first", "last"]  # the ends of a pipeline: the virtual stage of the embedding, and that of the head
 
@@ -66,6 +67,11 @@ def slot_scope(operation: str) -> str:
     """Returns the scope of the conditional around one slot of a pipeline's tick, by the operation of its table:
     'slot=F'. On each stage its branch is chosen by the table, and by nothing else."""
     return fact_scope(SLOT, operation)
+
+
+def at_most_once_scope() -> str:
+    """Returns the scope of a loop of one trip or none, which chooses as a conditional does: its body, or nothing."""
+    return _AT_MOST_ONCE
 
 
 def end_scope(end: End) -> str:
@@ -142,6 +148,11 @@ class OperationName:
     def fact(self, key: str) -> str | None:
         """Returns the value of a fact that a scope tells (`fact_scope`); None where none does."""
         return next((found[2] for found in _FACT.finditer(self.text) if found[1] == key), None)
+
+    @property
+    def is_at_most_once(self) -> bool:
+        """Returns True for the loop that `at_most_once_scope` names, and not for what is in it."""
+        return self.text.removesuffix("/while").endswith(_AT_MOST_ONCE)
 
     @property
     def slot(self) -> str | None:

@@ -450,8 +450,13 @@ class _Reader:
 
     def while_loop(self, equation: Any, operands: list[int], scope: str) -> list[int]:
         """Reads a loop whose number of trips is not known before it runs: it has the memory and the communication of
-        one."""
+        one. A loop of one trip or none (`at_most_once_scope`) is read as a cond, by the trips that are left."""
         params = equation.params
+        if OperationName(scope).is_at_most_once:
+            run, place = without_consts(params["body_jaxpr"]), params["body_nconsts"]
+            leave = run.replace(eqns=[], outvars=run.invars[place:])
+            inside = operands[params["cond_nconsts"] :]
+            return self.one_of(equation, inside[place], inside, (leave, run), scope)
         inside = operands[params["cond_nconsts"] :]
         consts, num = params["body_nconsts"], len(inside)
         layouts = [self.layouts[i] for i in inside]
@@ -467,10 +472,15 @@ class _Reader:
         return results
 
     def branches(self, equation: Any, operands: list[int], scope: str) -> list[int]:
-        """Reads a cond, with the share of its executions in which each branch runs. Where that depends on data, all
-        have the same, and `unknown` says so. A result has the layout that one of the branches gives it."""
+        """Reads a cond."""
         (index, *inside), jaxprs = operands, list(subprograms(equation.params))
-        num, layouts, read = len(jaxprs), [self.layouts[i] for i in operands[1:]], []
+        return self.one_of(equation, index, inside, jaxprs, scope)
+
+    def one_of(self, equation: Any, index: int, inside: list[int], jaxprs: Sequence[Jaxpr], scope: str) -> list[int]:
+        """Reads an equation that runs one of these jaxprs, with the share of its executions in which each runs. Where
+        that depends on data, all have the same, and `unknown` says so. A result has the layout that one of the jaxprs
+        gives it."""
+        num, layouts, read = len(jaxprs), [self.layouts[i] for i in inside], []
         for place, jaxpr in enumerate(jaxprs):
             known = self.known.branch(index, place, num, inside)
             branch = _Reader(self.mesh_sizes, self.joins_sums, self.ops, known, self.within, self.consts)
@@ -492,7 +502,7 @@ class _Reader:
                 "branches",
                 "cond",
                 scope,
-                tuple(operands),
+                (index, *inside),
                 tuple(results),
                 bodies=bodies,
                 unknown=unknown,

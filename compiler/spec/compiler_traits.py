@@ -26,6 +26,7 @@ class CompilerTraits(Record):
     fuses_into_matmuls: pointwise operations whose result only matmuls read are computed inside of these.
     async_permutes: permutes overlap with independent work, on up to max_chips_async_permutes chips.
     copies_loop_carry: the state that a loop carries to its next iteration is copied.
+    copies_conditionals: what a conditional takes and gives is copied, whichever branch runs.
     gathers_before_loops: a gather issued before a loop ends before the loop starts.
     aborts_on_unroll: the process aborts if an iteration has several layers and a mesh axis splits matmuls.
     max_reduce_scatter: the largest number of devices, times the odd factor of a dimension that is not scattered, for
@@ -45,6 +46,7 @@ class CompilerTraits(Record):
     async_permutes: bool = False
     max_chips_async_permutes: int | None = None
     copies_loop_carry: bool = False
+    copies_conditionals: bool = False
     gathers_before_loops: bool = False
     aborts_on_unroll: bool = False
     max_reduce_scatter: int | None = None

@@ -50,16 +50,18 @@ from .schedule import (
     cotangent_of,
     split_microbatches,
 )
+from .slot_branches import SlotBranches, either
 from .split_backward import LayerPasses, by_dimensions, rejoined, split_passes
 
 
 @dataclass(frozen=True)
 class PipelineSchedule:
     """A `LayerSchedule` by a table. layers: of each virtual stage; the weights that it is handed are those of this
-    stage's, by stack (`StageLayers.rows`)."""
+    stage's, by stack (`StageLayers.rows`). branches: how a slot runs, or not."""
 
     table: PipelineTable
     layers: StageLayers
+    branches: SlotBranches
 
     def run(
         self, model: ModelFunctions, weights: ModelWeights, batch: Batch, *, gradient_scale: Array | None
@@ -73,7 +75,9 @@ class PipelineSchedule:
         parts = split_microbatches(batch, table.num_microbatches)
         head = PipelineHead(model, stored, gradient_scale, table.placement.stage(table.placement.num_virtual - 1))
         lookup = with_whole_vocabulary(stored.piece("embed"))
-        device = _Device(table, lowered, self.layers, model, head, lookup, of_stacks, parts, gradient_scale)
+        device = _Device(
+            table, lowered, self.layers, self.branches, model, head, lookup, of_stacks, parts, gradient_scale
+        )
         columns = lowered.columns | (lowered.of_head if head.is_shared else {})
         carry, _ = jax.lax.scan(device.tick, device.begin(), jax.tree.map(jnp.asarray, columns))
         sums = Sums(*jax.lax.psum((carry["loss"], carry["auxiliary"]), STAGE))
@@ -111,6 +115,7 @@ class _Device:
     table: PipelineTable
     lowered: LoweredTable
     layers: StageLayers
+    branches: SlotBranches
     model: ModelFunctions
     head: PipelineHead
     lookup: Weights
@@ -225,12 +230,8 @@ class _Device:
         x = self._shapes[1]
         sends = {PipelineOp.FORWARD: (x, x if "gradient" in state else None)}.get(op, x if op.takes_gradient else None)
         with jax.named_scope(slot_scope(op)):
-            made, sent = _chosen(
-                own[COLUMN_OF[op]],
-                lambda written: (written, zeros_of(sends)),
-                [lambda written, counts=counts: run(counts, written, read, own) for counts in self.layers.kinds],
-                written,
-            )
+            runs = [lambda written, counts=counts: run(counts, written, read, own) for counts in self.layers.kinds]
+            made, sent = self.branches.run(own[COLUMN_OF[op]], runs, written, zeros_of(sends))
         state |= made
         return sent
 
@@ -261,7 +262,7 @@ class _Device:
             return y, saved, added_at(auxiliary, aux, known[-1])
 
         with jax.named_scope(end_scope("first")):
-            y = _either(own["forward_is_first"], embedded, lambda: read_slot(read["x"], own["x_of_forward"]))
+            y = either(own["forward_is_first"], embedded, lambda: read_slot(read["x"], own["x_of_forward"]))
         saved, auxiliary = dict(state.pop("saved", {})), dict(state["auxiliary"])
         for stack, count in self._stacks(counts):
             start = y, saved.get(stack.name), auxiliary[stack.name]
@@ -272,9 +273,9 @@ class _Device:
         if self.head.is_shared:
             dy = no_gradient
         else:
-            without = lambda state, *_: (state, no_gradient)  # noqa: E731
             with jax.named_scope(end_scope("last")):
-                state, dy = _either(own["forward_is_last"], self.head.run, without, state, y, microbatch)
+                run = lambda state: self.head.run(state, y, microbatch)  # noqa: E731
+                state, dy = self.branches.run_if(own["forward_is_last"], run, state, no_gradient)
         return state | ({} if self.scale is None else {"saved": saved}), (y, dy)
 
     def _shared_head(self, y: Any, state: _State, own: _Row) -> Any:
@@ -283,12 +284,8 @@ class _Device:
         written = {key: state[key] for key in self.head.writes if key in state}
         no_gradient = None if self.scale is None else zeros_of(y)
         with jax.named_scope(slot_scope(PipelineOp.FORWARD)), jax.named_scope(shared_end_scope("last")):
-            made, dy = _either(
-                own["head"],
-                lambda written: self.head.run(written, y, self.microbatch(own["head_microbatch"])),
-                lambda written: (written, no_gradient),
-                written,
-            )
+            run = lambda written: self.head.run(written, y, self.microbatch(own["head_microbatch"]))  # noqa: E731
+            made, dy = self.branches.run_if(own["head"], run, written, no_gradient)
         state |= made
         return dy
 
@@ -331,16 +328,15 @@ class _Device:
             dx, totals[stack.name], others[stack.name] = _over_layers(stack, count, one, start, reverse=True)
         state = state | {"of_vectors": state["of_vectors"] | totals, written: state[written] | others}
 
-        def first(of_embed: Any) -> Any:
+        def first(of_embed: Any) -> tuple[Any, None]:
             def run(embed: Any) -> Any:
                 return self.model.embed(replace(self.lookup, accumulators=embed), microbatch)[0]
 
             (embed,) = jax.vjp(run, self.lookup.accumulators)[1](dx)
-            return jax.tree.map(jnp.add, of_embed, embed)
+            return jax.tree.map(jnp.add, of_embed, embed), None
 
-        is_first = own["backward_is_first"]
         with jax.named_scope(end_scope("first")):
-            state["of_embed"] = _either(is_first, first, lambda of_embed: of_embed, state["of_embed"])
+            state["of_embed"], _ = self.branches.run_if(own["backward_is_first"], first, state["of_embed"], None)
         return state, dx
 
     def _weight_gradient(self, counts: Counts, state: _State, read: _State, own: _Row) -> tuple[_State, None]:
@@ -406,24 +402,6 @@ def _over_layers(
     with jax.named_scope(piece_scope(stack.name)):
         run = lambda carry, layer: (one(stack, carry, layer), None)  # noqa: E731
         return jax.lax.scan(run, start, jnp.arange(count), reverse=reverse)[0]
-
-
-def _chosen(branch: Array, idle: Callable[..., Any], runs: Sequence[Callable[..., Any]], *operands: Any) -> Any:
-    """Returns what a branch gives: 0 for `idle`, and then each of `runs`."""
-    if len(runs) == 1:
-        return _either(branch > 0, runs[0], idle, *operands)
-    return jax.lax.switch(branch, [_ended(each) for each in (idle, *runs)], *operands)
-
-
-def _either(is_on: Array, run: Callable[..., Any], otherwise: Callable[..., Any], *operands: Any) -> Any:
-    """Returns what one of two branches gives."""
-    return jax.lax.cond(is_on, _ended(run), _ended(otherwise), *operands)
-
-
-def _ended(branch: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a branch with a barrier at its end: XLA fails where the partitioner's layouts of what branches return are
-    declared and differ (jaxlib 0.10.2: `Inconsistent conditional sharding`)."""
-    return lambda *operands: jax.lax.optimization_barrier(branch(*operands))
 
 
 def _permuted(tree: Any, pairs: list[tuple[int, int]]) -> Any:

@@ -29,6 +29,7 @@ from .schedule import (
     objective,
     split_microbatches,
 )
+from .slot_branches import SlotBranches
 
 
 class StackLoop(Protocol):
@@ -42,7 +43,8 @@ def choose_schedule(plan: Plan) -> LayerSchedule:
     """Returns the schedule that the plan declares: a pipeline, or the loop over layers that it declares."""
     if plan.pipeline is not None:
         table, layers = plan.pipeline.table, plan.pipeline.layers
-        return FromState(PipelineSchedule(table, layers), layers)
+        branches = SlotBranches(by_loops=plan.target.compiler.copies_conditionals)
+        return FromState(PipelineSchedule(table, layers, branches), layers)
     loop = plan.spec.overlap.layers
     scan = partial(scan_layers, unroll=loop.unroll)
     is_synchronous = plan.target.compiler.synchronous_collectives

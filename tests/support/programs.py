@@ -17,6 +17,7 @@ from meshloom.compiler.pipeline.table import PipelineTable
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.step.pipeline import PipelineSchedule
 from meshloom.compiler.step.placement_order import FromState
+from meshloom.compiler.step.slot_branches import SlotBranches
 from meshloom.compiler.step.train_step import build_loss
 from meshloom.compiler.target.target import TargetPlan, plan_target
 from meshloom.compiler.xla.programs import Programs, build, lower
@@ -102,4 +103,5 @@ def schedule_of(table: PipelineTable, plan: Plan) -> FromState:
     """The schedule of a plan by a table, with as many of its layers on each stage as can be."""
     sizes = {stack.name: stack.num_layers for stack in plan.model.stacks}
     layers = layers_of(sizes, table.placement, split_evenly(sum(sizes.values()), table.placement))
-    return FromState(PipelineSchedule(table, layers), layers)
+    branches = SlotBranches(by_loops=plan.target.compiler.copies_conditionals)
+    return FromState(PipelineSchedule(table, layers, branches), layers)

@@ -79,6 +79,8 @@ class _Reader:
         base = opcode.removesuffix("-start").removesuffix("-done")
         if opcode == "while":
             body = self.module.computations[(instruction.attribute("body") or "").lstrip("%")]
+            if OperationName(instruction.op_name).is_at_most_once:
+                return [Branches(instruction.name, (self.steps_of(body), ()), op_name=instruction.op_name, on=0)]
             return [Loop(instruction.name, num_trips(instruction, around, self.module), self.steps_of(body))]
         if opcode == "conditional":
             branches = [self.module.computations[name] for name in instruction.called]
