@@ -39,11 +39,15 @@ def with_table(costs: Costs, pipeline: PipelinePlan | None) -> Costs:
     table = pipeline.table
     columns = lower_table(table, pipeline.layers.kind_of).columns
     numbers, parts = costs.numbers.copy(), list(loop.parts)
-    ops = iter(sorted(table.ops, key=lambda op: op.place))
     numbers[list(costs.shape.regions[loop.region][-1])] = table.num_ticks
     slots = [(place, part) for place, part in enumerate(parts) if isinstance(part, TickSlot)]
+    chosen = [columns[COLUMN_OF[op]] for op in sorted(table.ops, key=lambda op: op.place)]
+    num_loops = sum(not part.is_shared for _, part in slots) // len(chosen)
+    if num_loops > 1:  # of each operation, one for each kind of chunk
+        chosen = [column == kind for column in chosen for kind in range(1, 1 + num_loops)]
+    of_slots = iter(chosen)
     for place, part in slots:
-        of_part = np.array(ticks_of_head(table)) if part.is_shared else columns[COLUMN_OF[next(ops)]]
+        of_part = np.array(ticks_of_head(table)) if part.is_shared else next(of_slots).astype(int)
         parts[place] = replace(part, chosen=tuple(map(tuple, of_part.tolist())))
         for number, branch in enumerate(part.branches):
             places, share = list(costs.shape.regions[branch[0]][-1]), (of_part == number).mean(axis=0)

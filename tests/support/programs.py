@@ -99,9 +99,8 @@ def gradients_of(
     return float(loss / num_targets), jax.tree.map(np.asarray, grads)
 
 
-def schedule_of(table: PipelineTable, plan: Plan) -> FromState:
-    """The schedule of a plan by a table, with as many of its layers on each stage as can be."""
+def schedule_of(table: PipelineTable, plan: Plan, *, by_loops: bool = False) -> FromState:
+    """The schedule of a plan by a table, with as many of its layers on each stage as can be. by_loops: as on GPUs."""
     sizes = {stack.name: stack.num_layers for stack in plan.model.stacks}
     layers = layers_of(sizes, table.placement, split_evenly(sum(sizes.values()), table.placement))
-    branches = SlotBranches(by_loops=plan.target.compiler.copies_conditionals)
-    return FromState(PipelineSchedule(table, layers, branches), layers)
+    return FromState(PipelineSchedule(table, layers, SlotBranches(by_loops)), layers)

@@ -226,7 +226,8 @@ class _Stages:
         return is_shown and stage not in self.left_out
 
     def _slot(self, step: Branches, slot: SlotOf, loops: Loops, is_shown: bool) -> None:
-        tick = self.seen[slot] // self.per_tick[slot]
+        tick, number = divmod(self.seen[slot], self.per_tick[slot])
+        kind = number if self.per_tick[slot] > 1 else None
         self.seen[slot] += 1
         within = (*loops, (step.name, self._taken(slot)))
         if slot.is_shared:
@@ -234,19 +235,20 @@ class _Stages:
             is_on = any(self._virtual(slot, tick, stage) is not None for stage in stages)
             return self.run(step.branches[1 - idle if is_on else idle], loops=within, is_shown=is_shown)
         for stage, clock in enumerate(self.clocks):
-            branch = step.branches[self._branch(step, slot, tick, stage)]
+            branch = step.branches[self._branch(step, slot, tick, stage, kind)]
             self.now[stage] = (slot, tick)
             clock.forget_ends()
             clock.run(branch, weight=self.weight, loops=within, is_shown=self._is_seen(is_shown, stage))
             self.now[stage] = None
 
-    def _branch(self, step: Branches, slot: SlotOf, tick: int, stage: int) -> int:
-        """Returns the branch that a stage runs in a tick."""
+    def _branch(self, step: Branches, slot: SlotOf, tick: int, stage: int, kind: int | None = None) -> int:
+        """Returns the branch that a stage runs in a tick. kind: that of the chunks which the step is for, where a slot
+        has several steps; None: of all."""
         virtual, idle, num_kinds = self._virtual(slot, tick, stage), self._idle(step), len(set(self.devices.kinds))
         if len(step.branches) not in (2, 1 + num_kinds):
             has = f"{step.name} of the slot {slot.operation} has {counted(len(step.branches), 'branch', 'branches')}"
             raise HloError(f"{has}, and the pipeline has {counted(num_kinds, 'kind')} of parts")
-        if virtual is None:
+        if virtual is None or kind not in (None, self.devices.kinds[virtual]):
             return idle
         return 1 - idle if step.on is not None else 1 + self.devices.kinds[virtual]
 

@@ -22,6 +22,7 @@ KEY = jax.random.key(7)  # of dropout
 PER_USE, IN_SHARDS = ("pipeline.gather=use",), ("sharding.gradients=optimizer",)
 OFFLOAD = ("remat=offload", "remat.names=[layer_input,mlp_up]")
 WINDOWS = ("model.attention_windows=[3,null]",)  # of two layers, which are one of the stack
+LOOPS = "slots in loops"  # as on GPUs
 
 
 def of_release(*case):
@@ -33,18 +34,19 @@ CASES = [
     ("gpipe", MULTI, 2, 1, 4, ("sharding=zero2", "mesh.data=2")),
     of_release("1f1b", MULTI, 2, 1, 4, ("sharding=hsdp", "mesh.replica=2", "mesh.fsdp=2")),
     ("1f1b", UNIT, 2, 1, 4, (*FSDP, *PER_USE, "overlap.layers.batch_split=2", "remat=save_dots")),
-    ("1f1b", MULTI, 4, 1, 4, (*FSDP, "model.embeddings=tied", "remat=none")),
+    ("1f1b", MULTI, 4, 1, 4, (*FSDP, "model.embeddings=tied", "remat=none", LOOPS)),
+    ("1f1b", MULTI, 2, 1, 4, ("sharding=ddp", "model.num_layers=5", LOOPS)),
     ("gpipe", UNIT, 4, 1, 8, (*FSDP, *IN_SHARDS)),
-    ("interleaved_1f1b", MULTI, 2, 3, 4, (*FSDP, "model=tiny_moe")),
+    ("interleaved_1f1b", MULTI, 2, 3, 4, (*FSDP, "model=tiny_moe", LOOPS)),
     ("interleaved_1f1b", UNIT, 4, 2, 8, ("sharding=ddp", *WINDOWS, "model.dropout_rate=0.2")),
     of_release("interleaved_1f1b_breadth_first", MULTI, 4, 2, 4, FSDP),
     ("zb_h1", UNIT, 2, 1, 4, ("sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.tensor=2", *OFFLOAD)),
-    ("zb_h1", UNIT, 4, 1, 8, (*FSDP, *WINDOWS)),
+    ("zb_h1", UNIT, 4, 1, 8, (*FSDP, *WINDOWS, LOOPS)),
     ("zb_h2", UNIT, 2, 1, 4, ("sharding=fsdp_expert", "mesh.expert=2", "model=tiny_moe")),
     ("zb_h2", MULTI, 4, 1, 8, ("sharding=ddp", "model.embeddings=tied")),
     ("zb_v", UNIT, 2, 2, 4, (*FSDP, *WINDOWS, "remat=none")),
     of_release("zb_v", UNIT, 4, 2, 8, ("sharding=ddp", "adapter=lora", "adapter.rank=4")),
-    ("dualpipe_v", UNIT, 2, 2, 8, ("sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.tensor=2", *PER_USE)),
+    ("dualpipe_v", UNIT, 2, 2, 8, ("sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.tensor=2", *PER_USE, LOOPS)),
     of_release("dualpipe_v", MULTI, 4, 2, 8, (*FSDP, *PER_USE, "model=tiny_moe")),
 ]
 
@@ -67,7 +69,7 @@ BY_ROWS = (
 SHARED_CASES = [
     ("1f1b", MULTI, 2, 1, 4, (*FSDP, SHARED)),
     ("interleaved_1f1b", MULTI, 2, 2, 4, (SHARED, "sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.tensor=2")),
-    ("zb_v", UNIT, 4, 2, 8, (*FSDP, SHARED, "model.embeddings=tied", BY_ROWS)),
+    ("zb_v", UNIT, 4, 2, 8, (*FSDP, SHARED, "model.embeddings=tied", BY_ROWS, LOOPS)),
 ]
 
 
@@ -124,16 +126,23 @@ def run_on(plan, build, params, tokens):
 def check_gradients(table, others, tokens, monkeypatch):
     """Compares loss and gradients of a plan on the stages of a table with those of one device."""
     stages, microbatches = table.placement.num_stages, table.num_microbatches
+    schedule = partial(schedule_of, table, by_loops=LOOPS in others)
+    others = tuple(each for each in others if each != LOOPS)
     num_layers = max(4, table.placement.num_virtual * (2 if set(WINDOWS) <= set(others) else 1))
-    model = (f"model.num_layers={num_layers}", *(each for each in others if each.startswith(("model", "adapter"))))
+    is_declared = any(each.startswith("model.num_layers=") for each in others)
+    model = (
+        *([] if is_declared else [f"model.num_layers={num_layers}"]),
+        *(each for each in others if each.startswith(("model", "adapter"))),
+    )
     # A balance of experts is one of each microbatch.
     one = plan_of("target=cpu-1", "sharding=ddp", f"num_microbatches={microbatches}", *model)
     params = jax.tree.map(np.asarray, one.model.init(jax.random.key(0)))
     expected_loss, expected = gradients_of(one, params, tokens, dropout_key=KEY)
     sizes = [int(each.split("=")[1]) for each in others if each.startswith("mesh.")]
     devices = stages * int(np.prod(sizes))
+    model = tuple(each for each in model if each not in others)
     plan = plan_of(f"target=cpu-{devices}", f"mesh.stage={stages}", f"num_microbatches={microbatches}", *others, *model)
-    monkeypatch.setattr(train_step, "choose_schedule", partial(schedule_of, table))
+    monkeypatch.setattr(train_step, "choose_schedule", schedule)
     loss, ours = gradients_of(plan, params, tokens, dropout_key=KEY)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     for path, gradient in leaves_by_path(ours).items():
