@@ -95,6 +95,7 @@ def _walk(region: Region, *, unowned: set[int], reusable: set[int]) -> Iterator[
         if i is not None:
             last_read[i] = len(steps)
     live: dict[int, LiveArray] = {}
+    reusable = set(reusable)
     for n, step in enumerate(steps):
         reads, writes, operation = step.fused.reads, step.fused.writes, step.operation
         dying = [i for i in reads if last_read[i] == n]
@@ -102,6 +103,7 @@ def _walk(region: Region, *, unowned: set[int], reusable: set[int]) -> Iterator[
         for i in writes:
             old = overwritten.get(i)
             if i in unowned or (old is not None and old not in live):
+                reusable |= set() if old is None else {i}  # it lies where an array of the caller's was
                 continue
             before = None if old is None else live.pop(old).kind
             # A loop that runs both passes carries what one microbatch saves for the next.

@@ -33,7 +33,8 @@ class StagedDevices:
     """The ticks that a program runs, and the stage of each device.
 
     rows: by tick and stage the slots that have work, each an operation with its virtual stage: the place of its layers
-    in the model. kinds: of each virtual stage, by its layers; where there are several, a slot has a branch for each.
+    in the model. kinds: of each virtual stage, by its layers; where there are several, a slot has a branch for each, or
+    a conditional.
     num_in_program: the devices that the program names; all slices run the program of one.
     """
 
@@ -227,7 +228,8 @@ class _Stages:
 
     def _slot(self, step: Branches, slot: SlotOf, loops: Loops, is_shown: bool) -> None:
         tick, number = divmod(self.seen[slot], self.per_tick[slot])
-        kind = number if self.per_tick[slot] > 1 else None
+        is_of_kind = step.on is not None and self.per_tick[slot] == len(set(self.devices.kinds)) > 1
+        kind = number if is_of_kind else None
         self.seen[slot] += 1
         within = (*loops, (step.name, self._taken(slot)))
         if slot.is_shared:

@@ -13,6 +13,10 @@ from meshloom.compiler.parallel.stage_times import x_bytes
 from meshloom.compiler.report.explain import explain
 from meshloom.compiler.report.views.page import render_page
 from meshloom.compiler.schema import PipelineReport, StageBufferReport
+from meshloom.compiler.step import train_step
+from meshloom.compiler.step.pipeline import PipelineSchedule
+from meshloom.compiler.step.placement_order import FromState
+from meshloom.compiler.step.slot_branches import SlotBranches
 from support import reports
 
 STAGES, LAYERS, SEQUENCES, LENGTH, WIDTH = 2, 2, 4, 128, 32
@@ -51,6 +55,29 @@ def test_slots_are_split_as_the_partitioner_splits_what_is_in_them():
         "x": X // 2, "gradient": X // 2, "saved": LAYERS * X // 2,
     }  # fmt: skip
     assert x_bytes(plan.sharding) == X // 2
+
+
+@pytest.mark.parametrize("layers", [4, 5])  # alike on both stages; in five, one has a layer more
+def test_slots_in_loops_of_one_trip_are_estimated_as_conditionals(layers, monkeypatch):
+    plan = plan_of(
+        "target=h100-4", "mesh.stage=2", "mesh.fsdp=2", "sharding=fsdp", "num_microbatches=4", "overlap=xla",
+        f"model.num_layers={layers}",
+    )  # fmt: skip
+    pipeline = plan.pipeline
+    assert pipeline is not None
+
+    def estimated(*, by_loops):
+        schedule = PipelineSchedule(pipeline.table, pipeline.layers, SlotBranches(by_loops))
+        monkeypatch.setattr(train_step, "choose_schedule", lambda _: FromState(schedule, pipeline.layers))
+        found = estimate_step(plan)
+        assert found.time is not None
+        return found.memory.peak_bytes, found.time.seconds, found.time.bubble_seconds, found.communication
+
+    memory, seconds, bubble, communication = estimated(by_loops=True)
+    expected = estimated(by_loops=False)
+    assert memory == pytest.approx(expected[0], rel=0.01)
+    assert (seconds, bubble) == pytest.approx(expected[1:3], rel=1e-3)
+    assert communication == expected[3]
 
 
 def test_the_report_and_its_page_show_buffers_by_stage():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshloom.compiler.core.collectives import COMPUTE
-from meshloom.compiler.core.scopes import end_scope, nested_scope, shared_end_scope, slot_scope
+from meshloom.compiler.core.scopes import at_most_once_scope, end_scope, nested_scope, shared_end_scope, slot_scope
 from meshloom.compiler.xla.hlo import HloError, Module, parse_module
 from meshloom.compiler.xla.schedule.prices import Chip
 from meshloom.compiler.xla.schedule.program import read_steps
@@ -325,6 +325,27 @@ def test_a_slot_has_a_branch_for_each_kind_of_layers():
     assert [each.compute_seconds for each in result.stages] == [40, 20]
     with pytest.raises(HloError, match=r"of the slot F has 3 branches, and the pipeline has 1 kind of parts"):
         simulate_stages((Loop("l", 3, (switch,)),), ALL(0.0), replace(devices, kinds=[0, 0]))
+
+
+def test_a_slot_has_a_conditional_for_each_kind_of_layers():
+    """The same, as on GPUs: each is the loop of one trip at most of its kind."""
+    of_kind = [slot("F", 20.0), slot("F", 10.0)]
+    devices = StagedDevices(table("F0|", "F1|F0", "|F1"), [0, 1], [0, 1], 2)
+    result = simulate_stages((Loop("l", 3, tuple(of_kind)),), ALL(0.0), devices)
+    assert [each.compute_seconds for each in result.stages] == [40, 20]
+
+
+def test_a_loop_of_one_trip_at_most_is_read_as_a_conditional():
+    def read(scope):
+        name = f'metadata={{op_name="jit(f)/slot=F/{scope}/while"}}'
+        return read_steps(parse_module(module(f"  ROOT %c = bf16[8]{{0}} while(%x), body=%work, {name}")), CYCLES)
+
+    (loop,) = read("while/body")
+    (found,) = read(at_most_once_scope())
+    assert isinstance(loop, Loop)
+    assert isinstance(found, Branches)
+    assert (found.branches, found.on) == ((loop.body, ()), 0)
+    assert slot_of(found) == SlotOf("F")
 
 
 @pytest.mark.parametrize(
