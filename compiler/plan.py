@@ -17,7 +17,7 @@ from .core.partition_spec import axes_of
 from .core.trees import leaves_by_path, like, nested_dict, pick
 from .jaxpr.flops import ModelFlops
 from .parallel.operation import OpPlan, ParallelOp
-from .parallel.pipeline_plan import PipelinePlan, warnings_of_offload, warnings_of_pipeline
+from .parallel.pipeline_plan import PipelinePlan, warnings_of_pipeline
 from .parallel.stage_gather import StageGather
 from .sharding.arrays import EXPERTS, Array, Arrays
 from .sharding.batch import RowOrder, TokenOrder, batch_arrays, plan_row_order, plan_token_order
@@ -151,7 +151,6 @@ class Plan(Generic[AnyPlanSpec]):
             *self.sharding.warnings,
             *self.mesh.placement.warnings(),
             *warnings_of_pipeline(spec.pipeline, self.mesh),
-            *warnings_of_offload(spec.remat, self.mesh, self.target.platform),
             *inert_presets(spec.overlap.flag_presets, self.target),
             *spec.schedule.warnings(spec.optimizer.learning_rate, spec.num_steps),
         )

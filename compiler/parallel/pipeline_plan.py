@@ -23,7 +23,6 @@ from ..pipeline.table import PipelineTable, StagePlacement, microbatches
 from ..sharding.sharding import ShardingPlan
 from ..spec.pipeline_spec import HeadPlace, PipelineSpec
 from ..spec.plan_spec import PlanSpec
-from ..spec.step_spec import RematSpec
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
 from .pipeline_tables import KEY, TablesByLabel
@@ -197,12 +196,3 @@ def warnings_of_pipeline(pipeline: PipelineSpec, mesh: MeshPlan) -> Iterator[Pro
             declared = list(value) if isinstance(value, tuple) else value
             what = f"is {declared}, and the mesh has no stages: nothing runs by it"
             yield Problem(f"pipeline.{key}", what, f"set {KEY}, or leave it out")
-
-
-def warnings_of_offload(remat: RematSpec, mesh: MeshPlan, platform: str) -> Iterator[Problem]:
-    """Yields a warning where stages of GPUs keep what layers save in the host's memory (docs/pipeline.md, Buffers)."""
-    if remat.is_offloaded and mesh.sizes[STAGE] > 1 and platform == "gpu":
-        what = (
-            "is offload, and XLA's GPU compiler copies all slots of what layers save in the host's memory in each tick"
-        )
-        yield Problem("remat", what, "set remat=full, or use no stages")

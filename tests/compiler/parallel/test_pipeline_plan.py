@@ -239,19 +239,3 @@ def test_a_model_whose_layers_exchange_more_than_one_array_is_told_so(name, what
     (problem,) = raised.value.problems
     assert (problem.where, problem.what.split()[0]) == ("model.family", f"{what}.__call__")
     assert problem.fix.startswith("return an array of shape (")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "warns"),
-    [
-        (("target=h100-8", "mesh.stage=2", "remat=offload"), True),
-        (("target=h100-8", "mesh.stage=2", "remat=full"), False),
-        (("target=h100-8", "remat=offload"), False),
-        (("target=v5p-8", "mesh.stage=2", "remat=offload"), False),
-    ],
-    ids=["gpu", "full", "no stages", "tpu"],
-)
-def test_stages_of_gpus_warn_of_buffers_in_the_hosts_memory(overrides, warns):
-    names = ("remat.names=[attended,hidden]",) if "remat=offload" in overrides else ()
-    plan = plan_of(*overrides, *names, "num_microbatches=4", "global_batch_size=32", "model.num_layers=2")
-    assert [each.where for each in plan.warnings if "host's memory" in each.what] == ["remat"] * warns
