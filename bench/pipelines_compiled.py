@@ -48,7 +48,7 @@ ROWS: dict[str, Overrides] = {
     f"v5p, 8B without recomputation, {schedule} in {form} ticks, 16": (
         *SAVED, f"pipeline={schedule}", f"pipeline.ticks={form}",
     )
-    for schedule, form in (("1f1b", "multi"), ("1f1b", "unit"), ("zb_h1", "unit"), ("zb_v", "unit"))
+    for schedule, form in (("1f1b", "multi"), ("1f1b", "unit"), ("zb_h1", "unit"), ("zb_h2", "multi"), ("zb_v", "unit"))
 }  # fmt: skip
 
 

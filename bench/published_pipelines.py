@@ -73,6 +73,8 @@ def _name(schedule: Overrides) -> str:
 RUNS = (
     llama(8192, EIGHT_CHUNKS, "none", "430 TFLOP/s"),
     llama(16384, EIGHT_CHUNKS, "none", "400 TFLOP/s"),
+    llama(8192, EIGHT_CHUNKS, "save_dots"),
+    llama(16384, EIGHT_CHUNKS, "save_dots"),
     llama(8192, EIGHT_CHUNKS, "full"),
     llama(16384, EIGHT_CHUNKS, "full"),
     llama(8192, ONE_CHUNK, "full"),
