@@ -31,8 +31,8 @@ _PARAMETER = re.compile(rf"(?:{_WEIGHT}|{_ROWS})=([\w/.]+)")
 _WEIGHT_GATHER = re.compile(rf"{_WEIGHT}=.*all_gather")
 _FACT = re.compile(r"(?<!\w)(\w+)=([\w.]+)")
 _ADDED = frozenset({
-    "body", "checkpoint", "closed_call", "cond", "jit", "jvp", "rematted_computation", "shard_map", "train_step",
-    "transpose", "while",
+    _AT_MOST_ONCE, "body", "checkpoint", "closed_call", "cond", "jit", "jvp", "rematted_computation", "shard_map",
+    "train_step", "transpose", "while",
 })  # fmt: skip
 _JOINED = re.compile(r"\(([^()]*:[^()]*)\)")
 _SEPARATORS = re.compile(r"[/()\s]+")

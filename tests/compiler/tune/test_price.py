@@ -133,22 +133,32 @@ def test_prices_are_the_estimates_of_each_candidate(stack):
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("schedule", "head"), [("1f1b", "stages"), ("gpipe", "last"), ("interleaved_1f1b", "last"), ("zb_h1", "last")]
+    ("schedule", "head", "others"),
+    [
+        ("1f1b", "stages", ()),
+        ("gpipe", "last", ()),
+        ("interleaved_1f1b", "last", ()),
+        ("zb_h1", "last", ("target=h100-16", "model.num_layers=6")),  # two kinds of chunks on four stages, in loops
+    ],
+    ids=["1f1b-stages", "gpipe-last", "interleaved_1f1b-last", "zb_h1-gpu"],
 )
-def test_prices_of_pipelines_are_the_estimates_of_each_candidate(schedule, head):
+def test_prices_of_pipelines_are_the_estimates_of_each_candidate(schedule, head, others):
     """Each number of microbatches has a table of its own, and two of them are traced. Buffers grow with their slots,
     and are most of the memory where sequences are long."""
     space = Space(
-        *STACK, "global_batch_size=64", f"pipeline={schedule}", f"pipeline.head={head}", "pipeline.ticks=multi",
-        "tune.mesh.stage=[2,4]", "tune.mesh.tensor=[1]", "tune.microbatches=[4,8,16,32]", "loss.max_logits_bytes=10000",
-        "loss.max_logits_share=0", "sequence_length=2048",
+        *STACK, *others, "global_batch_size=64", f"pipeline={schedule}", f"pipeline.head={head}",
+        "pipeline.ticks=multi", "tune.mesh.stage=[2,4]", "tune.mesh.tensor=[1]", "tune.microbatches=[4,8,16,32]",
+        "loss.max_logits_bytes=10000", "loss.max_logits_share=0", "sequence_length=2048",
     )  # fmt: skip
     assert {one.num_microbatches for one in space.candidates} >= {4, 8, 16}
     places = range(0, len(space.candidates), 3)
-    assert_priced_as_estimated(space, places, peak=0.01, seconds=1e-3)
+    # On GPUs, with hops between nodes, prices are 28 us of 21 ms off, also where slots are conditionals.
+    seconds, bubble = (2e-3, 1e-3) if others else (1e-3, 1e-6)
+    assert_priced_as_estimated(space, places, peak=0.01, seconds=seconds)
     bubbles = space.price().time.bubble_seconds
     for place in places:
-        assert bubbles[place] == pytest.approx(estimate_spec(space.candidates[place].spec()).evaluation.bubble_seconds)
+        expected = estimate_spec(space.candidates[place].spec()).evaluation.bubble_seconds
+        assert bubbles[place] == pytest.approx(expected, rel=bubble)
     assert np.unique(bubbles.round(6)).size > 3
 
 
