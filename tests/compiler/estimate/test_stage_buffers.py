@@ -57,6 +57,7 @@ def test_slots_are_split_as_the_partitioner_splits_what_is_in_them():
     assert x_bytes(plan.sharding) == X // 2
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("layers", [4, 5])  # alike on both stages; in five, one has a layer more
 def test_slots_in_loops_of_one_trip_are_estimated_as_conditionals(layers, monkeypatch):
     plan = plan_of(
