@@ -12,6 +12,7 @@
 A config file here is one that is not Meshloom's own: from --config-dir, --config-path or hydra.searchpath.
 """
 
+import copy
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,11 +81,26 @@ MOST_BITS = 1024  # of a whole number; every field accepts far fewer
 
 
 class CheckedPackages(hydra_private.ImportlibResourcesConfigSource):
-    """Reads Hydra's `pkg://a.b`, after a check that a.b may be imported."""
+    """Reads Hydra's `pkg://a.b`, after a check that a.b may be imported.
+
+    A composition reads some 40 of Meshloom's own files and Hydra's, which do not change while a process runs. To parse
+    them takes a third of its time, so each is parsed once.
+    """
 
     def __init__(self, provider: str, path: str) -> None:
         super().__init__(provider, path)
         check_importable(self.path, SEARCH_PATH)
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        if (self.scheme(), self.path) not in OWN_SOURCES:
+            return super().load_config(config_path)
+        key = (self.provider, self.path, config_path)
+        if key not in _parsed_files:
+            _parsed_files[key] = super().load_config(config_path)
+        return copy.deepcopy(_parsed_files[key])  # Hydra changes what it reads
+
+
+_parsed_files: dict[tuple[str, str, str], ConfigResult] = {}
 
 
 class StructuredConfigSource(hydra_private.StructuredConfigSource):
