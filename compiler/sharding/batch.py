@@ -121,7 +121,7 @@ def check_fused(spec: PlanSpec) -> None:
         what = "is true, but the loop that fuses microbatches reduces these gradients after all layers"
         fix = f"set overlap.layers.reduce_in_backward=false, or {off}"
         problems.append(Problem("overlap.layers.reduce_in_backward", what, fix))
-    if spec.remat.is_offloaded:
+    if "offload" in spec.remat.policies:
         what = "offload moves activations to the host, which the loop that fuses microbatches does not"
         problems.append(Problem("remat", what, f"choose remat=save_names or remat=full, or set {off}"))
     if spec.mesh.stage > 1:

@@ -90,11 +90,6 @@ class RematSpec(Config):
         """Those of all stacks of layers and of single ones."""
         return self.policy, *self.stacks.values()
 
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether layers of some stack save activations in the host's memory."""
-        return "offload" in self.policies
-
 
 class LossSpec(Config):
     """Mean cross-entropy per target, in float32."""
