@@ -2,6 +2,7 @@
 
 import io
 import re
+from functools import partial
 
 import pytest
 
@@ -14,10 +15,8 @@ from meshloom.compiler.report.explain import explain
 from meshloom.compiler.report.views.page import render_page
 from meshloom.compiler.schema import PipelineReport, StageBufferReport
 from meshloom.compiler.step import train_step
-from meshloom.compiler.step.pipeline import PipelineSchedule
-from meshloom.compiler.step.placement_order import FromState
-from meshloom.compiler.step.slot_branches import SlotBranches
 from support import reports
+from support.programs import schedule_of
 
 STAGES, LAYERS, SEQUENCES, LENGTH, WIDTH = 2, 2, 4, 128, 32
 X = SEQUENCES * LENGTH * WIDTH * 4  # bytes of the input of a layer
@@ -68,8 +67,7 @@ def test_slots_in_loops_of_one_trip_are_estimated_as_conditionals(layers, monkey
     assert pipeline is not None
 
     def estimated(*, by_loops):
-        schedule = PipelineSchedule(pipeline.table, pipeline.layers, SlotBranches(by_loops))
-        monkeypatch.setattr(train_step, "choose_schedule", lambda _: FromState(schedule, pipeline.layers))
+        monkeypatch.setattr(train_step, "choose_schedule", partial(schedule_of, pipeline.table, by_loops=by_loops))
         found = estimate_step(plan)
         assert found.time is not None
         return found.memory.peak_bytes, found.time.seconds, found.time.bubble_seconds, found.communication
