@@ -112,7 +112,7 @@ OF_EXPERTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", tiered(LAYOUTS, plain=["fsdp"]))
+@pytest.mark.parametrize("layout", tiered(LAYOUTS, plain=["fsdp"], release=["fsdp_tensor"]))
 @pytest.mark.parametrize("shape", tiered(SHAPES, plain=["gpt2"]))
 def test_every_gradient_of_every_shape_is_that_of_one_device(shape, layout, tokens):
     check_gradients(plan_of(*SHAPES[shape], *LAYOUTS[layout]), tokens)

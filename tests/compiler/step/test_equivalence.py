@@ -206,7 +206,7 @@ def reference():
     return get
 
 
-@pytest.mark.parametrize("name", tiered(ALL_CASES, plain=COVER))
+@pytest.mark.parametrize("name", tiered(ALL_CASES, plain=COVER, is_halved=True))
 def test_gradients_are_those_of_one_device(name, tokens, reference):
     _assert_gradients_of_one_device(_plan(ALL_CASES[name]), tokens, reference)
 
@@ -263,6 +263,7 @@ def test_gradients_of_shards_that_are_no_whole_tiles_are_those_of_one_device(nam
         UPDATED,
         plain=("zero2 with a tensor axis",),
         release=[name for name in UPDATED if name not in LAYOUTS],
+        is_halved=True,
     ),
 )
 def test_ten_steps_are_those_of_one_device(name, tokens, reference):

@@ -118,7 +118,7 @@ def test_the_cover_has_every_pair():
     assert len(COVER) == 17  # four meshes with four exchanges need 16
 
 
-@pytest.mark.parametrize("name", tiered(CASES, plain=PLAIN))
+@pytest.mark.parametrize("name", tiered(CASES, plain=PLAIN, is_halved=True))
 def test_gradients_are_those_of_one_device(name, tokens, reference, plan_for):
     plan = plan_for(*CASES[name])
     params, loss_and_gradients = reference(plan)

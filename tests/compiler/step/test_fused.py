@@ -66,7 +66,7 @@ def reference():
     return lambda plan: of_model(plan.spec.model)
 
 
-@pytest.mark.parametrize("name", tiered(CASES, plain=()))
+@pytest.mark.parametrize("name", tiered(CASES, plain=(), is_halved=True))
 def test_gradients_are_those_of_one_device(name, tokens, reference):
     plan = plan_of(FUSED, *CASES[name])
     params, loss_and_gradients = reference(plan)
