@@ -362,7 +362,7 @@ def test_it_does_not_fit_where_the_limit_is_below():
 
 
 @pytest.mark.tpu
-@pytest.mark.ci
+@pytest.mark.release
 def test_the_peak_is_near_xlas_own():
     pytest.importorskip("libtpu", reason="pip install -e '.[tpu]'")
     # Large enough that the 128 MiB of vector memory, where XLA keeps arrays that fit, are little beside it.

@@ -154,7 +154,13 @@ def test_each_exchange_computes_attention_and_its_gradients(name):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("budget", [NO_BUDGET, Budget(2**30, 0.0)], ids=["two backward kernels", "one"])
+@pytest.mark.parametrize(
+    "budget",
+    [
+        pytest.param(NO_BUDGET, id="two backward kernels"),
+        pytest.param(Budget(2**30, 0.0), id="one", marks=pytest.mark.release),
+    ],
+)
 def test_so_it_does_with_splash_for_each_block(case, budget):
     length = 1024 if case[3] else 512
     ids = documents(length) if case[-1] else None

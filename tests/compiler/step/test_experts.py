@@ -140,13 +140,13 @@ def test_gradients_are_those_of_one_device(name, tokens, reference, plan_for):
         np.testing.assert_allclose(ours, expected, atol=4e-6 * np.abs(expected).max(), rtol=2e-5, err_msg=path)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    "name", ["fsdp 2, expert 2; padded; kept; whole; scan; 1; one; mixtral",
+TEN_STEPS = ("fsdp 2, expert 2; padded; kept; whole; scan; 1; one; mixtral",
              "replica 2, expert 2; ragged; kept; 2 chunks; prefetch; 1; one; mixtral",
              "replica 2, expert 2; gathered; kept; whole; scan; 2; one; mixtral",
-             "context 2, expert 2; capacity; full; 2 parts; scan; 2; one; mixtral"]
-)  # fmt: skip
+             "context 2, expert 2; capacity; full; 2 parts; scan; 2; one; mixtral")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", tiered(TEN_STEPS, plain=(), is_halved=True))
 def test_ten_steps_are_those_of_one_device(name, tokens, reference, plan_for):
     plan = plan_for(*CASES[name])
     params, loss_and_gradients = reference(plan)

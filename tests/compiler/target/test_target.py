@@ -187,7 +187,7 @@ def test_chips_that_are_not_attached_cannot_be_trained_on(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_a_simulated_run_says_nothing_of_plugins_that_are_installed(tmp_path):
     """JAX would start a plugin, and complain of a driver that is not there, in a run that is not kept to the CPU."""
     args = ["train", "target=cpu-2", "num_steps=1", "global_batch_size=2", "data=synthetic", "checkpoint=disabled",

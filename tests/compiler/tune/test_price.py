@@ -91,7 +91,7 @@ def test_each_number_of_devices_of_a_ring_of_matmuls_is_a_family():
     assert most == {"collective_matmul": 1, "plain": 2}
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_prices_of_rings_of_matmuls_are_the_estimates_of_each_candidate():
     words = ("target=v5p-32", "precision=bfloat16", "model.vocab_size=4096", "sequence_length=256")
     space = Space(*words, "global_batch_size=64", "parallel.matmul=collective_matmul", "tune.microbatches=[1]")
@@ -135,12 +135,13 @@ def test_prices_are_the_estimates_of_each_candidate(stack):
 @pytest.mark.parametrize(
     ("schedule", "head", "others"),
     [
-        ("1f1b", "stages", ()),
-        ("gpipe", "last", ()),
-        ("interleaved_1f1b", "last", ()),
-        ("zb_h1", "last", ("target=h100-16", "model.num_layers=6")),  # two kinds of chunks on four stages, in loops
+        pytest.param("1f1b", "stages", (), id="1f1b-stages"),
+        pytest.param("gpipe", "last", (), id="gpipe-last", marks=pytest.mark.release),
+        pytest.param("interleaved_1f1b", "last", (), id="interleaved_1f1b-last"),
+        pytest.param(  # two kinds of chunks on four stages, in loops
+            "zb_h1", "last", ("target=h100-16", "model.num_layers=6"), id="zb_h1-gpu", marks=pytest.mark.release
+        ),
     ],
-    ids=["1f1b-stages", "gpipe-last", "interleaved_1f1b-last", "zb_h1-gpu"],
 )
 def test_prices_of_pipelines_are_the_estimates_of_each_candidate(schedule, head, others):
     """Each number of microbatches has a table of its own, and two of them are traced. Buffers grow with their slots,

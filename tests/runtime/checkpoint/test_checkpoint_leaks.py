@@ -20,7 +20,7 @@ def _held() -> dict[str, int]:
     return {"file descriptors": len(os.listdir("/dev/fd")), "threads": threading.active_count()}
 
 
-@pytest.mark.parametrize("num_saves", [6, pytest.param(500, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("num_saves", [6, pytest.param(500, marks=pytest.mark.release)])
 def test_descriptors_and_threads_stay_flat_over_many_saves(num_saves):
     spec, state = spec_of("checkpoint.every_num_steps=10", "checkpoint.keep=1"), {"x": jax.numpy.ones(3)}
     before, held = _held(), []

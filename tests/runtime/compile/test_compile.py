@@ -471,7 +471,7 @@ def test_what_a_process_with_a_budget_compiled_is_the_same(compiled):
     assert "train it: meshloom train" in (compiled / "budget_run/logs/compiler.log").read_text()
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_a_compile_that_goes_on_without_its_budget_says_so(compiled):
     """The child cannot keep what it compiled."""
     (compiled / "full").mkdir()

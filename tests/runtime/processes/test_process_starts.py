@@ -167,7 +167,7 @@ def test_an_odd_process_is_named_by_all(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_a_process_with_other_data_is_named_by_all(tmp_path):
     """The same declaration on two hosts, whose files differ."""
     hosts = [tmp_path / "host0", tmp_path / "host1"]
@@ -223,7 +223,7 @@ run_programs.build = late
 """
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_a_late_compile_is_waited_for_and_a_crash_in_one_process_ends_all(tmp_path):
     """Gloo gives up after 30 s, but the processes meet first: the second one reaches step 6, and fails there while the
     first waits for it in a collective."""

@@ -159,7 +159,7 @@ def test_equal_programs_are_compiled_once(tmp_path):
     assert sorted(report["build"]["cache"] for report in caches) == ["hit", "miss"]
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_a_run_that_ctrl_c_stops_goes_on_from_its_checkpoint(tmp_path):
     line = ("train", "-m", *SMALL, "num_steps=3000", "seed=1,2", "checkpoint.every_num_steps=1000", "logging=quiet",
             "hydra.sweep.dir=sweep")  # fmt: skip
