@@ -54,7 +54,7 @@ def rows_of(folder: Path) -> list[dict]:
     return sorted(rows, key=lambda row: row["index"])
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_a_sweep_is_a_jobset_for_each_point(tmp_path):
     environment = with_kubectl(tmp_path)
     told = meshloom(*sweep(tmp_path, "launch.dry_run=false", "seed=1,2", "mesh.data=1,3"), cwd=tmp_path, **environment)

@@ -130,7 +130,7 @@ RUN = (*SMALL, "model.num_layers=1", "num_steps=3", "schedule.num_warmup_steps=1
 @pytest.mark.parametrize(
     "launch",
     [
-        ("launch.num_processes=4",),
+        pytest.param(("launch.num_processes=4",), marks=pytest.mark.release),
         ("launch.num_processes=4", "launch.num_slices=2"),  # GKE's variables, replica over the network of the slices
     ],
 )
@@ -146,7 +146,7 @@ def test_four_processes_train_as_one_does(tmp_path, launch):
         assert f"process {index} of 4" in (tmp_path / "four" / "logs" / f"process-{index}.log").read_text()
 
 
-@pytest.mark.ci
+@pytest.mark.release
 def test_all_processes_load_an_artifact_with_the_flags_of_its_compile(tmp_path):
     cache, flags = tmp_path / "cache", "--xla_backend_optimization_level=1"
     first = meshloom("launch", *RUN, f"compilation_cache={cache}", f"hydra.run.dir={tmp_path}/first",

@@ -174,7 +174,7 @@ cli.main()
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.release)])
 def test_a_killed_host_is_named_with_the_last_step(tmp_path, lost):
     """bench/chaos.py shows that the next start goes on as if nothing had happened."""
     lines = [(*RUN, *each, "num_steps=100000") for each in keys(2, free_port())]
