@@ -1,6 +1,6 @@
 """Compositions that are kept, for programs that read many declarations: the points of a sweep, a notebook.
 
-Hydra reads and merges about 30 files for each composition, which takes a quarter of a second. The choices of groups
+Hydra merges about 40 files for each composition, which takes a quarter of a second. The choices of groups
 alone decide which files; Hydra then applies overrides of values to the result. So one composition is kept for each set
 of choices, and values are applied to a copy of it. Meshloom's own files do not change while a process
 runs, so their compositions are always kept. Users' files may: compositions with them are kept within
@@ -51,7 +51,7 @@ def keep_compositions() -> None:
 
 
 def forget_compositions() -> None:
-    """Forgets the compositions of Meshloom's own files, so that they are read again."""
+    """Forgets the compositions of Meshloom's own files, so that Hydra makes them again."""
     global _own
     _own = _Kept()
 
