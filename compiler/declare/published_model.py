@@ -7,9 +7,8 @@ checked, so neither a program nor its fingerprint knows the folder. Its weights 
 unless the declaration names others.
 """
 
-import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -17,13 +16,11 @@ from typing import Any
 
 import yaml
 
-from meshloom.models.published import NotUnderstood, read_config
-
 from ..core.errors import ConfigError, Problem
 from ..core.places import PUBLISHED, PlaceError, local_path
+from .published_folder import CONFIG, PublishedFolder
 
 FAMILY = "from_hf"
-CONFIG = "config.json"
 BASES = {"decoder": "_llama", "moe": "_moe"}  # the files of conf/model with what all models of a family share
 PLACEHOLDER = "tiny"  # is checked in place of a model that cannot be read, so that other mistakes are found, too
 BYTES = {"kind": "bytes"}
@@ -38,7 +35,7 @@ def with_published_model(values: dict[str, Any], typed: Collection[str]) -> tupl
         return values, []
     try:
         folder = _folder(declared.get("path"))
-        read = _read(folder)
+        read = PublishedFolder(folder).model
     except ConfigError as error:
         return values | {"model": _own(PLACEHOLDER)}, list(error.problems)
     own = {key: value for key, value in declared.items() if key not in ("family", "path")}
@@ -55,7 +52,7 @@ def folder_name(path: str) -> str:
     return folder.name or path
 
 
-def merged(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+def merged(values: dict[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of both; where both have a key, the others', and nodes are merged."""
     found = dict(values)
     for key, value in others.items():
@@ -89,31 +86,6 @@ def _folder(path: Any) -> Path:
         f"download it first: hf download {path} --local-dir DIR" if is_name else "give the folder of a published model"
     )
     raise ConfigError([Problem("model.path", what, fix)])
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    """Returns the keys of the model that a folder's config.json says. Raises ConfigError with all that is wrong."""
-    file = folder / CONFIG
-    try:
-        said = json.loads(file.read_bytes(), parse_constant=_refuse_constant)
-    except OSError as error:
-        raise ConfigError(
-            [Problem(str(file), error.strerror or str(error), "give this process access to it")]
-        ) from error
-    except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
-        what = f"is not valid JSON: {error}"
-        raise ConfigError([Problem(str(file), what, "download it again, or correct it")]) from error
-    if not isinstance(said, dict):
-        what = f"holds a {type(said).__name__}, not an object with keys"
-        raise ConfigError([Problem(str(file), what, "take the config.json that was published with the weights")])
-    try:
-        return read_config(said)
-    except NotUnderstood as error:
-        raise ConfigError(Problem(f"{file}: {m.key}", m.what, m.fix) for m in error.mistakes) from error
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _with_folder(values: dict[str, Any], folder: Path, typed: Collection[str]) -> dict[str, Any]:

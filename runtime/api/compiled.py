@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 
-from pydantic import PrivateAttr, ValidationError
+from pydantic import PrivateAttr
 
 from meshloom.compiler import plan as compiler_plan
 from meshloom.compiler import schema
@@ -25,6 +25,7 @@ from ..compile.compile_command import Compiled, CompileJob, compile_job, find_jo
 from ..core.exclusive import only_run_in
 from ..core.failures import RunFailed
 from ..processes.process_log import meshloom_log
+from ..rundir.folders import REPORT, RunFolder
 from .declared import Plan, request_of_origin, shown_as, with_spec
 from .guest import as_guest, settings_put_back, start_for_compile
 
@@ -89,15 +90,11 @@ def report(of: CompiledStep | str | PathLike[str]) -> Report:
     """Returns the report of a compiled step or of a run directory. Raises ConfigError if there is none."""
     if isinstance(of, CompiledStep):
         return of.report
-    path = Path(of) / "report.json"
-    try:
-        page, found = path.with_name(PAGE), schema.Report.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
+    run_dir = Path(of)
+    found, page = RunFolder(run_dir).report, run_dir / PAGE
+    if found is None:
         fix = "name the run directory of a compile: meshloom.compile(..., run_dir=...) makes one"
-        raise ConfigError([Problem(str(path), "there is no such file", fix)]) from None
-    except ValidationError:
-        what = "it is damaged, or was written by another version of Meshloom"
-        raise ConfigError([Problem(str(path), what, "compile it again")]) from None
+        raise ConfigError([Problem(str(run_dir / REPORT), "there is no such file", fix)])
     return _with_page(found, page.read_text() if page.exists() else None)
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from meshloom.compiler.analysis.inspected import InspectedProgram, choose_program, inspect_text, problems_of_devices
@@ -43,7 +42,7 @@ from meshloom.compiler.xla.hlo import split_modules
 from meshloom.compiler.xla.schedule.steps import ALL, Choices
 
 from ..compile.artifact import FOLDER, TEXT, read_artifact
-from ..rundir.find_runs import SPEC
+from ..rundir.folders import SPEC, RunFolder
 from ..rundir.run_dir import write_report
 from .guest import as_guest
 
@@ -291,19 +290,19 @@ def _of_run(run_dir: Path) -> FoundProgram:
         what = "its step does not fit, so there is no compiled program"
         raise ConfigError([Problem(str(run_dir), what, "see its report.json for what it needs")])
     text = kept.place / TEXT
-    return FoundProgram(text, _read(text), _devices_of_run(run_dir / SPEC), kept.built.memory)
+    return FoundProgram(text, _read(text), _devices_of_run(RunFolder(run_dir)), kept.built.memory)
 
 
-def _devices_of_run(path: Path) -> ProgramDevices:
+def _devices_of_run(run: RunFolder) -> ProgramDevices:
     """Returns the devices in the order of the run's mesh."""
     try:
-        spec = yaml.safe_load(_read(path))
+        spec = run.spec
         target = plan_target(_part(TargetSpec, spec, "target"), spec["precision"]["compute"])
         target = calibrate_target(target, _part(Calibration, spec, "calibration"))
         mesh = plan_mesh(_part(MeshSpec, spec, "mesh"), target, tuple(spec["device_order"]))
-    except (ValidationError, yaml.YAMLError, LookupError, TypeError) as error:
+    except (ValidationError, LookupError, TypeError) as error:
         what = f"is damaged, or of another version of Meshloom: {str(error).splitlines()[0]}"
-        raise ConfigError([Problem(str(path), what, "compile it again")]) from None
+        raise ConfigError([Problem(str(run.path / SPEC), what, "compile it again")]) from None
     return ProgramDevices(mesh.placement)
 
 

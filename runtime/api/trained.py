@@ -18,6 +18,7 @@ from meshloom.compiler.declare.run_spec import RunSpec
 from ..processes.distributed import Processes
 from ..processes.initialize import plan_start
 from ..processes.process_log import meshloom_log
+from ..rundir.folders import METRICS
 from ..train.metrics import Metrics, read_metrics
 from ..train.train import Job, prepare, run_training
 from .declared import Plan, request_of_origin, shown_as, with_spec
@@ -69,7 +70,7 @@ def train(*declared: str | RunSpec | Plan, run_dir: str | PathLike[str] | None =
             quiet, overrides = Console(is_quiet=True), spec.origin.overrides or ()
             alone = Processes()
             exit_code = run_training(job, folder, overrides=overrides, console=quiet, processes=alone, began=began)
-            metrics = tuple(map(read_metrics, _lines(folder / "metrics.jsonl")))
+            metrics = tuple(map(read_metrics, _lines(folder / METRICS)))
     stopped_by = signal.Signals(exit_code - 128).name if exit_code else None
     return TrainedRun(shown_as(Plan, job.plan), metrics, stopped_by, None if run_dir is None else Path(run_dir))
 

@@ -21,8 +21,9 @@ from meshloom.compiler.target.mesh import describe_mesh
 from meshloom.models.adapter import saved_part
 
 from ..core.files import Folder
+from ..rundir.folders import CHECKPOINTS
 from .differences import described, first_lines, parameters_first
-from .start import FOLDER, Start, saved_tree
+from .start import Start, saved_tree
 
 Shards = tuple[int, ...]  # the number of shards of an array along each dimension
 
@@ -64,7 +65,7 @@ class RestorePlan:
         """Returns the plan as lines to show: parameters first, since the optimizer's state follows them."""
         whole = human_bytes(sum(each.num_bytes for each in self.arrays))
         folder = self.path.parent
-        run = folder.parent if folder.name == FOLDER else folder
+        run = folder.parent if folder.name == CHECKPOINTS else folder
         head = f"restore plan: checkpoint {self.path.name} of {run}: {counted(len(self.arrays), 'array')} of {whole}"
         lines = [f"{head}, {human_bytes(self.bytes_per_device)} on each device"]
         saved = "an unknown mesh" if self.saved_mesh is None else describe_mesh(self.saved_mesh)

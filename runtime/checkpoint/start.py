@@ -16,10 +16,10 @@ from ..core.failures import STORAGE, RunFailed
 from ..core.files import Folder, absolute, check_bucket, folder_at, is_remote
 from ..core.manifest import FILE, Compared, damage_in
 from ..processes.distributed import current
+from ..rundir.folders import CHECKPOINTS
 from .differences import shown, tree_differences
 from .s3 import SCHEME, teach_orbax_s3
 
-FOLDER = "checkpoints"
 RESTORE_FROM = "checkpoint.restore_from"
 COMMITTED = "commit_success.txt"  # finishes a save where Orbax cannot rename
 EXPECTED = ("data/data.json", "state/_METADATA")  # files of every checkpoint
@@ -45,7 +45,7 @@ class Start:
 def checkpoint_folder(run_dir: Path, spec: RunSpec) -> Folder:
     """Returns the folder of a run's checkpoints: `checkpoint.directory`, or a folder of its run directory."""
     directory = spec.checkpoint.directory
-    return absolute(run_dir / FOLDER if directory is None else folder_at(directory))
+    return absolute(run_dir / CHECKPOINTS if directory is None else folder_at(directory))
 
 
 def context_for(folder: Folder) -> ocp.Context:
@@ -158,9 +158,9 @@ def parse_place(text: str) -> tuple[Folder, int | None]:
     """Returns a checkpoint's folder and step: RUN_DIR or RUN_DIR/checkpoints -> (RUN_DIR/checkpoints, None);
     RUN_DIR/checkpoints/STEP -> (.., STEP). A folder of another name is one of checkpoints if it holds some."""
     path = folder_at(text)
-    if path.name.isdecimal() and (path.parent.name == FOLDER or (path / FILE).exists()):
+    if path.name.isdecimal() and (path.parent.name == CHECKPOINTS or (path / FILE).exists()):
         return path.parent, int(path.name)
-    return (path if path.name == FOLDER or next(finished(path), None) else path / FOLDER), None
+    return (path if path.name == CHECKPOINTS or next(finished(path), None) else path / CHECKPOINTS), None
 
 
 def finished(directory: Folder) -> Iterator[Folder]:

@@ -12,7 +12,8 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.format import counted, human_seconds
 from meshloom.compiler.core.visible import write_out
 
-from ..rundir.find_runs import METRICS, SPEC, FoundRun, check_directory, find_directories, read_run
+from ..rundir.find_runs import FoundRun, check_directory, find_directories, read_run
+from ..rundir.folders import METRICS, SPEC
 from ..rundir.run_record import RECORD_FILE
 from ..sweep.figures import FIGURES, best_of, value_of
 from ..sweep.read import Sweep, read_sweep

@@ -11,20 +11,18 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
 from meshloom.compiler.core.key_paths import is_within
-from meshloom.compiler.core.places import PlaceError, expanded, is_url
+from meshloom.compiler.core.places import PUBLISHED, PlaceError, expanded, is_published, is_url
 from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.declare.hydra_settings import SEARCH_PATH, search_path_override
 from meshloom.compiler.declare.overrides import overridden_key, override
+from meshloom.compiler.declare.published_folder import PublishedFolder
 
-from ..rundir.find_runs import SPEC, check_directory
-from ..rundir.run_record import RECORD_FILE, read_record
+from ..rundir.find_runs import check_directory
+from ..rundir.folders import CHECKPOINTS, RunFolder
+from ..rundir.run_record import RECORD_FILE
 
-PUBLISHED = "hf:"  # begins a place of published weights
-CHECKPOINTS = "checkpoints"
 WEIGHTS_FROM = "checkpoint.weights_from"
 WHAT_TO_NAME = (
     "name a run directory (`meshloom runs` lists them), RUN/checkpoints/STEP, or a folder of published weights"
@@ -52,11 +50,6 @@ def request_of_run(place: str, overrides: Sequence[str], flags: argparse.Namespa
     return Request(tuple(given), name, path)
 
 
-def is_published(folder: Path) -> bool:
-    """Returns True for a folder of published weights: one with a config.json and safetensors files."""
-    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors*"))
-
-
 def _recorded(place: str) -> tuple[Sequence[str], Sequence[str], str, str | None]:
     """Returns the overrides of a place that the user's follow, those that follow the user's, and where its configs
     are."""
@@ -67,15 +60,17 @@ def _recorded(place: str) -> tuple[Sequence[str], Sequence[str], str, str | None
         folder = Path(expanded(place.removeprefix(PUBLISHED)))
     except PlaceError as error:
         raise ConfigError([Problem(place, error.what, error.fix)]) from error
-    if place.startswith(PUBLISHED) or is_published(folder):
+    holds_weights = PublishedFolder(folder).holds_weights
+    if is_published(place) or holds_weights:
         check_directory(folder, WHAT_TO_NAME)
-        if not is_published(folder):
+        if not holds_weights:
             raise ConfigError([Problem(str(folder), "holds no config.json with safetensors files", WHAT_TO_NAME)])
         weights = override(WEIGHTS_FROM, f"{PUBLISHED}{folder}")
         return ["model=from_hf"], [override("model.path", str(folder)), weights], "config", None
     run_dir, step = _run_of(folder)
     check_directory(run_dir, WHAT_TO_NAME)
-    record = read_record(run_dir)
+    run = RunFolder(run_dir)
+    record = run.record
     if record is None or record.command != "train":
         raise ConfigError([_no_run(run_dir)])
     if record.request is None:
@@ -83,7 +78,7 @@ def _recorded(place: str) -> tuple[Sequence[str], Sequence[str], str, str | None
         raise ConfigError([Problem(str(run_dir / RECORD_FILE), what, "train from overrides, with this version")])
     kept = [text for text in record.request.overrides if _is_of_weights(text)]
     raise_if_any(_sends_value(run_dir, text) for text in kept if is_url_with_value(text))
-    weights = override(WEIGHTS_FROM, _checkpoints_of(run_dir) + (f"/{step}" if step else ""))
+    weights = override(WEIGHTS_FROM, run.checkpoints + (f"/{step}" if step else ""))
     return kept, [weights], record.request.config_name, record.request.config_path
 
 
@@ -104,15 +99,6 @@ def _run_of(folder: Path) -> tuple[Path, str | None]:
     if folder.name.isdecimal() and folder.parent.name == CHECKPOINTS:
         return folder.parent.parent, folder.name
     return (folder.parent if folder.name == CHECKPOINTS else folder), None
-
-
-def _checkpoints_of(run_dir: Path) -> str:
-    """Returns the place of a run's checkpoints, which the run may have declared elsewhere."""
-    try:
-        declared = yaml.safe_load((run_dir / SPEC).read_text(encoding="utf-8"))["checkpoint"]["directory"]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
-        declared = None
-    return str(declared or run_dir / CHECKPOINTS)
 
 
 def _is_of_weights(text: str) -> bool:

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from meshloom.compiler.core.errors import ConfigError, Problem
 
 from ..core.exclusive import is_held
-from ..core.files import parse_json
-from .run_record import RECORD_FILE, RunRecord, read_record
+from .folders import METRICS, REPORT, SPEC, RunFolder, steps_in
+from .run_record import RECORD_FILE, RunRecord
 
-METRICS, SPEC, PLAN, REPORT = "metrics.jsonl", "spec.yaml", "plan.json", "report.json"
 TAIL_BYTES = 1 << 18  # read from the end of metrics.jsonl: some hundred steps
 FIRST_LOG = "logs/process-0.log"
 
@@ -55,11 +54,6 @@ def check_directory(path: Path, fix: str) -> None:
     raise ConfigError([Problem(str(path), what, fix + (f" (did you mean '{path.parent / near[0]}'?)" if near else ""))])
 
 
-def is_run(directory: Path) -> bool:
-    """Returns True for a directory that `meshloom train` or `meshloom compile` wrote into."""
-    return any((directory / name).is_file() for name in (RECORD_FILE, METRICS, SPEC))
-
-
 def find_directories(top: Path, *markers: str) -> Iterator[Path]:
     """Returns the directories at and below `top` that hold one of these files, without those below them: checkpoints,
     or the points of a sweep. Links are not followed."""
@@ -78,10 +72,10 @@ def find_directories(top: Path, *markers: str) -> Iterator[Path]:
 
 def read_run(directory: Path) -> FoundRun:
     """Returns the run of a directory, also while it is running."""
-    is_running, record = is_held(directory), read_record(directory)
+    run, is_running = RunFolder(directory), is_held(directory)
+    record, num_steps = run.record, run.num_steps
     rows = [*steps_in(_tail(directory / METRICS))]
     step = rows[-1]["step"] if rows else None
-    num_steps = _num_steps(directory / SPEC)
     command = record.command if record else "compile" if (directory / REPORT).exists() else "train"
     is_done = (directory / REPORT).exists() if command == "compile" else step is not None and step == num_steps
     state, why = _state(directory, record, is_running=is_running, is_done=is_done)
@@ -89,7 +83,7 @@ def read_run(directory: Path) -> FoundRun:
     return FoundRun(
         directory, command, state, why, step, num_steps if command == "train" else None,
         rows[-1].get("loss") if rows else None, evaluated[-1] if evaluated else None,
-        _predicted_seconds(directory / REPORT), record.began if record else None, _changed(directory, record),
+        run.predicted_seconds, record.began if record else None, _changed(directory, record),
     )  # fmt: skip
 
 
@@ -115,17 +109,6 @@ def _fatal_error(log: Path) -> str | None:
     return f"{found[-1]} ({log} has its stacks)" if found else None
 
 
-def steps_in(content: bytes) -> Iterator[dict[str, Any]]:
-    """Yields the steps in lines of metrics.jsonl, without cut-off lines: one that is being written, or the first."""
-    for line in content.splitlines():
-        try:
-            value = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict) and type(value.get("step")) is int:
-            yield value
-
-
 def _tail(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
@@ -133,23 +116,6 @@ def _tail(path: Path) -> bytes:
             return file.read()
     except OSError:
         return b""
-
-
-def _num_steps(path: Path) -> int | None:
-    """Returns num_steps of a declaration. It is at the top level; parsing the whole YAML would take long."""
-    try:
-        found = re.search(r"^num_steps: (\d+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    except (OSError, UnicodeDecodeError):
-        return None
-    return int(found[1]) if found else None
-
-
-def _predicted_seconds(path: Path) -> float | None:
-    try:
-        seconds = parse_json(path.read_bytes())["step"]["predicted_seconds"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return seconds if isinstance(seconds, float) else None
 
 
 def _changed(directory: Path, record: RunRecord | None) -> str:

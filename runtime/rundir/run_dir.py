@@ -24,7 +24,7 @@ from meshloom.compiler.schema import Event, Report
 from ..core.exclusive import check_is_free
 from ..core.files import replace_json, replace_text
 from ..processes.distributed import Processes, together
-from .find_runs import PLAN, SPEC
+from .folders import PLAN, REPORT, SPEC
 
 SECONDS_UNTIL_SEEN = 30  # a directory of another host appears late on some network file systems
 
@@ -93,7 +93,7 @@ def write_report(report: Report, plan: Plan | None, run_dir: Path, *, events: Se
     texts = {
         "report.html": render_page(report, events, plan),
         "timeline.json": json.dumps(chrome_trace(report, events), separators=(",", ":")) + "\n",
-        "report.json": report.model_dump_json(indent=1) + "\n",
+        REPORT: report.model_dump_json(indent=1) + "\n",
     }
     for name, text in texts.items():
         replace_text(run_dir / name, text)

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import NonNegativeInt, ValidationError
+from pydantic import NonNegativeInt
 
 from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
@@ -119,14 +119,6 @@ def recorded_run(
             recorder.end_with(error)
             raise
     recorder.end(0)
-
-
-def read_record(run_dir: Path) -> RunRecord | None:
-    """Returns the record of a run directory; None if there is none that can be read, as in an older directory."""
-    try:
-        return RunRecord.model_validate_json((run_dir / RECORD_FILE).read_bytes())
-    except (OSError, ValidationError):
-        return None
 
 
 def _write(run_dir: Path, record: RunRecord) -> None:

@@ -5,13 +5,10 @@ import signal
 from pathlib import Path
 from statistics import median_high
 
-import yaml
-
 from meshloom.compiler.core.errors import DOES_NOT_FIT, MISTAKE, ConfigError
 from meshloom.compiler.core.format import human_bytes, human_seconds
 
-from ..core.files import parse_json
-from ..rundir.find_runs import METRICS, PLAN, SPEC, steps_in
+from ..rundir.folders import RunFolder
 from .rows import KILLED, TIMED_OUT, Figures, Outcome
 
 CRASHED = 1
@@ -81,14 +78,13 @@ def tokens_per_second_per_chip(tokens: int, seconds: float | None, num_chips: in
 
 def _figures_of_run(run_dir: Path, model: str | None) -> Figures | None:
     """Returns the figures of a run, from its files; None if it wrote no plan."""
+    run = RunFolder(run_dir)
     try:
-        plan = parse_json((run_dir / PLAN).read_bytes())
-        spec = yaml.safe_load((run_dir / SPEC).read_text())
-    except (OSError, ValueError, yaml.YAMLError):
+        plan, spec = run.plan, run.spec
+    except ConfigError:
         return None
     target, program = plan["target"], plan["program"]
-    path = run_dir / METRICS
-    metrics = [*steps_in(path.read_bytes())] if path.exists() else []
+    metrics = run.steps
     last = metrics[-1] if metrics else {}
     times = [one["step_seconds"] for one in metrics[len(metrics) // 4 :]]  # the first steps are slower
     seconds = median_high(times) if times else None

@@ -24,7 +24,8 @@ from meshloom.compiler.declare.sweep_request import SweepRequest
 
 from ..core.exclusive import is_held
 from ..core.files import parse_json
-from ..rundir.find_runs import METRICS, SPEC, check_directory, steps_in
+from ..rundir.find_runs import check_directory
+from ..rundir.folders import METRICS, SPEC, steps_in
 from .figures import find_figure
 from .rows import ROWS_FILE, SCHEMA_VERSION, SWEEP_FILE, Row, SweepCommand, SweepFile
 

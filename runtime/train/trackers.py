@@ -27,6 +27,7 @@ from meshloom.compiler.plan import Plan
 
 from ..core.failures import STORAGE, RunFailed
 from ..core.files import free_name, parse_json, replace_bytes, replace_json
+from ..rundir.folders import METRICS
 from .metrics import Metrics, values_of
 from .observer import ObservedRun, Observer
 from .time_spent import spent_by_earlier_starts
@@ -50,7 +51,7 @@ class MetricsLog(Observer):
     """
 
     def __init__(self, run_dir: Path, *, first_step: int):
-        self.path = run_dir / "metrics.jsonl"
+        self.path = run_dir / METRICS
         content = self.path.read_bytes() if self.path.exists() else b""
         lines, damaged = _read(content, first_step)
         kept = [line for step, line in lines if step <= first_step]

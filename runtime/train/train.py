@@ -35,7 +35,6 @@ from ..checkpoint.differences import describe_change
 from ..checkpoint.restore_plan import plan_restore
 from ..checkpoint.shared_start import find_shared_start
 from ..checkpoint.start import (
-    FOLDER,
     Start,
     check_checkpoint,
     check_steps_left,
@@ -52,6 +51,7 @@ from ..processes.distributed import Processes, join, together
 from ..processes.initialize import plan_start
 from ..processes.process_log import say, say_labels
 from ..processes.stop import StopRequest
+from ..rundir.folders import CHECKPOINTS
 from ..rundir.run_dir import write_declaration
 from ..rundir.run_record import recorded_run
 from ..weights.find import Weights, check_content, describe_weights, find_weights
@@ -337,7 +337,7 @@ def _check_data_left(batches: BatchIterator, num_steps: int) -> None:
 def _where(plan: Plan[RunSpec], run_dir: Path, saved: int | None) -> list[tuple[str, str]]:
     rows = [("run directory", f"{run_dir}"), ("metrics", f"{run_dir}/metrics.jsonl")]
     if saved is not None:
-        folder = checkpoint_folder(run_dir, plan.spec) if plan.spec.checkpoint.directory else f"{run_dir}/{FOLDER}"
+        folder = checkpoint_folder(run_dir, plan.spec) if plan.spec.checkpoint.directory else f"{run_dir}/{CHECKPOINTS}"
         rows.append(("checkpoint", f"{folder}/{saved}"))
     if "tensorboard" in plan.spec.logging.trackers:
         rows.append(("curves", shlex.join(["tensorboard", "--logdir", f"{run_dir}/tensorboard"])))

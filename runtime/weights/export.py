@@ -19,6 +19,7 @@ from meshloom.compiler.core.format import counted, human_bytes
 from meshloom.compiler.core.places import PUBLISHED, is_published
 from meshloom.compiler.core.trees import leaves_by_path, nested_dict
 from meshloom.compiler.declare.export_spec import EXPORT
+from meshloom.compiler.declare.published_folder import CONFIG, PublishedFolder, understood
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.models.contract import Params
 from meshloom.models.published import PublishedTensor, tensors, tensors_in, write_config
@@ -29,10 +30,9 @@ from ..core.failures import STORAGE, RunFailed, storage_reason
 from ..core.files import file_sha256, parse_json, replace_json
 from ..core.manifest import FILE as MANIFEST
 from ..data.progress import TextProgress
-from .find import understood
-from .folder import CONFIG, INDEX, SINGLE, PublishedFolder, open_folder
+from .folder import INDEX, SINGLE, WeightsFolder, open_folder
 from .match import FROM, match_folder, match_saved
-from .origin import Origin, origin_of, tokenizer_files
+from .origin import origin_of
 from .saved import SavedParams
 from .write import OutTensor, WriteFailed, shards_of, sync_folder, write_tensors
 
@@ -113,7 +113,7 @@ def prepare_export(spec: RunSpec, open_merged: Callable[[RunSpec], Params]) -> E
     origin = origin_of(place)
     dtype = np.dtype(jnp.dtype(export.dtype or _known(origin and origin.dtype) or "bfloat16"))
     if is_published(place):
-        folder = open_folder(Path(place.removeprefix(PUBLISHED)))
+        folder = open_folder(place)
         made, content, step = _of_folder(folder, spec, dtype), _content_of(folder), None
         place = f"{PUBLISHED}{folder.path.absolute()}"
     else:
@@ -122,7 +122,7 @@ def prepare_export(spec: RunSpec, open_merged: Callable[[RunSpec], Params]) -> E
         step, place = start.step, str(start.path)
         made = _of_checkpoint(merged or SavedParams(start.path), place, spec, dtype)
         content = hashlib.sha256((start.path / MANIFEST).read_bytes()).hexdigest()
-    base = dict(origin.config) if origin and origin.config else None
+    base = dict(origin.known_config) if origin and origin.known_config else None
     config = {}
     if export.format == "huggingface":
         config = understood(
@@ -135,7 +135,7 @@ def _known(dtype: str | None) -> str | None:
     return dtype if dtype in ("bfloat16", "float16", "float32") else None
 
 
-def _tokenizer(origin: Origin | None, spec: RunSpec) -> tuple[Path, ...]:
+def _tokenizer(origin: PublishedFolder | None, spec: RunSpec) -> tuple[Path, ...]:
     """Returns the files of the tokenizer: those where the weights began, or of the tokenizer that the data name."""
     if origin and origin.tokenizer:
         return origin.tokenizer
@@ -143,16 +143,16 @@ def _tokenizer(origin: Origin | None, spec: RunSpec) -> tuple[Path, ...]:
     if tokenizer is None or tokenizer.kind == "bytes":
         return ()
     file = Path(tokenizer.path)
-    beside = tokenizer_files(file.parent)
+    beside = PublishedFolder(file.parent).tokenizer
     return beside if file in beside else (file,) if file.is_file() else ()
 
 
-def _content_of(folder: PublishedFolder) -> str:
+def _content_of(folder: WeightsFolder) -> str:
     found = [[n, str(t), t.file.name, t.start, t.file.stat().st_mtime_ns] for n, t in sorted(folder.tensors.items())]
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
-def _of_folder(folder: PublishedFolder, spec: RunSpec, dtype: np.dtype[Any]) -> list[OutTensor]:
+def _of_folder(folder: WeightsFolder, spec: RunSpec, dtype: np.dtype[Any]) -> list[OutTensor]:
     """Returns the tensors of a published folder, under the names that it should have, in another type or files."""
     if spec.export.format != "huggingface":
         what = f"{spec.export.format} writes the parameters of a run, and {folder.path} is a published folder"

@@ -1,29 +1,28 @@
 """Finds the weights that a new run starts from, before anything is allocated: in a published folder, or another run."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import counted, human_bytes, human_names
 from meshloom.compiler.core.places import PUBLISHED, is_published
 from meshloom.compiler.core.trees import leaves_by_path
+from meshloom.compiler.declare.published_folder import CONFIG, understood
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
 from meshloom.models.adapter import is_adapter
 from meshloom.models.config import Config
-from meshloom.models.published import NotUnderstood, read_config, tensors_in
+from meshloom.models.published import tensors_in
 
 from ..checkpoint.start import EXPECTED, Start, check_is_there, newest_good, saved_tree
 from ..core.failures import STORAGE, RunFailed
 from ..core.files import check_bucket, folder_at, is_remote
 from ..core.manifest import damage_in
 from ..processes.distributed import Processes, together
-from ..rundir.find_runs import SPEC
-from .folder import CONFIG, PublishedFolder, open_folder
+from ..rundir.folders import RunFolder
+from .folder import WeightsFolder, open_folder
 from .match import FROM, Matched, check_some, match_folder, match_saved
 
 
@@ -31,7 +30,7 @@ from .match import FROM, Matched, check_some, match_folder, match_saved
 class PublishedWeights:
     """The weights of a published folder that the model takes."""
 
-    folder: PublishedFolder
+    folder: WeightsFolder
     matched: Matched
     differs: tuple[str, ...]
 
@@ -90,23 +89,12 @@ def find_weights(plan: Plan[RunSpec], place: str | None = None) -> Weights | Non
 
 
 def _published(place: str, plan: Plan[RunSpec]) -> PublishedWeights:
-    folder = open_folder(Path(place.removeprefix(PUBLISHED)))
-    with_config = f"{folder.path}/{CONFIG}"
-    declared = understood(lambda: read_config(folder.config), with_config)
+    folder = open_folder(place)
+    declared = folder.model
     expected, unused = understood(lambda: tensors_in(plan.spec.model, folder.tensors), "model")
     params = leaves_by_path(plan.abstract["params"])
     matched = match_folder(folder, expected, params, plan.spec.checkpoint.weights_skip, unused)
-    return PublishedWeights(folder, matched, _differences(declared, plan.spec.model, with_config))
-
-
-def understood(read: Callable[[], Any], where: str) -> Any:
-    """Returns what a function of published models returns; its mistakes are raised as a ConfigError."""
-    try:
-        return read()
-    except NotUnderstood as error:
-        raise ConfigError(
-            Problem(where if m.key == where else f"{where}: {m.key}", m.what, m.fix) for m in error.mistakes
-        ) from None
+    return PublishedWeights(folder, matched, _differences(declared, plan.spec.model, f"{folder.path}/{CONFIG}"))
 
 
 def _saved(place: str, plan: Plan[RunSpec]) -> SavedWeights:
@@ -124,15 +112,12 @@ def _saved(place: str, plan: Plan[RunSpec]) -> SavedWeights:
     return SavedWeights(start, taken, frozenset(masters) & frozenset(taken), fresh, num_bytes, differs)
 
 
-def _declared_model(start: Start) -> dict[str, Any]:
+def _declared_model(start: Start) -> Mapping[str, Any]:
     """Returns the keys of the model that a checkpoint is of; none where its run directory is not around it."""
-    file = start.path.parent.parent / SPEC
-    if is_remote(start.path) or not file.is_file():
+    if is_remote(start.path):
         return {}
-    try:
-        return yaml.safe_load(Path(file).read_text(encoding="utf-8"))["model"]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
-        return {}
+    model = RunFolder.around(Path(start.path)).declared.get("model")
+    return model if isinstance(model, dict) else {}
 
 
 OF_A_DRAW = ("dropout_rate", "initializer_stddev")  # keys that change no output of weights that are there

@@ -1,4 +1,4 @@
-"""Opens a folder of published weights: config.json, safetensors files, and the files of a tokenizer.
+"""Opens the safetensors files of a folder of published weights.
 
 All damage is found here, from headers and sizes; no tensor is read. A safetensors file is 8 bytes with the length of
 its header, the header in JSON, and the tensors one after the other (https://github.com/huggingface/safetensors).
@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,15 +16,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any, use_one_of
+from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if_any, use_one_of
+from meshloom.compiler.core.places import PUBLISHED
+from meshloom.compiler.declare.published_folder import CONFIG, PublishedFolder
 
 from ..core.files import parse_json
 
-CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 # The types of floating-point weights, by their names in safetensors, and the bits of every type that it knows.
 FLOATS = MappingProxyType({"BF16": np.dtype(jnp.bfloat16), "F16": np.dtype("float16"), "F32": np.dtype("float32")})
@@ -61,59 +60,38 @@ class FileTensor:
 
 
 @dataclass(frozen=True)
-class PublishedFolder:
-    """A folder that is complete, as far as headers and sizes show. config: the content of config.json. tokenizer: the
-    files that belong to its tokenizer and to generation."""
+class WeightsFolder(PublishedFolder):
+    """A published folder with its tensors. Raises ConfigError with all damage that headers and sizes show."""
 
-    path: Path
-    config: Mapping[str, Any]
-    tensors: Mapping[str, FileTensor]
-    tokenizer: tuple[Path, ...]
+    @cached_property
+    def tensors(self) -> Mapping[str, FileTensor]:
+        """Returns the tensors of all files by name."""
+        listed, problems = _listed(self.path), list[Problem]()
+        tensors = dict[str, FileTensor]()
+        for file in sorted({*listed.values()} or {SINGLE}):
+            for name, tensor in _read_header(self.path / file, problems).items():
+                if name in tensors:
+                    what = f"holds {name}, which {tensors[name].file.name} holds too"
+                    problems.append(Problem(str(self.path / file), what, f"{AGAIN}, the whole folder"))
+                tensors[name] = tensor
+        problems += _not_as_listed(self.path, listed, tensors, problems)
+        raise_if_any(problems)
+        return MappingProxyType(tensors)
 
     @property
     def num_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
 
-def open_folder(path: Path) -> PublishedFolder:
-    """Returns the folder of published weights. Raises ConfigError with all that is wrong with it."""
-    if not path.is_dir():
-        what = "this is a file" if path.exists() else "there is no such folder"
+def open_folder(place: str | Path) -> WeightsFolder:
+    """Returns the published folder at hf:DIR or a path. Raises ConfigError with all that is wrong with it."""
+    folder = WeightsFolder(Path(str(place).removeprefix(PUBLISHED)))
+    if not folder.path.is_dir():
+        what = "this is a file" if folder.path.exists() else "there is no such folder"
         fix = f"name a folder that holds {CONFIG} and {SINGLE}; weights of a hub have to be downloaded first"
-        raise ConfigError([Problem(str(path), what, fix)])
-    problems: list[Problem] = []
-    config = _config(path, problems)
-    tensors = dict[str, FileTensor]()
-    try:
-        listed = _listed(path)
-    except ConfigError as error:
-        problems += error.problems
-        listed = {}
-    files: set[str] = {*listed.values()} if listed or problems else {SINGLE}
-    for file in sorted(files):
-        for name, tensor in _read_header(path / file, problems).items():
-            if name in tensors:
-                what = f"holds {name}, which {tensors[name].file.name} holds too"
-                problems.append(Problem(str(path / file), what, f"{AGAIN}, the whole folder"))
-            tensors[name] = tensor
-    problems += _not_as_listed(path, listed, tensors, problems)
-    raise_if_any(problems)
-    tokenizer = tuple(path / name for name in TOKENIZER_FILES if (path / name).is_file())
-    return PublishedFolder(path, MappingProxyType(config), MappingProxyType(tensors), tokenizer)
-
-
-def _config(path: Path, problems: list[Problem]) -> dict[str, Any]:
-    try:
-        config = parse_json((path / CONFIG).read_bytes())
-    except OSError as error:
-        problems.append(Problem(str(path / CONFIG), f"cannot be read: {error.strerror}", AGAIN))
-    except ValueError as error:
-        problems.append(Problem(str(path / CONFIG), f"is not JSON: {error}", AGAIN))
-    else:
-        if isinstance(config, dict):
-            return config
-        problems.append(Problem(str(path / CONFIG), "is not a JSON object", AGAIN))
-    return {}
+        raise ConfigError([Problem(str(folder.path), what, fix)])
+    all_of(lambda: folder.config, lambda: folder.tensors)
+    return folder
 
 
 def _listed(path: Path) -> dict[str, str]:

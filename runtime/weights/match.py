@@ -13,7 +13,7 @@ from meshloom.models.adapter import is_adapter
 from meshloom.models.published import PublishedTensor
 
 from ..checkpoint.differences import MOST_SHOWN, shown
-from .folder import FLOATS, FileTensor, PublishedFolder
+from .folder import FLOATS, FileTensor, WeightsFolder
 
 SKIP, FROM = "checkpoint.weights_skip", "checkpoint.weights_from"
 
@@ -41,7 +41,7 @@ class Matched:
 
 
 def match_folder(
-    folder: PublishedFolder, expected: Sequence[PublishedTensor], params: Iterable[str], skip: Sequence[str],
+    folder: WeightsFolder, expected: Sequence[PublishedTensor], params: Iterable[str], skip: Sequence[str],
     unused: Collection[str] = (),
 ) -> Matched:  # fmt: skip
     """Returns what is read of a folder. Raises ConfigError with all differences from what is expected.

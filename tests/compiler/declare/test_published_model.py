@@ -91,7 +91,7 @@ def test_a_folder_that_is_not_one_of_a_published_model(folder, tmp_path):
         ("{", "", "is not valid JSON"),
         ("\xff", "", "is not valid JSON"),
         ('{"vocab_size": NaN}', "", "NaN is not a number of JSON"),
-        ("[]", "", "not an object"),
+        ("[]", "", "is not a JSON object"),
         ({"architectures": ["LamaForCausalLM"]}, ": architectures", "did you mean 'LlamaForCausalLM'"),
         ({"rope_scaling": {"type": "spiral"}}, ": rope_scaling.rope_type", "'spiral' is not implemented"),
         ({"quantization_config": {"bits": 4}}, ": quantization_config", "convert the weights to bfloat16"),

@@ -11,7 +11,8 @@ import pytest
 
 from meshloom.compiler.core.errors import DOES_NOT_FIT, ConfigError, Problem
 from meshloom.runtime.core.failures import NONFINITE, RunFailed
-from meshloom.runtime.rundir.run_record import RunRecord, link_latest, read_record, recorded_run
+from meshloom.runtime.rundir.folders import RunFolder
+from meshloom.runtime.rundir.run_record import RunRecord, link_latest, recorded_run
 
 PROBLEM = Problem("optimizer.learning_rate", "the loss of step 7 is NaN", "lower it")
 
@@ -24,7 +25,7 @@ def _ended_by(run_dir: Path, error: BaseException) -> tuple[str, str | None, int
 
 
 def _record(run_dir: Path) -> RunRecord:
-    record = read_record(run_dir)
+    record = RunFolder(run_dir).record
     assert record is not None
     return record
 
@@ -83,8 +84,8 @@ def test_a_disk_that_refuses_the_record_ends_no_run(tmp_path, caplog):
 @pytest.mark.parametrize("content", ["", "{", "[]", json.dumps({"schema_version": 1, "state": "asleep"})])
 def test_a_record_that_cannot_be_read_is_none(tmp_path, content):
     (tmp_path / "run.json").write_text(content)
-    assert read_record(tmp_path) is None
-    assert read_record(tmp_path / "none") is None
+    assert RunFolder(tmp_path).record is None
+    assert RunFolder(tmp_path / "none").record is None
 
 
 def test_latest_leads_to_the_newest_run(tmp_path):
