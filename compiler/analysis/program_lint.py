@@ -20,7 +20,8 @@ from ..schema import CollectiveReport, Finding, StepReport, or_infinity
 from ..target.compiler_options import presets_for
 from ..target.target import TargetPlan
 from ..xla.hlo import Instruction, Module
-from ..xla.hlo.uses import CASTS, VIEWS, ModuleValue, Uses, ValueUse
+from ..xla.hlo.flow import Flow, ModuleValue, ValueUse
+from ..xla.hlo.opcodes import SAME_ELEMENTS
 from .lint import LEAST_BYTES, NUM_PLACES
 from .program_devices import ProgramDevices
 from .repeated_work import find_repeated_work
@@ -129,14 +130,14 @@ def _reduced_then_sliced(
 ) -> Iterator[Finding]:
     candidates = {each.name: each for each in collectives if each.kind == "all-reduce" and _is_large(each)}
     ends = {done: candidates[name] for done, name in dones.items() if name in candidates}
-    uses, through = Uses(module), VIEWS | CASTS | {"slice"}
+    flow, through = Flow(module), SAME_ELEMENTS | {"slice"}
     sliced = [
         ends[each.name]
         for computation in module.computations.values()
         for each in computation.instructions
         if each.opcode != "parameter"
         and (found := ends.get(each.name))
-        and _is_used_by_shard(uses.of(ModuleValue(computation, each), through=through), found.group_size)
+        and _is_used_by_shard(flow.uses(ModuleValue(computation, each), through=through), found.group_size)
     ]
     if not sliced:
         return

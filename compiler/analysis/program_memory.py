@@ -92,7 +92,7 @@ def needed_bytes(memory: ProgramMemory | None, peak: PeakMemory | Unavailable, t
 
 def _held(buffers: Sequence[Buffer], classes: Mapping[int, MemoryClass], module: Module) -> Iterator[HeldArray]:
     loops = {each.name: each for c in module.computations.values() for each in c.instructions if each.opcode == "while"}
-    inside = {name: list(module.all_within((loops[name].attribute("body") or "").lstrip("%"))) for name in loops}
+    inside = {name: list(module.all_within(loops[name].body)) for name in loops}
     nested = {name for name, within in inside.items() if any(each.opcode == "while" for each in within)}
     touched = {name: {id(each) for each in within} for name, within in inside.items()}
     for each in buffers:

@@ -4,7 +4,7 @@ stack-gathered-whole        a stack of layers is split along the dimension that 
 gathered-then-sliced        each device uses only a part of what an all-gather gives it
 upcast-transfer             the transferred type is wider than that of the input, or of the result
 
-compiler/xla/hlo/uses.py finds where values come from and go to.
+compiler/xla/hlo/flow.py finds where values come from and go to.
 """
 
 from collections import defaultdict
@@ -16,14 +16,14 @@ from ..core.collectives import CollectiveKind
 from ..core.format import counted, human_bytes, human_names, human_seconds, human_share
 from ..schema import CollectiveReport, Finding, total
 from ..xla.hlo import Computation, Instruction, Module
+from ..xla.hlo.flow import Flow, ModuleValue, ValueUse
+from ..xla.hlo.opcodes import BLOCKS, SAME_ELEMENTS, VIEWS
 from ..xla.hlo.types import ArrayType, bits_of
-from ..xla.hlo.uses import VIEWS, ModuleValue, Uses, ValueUse
 from .lint import LEAST_BYTES, NUM_PLACES
 from .source_lines import shown, source_finder
 
 MOST_USED = 0.5  # the share of a gathered array; an operation that uses more needs it whole
 _MOVED: frozenset[CollectiveKind] = frozenset({"all-gather", "all-to-all", "collective-permute"})  # nothing is summed
-_SLICES = frozenset({"dynamic-slice", "slice"})
 _NAMES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
 
 
@@ -85,8 +85,8 @@ class _Transfers:
     dones: Mapping[str, str]
 
     @cached_property
-    def uses(self) -> Uses:
-        return Uses(self.module)
+    def flow(self) -> Flow:
+        return Flow(self.module)
 
     @cached_property
     def moved(self) -> tuple[MovedArray, ...]:
@@ -106,7 +106,7 @@ class _Transfers:
         array, gathered = moved.array, self._uses_of(moved)
         if moved.report.kind != "all-gather" or not array.shape or array.shape[moved.dimension] < 2:
             return None
-        origin = self.uses.origin(moved.sent)
+        origin = self.flow.origin(moved.sent)
         num_layers, is_within = array.shape[moved.dimension], moved.result.computation.name in self._bodies
         is_sliced = bool(gathered) and all(
             _is_slice(use) and use.reader.opcode == "dynamic-slice" and (use.loops or is_within)
@@ -144,7 +144,7 @@ class _Transfers:
     def cast(self, moved: MovedArray) -> Waste | None:
         """Returns the waste of an array that is cast to a wider type before it is moved, or to a narrower one after."""
         dtype = moved.array.dtype
-        before = self.uses.origin(moved.sent, through=VIEWS)
+        before = self.flow.origin(moved.sent, through=VIEWS)
         if before.instruction.opcode == "convert":
             narrow = before.computation.by_name[before.instruction.operands[0]].arrays[0].dtype
             if bits_of(narrow) < bits_of(dtype):
@@ -192,14 +192,14 @@ class _Transfers:
     def _bodies(self) -> frozenset[str]:
         """Returns the bodies of loops."""
         instructions = (each for c in self.module.computations.values() for each in c.instructions)
-        return frozenset((each.attribute("body") or "").lstrip("%") for each in instructions if each.opcode == "while")
+        return frozenset(each.body for each in instructions if each.opcode == "while")
 
     @cached_property
     def _lines(self):
         return source_finder(self.module)
 
-    def _uses_of(self, moved: MovedArray, **through: frozenset[str]) -> list[ValueUse]:
-        return self.uses.of(moved.result, **through)
+    def _uses_of(self, moved: MovedArray, *, through: frozenset[str] = SAME_ELEMENTS) -> list[ValueUse]:
+        return self.flow.uses(moved.result, through=through)
 
     def _is_argument(self, place: ModuleValue) -> bool:
         return place.instruction.opcode == "parameter" and place.computation.name == self.module.entry
@@ -210,7 +210,7 @@ class _Transfers:
 
 
 def _is_slice(use: ValueUse) -> bool:
-    return use.reader.opcode in _SLICES and use.place == 0 and not use.is_result
+    return use.reader.opcode in BLOCKS and use.place == 0 and not use.is_result
 
 
 def _fix_of_slice(use: ValueUse, moved: MovedArray) -> str:

@@ -87,6 +87,16 @@ class Instruction:
             names += [name.strip().lstrip("%") for name in several.split(",")]
         return tuple(names)
 
+    @property
+    def body(self) -> str:
+        """Returns the computation that a `while` repeats."""
+        return (self.attribute("body") or "").lstrip("%")
+
+    @property
+    def condition(self) -> str:
+        """Returns the computation that says whether a `while` goes on."""
+        return (self.attribute("condition") or "").lstrip("%")
+
     def attribute(self, key: str) -> str | None:
         """Returns the text of an attribute: `attribute("custom_call_target")` -> `AsyncCollectiveStart`."""
         found = re.search(rf"(?:^|[ ,{{]){key}=", self.attributes)
@@ -108,6 +118,15 @@ class Computation:
     def root(self) -> Instruction:
         """Returns the instruction whose value is the result."""
         return next((each for each in self.instructions if each.is_root), self.instructions[-1])
+
+    @cached_property
+    def readers(self) -> Mapping[str, list[tuple[Instruction, int]]]:
+        """Returns the instructions that read each value, with the place of the operand."""
+        found: dict[str, list[tuple[Instruction, int]]] = {}
+        for each in self.instructions:
+            for place, name in enumerate(each.operands):
+                found.setdefault(name, []).append((each, place))
+        return found
 
     @cached_property
     def parameters(self) -> tuple[Instruction, ...]:
@@ -153,6 +172,16 @@ class Module:
     @property
     def entry_computation(self) -> Computation:
         return self.computations[self.entry]
+
+    @cached_property
+    def callers(self) -> Mapping[str, list[tuple[Computation, Instruction]]]:
+        """Returns the instructions that call each computation, with their own."""
+        found: dict[str, list[tuple[Computation, Instruction]]] = {}
+        for computation in self.computations.values():
+            for each in computation.instructions:
+                for name in each.called:
+                    found.setdefault(name, []).append((computation, each))
+        return found
 
     def all_within(self, name: str) -> Iterator[Instruction]:
         """Returns the instructions of a computation and of all that it calls, each computation once."""

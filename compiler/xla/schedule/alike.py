@@ -16,9 +16,10 @@ from dataclasses import dataclass, field, replace
 
 from ..hlo import Computation, HloError, Instruction, Module
 from ..hlo.groups import groups_of, parse_groups
+from ..hlo.opcodes import COLLECTIVES
 from ..hlo.types import elements_of, parse_type
 from .kernels import kernel_work
-from .program import COLLECTIVES, global_groups
+from .program import global_groups
 from .trips import num_trips
 
 Classes = tuple[int, ...]  # a number for each device; devices with the same value have the same number
@@ -195,7 +196,7 @@ class _Walk:
             return list(operands)
         if opcode == "get-tuple-element":
             return _element(operands[0], int(each.attribute("index") or 0))
-        if opcode in ("copy-start", "slice-start", "all-reduce-done"):
+        if opcode in ("copy-start", "slice-start", "all-reduce-done"):  # no pair of operand and result
             return operands[0]
         if base in COLLECTIVES:
             return self._collective(each, base, operands)
@@ -258,8 +259,8 @@ class _Walk:
 
     def _loop(self, each: Instruction, around: Computation, given: Value, times: float) -> Value:
         """Returns the state of a loop: what is the same at its start and stays the same in each iteration."""
-        body = self.module.computations[(each.attribute("body") or "").lstrip("%")]
-        condition = self.module.computations[(each.attribute("condition") or "").lstrip("%")]
+        body = self.module.computations[each.body]
+        condition = self.module.computations[each.condition]
         state = given
         for _ in range(MOST_ROUNDS):
             after = self.run(body, [state], times=0)

@@ -23,13 +23,13 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ..hlo import Computation, Instruction, Module
+from ..hlo.flow import Flow, ModuleValue
+from ..hlo.opcodes import IN_PLACE, NAMES
 from ..hlo.types import HBM, ArrayType, elements_of, parse_type
 
 ArraySet = frozenset[int] | tuple["ArraySet", ...]  # the arrays that a value consists of, by number
 NOTHING: ArraySet = frozenset()
 
-_SAME = {"bitcast", "opt-barrier", "optimization-barrier", "all-reduce-done", "async-update", "call-update"}
-_IN_PLACE = {"dynamic-update-slice", "scatter"}  # of the first operand
 _ALIAS = re.compile(r"\{([\d, ]*)\}: ?\((\d+), ?\{([\d, ]*)\}")
 
 
@@ -329,7 +329,7 @@ class _Walk:
             return _Step(tuple(operands), names_only=True)
         if opcode == "get-tuple-element":
             return _Step(_element(operands[0], int(each.attribute("index") or 0)), names_only=True)
-        if opcode in _SAME:
+        if opcode in NAMES:
             return _Step(operands[0], names_only=True)
         if opcode.endswith("-done"):
             return _Step(_done(opcode, operands[0]), names_only=True)
@@ -346,7 +346,7 @@ class _Walk:
 
     def _called(self, each: Instruction, operands: list[ArraySet]) -> _Step:
         if each.opcode == "while":
-            body = self.module.computations[(each.attribute("body") or "").lstrip("%")]
+            body = self.module.computations[each.body]
             inside, _ = self.run(body, (operands[0],), operands[0])
             return _Step(operands[0], inside=inside)
         computations = [self.module.computations[name] for name in each.called]
@@ -408,7 +408,7 @@ class _Walk:
         return (first, *(self.made(each, element) for element in elements[1:]))
 
     def _made_by(self, each: Instruction, operands: list[ArraySet]) -> ArraySet:
-        if each.opcode in _IN_PLACE:
+        if each.opcode in IN_PLACE:
             return operands[0]
         if each.attribute("custom_call_target") == "ConcatBitcast":  # the slices lie side by side
             return frozenset(_flat(tuple(operands)))
@@ -430,19 +430,14 @@ class _Walk:
             return {}
         inner = self.module.computations[each.called[0]]
         root = inner.root
-        names = root.operands if root.opcode == "tuple" else (root.name,)
-        found = {index: self._origin(name, inner) for index, name in enumerate(names)}
-        return {index: (origin, ()) for index, origin in found.items() if origin is not None}
-
-    def _origin(self, name: str, inner: Computation) -> int | None:
-        """Returns the parameter of a fused computation that one of its values overwrites."""
-        each = inner.by_name[name]
-        if each.opcode == "parameter":
-            return int(each.argument)
-        if each.opcode == "fusion":
-            at = self._places(each).get(0) if elements_of(each.type_text) is None else None
-            return self._origin(each.operands[at[0]], inner) if at else None
-        return self._origin(each.operands[0], inner) if each.opcode in {"bitcast", *_IN_PLACE} else None
+        paths = [(place,) for place in range(len(root.operands))] if root.opcode == "tuple" else [()]
+        flow, through = Flow(self.module), NAMES | IN_PLACE
+        origins = [flow.origin(ModuleValue(inner, root, path), through=through, within=inner) for path in paths]
+        return {
+            index: (int(origin.instruction.argument), ())
+            for index, origin in enumerate(origins)
+            if origin.computation is inner and origin.instruction.opcode == "parameter"
+        }
 
 
 def _donated(module: Module, arguments: tuple[ArraySet, ...]) -> ArraySet:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from ..hlo import Computation, HloError, Instruction, Module
 from ..hlo.groups import ReplicaGroups, groups_of
+from ..hlo.opcodes import collective_kind
 from .alike import Classes, find_predicates
-from .program import COLLECTIVES, global_groups
+from .program import global_groups
 from .sends import begun_by
 
 
@@ -55,7 +56,7 @@ def _collectives(module: Module, name: str) -> Iterator[tuple[Instruction, Compu
     while waiting:
         computation = module.computations[waiting.pop()]
         for each in computation.instructions:
-            if each.opcode.removesuffix("-start") in COLLECTIVES:
+            if collective_kind(each.opcode):
                 yield each, computation
             called = [one for one in each.called if one in module.computations and one not in seen]
             seen.update(called)

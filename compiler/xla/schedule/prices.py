@@ -16,6 +16,8 @@ from ...core.collectives import ComputeKind
 from ...core.kernels import KernelCost, KernelOwner, share_of_head
 from ...core.scopes import OperationName
 from ..hlo import Computation, Instruction, Module
+from ..hlo.flow import Flow, ModuleValue
+from ..hlo.opcodes import FREE, NAMES_IN_FUSION, PARTS
 from ..hlo.types import ArrayType, parse_type
 from .attention_kernels import is_attention
 from .kernels import is_matmul, is_pallas, kernel_work
@@ -28,18 +30,10 @@ KERNEL_SECONDS = 2e-6  # the shortest GPU kernel, launched from a graph
 # (https://developer.nvidia.com/blog/cuda-graphs).
 KERNEL_GAP_SECONDS = 0.5e-6
 
-# Instructions without work for the compute unit: names of values, and copies between memories.
-_FREE = frozenset({
-    "add-dependency", "after-all", "bitcast", "constant", "copy-done", "copy-start", "domain", "dynamic-slice-done",
-    "dynamic-slice-start", "dynamic-update-slice-done", "dynamic-update-slice-start", "get-tuple-element", "iota",
-    "opt-barrier", "parameter", "partition-id", "replica-id", "slice-done", "slice-start", "tuple",
-})  # fmt: skip
 _FREE_TARGETS = frozenset({
     "AllocateBuffer", "ConcatBitcast", "PrepareAsyncCallDone", "PrepareAsyncCallStart", "Sharding", "SliceBuffer",
 })  # fmt: skip
 _NEGLIGIBLE_BYTES = 4096  # on TPUs such scalars are handled beside the vector unit
-_SLICES = frozenset({"dynamic-slice", "gather", "slice"})
-_VIEWS = frozenset({"bitcast", "reshape"})
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,7 @@ def price_instruction(
 ) -> Compute | None:
     """Returns the compute of an instruction that is neither a collective nor a loop; None if it takes no time. ops:
     operations that know their own kernels."""
-    if instruction.opcode in _FREE or instruction.attribute("custom_call_target") in _FREE_TARGETS:
+    if instruction.opcode in FREE or instruction.attribute("custom_call_target") in _FREE_TARGETS:
         return None
     price = _price(instruction, around, module, chip, ops)
     if price.seconds == 0:
@@ -162,47 +156,43 @@ def _moved_bytes(instruction: Instruction, around: Computation, module: Module) 
     one that is updated in place as the update."""
     if instruction.opcode == "dynamic-update-slice":
         return 2 * _bytes_of(instruction.operands[1], around)
-    if instruction.opcode in _SLICES:
+    if instruction.opcode in PARTS:
         return 2 * instruction.num_bytes
     if instruction.opcode != "fusion" or not instruction.called:
         return instruction.num_bytes + sum(_bytes_of(name, around) for name in instruction.operands)
     inner = module.computations[instruction.called[0]]
-    read = sum(_read_of(parameter, inner) for parameter in inner.parameters)
-    return read + _written(inner)
+    flow = Flow(module)
+    return sum(_read_of(parameter, inner, flow) for parameter in inner.parameters) + _written(inner, flow)
 
 
-def _read_of(parameter: Instruction, inner: Computation) -> int:
+def _read_of(parameter: Instruction, inner: Computation, flow: Flow) -> int:
     """Returns the bytes of a parameter that a fusion reads: the slices of one that is only sliced, even through a
     view."""
-    views, users = {parameter.name}, list[Instruction]()
-    for each in inner.instructions:  # operands come before their users
-        if views.isdisjoint(each.operands):
-            continue
-        if each.opcode in _VIEWS:
-            views.add(each.name)
-        else:
-            users.append(each)
     read = 0
-    for each in users:
-        is_sliced = each.operands[0] in views and views.isdisjoint(each.operands[1:])
-        if is_sliced and each.opcode in _SLICES:
-            read += each.num_bytes
-        elif not (is_sliced and each.opcode == "dynamic-update-slice"):
+    uses = flow.uses(ModuleValue(inner, parameter), through=NAMES_IN_FUSION, within=inner)
+    for use in uses:
+        if use.place or use.is_result:
             return parameter.num_bytes
-    return read if users else parameter.num_bytes
+        if use.reader.opcode in PARTS:
+            read += use.reader.num_bytes
+        elif use.reader.opcode != "dynamic-update-slice":
+            return parameter.num_bytes
+    return read if uses else parameter.num_bytes
 
 
-def _written(inner: Computation) -> int:
+def _written(inner: Computation, flow: Flow) -> int:
     """Returns the bytes that a fusion writes: the update of an array that it updates in place."""
-    names = inner.root.operands if inner.root.opcode == "tuple" else (inner.root.name,)
-    outputs = [inner.by_name[name] for name in names if name in inner.by_name]
-    return sum(_written_by(each, inner) for each in outputs)
-
-
-def _written_by(output: Instruction, inner: Computation) -> int:
-    while output.opcode in _VIEWS and output.operands[0] in inner.by_name:
-        output = inner.by_name[output.operands[0]]
-    return _bytes_of(output.operands[1], inner) if output.opcode == "dynamic-update-slice" else output.num_bytes
+    root = inner.root
+    paths = [(place,) for place in range(len(root.operands))] if root.opcode == "tuple" else [()]
+    outputs = (flow.origin(ModuleValue(inner, root, path), through=NAMES_IN_FUSION, within=inner) for path in paths)
+    return sum(
+        _bytes_of(each.instruction.operands[1], each.computation)
+        if each.instruction.opcode == "dynamic-update-slice"
+        else each.array.num_bytes
+        if each.array
+        else each.instruction.num_bytes
+        for each in outputs
+    )
 
 
 def instruction_kind(instruction: Instruction, module: Module, ops: Sequence[KernelOwner] = ()) -> ComputeKind:

@@ -21,24 +21,15 @@ from ...core.collectives import MOVING, CollectiveKind
 from ...core.kernels import KernelOwner
 from ...core.scopes import MATMUL, OperationName
 from ..hlo import Computation, HloError, Instruction, Module
+from ..hlo.flow import Flow, ModuleValue
 from ..hlo.groups import ReplicaGroups, groups_of
+from ..hlo.opcodes import BLOCKS, COLLECTIVES, SAME_ELEMENTS, collective_kind
 from ..hlo.types import ArrayType, elements_of, parse_type
 from .prices import Chip, price_instruction
 from .sends import answered_by, begun_by, is_answered
 from .steps import Branches, Collective, Compute, Done, Loop, Start, Step
 from .trips import num_trips
 
-COLLECTIVES: dict[str, CollectiveKind] = {
-    "all-gather": "all-gather",
-    "all-reduce": "all-reduce",
-    "all-to-all": "all-to-all",
-    "collective-broadcast": "collective-broadcast",
-    "collective-permute": "collective-permute",
-    "ragged-all-to-all": "all-to-all",
-    "reduce-scatter": "reduce-scatter",
-    "send": "send",
-}
-_HANDED_ON = frozenset({"bitcast", "convert", "copy", "reshape", "transpose"})
 _MOST_FOLLOWED = 16  # instructions from a collective back to the matmuls that compute its operands
 _KIND_IN_NAME = re.compile("|".join(COLLECTIVES).replace("|send", ""))
 _STRATEGY = re.compile(r"(\w*Strategy\w*)\{colors:(\d+)")
@@ -78,7 +69,7 @@ class _Reader:
         opcode = instruction.opcode
         base = opcode.removesuffix("-start").removesuffix("-done")
         if opcode == "while":
-            body = self.module.computations[(instruction.attribute("body") or "").lstrip("%")]
+            body = self.module.computations[instruction.body]
             if OperationName(instruction.op_name).is_at_most_once:
                 return [Branches(instruction.name, (self.steps_of(body), ()), op_name=instruction.op_name, on=0)]
             return [Loop(instruction.name, num_trips(instruction, around, self.module), self.steps_of(body))]
@@ -175,11 +166,12 @@ class _Reader:
     ) -> Collective:
         """Returns the collective in `inner`, named by the instruction that starts it. Several of one kind in a
         call are counted as one with all their arrays."""
-        within, kind = inner.instruction, COLLECTIVES[inner.instruction.opcode.removesuffix("-start")]
+        within, kind = inner.instruction, collective_kind(inner.instruction.opcode)
+        assert kind is not None
         beside = inner.computation.instructions if within is not instruction else (within,)
         alike = [Inner(each, inner.computation) for each in beside if each.opcode == within.opcode]
         groups, arrays = self._groups(within), [array for each in alike for array in _arrays(each)]
-        is_sliced = kind == "all-reduce" and within is not instruction and _is_scattered(inner)
+        is_sliced = kind == "all-reduce" and within is not instruction and self._is_scattered(inner)
         times = len(groups[0]) if groups and kind in MOVING else 1  # each operand is a part
         return Collective(
             name=instruction.name,
@@ -225,7 +217,7 @@ class _Reader:
         for name in instruction.called:
             computation = self.module.computations.get(name)
             for each in computation.instructions if computation else ():
-                if each.opcode.removesuffix("-start") in COLLECTIVES and computation:
+                if collective_kind(each.opcode) and computation:
                     return Inner(each, computation)
                 if each.opcode in ("fusion", "call") and (found := self._inside(each)):
                     return found
@@ -242,9 +234,15 @@ class _Reader:
             seen.add(name)
             if each.opcode == "fusion" and self._targets(each) & {"AsyncCollectiveStart"}:
                 return name
-            if each.opcode in ("get-tuple-element", "bitcast", "copy", "tuple", "while") or self._inside_fusion(each):
+            if each.opcode in SAME_ELEMENTS | {"get-tuple-element", "tuple", "while"} or self._inside_fusion(each):
                 names += each.operands
         return done.name
+
+    def _is_scattered(self, inner: Inner) -> bool:
+        """Returns True where only a slice of the result leaves the fusion that the collective is in."""
+        result = ModuleValue(inner.computation, inner.instruction)
+        uses = Flow(self.module).uses(result, within=inner.computation)
+        return bool(uses) and all(use.reader.opcode in BLOCKS and not use.is_result for use in uses)
 
     def _inside_fusion(self, instruction: Instruction) -> bool:
         return instruction.opcode == "fusion" and self._inside(instruction) is not None
@@ -271,8 +269,7 @@ class _Reader:
             for each in computation.instructions:
                 started.add(self._started(each))
                 if each.opcode == "while":
-                    body = (each.attribute("body") or "").lstrip("%")
-                    found[body] = started - {None}
+                    found[each.body] = started - {None}
         return found
 
     def _started(self, instruction: Instruction) -> Any:
@@ -357,7 +354,7 @@ def _made_by(inner: Inner) -> tuple[str, ...]:
         seen.add(each.name)
         if OperationName(each.op_name).fact(MATMUL):
             found.append(each.op_name)
-        elif each.opcode in _HANDED_ON or each.opcode in ("add", "fusion", "get-tuple-element"):
+        elif each.opcode in SAME_ELEMENTS or each.opcode in ("add", "fusion", "get-tuple-element"):
             names += each.operands
     return tuple(found)
 
@@ -365,15 +362,3 @@ def _made_by(inner: Inner) -> tuple[str, ...]:
 def _is_padded(inner: Inner) -> bool:
     operands = [inner.computation.by_name.get(name) for name in inner.instruction.operands]
     return all(each is not None and each.opcode == "dynamic-update-slice" for each in operands)
-
-
-def _is_scattered(inner: Inner) -> bool:
-    """Returns True where only a slice of the result leaves the fusion that the collective is in."""
-    users = _users({inner.instruction.name}, inner.computation)
-    while users and all(each.opcode in _HANDED_ON for each in users):
-        users = _users({each.name for each in users}, inner.computation)
-    return bool(users) and all(each.opcode in ("dynamic-slice", "slice") for each in users)
-
-
-def _users(names: set[str], computation: Computation) -> list[Instruction]:
-    return [each for each in computation.instructions if names & set(each.operands)]

@@ -748,6 +748,28 @@ def test_an_attention_kernel_of_cudnn_says_whether_it_has_a_mask(mask, share):
     assert found.seconds == pytest.approx(flops / (0.5 * 1e9) + KERNEL_GAP_SECONDS)
 
 
+def test_a_slice_in_a_nested_fusion_counts_as_the_slice():
+    """XLA for TPUs gives the fusion of a matmul the stack of all layers; a fusion within it takes one layer."""
+    fused = """\
+%layer (p: f32[1000], i: s32[]) -> f32[10] {
+  %p = f32[1000]{0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %ds = f32[10]{0} dynamic-slice(%p, %i), dynamic_slice_sizes={10}
+}
+
+%outer (q: f32[1000], j: s32[]) -> f32[10] {
+  %q = f32[1000]{0} parameter(0)
+  %j = s32[] parameter(1)
+  %one = f32[10]{0} fusion(%q, %j), kind=kLoop, calls=%layer
+  ROOT %n = f32[10]{0} negate(%one)
+}
+"""
+    lines = ["  %big = f32[1000]{0} broadcast(%x)", "  %i = s32[] constant(0)",
+             "  ROOT %some = f32[10]{0} fusion(%big, %i), kind=kOutput, calls=%outer"]  # fmt: skip
+    steps = computed(read_steps(parse_module(module(*lines, before=fused)), GPU))
+    assert steps["some"].seconds == pytest.approx((40 + 40 + 4) / 0.9e6 + KERNEL_GAP_SECONDS)
+
+
 def test_a_slice_behind_a_view_counts_as_the_slice():
     """XLA for GPUs gives fusions the stack of all layers, transposed by a bitcast, and slices or updates a layer."""
     fused = """\

@@ -9,19 +9,11 @@
 The only use of %g is the dynamic-slice of %inner, within the loop %w.
 """
 
-from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
+from .opcodes import SAME_ELEMENTS, UNCHANGED
 from .parse import Computation, Instruction, Module
 from .types import ArrayType, elements_of, parse_type
-
-VIEWS = frozenset({
-    "all-gather-done", "all-reduce-done", "async-done", "bitcast", "copy", "copy-done", "copy-start", "opt-barrier",
-    "optimization-barrier", "reshape", "transpose",
-})  # fmt: skip
-CASTS = frozenset({"convert", "reduce-precision"})
 
 Path = tuple[int, ...]  # the place of an element within nested tuples
 
@@ -66,34 +58,17 @@ class ModuleValue:
 
 
 @dataclass(frozen=True)
-class Uses:
-    """Follows the values of a module."""
+class Flow:
+    """Follows the values of a module. through: the opcodes that hand on their first operand."""
 
     module: Module
 
-    @cached_property
-    def _readers(self) -> Mapping[str, Mapping[str, list[tuple[Instruction, int]]]]:
-        """Returns by computation and name the instructions that read a value, and where."""
-        found: dict[str, dict[str, list[tuple[Instruction, int]]]] = {}
-        for computation in self.module.computations.values():
-            of = found[computation.name] = defaultdict(list)
-            for each in computation.instructions:
-                for place, name in enumerate(each.operands):
-                    of[name].append((each, place))
-        return found
-
-    @cached_property
-    def _callers(self) -> Mapping[str, list[ModuleValue]]:
-        """Returns by computation the instructions that call it."""
-        found: dict[str, list[ModuleValue]] = defaultdict(list)
-        for computation in self.module.computations.values():
-            for each in computation.instructions:
-                for name in each.called:
-                    found[name].append(ModuleValue(computation, each))
-        return found
-
-    def of(self, value: ModuleValue, *, through: frozenset[str] = VIEWS | CASTS) -> list[ValueUse]:
-        """Returns all uses of a value. through: opcodes that hand on their operand."""
+    def uses(
+        self, value: ModuleValue, *, through: frozenset[str] = SAME_ELEMENTS, within: Computation | None = None
+    ) -> list[ValueUse]:
+        """Returns all uses of a value. within: the computation that it is not to be followed out of; None: the
+        program."""
+        end = self.module.entry if within is None else within.name
         found, seen = list[ValueUse](), set[tuple[str, str, Path]]()
         waiting = [value]
         while waiting:
@@ -102,10 +77,11 @@ class Uses:
                 continue
             seen.add(value.key)
             if value.instruction is value.computation.root:
-                if value.computation.name == self.module.entry:
+                if value.computation.name == end:
                     found.append(ValueUse(value.instruction, 0, value.array, value.loops, is_result=True))
-                waiting += self._returned(value)
-            for reader, place in self._readers[value.computation.name].get(value.instruction.name, ()):
+                else:
+                    waiting += self._returned(value)
+            for reader, place in value.computation.readers.get(value.instruction.name, ()):
                 handed = self._handed(value, reader, place, through)
                 if handed is None:
                     found.append(ValueUse(reader, place, value.array, value.loops))
@@ -146,9 +122,9 @@ class Uses:
         """Returns the places that the result of a computation is handed on to."""
         found = list[ModuleValue]()
         inner = value.computation
-        for caller in self._callers[inner.name]:
-            around, each, loops = caller.computation, caller.instruction, value.loops
-            if each.opcode == "while" and _body(each) == inner.name:
+        for around, each in self.module.callers.get(inner.name, ()):
+            loops = value.loops
+            if each.opcode == "while" and each.body == inner.name:
                 found.append(ModuleValue(inner, inner.parameters[0], value.path, loops))
                 loops = loops[: loops.index(each.name)] if each.name in loops else loops
             elif each.opcode not in ("call", "conditional", "fusion"):
@@ -159,19 +135,23 @@ class Uses:
     def _joined(self, start: Instruction, around: Computation) -> Instruction | None:
         """Returns the whole copy that an asynchronous slice is a part of: TPUs copy a large array in several slices,
         and name them as one by `ConcatBitcast`."""
-        for done, _ in self._readers[around.name].get(start.name, ()):
-            for reader, _ in self._readers[around.name].get(done.name, ()):
+        for done, _ in around.readers.get(start.name, ()):
+            for reader, _ in around.readers.get(done.name, ()):
                 if _is_joined(reader):
                     return reader
         return None
 
-    def origin(self, value: ModuleValue, *, through: frozenset[str] = VIEWS | CASTS) -> ModuleValue:
+    def origin(
+        self, value: ModuleValue, *, through: frozenset[str] = SAME_ELEMENTS, within: Computation | None = None
+    ) -> ModuleValue:
         """Returns the place that a value comes from unchanged: the instruction that computes it, or a parameter of the
-        program. What a loop does not change comes from outside of it."""
+        program. What a loop does not change comes from outside of it. within: a computation whose parameters it is not
+        to be followed beyond."""
         place, seen = value, set[tuple[str, str, Path]]()
         while place.key not in seen:
             seen.add(place.key)
-            before = self._before(place, through)
+            is_outer = place.instruction.opcode == "parameter" and place.computation is within
+            before = None if is_outer else self._before(place, through)
             if before is None:
                 break
             place = before
@@ -195,43 +175,32 @@ class Uses:
             return ModuleValue(inner, inner.root, path)
         if each.opcode == "while" and self._is_kept(each, path):
             return ModuleValue(of, of.by_name[each.operands[0]], path)
-        if each.opcode == "parameter" and of.name != self.module.entry:
+        if each.opcode == "parameter":
             return self._given(value)
         return None
 
     def _given(self, value: ModuleValue) -> ModuleValue | None:
         """Returns the place of the argument that a parameter of a computation is, if it has one caller."""
-        if len(callers := self._callers[value.computation.name]) != 1:
+        if len(callers := self.module.callers.get(value.computation.name, ())) != 1:
             return None
-        (caller,) = callers
-        each, place = caller.instruction, int(value.instruction.argument)
+        ((around, each),) = callers
+        place = int(value.instruction.argument)
         if each.opcode == "while":
             place = 0 if self._is_kept(each, value.path) else -1
         elif each.opcode == "conditional":
             place = 1 + list(each.called).index(value.computation.name)
         elif each.opcode not in ("call", "fusion"):
             place = -1
-        around = caller.computation
         return None if place < 0 else ModuleValue(around, around.by_name[each.operands[place]], value.path)
 
     def _is_kept(self, loop: Instruction, path: Path) -> bool:
         """Returns whether each iteration of a loop hands on an element of its state as it is."""
-        body = self._computation(_body(loop))
-        root = body.root
-        if not path or root.opcode != "tuple":
-            return False
-        kept = body.by_name[root.operands[path[0]]]
-        while kept.opcode in ("bitcast", "copy"):
-            kept = body.by_name[kept.operands[0]]
-        is_same = kept.opcode == "get-tuple-element" and int(kept.attribute("index") or 0) == path[0]
-        return is_same and body.by_name[kept.operands[0]].opcode == "parameter"
+        body = self._computation(loop.body)
+        handed_on = self.origin(ModuleValue(body, body.root, path), through=UNCHANGED, within=body)
+        return bool(path) and handed_on.instruction.opcode == "parameter" and handed_on.path == path
 
     def _computation(self, name: str) -> Computation:
         return self.module.computations[name]
-
-
-def _body(loop: Instruction) -> str:
-    return (loop.attribute("body") or "").lstrip("%")
 
 
 def _is_joined(instruction: Instruction) -> bool:
