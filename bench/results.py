@@ -17,7 +17,6 @@ import chaos
 import context
 import experts
 import faults
-import fused
 import memory_accuracy
 import overlap
 import peer
@@ -62,7 +61,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "pipeline-buffers": pipelines.buffers,
     "pipelines-compiled": lambda: pipelines_compiled.table(read_kept(pipelines_compiled.KEPT)),
     "pipelines-memory": lambda: pipelines_memory.table(read_kept(pipelines_memory.KEPT)),
-    "fused": lambda: fused.table(read_kept(fused.KEPT)),
     "faults": lambda: faults.tables(list(faults.read_kept(faults.KEPT).values())),
 }
 

@@ -38,7 +38,7 @@ from .plan import Plan, plan_memory, plan_state_arrays
 from .report.build_report import build_report
 from .schema import Alternative, MemoryChange, Report, SearchReport
 from .sharding.arrays import Arrays, build_model, find_arrays
-from .sharding.batch import check_batch, check_fused, check_length, check_token_order
+from .sharding.batch import check_batch, check_length, check_token_order
 from .sharding.length_split import check_length_split
 from .sharding.roles import AxisRoles, plan_roles
 from .sharding.sharding import ShardingPlan, check_gradients, check_rules, plan_sharding
@@ -120,7 +120,6 @@ def plan_layout(
         lambda: check_rules(spec.sharding, arrays),
         lambda: check_schedule(spec),
         lambda: check_remat(spec.remat, arrays),
-        lambda: check_fused(spec),
     )
     roles = plan_roles(spec.sharding, mesh.sizes)
     tables_of = cache(lambda: read_tables(spec, mesh, model))  # the layout asks, too

@@ -45,8 +45,7 @@ class Work:
 class Transfer:
     """A collective. is_weight: True if it moves a parameter or its gradient, and no activation. full_bytes: a place.
     source: the name of what it moves, if it belongs to one of the operations that run by a strategy
-    (`ParallelOp.source`). is_of_tick: whether it is a permute between the slots of a pipeline's ticks. beside_pass:
-    whether two passes that do not wait for each other run in its region, so that one computes while the other sends."""
+    (`ParallelOp.source`). is_of_tick: whether it is a permute between the slots of a pipeline's ticks."""
 
     kind: CollectiveKind
     axes: Axes
@@ -55,7 +54,6 @@ class Transfer:
     full_bytes: int
     source: str | None = None
     is_of_tick: bool = False
-    beside_pass: bool = False
 
 
 @dataclass(frozen=True)
@@ -249,7 +247,6 @@ class _Reader:
 
     def region(self, number: int, region: Region) -> None:
         is_tick = any(step.operation.chosen for step in region.steps)
-        beside_pass = has_independent_passes(region.program)
         if region.stacked_bytes:
             self.works.append(Work("other", number, None, (self.number(region.stacked_bytes),)))
         for step in (each for each in region.steps if not each.inside):
@@ -261,7 +258,7 @@ class _Reader:
                 source = find_source(self.ops, name)
                 is_permute = is_tick and bool(collective.stage_pairs)
                 self.transfers.append(
-                    Transfer(collective.kind, collective.axes, is_weight, number, full, source, is_permute, beside_pass)
+                    Transfer(collective.kind, collective.axes, is_weight, number, full, source, is_permute)
                 )
             moved = tuple(self.size(region.program, i) for i in step.arrays)
             if step.hbm_bytes and not moved:
@@ -269,24 +266,6 @@ class _Reader:
             flops = self.number(operation.flops) if operation.flops else None
             if moved or flops is not None:
                 self.works.append(Work(_kind_of(operation), number, flops, moved))
-
-
-def has_independent_passes(program: Program) -> bool:
-    """Returns True if the program multiplies in a forward and in a backward pass, and some of the backward pass does
-    not wait for all of the forward pass before it: they are of different microbatches."""
-    forward, made_from = 0, dict[int, int]()  # the forward matmuls that a value is made from, as bits
-    for operation in program.operations:
-        before = 0
-        for value in operation.inputs:
-            before |= made_from.get(value, 0)
-        if operation.kind == "matmul":
-            if not OperationName(operation.scope).is_transposed:
-                own = forward + 1
-                before, forward = before | own, forward | own
-            elif before != forward:
-                return True
-        made_from |= dict.fromkeys(operation.outputs, before)
-    return False
 
 
 def _kind_of(operation: Operation) -> WorkKind:

@@ -55,15 +55,13 @@ class Hiding:
 
     weights: the kinds of collectives of weights that it overlaps. is_doubled: a gradient that is not reduced beside
     compute is all-reduced, which takes twice the time of a reduce-scatter. activations_exposed: the exposed share of
-    activations' collectives, for all declarations or for each. exposed_beside_pass: the same beside a pass of another
-    microbatch. of_operations: the exposed time of the collectives of
+    activations' collectives, for all declarations or for each. of_operations: the exposed time of the collectives of
     operations that state it themselves, by source.
     """
 
     weights: frozenset[CollectiveKind]
     activations_exposed: float | Numbers
     is_doubled: bool
-    exposed_beside_pass: float = 1.0
     of_operations: Mapping[str, Exposed] = field(default_factory=dict[str, Exposed])
 
 
@@ -211,9 +209,7 @@ def _exposed(
             waited[one.axes] = waited.get(one.axes, 0.0) + own.share * seconds
         elif not one.is_weight:
             ring = 0.5 if one.kind == "collective-permute" else 1.0  # a ring sends one way around, a collective both
-            other = hiding.exposed_beside_pass if one.beside_pass else 1.0
-            share = np.minimum(hiding.activations_exposed, other)
-            waited[one.axes] = waited.get(one.axes, 0.0) + share * ring * seconds
+            waited[one.axes] = waited.get(one.axes, 0.0) + hiding.activations_exposed * ring * seconds
         elif one.kind in hiding.weights:
             beside[one.axes] = beside.get(one.axes, 0.0) + seconds
         else:
@@ -260,7 +256,6 @@ def plan_hiding(plan: Plan) -> Hiding:
     return Hiding(
         weights=weights,
         activations_exposed=beside_matmuls if is_ring or assumed.layers.batch_split > 1 else 1.0,
-        exposed_beside_pass=beside_matmuls,
         is_doubled=target.platform == "tpu" and "reduce-scatter" not in weights,
         of_operations=exposed_by_source(plan.operations, target),
     )

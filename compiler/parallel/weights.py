@@ -64,11 +64,6 @@ class Weights:
         before = jax.tree.map(lambda _: None, self.layouts) if self.before is None else self.before
         return jax.tree.map(partial(_gather, self.reduction), self.layouts, self.accumulators, before, self.working)
 
-    def gathered_before(self, whole: Any) -> Any:
-        """Returns whole weights that another pass gathered, with this one's gradients: those of `gathered`."""
-        layouts = jax.tree.map(lambda layout: replace(layout, gathered=()), self.layouts)
-        return replace(self, working=whole, layouts=layouts).gathered()
-
     def gathered_in_parts(self, cut: Any, sizes: Sequence[int], after: Array) -> list[Any]:
         """Returns the whole weights in parts, a tree each; the gather of a part begins when the part before it is
         there.
@@ -103,7 +98,7 @@ class Weights:
             return jax.lax.slice_in_dim(x, first, first + size, axis=dimension)
 
         accumulators, before = (None if x is None else cut(x) for x in (self.accumulators, self.before))
-        return replace(self, accumulators=accumulators, before=before, working=begun_after(earlier, cut(self.working)))
+        return replace(self, accumulators=accumulators, before=before, working=_begun_after(earlier, cut(self.working)))
 
 
 def _gather(
@@ -126,7 +121,7 @@ def _gather(
     return use(accumulator, before, working)
 
 
-def begun_after(earlier: Array, x: Array) -> Array:
+def _begun_after(earlier: Array, x: Array) -> Array:
     """Returns `x`, for which a compiler needs `earlier`. It removes barriers, so NaN is made of `x` where NaN came
     before."""
     first = jax.lax.stop_gradient(earlier)[(0,) * earlier.ndim]

@@ -18,7 +18,7 @@ from ..estimate.estimate import StepEstimate
 from ..parallel.weight_plan import WeightPlan
 from ..plan import Plan
 from ..schema import TriedReport
-from ..sharding.batch import check_fused, sequences_of_device
+from ..sharding.batch import sequences_of_device
 from ..sharding.sharding import check_gradients
 from ..spec.flag_presets import FlagPreset
 from ..spec.overlap_spec import LayerLoop, OverlapConfig, StrategyChoice
@@ -33,7 +33,6 @@ FLAT = LayerLoop(
     prefetch=0,
     deferred_reduce_scatter=False,
     reduce_in_backward=False,
-    fuse_microbatches=False,
 )
 
 
@@ -123,8 +122,8 @@ def expected_wait(plan: Plan, estimate: StepEstimate, way: OverlapConfig) -> Exp
     early; those that a neighbouring layer hides expose none. Weights prefetched for a later iteration are copied into
     their buffer; if the layers of an unrolled body alternate buffers, only one of them is. A ring's sends overlap with
     its matmuls; without the ring they are a reduce-scatter after them, in half the time, as it uses both directions.
-    With a batch split, the collectives of one part's activations stay exposed; with fused microbatches, those of one
-    microbatch, half of them forward and half backward. A hidden collective counts as hidden, however long it takes.
+    With a batch split, the collectives of one part's activations stay exposed. A hidden collective counts as hidden,
+    however long it takes.
     """
     loop, flag_presets = way.layers, way.flag_presets
     stacks = {stack.name for stack in plan.model.stacks}
@@ -132,7 +131,6 @@ def expected_wait(plan: Plan, estimate: StepEstimate, way: OverlapConfig) -> Exp
     hidden = {moved: hidden_kinds(flag_presets, moved, plan.target) for moved in ("weights", "activations")}
     begins_early = any(plan.target.flag_presets[name].begins_early for name in flag_presets)
     passes = max((op.beside_compute.get(name, 0) for op in plan.ops for name in way.strategies), default=0)
-    num_interleaved = loop.batch_split * (plan.spec.num_microbatches if loop.fuse_microbatches else 1)
     turns = 1 if loop.unroll % (loop.prefetch + 1) else loop.prefetch + 1
     is_copied = plan.target.compiler.copies_loop_carry and loop.prefetch
     behind = {} if loop.reduce_in_backward else _reduced_behind(plan)
@@ -146,10 +144,10 @@ def expected_wait(plan: Plan, estimate: StepEstimate, way: OverlapConfig) -> Exp
             if passes:
                 passed_bytes += passes * one.num_bytes
             else:
-                share = 1 / 2 / num_interleaved
+                share = 1 / 2 / loop.batch_split
         elif one.source not in paths:
             if one.kind not in hidden["activations"]:
-                share = 1 / num_interleaved if one.kind in hidden["weights"] else 1.0
+                share = 1 / loop.batch_split if one.kind in hidden["weights"] else 1.0
         elif one.kind not in hidden["weights"] or one not in of_layers or _is_behind(one, behind):
             share = 1.0
         elif not begins_early and not (loop.prefetch if is_gather else loop.deferred_reduce_scatter):
@@ -246,9 +244,6 @@ def _loops(plan: Plan) -> Iterator[LayerLoop]:
     own = [layout for stack in plan.model.stacks for layout in jax.tree.leaves(layouts[stack.name])]
     ahead = (0, 1) if any(layout.gathered for layout in own) else (0,)
     choices = product((False, True), ahead, layers_in_a_trip, batch_split, (False, True))
-    if _can_fuse(plan):
-        fused = FLAT.model_copy(update={"fuse_microbatches": True})
-        yield from (fused.model_copy(update={"batch_split": num_parts}) for num_parts in batch_split)
     for is_early, distance, unroll, num_parts, is_deferred in choices:
         loop = LayerLoop(
             unroll=unroll,
@@ -256,22 +251,11 @@ def _loops(plan: Plan) -> Iterator[LayerLoop]:
             prefetch=distance,
             deferred_reduce_scatter=bool(distance and is_deferred),
             reduce_in_backward=is_early,
-            fuse_microbatches=False,
         )
         crosses = any(layout.scattered or (is_early and layout.is_reduced_once) for layout in own)
         if (is_early and not _can_reduce_early(plan, loop)) or (is_deferred and not (distance and crosses)):
             continue
         yield loop
-
-
-def _can_fuse(plan: Plan) -> bool:
-    """Returns True if layers exchange activations, which two microbatches can hide for each other."""
-    way = OverlapConfig(layers=FLAT.model_copy(update={"fuse_microbatches": True}), parallel={}, flag_presets=())
-    try:
-        check_fused(applied(way, plan.spec))
-    except ConfigError:
-        return False
-    return bool(plan.roles.partitioner) or plan.mesh.num_shards(("expert",)) > 1
 
 
 def _can_reduce_early(plan: Plan, loop: LayerLoop) -> bool:

@@ -105,31 +105,6 @@ def _check_pairs(spec: StepSpec, num_sequences: int) -> None:
         raise_if_any([Problem("global_batch_size", what, fix)])
 
 
-def check_fused(spec: PlanSpec) -> None:
-    """Raises ConfigError for what the loop that fuses microbatches does not do (fused.py)."""
-    loop, key = spec.overlap.layers, "overlap.layers.fuse_microbatches"
-    if not loop.fuse_microbatches:
-        return
-    off, problems = f"{key}=false", list[Problem]()
-    if spec.num_microbatches < 2:
-        what = "is true, but there is 1 microbatch: nothing runs beside its backward pass"
-        problems.append(Problem(key, what, f"set num_microbatches=2 or more, or {off}"))
-    if loop.prefetch:
-        what = f"{loop.prefetch} gathers weights ahead, which the loop that fuses microbatches does not"
-        problems.append(Problem("overlap.layers.prefetch", what, f"set overlap.layers.prefetch=0, or {off}"))
-    if loop.reduce_in_backward:
-        what = "is true, but the loop that fuses microbatches reduces these gradients after all layers"
-        fix = f"set overlap.layers.reduce_in_backward=false, or {off}"
-        problems.append(Problem("overlap.layers.reduce_in_backward", what, fix))
-    if "offload" in spec.remat.policies:
-        what = "offload moves activations to the host, which the loop that fuses microbatches does not"
-        problems.append(Problem("remat", what, f"choose remat=save_names or remat=full, or set {off}"))
-    if spec.mesh.stage > 1:
-        what = f"is true, but on mesh.stage={spec.mesh.stage} the pipeline orders microbatches"
-        problems.append(Problem(key, what, f"set {off}, or mesh.stage=1"))
-    raise_if_any(problems)
-
-
 def check_length(spec: StepSpec, model: Model) -> None:
     """Raises ConfigError if sequences are longer than the model supports."""
     if model.max_length is not None and spec.sequence_length > model.max_length:

@@ -14,14 +14,13 @@ AUTO = "auto"  # a strategy, or flag presets, that the plan chooses
 
 
 class LayerLoop(Config):
-    """The loop over the layers of a stack (sequential.py, prefetch.py, fused.py)."""
+    """The loop over the layers of a stack (sequential.py, prefetch.py)."""
 
     unroll: PositiveInt  # layers per iteration
     batch_split: PositiveInt  # parts of a device's sequences that are interleaved in a layer
     prefetch: NonNegativeInt  # layers whose weights are gathered ahead
     deferred_reduce_scatter: bool  # a layer's gradients are reduced while the layer below runs backward; needs prefetch
     reduce_in_backward: bool  # gradients reduced once per step overlap with the last microbatch's backward pass
-    fuse_microbatches: bool  # a microbatch's forward pass runs beside the backward pass of the one before it
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -59,7 +58,7 @@ class OverlapConfig(Config):
     def name(self) -> str:
         """Returns a short description: "prefetch 1, deferred, unroll 2, collective_matmul, sparse_core"."""
         loop = self.layers
-        words = [f"prefetch {loop.prefetch}"] if loop.prefetch else ["fused" if loop.fuse_microbatches else "scan"]
+        words = [f"prefetch {loop.prefetch}"] if loop.prefetch else ["scan"]
         words += ["deferred"] if loop.deferred_reduce_scatter else []
         words += ["reduced in backward"] if loop.reduce_in_backward else []
         words += [f"unroll {loop.unroll}"] if loop.unroll > 1 else []

@@ -26,7 +26,6 @@ from ..sharding.arrays import LAYER_INPUT, gradient_name, vocab_dimensions
 from ..sharding.batch import REFERENCE
 from .preferences import compare_pairs
 from .schedule import Batch, HeadOutput, Microbatch, ModelFunctions, StackFunctions
-from .turns import Turn, in_turn
 
 BatchSplit = tuple[Any, ...]  # a tree for each part of the batch
 
@@ -105,17 +104,7 @@ def _stack(
     over_batch = _over_batch(plan)
 
     def layer(params: Params, shared: BatchSplit, index: Array, x: BatchSplit) -> tuple[BatchSplit, Aux]:
-        return apply(params, [make_context(stack.name, part, first + index) for part in shared], x)
-
-    def layer_in_turn(
-        params: Params, shared: BatchSplit, index: Array, x: BatchSplit, turn: Turn
-    ) -> tuple[BatchSplit, Aux, Array]:
-        reached = [jnp.zeros(())]
-        contexts = [make_context(stack.name, part, first + index) for part in shared]
-        contexts = [replace(each, activation=in_turn(each.activation, turn, reached)) for each in contexts]
-        return *apply(params, contexts, x), reached[-1]
-
-    def apply(params: Params, contexts: Sequence[Context], x: BatchSplit) -> tuple[BatchSplit, Aux]:
+        contexts = (make_context(stack.name, part, first + index) for part in shared)
         named = (marked(LAYER_INPUT, part) for part in x)
         outputs = [stack.layer.apply(params, *part) for part in zip(named, contexts, strict=True)]
         x, aux = zip(*(split_output(output) for output in outputs), strict=True)
@@ -123,8 +112,7 @@ def _stack(
         totals = over_batch(_sum_of([dict(each.totals) for each in aux]))
         return x, _sum_of([_parts_of_means(each.make(totals), num_tokens) for each in aux])
 
-    policy = build_policy(plan.spec.remat, stack.name, plan.arrays)
-    return StackFunctions(stack.name, stack.num_layers, layer, layer_in_turn, policy)
+    return StackFunctions(stack.name, stack.num_layers, layer, build_policy(plan.spec.remat, stack.name, plan.arrays))
 
 
 def _sum_of(trees: Sequence[Any]) -> Any:

@@ -14,7 +14,7 @@ from jax import Array
 
 from ..jax_private import residuals_of
 from ..parallel.weights import Weights
-from .schedule import LayerFunction, StackFunctions
+from .schedule import StackFunctions
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,17 @@ class LayerPass:
         return dw, dx
 
 
-def layer_pass(stack: StackFunctions, weights: Weights, shared: Any, layer: LayerFunction | None = None) -> LayerPass:
-    """Returns the passes of a stack's layers. Under `jax.checkpoint` they save what the stack's policy selects. layer:
-    runs instead of the stack's own."""
+def layer_pass(stack: StackFunctions, weights: Weights, shared: Any) -> LayerPass:
+    """Returns the passes of a stack's layers. Under `jax.checkpoint` they save what the stack's policy selects."""
     tree, tree_of_shared = jax.tree.structure(weights.working), jax.tree.structure(shared)
     layouts = jax.tree.leaves(weights.layouts)
 
     def flat(whole: list[Array], shared: list[Array], index: Array, x: Any) -> tuple[Any, Any]:
-        """Runs `layer` with lists instead of trees: then the residuals of its derivative are tuples, in the same
+        """Runs a layer with lists instead of trees: then the residuals of its derivative are tuples, in the same
         order."""
         trained = [w if one.is_trained else jax.lax.stop_gradient(w) for w, one in zip(whole, layouts, strict=True)]
         params, common = jax.tree.unflatten(tree, trained), jax.tree.unflatten(tree_of_shared, shared)
-        return (layer or stack.layer)(params, common, index, x)
+        return stack.layer(params, common, index, x)
 
     return LayerPass(jax.checkpoint(flat, policy=stack.policy, prevent_cse=False))
 

@@ -27,25 +27,21 @@ from meshloom.models import Aux, Params
 from ..core.partition_spec import Axes
 from ..parallel.remat import Policy
 from ..parallel.weights import Reduction, Weights, gradient_accumulator, reduce_gradient
-from .turns import Turn
 
 Batch = dict[str, Array]  # int32 (sequences, sequence_length), by the names of batch_arrays; row: int32 (sequences,)
 
 # (whole weights of a layer, what all layers share, index of the layer, x) -> (x, auxiliary outputs); x is a tree
 LayerFunction = Callable[[Any, Any, Array, Any], tuple[Any, Any]]
-# The same, with what the layer waits for -> the same, and a scalar of what it has reached (turns.py)
-LayerInTurn = Callable[[Any, Any, Array, Any, Turn], tuple[Any, Any, Array]]
 
 
 @dataclass(frozen=True)
 class StackFunctions:
-    """A stack of equal layers. layer: the function of one of them. layer_in_turn: the same for one that runs beside
-    another. policy: selects what a layer saves for its backward pass (remat.py)."""
+    """A stack of equal layers. layer: the function of one of them. policy: selects what a layer saves for its backward
+    pass (remat.py)."""
 
     name: str
     num_layers: int
     layer: LayerFunction
-    layer_in_turn: LayerInTurn
     policy: Policy
 
 

@@ -15,7 +15,6 @@ from meshloom.models import Aux, Params
 from ..core.scopes import piece_scope
 from ..parallel.weights import Weights, hoist
 from ..plan import Plan
-from .fused import FusedSchedule
 from .pipeline import PipelineSchedule
 from .placement_order import FromState
 from .prefetch import prefetch_layers
@@ -49,14 +48,11 @@ def choose_schedule(plan: Plan) -> LayerSchedule:
     scan = partial(scan_layers, unroll=loop.unroll)
     is_synchronous = plan.target.compiler.synchronous_collectives
     prefetch = partial(prefetch_layers, loop=loop, skip_boundary_collectives=is_synchronous)
-    sequential = SequentialSchedule(
+    return SequentialSchedule(
         prefetch if loop.prefetch else scan,
         num_microbatches=plan.spec.num_microbatches,
         reduce_in_backward=loop.reduce_in_backward,
     )
-    if loop.fuse_microbatches:
-        return FusedSchedule(sequential, plan.spec.num_microbatches, loop.unroll)
-    return sequential
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,6 @@ def test_every_option_of_every_group_makes_a_run(group, option):
         ("mesh", "hsdp"): ("sharding=hsdp",),
         ("mesh", "fsdp_expert"): ("sharding=fsdp_expert", "model=tiny_moe"),
         ("sharding", "fsdp_expert"): ("model=tiny_moe",),
-        ("overlap", "fused"): ("num_microbatches=2",),
         ("mesh", "zero1"): ("sharding=zero1",),
         ("mesh", "zero2"): ("sharding=zero2",),
         ("data", "text_files"): ("data.source.paths=[x]",),

@@ -211,10 +211,8 @@ V5E = TargetReport(
 
 def searched() -> SearchReport:
     """Three programs: declared, best, one that the compiler failed on."""
-    loops = [LayerLoop(unroll=1, batch_split=1, prefetch=0, deferred_reduce_scatter=False, reduce_in_backward=False,
-                       fuse_microbatches=False),
-             LayerLoop(unroll=2, batch_split=1, prefetch=1, deferred_reduce_scatter=True, reduce_in_backward=False,
-                       fuse_microbatches=False)]  # fmt: skip
+    plain = LayerLoop(unroll=1, batch_split=1, prefetch=0, deferred_reduce_scatter=False, reduce_in_backward=False)
+    loops = [plain, plain.model_copy(update={"unroll": 2, "prefetch": 1, "deferred_reduce_scatter": True})]
     figures = {
         "peak_bytes_per_chip": 9 * GIB,
         "host_bytes_per_chip": 0,

@@ -12,7 +12,6 @@ from meshloom.compiler.estimate.program_costs import (
     ProgramShape,
     Transfer,
     Work,
-    has_independent_passes,
     read_costs,
 )
 from meshloom.compiler.estimate.regions import price_regions
@@ -75,23 +74,6 @@ def test_what_the_compiler_does_not_overlap_is_waited_for():
 def test_of_activations_the_share_beside_matmuls_is_waited_for():
     costs = _loop([Work("matmul", 1, 1, ())], [Transfer("all-reduce", ("tensor",), False, 1, 2)], [1000.0, 10.0])
     assert _seconds(costs, Hiding(ALL, 0.25, is_doubled=False))[1][("tensor",)] == pytest.approx(4 * 2.0 * 0.25)
-
-
-def test_beside_another_pass_a_share_of_activations_is_waited_for():
-    """In the loop with two passes alone: of two all-reduces of 2 s in each trip, one runs in it."""
-    transfers = [Transfer("all-reduce", ("tensor",), False, 1, 2, beside_pass=each) for each in (True, False)]
-    costs = _loop([Work("matmul", 1, 1, ())], transfers, [1000.0, 10.0])
-    hiding = Hiding(ALL, 1.0, is_doubled=False, exposed_beside_pass=0.25)
-    assert _seconds(costs, hiding)[1][("tensor",)] == pytest.approx(4 * 2.0 * (1 + 0.25))
-
-
-def test_passes_of_fused_microbatches_do_not_wait_for_each_other():
-    """The first forward and the last backward pass of the layers run alone, as all do without fused microbatches."""
-    loops = [], ["overlap=fused"], ["overlap=fused", "remat=full", "overlap.layers.unroll=2"]
-    plans = [plan_of("sharding=fsdp", "num_microbatches=2", "model.num_layers=6", *each) for each in loops]
-    steps = [price_regions(read_step(plan), plan.target.compiler) for plan in plans]
-    found = [[one.executions for one in step.walk() if has_independent_passes(one.program)] for step in steps]
-    assert found == [[], [(6,)], [(6,)]]
 
 
 def test_exchanges_of_tokens_are_waited_for_as_far_as_their_plan_says():

@@ -167,10 +167,6 @@ def _layer(weights, shared, index, x):
     return x + hidden @ weights["down_ME"], Aux({"penalty": PENALTY * loss}, {"half": jnp.sum(hidden) / 2})
 
 
-def _layer_in_turn(*_):
-    raise AssertionError("no loop of these lets layers take turns")
-
-
 def _gradients(layout, loop, when, skip_boundary_collectives):
     """Returns the gradients of the weights, in the layout of the update, and of the inputs."""
     stored, updated = (
@@ -198,9 +194,7 @@ def _gradients(layout, loop, when, skip_boundary_collectives):
 
         def loss(accumulators, x):
             layers = Weights(accumulators, added if when == ADDED else None, weights, plans, reduction)
-            stack = StackFunctions(
-                "layers", SIZES["L"], _layer, _layer_in_turn, jax.checkpoint_policies.nothing_saveable
-            )
+            stack = StackFunctions("layers", SIZES["L"], _layer, jax.checkpoint_policies.nothing_saveable)
             scan, prefetch = (
                 partial(scan_layers, unroll=loop.unroll),
                 partial(prefetch_layers, loop=loop, skip_boundary_collectives=skip_boundary_collectives),
@@ -242,7 +236,6 @@ def test_gradients_are_finite_differences(name, loop, when, skip_boundary_collec
         prefetch=distance,
         deferred_reduce_scatter=deferred,
         reduce_in_backward=when != BEHIND,
-        fuse_microbatches=False,
     )
     with jax.enable_x64(True):
         grads, dx = _gradients(layout, chosen, when, skip_boundary_collectives)
