@@ -12,7 +12,6 @@ from ..plan import Plan
 from ..sharding.batch import REFERENCE, batch_shapes
 from ..step.decode import BatchShape, batch_spec, build_decode, build_prefill, build_working, plan_cache
 from ..step.sampling import Sampling, sample
-from ..step.state_checks import is_finite
 from ..step.train_step import build_eval_step, build_init, build_log_probs, build_scores, build_train_step
 from ..target.compiler_options import Options, refused_options
 from ..target.topology import options_without_device
@@ -95,8 +94,13 @@ def _lower_scores(plan: Plan, operands: _Operands) -> Any:
 
 
 def _lower_is_finite(plan: Plan, operands: _Operands) -> Any:
-    """Lowers state -> boolean."""
+    """Lowers state -> boolean: whether no array holds NaN or infinity. A run asks before each save."""
     del plan
+
+    def is_finite(state: Any) -> jax.Array:
+        floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+        return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats]))
+
     return jax.jit(is_finite, out_shardings=operands.replicated).lower(operands.state)
 
 

@@ -19,14 +19,15 @@ from math import isfinite
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.format import human_names
-from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.core.partition_spec import axes_in
+from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.step.state_checks import build_digest, replica_dimensions
 from meshloom.compiler.step.train_step import LOSS_BY_SHARD
 
 from ..compile.run_programs import mesh_of
@@ -37,8 +38,6 @@ from .observer import ObservedRun, Observer, TakeStep
 NUM_LOSSES = 32  # for the median
 FEWEST_LOSSES = 8  # before a loss can be a spike
 MOST_NAMED = 4  # devices in a message
-
-Run = Callable[[], tuple[Any, Any]]
 
 HARDWARE = "the hardware"
 ANY_ORDER = f"{HARDWARE}, or a sum in another order, which {{}} may take"
@@ -53,63 +52,43 @@ def suspect_of(plan: Plan) -> str:
     atomically unless an option forbids it (https://github.com/openxla/xla/pull/14125).
     """
     platform, options = plan.target.platform, {**plan.preset_options, **plan.spec.compiler_options}
-    if platform == "tpu" or (platform == "gpu" and any(_is_set(options.get(name)) for name in DETERMINISTIC_OPTIONS)):
+    is_set = any(str(options.get(name)).lower() in ("true", "1") for name in DETERMINISTIC_OPTIONS)
+    if platform == "tpu" or (platform == "gpu" and is_set):
         return HARDWARE
     if platform == "gpu":
         return f"{ANY_ORDER.format('GPUs')} without compiler_options.{DETERMINISTIC_OPTIONS[0]}=true"
     return ANY_ORDER.format("CPUs with several threads")
 
 
-def _is_set(value: Any) -> bool:
-    return str(value).lower() in ("true", "1")
-
-
 @dataclass(frozen=True)
 class Result:
-    """The result of a step, on the host. metrics: the results of the program. digest: the digest of the state after it,
-    by path and device of the mesh."""
+    """The result of a step, on the host. metrics: the results of the program. digest: the sum of the bits of each
+    device's shard of each array of the state after it, (devices of the mesh, arrays)."""
 
     metrics: Mapping[str, np.ndarray]
-    digest: Mapping[str, np.ndarray]
-
-    @property
-    def loss(self) -> float:
-        return float(self.metrics["loss"])
+    digest: np.ndarray
 
     def is_same(self, other: "Result") -> bool:
         """Returns True if all bits are the same."""
-        return not _unlike(self.metrics, other.metrics) and not _unlike(self.digest, other.digest)
+        pairs = [(self.metrics[name], other.metrics[name]) for name in self.metrics]
+        return not any(_unlike(*pair).any() for pair in [*pairs, (self.digest, other.digest)])
 
 
 class Replay(Observer):
-    """Repeats each step that is suspect, or that is due for a check.
+    """Repeats each step that is suspect, or that is due for a check."""
 
-    mesh: the mesh of the programs. hosts: the hosts of the processes. documents: describes the documents of rows of a
-    batch, by its place in the data. warn: takes the findings.
-    """
-
-    def __init__(
-        self,
-        plan: Plan[RunSpec],
-        mesh: Mesh,
-        *,
-        hosts: Sequence[str],
-        documents: Callable[[Mapping[str, Any], Sequence[int]], str],
-        warn: Callable[[Problem], None],
-    ):
-        self._plan, self._mesh = plan, mesh
-        self._hosts, self._documents, self._warn = hosts, documents, warn
-        self._suspect = suspect_of(plan)
+    def __init__(self, run: ObservedRun):
+        self._run, self._plan, self._spec, self._mesh = run, run.plan, run.spec, mesh_of(run.plan)
         self._losses: deque[float] = deque(maxlen=NUM_LOSSES)
-        self._digest = jax.jit(build_digest(plan), out_shardings=NamedSharding(mesh, PartitionSpec()))
+        self._specs = leaves_by_path(run.plan.specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
+        over_devices = PartitionSpec(self._mesh.axis_names)
+        digest = jax.shard_map(_sums_of_bits, in_specs=(self._specs,), out_specs=over_devices, check_vma=False)
+        self._digest = jax.jit(digest, out_shardings=NamedSharding(self._mesh, PartitionSpec()))
 
     @classmethod
     def of_run(cls, run: ObservedRun) -> Self | None:
         """Returns the replay of a run that keeps the state before each step; None for any other."""
-        if not run.spec.keeps_state:
-            return None
-        hosts = run.processes.hosts or (socket.gethostname(),)
-        return cls(run.plan, mesh_of(run.plan), hosts=hosts, documents=run.documents, warn=run.warn)
+        return cls(run) if run.spec.keeps_state else None
 
     def around_step(self, take: TakeStep) -> TakeStep:
         """Returns a function that takes a step, and repeats it if necessary."""
@@ -119,119 +98,105 @@ class Replay(Observer):
         """Returns True: the state before a step is kept until its result is known."""
         return True
 
-    def _take(self, run: Run, step: int, position: Mapping[str, Any]) -> tuple[Any, Any]:
+    def _take(self, run: Callable[[], tuple[Any, Any]], step: int, position: Mapping[str, Any]) -> tuple[Any, Any]:
         """Returns the state after a step and its metrics. run: takes the step, each time from the same state. position:
         the place of the batch in the data.
 
         Raises RunFailed if no result comes twice, or replicas of the state differ.
         """
         after, metrics = run()
-        read = jax.device_get(metrics)
-        suspicion, is_check = self._why_suspect(read), self._is_check(step)
+        loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+        every = self._spec.replay.check_every_num_steps
+        suspicion, is_check = self._why_suspect(loss, norm), every is not None and step % every == 0
         if suspicion is not None or is_check:
-            first = Result(read, self._digest_of(after))
-            del after  # before it is made again: the memory holds two states
-            after, metrics, result = self._again(run, step, position, first=first, suspicion=suspicion)
+            results = [self._result(after, metrics)]
+            while len(results) < 3 and not any(results[-1].is_same(one) for one in results[:-1]):
+                del after, metrics  # before they are made again: the memory holds two states
+                after, metrics = run()
+                results.append(self._result(after, metrics))
+            self._judge(results, step, position, suspicion)
             if is_check:
-                self._compare_replicas(step, result)
-        if isfinite(loss := float(read["loss"])):
+                self._compare_replicas(step, results[-1])
+        if isfinite(loss):
             self._losses.append(loss)
         return after, metrics
 
-    def _is_check(self, step: int) -> bool:
-        every = self._plan.spec.replay.check_every_num_steps
-        return every is not None and step % every == 0
-
-    def _why_suspect(self, read: Mapping[str, Any]) -> str | None:
+    def _why_suspect(self, loss: float, norm: float) -> str | None:
         """Returns why a step is suspect; None if it is not, or `on_nonfinite` does not ask for it."""
-        spec = self._plan.spec
-        if spec.on_nonfinite != "replay":
+        if self._spec.on_nonfinite != "replay":
             return None
-        loss, norm = float(read["loss"]), float(read["grad_norm"])
         if not (isfinite(loss) and isfinite(norm)):
-            return None if spec.may_skip else f"the loss is {loss}, the norm of the gradients {norm}"
+            return None if self._spec.may_skip else f"the loss is {loss}, the norm of the gradients {norm}"
         if len(self._losses) < FEWEST_LOSSES:
             return None
         times = loss / statistics.median(self._losses)
-        return f"the loss is {loss:.4g}, {times:.2g} times what it was" if times > spec.replay.spike_factor else None
+        is_spike = times > self._spec.replay.spike_factor
+        return f"the loss is {loss:.4g}, {times:.2g} times what it was" if is_spike else None
 
-    def _again(
-        self, run: Run, step: int, position: Mapping[str, Any], *, first: Result, suspicion: str | None
-    ) -> tuple[Any, Any, Result]:
-        """Returns the state, the metrics and the result that comes twice, and warns with its meaning."""
-        after, metrics = run()
-        second = Result(jax.device_get(metrics), self._digest_of(after))
-        if second.is_same(first):
+    def _result(self, after: Any, metrics: Any) -> Result:
+        with jax.set_mesh(self._mesh):
+            return Result(*jax.device_get((metrics, self._digest(leaves_by_path(after)))))
+
+    def _judge(self, results: Sequence[Result], step: int, position: Mapping[str, Any], suspicion: str | None) -> None:
+        """Warns with what the results mean. Raises RunFailed if none comes twice."""
+        first, second, last = results[0], results[1], results[-1]
+        if len(results) == 2:
             if suspicion is not None:
                 what = f"{suspicion}; run again from the same state, it is the same: the data or the model"
-                fix = f"look at {self._documents(position, self._suspect_rows(first))}"
-                self._warn(Problem(f"step {step}", what, fix))
-            return after, metrics, second
-        del after
-        after, metrics = run()
-        third = Result(jax.device_get(metrics), self._digest_of(after))
-        odd = next((one for one, other in ((first, second), (second, first)) if third.is_same(other)), None)
-        begun = f"run again from the same state, it gave {_differing(first, second)}"
+                fix = f"look at {self._run.documents(position, self._suspect_rows(first))}"
+                self._run.warn(Problem(f"step {step}", what, fix))
+            return
+        one, other = (float(result.metrics["loss"]) for result in (first, second))
+        differing = "two results of the same loss" if one == other else f"a loss of {one:.8g} and of {other:.8g}"
+        begun, suspect = f"run again from the same state, it gave {differing}", suspect_of(self._plan)
+        odd = first if last.is_same(second) else second if last.is_same(first) else None
         if odd is None:
-            what = f"{begun}, and a third result then: a program that is not deterministic, or {self._suspect}"
+            what = f"{begun}, and a third result then: a program that is not deterministic, or {suspect}"
             raise RunFailed(Problem(f"step {step}", what, "run on other hosts"), FAULTY)
         what = f"{suspicion}; {begun}" if suspicion else begun
-        who = self._who_differs(odd, third)
         fix = "the run goes on with the result that came twice; leave the host out if it happens again"
-        self._warn(Problem(f"step {step}", f"{what}, and one of them twice: {who}; {self._suspect}", fix))
-        return after, metrics, third
+        who = self._who_differs(odd, last)
+        self._run.warn(Problem(f"step {step}", f"{what}, and one of them twice: {who}; {suspect}", fix))
 
     def _suspect_rows(self, result: Result) -> Sequence[int]:
         """Returns the rows of the batch whose shards have no finite loss; all rows if every loss is finite."""
-        parts = ~np.isfinite(result.metrics[LOSS_BY_SHARD])
-        devices = self._devices_of_shards(parts)
+        devices = self._devices_of_shards(~np.isfinite(result.metrics[LOSS_BY_SHARD])) or self._mesh.devices.flat
         rows = NamedSharding(self._mesh, self._plan.roles.rows_spec)
-        held = rows_held(rows, self._plan.spec.global_batch_size, devices or self._mesh.devices.flat)
-        return sorted(sequences_of(self._plan.row_order, held))
+        return sorted(sequences_of(self._plan.row_order, rows_held(rows, self._spec.global_batch_size, devices)))
 
     def _who_differs(self, odd: Result, right: Result) -> str:
         """Returns the devices that computed another loss, or else those that hold other bits, as text. A wrong gradient
         reaches all."""
-        parts = _unlike_entries(odd.metrics[LOSS_BY_SHARD], right.metrics[LOSS_BY_SHARD])
-        devices = self._devices_of_shards(parts)
+        devices = self._devices_of_shards(_unlike(odd.metrics[LOSS_BY_SHARD], right.metrics[LOSS_BY_SHARD]))
         if not 0 < len(devices) < self._mesh.size:
-            unlike = [_unlike_entries(odd.digest[path], right.digest[path]) for path in odd.digest]
-            devices = list(self._mesh.devices.flat[np.flatnonzero(np.any(unlike, axis=0))])
-        if not 0 < len(devices) < self._mesh.size:
-            return "on which device cannot be told"
-        return self._named(devices)
+            devices = self._mesh.devices.flat[_unlike(odd.digest, right.digest).any(axis=1)]
+        return self._named(devices) if 0 < len(devices) < self._mesh.size else "on which device cannot be told"
 
     def _devices_of_shards(self, is_unlike: np.ndarray) -> list[Any]:
         """Returns the devices of some shards of the batch. is_unlike: marks them, in the order of the mesh axes that
         split the batch."""
-        axes = self._plan.roles.tokens
-        sizes = tuple(self._mesh.shape[axis] for axis in axes)
-        named = is_unlike.reshape(sizes) if axes else is_unlike.reshape(())
-        order = [axis for axis in self._mesh.axis_names if axis in axes]
-        named = np.transpose(named, [axes.index(axis) for axis in order])
-        shape = [self._mesh.shape[axis] if axis in axes else 1 for axis in self._mesh.axis_names]
-        everywhere = np.broadcast_to(named.reshape(shape), self._mesh.devices.shape)
-        return list(self._mesh.devices[everywhere])
+        shards = NamedSharding(self._mesh, PartitionSpec(self._plan.roles.tokens))
+        shard_of = shards.devices_indices_map((is_unlike.size,))
+        return [device for device in self._mesh.devices.flat if is_unlike.ravel()[shard_of[device]].any()]
 
     def _compare_replicas(self, step: int, result: Result) -> None:
         """Raises RunFailed if devices hold different bits of the same shard."""
         odd, where = np.zeros(self._mesh.devices.shape, bool), list[str]()
-        for path, along in replica_dimensions(self._plan).items():
-            if (is_odd := odd_replicas(result.digest[path], along)).any():
+        for (path, spec), sums in zip(self._specs.items(), result.digest.T, strict=True):
+            split = axes_in(spec)
+            along = [i for i, axis in enumerate(self._mesh.axis_names) if axis not in split]
+            if (is_odd := odd_replicas(sums.reshape(odd.shape), along)).any():
                 odd |= is_odd
                 where.append(path)
         if where:
             named = self._named(self._mesh.devices[odd])
-            what = f"the replicas of {human_names(where, most=1)} differ: {named}; {self._suspect}"
+            what = f"the replicas of {human_names(where, most=1)} differ: {named}; {suspect_of(self._plan)}"
             fix = "start the same command again, without that host: it goes on from the last checkpoint"
             raise RunFailed(Problem(f"step {step}", what, fix), FAULTY)
 
-    def _digest_of(self, state: Any) -> dict[str, np.ndarray]:
-        with jax.set_mesh(self._mesh):
-            return jax.device_get(self._digest(state))
-
     def _named(self, devices: Iterable[Any]) -> str:
-        return human_names([f"{one} on {self._hosts[one.process_index]}" for one in devices], most=MOST_NAMED)
+        hosts = self._run.processes.hosts or (socket.gethostname(),)
+        return human_names([f"{one} on {hosts[one.process_index]}" for one in devices], most=MOST_NAMED)
 
 
 def odd_replicas(sums: np.ndarray, along: Sequence[int]) -> np.ndarray:
@@ -249,18 +214,18 @@ def odd_replicas(sums: np.ndarray, along: Sequence[int]) -> np.ndarray:
     return np.transpose(is_odd.reshape(shape), np.argsort([*last, *along]))
 
 
-def _differing(first: Result, second: Result) -> str:
-    if _unlike(first.metrics, second.metrics) and first.loss != second.loss:
-        return f"a loss of {first.loss:.8g} and of {second.loss:.8g}"
-    return "two results of the same loss"
+def _sums_of_bits(state: Mapping[str, jax.Array]) -> jax.Array:
+    """Returns the sum of the bits of each array of this device's state, (1, arrays)."""
+    kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+    bits = [
+        jax.lax.bitcast_convert_type(x, kinds[x.dtype.itemsize]) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        for x in state.values()
+    ]
+    return jnp.stack([jnp.sum(x.astype(jnp.uint32), dtype=jnp.uint32) for x in bits])[None]
 
 
-def _unlike(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> list[str]:
-    """Returns the names whose bits differ; NaN equals NaN of the same bits."""
-    return [name for name in one if np.asarray(one[name]).tobytes() != np.asarray(other[name]).tobytes()]
-
-
-def _unlike_entries(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Returns a mask of the entries whose bits differ."""
+def _unlike(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Returns a mask of the entries whose bits differ; NaN equals NaN of the same bits."""
+    one, other = np.atleast_1d(one), np.atleast_1d(other)
     bits = np.dtype(f"u{one.dtype.itemsize}")
-    return np.asarray(one).view(bits) != np.asarray(other).view(bits)
+    return one.view(bits) != other.view(bits)

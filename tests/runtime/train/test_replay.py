@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from math import nan
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -41,11 +42,11 @@ def taking_steps(faults: dict[int, Any], tokens: np.ndarray, *, overrides: tuple
     plan = plan_of(*DECLARED, *overrides)
     programs, said = programs_of(plan_of(*DECLARED)), list[Any]()
     faulty = Faulty(programs, faults)
-    replay = Replay(
-        plan, mesh_of(plan), hosts=("here",), warn=said.append,
+    run: Any = SimpleNamespace(
+        plan=plan, spec=plan.spec, processes=SimpleNamespace(hosts=("here",)), warn=said.append,
         documents=lambda position, rows: f"rows {list(rows)} of {position}",
     )  # fmt: skip
-    take_step = replay.around_step(lambda state, batch, *_: faulty.train(state, batch))
+    take_step = Replay(run).around_step(lambda state, batch, *_: faulty.train(state, batch))
     return take_step, faulty, said, programs["init"](), on_devices(programs, tokens[0])
 
 
