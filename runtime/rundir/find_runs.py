@@ -16,6 +16,7 @@ from ..core.exclusive import is_held
 from .folders import METRICS, REPORT, SPEC, RunFolder, steps_in
 from .run_record import RECORD_FILE, RunRecord
 
+SWEEP_FILE, ROWS_FILE = "sweep.json", "sweep.jsonl"  # of a sweep
 TAIL_BYTES = 1 << 18  # read from the end of metrics.jsonl: some hundred steps
 FIRST_LOG = "logs/process-0.log"
 

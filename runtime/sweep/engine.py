@@ -27,6 +27,7 @@ from meshloom.compiler.declare.sweep_request import SweepRequest, value_of
 
 from ..core.exclusive import alone
 from ..core.files import replace_json, replace_text
+from ..rundir.find_runs import ROWS_FILE, SWEEP_FILE
 from ..rundir.run_dir import as_typed
 from .figures import find_figure
 from .page import PAGE, render_sweep
@@ -34,9 +35,7 @@ from .pool import Pool
 from .read import Sweep, as_glob, find_unfinished, identity_of, num_left, read_sweep, versions
 from .rows import (
     INTERRUPTED,
-    ROWS_FILE,
     SCHEMA_VERSION,
-    SWEEP_FILE,
     Outcome,
     Point,
     Row,

@@ -24,10 +24,10 @@ from meshloom.compiler.declare.sweep_request import SweepRequest
 
 from ..core.exclusive import is_held
 from ..core.files import parse_json
-from ..rundir.find_runs import check_directory
+from ..rundir.find_runs import ROWS_FILE, SWEEP_FILE, check_directory
 from ..rundir.folders import METRICS, SPEC, steps_in
 from .figures import find_figure
-from .rows import ROWS_FILE, SCHEMA_VERSION, SWEEP_FILE, Row, SweepCommand, SweepFile
+from .rows import SCHEMA_VERSION, Row, SweepCommand, SweepFile
 
 _AGAIN = "type the sweep's command again: it does what is missing"
 NUM_SAMPLES = 120_000  # in all curves together: a page of some megabytes

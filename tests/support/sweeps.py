@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from meshloom.runtime.sweep.rows import ROWS_FILE, SCHEMA_VERSION, SWEEP_FILE, Figures, Row, SweepFile
+from meshloom.runtime.rundir.find_runs import ROWS_FILE, SWEEP_FILE
+from meshloom.runtime.sweep.rows import SCHEMA_VERSION, Figures, Row, SweepFile
 
 GIB = 2**30
 

@@ -13,7 +13,7 @@ from meshloom.compiler.report.views.profile import show_profile
 from meshloom.compiler.tune.answer import Answer, Estimated, WhatIf
 from meshloom.compiler.tune.price import Prices
 from meshloom.compiler.tune.space import find_candidates
-from meshloom.runtime.cli.runs import Line, show_lines
+from meshloom.runtime.cli.runs import show_runs
 from meshloom.runtime.rundir.profile_files import read_profile
 from meshloom.runtime.sweep.rows import Row
 from meshloom.runtime.sweep.table import show_table
@@ -60,12 +60,12 @@ def _points() -> list[Row]:
 
 def _runs(console: Console) -> None:
     why = "the loss is NaN at step 1,234, and on_nonfinite=stop ends the run where it is, with what was saved before"
-    lines = [
-        Line(LONG / name, "train", state, why if state == "failed" else None, "step 1,234 of 300,000", "loss 2.5000",
-             "2026-11-26T00:09:22+00:00", {})
+    runs = [
+        {"directory": str(LONG / name), "command": "train", "state": state, "why": why if state == "failed" else None,
+         "step": 1234, "num_steps": 300_000, "loss": 2.5, "changed": "2026-11-26T00:09:22+00:00"}
         for name, state in (("first", "done"), ("second", "failed"))
     ]  # fmt: skip
-    show_lines(lines, [], console, is_whole=False)
+    show_runs(runs, [], console, is_whole=False)
 
 
 @pytest.fixture(scope="module")
