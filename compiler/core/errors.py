@@ -17,6 +17,9 @@ EXPOSED = 4  # more communication is exposed, or a pipeline waits longer, than t
 
 COMMAND_LINE = "command line"  # the place of a problem that no key has
 
+MOST_LISTED = 9  # values of a closed choice that a fix lists; of more, it lists the nearest
+NUM_NEAREST = 5
+
 FOLDERS = tuple(Path(__file__).parents[2] / name for name in ("compiler", "runtime", "models"))
 
 
@@ -79,7 +82,10 @@ def raise_if_any(problems: Iterable[Problem]) -> None:
 
 
 def use_one_of(value: object, allowed: Iterable[str]) -> str:
-    """Returns the fix for a value outside a closed choice: the nearest match, then the allowed values."""
+    """Returns the fix for a value outside a closed choice: the nearest match, then the allowed values, or the nearest
+    of many."""
     options = list(allowed)
-    nearest = get_close_matches(str(value), options, n=1, cutoff=0.5)
-    return (f"did you mean '{nearest[0]}'? " if nearest else "") + f"use one of {', '.join(options)}"
+    meant = get_close_matches(str(value), options, n=1, cutoff=0.5)
+    if len(options) > MOST_LISTED:
+        options = [*get_close_matches(str(value), options, n=NUM_NEAREST, cutoff=0), ".."]
+    return (f"did you mean '{meant[0]}'? " if meant else "") + f"use one of {', '.join(options)}"
