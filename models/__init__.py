@@ -1,25 +1,30 @@
 """Models: pure pieces over parameters with logical axes. A `ModelConfig` is the only door: `config.build()`. The
-families are in registry.py."""
+families are in family_configs.py."""
 
-from .contract import (
-    IGNORED_TARGET,
-    PADDING_TARGET,
-    Aux,
-    AuxOfTotals,
-    Context,
-    LogicalAxes,
-    Measure,
-    Model,
-    ModelConfig,
-    Params,
-    Piece,
-    Stack,
-    UpdateRule,
-    build_piece,
-    is_logical_axes,
-    split_aux,
-    split_output,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .config import ModelConfig
+
+if TYPE_CHECKING:
+    from .contract import (
+        IGNORED_TARGET,
+        PADDING_TARGET,
+        Aux,
+        AuxOfTotals,
+        Context,
+        LogicalAxes,
+        Measure,
+        Model,
+        Params,
+        Piece,
+        Stack,
+        UpdateRule,
+        build_piece,
+        is_logical_axes,
+        split_aux,
+        split_output,
+    )
 
 # The axes that rules may name for any model, whether or not the model at hand has them (docs/sharding.md).
 LOGICAL_AXES = (
@@ -33,3 +38,10 @@ __all__ = [
     "Model", "ModelConfig", "Params", "Piece", "Stack", "UpdateRule", "build_piece", "is_logical_axes", "split_aux",
     "split_output",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Imports contract.py, and JAX and Flax with it, when one of its names is used: a declaration needs neither."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(".contract", __name__), name)

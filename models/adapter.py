@@ -17,14 +17,13 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from pydantic import Field, PositiveFloat, PositiveInt
 
-from .config import Config
+from .adapter_config import AdapterConfig
 from .contract import ADAPTED_WEIGHT, Context, LogicalAxes, Model, Params, Piece, is_logical_axes, matmul
 
 ADAPTER = "adapter"  # the part of a piece's parameters that adapters are
@@ -33,49 +32,6 @@ _RANK = "Z"  # the letter of the rank in subscripts
 _OF_EXPERTS = {3: "xem", 4: "xem", 5: "xme"}  # the letters of the matrices among the operands of `apply_experts`
 _FIRST_SITE = 1 << 20  # of dropout: pieces count their own from 0
 _LEAST_SQUARE = 1e-30  # of a column's length: a column of zeros is not divided by 0
-
-
-class AdapterConfig(Config):
-    """The adapters of a model. targets: patterns of the paths of matrices; None: each matrix that a matmul of a layer
-    reads, but those that are kept in float32, as routers are, and those of experts."""
-
-    if TYPE_CHECKING:
-        kind: Any
-
-    rank: PositiveInt
-    alpha: PositiveFloat  # the change is multiplied by alpha / rank; of rslora by alpha / sqrt(rank)
-    dropout: Annotated[float, Field(ge=0, lt=1)]  # of the input of A
-    targets: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] | None
-
-    @property
-    def scale(self) -> float:
-        """Returns the factor of A B."""
-        return self.alpha / self.rank
-
-    @property
-    def has_magnitude(self) -> bool:
-        """Returns True where the length of each column is trained."""
-        return False
-
-
-class LoraConfig(AdapterConfig):
-    kind: Literal["lora"]
-
-
-class RsLoraConfig(AdapterConfig):
-    kind: Literal["rslora"]
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank**0.5
-
-
-class DoraConfig(AdapterConfig):
-    kind: Literal["dora"]
-
-    @property
-    def has_magnitude(self) -> bool:
-        return True
 
 
 @dataclass(frozen=True)

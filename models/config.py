@@ -7,13 +7,16 @@ count.
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import numpy as np
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
+
+if TYPE_CHECKING:
+    from .contract import Model
 
 MOST_COUNTED = 2**31 - 1
 LEAST_FLOAT32 = float(np.finfo(np.float32).tiny)  # devices flush anything smaller to 0
@@ -25,7 +28,7 @@ Bound = Ge | Gt | Le | Lt
 class Record(BaseModel):
     """A frozen node of a file that a program writes and reads. Strict: `1` is not a boolean and `"3"` not a number."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
 
 class Config(Record):
@@ -40,6 +43,22 @@ class Config(Record):
     def _check_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         check_numbers(value, cls.model_fields[str(info.field_name)])
         return value
+
+
+class ModelConfig(Config):
+    """Every model, ours or a user's, is declared by a config of this class (docs/extend.md).
+
+    The key `family` tells them apart. Ours declare it as their name; a user's class gets its import path for one.
+    """
+
+    if TYPE_CHECKING:
+        family: Any
+
+    vocab_size: PositiveInt
+
+    def build(self) -> "Model":
+        """Returns the pieces of the model; allocates nothing."""
+        raise NotImplementedError
 
 
 def mistake(what: str, fix: str, key: str | None = None) -> PydanticCustomError:

@@ -17,10 +17,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.tree_util import register_dataclass
-from pydantic import PositiveInt
 
 from .attention import attend
-from .config import Config
 from .experts import NO_EXPERT, apply_experts
 
 if TYPE_CHECKING:
@@ -347,22 +345,6 @@ class Model:
 
     def _own(self, head: Params) -> Params:
         return {name: node for name, node in head.items() if name not in self.tied}
-
-
-class ModelConfig(Config):
-    """Every model, ours or a user's, is declared by a config of this class (docs/extend.md).
-
-    The key `family` tells them apart. Ours declare it as their name; a user's class gets its import path for one.
-    """
-
-    if TYPE_CHECKING:
-        family: Any
-
-    vocab_size: PositiveInt
-
-    def build(self) -> Model:
-        """Returns the pieces of the model; allocates nothing."""
-        raise NotImplementedError
 
 
 def is_logical_axes(node: Any) -> bool:

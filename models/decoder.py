@@ -6,90 +6,19 @@ P positions.
 """
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, Self
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from .config import divisors, mistake
-from .contract import Context, Model, ModelConfig, Piece, Stack, build_piece, join_auxes, split_output
-from .parts import ACTIVATIONS, CLAMPED_SWIGLU, Norm, NormKind, Rope, RopeScaling, bias, gated, matrix, rotate
+from .contract import Context, Model, Piece, Stack, build_piece, join_auxes, split_output
+from .family_configs import DecoderBase, DecoderConfig
+from .parts import ACTIVATIONS, Norm, Rope, bias, gated, matrix, rotate
 
 RESIDUAL = ("batch", "sequence_parallel_length", "embed")  # the residual stream and its norms: each token for itself
 WHOLE = ("batch", "length", "embed")  # the residual stream as matmuls read it
 WITHIN_MLP = ("batch", "length", "mlp")
-
-
-class DecoderBase(ModelConfig):
-    """All decoders share these keys: those with one MLP in a layer, and those with experts (moe.py)."""
-
-    family: Literal["decoder", "moe"]
-    embed_dim: PositiveInt
-    num_layers: PositiveInt
-    num_heads: PositiveInt
-    num_kv_heads: PositiveInt  # heads that share one key and value: num_heads / num_kv_heads
-    head_dim: PositiveInt
-    mlp_dim: PositiveInt  # the width of the MLP in a layer, or of each expert
-    mlp: Literal["gated", "plain"]  # gated: (f(x gate) * (x up)) down; plain: f(x up) down
-    mlp_activation: Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
-    positions: Literal["rope", "learned"]
-    rope_theta: PositiveFloat | None  # base of the rotary wavelengths
-    rope_scaling: RopeScaling | None
-    window_rope_theta: PositiveFloat | None  # the base in layers with a window, not stretched; None: as in others
-    num_positions: PositiveInt | None  # rows of the table of learned positions: the longest sequence
-    norm: NormKind
-    norm_placement: Literal["before", "before_and_after"]  # where the norms of attention and MLP stand
-    norm_epsilon: PositiveFloat
-    qk_norm: Literal["none", "rms", "rms_zero_centered"]  # of each head's queries and keys, before they turn
-    attention_scale: PositiveFloat | None  # the factor of scores; None: 1 / sqrt(head_dim)
-    attention_windows: Annotated[
-        tuple[PositiveInt | None, ...], Field(min_length=1)
-    ]  # of one layer after the other, over and over; None: all tokens before
-    attention_soft_cap: PositiveFloat | None
-    attention_sinks: bool  # one more score of each head, a parameter, whose weight meets no value
-    logit_soft_cap: PositiveFloat | None
-    biases: Literal["none", "qkv", "all"]  # the biases of matrices; the head's has none
-    embeddings: Literal["separate", "tied"]  # tied: the head multiplies with the embedding's table
-    embedding_scale: Literal["one", "sqrt_embed_dim"]
-    dropout_rate: Annotated[
-        float, Field(ge=0, lt=1)
-    ]  # applied to the embeddings and to each addition to the residual stream
-    initializer_stddev: PositiveFloat  # for every matrix; the two that write to the residual stream: / sqrt(2 layers)
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.num_heads % self.num_kv_heads:
-            what = f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
-            raise mistake(what, f"use one of {', '.join(map(str, divisors(self.num_heads)))}", "num_kv_heads")
-        if self.mlp_activation == CLAMPED_SWIGLU and self.mlp != "gated":
-            raise mistake("it is of gated MLPs alone", f"use one of {', '.join(ACTIVATIONS)}", "mlp_activation")
-        return self._check_positions()
-
-    def _check_positions(self) -> Self:
-        rope = {key: getattr(self, key) for key in ("rope_theta", "rope_scaling", "window_rope_theta")}
-        learned = {"num_positions": self.num_positions}
-        used, unused = (rope, learned) if self.positions == "rope" else (learned, rope)
-        first = next(iter(used))
-        if used[first] is None:
-            raise mistake(f"positions={self.positions} needs it", f"set model.{first}=...", first)
-        for key, value in unused.items():
-            if value is not None:
-                raise mistake(f"positions={self.positions} does not use it", f"set model.{key}=null", key)
-        if self.window_rope_theta is not None and not any(self.attention_windows):
-            raise mistake("no layer has a window", "set model.window_rope_theta=null", "window_rope_theta")
-        if self.positions == "rope" and self.head_dim % 2:
-            what = f"head_dim={self.head_dim} is odd, and rotary positions turn pairs of dimensions"
-            raise mistake(what, f"use {self.head_dim + 1}", "head_dim")
-        return self
-
-
-class DecoderConfig(DecoderBase):
-    family: Literal["decoder"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen, so it is never assigned)
-
-    def build(self) -> Model:
-        return build_decoder(self)
 
 
 def build_decoder(config: DecoderConfig) -> Model:

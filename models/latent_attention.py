@@ -13,22 +13,11 @@ V value_head_dim, Q query latent, L kv latent.
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from pydantic import PositiveInt
 
-from .config import Config
 from .contract import Context
-from .decoder import RESIDUAL, WHOLE, DecoderBase, attention_scale, residual_stddev, rope_of
+from .decoder import RESIDUAL, WHOLE, attention_scale, residual_stddev, rope_of
+from .family_configs import DecoderBase, LatentAttentionConfig
 from .parts import Norm, matrix, rotate
-
-
-class LatentAttentionConfig(Config):
-    """The sizes of latent attention. `head_dim` of the decoder is the part of a head's query and key that has no
-    position."""
-
-    query_dim: PositiveInt | None  # the size of the vector that all heads' queries are made of; None: the input
-    kv_dim: PositiveInt  # the size of the one that all heads' keys and values are made of
-    rope_head_dim: PositiveInt  # the part of a head's query and key that rotary positions turn
-    value_head_dim: PositiveInt
 
 
 class LatentAttention(nnx.Module):

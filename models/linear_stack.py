@@ -3,23 +3,12 @@
 Shapes: B batch, T length, E embed, M mlp (as wide as embed), V vocab.
 """
 
-from typing import Literal
-
 import jax
 from flax import nnx
 from jax import Array
-from pydantic import PositiveInt
 
-from .contract import Context, Model, ModelConfig, Stack, build_piece
-
-
-class LinearStackConfig(ModelConfig):
-    family: Literal["linear_stack"]
-    embed_dim: PositiveInt
-    num_layers: PositiveInt
-
-    def build(self) -> Model:
-        return build_linear_stack(self)
+from .contract import Context, Model, Stack, build_piece
+from .family_configs import LinearStackConfig
 
 
 def build_linear_stack(config: LinearStackConfig) -> Model:

@@ -9,20 +9,16 @@ Shapes: B batch, T length, E embed, M mlp, X experts, K experts of a token.
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Literal, Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from .config import divisors, mistake
 from .contract import Aux, AuxOfTotals, Context, Measure, Model, Stack, UpdateRule, build_piece
 from .decoder import (
     MLP,
     RESIDUAL,
-    DecoderBase,
     Embed,
     Head,
     Layer,
@@ -32,81 +28,12 @@ from .decoder import (
     rounds,
 )
 from .experts import NO_EXPERT, balanced_bias, expert_entropy, expert_load, route, shares
-from .latent_attention import LatentAttention, LatentAttentionConfig
+from .family_configs import MoeConfig
+from .latent_attention import LatentAttention
 from .parts import bias, matrix
 
 TOKENS = "expert_tokens"  # the total of a layer: how many tokens chose each expert
 MEASURES = {"expert_load": Measure(TOKENS, expert_load), "expert_entropy": Measure(TOKENS, expert_entropy)}
-
-
-class MoeConfig(DecoderBase):
-    family: Literal["moe"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen, so it is never assigned)
-    num_experts: Annotated[int, Field(ge=2)]
-    num_experts_per_token: PositiveInt
-    num_shared_experts: NonNegativeInt  # the experts of every token besides its own: one MLP, as many times as wide
-    num_dense_layers: NonNegativeInt  # the first layers, with one MLP and no experts
-    dense_mlp_dim: PositiveInt | None  # the width of that MLP
-    router_scores: Literal["softmax", "sigmoid"]
-    router_weights: Literal["normalized", "scores"]  # normalized: those of a token's experts sum to router_scale
-    router_scale: PositiveFloat
-    num_expert_groups: PositiveInt  # a token chooses experts of its best groups alone
-    num_groups_per_token: PositiveInt
-    group_scores: Literal["best", "best_two"]  # a group's score: that of its best expert, or the sum of its two best
-    router_jitter: Annotated[float, Field(ge=0, lt=1)]  # the router's input times 1 - jitter .. 1 + jitter, in training
-    latent_attention: LatentAttentionConfig | None  # None: a decoder's attention
-    load_balancing_weight: NonNegativeFloat  # times a loss that is 1 for an even spread
-    router_z_loss_weight: NonNegativeFloat  # the weight of the mean of log(sum exp(logits))^2
-    router_bias_update_rate: NonNegativeFloat | None  # the step of a bias by which tokens choose experts; None: no bias
-
-    def build(self) -> Model:
-        return build_moe(self)
-
-    @model_validator(mode="after")
-    def _check_experts(self) -> Self:
-        experts, chosen, groups = self.num_experts, self.num_experts_per_token, self.num_expert_groups
-        if experts % groups:
-            what = f"num_experts={experts} is not a multiple of num_expert_groups={groups}"
-            raise mistake(what, f"use one of {', '.join(map(str, divisors(experts)))}", "num_expert_groups")
-        if self.num_groups_per_token > groups:
-            what = f"a token chooses {self.num_groups_per_token} of {groups} groups"
-            raise mistake(what, f"use {groups} or less", "num_groups_per_token")
-        if chosen > (eligible := self.num_groups_per_token * experts // groups):
-            what = f"a token chooses {chosen} of {eligible} experts"
-            raise mistake(what, f"use {eligible} or less", "num_experts_per_token")
-        return self._check_layers()
-
-    def _check_layers(self) -> Self:
-        if self.num_dense_layers >= self.num_layers:
-            what = f"{self.num_dense_layers} of num_layers={self.num_layers} layers are dense: none has experts"
-            raise mistake(what, f"use {self.num_layers - 1} or less, or model.family=decoder", "num_dense_layers")
-        if self.num_dense_layers and self.dense_mlp_dim is None:
-            raise mistake(f"num_dense_layers={self.num_dense_layers} needs it", "set it", "dense_mlp_dim")
-        if not self.num_dense_layers and self.dense_mlp_dim is not None:
-            raise mistake("num_dense_layers=0 does not use it", "set model.dense_mlp_dim=null", "dense_mlp_dim")
-        for key, value, only in (("mlp", self.mlp, ("gated",)), ("biases", self.biases, ("none", "qkv", "all"))):
-            if value not in only:
-                raise mistake(f"{value} is not implemented for experts", f"use {' or '.join(only)}", key)
-        if self.latent_attention is not None:
-            self._check_latent()
-        if len(self.attention_windows) > 1 and self.num_dense_layers:
-            what = "several in turn are not implemented beside dense layers"
-            raise mistake(what, "give one window, or null", "attention_windows")
-        if self.biases == "all" and (self.num_dense_layers or self.num_shared_experts):
-            what = "all is not implemented beside dense layers and shared experts"
-            raise mistake(what, "use none or qkv", "biases")
-        return self
-
-    def _check_latent(self) -> None:
-        unused = {"num_kv_heads": self.num_heads, "positions": "rope", "qk_norm": "none", "biases": "none",
-                  "attention_sinks": False}  # fmt: skip
-        for key, value in unused.items():
-            if getattr(self, key) != value:
-                what = f"{getattr(self, key)} is not implemented for latent attention"
-                raise mistake(what, f"set model.{key}={str(value).lower()}", key)
-        assert self.latent_attention is not None
-        if self.latent_attention.rope_head_dim % 2:
-            what = f"rope_head_dim={self.latent_attention.rope_head_dim} is odd, and pairs of dimensions are turned"
-            raise mistake(what, f"use {self.latent_attention.rope_head_dim + 1}", "latent_attention")
 
 
 def build_moe(config: MoeConfig) -> Model:

@@ -1,8 +1,9 @@
 """Mesh axes in a PartitionSpec."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jax.sharding import PartitionSpec
+if TYPE_CHECKING:  # a declaration is read without JAX
+    from jax.sharding import PartitionSpec
 
 Axes = tuple[str, ...]
 STAGE = "stage"  # the mesh axis whose devices have different layers
@@ -15,12 +16,12 @@ def axes_of(entry: Any) -> Axes:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def axes_in(spec: PartitionSpec) -> Axes:
+def axes_in(spec: "PartitionSpec") -> Axes:
     """Returns the mesh axes of all entries."""
     return tuple(axis for entry in spec for axis in axes_of(entry))
 
 
-def keep_axes(spec: PartitionSpec, axes: Axes) -> PartitionSpec:
+def keep_axes(spec: "PartitionSpec", axes: Axes) -> "PartitionSpec":
     """Returns the part of a PartitionSpec that is over these mesh axes."""
     kept = (tuple(axis for axis in axes_of(entry) if axis in axes) for entry in spec)
-    return PartitionSpec(*(entry or None for entry in kept))
+    return type(spec)(*(entry or None for entry in kept))

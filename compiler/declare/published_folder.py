@@ -14,8 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from meshloom.models.published import NotUnderstood, read_config
-
 from ..core.errors import ConfigError, Problem
 
 T = TypeVar("T")
@@ -66,6 +64,8 @@ class PublishedFolder:
     @cached_property
     def model(self) -> Mapping[str, Any]:
         """Returns the keys of conf/model that config.json says. Raises ConfigError with all that is wrong."""
+        from meshloom.models.published import read_config
+
         return understood(lambda: read_config(self.config), str(self.path / CONFIG))
 
     @property
@@ -81,6 +81,8 @@ class PublishedFolder:
 
 def understood(read: Callable[[], T], where: str) -> T:
     """Returns what a function of published models returns; its mistakes are raised as a ConfigError."""
+    from meshloom.models.published import NotUnderstood
+
     try:
         return read()
     except NotUnderstood as error:

@@ -14,12 +14,11 @@ from pydantic import Field, create_model
 
 from meshloom.models import ModelConfig
 from meshloom.models.config import Config
-from meshloom.models.registry import MODELS
+from meshloom.models.family_configs import MODELS
 
 from ..core.errors import ConfigError, Problem
 from ..core.user_imports import load_class
-from ..optim.contract import OptimizerConfig, ScheduleConfig
-from ..optim.registry import OPTIMIZERS, SCHEDULES
+from ..optim.configs import OPTIMIZERS, SCHEDULES, OptimizerConfig, ScheduleConfig
 from .run_spec import RunSpec
 
 

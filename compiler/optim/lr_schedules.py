@@ -13,65 +13,44 @@ If only one step follows the warm-up, cosine and linear give it the peak. If the
 warm-up (W + D = N), the last step of the warm-up alone has the peak, and without a warm-up no step.
 """
 
-from typing import Literal
-
 import jax.numpy as jnp
 import optax
-from pydantic import PositiveInt
 
-from ..core.config_types import UpToOne
-from ..core.errors import Problem
-from ..core.format import counted
-from .contract import ScheduleConfig
+from .configs import ConstantSchedule, CosineSchedule, LinearSchedule, OwnSchedule, ScheduleConfig, WsdSchedule
 
 
-class ConstantSchedule(ScheduleConfig):
-    kind: Literal["constant"]
+def learning_rates(schedule: ScheduleConfig, peak: float, num_steps: int) -> optax.Schedule:
+    """Returns a function of the step to its learning rate; the first step is 0."""
+    decay = schedule.decay(peak, max(num_steps - schedule.num_warmup_steps, 1))
+    if not schedule.num_warmup_steps:
+        return decay
 
-    def decay(self, peak: float, num_steps: int) -> optax.Schedule:  # noqa: ARG002
-        return optax.constant_schedule(peak)
+    def rise(step):
+        return peak * (step + 1) / schedule.num_warmup_steps
 
-
-class CosineSchedule(ScheduleConfig):
-    """Cosine decay: Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts."""
-
-    kind: Literal["cosine"]
-    final_learning_rate_fraction: UpToOne  # of the peak, reached at the last step
-
-    def decay(self, peak: float, num_steps: int) -> optax.Schedule:
-        return optax.cosine_decay_schedule(peak, max(num_steps - 1, 1), alpha=self.final_learning_rate_fraction)
+    return optax.join_schedules([rise, decay], [schedule.num_warmup_steps])
 
 
-class LinearSchedule(ScheduleConfig):
-    kind: Literal["linear"]
-    final_learning_rate_fraction: UpToOne  # of the peak, reached at the last step
+def decay_of(schedule: OwnSchedule, peak: float, num_steps: int) -> optax.Schedule:
+    """Returns the learning rate over the `num_steps` after the warm-up, as a function of 0 .. num_steps - 1."""
+    match schedule:
+        case ConstantSchedule():
+            return optax.constant_schedule(peak)
+        case CosineSchedule():
+            return optax.cosine_decay_schedule(peak, max(num_steps - 1, 1), alpha=schedule.final_learning_rate_fraction)
+        case LinearSchedule():
+            final = peak * schedule.final_learning_rate_fraction
+            return optax.linear_schedule(peak, final, max(num_steps - 1, 1))
+        case WsdSchedule():
+            return _wsd(schedule, peak, num_steps)
+    raise AssertionError(schedule)
 
-    def decay(self, peak: float, num_steps: int) -> optax.Schedule:
-        return optax.linear_schedule(peak, peak * self.final_learning_rate_fraction, max(num_steps - 1, 1))
 
+def _wsd(schedule: WsdSchedule, peak: float, num_steps: int) -> optax.Schedule:
+    fall = 1 - schedule.final_learning_rate_fraction
 
-class WsdSchedule(ScheduleConfig):
-    """Warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395. sqrt: Haegele et al. 2024, arXiv:2405.18392."""
+    def rate(step):
+        done = jnp.clip((step + 1 - (num_steps - schedule.num_decay_steps)) / schedule.num_decay_steps, 0.0, 1.0)
+        return peak * (1 - fall * (jnp.sqrt(done) if schedule.decay_shape == "sqrt" else done))
 
-    kind: Literal["wsd"]
-    num_decay_steps: PositiveInt  # at the end of the run
-    decay_shape: Literal["linear", "sqrt"]
-    final_learning_rate_fraction: UpToOne  # of the peak, reached at the last step
-
-    def problems(self, num_steps: int) -> list[Problem]:
-        if (needed := self.num_warmup_steps + self.num_decay_steps) <= num_steps:
-            return []
-        what = f"a warm-up of {counted(self.num_warmup_steps, 'step')} and a decay of {self.num_decay_steps} "
-        what += f"are {counted(needed, 'step')}, num_steps is {num_steps}"
-        room = num_steps - self.num_warmup_steps
-        fix = f"use schedule.num_decay_steps={room}" if room > 0 else f"use num_steps={needed}"
-        return [Problem("schedule.num_decay_steps", what, fix)]
-
-    def decay(self, peak: float, num_steps: int) -> optax.Schedule:
-        fall = 1 - self.final_learning_rate_fraction
-
-        def rate(step):
-            done = jnp.clip((step + 1 - (num_steps - self.num_decay_steps)) / self.num_decay_steps, 0.0, 1.0)
-            return peak * (1 - fall * (jnp.sqrt(done) if self.decay_shape == "sqrt" else done))
-
-        return rate
+    return rate

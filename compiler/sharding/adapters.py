@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 
 from meshloom.models import Model
-from meshloom.models.adapter import AdapterConfig, Matrix, adapt, find_matrices
+from meshloom.models.adapter import Matrix, adapt, find_matrices
+from meshloom.models.adapter_config import AdapterConfig
 
 from ..core.errors import Problem, raise_if_any, use_one_of
 from ..core.trees import leaves_by_path

@@ -22,6 +22,7 @@ from ..core.partition_spec import axes_of
 from ..core.trees import leaves_by_path, like, pick
 from ..core.user_code import blamed_on_user
 from ..optim.contract import Setting
+from ..optim.lr_schedules import learning_rates
 from ..optim.parameter_kinds import parameter_kinds
 from ..spec.step_spec import StepSpec
 from ..target.mesh import MeshPlan
@@ -35,7 +36,7 @@ def check_schedule(spec: StepSpec) -> None:
 
 def build_schedule(spec: StepSpec) -> optax.Schedule:
     """Returns the schedule: the number of updates made -> the learning rate of the next."""
-    return spec.schedule.build(spec.optimizer.learning_rate, spec.num_steps)
+    return learning_rates(spec.schedule, spec.optimizer.learning_rate, spec.num_steps)
 
 
 def build_optimizer(spec: StepSpec, model: Model, layouts: Any, mesh: MeshPlan) -> optax.GradientTransformation:

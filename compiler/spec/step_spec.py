@@ -16,12 +16,11 @@ from pydantic import (
     model_validator,
 )
 
-from meshloom.models import ModelConfig
-from meshloom.models.adapter import AdapterConfig, DoraConfig, LoraConfig, RsLoraConfig
-from meshloom.models.config import Config, mistake
+from meshloom.models.adapter_config import AdapterConfig, DoraConfig, LoraConfig, RsLoraConfig
+from meshloom.models.config import Config, ModelConfig, mistake
 
 from ..core.config_types import FloatType, Fraction, NumBytes, Seed, Text
-from ..optim.contract import OptimizerConfig, ScheduleConfig
+from ..optim.configs import OptimizerConfig, ScheduleConfig
 from .calibration_spec import Calibration
 from .narrow import Narrow
 from .objective_spec import ObjectiveSpec, compares_pairs

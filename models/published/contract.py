@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax import Array
 
-from ..contract import ModelConfig
+from ..config import ModelConfig
 
 if TYPE_CHECKING:
     from .config_json import Reader

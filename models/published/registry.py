@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from ..contract import Model, ModelConfig
+from ..config import ModelConfig
+from ..contract import Model
 from . import deepseek, gemma, gpt2, gpt_oss, llama, mixtral, qwen
 from .config_json import UNUSED, Reader
 from .contract import Family, Mistake, NotUnderstood, PublishedTensor, Row, Slot, Values

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ..parts import Llama3Scaling, YarnScaling
+from ..family_configs import Llama3Scaling, YarnScaling
 from .config_json import Reader
 from .contract import Mistake, NotUnderstood, Values
 

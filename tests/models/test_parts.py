@@ -8,8 +8,9 @@ import pytest
 from conftest import plan_of, spec_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.models import Context, build_piece
-from meshloom.models.decoder import DecoderConfig, rope_of, rounds
-from meshloom.models.parts import LinearScaling, Llama3Scaling, Norm, Rope, YarnScaling, rotate
+from meshloom.models.decoder import rope_of, rounds
+from meshloom.models.family_configs import DecoderConfig, LinearScaling, Llama3Scaling, YarnScaling
+from meshloom.models.parts import Norm, Rope, rotate
 
 EPSILON = 0.1
 NORMS = {

@@ -18,7 +18,7 @@ from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.sharding.arrays import build_model
 from meshloom.models import ModelConfig
 from meshloom.models.adapter import is_adapter
-from meshloom.models.decoder import DecoderBase
+from meshloom.models.family_configs import DecoderBase
 from meshloom.models.published import NotUnderstood, read_config, tensors, tensors_in, write_config
 from meshloom.models.published.peft import write_peft
 from meshloom.runtime.weights.peft import write_peft_folder

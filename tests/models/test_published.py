@@ -17,9 +17,7 @@ from pydantic import TypeAdapter
 
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.models import ModelConfig
-from meshloom.models.decoder import DecoderConfig
-from meshloom.models.linear_stack import LinearStackConfig
-from meshloom.models.moe import MoeConfig
+from meshloom.models.family_configs import DecoderConfig, LinearStackConfig, MoeConfig
 from meshloom.models.published import FAMILIES, NotUnderstood, family_of, read_config, tensors, tensors_in, write_config
 
 CONF = Path(__file__).parents[2] / "conf" / "model"

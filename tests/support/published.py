@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from meshloom.models.contract import ModelConfig
+from meshloom.models.config import ModelConfig
 from meshloom.models.published import tensors, write_config
 from meshloom.runtime.weights.folder import INDEX, SINGLE
 

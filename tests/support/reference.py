@@ -10,8 +10,7 @@ import optax
 from jax import Array
 
 from meshloom.compiler.declare.run_spec import RunSpec
-from meshloom.compiler.optim.lr_schedules import CosineSchedule
-from meshloom.compiler.optim.optimizers import AdamWConfig
+from meshloom.compiler.optim.configs import AdamWConfig, CosineSchedule
 from meshloom.models import Context, Model, split_aux
 
 

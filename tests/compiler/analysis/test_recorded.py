@@ -22,7 +22,7 @@ from meshloom.compiler.xla.hlo import HloError, parse_module
 from meshloom.compiler.xla.schedule.prices import Chip
 from meshloom.compiler.xla.schedule.program import read_steps
 from meshloom.compiler.xla.schedule.steps import Compute, Loop, Start, every
-from meshloom.models.decoder import DecoderConfig
+from meshloom.models.family_configs import DecoderConfig
 from support.recorded import SCHEDULES, recorded_text
 
 COMMANDS, FOR_MEMORY = (

@@ -19,7 +19,7 @@ from meshloom.compiler.jaxpr.fusion import fuse, stacked_bytes, traffic
 from meshloom.compiler.jaxpr.read_jaxpr import read_jaxpr
 from meshloom.compiler.spec.compiler_traits import CompilerTraits
 from meshloom.compiler.xla.programs import lower
-from meshloom.models.decoder import DecoderConfig
+from meshloom.models.family_configs import DecoderConfig
 
 ONE_DEVICE = "target=cpu-1"
 

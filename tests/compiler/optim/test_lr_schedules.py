@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from conftest import spec_of
-from meshloom.compiler.optim.lr_schedules import (
+from meshloom.compiler.optim.configs import (
     ConstantSchedule,
     CosineSchedule,
     LinearSchedule,
     ScheduleConfig,
     WsdSchedule,
 )
+from meshloom.compiler.optim.lr_schedules import learning_rates
 from meshloom.compiler.sharding.state import build_schedule
 
 PEAK, N, W, D, FINAL = 0.5, 40, 8, 10, 0.1
@@ -30,7 +31,7 @@ def _schedule(kind: str, shape: str, *, warmup: int, final: float = FINAL) -> Sc
 
 
 def _rates(schedule: ScheduleConfig, num_steps: int, *, more: int = 0) -> np.ndarray:
-    rate = schedule.build(PEAK, num_steps)
+    rate = learning_rates(schedule, PEAK, num_steps)
     return np.array([rate(step) for step in range(num_steps + more)], np.float64)
 
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from conftest import plan_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.parallel.embedding import exchange_rows
-from meshloom.models.decoder import DecoderConfig
+from meshloom.models.family_configs import DecoderConfig
 from support.collectives import written_collectives
 from support.programs import gradients_of
 

@@ -14,7 +14,7 @@ from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.jaxpr.flops import matmul_flops
 from meshloom.compiler.parallel.remat import policy_of
 from meshloom.compiler.step.train_step import build_loss
-from meshloom.models.decoder import DecoderConfig
+from meshloom.models.family_configs import DecoderConfig
 from support.programs import gradients_of
 from support.reference import reference_loss
 from support.tiers import tiered

@@ -22,7 +22,7 @@ from meshloom.compiler.estimate.step_time import StepTime
 from meshloom.compiler.jaxpr.flops import matmul_flops
 from meshloom.compiler.report.explain import explain, plan_as_json
 from meshloom.compiler.report.explain_estimate import estimate_as_json, print_estimate
-from meshloom.models.decoder import DecoderConfig
+from meshloom.models.family_configs import DecoderConfig
 from support.reference import reference_loss
 
 ON_CHIPS = ("precision=bfloat16", "sharding.on_replicated=allow")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from conftest import plan_of
-from meshloom.models.decoder import DecoderConfig
+from meshloom.models.family_configs import DecoderConfig
 from support.programs import evaluate, programs_of
 
 

@@ -19,7 +19,7 @@ TROUBLE = """
 import os, time
 
 from meshloom.models import Model, ModelConfig
-from meshloom.models.linear_stack import LinearStackConfig
+from meshloom.models.family_configs import LinearStackConfig
 
 
 class Trouble(ModelConfig):

@@ -1,0 +1,219 @@
+"""What a declaration says of optimizers and learning-rate schedules, and their registries. A user's is named by its
+import path.
+
+A declaration is read and checked without JAX and optax, which take longer to import. So the arithmetic is in
+optimizers.py and lr_schedules.py, which `build` and `decay` import.
+"""
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from meshloom.models.config import Config, mistake
+
+from ..core.config_types import FloatType, Fraction, UpToOne
+from ..core.errors import Problem
+from ..core.format import counted
+
+if TYPE_CHECKING:
+    import optax
+
+    from .contract import Setting
+
+DecayOn = Literal["matrices", "all"]
+
+
+class OptimizerConfig(Config):
+    """The base of every optimizer. A subclass adds its name, `name: Literal["adamw"]`, and the keys that it needs."""
+
+    if TYPE_CHECKING:
+        name: Any
+
+    learning_rate: PositiveFloat  # the peak; `schedule` sets the warm-up and the decay
+    max_grad_norm: PositiveFloat | None  # gradients with a larger global norm are scaled down to it
+
+    def build(self, setting: "Setting") -> "optax.GradientTransformation":
+        """Returns the transformation from clipped gradients to what is added to the parameters, both in float32."""
+        raise NotImplementedError
+
+
+class ScheduleConfig(Config):
+    """The base of every schedule: `decay` is what follows the warm-up. A subclass adds its kind, `kind:
+    Literal[...]`."""
+
+    if TYPE_CHECKING:
+        kind: Any
+
+    num_warmup_steps: NonNegativeInt  # linear, from peak / num_warmup_steps to the peak
+
+    def decay(self, peak: float, num_steps: int) -> "optax.Schedule":
+        """Returns the learning rate over the `num_steps` after the warm-up, as a function of 0 .. num_steps - 1."""
+        raise NotImplementedError
+
+    def problems(self, num_steps: int) -> list[Problem]:  # noqa: ARG002
+        """Returns what is wrong with it in a run of `num_steps`."""
+        return []
+
+    def warnings(self, peak: float, num_steps: int) -> list[Problem]:
+        """Returns warnings about a run of `num_steps` that is valid but seldom intended: it may end in its warm-up."""
+        if self.num_warmup_steps <= num_steps:
+            return []
+        last = peak * num_steps / self.num_warmup_steps
+        what = f"is {self.num_warmup_steps} and num_steps is {num_steps}: the learning rate ends at {last:.3g} and never reaches {peak:.3g}"  # noqa: E501
+        fix = f"use schedule.num_warmup_steps={num_steps // 10}, or a larger num_steps"
+        return [Problem("schedule.num_warmup_steps", what, fix)]
+
+
+# A moment that moves by less than 2^-8 of a like-sized gradient does not move at all: bfloat16 has 8 bits of precision.
+_SLOWEST_BFLOAT16_DECAY = 1 - 2**-8
+
+
+class OwnOptimizer(OptimizerConfig):
+    """The base of Meshloom's optimizers: moments, and decoupled weight decay (scaled by the learning rate alone)."""
+
+    weight_decay: NonNegativeFloat
+    weight_decay_on: DecayOn
+    moment_dtype: FloatType  # the type in which moments are stored between steps
+
+    def build(self, setting: "Setting") -> "optax.GradientTransformation":
+        from .optimizers import transformation_of
+
+        return transformation_of(self, setting)
+
+    def _check_moments_move(self, **decays: float) -> Self:
+        for key, decay in decays.items():
+            if self.moment_dtype == "bfloat16" and decay > _SLOWEST_BFLOAT16_DECAY:
+                what = f"{decay} moves a moment by less than bfloat16 can represent"
+                most = int(_SLOWEST_BFLOAT16_DECAY * 1000) / 1000
+                fix = f"set optimizer.moment_dtype=float32, or optimizer.{key}={most} or less"
+                raise mistake(what, fix, key)
+        return self
+
+    def _check_momentum(self, momentum: float | None) -> Self:
+        if momentum is not None:
+            return self._check_moments_move(momentum=momentum)
+        if self.moment_dtype != "float32":
+            what = f"is {self.moment_dtype}, but without a momentum there are no moments"
+            raise mistake(what, "set optimizer.moment_dtype=float32, or optimizer.momentum=0.9", "moment_dtype")
+        return self
+
+
+class AdamWConfig(OwnOptimizer):
+    """AdamW: Loshchilov and Hutter 2019, arXiv:1711.05101."""
+
+    name: Literal["adamw"]
+    b1: Fraction
+    b2: Fraction
+    epsilon: PositiveFloat
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        return self._check_moments_move(b1=self.b1, b2=self.b2)
+
+
+class LionConfig(OwnOptimizer):
+    """Lion: Chen et al. 2023, arXiv:2302.06675. The update is the sign of a mean of gradients."""
+
+    name: Literal["lion"]
+    b1: Fraction  # of the mean whose sign is the update
+    b2: Fraction  # of the mean that is stored
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        return self._check_moments_move(b2=self.b2)
+
+
+class SgdConfig(OwnOptimizer):
+    """SGD with momentum: Sutskever et al. 2013. v <- momentum v + g; the update is v, or g + momentum v with
+    Nesterov."""
+
+    name: Literal["sgd"]
+    momentum: Fraction | None
+    nesterov: bool
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.momentum is None and self.nesterov:
+            raise mistake("nesterov needs a momentum", "set optimizer.nesterov=false, or optimizer.momentum=0.9", "nesterov")  # fmt: skip  # noqa: E501
+        return self._check_momentum(self.momentum)
+
+
+class AdafactorConfig(OwnOptimizer):
+    """Adafactor: Shazeer and Stern 2018, arXiv:1804.04235. The second moment of each layer's array is factored into a
+    row and a column over its two largest dimensions, in float32. There is a first moment only if `momentum` is set."""
+
+    name: Literal["adafactor"]
+    decay_rate: Annotated[float, Field(gt=0, lt=1)]  # c of the second moment's decay 1 - step^-c
+    min_dim_size_to_factor: PositiveInt  # smaller arrays have an unfactored second moment
+    clipping_threshold: Annotated[float, Field(ge=1)] | None  # of the root mean square of an array's update
+    multiply_by_parameter_scale: bool  # learning_rate is relative to the root mean square of each array
+    momentum: Fraction | None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        return self._check_momentum(self.momentum)
+
+
+class MuonConfig(OwnOptimizer):
+    """Muon: Jordan 2024 (github.com/KellerJordan/Muon), as scaled by Liu et al. 2025, arXiv:2502.16982. The momentum of
+    each matrix of a layer is orthogonalized. The other parameters (embedding, head, norm scales, biases) use AdamW."""
+
+    name: Literal["muon"]
+    momentum: Fraction
+    nesterov: bool
+    num_newton_schulz_steps: PositiveInt
+    update_rms: PositiveFloat  # of the orthogonal update; AdamW's is about 0.2, so that one learning rate serves both
+    b1: Fraction  # this and the next two are AdamW's
+    b2: Fraction
+    epsilon: PositiveFloat
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        return self._check_moments_move(momentum=self.momentum, b1=self.b1, b2=self.b2)
+
+
+class OwnSchedule(ScheduleConfig):
+    """The base of Meshloom's schedules."""
+
+    def decay(self, peak: float, num_steps: int) -> "optax.Schedule":
+        from .lr_schedules import decay_of
+
+        return decay_of(self, peak, num_steps)
+
+
+class ConstantSchedule(OwnSchedule):
+    kind: Literal["constant"]
+
+
+class CosineSchedule(OwnSchedule):
+    """Cosine decay: Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts."""
+
+    kind: Literal["cosine"]
+    final_learning_rate_fraction: UpToOne  # of the peak, reached at the last step
+
+
+class LinearSchedule(OwnSchedule):
+    kind: Literal["linear"]
+    final_learning_rate_fraction: UpToOne  # of the peak, reached at the last step
+
+
+class WsdSchedule(OwnSchedule):
+    """Warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395. sqrt: Haegele et al. 2024, arXiv:2405.18392."""
+
+    kind: Literal["wsd"]
+    num_decay_steps: PositiveInt  # at the end of the run
+    decay_shape: Literal["linear", "sqrt"]
+    final_learning_rate_fraction: UpToOne  # of the peak, reached at the last step
+
+    def problems(self, num_steps: int) -> list[Problem]:
+        if (needed := self.num_warmup_steps + self.num_decay_steps) <= num_steps:
+            return []
+        what = f"a warm-up of {counted(self.num_warmup_steps, 'step')} and a decay of {self.num_decay_steps} "
+        what += f"are {counted(needed, 'step')}, num_steps is {num_steps}"
+        room = num_steps - self.num_warmup_steps
+        fix = f"use schedule.num_decay_steps={room}" if room > 0 else f"use num_steps={needed}"
+        return [Problem("schedule.num_decay_steps", what, fix)]
+
+
+OPTIMIZERS: tuple[type[OptimizerConfig], ...] = (AdamWConfig, AdafactorConfig, LionConfig, MuonConfig, SgdConfig)
+SCHEDULES: tuple[type[ScheduleConfig], ...] = (ConstantSchedule, CosineSchedule, LinearSchedule, WsdSchedule)
