@@ -68,7 +68,7 @@ class ScheduleConfig(Config):
 _SLOWEST_BFLOAT16_DECAY = 1 - 2**-8
 
 
-class OwnOptimizer(OptimizerConfig):
+class LibraryOptimizer(OptimizerConfig):
     """The base of Meshloom's optimizers: moments, and decoupled weight decay (scaled by the learning rate alone)."""
 
     weight_decay: NonNegativeFloat
@@ -98,7 +98,7 @@ class OwnOptimizer(OptimizerConfig):
         return self
 
 
-class AdamWConfig(OwnOptimizer):
+class AdamWConfig(LibraryOptimizer):
     """AdamW: Loshchilov and Hutter 2019, arXiv:1711.05101."""
 
     name: Literal["adamw"]
@@ -111,7 +111,7 @@ class AdamWConfig(OwnOptimizer):
         return self._check_moments_move(b1=self.b1, b2=self.b2)
 
 
-class LionConfig(OwnOptimizer):
+class LionConfig(LibraryOptimizer):
     """Lion: Chen et al. 2023, arXiv:2302.06675. The update is the sign of a mean of gradients."""
 
     name: Literal["lion"]
@@ -123,7 +123,7 @@ class LionConfig(OwnOptimizer):
         return self._check_moments_move(b2=self.b2)
 
 
-class SgdConfig(OwnOptimizer):
+class SgdConfig(LibraryOptimizer):
     """SGD with momentum: Sutskever et al. 2013. v <- momentum v + g; the update is v, or g + momentum v with
     Nesterov."""
 
@@ -138,7 +138,7 @@ class SgdConfig(OwnOptimizer):
         return self._check_momentum(self.momentum)
 
 
-class AdafactorConfig(OwnOptimizer):
+class AdafactorConfig(LibraryOptimizer):
     """Adafactor: Shazeer and Stern 2018, arXiv:1804.04235. The second moment of each layer's array is factored into a
     row and a column over its two largest dimensions, in float32. There is a first moment only if `momentum` is set."""
 
@@ -154,7 +154,7 @@ class AdafactorConfig(OwnOptimizer):
         return self._check_momentum(self.momentum)
 
 
-class MuonConfig(OwnOptimizer):
+class MuonConfig(LibraryOptimizer):
     """Muon: Jordan 2024 (github.com/KellerJordan/Muon), as scaled by Liu et al. 2025, arXiv:2502.16982. The momentum of
     each matrix of a layer is orthogonalized. The other parameters (embedding, head, norm scales, biases) use AdamW."""
 
@@ -172,7 +172,7 @@ class MuonConfig(OwnOptimizer):
         return self._check_moments_move(momentum=self.momentum, b1=self.b1, b2=self.b2)
 
 
-class OwnSchedule(ScheduleConfig):
+class LibrarySchedule(ScheduleConfig):
     """The base of Meshloom's schedules."""
 
     def decay(self, peak: float, num_steps: int) -> "optax.Schedule":
@@ -181,23 +181,23 @@ class OwnSchedule(ScheduleConfig):
         return decay_of(self, peak, num_steps)
 
 
-class ConstantSchedule(OwnSchedule):
+class ConstantSchedule(LibrarySchedule):
     kind: Literal["constant"]
 
 
-class CosineSchedule(OwnSchedule):
+class CosineSchedule(LibrarySchedule):
     """Cosine decay: Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts."""
 
     kind: Literal["cosine"]
     final_learning_rate_fraction: UpToOne  # of the peak, reached at the last step
 
 
-class LinearSchedule(OwnSchedule):
+class LinearSchedule(LibrarySchedule):
     kind: Literal["linear"]
     final_learning_rate_fraction: UpToOne  # of the peak, reached at the last step
 
 
-class WsdSchedule(OwnSchedule):
+class WsdSchedule(LibrarySchedule):
     """Warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395. sqrt: Haegele et al. 2024, arXiv:2405.18392."""
 
     kind: Literal["wsd"]

@@ -16,7 +16,7 @@ warm-up (W + D = N), the last step of the warm-up alone has the peak, and withou
 import jax.numpy as jnp
 import optax
 
-from .configs import ConstantSchedule, CosineSchedule, LinearSchedule, OwnSchedule, ScheduleConfig, WsdSchedule
+from .configs import ConstantSchedule, CosineSchedule, LibrarySchedule, LinearSchedule, ScheduleConfig, WsdSchedule
 
 
 def learning_rates(schedule: ScheduleConfig, peak: float, num_steps: int) -> optax.Schedule:
@@ -31,7 +31,7 @@ def learning_rates(schedule: ScheduleConfig, peak: float, num_steps: int) -> opt
     return optax.join_schedules([rise, decay], [schedule.num_warmup_steps])
 
 
-def decay_of(schedule: OwnSchedule, peak: float, num_steps: int) -> optax.Schedule:
+def decay_of(schedule: LibrarySchedule, peak: float, num_steps: int) -> optax.Schedule:
     """Returns the learning rate over the `num_steps` after the warm-up, as a function of 0 .. num_steps - 1."""
     match schedule:
         case ConstantSchedule():

@@ -16,12 +16,12 @@ from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from ..core.config_types import FloatType
-from .configs import AdafactorConfig, AdamWConfig, LionConfig, MuonConfig, OwnOptimizer, SgdConfig
+from .configs import AdafactorConfig, AdamWConfig, LibraryOptimizer, LionConfig, MuonConfig, SgdConfig
 from .contract import Setting
 from .parameter_kinds import DimGroups
 
 
-def transformation_of(config: OwnOptimizer, setting: Setting) -> optax.GradientTransformation:
+def transformation_of(config: LibraryOptimizer, setting: Setting) -> optax.GradientTransformation:
     """Returns the optimizer's direction, then weight decay, then scaling by minus the learning rate."""
     match config:
         case AdamWConfig():
