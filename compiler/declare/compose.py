@@ -34,7 +34,7 @@ from ..core.visible import visible_line
 from ..spec import target_names
 from ..spec.secrets import Sources
 from .compositions import compose_kept, kept_groups
-from .config_files import plain_values, problems_of_files, register_sources
+from .config_files import TargetNames, plain_values, problems_of_files, register_sources
 from .environment import IN_DEFAULTS, find_sources, register_resolver
 from .hydra_private import IConfigRepository, config_repository
 from .hydra_settings import (
@@ -207,8 +207,16 @@ def chosen_options(request: Request) -> dict[str, str]:
 
 
 def _options(group: str, configs: IConfigRepository, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
-    """Returns the options of a group. Names that begin with `_` are parts of other files and are left out."""
-    return [name for name in configs.get_group_options(group, kind) if not name.startswith("_")]
+    """Returns the options of a group. Names that begin with `_` are parts of other files and are left out, as are
+    targets that are made of a kind and a size: to find them takes longer than to read all other names."""
+    if group == "target":
+        sources = [
+            each for each in configs.get_sources() if each.scheme() != TargetNames.scheme() and each.is_group(group)
+        ]
+        names = sorted({name for source in sources for name in source.list(group, kind)})
+    else:
+        names = configs.get_group_options(group, kind)
+    return [name for name in names if not name.startswith("_")]
 
 
 def _validate(overrides: Sequence[str], request: Request, groups: ConfigGroups) -> tuple[RunSpec | None, list[Problem]]:

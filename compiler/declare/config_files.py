@@ -12,7 +12,6 @@
 A config file here is one that is not Meshloom's own: from --config-dir, --config-path or hydra.searchpath.
 """
 
-import copy
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -94,13 +93,15 @@ class CheckedPackages(hydra_private.ImportlibResourcesConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         if (self.scheme(), self.path) not in OWN_SOURCES:
             return super().load_config(config_path)
-        key = (self.provider, self.path, config_path)
-        if key not in _parsed_files:
-            _parsed_files[key] = super().load_config(config_path)
-        return copy.deepcopy(_parsed_files[key])  # Hydra changes what it reads
+        name = self._normalize_file_name(config_path)
+        if (self.path, name) not in _parsed_files:
+            text = (files(self.path) / name).read_text(encoding="utf-8")
+            _parsed_files[self.path, name] = hydra_private.parse_config(text)
+        header, values = _parsed_files[self.path, name]
+        return ConfigResult(self.provider, f"pkg://{self.path}", OmegaConf.create(values), dict(header))
 
 
-_parsed_files: dict[tuple[str, str, str], ConfigResult] = {}
+_parsed_files: dict[tuple[str, str], tuple[dict[str, str | None], Any]] = {}
 
 
 class StructuredConfigSource(hydra_private.StructuredConfigSource):

@@ -22,10 +22,10 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.report.views.page import page_in_frame, render_page
 
 from ..compile.compile_command import Compiled, CompileJob, compile_job, find_job, write_compiled
-from ..core.exclusive import only_run_in
 from ..core.failures import RunFailed
 from ..processes.process_log import meshloom_log
 from ..rundir.folders import REPORT, RunFolder
+from ..rundir.run_lock import only_run_in
 from .declared import Plan, request_of_origin, shown_as, with_spec
 from .guest import as_guest, settings_put_back, start_for_compile
 

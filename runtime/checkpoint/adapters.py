@@ -24,7 +24,8 @@ from meshloom.compiler.core.places import PUBLISHED, is_published, is_url
 from meshloom.compiler.core.trees import combined, leaves_by_path
 from meshloom.models.adapter import only_adapters, without_adapters
 
-from .start import Start, context_for
+from .orbax_context import context_for
+from .start import Start
 
 Base = Mapping[str, Any]  # place, of weights; null: drawn by the seed. digest: of its bits
 

@@ -26,7 +26,8 @@ from ..core.manifest import write_manifest
 from ..data.batches import converted_state
 from .adapters import Base
 from .differences import schedule_record
-from .start import COMMITTED, Start, checkpoint_folder, context_for, finished
+from .orbax_context import context_for
+from .start import COMMITTED, Start, checkpoint_folder, finished
 
 logging.getLogger("absl").setLevel(
     logging.CRITICAL

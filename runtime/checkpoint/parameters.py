@@ -13,7 +13,8 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 
 from ..core.files import Folder, check_bucket, folder_at
 from .differences import shown, tree_differences
-from .start import Start, check_is_there, context_for, newest_good, saved_tree
+from .orbax_context import context_for
+from .start import Start, check_is_there, newest_good, saved_tree
 
 READ_AT_ONCE_BYTES = 2**31  # of a process: what is read and not yet on the devices
 

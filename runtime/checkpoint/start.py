@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orbax.checkpoint import v1 as ocp
-
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if_any
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.declare.run_spec import RunSpec
@@ -18,17 +16,10 @@ from ..core.manifest import FILE, Compared, damage_in
 from ..processes.distributed import current
 from ..rundir.folders import CHECKPOINTS
 from .differences import shown, tree_differences
-from .s3 import SCHEME, teach_orbax_s3
 
 RESTORE_FROM = "checkpoint.restore_from"
 COMMITTED = "commit_success.txt"  # finishes a save where Orbax cannot rename
 EXPECTED = ("data/data.json", "state/_METADATA")  # files of every checkpoint
-
-# The kinds of the items are given here, so that no file of the checkpoint without a hash decides them.
-CONTEXT = ocp.Context()
-CONTEXT.checkpointables.registry = ocp.handlers.local_registry().add(
-    ocp.handlers.JsonHandler, checkpointable_name="data"
-)
 
 
 @dataclass(frozen=True)
@@ -46,17 +37,6 @@ def checkpoint_folder(run_dir: Path, spec: RunSpec) -> Folder:
     """Returns the folder of a run's checkpoints: `checkpoint.directory`, or a folder of its run directory."""
     directory = spec.checkpoint.directory
     return absolute(run_dir / CHECKPOINTS if directory is None else folder_at(directory))
-
-
-def context_for(folder: Folder) -> ocp.Context:
-    """Returns Orbax's context for a folder. On s3:// nothing can be renamed, so a save is finished by one more file;
-    Orbax does so by itself only for gs://."""
-    if not str(folder).startswith(SCHEME):
-        return CONTEXT
-    teach_orbax_s3()
-    context = ocp.Context(CONTEXT)
-    context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
-    return context
 
 
 def find_start(run_dir: Path, spec: RunSpec, state: Any) -> Start | None:
@@ -213,9 +193,9 @@ def _unreadable(path: Folder) -> str | None:
 
 def saved_tree(path: Folder) -> Any:
     """Returns the shape, type and sharding of the arrays in a checkpoint."""
-    with context_for(path):
-        metadata: Any = ocp.checkpointables_metadata(str(absolute(path))).metadata
-    return metadata["state"]
+    from .orbax_context import read_metadata
+
+    return read_metadata(path)["state"]
 
 
 def _check_same_tree(path: Folder, state: Any) -> None:

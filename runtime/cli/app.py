@@ -9,7 +9,6 @@ groups and their options, one on a line; a shell completes Hydra's words without
 
 import argparse
 import io
-import logging
 import os
 import re
 import shutil
@@ -26,7 +25,7 @@ from meshloom.compiler.core.errors import COMMAND_LINE, MISTAKE, ConfigError, Pr
 from meshloom.compiler.core.user_imports import FLAG, VARIABLE, code_allowed_from, parse_allowed
 from meshloom.compiler.core.visible import write_error, write_out
 from meshloom.compiler.declare import evaluation_spec
-from meshloom.compiler.declare.application import HydraJob, run_application
+from meshloom.compiler.declare.application import run_application
 from meshloom.compiler.declare.choices import all_keys, described_groups
 from meshloom.compiler.declare.compose import Request, check_config_files, read_spec
 from meshloom.compiler.declare.environment import masked
@@ -37,12 +36,8 @@ from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
 
 from ..inference.run_request import request_of_run
-from ..processes.distributed import Processes
-from ..processes.process_log import process_log
-from ..rundir.run_dir import as_typed, check_run_dir
 from .commands import CHECK, SWEEP, Command
 
-LOG = logging.getLogger("meshloom")
 _PART = re.compile(r"(?:\S*[=/])?_[\w.-]*$")  # model=_llama, data/_base: names with a first `_`
 RESUMES = ("resume", "continue", "restart", "restore")  # what other trainers call it
 
@@ -242,35 +237,6 @@ def _write_wrapped(text: str, *, indent: int) -> None:
     """Prints a line; on a terminal, in lines that fit, the others indented."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else len(text)
     write_out("\n".join(textwrap.wrap(text, max(width, 2 * indent), subsequent_indent=" " * indent)))
-
-
-def run_in_directory(request: Request, flags: argparse.Namespace, run: Callable[[Path, str | None], int]) -> int:
-    """Runs a task in the run directory that Hydra makes, with the log of a process. Returns the exit code.
-
-    run: takes the directory and the name of the chosen model, and returns the exit code. Its mistakes are printed and
-    logged here: Hydra would print a line of its own about them.
-    """
-    exit_codes = [MISTAKE]
-
-    def task(job: HydraJob) -> None:
-        run_dir, model = as_typed(job.directory), job.model()
-        try:
-            with process_log(run_dir, Processes()):
-                exit_codes[0] = _run_logged(lambda: run(run_dir, model))
-        except OSError as error:  # of the log itself
-            exit_codes[0] = show_mistake(as_config_error(error))
-
-    check_run_dir(request)
-    run_application(request, flags, task)
-    return exit_codes[0]
-
-
-def _run_logged(run: Callable[[], int]) -> int:
-    try:
-        return run()
-    except MISTAKES as error:
-        LOG.error(error, exc_info=isinstance(error, OSError))
-        return show_mistake(as_config_error(error))
 
 
 def show_mistake(error: ConfigError) -> int:

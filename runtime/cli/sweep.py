@@ -19,11 +19,11 @@ from meshloom.compiler.declare.overrides import in_quotes, overridden_key, overr
 from meshloom.compiler.declare.problems import MISTAKES
 from meshloom.compiler.declare.sweep_request import read_sweep_request
 
-from ..core.exclusive import only_run_in
 from ..core.failures import RunFailed
 from ..processes.devices import plan_without_devices
 from ..processes.initialize import plan_start, process_index
 from ..processes.process_log import say
+from ..rundir.run_lock import only_run_in
 from ..rundir.run_record import link_latest
 from ..sweep.engine import Engine, open_sweep
 from ..sweep.hydra_points import launching, subdirectory
@@ -31,7 +31,7 @@ from ..sweep.rows import SWEEP_COMMANDS, SweepCommand
 from ..sweep.settings import cluster_settings, pool_settings
 from ..tune.search import compare_targets, search_into
 from ..tune.variants import find_space
-from .app import run_in_directory
+from .in_directory import run_in_directory
 
 LAUNCHER_LOG = "launcher.log"
 

@@ -31,13 +31,13 @@ from meshloom.compiler.target.compiler_options import check_compiler_options
 from meshloom.compiler.target.target import plan_target
 from meshloom.compiler.target.topology import find_devices
 
-from ..core.exclusive import only_run_in
 from ..core.interruptible import raise_if_interrupted
 from ..core.stderr_capture import captured_stderr
 from ..processes.devices import plan_without_devices, start_devices
 from ..processes.distributed import Processes
 from ..processes.process_log import say, say_command, say_labels
 from ..rundir.run_dir import write_declaration, write_report
+from ..rundir.run_lock import only_run_in
 from ..rundir.run_record import recorded_run
 from .artifact import FOLDER, TEXT, write_artifact
 from .compile_cache import cache_folder, cached_compilation

@@ -21,10 +21,10 @@ from meshloom.compiler.report.views.page import render_page
 from meshloom.compiler.report.views.timeline import chrome_trace
 from meshloom.compiler.schema import Event, Report
 
-from ..core.exclusive import check_is_free
 from ..core.files import replace_json, replace_text
 from ..processes.distributed import Processes, together
 from .folders import PLAN, REPORT, SPEC
+from .run_lock import check_is_free
 
 SECONDS_UNTIL_SEEN = 30  # a directory of another host appears late on some network file systems
 

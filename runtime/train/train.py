@@ -43,7 +43,6 @@ from ..checkpoint.start import (
 )
 from ..compile.artifact import check_artifact, read_artifact
 from ..compile.run_programs import Precompiled, check_state_memory, make_programs, mesh_of
-from ..core.exclusive import only_run_in, only_run_that_saves_in
 from ..data import BatchIterator, Data, open_data
 from ..processes.agreement import check_same_declaration
 from ..processes.devices import start_devices
@@ -53,6 +52,7 @@ from ..processes.process_log import say, say_labels
 from ..processes.stop import StopRequest
 from ..rundir.folders import CHECKPOINTS
 from ..rundir.run_dir import write_declaration
+from ..rundir.run_lock import only_run_in, only_run_that_saves_in
 from ..rundir.run_record import recorded_run
 from ..weights.find import Weights, check_content, describe_weights, find_weights
 from ..weights.load import with_weights

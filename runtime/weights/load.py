@@ -21,8 +21,9 @@ from meshloom.compiler.plan import Plan
 from meshloom.models.adapter import only_adapters
 
 from ..checkpoint.adapters import check_base, read_base, with_base
+from ..checkpoint.orbax_context import context_for
 from ..checkpoint.parameters import READ_AT_ONCE_BYTES, load_parameters
-from ..checkpoint.start import Start, context_for
+from ..checkpoint.start import Start
 from ..data.progress import TextProgress
 from ..processes.process_log import say
 from .find import PublishedWeights, SavedWeights, Weights, describe_weights, find_weights

@@ -1,7 +1,6 @@
-"""The commands that work ahead of time, without the declared devices: `meshloom explain` and `meshloom compile`."""
+"""Runs `meshloom explain`: shows the plan, without the declared devices and without compiling."""
 
 import argparse
-from pathlib import Path
 
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, all_of
@@ -14,10 +13,8 @@ from meshloom.compiler.report.explain import explain
 
 from ..checkpoint.restore_plan import plan_restore
 from ..checkpoint.start import Start, check_checkpoint, find_restorable
-from ..compile.compile_command import compile_step, prepare_compile
 from ..processes.devices import plan_without_devices
 from ..weights.find import Weights, describe_weights, find_weights
-from .app import run_in_directory
 
 
 def explain_command(request: Request, flags: argparse.Namespace) -> int:
@@ -42,13 +39,3 @@ def _plan(spec: RunSpec) -> tuple[Plan, Start | None, Weights | None]:
     plan_without_devices(spec.target)
     plan, _ = all_of(lambda: plan_run(spec), lambda: check_checkpoint(spec))
     return plan, find_restorable(spec, plan.abstract), find_weights(plan)
-
-
-def compile_command(request: Request, flags: argparse.Namespace) -> int:
-    """Compiles into a run directory that Hydra makes. Raises ConfigError for mistakes that are found before."""
-    job = read_spec(request, then=prepare_compile)
-
-    def run(run_dir: Path, model: str | None) -> int:
-        return compile_step(job, run_dir, request=request, model=model, console=Console()).refusal
-
-    return run_in_directory(request, flags, run)
