@@ -1,7 +1,7 @@
 """Tables whose rows take long: each row is kept as a line of JSON, so that none is made twice.
 
-A script has its rows, what it keeps of each (`facts_of`) and how a table is made of what is kept. `results.py` prints
-all of these tables.
+A script (rows.py) has its rows, what it keeps of each (`facts_of`) and how a table is made of what is kept.
+`results.py` prints all of these tables.
 """
 
 import argparse
@@ -28,18 +28,24 @@ NOT_COMPILED = "not compiled"
 def parser_of(description: str | None, kept: Path) -> argparse.ArgumentParser:
     """Returns the parser of a script with rows: the file that keeps them, and which of them are made."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, kept)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser, kept: Path | None) -> None:
     parser.add_argument("file", nargs="?", type=Path, default=kept)
     parser.add_argument("--rows", default="", metavar="TEXT", help="make only those with this text in their name")
     parser.add_argument("--show", action="store_true", help="print what is kept, make nothing")
-    return parser
 
 
 def make_rows(
     given: argparse.Namespace,
     rows: Iterable[tuple[str, Overrides]],
     facts_of: Callable[[Facts], Facts],
+    make: Callable[[Overrides], tuple[Facts, float | None]] | None = None,
 ) -> int:
-    """Compiles the rows, by name, that are asked for and not kept yet; returns the number of those that failed."""
+    """Makes the rows, by name, that are asked for and not kept yet; returns the number of those that failed. make:
+    returns a report, of which facts_of says what is kept, and its seconds; `compile_report` by default."""
     kept = read_kept(given.file)
     asked = [] if given.show else [row for row in rows if given.rows.lower() in row[0].lower()]
     todo = [(name, overrides) for name, overrides in asked if overrides not in kept]
@@ -49,7 +55,7 @@ def make_rows(
         task = progress.add_task("", total=len(todo))
         for name, overrides in todo:
             progress.update(task, description=name)
-            num_added += add_row(given.file, name, overrides, facts_of)
+            num_added += add_row(given.file, name, overrides, facts_of, make or compile_report)
             progress.advance(task)
     return len(todo) - num_added
 
@@ -66,35 +72,9 @@ def compile_report(overrides: Overrides) -> tuple[Facts, float]:
     return report, round(time.perf_counter() - start, 1)
 
 
-def step_facts(report: Facts, *keys: str) -> Facts:
-    """Returns these figures of the predicted step, the peak of a chip's memory, and the versions."""
-    peak = {"peak_bytes": report["memory"]["peak_bytes_per_chip"]}
-    return {key: report["step"][key] for key in keys} | peak | {"versions": versions_of(report)}
-
-
-def exposed_over(report: Facts, axis: str) -> float:
-    """Returns the seconds that the step waits for collectives over this mesh axis alone."""
-    return sum(each["exposed_seconds"] for each in report["collectives"] if each["mesh_axes"] == [axis])
-
-
 def kept_rows(rows: Mapping[str, Overrides], kept: Rows) -> Iterator[tuple[str, Facts]]:
     """Yields the rows that are kept, with their names."""
     yield from ((name, kept[overrides]) for name, overrides in rows.items() if overrides in kept)
-
-
-def run_rows(
-    description: str | None,
-    kept: Path,
-    rows: Mapping[str, Overrides],
-    facts_of: Callable[[Facts], Facts],
-    table: Callable[[Rows], str],
-) -> int:
-    """Makes the rows that the command line asks for, and prints the table of all that are kept. Returns the exit
-    code."""
-    given = parser_of(description, kept).parse_args()
-    num_missing = make_rows(given, rows.items(), facts_of)
-    print(table(read_kept(given.file)))
-    return int(num_missing > 0)
 
 
 def read_lines(path: Path) -> list[Facts]:
@@ -113,15 +93,21 @@ def keep(path: Path, name: str, overrides: Overrides, facts: Facts) -> None:
         file.write(json.dumps({"name": name, "overrides": overrides} | facts) + "\n")
 
 
-def add_row(path: Path, name: str, overrides: Overrides, facts_of: Callable[[Facts], Facts]) -> bool:
-    """Compiles one more row and keeps what facts_of makes of its report. False, after a line that says so, if the
+def add_row(
+    path: Path,
+    name: str,
+    overrides: Overrides,
+    facts_of: Callable[[Facts], Facts],
+    make: Callable[[Overrides], tuple[Facts, float | None]],
+) -> bool:
+    """Makes one more row and keeps what facts_of makes of its report. False, after a line that says so, if the
     command fails, which has said why."""
     try:
-        report, seconds = compile_report(overrides)
+        report, seconds = make(overrides)
     except subprocess.CalledProcessError as error:
         print(f"{NOT_COMPILED}, exit code {error.returncode}: {name}: {' '.join(overrides)}", file=sys.stderr)
         return False
-    keep(path, name, overrides, facts_of(report) | {"seconds": seconds})
+    keep(path, name, overrides, facts_of(report) | ({"seconds": seconds} if seconds else {}))
     return True
 
 

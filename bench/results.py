@@ -10,22 +10,17 @@ what is printed.
 import argparse
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
-import adapters
 import chaos
-import context
-import experts
 import faults
 import memory_accuracy
-import overlap
 import peer
 import pipelines
-import pipelines_compiled
-import pipelines_memory
 import playbook
 import published
-import published_pipelines
+import rows
 import tune
 from compiled_rows import read_kept, read_lines
 
@@ -37,6 +32,10 @@ def _published(table: Callable[..., str], *files: Path) -> Callable[[], str]:
     return lambda: table(*map(read_kept, files))
 
 
+OF_ROWS = {  # the mark in a page, and the name of rows.py
+    "context-estimates": "context", "adapters-estimates": "adapters",
+    **{name.replace("_", "-"): name for name in rows.TABLES if name not in ("context", "adapters")},
+}  # fmt: skip
 TABLES: dict[str, Callable[[], str]] = {
     "published-errors": _published(published.errors_table, published.KEPT),
     "published-ranges": _published(published.ranges_table, published.KEPT, published.ESTIMATES),
@@ -44,14 +43,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "published-declarations": published.declarations_table,
     "estimates": _published(published.estimates_table, published.KEPT, published.ESTIMATES),
     "playbook": lambda: playbook.table(read_kept(playbook.KEPT), is_staged=True),
-    "published-pipelines": _published(published_pipelines.table, published_pipelines.KEPT),
-    "overlap": lambda: overlap.table(read_kept(overlap.KEPT)),
     "peer": lambda: peer.table(read_lines(peer.KEPT)),
-    "experts": lambda: experts.table(read_kept(experts.KEPT)),
-    "context-estimates": lambda: context.estimates(read_kept(context.KEPT)),
-    "context-compiled": lambda: context.compiled(read_kept(context.KEPT)),
-    "adapters-estimates": lambda: adapters.estimates(read_kept(adapters.KEPT)),
-    "adapters-compiled": lambda: adapters.compiled(read_kept(adapters.COMPILED)),
     "tune": lambda: tune.table(read_kept(tune.KEPT)),
     "memory": lambda: memory_accuracy.table(read_lines(memory_accuracy.KEPT)),
     "chaos": lambda: chaos.table(read_lines(chaos.KEPT)),
@@ -59,8 +51,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "pipeline-recomputed": pipelines.recomputed,
     "pipeline-permutes": pipelines.permutes,
     "pipeline-buffers": pipelines.buffers,
-    "pipelines-compiled": lambda: pipelines_compiled.table(read_kept(pipelines_compiled.KEPT)),
-    "pipelines-memory": lambda: pipelines_memory.table(read_kept(pipelines_memory.KEPT)),
+    **{mark: partial(rows.printed, name) for mark, name in OF_ROWS.items()},
     "faults": lambda: faults.tables(list(faults.read_kept(faults.KEPT).values())),
 }
 

@@ -83,19 +83,20 @@ def test_a_recipe_that_cannot_be_compiled_leaves_the_others(script, tmp_path, mo
 
 
 def test_a_row_that_cannot_be_compiled_leaves_the_others(script, tmp_path, monkeypatch, capsys):
-    overlap = script("overlap")
-    rows = [overlap.Row(model, "v5e-8", 8, 1, 128) for model in ("broken", "tiny")]
-    monkeypatch.setattr(overlap, "ROWS", rows)
-    monkeypatch.setattr(sys, "argv", ["overlap.py", str(tmp_path / "kept.jsonl")])
-    assert overlap.main() == 1
+    rows = script("rows")
+    declared = [(model, "v5e-8", 8, 1, 128, (), 4) for model in ("broken", "tiny")]
+    monkeypatch.setattr(rows, "OVERLAPPED", declared)
+    named = {f"{name}, {mode}": overrides for name, mode, overrides in rows.overlap_rows()}
+    monkeypatch.setitem(rows.TABLES, "overlap", replace(rows.OVERLAP, rows=named))
+    assert rows.main(["overlap", str(tmp_path / "kept.jsonl")]) == 1
     told = capsys.readouterr()
     assert told.err.count("not compiled, exit code 2: broken, v5e-8") == 3
-    assert rows_of(tmp_path / "kept.jsonl") == [rows[1].name] * 3
+    assert rows_of(tmp_path / "kept.jsonl") == [name for name in named if name.startswith("tiny")]
     assert [line.split(",")[0] for line in told.out.splitlines() if line.startswith("| tiny")] == ["| tiny"]
 
 
 def test_what_could_not_be_judged_says_why(script):
-    cell = script("overlap").figures
+    cell = script("rows").figures
     unknown = {"predicted_seconds": None, "fits": True, "why_not": "the program's text cannot be read: line 7"}
     assert cell(unknown) == "the program's text cannot be read: line 7"
     assert cell(unknown | {"fits": False}) == "does not fit"

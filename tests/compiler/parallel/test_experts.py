@@ -117,7 +117,7 @@ def test_prices_are_near_what_compiled_schedules_leave_exposed():
     rows = [
         json.loads(line) for line in (Path(__file__).parents[3] / "bench" / "experts.jsonl").read_text().splitlines()
     ]
-    compiled = {row["name"]: row["exchange_exposed_seconds"] / 2 for row in rows if "padded" not in row["name"]}
+    compiled = {row["name"]: row["exposed_over"]["expert"] / 2 for row in rows if "padded" not in row["name"]}
     priced = {}
     for row in rows:
         plan = plan_as_declared(*row["overrides"]).operation("experts")
