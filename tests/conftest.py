@@ -1,11 +1,13 @@
 """Eight simulated devices, and small declarations to test on."""
 
+import argparse
 import gc
 import os
 import signal
 import tempfile
 from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 
 # The suite compiles hundreds of programs and runs each for milliseconds, so machine code need not be fast. XLA's own
 # passes, which decide what crosses the network, are not touched by this. Without the fusion emitters, which go through
@@ -53,29 +55,42 @@ from meshloom.compiler.declare.compose import Request, read_spec  # noqa: E402
 from meshloom.compiler.declare.run_spec import RunSpec  # noqa: E402
 from meshloom.compiler.driver import plan_run  # noqa: E402
 from meshloom.compiler.plan import Plan  # noqa: E402
+from support.tiers import TIERS, tier_of  # noqa: E402
 
-TIERS = ("plain", "ci", "release")
+pytest_plugins = ("support.times",)
+
+
+def _tiers(text: str) -> tuple[str, ...]:
+    names = TIERS if text == "all" else tuple(text.split(","))
+    if not set(names) <= set(TIERS):
+        raise argparse.ArgumentTypeError(f"'{text}' is not all or some of {', '.join(TIERS)}, separated by commas")
+    return names
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--tier", choices=(*TIERS, "all"), default="plain",
-        help="run the tests of this tier alone, or all (docs/testing.md); a test named as FILE::NAME always runs",
+        "--tier", type=_tiers, default=TIERS[:1], metavar="TIER[,TIER]",
+        help="run the tests of these tiers alone, or all (docs/testing.md); a test named as FILE::NAME always runs",
     )  # fmt: skip
 
 
-def tier_of(item: pytest.Item) -> str:
-    """Returns the tier that runs a test: of several marks, the last one."""
-    return next((tier for tier in reversed(TIERS[1:]) if item.get_closest_marker(tier)), TIERS[0])
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out files that cannot have a chosen test: importing the libraries of peers takes ten seconds."""
+    if collection_path.suffix != ".py":
+        return None
+    if config.getoption("markexpr") == "peers":
+        return True if "mark.peers" not in collection_path.read_text() else None
+    is_chosen = config.getoption("tier") == TIERS or config.args_source is pytest.Config.ArgsSource.ARGS
+    return True if collection_path.stem.endswith("_peers") and not is_chosen else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects the tests of other tiers, unless tests are chosen by name or by `-m`."""
-    tier = config.getoption("tier")
-    if tier == "all" or config.getoption("markexpr") or any("::" in argument for argument in config.args):
+    tiers = config.getoption("tier")
+    if tiers == TIERS or config.getoption("markexpr") or any("::" in argument for argument in config.args):
         return
-    config.hook.pytest_deselected(items=[item for item in items if tier_of(item) != tier])
-    items[:] = [item for item in items if tier_of(item) == tier]
+    config.hook.pytest_deselected(items=[item for item in items if tier_of(item) not in tiers])
+    items[:] = [item for item in items if tier_of(item) in tiers]
 
 
 # Wide enough for eight tensor shards, small enough to compile in a second or two.

@@ -38,8 +38,13 @@ def test_ci_runs_the_two_commands_of_the_readme():
     readme, ci = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
     commands = re.findall(r"^    (pip install .*)$", readme, re.M)
     assert commands == ["pip install -e . && meshloom train", "pip install -e '.[test]' && pytest"]
-    parts = [part for command in commands for part in command.split(" && ")]  # `set -e` wants each on its own line
-    assert [line for line in ci.splitlines() if line in parts] == parts
+    lines = [line.strip().removesuffix(" || return") for line in ci.splitlines()]
+    first, then = "pip install -e .", "meshloom train"  # `set -e` wants each on its own line
+    assert lines.index(then) == lines.index(first) + 1
+    # The extra `dev` has `test`, and the plain tier is what `pytest` runs; both with more, so that it is done once.
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "meshloom[test]" in project["optional-dependencies"]["dev"]
+    assert lines.index("uv pip install -q -e '.[dev]'") < lines.index("pytest --tier=plain,ci")
 
 
 @pytest.mark.ci

@@ -1,21 +1,21 @@
-"""Gives the parameters of a test their tiers."""
+"""Tells the tier of a test, and gives the parameters of one their tiers."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
 
+TIERS = ("plain", "ci", "release")
 
-def tiered(
-    names: Iterable[str], *, plain: Collection[str], release: Collection[str] = (), is_halved: bool = False
-) -> list[Any]:
-    """Returns a test's parameters: `plain` names are of the plain tier, `release` names of the last, others of `ci`.
 
-    is_halved: of the others, the first, the third and so on are of `ci`, and those between them of `release`.
-    """
+def tier_of(item: pytest.Item) -> str:
+    """Returns the tier that runs a test: of several marks, the last one."""
+    return next((tier for tier in reversed(TIERS[1:]) if item.get_closest_marker(tier)), TIERS[0])
+
+
+def tiered(names: Iterable[str], *, plain: Collection[str], release: Collection[str] = ()) -> list[Any]:
+    """Returns a test's parameters: `plain` names are of the plain tier, `release` names of the last, others of `ci`."""
     names = list(names)
     assert {*plain, *release} <= {*names}, {*plain, *release} - {*names}
-    later = [name for name in names if name not in plain and name not in release]
-    release = {*release, *(later[1::2] if is_halved else ())}
     mark = {name: pytest.mark.release if name in release else pytest.mark.ci for name in names if name not in plain}
     return [pytest.param(name, marks=mark[name]) if name in mark else name for name in names]

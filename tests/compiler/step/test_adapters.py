@@ -172,7 +172,7 @@ def dense():
     return get
 
 
-@pytest.mark.parametrize("name", tiered(ROWS, plain=(), is_halved=True))
+@pytest.mark.parametrize("name", tiered(ROWS, plain=()))
 def test_every_layout_computes_what_dense_matrices_do_on_one_device(name, tokens, dense):
     row = ROWS[name]
     plan = plan_of(*_overrides(row))

@@ -134,7 +134,7 @@ PLAIN = (
 )
 
 
-@pytest.mark.parametrize("name", tiered(COVER, plain=PLAIN, is_halved=True))
+@pytest.mark.parametrize("name", tiered(COVER, plain=PLAIN))
 def test_gradients_and_losses_are_those_of_one_device(name):
     row = COVER[name]
     plan = plan_of(*COMMON, *(override for choice, value in row.items() for override in CHOICES[choice][value]))

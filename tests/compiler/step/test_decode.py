@@ -126,7 +126,7 @@ def tokens_on(plan, params, prompts, shape, sampling=GREEDY):
     return np.stack(steps, axis=1)
 
 
-@pytest.mark.parametrize("mesh", tiered(MESHES, plain=(), is_halved=True))
+@pytest.mark.parametrize("mesh", tiered(MESHES, plain=()))
 def test_eight_devices_generate_what_one_does(mesh):
     name = "experts" if "expert" in mesh else next(iter(CASES))
     plan, params = case(name)

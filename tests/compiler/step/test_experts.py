@@ -118,7 +118,7 @@ def test_the_cover_has_every_pair():
     assert len(COVER) == 17  # four meshes with four exchanges need 16
 
 
-@pytest.mark.parametrize("name", tiered(CASES, plain=PLAIN, is_halved=True))
+@pytest.mark.parametrize("name", tiered(CASES, plain=PLAIN))
 def test_gradients_are_those_of_one_device(name, tokens, reference, plan_for):
     plan = plan_for(*CASES[name])
     params, loss_and_gradients = reference(plan)
@@ -146,7 +146,7 @@ TEN_STEPS = ("fsdp 2, expert 2; padded; kept; whole; scan; 1; one; mixtral",
              "context 2, expert 2; capacity; full; 2 parts; scan; 2; one; mixtral")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", tiered(TEN_STEPS, plain=(), is_halved=True))
+@pytest.mark.parametrize("name", tiered(TEN_STEPS, plain=()))
 def test_ten_steps_are_those_of_one_device(name, tokens, reference, plan_for):
     plan = plan_for(*CASES[name])
     params, loss_and_gradients = reference(plan)
