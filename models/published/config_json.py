@@ -42,7 +42,7 @@ ONLY: dict[str, Sequence[Any]] = {
     "quantization_config": (None,), "rope_interleaved": (False,), "tie_encoder_decoder": (False,),
     "use_bfloat16": (False,), "use_bidirectional_attention": (None, False), "use_mrope": (False,),
 }  # fmt: skip
-MISSING = object()
+MISSING: Any = object()
 MOST_LAYERS = 100_000
 
 

@@ -6,14 +6,9 @@ it; ours stacks the layers. Each family has its table in a file of its own, used
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax import Array
-
-from ..config import ModelConfig
-
-if TYPE_CHECKING:
-    from .config_json import Reader
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,8 @@ class Layout:
 
 
 SOME = "any value but null"
-Values = Mapping[str, Any]  # of a config.json
+Values = Mapping[str, Any]  # of a config.json, or of our config
+Fits = Mapping[str, tuple[Any, ...]]  # values of our keys with which a config can be written
 Shapes = tuple[tuple[int, ...], ...]  # of our parameters, without the dimensions that a slot's index picks
 
 
@@ -86,36 +82,3 @@ class Row:
     name: str
     paths: tuple[str, ...]
     layout: Callable[[Shapes], Layout]
-
-
-@dataclass(frozen=True)
-class Family:
-    """A family of published models.
-
-    architecture, model_type: as config.json names it. rows: the table for one of our configs. read: a config.json ->
-    keys of conf `model`; write: the reverse. fits: the values of our keys with which a config can be written as this
-    family, SOME for any but null; keys that it does not name are free. check: what else keeps a config from it.
-    prefix: the beginning of names that some files leave out; before: what some files have before it. unused: patterns
-    of names, after that, of tensors that some files hold and that no parameter needs; {num_layers} is ours.
-    """
-
-    architecture: str
-    model_type: str
-    rows: Callable[[Any], tuple[Row, ...]]
-    read: Callable[["Reader"], dict[str, Any]]
-    write: Callable[[Any], dict[str, Any]]
-    fits: Mapping[str, tuple[Any, ...]]
-    check: Callable[[Any], tuple[Mistake, ...]] = lambda config: ()
-    prefix: str = "model."
-    before: str = ""
-    unused: tuple[str, ...] = ()
-
-    def differs(self, config: ModelConfig) -> tuple[Mistake, ...]:
-        """Returns the keys by which a config cannot be written as this family."""
-        mistakes = []
-        for key, allowed in self.fits.items():
-            value = getattr(config, key, None)
-            if value not in allowed and not (SOME in allowed and value is not None):
-                expected = " or ".join("a value" if one is SOME else str(one) for one in allowed)
-                mistakes.append(Mistake(f"model.{key}", f"is {value}", f"{self.architecture} has {expected}"))
-        return tuple(mistakes) or self.check(config)

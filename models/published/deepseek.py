@@ -8,10 +8,12 @@ kv_a_proj_with_mqa are put in our order.
 from typing import Any
 
 from .config_json import Reader
-from .contract import SOME, Family, Mistake, Row
+from .config_table import Entry, Table, changed, flag, key, only, ours, unread
+from .contract import SOME, Mistake, Row
+from .family import Family
 from .layouts import linear, neighbours_turned, same
-from .llama import ENDS, MLP, NORMS, UNUSED, read_llama, write_llama
-from .qwen import EXPERTS, ROUTED, WINDOWED
+from .llama import ENDS, MLP, NORMS, UNUSED, decoder
+from .qwen import DENSE_MLP, EXPERTS, ROUTED
 
 SHARED = (
     Row("model.layers.{layer}.mlp.shared_experts.gate_proj.weight", ("mlp/shared/gate_EM",), linear()),
@@ -37,101 +39,88 @@ def latent_rows(config: Any) -> tuple[Row, ...]:
     )
 
 
-def _read_both(reader: Reader, *, num_dense: int, mlp_dim: int, num_experts: int, num_shared: int) -> dict[str, Any]:
+def _read_head_dims(reader: Reader, read: Any) -> dict[str, Any]:
+    turned = read["latent_attention"]["rope_head_dim"]
+    reader.only("head_dim", None, turned, otherwise=None)
+    reader.only("qk_head_dim", None, read["head_dim"] + turned, otherwise=None)
+    return {}
+
+
+def _write_head_dims(config: Any) -> dict[str, Any]:
+    return {"head_dim": config.latent_attention.rope_head_dim}
+
+
+def _all_heads(_num: int | None, read: Any) -> int:
+    return read["num_heads"]
+
+
+def _both(*entries: Entry, num_dense: int, mlp_dim: int, num_experts: int, num_shared: int, scale: float) -> Table:
     """Returns what V2 and V3 have in common. The numbers are what transformers takes where the file names none."""
-    read = read_llama(reader)
-    num_dense = reader.number("first_k_dense_replace", otherwise=num_dense)
-    nope, rope = (reader.number(f"qk_{part}_head_dim", otherwise=n) for part, n in (("nope", 128), ("rope", 64)))
-    reader.only("head_dim", None, rope, otherwise=None)
-    reader.only("qk_head_dim", None, nope + rope, otherwise=None)
-    reader.only("moe_layer_freq", 1, otherwise=1)
-    return read | {key: values[0] for key, values in ROUTED.items()} | {
-        "num_kv_heads": read["num_heads"],
-        "head_dim": nope,
-        "mlp_dim": reader.number("moe_intermediate_size", otherwise=mlp_dim),
-        "num_experts": reader.number("n_routed_experts", "num_local_experts", "num_experts", otherwise=num_experts),
-        "num_shared_experts": reader.number("n_shared_experts", otherwise=num_shared),
-        "num_dense_layers": num_dense,
-        "dense_mlp_dim": read["mlp_dim"] if num_dense else None,
-        "latent_attention": {
-            "query_dim": reader.optional("q_lora_rank", 1536),
-            "kv_dim": reader.number("kv_lora_rank", otherwise=512),
-            "rope_head_dim": rope,
-            "value_head_dim": reader.number("v_head_dim", otherwise=128),
-        },
-    }  # fmt: skip
+    latent = changed(
+        changed(decoder(), *ROUTED),
+        key("num_key_value_heads", "num_kv_heads", missing=None, kind="optional", to_ours=_all_heads),
+        key("qk_nope_head_dim", "head_dim", missing=128),
+        key("qk_rope_head_dim", "latent_attention.rope_head_dim", missing=64),
+        key("q_lora_rank", "latent_attention.query_dim", missing=1536, kind="optional"),
+        key("kv_lora_rank", "latent_attention.kv_dim", missing=512),
+        key("v_head_dim", "latent_attention.value_head_dim", missing=128),
+        Entry(("head_dim", "qk_head_dim"), (), _read_head_dims, _write_head_dims),
+        only("moe_layer_freq", 1, is_written=True),
+        key("first_k_dense_replace", "num_dense_layers", missing=num_dense),
+        DENSE_MLP,
+        key("moe_intermediate_size", "mlp_dim", missing=mlp_dim),
+        key("n_routed_experts", "num_experts", missing=num_experts, aliases=("num_local_experts", "num_experts")),
+        key("n_shared_experts", "num_shared_experts", missing=num_shared),
+        key("routed_scaling_factor", "router_scale", missing=scale),
+    )
+    return changed(latent, *entries)
 
 
-def read_deepseek(reader: Reader) -> dict[str, Any]:
-    """Returns the keys of our config for DeepSeek-V3."""
-    read = _read_both(reader, num_dense=3, mlp_dim=2048, num_experts=256, num_shared=1)
-    reader.only("rope_interleave", True, otherwise=True)
-    reader.only("scoring_func", "sigmoid", otherwise="sigmoid")
-    reader.only("topk_method", "noaux_tc", otherwise="noaux_tc")
-    reader.asked |= {"num_nextn_predict_layers", "num_mtp_layers"}  # layers after the last one, which are not read
-    return read | {
-        "num_experts_per_token": reader.number("num_experts_per_tok", otherwise=8),
-        "router_scores": "sigmoid",
-        "router_weights": "normalized" if reader.flag("norm_topk_prob", otherwise=True) else "scores",
-        "router_scale": reader.number("routed_scaling_factor", otherwise=2.5),
-        "num_expert_groups": reader.number("n_group", otherwise=8),
-        "num_groups_per_token": reader.number("topk_group", otherwise=4),
-        # The bias stays as it was published, as in the last 500 B tokens of pretraining (arXiv:2412.19437, 4.2).
-        "router_bias_update_rate": 0.0,
-    }
+# The bias stays as it was published, as in the last 500 B tokens of pretraining (arXiv:2412.19437, 4.2).
+RATE = "router_bias_update_rate"
+FROZEN_BIAS = Entry((), (RATE,), lambda reader, read: {RATE: 0.0}, fits={RATE: (SOME,)})
+DEEPSEEK3 = _both(
+    key("num_experts_per_tok", "num_experts_per_token", missing=8),
+    only("rope_interleave", True, is_written=True),
+    only("scoring_func", "sigmoid", is_written=True),
+    *ours(router_scores="sigmoid"),
+    only("topk_method", "noaux_tc", is_written=True),
+    flag("norm_topk_prob", "router_weights", "normalized", "scores", missing=True),
+    key("n_group", "num_expert_groups", missing=8),
+    key("topk_group", "num_groups_per_token", missing=4),
+    FROZEN_BIAS,
+    # layers after the last one, which are neither read nor written
+    unread("num_nextn_predict_layers", "num_mtp_layers", written=lambda config: {"num_nextn_predict_layers": 0}),
+    num_dense=3, mlp_dim=2048, num_experts=256, num_shared=1, scale=2.5,
+)  # fmt: skip
 
 
-def read_deepseek2(reader: Reader) -> dict[str, Any]:
-    """Returns the keys of our config for DeepSeek-V2."""
-    read = _read_both(reader, num_dense=0, mlp_dim=1407, num_experts=64, num_shared=2)
-    reader.only("scoring_func", "softmax", otherwise="softmax")
-    reader.only("norm_topk_prob", False, otherwise=False)
+GROUPS = ("num_expert_groups", "num_groups_per_token", "group_scores")
+
+
+def _read_groups(reader: Reader, _before: Any) -> dict[str, Any]:
+    """Returns the groups of V2, which has some only by one of its methods: as good as their best expert."""
+    groups = (reader.number("n_group", otherwise=1), reader.number("topk_group", otherwise=1), "best")
     method = reader.only("topk_method", "greedy", "group_limited_greedy", otherwise="greedy")
-    groups = {"num_expert_groups": reader.number("n_group", otherwise=1),
-              "num_groups_per_token": reader.number("topk_group", otherwise=1), "group_scores": "best"}  # fmt: skip
-    return read | {
-        "num_experts_per_token": reader.number("num_experts_per_tok"),
-        "router_weights": "scores",
-        "router_scale": reader.number("routed_scaling_factor", otherwise=1.0),
-        **(groups if method == "group_limited_greedy" else {}),
-    }
+    return dict(zip(GROUPS, groups if method == "group_limited_greedy" else (1, 1, "best_two"), strict=True))
 
 
-def _write_both(config: Any) -> dict[str, Any]:
-    """Returns the keys of config.json that V2 and V3 have in common."""
-    latent = config.latent_attention
-    return write_llama(config) | {
-        "attention_bias": False,
-        "head_dim": latent.rope_head_dim,
-        "intermediate_size": config.dense_mlp_dim or config.mlp_dim,
-        "moe_intermediate_size": config.mlp_dim,
-        "n_routed_experts": config.num_experts,
-        "num_experts_per_tok": config.num_experts_per_token,
-        "n_shared_experts": config.num_shared_experts,
-        "first_k_dense_replace": config.num_dense_layers,
-        "moe_layer_freq": 1,
-        "norm_topk_prob": config.router_weights == "normalized",
-        "routed_scaling_factor": config.router_scale,
+def _write_groups(config: Any) -> dict[str, Any]:
+    return {
+        "topk_method": "greedy" if config.num_expert_groups == 1 else "group_limited_greedy",
         "n_group": config.num_expert_groups,
         "topk_group": config.num_groups_per_token,
-        "q_lora_rank": latent.query_dim,
-        "kv_lora_rank": latent.kv_dim,
-        "qk_rope_head_dim": latent.rope_head_dim,
-        "qk_nope_head_dim": config.head_dim,
-        "v_head_dim": latent.value_head_dim,
     }
 
 
-def write_deepseek(config: Any) -> dict[str, Any]:
-    """Returns the keys of config.json for DeepSeek-V3, without layers that predict more tokens."""
-    own = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True}
-    return _write_both(config) | own | {"num_nextn_predict_layers": 0}
-
-
-def write_deepseek2(config: Any) -> dict[str, Any]:
-    """Returns the keys of config.json for DeepSeek-V2."""
-    method = "greedy" if config.num_expert_groups == 1 else "group_limited_greedy"
-    return _write_both(config) | {"scoring_func": "softmax", "topk_method": method}
+DEEPSEEK2 = _both(
+    key("num_experts_per_tok", "num_experts_per_token"),
+    only("scoring_func", "softmax", is_written=True),
+    only("norm_topk_prob", False, is_written=True),
+    *ours(router_weights="scores"),
+    Entry(("topk_method", "n_group", "topk_group"), GROUPS, _read_groups, _write_groups),
+    num_dense=0, mlp_dim=1407, num_experts=64, num_shared=2, scale=1.0,
+)  # fmt: skip
 
 
 def _one_way_of_groups(config: Any) -> tuple[Mistake, ...]:
@@ -141,25 +130,14 @@ def _one_way_of_groups(config: Any) -> tuple[Mistake, ...]:
     return (Mistake("model.group_scores", "is best_two", "DeepseekV2ForCausalLM has best"),)
 
 
-FITS = WINDOWED | ROUTED | {
-    "attention_windows": ((None,),), "latent_attention": (SOME,), "num_shared_experts": (SOME,),
-    "num_dense_layers": (SOME,), "dense_mlp_dim": (None, SOME), "router_scores": ("sigmoid",),
-    "router_weights": ("normalized", "scores"), "router_scale": (SOME,), "num_expert_groups": (SOME,),
-    "num_groups_per_token": (SOME,), "router_bias_update_rate": (SOME,),
-}  # fmt: skip
-FITS2 = FITS | {
-    "router_scores": ("softmax",), "router_weights": ("scores",), "router_bias_update_rate": (None,),
-    "group_scores": ("best", "best_two"),
-}  # fmt: skip
-
 FAMILIES = (
     Family(
-        "DeepseekV2ForCausalLM", "deepseek_v2", read=read_deepseek2, write=write_deepseek2, fits=FITS2,
+        "DeepseekV2ForCausalLM", "deepseek_v2", table=DEEPSEEK2,
         rows=lambda config: ENDS + NORMS + latent_rows(config) + MLP + EXPERTS + SHARED, unused=UNUSED,
         check=_one_way_of_groups,
     ),
     Family(
-        "DeepseekV3ForCausalLM", "deepseek_v3", read=read_deepseek, write=write_deepseek, fits=FITS,
+        "DeepseekV3ForCausalLM", "deepseek_v3", table=DEEPSEEK3,
         rows=lambda config: ENDS + NORMS + latent_rows(config) + MLP + EXPERTS + SHARED,
         unused=(*UNUSED, r"layers\.{num_layers}\..*"),  # the layer that predicts one more token
     ),

@@ -3,9 +3,11 @@
 from typing import Any
 
 from .config_json import Reader
-from .contract import Family, Mistake, Row
+from .config_table import Entry, changed, choice, key, only, ours, unread
+from .contract import Mistake, Row
+from .family import Family
 from .layouts import columns, same
-from .llama import ACTIVATIONS, LLAMA
+from .llama import ACTIVATIONS, PLAIN, width_of_head
 
 ROWS = (
     Row("transformer.wte.weight", ("embed/table_VE",), same),
@@ -27,62 +29,43 @@ ROWS = (
     Row("transformer.h.{layer}.mlp.c_proj.weight", ("mlp/down_ME",), columns()),
     Row("transformer.h.{layer}.mlp.c_proj.bias", ("mlp/down_bias_E",), same),
 )  # fmt: skip
-GPT2 = LLAMA | {
-    "mlp": ("plain",), "positions": ("learned",), "norm": ("layer",), "biases": ("all",), "embeddings": ("tied",),
-    "rope_theta": (None,), "rope_scaling": (None,),
-}  # fmt: skip
-del GPT2["num_positions"]
-PUBLISHED_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
 
 
-def read_gpt2(reader: Reader) -> dict[str, Any]:
-    """Returns the keys of our config for GPT-2. attn_pdrop is not read: attention weights are not dropped here."""
-    width, heads = reader.number("n_embd"), reader.number("n_head")
-    named = reader.text("activation_function", otherwise="gelu_new")
-    if named not in ACTIVATIONS:
-        reader.refuse("activation_function", f"'{named}' is not implemented", f"use one of {', '.join(ACTIVATIONS)}")
+def _read_rates(reader: Reader, _before: Any) -> dict[str, Any]:
     rate = reader.number("resid_pdrop", otherwise=0.1)
     reader.only("embd_pdrop", rate, otherwise=0.1, fix="give both the same rate: there is one model.dropout_rate")
-    reader.asked |= {"attn_pdrop", "n_ctx"}
-    reader.only("scale_attn_weights", True, otherwise=True)
-    reader.only("scale_attn_by_inverse_layer_idx", False, otherwise=False)
-    reader.only("reorder_and_upcast_attn", False, True, otherwise=False)  # float32 scores, which ours always are
-    reader.only("tie_word_embeddings", True, otherwise=True)
-    return {key: values[0] for key, values in GPT2.items()} | {
-        "attention_windows": [None],
-        "vocab_size": reader.number("vocab_size"),
-        "embed_dim": width,
-        "num_layers": reader.count("n_layer"),
-        "num_heads": heads,
-        "num_kv_heads": heads,
-        "head_dim": width // heads if heads else 1,
-        "mlp_dim": reader.number("n_inner", otherwise=4 * width),
-        "mlp_activation": ACTIVATIONS.get(named),
-        "num_positions": reader.number("n_positions"),
-        "norm_epsilon": reader.number("layer_norm_epsilon", otherwise=1e-5),
-        "dropout_rate": rate,
-        "initializer_stddev": reader.number("initializer_range", otherwise=0.02),
-    }
+    return {"dropout_rate": rate}
 
 
-def write_gpt2(config: Any) -> dict[str, Any]:
-    """Returns the keys of config.json for GPT-2."""
-    return {
-        "vocab_size": config.vocab_size,
-        "n_embd": config.embed_dim,
-        "n_layer": config.num_layers,
-        "n_head": config.num_heads,
-        "n_inner": config.mlp_dim,
-        "n_positions": config.num_positions,
-        "n_ctx": config.num_positions,
-        "activation_function": PUBLISHED_ACTIVATIONS[config.mlp_activation],
-        "layer_norm_epsilon": config.norm_epsilon,
-        "resid_pdrop": config.dropout_rate,
-        "embd_pdrop": config.dropout_rate,
-        "attn_pdrop": 0.0,
-        "initializer_range": config.initializer_stddev,
-        "tie_word_embeddings": True,
-    }
+def _read_heads(_reader: Reader, read: Any) -> dict[str, Any]:
+    return {"num_kv_heads": read["num_heads"], "head_dim": width_of_head(read)}
+
+
+GPT2 = changed(
+    PLAIN,
+    *ours(mlp="plain", positions="learned", norm="layer", biases="all", embeddings="tied", rope_theta=None,
+          rope_scaling=None, window_rope_theta=None),
+    key("vocab_size", "vocab_size"),
+    key("n_embd", "embed_dim"),
+    key("n_layer", "num_layers", kind="count"),
+    key("n_head", "num_heads"),
+    Entry((), ("num_kv_heads", "head_dim"), _read_heads),
+    key("n_inner", "mlp_dim", missing=lambda read: 4 * read["embed_dim"]),
+    key("n_positions", "num_positions"),
+    choice("activation_function", "mlp_activation", {"gelu_new": "gelu_tanh", **ACTIVATIONS}, missing="gelu_new"),
+    key("layer_norm_epsilon", "norm_epsilon", missing=1e-5),
+    Entry(
+        ("resid_pdrop", "embd_pdrop"), ("dropout_rate",), _read_rates,
+        lambda config: dict.fromkeys(("resid_pdrop", "embd_pdrop"), config.dropout_rate),
+    ),
+    # Attention weights are not dropped here; transformers does not read n_ctx.
+    unread("attn_pdrop", "n_ctx", written=lambda config: {"attn_pdrop": 0.0, "n_ctx": config.num_positions}),
+    key("initializer_range", "initializer_stddev", missing=0.02),
+    only("tie_word_embeddings", True, is_written=True),
+    only("scale_attn_weights", True),
+    only("scale_attn_by_inverse_layer_idx", False),
+    only("reorder_and_upcast_attn", False, True),  # float32 scores, which ours always are
+)  # fmt: skip
 
 
 def _check(config: Any) -> tuple[Mistake, ...]:
@@ -95,7 +78,7 @@ def _check(config: Any) -> tuple[Mistake, ...]:
 
 FAMILIES = (
     Family(
-        "GPT2LMHeadModel", "gpt2", rows=lambda config: ROWS, read=read_gpt2, write=write_gpt2, fits=GPT2, check=_check,
-        prefix="transformer.", unused=(r"h\.\d+\.attn\.(bias|masked_bias)",),  # the causal mask
+        "GPT2LMHeadModel", "gpt2", rows=lambda config: ROWS, table=GPT2, check=_check, prefix="transformer.",
+        unused=(r"h\.\d+\.attn\.(bias|masked_bias)",),  # the causal mask
     ),
 )  # fmt: skip

@@ -3,23 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
-from .config_json import Reader
-from .contract import SOME, Family, Row
+from .config_json import Reader, layer_types, windows
+from .config_table import Entry, Table, changed, choice, flag, key, only, ours
+from .contract import Mistake, Row
+from .family import Family
 from .layouts import flat, linear, same
-from .rope import read_rope, write_rope
+from .rope import rope
 
-# What a decoder shares with Llama: the keys of our config, each with the values that config.json of Llama can say.
-LLAMA: dict[str, tuple[Any, ...]] = {
-    "family": ("decoder",), "mlp": ("gated",), "mlp_activation": ("silu", "gelu", "gelu_tanh", "relu"),
-    "positions": ("rope",), "num_positions": (None,), "window_rope_theta": (None,), "norm": ("rms",),
-    "norm_placement": ("before",), "qk_norm": ("none",), "attention_scale": (None,), "attention_windows": ((None,),),
-    "attention_soft_cap": (None,), "attention_sinks": (False,), "logit_soft_cap": (None,), "biases": ("none",),
-    "embedding_scale": ("one",),
-}  # fmt: skip
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
                "relu": "relu"}  # fmt: skip
-PUBLISHED_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu",
-                         "clamped_swiglu": "silu"}  # fmt: skip
 
 ENDS = (
     Row("model.embed_tokens.weight", ("embed/table_VE",), same),
@@ -51,74 +43,103 @@ UNUSED = (
 )  # a buffer of old releases, computed from config.json
 
 
-def read_llama(
-    reader: Reader, *, tied: bool = False, activation: tuple[str, str] = ("hidden_act", "silu"), theta: float = 10000.0,
-    epsilon: float = 1e-6, kv_heads: int | None = None, rope: Callable[[Reader], dict[str, Any]] | None = None,
-    biases: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    """Returns the keys of our config that all decoders share. What transformers takes where a file does not say: tied,
-    theta, epsilon, kv_heads (None: as many as heads); activation: the key, and its value. rope: reads rotary positions;
-    None: those that are the same in all layers. biases: whether attention has them."""
-    heads, width = reader.number("num_attention_heads"), reader.number("hidden_size")
-    named = reader.text(activation[0], otherwise=activation[1])
-    if named not in ACTIVATIONS:
-        reader.refuse(activation[0], f"'{named}' is not implemented", f"use a model with {', '.join(ACTIVATIONS)}")
-    reader.only(
-        "attention_bias", biases, otherwise=biases, fix="use a model without biases, or Qwen 2's, of q, k and v"
+# What a decoder has in all of these families, unless its family says otherwise.
+PLAIN: Table = ours(
+    family="decoder", mlp="gated", positions="rope", num_positions=None, norm="rms", norm_placement="before",
+    qk_norm="none", attention_scale=None, attention_windows=(None,), attention_soft_cap=None, attention_sinks=False,
+    logit_soft_cap=None, biases="none", embedding_scale="one",
+)  # fmt: skip
+
+
+def decoder(
+    *, theta: float = 10000.0, epsilon: float = 1e-6, kv_heads: int | None = None,
+    head_dim: int | None = None, writes_bias: bool = True,
+) -> Table:  # fmt: skip
+    """Returns the config.json of a decoder like Llama. theta, epsilon, kv_heads (None: as many as heads), head_dim
+    (None: the width of a head): what transformers takes where a file does not say. writes_bias: whether the family has
+    the key `attention_bias`."""
+    no_biases = "use a model without biases, or Qwen 2's, of q, k and v"
+    return (
+        *PLAIN,
+        only("attention_bias", False, fix=no_biases, is_written=writes_bias),
+        only("mlp_bias", False),
+        key("vocab_size", "vocab_size"),
+        key("hidden_size", "embed_dim"),
+        key("num_hidden_layers", "num_layers", kind="count"),
+        key("num_attention_heads", "num_heads"),
+        key("num_key_value_heads", "num_kv_heads", missing=kv_heads, kind="optional", to_ours=_or_all_heads),
+        key("head_dim", "head_dim", missing=head_dim or width_of_head),
+        key("intermediate_size", "mlp_dim"),
+        choice("hidden_act", "mlp_activation", ACTIVATIONS, missing="silu"),
+        key("rms_norm_eps", "norm_epsilon", missing=epsilon),
+        flag("tie_word_embeddings", "embeddings", "tied", "separate", missing=False),
+        key("initializer_range", "initializer_stddev", missing=0.02),
+        rope(theta=theta),
     )
-    reader.only("mlp_bias", False, otherwise=False)
-    return {key: values[0] for key, values in LLAMA.items()} | {
-        "attention_windows": [None],
-        "vocab_size": reader.number("vocab_size"),
-        "embed_dim": width,
-        "num_layers": reader.count("num_hidden_layers"),
-        "num_heads": heads,
-        "num_kv_heads": reader.optional("num_key_value_heads", kv_heads) or heads,
-        "head_dim": reader.number("head_dim", otherwise=width // heads if heads else 1),
-        "mlp_dim": reader.number("intermediate_size"),
-        "mlp_activation": ACTIVATIONS.get(named),
-        "norm_epsilon": reader.number("rms_norm_eps", otherwise=epsilon),
-        "embeddings": "tied" if reader.flag("tie_word_embeddings", otherwise=tied) else "separate",
-        "initializer_stddev": reader.number("initializer_range", otherwise=0.02),
-        **(rope(reader) if rope else read_rope(reader, theta=theta)),
-    }
 
 
-def write_llama(config: Any) -> dict[str, Any]:
-    """Returns the keys of config.json that all decoders share."""
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.embed_dim,
-        "intermediate_size": config.mlp_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": PUBLISHED_ACTIVATIONS[config.mlp_activation],
-        "rms_norm_eps": config.norm_epsilon,
-        "tie_word_embeddings": config.embeddings == "tied",
-        "initializer_range": config.initializer_stddev,
-        **write_rope(config),
-    }
+def _or_all_heads(num: int | None, read: Any) -> int:
+    return num or read["num_heads"]
 
 
-def _read_mistral(reader: Reader) -> dict[str, Any]:
-    window = reader.optional("sliding_window", 4096)
-    return read_llama(reader, kv_heads=8) | {"attention_windows": [window]}
+def width_of_head(read: Any) -> int:
+    """Returns the width of a head where heads share the width of the model."""
+    return read["embed_dim"] // read["num_heads"] if read["num_heads"] else 1
 
 
-def _write_mistral(config: Any) -> dict[str, Any]:
-    return write_llama(config) | {"sliding_window": config.attention_windows[0]}
+def window_of_all(*, missing: int | None) -> Entry:
+    """Returns the entry of a window that all layers have."""
+    return key(
+        "sliding_window",
+        "attention_windows",
+        missing=missing,
+        kind="optional",
+        to_ours=lambda window, read: [window],
+        to_published=lambda config: config.attention_windows[0],
+    )
+
+
+def windows_by_layer(*, missing: int, kinds: Callable[[Reader, int], list[str]], names: tuple[str, ...] = ()) -> Entry:
+    """Returns the entry of a window that some layers have. kinds: the layer_types of so many layers where the file
+    names none. names: other keys that it reads."""
+
+    def read(reader: Reader, before: Any) -> dict[str, Any]:
+        num_layers = before["num_layers"]
+        window = reader.optional("sliding_window", missing)
+        types = reader.items("layer_types", otherwise=kinds(reader, num_layers))
+        return {"attention_windows": windows(reader, num_layers, types, window)}
+
+    def write(config: Any) -> dict[str, Any]:
+        window = next((window for window in config.attention_windows if window), None)
+        return {"sliding_window": window, "layer_types": layer_types(config.attention_windows, config.num_layers)}
+
+    return Entry(("sliding_window", "layer_types", *names), ("attention_windows",), read, write)
+
+
+def one_window(config: Any) -> tuple[Mistake, ...]:
+    """Returns what keeps windows that differ between layers from a config.json that has one `sliding_window`."""
+    if len({window for window in config.attention_windows if window}) < 2:
+        return ()
+    windows = ", ".join(map(str, config.attention_windows))
+    return (Mistake("model.attention_windows", f"[{windows}] are several windows", "use one window, and null"),)
+
+
+def same_window(config: Any) -> tuple[Mistake, ...]:
+    """Returns what keeps windows from a config.json in which all layers have the same."""
+    if len(set(config.attention_windows)) < 2:
+        return ()
+    windows = ", ".join(map(str, config.attention_windows))
+    return (Mistake("model.attention_windows", f"[{windows}] differ between layers", "use the same in all layers"),)
 
 
 FAMILIES = (
     Family(
-        "LlamaForCausalLM", "llama", rows=lambda config: ENDS + NORMS + ATTENTION + MLP, read=read_llama,
-        write=lambda config: write_llama(config) | {"attention_bias": False, "mlp_bias": False}, fits=LLAMA,
-        unused=UNUSED,
+        "LlamaForCausalLM", "llama", rows=lambda config: ENDS + NORMS + ATTENTION + MLP,
+        table=changed(decoder(), only("mlp_bias", False, is_written=True)), unused=UNUSED,
     ),
     Family(
-        "MistralForCausalLM", "mistral", rows=lambda config: ENDS + NORMS + ATTENTION + MLP, read=_read_mistral,
-        write=_write_mistral, fits=LLAMA | {"attention_windows": (SOME,)}, unused=UNUSED,
+        "MistralForCausalLM", "mistral", rows=lambda config: ENDS + NORMS + ATTENTION + MLP,
+        table=changed(decoder(kv_heads=8, writes_bias=False), window_of_all(missing=4096)), check=same_window,
+        unused=UNUSED,
     ),
 )  # fmt: skip

@@ -12,7 +12,9 @@ from ..config import ModelConfig
 from ..contract import Model
 from . import deepseek, gemma, gpt2, gpt_oss, llama, mixtral, qwen
 from .config_json import UNUSED, Reader
-from .contract import Family, Mistake, NotUnderstood, PublishedTensor, Row, Slot, Values
+from .config_table import fits_of, read_table, write_table
+from .contract import Mistake, NotUnderstood, PublishedTensor, Row, Slot, Values
+from .family import Family
 
 FAMILIES: tuple[Family, ...] = (
     *llama.FAMILIES, *qwen.FAMILIES, *gemma.FAMILIES, *mixtral.FAMILIES, *deepseek.FAMILIES,
@@ -56,7 +58,7 @@ def tensors_in(config: ModelConfig, names: Collection[str]) -> tuple[tuple[Publi
 
 def family_of(config: ModelConfig, *, model_type: str | None = None) -> Family:
     """Returns the first family that a config can be written as. model_type: the one to prefer, if it can."""
-    known = {value for family in FAMILIES for value in family.fits["family"]}
+    known = {value for family in FAMILIES for value in fits_of(family.table)["family"]}
     if config.family not in known:
         what, fix = f"{config.family} is not a family of published models", f"use one of {', '.join(sorted(known))}"
         raise NotUnderstood([Mistake("model.family", what, fix)])
@@ -64,7 +66,8 @@ def family_of(config: ModelConfig, *, model_type: str | None = None) -> Family:
     differences = [family.differs(config) for family in preferred]
     if fitting := [family for family, differs in zip(preferred, differences, strict=True) if not differs]:
         return fitting[0]
-    raise NotUnderstood(min(differences, key=len))
+    of_kind = [each for each in differences if not any(mistake.key == "model.family" for mistake in each)]
+    raise NotUnderstood(min(of_kind, key=len))
 
 
 def read_config(config_json: Values) -> dict[str, Any]:
@@ -72,7 +75,7 @@ def read_config(config_json: Values) -> dict[str, Any]:
     computation and are not understood."""
     family = _named(config_json)
     reader = Reader(config_json)
-    read = family.read(reader)
+    read = read_table(family.table, reader)
     reader.finish()
     return read
 
@@ -91,7 +94,7 @@ def write_config(
         if getattr(config, "num_positions", None) is None:
             kept["max_position_embeddings"] = max_length
     named = {"architectures": [family.architecture], "model_type": family.model_type}
-    return kept | named | {"dtype": dtype, "torch_dtype": dtype} | family.write(config)
+    return kept | named | {"dtype": dtype, "torch_dtype": dtype} | write_table(family.table, config)
 
 
 def _named(config_json: Values) -> Family:

@@ -3,14 +3,19 @@ rope_scaling."""
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ..family_configs import Llama3Scaling, YarnScaling
 from .config_json import Reader
-from .contract import Mistake, NotUnderstood, Values
+from .config_table import Entry
+from .contract import SOME, Mistake, NotUnderstood, Values
+
+NAMES = ("rope_theta", "rope_scaling", "rope_parameters")
+OURS = ("rope_theta", "rope_scaling", "window_rope_theta")
 
 
-def read_rope(reader: Reader, *, theta: float = 10000.0) -> dict[str, Any]:
+def read_rope(reader: Reader, _before: Values, *, theta: float) -> dict[str, Any]:
     """Returns rope_theta and rope_scaling of ours. theta: the base where the file names none."""
     parameters = reader.get("rope_parameters", otherwise={})
     scaling = reader.get("rope_scaling", otherwise=None) or parameters  # transformers takes them in this order
@@ -20,7 +25,7 @@ def read_rope(reader: Reader, *, theta: float = 10000.0) -> dict[str, Any]:
     return {**_read_set(reader, key, scaling, theta), "window_rope_theta": None}
 
 
-def read_rope_by_layer(reader: Reader, *, theta: float, window_theta: float) -> dict[str, Any]:
+def read_rope_by_layer(reader: Reader, _before: Values, *, theta: float, window_theta: float) -> dict[str, Any]:
     """Returns the same of a model whose layers with a window have a base of their own, and no scaling."""
     sets = reader.node("rope_parameters", otherwise={})
     theta = reader.number("rope_theta", otherwise=theta)
@@ -59,6 +64,18 @@ def _read_set(reader: Reader, key: str, scaling: Any, theta: float | None) -> di
     for mistake in nested.mistakes:
         reader.refuse(f"{key}.{mistake.key}", mistake.what, mistake.fix)
     return {"rope_theta": theta, "rope_scaling": read}
+
+
+def rope(*, theta: float) -> Entry:
+    """Returns the entry of rotary positions that are the same in all layers. theta: the base where a file has none."""
+    read = partial(read_rope, theta=theta)
+    return Entry((*NAMES, "partial_rotary_factor"), OURS, read, write_rope, {"window_rope_theta": (None,)})
+
+
+def rope_by_layer(*, theta: float, window_theta: float) -> Entry:
+    """Returns the entry of rotary positions with another base in layers with a window."""
+    read = partial(read_rope_by_layer, theta=theta, window_theta=window_theta)
+    return Entry((*NAMES, "rope_local_base_freq"), OURS, read, write_rope_by_layer, {"window_rope_theta": (SOME,)})
 
 
 def write_rope(config: Any) -> dict[str, Any]:

@@ -336,6 +336,13 @@ def test_a_model_that_no_family_has_is_refused_with_the_keys_that_differ():
         tensors(linear)
 
 
+@pytest.mark.parametrize("name", ["llama3_8b", "mixtral_8x7b", "qwen3_30b_a3b"])
+def test_windows_of_some_layers_are_not_written_as_windows_of_all(name):
+    base = write_config(small(name), dtype="bfloat16", max_length=64)
+    with pytest.raises(NotUnderstood, match=r"model\.attention_windows"):
+        write_config(small(name, attention_windows=[6, None]), dtype="bfloat16", max_length=64, base=base)
+
+
 def test_names_without_the_first_part_are_found_and_what_is_not_needed_is_told_apart():
     config = ALL["gpt2_124m"]
     shorter = [tensor.name.removeprefix("transformer.") for tensor in tensors(config)]
