@@ -9,9 +9,14 @@ from meshloom.compiler.declare.launch_spec import LaunchConfig, SkyPilotLaunch, 
 
 from ..core.failures import FINAL, HUNG, LOST, STORAGE
 from .plan import ChipNames, LaunchPlan, chip_names
-from .templates import as_yaml, template
+from .templates import as_yaml, filled, template
 
 RESTARTED = (1, STORAGE, HUNG, LOST)  # 1: a crash of Python; xpk restarts after 42 and from 127 up by itself
+SKY_WORDS = (
+    'distributed.coordinator_address="\'$(echo "$SKYPILOT_NODE_IPS" | head -n1):8476\'"',
+    'distributed.num_processes="$SKYPILOT_NUM_NODES"',
+    'distributed.process_id="$SKYPILOT_NODE_RANK"',
+)
 SECONDS_BETWEEN_STARTS = 30  # until the last coordinator has released its port
 
 
@@ -63,26 +68,17 @@ def render_skypilot(plan: LaunchPlan, launch: SkyPilotLaunch) -> str:
     """Returns a task of SkyPilot as YAML."""
     hosts = plan.hosts
     raise_if_any(_place(plan))
-    resources = {
-        "infra": launch.infra,
-        **_accelerators(plan),
-        "use_spot": launch.spot or None,
-        "image_id": f"docker:{launch.image}" if launch.image else None,
-        "job_recovery": {"max_restarts_on_errors": launch.max_restarts} if launch.max_restarts else None,
-    }
     is_told = hosts.count > 1 and (hosts.is_gpu or hosts.chips is None)
-    words = _sky_words() if is_told else []
-    task = {
-        "name": plan.name,
-        "num_nodes": hosts.count if is_told else 1,
-        "workdir": launch.workdir,
-        "resources": {key: value for key, value in resources.items() if value is not None},
-        "envs": dict(plan.environment),
-        "file_mounts": launch.file_mounts,
-        "setup": "\n".join(["set -e", *launch.setup]) if launch.setup else None,
-        "run": "\n".join(["set -e", *launch.setup, plan.command(*words)]) + "\n",
-    }
-    return as_yaml({key: value for key, value in task.items() if value not in (None, {})})
+    task = filled(
+        "skypilot.yaml.jinja",
+        plan=plan,
+        launch=launch,
+        is_told=is_told,
+        accelerators=_accelerators(plan),
+        variables=dict(plan.environment),
+        command=plan.command(*(SKY_WORDS if is_told else ())),
+    )
+    return as_yaml(task)
 
 
 def restarting_script(plan: LaunchPlan, launch: LaunchConfig) -> str:
@@ -98,14 +94,6 @@ def restarting_script(plan: LaunchPlan, launch: LaunchConfig) -> str:
         max_restarts=launch.max_restarts,
         seconds=SECONDS_BETWEEN_STARTS,
     )
-
-
-def _sky_words() -> list[str]:
-    return [
-        'distributed.coordinator_address="\'$(echo "$SKYPILOT_NODE_IPS" | head -n1):8476\'"',
-        'distributed.num_processes="$SKYPILOT_NUM_NODES"',
-        'distributed.process_id="$SKYPILOT_NODE_RANK"',
-    ]
 
 
 def _accelerators(plan: LaunchPlan) -> dict[str, Any]:

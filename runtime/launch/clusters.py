@@ -11,17 +11,15 @@ from importlib.util import find_spec
 from typing import Any
 
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
-from meshloom.compiler.declare.launch_spec import JobSetLaunch, SlurmLaunch, Volume
+from meshloom.compiler.declare.launch_spec import JobSetLaunch, SlurmLaunch
 
 from ..core.failures import FINAL, PREEMPTED
 from .plan import LaunchPlan, chip_names
-from .templates import as_yaml, template
+from .templates import as_yaml, filled, template
 
 HOSTS = "hosts"  # the only replicated job; its name is a part of the pods' names (plan.py)
-CONTAINER = "run"
 COORDINATOR_PORT = 8476
 TPU_PORTS = (8471, 8080, 8482, 8431)  # between chips, between slices, for JAX's coordinator, for metrics
-NODE_POOL = "cloud.google.com/gke-nodepool"
 
 
 def render_slurm(plan: LaunchPlan, launch: SlurmLaunch) -> str:
@@ -29,7 +27,7 @@ def render_slurm(plan: LaunchPlan, launch: SlurmLaunch) -> str:
     return _render_script(
         plan,
         launch,
-        options=[*_script_options(plan, launch), f"--output={plan.run_dir}/logs/slurm-%j.log"],
+        options=[f"--output={plan.run_dir}/logs/slurm-%j.log"],
         command=plan.command(*_device_words(plan, launch)),
         failures=shlex.quote(f"{plan.run_dir}/logs/failures"),
         elements=[],
@@ -54,58 +52,28 @@ def render_slurm_array(
         }
         for plan, output, exit_file in elements
     ]
-    options = [*_script_options(first, launch), f"--array=0-{len(elements) - 1}{limit}", f"--output={log}"]
+    options = [f"--array=0-{len(elements) - 1}{limit}", f"--output={log}"]
     return _render_script(first, launch, options=options, elements=runs)
 
 
 def _render_script(plan: LaunchPlan, launch: SlurmLaunch, **more: Any) -> str:
-    _check(plan, launch)
+    per_host, chips = launch.processes_per_host, plan.hosts.chips
+    if per_host > 1 and chips and not (plan.hosts.is_gpu and per_host == chips):
+        each = f"1 or {chips}, a process for each GPU" if plan.hosts.is_gpu else "1"
+        what = f"{per_host} processes do not share a host with {chips} chips of {plan.hosts.kind}"
+        raise ConfigError([Problem("launch.processes_per_host", what, f"use {each}")])
+    image = [f"--container-image={launch.image}"] if launch.image else []
+    mounts = [f"--container-mounts={','.join(launch.mounts)}"] if launch.mounts else []
     return template("slurm.sh.jinja").render(
+        plan=plan,
+        launch=launch,
         environment={name: shlex.quote(value) for name, value in plan.environment.items()},
-        setup=launch.setup,
-        srun=shlex.join(_srun(launch)),
+        # If a process fails, the others are ended after the grace period.
+        srun=shlex.join(["srun", "--kill-on-bad-exit=0", f"--wait={launch.grace_seconds}", *image, *mounts]),
         final="|".join(map(str, FINAL)),
         preempted=PREEMPTED,
-        max_restarts=launch.max_restarts,
         **more,
     )
-
-
-def _check(plan: LaunchPlan, launch: SlurmLaunch) -> None:
-    per_host = launch.processes_per_host
-    if per_host == 1 or not plan.hosts.chips:
-        return
-    if not plan.hosts.is_gpu or per_host != plan.hosts.chips:
-        each = f"1 or {plan.hosts.chips}, a process for each GPU" if plan.hosts.is_gpu else "1"
-        what = f"{per_host} processes do not share a host with {plan.hosts.chips} chips of {plan.hosts.kind}"
-        raise ConfigError([Problem("launch.processes_per_host", what, f"use {each}")])
-
-
-def _script_options(plan: LaunchPlan, launch: SlurmLaunch) -> Iterator[str]:
-    """Yields options of sbatch."""
-    yield f"--job-name={plan.name}"
-    yield f"--nodes={plan.hosts.count}"
-    yield f"--ntasks-per-node={launch.processes_per_host}"
-    if plan.hosts.is_gpu:
-        yield f"--gpus-per-node={plan.hosts.chips}"
-    for name in ("partition", "account", "qos"):
-        if value := getattr(launch, name):
-            yield f"--{name}={value}"
-    if launch.time_limit:
-        yield f"--time={launch.time_limit}"
-        yield f"--signal=TERM@{launch.grace_seconds}"  # sent to the processes, not to this script
-    yield "--requeue"
-    yield "--open-mode=append"
-    for name, value in launch.options.items():
-        yield f"--{name}" if value is None else f"--{name}={value}"
-
-
-def _srun(launch: SlurmLaunch) -> list[str]:
-    """Returns the srun command. If a process fails, the others are ended after the grace period."""
-    words = ["srun", "--kill-on-bad-exit=0", f"--wait={launch.grace_seconds}"]
-    words += [f"--container-image={launch.image}"] if launch.image else []
-    words += [f"--container-mounts={','.join(launch.mounts)}"] if launch.mounts else []
-    return words
 
 
 def _device_words(plan: LaunchPlan, launch: SlurmLaunch) -> list[str]:
@@ -125,29 +93,42 @@ def render_jobset(plan: LaunchPlan, launch: JobSetLaunch) -> str:
 def build_jobset(plan: LaunchPlan, launch: JobSetLaunch) -> dict[str, Any]:
     """Returns the manifest. Raises ConfigError if something is missing."""
     raise_if_any(_problems(plan, launch))
-    queue = {"kueue.x-k8s.io/queue-name": launch.queue} if launch.queue else {}
-    # A TPU slice of GKE is one node pool, and no two Jobs share one.
-    exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": NODE_POOL} if _is_tpu(plan) else {}
-    metadata = _without_empty(
-        {"name": plan.name, "namespace": launch.namespace, "labels": queue | launch.labels, "annotations": exclusive}
+    hosts, is_tpu = plan.hosts, plan.hosts.chips is not None and not plan.hosts.is_gpu
+    resource = "nvidia.com/gpu" if hosts.is_gpu else "google.com/tpu"
+    selector = dict[str, str]()
+    if hosts.kind and hosts.is_gpu:
+        selector["cloud.google.com/gke-accelerator"] = chip_names(hosts.kind).gke
+    elif hosts.kind:
+        selector["cloud.google.com/gke-tpu-accelerator"] = chip_names(hosts.kind).gke
+        selector["cloud.google.com/gke-tpu-topology"] = "x".join(map(str, hosts.shape or ()))
+    spot = {"cloud.google.com/gke-spot": "true"} if launch.spot else {}
+    buckets = {"gke-gcsfuse/volumes": "true"} if any(each.kind == "bucket" for each in launch.volumes) else {}
+    words = []  # on a TPU, JAX reads GKE's variables instead
+    if not is_tpu and hosts.count > 1:
+        first = f"{plan.name}-{HOSTS}-0-0.{plan.name}:{COORDINATOR_PORT}"
+        words = [
+            shlex.quote(f"distributed.coordinator_address='{first}'"),
+            f"distributed.num_processes={hosts.count}",
+            'distributed.process_id="$JOB_COMPLETION_INDEX"',
+        ]
+    # exec: SIGTERM reaches the run, and its exit code is the container's.
+    script = "\n".join(["set -e", *launch.setup, f"exec {plan.command(*words)}"])
+    return filled(
+        "jobset.yaml.jinja",
+        plan=plan,
+        launch=launch,
+        hosts=hosts,
+        is_tpu=is_tpu,
+        hosts_name=HOSTS,
+        final=FINAL,
+        annotations=launch.annotations | buckets,
+        node_selector=selector | spot | launch.node_selector,
+        resource=resource,
+        script=_literal(script),
+        variables={name: _literal(value) for name, value in plan.environment.items()},
+        ports=TPU_PORTS if is_tpu else (COORDINATOR_PORT,),
+        limits=({resource: str(hosts.chips)} if hosts.chips else {}) | launch.resources,
     )
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": metadata,
-        "spec": {
-            "failurePolicy": {
-                "maxRestarts": launch.max_restarts,
-                # Any other failure restarts the set, up to maxRestarts: that is JobSet's default.
-                "rules": [
-                    {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
-                ],
-            },
-            "replicatedJobs": [
-                {"name": HOSTS, "replicas": plan.hosts.num_slices, "template": {"spec": _job(plan, launch)}}
-            ],
-        },
-    }
 
 
 def schema_problems(manifest: dict[str, Any]) -> Iterator[Problem]:
@@ -208,119 +189,6 @@ def _is_below(path: str, folder: str) -> bool:
     return f"{path}/".startswith(f"{folder.rstrip('/')}/")
 
 
-def _is_tpu(plan: LaunchPlan) -> bool:
-    return plan.hosts.chips is not None and not plan.hosts.is_gpu
-
-
-def _job(plan: LaunchPlan, launch: JobSetLaunch) -> dict[str, Any]:
-    metadata = _without_empty({"labels": launch.labels, "annotations": launch.annotations | _of_buckets(launch)})
-    codes = {"containerName": CONTAINER, "operator": "In", "values": list(FINAL)}
-    return {
-        "parallelism": plan.hosts.per_slice,
-        "completions": plan.hosts.per_slice,
-        "completionMode": "Indexed",
-        "backoffLimit": 0,
-        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": codes}]},
-        "template": {**({"metadata": metadata} if metadata else {}), "spec": _pod(plan, launch)},
-    }
-
-
-def _of_buckets(launch: JobSetLaunch) -> dict[str, str]:
-    return {"gke-gcsfuse/volumes": "true"} if any(each.kind == "bucket" for each in launch.volumes) else {}
-
-
-def _pod(plan: LaunchPlan, launch: JobSetLaunch) -> dict[str, Any]:
-    network = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if launch.host_network else {}
-    volumes = [_volume(index, volume) for index, volume in enumerate(launch.volumes)]
-    if plan.hosts.is_gpu:  # NCCL exchanges data between processes through it; a container has only 64 MB
-        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
-    return _without_empty(
-        {
-            "restartPolicy": "Never",
-            "terminationGracePeriodSeconds": launch.grace_seconds,
-            **network,
-            "priorityClassName": launch.priority_class,
-            "serviceAccountName": launch.service_account,
-            "nodeSelector": _node_selector(plan, launch),
-            "tolerations": _tolerations(plan, launch),
-            "containers": [_container(plan, launch)],
-            "volumes": volumes,
-        }
-    )
-
-
-def _node_selector(plan: LaunchPlan, launch: JobSetLaunch) -> dict[str, str]:
-    hosts, selector = plan.hosts, dict[str, str]()
-    if hosts.kind and hosts.is_gpu:
-        selector["cloud.google.com/gke-accelerator"] = chip_names(hosts.kind).gke
-    elif hosts.kind:
-        selector["cloud.google.com/gke-tpu-accelerator"] = chip_names(hosts.kind).gke
-        selector["cloud.google.com/gke-tpu-topology"] = "x".join(map(str, hosts.shape or ()))
-    if launch.spot:
-        selector["cloud.google.com/gke-spot"] = "true"
-    return selector | launch.node_selector
-
-
-def _tolerations(plan: LaunchPlan, launch: JobSetLaunch) -> list[dict[str, str]]:
-    keys = [_resource(plan)] if plan.hosts.chips else []
-    keys += ["cloud.google.com/gke-spot"] if launch.spot else []
-    return [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in keys]
-
-
-def _resource(plan: LaunchPlan) -> str:
-    return "nvidia.com/gpu" if plan.hosts.is_gpu else "google.com/tpu"
-
-
-def _container(plan: LaunchPlan, launch: JobSetLaunch) -> dict[str, Any]:
-    # exec: SIGTERM reaches the run, and its exit code is the container's.
-    script = "\n".join(["set -e", *launch.setup, f"exec {plan.command(*_process_words(plan))}"])
-    chips = {_resource(plan): str(plan.hosts.chips)} if plan.hosts.chips else {}
-    mounts = [{"name": f"volume-{i}", "mountPath": volume.mount} for i, volume in enumerate(launch.volumes)]
-    mounts += [{"name": "shm", "mountPath": "/dev/shm"}] if plan.hosts.is_gpu else []
-    ports = TPU_PORTS if _is_tpu(plan) else (COORDINATOR_PORT,)
-    limits = chips | launch.resources
-    return _without_empty(
-        {
-            "name": CONTAINER,
-            "image": launch.image,
-            "command": ["bash", "-c", _literal(script)],
-            "env": [{"name": name, "value": _literal(value)} for name, value in plan.environment.items()],
-            "envFrom": [{"secretRef": {"name": name}} for name in launch.secrets],
-            "ports": [{"containerPort": port} for port in ports],
-            "resources": {"limits": limits, "requests": limits} if limits else {},
-            "volumeMounts": mounts,
-        }
-    )
-
-
-def _process_words(plan: LaunchPlan) -> list[str]:
-    """Returns the overrides by which a process finds the others. On a TPU, JAX reads GKE's variables instead."""
-    if _is_tpu(plan) or plan.hosts.count == 1:
-        return []
-    first = f"{plan.name}-{HOSTS}-0-0.{plan.name}:{COORDINATOR_PORT}"
-    return [
-        shlex.quote(f"distributed.coordinator_address='{first}'"),
-        f"distributed.num_processes={plan.hosts.count}",
-        'distributed.process_id="$JOB_COMPLETION_INDEX"',
-    ]
-
-
-def _volume(index: int, volume: Volume) -> dict[str, Any]:
-    name = f"volume-{index}"
-    match volume.kind:
-        case "claim":
-            return {"name": name, "persistentVolumeClaim": {"claimName": volume.name}}
-        case "bucket":
-            attributes = {"bucketName": volume.name, "mountOptions": "implicit-dirs"}
-            return {"name": name, "csi": {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": attributes}}
-        case "host":
-            return {"name": name, "hostPath": {"path": volume.name}}
-
-
 def _literal(text: str) -> str:
     """Returns text that Kubernetes leaves unchanged: it replaces $(NAME) in commands and values, and $$ is a dollar."""
     return text.replace("$(", "$$(")
-
-
-def _without_empty(node: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in node.items() if value not in (None, {}, [])}

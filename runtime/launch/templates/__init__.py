@@ -18,7 +18,23 @@ def template(name: str) -> Template:
 @cache
 def _environment() -> Environment:
     loader = PackageLoader("meshloom.runtime.launch", "templates")
-    return Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    made = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    made.policies["json.dumps_kwargs"] = {"sort_keys": False}
+    return made
+
+
+def filled(name: str, **values: Any) -> dict[str, Any]:
+    """Returns a YAML template filled in, without what is empty."""
+    return _without_empty(yaml.safe_load(template(name).render(**values)))
+
+
+def _without_empty(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_without_empty(each) for each in node]
+    if not isinstance(node, dict):
+        return node
+    kept = {key: _without_empty(value) for key, value in node.items()}
+    return {key: value for key, value in kept.items() if value not in (None, {}, [])}
 
 
 class _Dumper(yaml.SafeDumper):
