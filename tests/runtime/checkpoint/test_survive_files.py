@@ -15,11 +15,12 @@ from conftest import plan_of, spec_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints, restore, set_aside
 from meshloom.runtime.checkpoint.differences import tree_differences
-from meshloom.runtime.checkpoint.start import FOLDER, describe_damage, find_start, finished, parse_place
+from meshloom.runtime.checkpoint.start import describe_damage, find_start, finished, parse_place
 from meshloom.runtime.core.failures import RunFailed
 from meshloom.runtime.core.files import remove_for_good
 from meshloom.runtime.core.manifest import FILE, FileEntry
 from meshloom.runtime.data import open_data
+from meshloom.runtime.rundir.folders import CHECKPOINTS
 from support.loops import NoData
 from support.programs import programs_of
 
@@ -65,13 +66,13 @@ def _remove(path: Path) -> None:
 )
 def test_damage_in_any_file_is_found_or_harmless(saved, tmp_path, damage):
     run_dir, plan, programs, values = saved
-    newest = run_dir / FOLDER / "2"
+    newest = run_dir / CHECKPOINTS / "2"
     names = [path.relative_to(newest) for path in sorted(newest.rglob("*")) if path.is_file()]
     assert len(names) >= 12
     for number, name in enumerate(names):
         copy = tmp_path / str(number)
         shutil.copytree(run_dir, copy)
-        damage(copy / FOLDER / "2" / name)
+        damage(copy / CHECKPOINTS / "2" / name)
         start = find_start(copy, plan.spec, plan.abstract)
         assert start
         if start.step == 2:
@@ -128,7 +129,7 @@ MANIFESTS = {
 def test_a_manifest_that_was_changed_vouches_for_nothing(saved, tmp_path, damage):
     run_dir, plan, _, _ = saved
     shutil.copytree(run_dir, tmp_path / "run")
-    manifest = tmp_path / "run" / FOLDER / "2" / FILE
+    manifest = tmp_path / "run" / CHECKPOINTS / "2" / FILE
     manifest.write_bytes(MANIFESTS[damage](manifest.read_bytes()))
     start = find_start(tmp_path / "run", plan.spec, plan.abstract)
     assert start
@@ -139,7 +140,7 @@ def test_a_manifest_that_was_changed_vouches_for_nothing(saved, tmp_path, damage
 def test_hidden_files_beside_those_of_a_checkpoint_are_no_damage(saved, tmp_path):
     run_dir, plan, _, _ = saved
     shutil.copytree(run_dir, tmp_path / "run")
-    (tmp_path / "run" / FOLDER / "2" / "state" / ".DS_Store").write_text("left by a file manager")
+    (tmp_path / "run" / CHECKPOINTS / "2" / "state" / ".DS_Store").write_text("left by a file manager")
     start = find_start(tmp_path / "run", plan.spec, plan.abstract)
     assert start
     assert (start.step, start.damaged) == (2, {})
@@ -149,15 +150,15 @@ def test_a_checkpoint_is_of_the_step_that_was_saved_whatever_its_folder_is_calle
     run_dir, plan, _, _ = saved
     copy = tmp_path / "run"
     shutil.copytree(run_dir, copy)
-    (copy / FOLDER / "2").rename(copy / FOLDER / "7")
+    (copy / CHECKPOINTS / "2").rename(copy / CHECKPOINTS / "7")
     start = find_start(copy, plan.spec, plan.abstract)
     assert start
     assert (start.step, describe_damage(start.damaged)) == (1, "checkpoint 7: it was saved as step 2")
-    shutil.rmtree(copy / FOLDER / "1")
+    shutil.rmtree(copy / CHECKPOINTS / "1")
     with pytest.raises(RunFailed, match="checkpoint 7: it was saved as step 2"):
         find_start(copy, plan.spec, plan.abstract)
     with pytest.raises(RunFailed, match="checkpoint 7: it was saved as step 2"):
-        find_start(tmp_path, spec_of(*SMALLEST, f"checkpoint.restore_from={copy}/{FOLDER}/7"), plan.abstract)
+        find_start(tmp_path, spec_of(*SMALLEST, f"checkpoint.restore_from={copy}/{CHECKPOINTS}/7"), plan.abstract)
 
 
 METADATA = {
@@ -174,7 +175,7 @@ def test_a_file_that_the_manifest_leaves_out_may_hold_anything(saved, tmp_path, 
     run_dir, plan, programs, values = saved
     copy = tmp_path / "run"
     shutil.copytree(run_dir, copy)
-    (copy / FOLDER / "2" / "_CHECKPOINT_METADATA").write_text(METADATA[text])
+    (copy / CHECKPOINTS / "2" / "_CHECKPOINT_METADATA").write_text(METADATA[text])
     start = find_start(copy, plan.spec, plan.abstract)
     assert start
     restored = restore(start, programs.state, NoData())
@@ -186,7 +187,7 @@ def test_a_checkpoint_that_lies_elsewhere_is_started_from_but_not_managed(saved,
     run_dir, plan, programs, values = saved
     copy = tmp_path / "run"
     shutil.copytree(run_dir, copy)
-    link = copy / FOLDER / "2"
+    link = copy / CHECKPOINTS / "2"
     link.rename(tmp_path / "moved")
     link.symlink_to(tmp_path / "moved")
     with pytest.raises(ConfigError, match=r"checkpoints/2: is a symbolic link"):
@@ -202,7 +203,7 @@ def test_what_only_has_the_name_of_a_step_is_set_aside(saved, tmp_path, make):
     run_dir, plan, _, _ = saved
     copy = tmp_path / "run"
     shutil.copytree(run_dir, copy)
-    make(copy / FOLDER / "3")
+    make(copy / CHECKPOINTS / "3")
     start = find_start(copy, plan.spec, plan.abstract)
     assert start
     assert start.step == 2
@@ -210,7 +211,7 @@ def test_what_only_has_the_name_of_a_step_is_set_aside(saved, tmp_path, make):
     with Checkpoints(copy, plan.spec) as checkpoints:
         assert checkpoints.latest_step == 2
         checkpoints.save(3, {"x": jax.numpy.ones(3)}, NoData(), num_tokens=0, eval_loss=None)
-    assert sorted(path.name for path in (copy / FOLDER).iterdir()) == ["2", "3", "3.damaged"]
+    assert sorted(path.name for path in (copy / CHECKPOINTS).iterdir()) == ["2", "3", "3.damaged"]
 
 
 def test_a_run_goes_on_from_the_newest_good_checkpoint_or_the_one_that_is_named(saved, tmp_path):
@@ -224,14 +225,14 @@ def test_a_run_goes_on_from_the_newest_good_checkpoint_or_the_one_that_is_named(
         assert not start.is_own
         return start.step
 
-    assert step_from(other) == step_from(other / FOLDER) == step_from(other / FOLDER / "2") == 2
-    assert step_from(other / FOLDER / "1") == 1
-    _flip(other / FOLDER / "2" / "data" / "data.json")
+    assert step_from(other) == step_from(other / CHECKPOINTS) == step_from(other / CHECKPOINTS / "2") == 2
+    assert step_from(other / CHECKPOINTS / "1") == 1
+    _flip(other / CHECKPOINTS / "2" / "data" / "data.json")
     assert step_from(other) == 1
     with pytest.raises(RunFailed, match=r"checkpoint 2: the content of data/data\.json has changed"):
-        step_from(other / FOLDER / "2")
-    assert sorted(path.name for path in (other / FOLDER).iterdir()) == ["1", "2"]  # another run's are left alone
-    (other / FOLDER / "1" / FILE).unlink()
+        step_from(other / CHECKPOINTS / "2")
+    assert sorted(path.name for path in (other / CHECKPOINTS).iterdir()) == ["1", "2"]  # another run's are left alone
+    (other / CHECKPOINTS / "1" / FILE).unlink()
     with pytest.raises(RunFailed, match=r"checkpoint 1: it has no manifest\.json"):
         step_from(other)
 
@@ -260,7 +261,7 @@ def _kept(folder: Path, losses: list[float | None], *overrides: str, reopen: boo
         checkpoints.wait()
         if reopen:
             checkpoints = Checkpoints(folder, spec)
-    return sorted(int(path.name) for path in (folder / FOLDER).iterdir())
+    return sorted(int(path.name) for path in (folder / CHECKPOINTS).iterdir())
 
 
 @pytest.mark.parametrize("reopen", [False, pytest.param(True, marks=pytest.mark.ci)])
