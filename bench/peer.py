@@ -33,6 +33,7 @@ import meshloom
 from meshloom.compiler.analysis.program_devices import ProgramDevices
 from meshloom.compiler.analysis.schedule_analysis import ScheduleAnalysis, analyse_schedule, chip_of
 from meshloom.compiler.core.format import human_bytes, human_seconds, human_share
+from meshloom.compiler.core.known import text_of
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.schema import CollectiveReport, by_exposed, total
@@ -99,14 +100,13 @@ def facts_of(program: Program, analysis: ScheduleAnalysis) -> dict[str, Any]:
         "compute_seconds_by_kind": step.compute_seconds_by_kind,
         "link_seconds": total(each.alone_seconds for each in analysis.collectives),
         "num_unpriced": step.num_unpriced,
-        "unknown": analysis.unknown,
         "peak_bytes_per_device": recorded.get("peak_bytes"),
         "most_exposed": [_line(each) for each in by_exposed(analysis.collectives)[:NUM_SHOWN]],
     }
 
 
 def _line(each: CollectiveReport) -> str:
-    exposed = "unknown" if each.exposed_seconds is None else human_seconds(each.exposed_seconds)
+    exposed = text_of(each.exposed_seconds, human_seconds)
     how = "asynchronous" if each.is_async else "synchronous"
     return (
         f"{exposed} exposed: {each.kind} of {human_bytes(each.bytes)} {each.dtype} over {each.group_size} "
@@ -123,8 +123,6 @@ def print_facts(facts: dict[str, Any]) -> None:
     kinds = ", ".join(f"{kind} {human_seconds(spent)}" for kind, spent in facts["compute_seconds_by_kind"].items())
     print(f"compute: {kinds}; links by themselves {human_seconds(facts['link_seconds'] or 0.0)}")
     print(f"operations without a price: {facts['num_unpriced']}")
-    for name, why in facts["unknown"].items():
-        print(f"unknown: {name}: {why}")
     for line in facts["most_exposed"]:
         print(f"  {line}")
 

@@ -3,8 +3,8 @@
 A program that nobody declared (`meshloom inspect`) has a report too; what only a declaration says is None in it.
 
 Seconds are of one step; bytes and FLOPs of one chip unless a name says otherwise, those of the program of all chips.
-A value that cannot be known is None; `unknown` says why, by the path of the value ("step.predicted_mfu"), of that value
-in all elements ("collectives[*].alone_seconds"), or of the record around it ("step").
+A value that cannot be known is an `Unknown` with its reason: null in the file, which has the reasons in `unknown`, by
+the path of the value ("step.predicted_mfu"), or of that value in all elements ("collectives[*].alone_seconds").
 """
 
 import math
@@ -16,9 +16,10 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from meshloom.models.config import Record
 
 from .core.collectives import CollectiveKind, ComputeKind, LinkKind
+from .core.known import Known, Reasoned, Unknown, all_known
 from .spec.overlap_spec import OverlapConfig
 
-SCHEMA_VERSION = 15  # of report.json and plan.json
+SCHEMA_VERSION = 16  # of report.json and plan.json
 
 
 class TargetReport(Record):
@@ -27,9 +28,9 @@ class TargetReport(Record):
     num_chips: PositiveInt
     num_devices: PositiveInt  # devices of JAX
     num_slices: PositiveInt
-    hbm_bytes_per_chip: PositiveInt | None
-    hbm_bytes_per_second: PositiveFloat | None  # of one chip
-    peak_flops_per_second: PositiveFloat | None  # of one chip, in the compute type
+    hbm_bytes_per_chip: Known[PositiveInt]
+    hbm_bytes_per_second: Known[PositiveFloat]  # of one chip
+    peak_flops_per_second: Known[PositiveFloat]  # of one chip, in the compute type
     calibration: str  # the figures that were measured, and on which runs; empty: none
     placement: dict[str, str]  # mesh axis -> where it lies: "fsdp": "ICI x (16, wraps) x ICI y (16, wraps)"
 
@@ -39,10 +40,10 @@ class ProgramReport(Record):
     program that nobody declared it is the name of its module, "jit_train_step"."""
 
     model: str
-    num_parameters: NonNegativeInt | None
-    num_active_parameters: NonNegativeInt | None  # used by one token
-    tokens_per_step: PositiveInt | None
-    model_flops_per_step: NonNegativeInt | None
+    num_parameters: Known[NonNegativeInt]
+    num_active_parameters: Known[NonNegativeInt]  # used by one token
+    tokens_per_step: Known[PositiveInt]
+    model_flops_per_step: Known[NonNegativeInt]
 
 
 class MemoryChange(Record):
@@ -52,7 +53,7 @@ class MemoryChange(Record):
     overrides: tuple[str, ...]
     saved_bytes: int
     fits: bool
-    slower_fraction: float | None
+    slower_fraction: Known[float]
     cost: str  # "the forward pass is computed twice"
 
 
@@ -67,7 +68,7 @@ class Alternative(Record):
     seconds: NonNegativeFloat
     exposed_seconds: NonNegativeFloat
     peak_bytes_per_chip: NonNegativeInt
-    fits: bool | None
+    fits: Known[bool]
 
 
 class MemoryReport(Record):
@@ -79,15 +80,15 @@ class MemoryReport(Record):
     instead of the first three if no plan names them. fits: whether it fits on the device; None where the chip's memory
     is unknown. host: a chip's arrays in the memory of its host, in none of the figures of the device."""
 
-    peak_bytes_per_chip: NonNegativeInt | None
-    limit_bytes_per_chip: NonNegativeInt | None  # for a program: the chip's memory without the reserved part
-    fits: bool | None
-    breakdown: dict[str, NonNegativeInt | None]
-    estimate_bytes_per_chip: NonNegativeInt | None  # without XLA
-    host_bytes_per_chip: NonNegativeInt | None
-    host_limit_bytes_per_chip: PositiveInt | None  # the chip's share of its host's memory
-    host_fits: bool | None
-    host_estimate_bytes_per_chip: NonNegativeInt | None  # without XLA
+    peak_bytes_per_chip: Known[NonNegativeInt]
+    limit_bytes_per_chip: Known[NonNegativeInt]  # for a program: the chip's memory without the reserved part
+    fits: Known[bool]
+    breakdown: dict[str, Known[NonNegativeInt]]
+    estimate_bytes_per_chip: Known[NonNegativeInt]  # without XLA
+    host_bytes_per_chip: Known[NonNegativeInt]
+    host_limit_bytes_per_chip: Known[PositiveInt]  # the chip's share of its host's memory
+    host_fits: Known[bool]
+    host_estimate_bytes_per_chip: Known[NonNegativeInt]  # without XLA
     changes: tuple[MemoryChange, ...]  # the cheapest first; empty where it fits
 
 
@@ -105,9 +106,9 @@ class CollectiveReport(Record):
     bytes: NonNegativeInt  # of the full array, in all executions
     dtype: str
     count: PositiveInt  # executions in a step
-    alone_seconds: NonNegativeFloat | None
-    hidden_seconds: NonNegativeFloat | None
-    exposed_seconds: NonNegativeFloat | None
+    alone_seconds: Known[NonNegativeFloat]
+    hidden_seconds: Known[NonNegativeFloat]
+    exposed_seconds: Known[NonNegativeFloat]
     hidden_behind: tuple[str, ...]  # names of instructions that run meanwhile, the longest first
     is_async: bool
     form: str  # its form in the program: "all-gather-start", "collective fusion", "SparseCore call", "synchronous"
@@ -121,19 +122,19 @@ class CollectiveReport(Record):
 
 
 class StepReport(Record):
-    compute_seconds: NonNegativeFloat | None
+    compute_seconds: Known[NonNegativeFloat]
     compute_seconds_by_kind: dict[ComputeKind, NonNegativeFloat]
-    exposed_seconds: NonNegativeFloat | None
-    exposed_fraction: NonNegativeFloat | None  # of predicted_seconds
-    bubble_seconds: NonNegativeFloat | None  # waits of a pipeline's stages for other stages; the mean over them
-    bubble_fraction: NonNegativeFloat | None  # of predicted_seconds
-    least_seconds: NonNegativeFloat | None  # the sum of all parts whose time is known
-    predicted_seconds: NonNegativeFloat | None  # None where that of a part is not known
-    predicted_range_seconds: tuple[NonNegativeFloat, NonNegativeFloat] | None
-    predicted_range_basis: str | None  # the published runs that give the range (target/accuracy.py)
-    predicted_mfu: NonNegativeFloat | None
-    roofline_seconds: NonNegativeFloat | None  # of this program: the time of its own operations at the full rates
-    bound_seconds: NonNegativeFloat | None  # of the declaration: no program of it takes less
+    exposed_seconds: Known[NonNegativeFloat]
+    exposed_fraction: Known[NonNegativeFloat]  # of predicted_seconds
+    bubble_seconds: Known[NonNegativeFloat]  # waits of a pipeline's stages for other stages; the mean over them
+    bubble_fraction: Known[NonNegativeFloat]  # of predicted_seconds
+    least_seconds: Known[NonNegativeFloat]  # the sum of all parts whose time is known
+    predicted_seconds: Known[NonNegativeFloat]  # None where that of a part is not known
+    predicted_range_seconds: Known[tuple[NonNegativeFloat, NonNegativeFloat]]
+    predicted_range_basis: Known[str]  # the published runs that give the range (target/accuracy.py)
+    predicted_mfu: Known[NonNegativeFloat]
+    roofline_seconds: Known[NonNegativeFloat]  # of this program: the time of its own operations at the full rates
+    bound_seconds: Known[NonNegativeFloat]  # of the declaration: no program of it takes less
     num_unpriced: NonNegativeInt  # kernels of an unknown time, which count with the least that they can take
     counted_once: tuple[str, ...]  # loops whose number of iterations is not known
     num_bounded: NonNegativeInt  # matmuls whose estimate by the compiler is more than they can take
@@ -171,12 +172,12 @@ class RooflinePart(Record):
     """A part of the step with the bound of each resource: FLOPs over peak, bytes over bandwidth."""
 
     name: str  # "layers (x32)", "attention", "head", "optimizer"
-    flops: NonNegativeInt | None
-    hbm_bytes: NonNegativeInt | None
-    link_bytes: NonNegativeInt | None
-    flops_seconds: NonNegativeFloat | None
-    hbm_seconds: NonNegativeFloat | None
-    link_seconds: NonNegativeFloat | None
+    flops: Known[NonNegativeInt]
+    hbm_bytes: Known[NonNegativeInt]
+    link_bytes: Known[NonNegativeInt]
+    flops_seconds: Known[NonNegativeFloat]
+    hbm_seconds: Known[NonNegativeFloat]
+    link_seconds: Known[NonNegativeFloat]
     bound: Literal["flops", "hbm", "link"] | None  # the longest
 
 
@@ -255,8 +256,8 @@ class Event(Record):
     arguments: dict[str, Any]
 
 
-class Report(Record):
-    schema_version: Literal[15]
+class Report(Reasoned):
+    schema_version: Literal[16]
     target: TargetReport
     program: ProgramReport
     memory: MemoryReport
@@ -267,15 +268,13 @@ class Report(Record):
     findings: tuple[Finding, ...]
     search: SearchReport | None  # None: nothing was searched
     alternatives: tuple[Alternative, ...]  # the declared step first; empty where nothing else could be estimated
-    build: BuildReport | None  # None: it was compiled elsewhere
+    build: Known[BuildReport]
     overrides: tuple[str, ...]  # as typed; empty: nothing was declared
-    unknown: dict[str, str]  # path of a None -> why
 
 
-def total(values: Iterable[float | None]) -> float | None:
-    """Returns the sum, the same in whatever order the values come; None where one of them is."""
-    known = list(values)
-    return None if None in known else math.fsum(v for v in known if v is not None)
+def total(values: Iterable[float | Unknown]) -> float | Unknown:
+    """Returns the sum, the same in whatever order the values come; the reason of the first unknown one, if one is."""
+    return all_known(values, math.fsum)
 
 
 def by_exposed(collectives: Iterable[CollectiveReport]) -> list[CollectiveReport]:
@@ -283,5 +282,5 @@ def by_exposed(collectives: Iterable[CollectiveReport]) -> list[CollectiveReport
     return sorted(collectives, key=lambda c: (-or_infinity(c.exposed_seconds), -or_infinity(c.alone_seconds), -c.bytes))
 
 
-def or_infinity(seconds: float | None) -> float:
-    return math.inf if seconds is None else seconds
+def or_infinity(seconds: float | Unknown) -> float:
+    return math.inf if isinstance(seconds, Unknown) else seconds

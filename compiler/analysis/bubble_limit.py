@@ -1,6 +1,7 @@
 """Judges the bubble of a compiled pipeline: the share of the step that its stages wait for each other."""
 
 from ..core.format import human_seconds, human_share
+from ..core.known import Unknown
 from ..plan import Plan
 from ..schema import Finding, StepReport
 
@@ -15,7 +16,7 @@ def find_too_much_bubble(plan: Plan, step: StepReport) -> Finding | None:
         return None
     allowed = f"pipeline.max_bubble allows {human_share(limit)} of the step"
     where = "step.bubble_fraction"
-    if share is None:
+    if isinstance(share, Unknown):
         fix = "see the reason in `unknown` of report.json; choose another target, or set pipeline.max_bubble=null"
         what = f"{allowed}, and the bubble is not known"
         return Finding(rule=TOO_MUCH_BUBBLE, severity="warning", what=what, where=where, fix=fix)

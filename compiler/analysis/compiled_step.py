@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..core.errors import raise_if_any
+from ..core.known import Unknown
 from ..estimate.communication import PlannedCollective
 from ..estimate.estimate import StepEstimate, fits_host
 from ..plan import Plan
@@ -17,11 +18,11 @@ from .divergent_branches import find_hangs
 from .lint import find_too_exposed, lint
 from .program_devices import stages_of
 from .program_memory import PeakMemory, needed_bytes, read_peak
-from .program_text import Unavailable, read_part
-from .schedule_analysis import NOTHING_TIMED, ScheduleAnalysis, analyse_schedule
+from .program_text import read_part
+from .schedule_analysis import ScheduleAnalysis, analyse_schedule, nothing_timed
 from .timeline_events import with_memory
 
-NO_PROGRAM = Unavailable("the step was not compiled: it does not fit")
+NO_PROGRAM = Unknown("the step was not compiled: it does not fit")
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,15 @@ class CompiledStep:
     estimate: StepEstimate
     lowered: LoweredStep
     built: Built
-    schedule: ScheduleAnalysis | Unavailable
-    peak: PeakMemory | Unavailable
+    schedule: ScheduleAnalysis | Unknown
+    peak: PeakMemory | Unknown
 
     @property
     def analysis(self) -> ScheduleAnalysis:
         """Returns the schedule; if it is unknown, an analysis without figures that says why."""
-        return _unanalysed(self.schedule.why) if isinstance(self.schedule, Unavailable) else self.schedule
+        if isinstance(self.schedule, Unknown):
+            return ScheduleAnalysis((), {}, nothing_timed(self.schedule.why), ())
+        return self.schedule
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -81,7 +84,7 @@ class CompiledStep:
 
 def read_text(
     text: str | None, plan: Plan, planned: Sequence[PlannedCollective]
-) -> tuple[ScheduleAnalysis | Unavailable, PeakMemory | Unavailable]:
+) -> tuple[ScheduleAnalysis | Unknown, PeakMemory | Unknown]:
     """Returns the schedule and the peak. text: None if the step does not fit. planned: the plan's collectives.
 
     A text in an unknown form does not make the program invalid, so each part is read separately. Raises ConfigError for
@@ -90,10 +93,10 @@ def read_text(
     if text is None:
         return NO_PROGRAM, NO_PROGRAM
     module = read_part(lambda: parse_module(text))
-    if isinstance(module, Unavailable):
+    if isinstance(module, Unknown):
         return module, module
     hangs = read_part(lambda: tuple(find_hangs(module, plan.mesh.sizes)))
-    raise_if_any(() if isinstance(hangs, Unavailable) else hangs)
+    raise_if_any(() if isinstance(hangs, Unknown) else hangs)
     return (
         read_part(lambda: analyse_schedule(module, plan, planned, stages=_stages(plan, module.num_devices))),
         read_part(lambda: read_peak(module)),
@@ -132,7 +135,7 @@ def find_findings(step: CompiledStep, *, is_searched: bool) -> tuple[Finding, ..
         analysis.matches,
         step.estimate.communication,
         step.built.notes,
-        held=() if isinstance(step.peak, Unavailable) else step.peak.held,
+        held=() if isinstance(step.peak, Unknown) else step.peak.held,
     )
     return (*filter(None, unmet), *found)
 
@@ -146,8 +149,3 @@ def limit_bytes(target: TargetPlan) -> int | None:
 def used_devices_per_chip(target: TargetPlan) -> int:
     """Returns the JAX devices per chip, which scale a device's figures to a chip's; 1 if a run uses part of a chip."""
     return max(1, target.num_devices // target.num_chips)
-
-
-def _unanalysed(why: str) -> ScheduleAnalysis:
-    unknown: dict[str, str] = dict.fromkeys(("step", "collectives"), why)
-    return ScheduleAnalysis((), {}, NOTHING_TIMED, (), unknown)

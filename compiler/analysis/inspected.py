@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from ..core.format import counted, human_bytes, human_names
+from ..core.known import Unknown
 from ..schema import Event, Finding
 from ..target.target import TargetPlan
 from ..xla.aot import ProgramMemory
@@ -14,7 +15,7 @@ from ..xla.schedule.steps import Choices
 from .program_devices import ProgramDevices
 from .program_lint import lint_program
 from .program_memory import PeakMemory, needed_bytes, read_peak
-from .program_text import Unavailable, read_part
+from .program_text import read_part
 from .schedule_analysis import ScheduleAnalysis, analyse_program
 from .timeline_events import with_memory
 
@@ -42,7 +43,7 @@ class InspectedProgram:
     module: Module
     devices: ProgramDevices
     analysis: ScheduleAnalysis
-    peak: PeakMemory | Unavailable
+    peak: PeakMemory | Unknown
     memory: ProgramMemory | None
     findings: tuple[Finding, ...]
 
@@ -73,7 +74,7 @@ def inspect_text(
         raise ConfigError([Problem(name, what, COMPILED)])
     raise_if_any(target_mismatches(module, text, devices.target))
     schedule = read_part(lambda: analyse_program(module, devices, choices=choices))
-    if isinstance(schedule, Unavailable):
+    if isinstance(schedule, Unknown):
         raise ConfigError([Problem(name, schedule.why, COMPILED)])
     peak = read_part(lambda: read_peak(module))
     findings = lint_program(module, devices, schedule)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from ..core.collectives import CollectiveKind
 from ..core.format import human_names, human_seconds, human_share
+from ..core.known import Unknown, first_unknown
 from ..estimate.communication import PlannedCollective
 from ..plan import Plan
 from ..schema import CollectiveReport, Finding, StepReport, by_exposed, total
@@ -340,7 +341,7 @@ def find_too_exposed(
     limit, share = plan.spec.overlap.max_exposed, step.exposed_fraction
     if limit is None:
         return None
-    if share is None or None in [each.exposed_seconds for each in collectives]:
+    if isinstance(share, Unknown) or first_unknown(each.exposed_seconds for each in collectives) is not None:
         what = f"overlap.max_exposed allows {human_share(limit)} of the step, and the exposed time is not known"
         fix = "see the reason in `unknown` of report.json; choose another target, or set overlap.max_exposed=null"
         return Finding(rule=TOO_EXPOSED, severity="warning", what=what, where="step.exposed_fraction", fix=fix)
@@ -368,7 +369,7 @@ def least_batch(
     paths = [array.array.path for array in plan.sharding.parameters]
     factors = [1.0]
     for kind in dict.fromkeys(each.link for each in collectives):
-        on_link = [each for each in collectives if each.link == kind and each.alone_seconds is not None]
+        on_link = [each for each in collectives if each.link == kind]
         fixed = sum(each.alone_seconds or 0.0 for each in on_link if any(path in each.source for path in paths))
         growing = sum(each.alone_seconds or 0.0 for each in on_link) - fixed
         # fixed + f growing <= f compute + what may be exposed of the step, f compute / (1 - limit) long

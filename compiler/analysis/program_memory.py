@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..core.known import Unknown
 from ..core.scopes import OperationName, Pass
 from ..estimate.liveness import MemoryClass
 from ..parallel.registry import OPERATIONS
@@ -26,7 +27,6 @@ from ..xla.aot import ProgramMemory
 from ..xla.hlo import Instruction, Module
 from ..xla.schedule.buffers import Buffer, Buffers, read_buffers
 from ..xla.schedule.prices import instruction_kind
-from .program_text import Unavailable
 
 # Primitives that only move, cast or sum. The compiler's own instructions have no name.
 MOVES = {"", "add", "add_any", "convert_element_type", "dynamic_slice", "dynamic_update_slice", "psum",
@@ -81,11 +81,11 @@ def read_peak(module: Module) -> PeakMemory:
     )
 
 
-def needed_bytes(memory: ProgramMemory | None, peak: PeakMemory | Unavailable, target: TargetPlan) -> int | None:
+def needed_bytes(memory: ProgramMemory | None, peak: PeakMemory | Unknown, target: TargetPlan) -> int | None:
     """Returns the bytes that a program needs on a device, as its compiler counts them if that is per device, or else as
     its text shows; None if neither is known."""
     counted = memory.needed_bytes(target.platform) if memory else None
-    if counted is not None or isinstance(peak, Unavailable):
+    if counted is not None or isinstance(peak, Unknown):
         return counted
     return peak.num_bytes
 

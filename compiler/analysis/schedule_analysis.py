@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from ..core.collectives import MOVING, ComputeKind
 from ..core.errors import Problem, raise_if_any, use_one_of
 from ..core.format import counted, human_names
+from ..core.known import Unknown, each_known, or_unknown
 from ..core.scopes import SUM_OF, OperationName
 from ..estimate.communication import PlannedCollective
 from ..jaxpr.flops import ModelFlops
@@ -19,7 +20,7 @@ from ..parallel.operation import ParallelOp, find_source
 from ..parallel.registry import OPERATIONS
 from ..plan import Plan
 from ..schema import CollectiveReport, Event, StepReport
-from ..target.accuracy import accuracy_of, why_no_range
+from ..target.accuracy import CALIBRATED, accuracy_of
 from ..target.target import TargetPlan
 from ..xla.hlo import Module
 from ..xla.schedule import Simulation, simulate
@@ -41,18 +42,17 @@ NOT_DECLARED = "no declaration says it: the program was inspected by itself"
 @dataclass(frozen=True)
 class ScheduleAnalysis:
     """The facts of a schedule. step: without the roofline bound, which is not part of the schedule. matches: for each
-    collective, the planned ones of its size. unknown: reasons by path, as in Report. compute_seconds: by instruction,
-    over all executions; empty if the chip is unknown. dones: the instructions that wait for a collective, with its
-    name. latency_seconds: for each collective, the part of its time alone that does not depend on its size."""
+    collective, the planned ones of its size. compute_seconds: by instruction, over all executions; empty if the chip is
+    unknown. dones: the instructions that wait for a collective, with its name. latency_seconds: for each collective,
+    the part of its time alone that does not depend on its size."""
 
     collectives: tuple[CollectiveReport, ...]
     matches: Mapping[str, tuple[Match, ...]]
     step: StepReport
     events: tuple[Event, ...]
-    unknown: dict[str, str]
     compute_seconds: Mapping[str, float] = field(default_factory=dict)
     dones: Mapping[str, str] = field(default_factory=dict)
-    latency_seconds: Mapping[str, float | None] = field(default_factory=dict)
+    latency_seconds: Mapping[str, float | Unknown] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,18 +67,6 @@ class Declared:
     stages: StagedDevices | None = None
 
 
-NOTHING_TIMED = StepReport(
-    compute_seconds=None, compute_seconds_by_kind={}, exposed_seconds=None, exposed_fraction=None,
-    bubble_seconds=None, bubble_fraction=None,
-    least_seconds=None, predicted_seconds=None, predicted_range_seconds=None, predicted_mfu=None,
-    predicted_range_basis=None, roofline_seconds=None, bound_seconds=None, num_unpriced=0, counted_once=(),
-    num_bounded=0, bounded_seconds=0.0,
-)  # fmt: skip
-OF_WHOLE_STEP = (
-    "exposed_seconds", "bubble_seconds", "exposed_fraction", "bubble_fraction", "predicted_seconds", "predicted_mfu",
-    "predicted_range_seconds", "predicted_range_basis",
-)  # fmt: skip
-OF_RANGE = ("predicted_range_seconds", "predicted_range_basis")
 NOTHING_DECLARED = Declared((), (), ModelFlops(None, ()), OPERATIONS)
 
 
@@ -137,9 +125,8 @@ def analyse_program(
     return ScheduleAnalysis(
         collectives=collectives,
         matches=matches,
-        step=_step(result, not _left_out(result, placed), target, known.model_flops.per_step),
+        step=_step(result, placed, target, declared),
         events=schedule_events(result.segments, steps, collectives) if target.chip is not None else (),
-        unknown=_unknown(result, placed, target, declared),
         compute_seconds=result.operations if target.chip is not None else {},
         dones={done.by: done.name for done in every(steps, Done)},
         latency_seconds=_latencies(result, devices),
@@ -160,12 +147,13 @@ def _wrong_choices(choices: Choices, steps: tuple[Step, ...]) -> Iterator[Proble
                 yield Problem(where, f"the program has no {what} {name}", use_one_of(name, there))
 
 
-def _latencies(result: Simulation, devices: ProgramDevices) -> dict[str, float | None]:
+def _latencies(result: Simulation, devices: ProgramDevices) -> dict[str, float | Unknown]:
     """Returns the part of each collective's time that does not depend on its size, over all executions."""
     found = {}
     for name, totals in result.collectives.items():
         empty = devices.place(replace(totals.collective, num_bytes=0))
-        found[name] = None if empty.alone_seconds is None else empty.alone_seconds * totals.count
+        alone = empty.alone_seconds
+        found[name] = Unknown(empty.why or NO_CHIP) if alone is None else alone * totals.count
     return found
 
 
@@ -231,7 +219,8 @@ def _collective(
     line: str,
     is_timed: bool,
 ) -> CollectiveReport:
-    found, alone = totals.collective, totals.alone_seconds if is_timed else None
+    found = totals.collective
+    alone = or_unknown(totals.alone_seconds, where.why) if is_timed else Unknown(NO_CHIP)
     is_placed = where.is_certain and where.why is None
     is_certain = found.is_certain and is_placed and not {None, Taken(None)} & {trips for _, trips in totals.loops}
     behind = sorted(totals.hidden_behind.items(), key=lambda item: -item[1])
@@ -244,8 +233,8 @@ def _collective(
         dtype=found.dtype,
         count=max(1, round(totals.count)),
         alone_seconds=alone,
-        hidden_seconds=None if alone is None else totals.hidden_seconds,
-        exposed_seconds=None if alone is None else totals.exposed_seconds,
+        hidden_seconds=each_known(alone, lambda _: totals.hidden_seconds),
+        exposed_seconds=each_known(alone, lambda _: totals.exposed_seconds),
         hidden_behind=tuple(name for name, _ in behind[:NUM_SHOWN_BEHIND]),
         is_async=found.is_async,
         form=found.form,
@@ -267,31 +256,74 @@ def _where(totals: CollectiveTotals) -> str:
     return ", ".join([*loops, *branches]) or "once"
 
 
-def _step(result: Simulation, is_whole: bool, target: TargetPlan, model_flops: int | None) -> StepReport:
+def nothing_timed(why: str) -> StepReport:
+    """Returns the figures of a step of which nothing is known."""
+    unknown = Unknown(why)
+    return StepReport(
+        compute_seconds=unknown,
+        compute_seconds_by_kind={},
+        exposed_seconds=unknown,
+        exposed_fraction=unknown,
+        bubble_seconds=unknown,
+        bubble_fraction=unknown,
+        least_seconds=unknown,
+        predicted_seconds=unknown,
+        predicted_range_seconds=unknown,
+        predicted_mfu=unknown,
+        predicted_range_basis=unknown,
+        roofline_seconds=unknown,
+        bound_seconds=unknown,
+        num_unpriced=0,
+        counted_once=(),
+        num_bounded=0,
+        bounded_seconds=0.0,
+    )
+
+
+def _step(
+    result: Simulation, placed: Mapping[str, CollectivePlacement], target: TargetPlan, declared: Declared | None
+) -> StepReport:
     if target.chip is None:
-        return NOTHING_TIMED
-    peak, mfu, accuracy = target.peak_flops_per_second, None, accuracy_of(target)
-    if peak and result.seconds and model_flops is not None and is_whole:
-        mfu = model_flops / (result.seconds * peak * target.num_devices)
+        return nothing_timed(NO_CHIP)
+    left_out = "; ".join(_left_out(result, placed))
+    whole = Unknown(left_out) if left_out else result.seconds
+    is_timed = not _untimed(result)
+    accuracy = accuracy_of(target)
+
+    def share(seconds: float) -> float | Unknown:
+        return each_known(whole, lambda step: seconds / step if step else 0.0)
+
     return StepReport(
         compute_seconds=sum(result.compute_seconds.values()),
         compute_seconds_by_kind=dict(result.compute_seconds),
-        exposed_seconds=None if _untimed(result) else result.exposed_seconds,
-        exposed_fraction=(result.exposed_seconds / result.seconds if result.seconds else 0.0) if is_whole else None,
-        bubble_seconds=None if _untimed(result) else result.bubble_seconds,
-        bubble_fraction=(result.bubble_seconds / result.seconds if result.seconds else 0.0) if is_whole else None,
+        exposed_seconds=result.exposed_seconds if is_timed else whole,
+        exposed_fraction=share(result.exposed_seconds),
+        bubble_seconds=result.bubble_seconds if is_timed else whole,
+        bubble_fraction=share(result.bubble_seconds),
         least_seconds=result.seconds,
-        predicted_seconds=result.seconds if is_whole else None,
-        predicted_range_seconds=accuracy.range_of(result.seconds) if accuracy and is_whole else None,
-        predicted_range_basis=str(accuracy) if accuracy and is_whole else None,
-        predicted_mfu=mfu,
-        roofline_seconds=None,
-        bound_seconds=None,
+        predicted_seconds=whole,
+        predicted_range_seconds=each_known(whole, accuracy.range_of) if accuracy else Unknown(CALIBRATED),
+        predicted_range_basis=each_known(whole, lambda _: str(accuracy)) if accuracy else Unknown(CALIBRATED),
+        predicted_mfu=_mfu(whole, target, declared),
+        roofline_seconds=Unknown(NOT_DECLARED),
+        bound_seconds=Unknown(NOT_DECLARED),
         num_unpriced=len(result.unpriced),
         counted_once=tuple(sorted(result.unknown_loops)),
         num_bounded=len(result.bounded),
         bounded_seconds=sum(result.bounded.values()),
     )
+
+
+def _mfu(seconds: float | Unknown, target: TargetPlan, declared: Declared | None) -> float | Unknown:
+    if declared is None:
+        return Unknown(NOT_DECLARED)
+    if target.peak_flops_per_second is None:
+        return Unknown("the chip's peak in the compute type is not known")
+    if declared.model_flops.per_step is None:
+        return Unknown(declared.model_flops.why_unknown or "")
+    if isinstance(seconds, Unknown):
+        return seconds
+    return declared.model_flops.per_step / (seconds * target.peak_flops_per_second * target.num_devices)
 
 
 def _untimed(result: Simulation) -> list[str]:
@@ -314,29 +346,3 @@ def _left_out(result: Simulation, placed: Mapping[str, CollectivePlacement]) -> 
         named, pronoun = human_names(loops), "them" if len(loops) > 1 else "it"
         reasons.append(f"how often {named} runs is not known, and one iteration of {pronoun} counts")
     return reasons
-
-
-def _unknown(
-    result: Simulation, placed: Mapping[str, CollectivePlacement], target: TargetPlan, declared: Declared | None
-) -> dict[str, str]:
-    if target.chip is None:
-        of_each = ("alone_seconds", "hidden_seconds", "exposed_seconds")
-        of_step = ("compute_seconds", "least_seconds", *OF_WHOLE_STEP)
-        names = [f"step.{name}" for name in of_step] + [f"collectives[*].{name}" for name in of_each]
-        return dict.fromkeys(names, NO_CHIP)
-    unknown: dict[str, str] = {}
-    if why := why_no_range(target):
-        unknown |= dict.fromkeys((f"step.{name}" for name in OF_RANGE), why)
-    if declared is None:
-        unknown["step.predicted_mfu"] = NOT_DECLARED
-    elif target.peak_flops_per_second is None:
-        unknown["step.predicted_mfu"] = "the chip's peak in the compute type is not known"
-    elif declared.model_flops.why_unknown is not None:
-        unknown["step.predicted_mfu"] = declared.model_flops.why_unknown
-    for index, name in enumerate(result.collectives):
-        if why := placed[name].why:
-            unknown |= {f"collectives[{index}].{part}_seconds": why for part in ("alone", "hidden", "exposed")}
-    if left_out := _left_out(result, placed):
-        names = OF_WHOLE_STEP if _untimed(result) else OF_WHOLE_STEP[2:]
-        unknown = dict.fromkeys((f"step.{name}" for name in names), "; ".join(left_out)) | unknown
-    return unknown

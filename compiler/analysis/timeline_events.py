@@ -15,13 +15,13 @@ from typing import Any
 
 from ..core.collectives import COMPUTE
 from ..core.format import counted
+from ..core.known import Unknown
 from ..core.scopes import BY_SIZE, MATMUL, OperationName
 from ..schema import CollectiveReport, Event
 from ..xla.schedule.simulate import Segment
 from ..xla.schedule.stage_clocks import slot_of
 from ..xla.schedule.steps import Branches, Compute, Loop, Step, every
 from .program_memory import PeakMemory
-from .program_text import Unavailable
 
 ROLES = {
     "all-gather": "gather", "reduce-scatter": "reduce", "all-reduce": "reduce", "all-to-all": "exchange",
@@ -70,10 +70,10 @@ def schedule_events(
     return tuple(events)
 
 
-def with_memory(events: Iterable[Event], peak: PeakMemory | Unavailable) -> tuple[Event, ...]:
+def with_memory(events: Iterable[Event], peak: PeakMemory | Unknown) -> tuple[Event, ...]:
     """Returns the events with the memory that is in use while each computes. peak: the peak of their program. Stages of
     a pipeline run one program in the same memory, so those of the first have it."""
-    if isinstance(peak, Unavailable):
+    if isinstance(peak, Unknown):
         return tuple(events)
     found = peak.bytes_during
     return tuple(

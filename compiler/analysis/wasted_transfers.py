@@ -14,6 +14,7 @@ from functools import cached_property
 
 from ..core.collectives import CollectiveKind
 from ..core.format import counted, human_bytes, human_names, human_seconds, human_share
+from ..core.known import each_known, text_of
 from ..schema import CollectiveReport, Finding, total
 from ..xla.hlo import Computation, Instruction, Module
 from ..xla.hlo.flow import Flow, ModuleValue, ValueUse
@@ -234,9 +235,9 @@ def _cost(several: Sequence[Waste]) -> tuple[float, str]:
     """Returns the seconds that waste exposes, and its text: '12.0 MiB and 1.20 ms of waiting a step'."""
     num_bytes = sum(round(each.moved.report.bytes * each.moved.share * each.share) for each in several)
     shares = [(each.moved.report.exposed_seconds, each.moved.share * each.share) for each in several]
-    seconds = total(None if exposed is None else exposed * share for exposed, share in shares)
+    seconds = total(each_known(exposed, lambda known, share=share: known * share) for exposed, share in shares)
     more = " more than needed" if several[0].share < 1 else ""
-    waiting = "" if seconds is None else f" and {human_seconds(seconds)} of waiting"
+    waiting = text_of(seconds, lambda known: f" and {human_seconds(known)} of waiting", "")
     return seconds or 0.0, f"{human_bytes(num_bytes)}{waiting} a step{more}"
 
 

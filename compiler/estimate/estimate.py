@@ -1,5 +1,6 @@
 """Estimates of a step without a compiler: peak memory, communication, and the bound of each part."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -15,6 +16,7 @@ from .roofline import find_unknown, plan_roofline
 from .stage_buffers import StageBuffer, read_stage_buffers
 from .step_time import StepTime, estimate_time
 
+NO_LIMIT = "the chip's memory is not known"
 HOST_UNKNOWN = "the memory of the target's hosts is not known (target.chip.host_bytes)"
 
 
@@ -70,7 +72,12 @@ class StepEstimate:
     @property
     def why_uncounted(self) -> str | None:
         """Returns why the step's bound is incomplete; None if every operation is counted."""
-        return "; ".join(str(one) for one in self.unknown if one.why) or None
+        return why_uncounted(self.unknown)
+
+
+def why_uncounted(unknown: Sequence[UnknownPrimitive]) -> str | None:
+    """Returns the primitives that are not counted, with their places; None if there are none."""
+    return "; ".join(str(one) for one in unknown if one.why) or None
 
 
 def fits_host(num_bytes: int, limit_bytes: int | None) -> bool | None:
@@ -102,6 +109,7 @@ def estimate_declared(plan: Plan) -> StepEstimate:
     )
     unknown = find_unknown(plan, step)
     time = None if any(one.why for one in unknown) else estimate_time(plan, step)
-    communication, roofline = plan_communication(plan, step), plan_roofline(plan, step)
+    communication = plan_communication(plan, step)
+    roofline = plan_roofline(plan, step, why_uncounted(unknown))
     buffers = read_stage_buffers(plan.pipeline.table, step) if plan.pipeline else ()
     return StepEstimate(memory, communication, roofline, time, unknown, plan.spec.overlap, buffers)

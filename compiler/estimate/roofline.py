@@ -22,22 +22,26 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Literal, get_args
 
+from ..core.known import Unknown, all_known, each_known, or_unknown
 from ..core.scopes import ATTENTION, UPDATE, OperationName
 from ..jaxpr.unknown import UnknownPrimitive
 from ..plan import Plan
-from ..schema import RooflinePart
+from ..schema import RooflinePart, total
 from ..target.target import TargetPlan
 from .communication import link_bytes
 from .regions import Region, largest_sum
 
 Figure = Literal["flops", "hbm_bytes", "link_bytes", "link_seconds"]
 Bound = Literal["flops", "hbm", "link"]
+NO_RATES = Unknown("the target's peak or bandwidths are not known")
+LINKS_UNKNOWN = "simulated devices, or of unknown links"
 Term = tuple[Region, float | None]  # a figure of one execution of a region; None: unknown
 
 
-def plan_roofline(plan: Plan, step: Region) -> tuple[RooflinePart, ...]:
+def plan_roofline(plan: Plan, step: Region, why: str | None) -> tuple[RooflinePart, ...]:
     """Returns a row for embed, each stack of layers without its attention, attention, head and optimizer: the figures
-    of a device, on the stage of the mesh where each is largest."""
+    of a device, on the stage of the mesh where each is largest. why: the reason why something of the step is not
+    counted; None if everything is."""
     names = {stack.name: f"{stack.name} (x{stack.num_layers})" for stack in plan.model.stacks}
     terms: dict[str, dict[Figure, list[Term]]] = defaultdict(lambda: {name: [] for name in get_args(Figure)})
     for region in step.walk():
@@ -53,7 +57,7 @@ def plan_roofline(plan: Plan, step: Region) -> tuple[RooflinePart, ...]:
             of_part["link_bytes"].append((region, sent))
             of_part["link_seconds"].append((region, seconds))
     parts = (part for part in ("embed", *names, "attention", "head", "optimizer") if part in terms)
-    return tuple(_row(names.get(part, part), terms[part], plan.target) for part in parts)
+    return tuple(_row(names.get(part, part), terms[part], plan.target, why) for part in parts)
 
 
 def find_unknown(plan: Plan, step: Region) -> tuple[UnknownPrimitive, ...]:
@@ -73,15 +77,15 @@ def _sum(terms: list[Term]) -> float | None:
     return largest_sum(known) if len(known) == len(terms) else None
 
 
-def _row(name: str, terms: dict[Figure, list[Term]], target: TargetPlan) -> RooflinePart:
-    flops, num_bytes, sent = (_whole(_sum(terms[each])) for each in ("flops", "hbm_bytes", "link_bytes"))
+def _row(name: str, terms: dict[Figure, list[Term]], target: TargetPlan, why: str | None) -> RooflinePart:
+    flops, num_bytes, sent = (_whole(_sum(terms[each]), why) for each in ("flops", "hbm_bytes", "link_bytes"))
     peak, bandwidth = target.peak_flops_per_second, target.hbm_bytes_per_second_per_device
-    seconds: dict[Bound, float | None] = {
-        "flops": flops / peak if peak and flops is not None else None,
-        "hbm": num_bytes / bandwidth if bandwidth and num_bytes is not None else None,
-        "link": _sum(terms["link_seconds"]),
+    seconds: dict[Bound, float | Unknown] = {
+        "flops": each_known(flops, lambda count: count / peak) if peak else NO_RATES,
+        "hbm": each_known(num_bytes, lambda count: count / bandwidth) if bandwidth else NO_RATES,
+        "link": or_unknown(_sum(terms["link_seconds"]), (why if isinstance(sent, Unknown) else None) or LINKS_UNKNOWN),
     }
-    known: dict[Bound, float] = {resource: value for resource, value in seconds.items() if value is not None}
+    known: dict[Bound, float] = {resource: x for resource, x in seconds.items() if not isinstance(x, Unknown)}
     return RooflinePart(
         name=name,
         flops=flops,
@@ -94,26 +98,26 @@ def _row(name: str, terms: dict[Figure, list[Term]], target: TargetPlan) -> Roof
     )
 
 
-def _whole(value: float | None) -> int | None:
-    return None if value is None else round(value)
+def _whole(value: float | None, why: str | None) -> int | Unknown:
+    return or_unknown(None if value is None else round(value), why)
 
 
-def roofline_seconds(parts: tuple[RooflinePart, ...]) -> float | None:
+def roofline_seconds(parts: tuple[RooflinePart, ...]) -> float | Unknown:
     """Returns the sum of the longest time of each part: the bound of a step whose communication hides behind its
     compute as far as it can."""
     each = [(part.flops_seconds, part.hbm_seconds, part.link_seconds) for part in parts]
-    longest = [max(x for x in one if x is not None) for one in each if None not in one]
-    return sum(longest) if len(longest) == len(each) else None
+    return total(all_known(one, max) for one in each)
 
 
-def least_step_seconds(plan: Plan) -> float | None:
-    """Returns the time that no step of this declaration can beat, in seconds; None where FLOPs or the target's peaks
-    are not known."""
+def least_step_seconds(plan: Plan) -> float | Unknown:
+    """Returns the time that no step of this declaration can beat, in seconds."""
     target, memory = plan.target, plan.memory
     peak, bandwidth = target.peak_flops_per_second, target.hbm_bytes_per_second_per_device
     flops = plan.model_flops.least_per_step
-    if flops is None or peak is None or bandwidth is None:
-        return None
+    if peak is None or bandwidth is None:
+        return NO_RATES
+    if flops is None:
+        return Unknown(plan.model_flops.why_unknown or "")
     trained = sum(each.bytes_per_device for each in plan.sharding.parameters if each.array.is_trained)
     written = trained + memory.master + memory.optimizer
     read = (memory.master or trained) + memory.optimizer

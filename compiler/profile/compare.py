@@ -10,6 +10,7 @@ from meshloom.models.config import Record
 
 from ..core.collectives import CollectiveKind, ComputeKind, LinkKind
 from ..core.format import counted, human_names
+from ..core.known import Known, Reasoned, Unknown, each_known, known
 from ..schema import total
 from ..spec.calibration_spec import Calibration
 from .account import Account, Roles, account, roles_of
@@ -25,8 +26,8 @@ class Compared(Record):
     devices."""
 
     measured_seconds: NonNegativeFloat
-    predicted_seconds: NonNegativeFloat | None
-    ratio: NonNegativeFloat | None
+    predicted_seconds: Known[NonNegativeFloat]
+    ratio: Known[NonNegativeFloat]
 
 
 class KindRow(Compared):
@@ -54,12 +55,12 @@ class OperationRow(Compared):
     latency_seconds: NonNegativeFloat | None
 
 
-class ProfileReport(Record):
+class ProfileReport(Reasoned):
     """A traced run, compared with its prediction.
 
     steps: the traced steps, where the trace names them. fastest, slowest: of the steps on any device. idle: neither
     compute nor a collective ran. unmatched: seconds of instructions that the program does not have. notes: what is
-    missing in the trace. unknown: why predicted values are None.
+    missing in the trace.
     """
 
     schema_version: Literal[1]
@@ -81,7 +82,6 @@ class ProfileReport(Record):
     num_not_run: NonNegativeInt  # collectives of the program that the trace does not have
     unmatched_seconds: NonNegativeFloat
     notes: tuple[str, ...]
-    unknown: dict[str, str]
 
 
 def compare(traces: Sequence[Trace], prediction: Prediction) -> ProfileReport:
@@ -117,7 +117,6 @@ def compare(traces: Sequence[Trace], prediction: Prediction) -> ProfileReport:
         num_not_run=len(missing),
         unmatched_seconds=_median(accounts, lambda each: sum(each.unmatched.values())),
         notes=tuple(notes),
-        unknown={path: why for path, why in prediction.unknown.items() if "seconds" in path},
     )
 
 
@@ -128,13 +127,15 @@ def typical_execution(traces: Sequence[Trace]) -> Execution:
     return min(executions, key=lambda each: abs(each.seconds - median))
 
 
-def compared(measured: float, predicted: float | None) -> Compared:
+def compared(measured: float, predicted: float | Unknown) -> Compared:
     """Returns two times and their ratio, which is unknown where nothing, or a time of zero, was predicted."""
     return Compared(**_values(measured, predicted))
 
 
-def _values(measured: float, predicted: float | None) -> dict[str, Any]:
-    ratio = measured / predicted if predicted else None
+def _values(measured: float, predicted: float | Unknown) -> dict[str, Any]:
+    ratio = each_known(
+        predicted, lambda seconds: measured / seconds if seconds else Unknown("a time of 0 is predicted")
+    )
     return {"measured_seconds": measured, "predicted_seconds": predicted, "ratio": ratio}
 
 
@@ -144,12 +145,12 @@ def _median(accounts: Iterable[Account], value: Callable[[Account], float]) -> f
 
 def _compute_kinds(accounts: Sequence[Account], prediction: Prediction) -> list[KindRow]:
     kinds: tuple[ComputeKind, ...] = ("matmul", "attention", "other")
-    predicted, is_known = prediction.step.compute_seconds_by_kind, prediction.step.compute_seconds is not None
+    predicted, whole = prediction.step.compute_seconds_by_kind, prediction.step.compute_seconds
     rows = []
     for kind in kinds:
         measured = _median(accounts, lambda each, kind=kind: each.compute.get(kind, 0.0))
         if measured or predicted.get(kind):
-            values = _values(measured, predicted.get(kind, 0.0) if is_known else None)
+            values = _values(measured, each_known(whole, lambda _, kind=kind: predicted.get(kind, 0.0)))
             rows.append(KindRow(kind=kind, mesh_axes=(), link=None, exposed=None, **values))
     return rows
 
@@ -209,7 +210,7 @@ def _operations(accounts: Sequence[Account], prediction: Prediction, roles: Role
                 count=count,
                 exposed=compared(exposed, report.exposed_seconds),
                 is_transfer=all(a.is_exact.get(name, True) for a in accounts),
-                latency_seconds=begun.latency_seconds,
+                latency_seconds=known(begun.latency_seconds),
                 **_values(measured, report.alone_seconds),
             )
         )
@@ -220,6 +221,6 @@ def difference(row: OperationRow) -> float:
     """Returns the difference of measured and predicted seconds; the measured time where nothing is predicted. For a
     collective both are the time that compute waits for it."""
     of_step = row.exposed or row
-    if of_step.predicted_seconds is None:
+    if isinstance(of_step.predicted_seconds, Unknown):
         return of_step.measured_seconds
     return abs(of_step.measured_seconds - of_step.predicted_seconds)

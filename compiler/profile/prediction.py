@@ -7,8 +7,9 @@ from pydantic import NonNegativeFloat, PositiveInt
 
 from meshloom.models.config import Record
 
-from ..analysis.schedule_analysis import analyse_schedule
+from ..analysis.schedule_analysis import NO_CHIP, analyse_schedule
 from ..core.collectives import ComputeKind
+from ..core.known import Known, Reasoned, Unknown
 from ..core.scopes import OperationName
 from ..estimate.communication import PlannedCollective
 from ..plan import Plan
@@ -23,12 +24,12 @@ _NOTHING = frozenset({"constant", "get-tuple-element", "parameter", "tuple"})
 
 
 class PredictedCompute(Record):
-    """An instruction of the compute unit. seconds: the sum of its executions in a step; None if the chip is unknown."""
+    """An instruction of the compute unit. seconds: the sum of its executions in a step."""
 
     name: str
     kind: ComputeKind
     source: str  # "layers/dot_general, backward"
-    seconds: NonNegativeFloat | None
+    seconds: Known[NonNegativeFloat]
 
 
 class PredictedCollective(Record):
@@ -37,12 +38,11 @@ class PredictedCollective(Record):
 
     report: CollectiveReport
     ends: tuple[str, ...]
-    latency_seconds: NonNegativeFloat | None
+    latency_seconds: Known[NonNegativeFloat]
 
 
-class Prediction(Record):
-    """A program and its prediction. module: its name in a trace. containers: instructions that only run others.
-    unknown: why a value of `step` or of a collective is None, as in report.json."""
+class Prediction(Reasoned):
+    """A program and its prediction. module: its name in a trace. containers: instructions that only run others."""
 
     schema_version: Literal[2]
     module: str
@@ -56,7 +56,6 @@ class Prediction(Record):
     collectives: tuple[PredictedCollective, ...]
     containers: tuple[str, ...]
     events: tuple[Event, ...]
-    unknown: dict[str, str]
 
 
 def predict(text: str, plan: Plan, planned: Sequence[PlannedCollective], *, model: str | None = None) -> Prediction:
@@ -84,7 +83,7 @@ def predict(text: str, plan: Plan, planned: Sequence[PlannedCollective], *, mode
                 name=each.name,
                 kind=instruction_kind(each, module, plan.ops),
                 source=_source(each),
-                seconds=analysis.compute_seconds.get(each.name, 0.0) if target.chip else None,
+                seconds=analysis.compute_seconds.get(each.name, 0.0) if target.chip else Unknown(NO_CHIP),
             )
             for each in ran
             if each.name not in parts and each.opcode not in _CONTAINERS
@@ -93,13 +92,12 @@ def predict(text: str, plan: Plan, planned: Sequence[PlannedCollective], *, mode
             PredictedCollective(
                 report=each,
                 ends=tuple(ends.get(each.name, ())),
-                latency_seconds=analysis.latency_seconds.get(each.name),
+                latency_seconds=analysis.latency_seconds.get(each.name, Unknown(NO_CHIP)),
             )
             for each in analysis.collectives
         ),
         containers=tuple(each.name for each in ran if each.opcode in _CONTAINERS),
         events=analysis.events,
-        unknown=analysis.unknown,
     )
 
 

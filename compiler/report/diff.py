@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..core.known import Unknown, known
 from ..schema import CollectiveReport, Finding, Report, total
 
 DIFF_VERSION = 1
@@ -133,7 +134,7 @@ def diff_runs(a: Run, b: Run) -> Diff:
         plan=changes(_without(a.plan, told), _without(b.plan, told)) if declared else (),
         shardings=changes(_layouts(a.plan), _layouts(b.plan), is_leaf=lambda node: "spec" in node) if declared else (),
         build=of_reports(lambda report: _without(report.build.model_dump(mode="json"), NOT_OF_THE_STEP)
-                         if report.build else {}),
+                         if not isinstance(report.build, Unknown) else {}),
     )  # fmt: skip
 
 
@@ -273,9 +274,9 @@ def _totals(collectives: Iterable[CollectiveReport]) -> dict[tuple[str, tuple[st
             count=sum(c.count for c in group),
             num_async=sum(c.count for c in group if c.is_async),
             bytes=sum(c.bytes for c in group),
-            alone_seconds=total(c.alone_seconds for c in group),
-            hidden_seconds=total(c.hidden_seconds for c in group),
-            exposed_seconds=total(c.exposed_seconds for c in group),
+            alone_seconds=known(total(c.alone_seconds for c in group)),
+            hidden_seconds=known(total(c.hidden_seconds for c in group)),
+            exposed_seconds=known(total(c.exposed_seconds for c in group)),
             group_sizes=tuple(sorted({c.group_size for c in group})),
             links=tuple(sorted({c.link for c in group})),
             dtypes=tuple(sorted({c.dtype for c in group})),

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..core.console import Column, Console, Line, Table
 from ..core.format import counted, human_bytes
+from ..core.known import as_json, or_unknown
 from ..estimate.estimate import StepEstimate, estimate_step
 from ..estimate.stage_buffers import bytes_in_use
 from ..parallel.operation import OpPlan, Strategy
@@ -101,42 +102,43 @@ def _operation_lines(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
     """Returns `plan.json`: the same facts for tools. An unknown value is null, with a reason."""
-    target, estimate = plan.target, estimate_step(plan)
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "target": {
-            "name": target.name,
-            "chip": target.chip.name if target.chip else None,
-            "num_chips": target.num_chips,
-            "num_devices": target.num_devices,
-            "num_slices": target.num_slices,
-            "shape": list(target.shape) if target.shape else None,
-            "peak_flops_per_second_per_device": target.peak_flops_per_second,
-            "hbm_bytes_per_device": target.hbm_bytes_per_device,
-            "calibration": target.calibration.model_dump(mode="json") if target.calibration else None,
-        },
-        "mesh": dict(plan.mesh.sizes),
-        "mesh_reasons": dict(plan.mesh.reasons),
-        "flag_presets": list(plan.spec.overlap.flag_presets),
-        "placement": {axis: _placed(plan, axis) for axis in plan.mesh.placement.describe()},
-        "warnings": [asdict(warning) for warning in plan.warnings],
-        "program": {
-            "num_parameters": plan.num_parameters,
-            "tokens_per_step": plan.spec.tokens_per_step,
-            "model_flops_per_step": plan.model_flops_per_step,
-            "auxiliary": list(plan.auxiliary),
-        },
-        "pipeline": _pipeline(estimate, plan.pipeline, plan.gather) if plan.pipeline and plan.gather else None,
-        "operations": [_operation(each) for each in plan.operations],
-        "unknown": {"program.model_flops_per_step": why} if (why := plan.model_flops.why_unknown) else {},
-        "memory_bytes_per_device": asdict(plan.memory),
-        "estimate": estimate_as_json(plan, estimate),
-        "arrays": {
-            "parameters": [_row(each) | _updated(each.array) for each in plan.sharding.parameters],
-            "optimizer": [_row(array) for array in plan.optimizer_state],
-            "activations": [_row(array) for array in plan.sharding.activations],
-        },
-    }
+    target, estimate, flops = plan.target, estimate_step(plan), plan.model_flops
+    return as_json(
+        {
+            "schema_version": SCHEMA_VERSION,
+            "target": {
+                "name": target.name,
+                "chip": target.chip.name if target.chip else None,
+                "num_chips": target.num_chips,
+                "num_devices": target.num_devices,
+                "num_slices": target.num_slices,
+                "shape": list(target.shape) if target.shape else None,
+                "peak_flops_per_second_per_device": target.peak_flops_per_second,
+                "hbm_bytes_per_device": target.hbm_bytes_per_device,
+                "calibration": target.calibration.model_dump(mode="json") if target.calibration else None,
+            },
+            "mesh": dict(plan.mesh.sizes),
+            "mesh_reasons": dict(plan.mesh.reasons),
+            "flag_presets": list(plan.spec.overlap.flag_presets),
+            "placement": {axis: _placed(plan, axis) for axis in plan.mesh.placement.describe()},
+            "warnings": [asdict(warning) for warning in plan.warnings],
+            "program": {
+                "num_parameters": plan.num_parameters,
+                "tokens_per_step": plan.spec.tokens_per_step,
+                "model_flops_per_step": or_unknown(flops.per_step, flops.why_unknown),
+                "auxiliary": list(plan.auxiliary),
+            },
+            "pipeline": _pipeline(estimate, plan.pipeline, plan.gather) if plan.pipeline and plan.gather else None,
+            "operations": [_operation(each) for each in plan.operations],
+            "memory_bytes_per_device": asdict(plan.memory),
+            "estimate": estimate_as_json(plan, estimate),
+            "arrays": {
+                "parameters": [_row(each) | _updated(each.array) for each in plan.sharding.parameters],
+                "optimizer": [_row(array) for array in plan.optimizer_state],
+                "activations": [_row(array) for array in plan.sharding.activations],
+            },
+        }
+    )
 
 
 def _updated(array: Array) -> dict[str, Any]:

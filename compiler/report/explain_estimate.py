@@ -1,26 +1,24 @@
 """Explains the estimate of a step: memory at its peak, transfers, and the resource that bounds each part."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from ..core.console import Column, Console, Line, Part, Table
 from ..core.format import human_bytes, human_count, human_range, human_seconds
+from ..core.known import Unknown, all_known, or_unknown, text_of
 from ..estimate.communication import PlannedCollective, sent_bytes
 from ..estimate.estimate import HOST_UNKNOWN, MemoryEstimate, StepEstimate, estimate_step
 from ..estimate.estimated_step import overrides_of, overrides_of_imbalance, plan_usual_imbalance
-from ..estimate.roofline import least_step_seconds, roofline_seconds
+from ..estimate.roofline import NO_RATES, least_step_seconds, roofline_seconds
 from ..estimate.step_time import StepTime
 from ..jaxpr.unknown import UnknownPrimitive
 from ..plan import Plan
 from ..schema import RooflinePart
-from ..target.accuracy import accuracy_of, why_no_range
+from ..target.accuracy import CALIBRATED, accuracy_of
 
-RATES_UNKNOWN = "the target says nothing of its peak FLOP/s and bandwidths"
 SCALAR_BYTES = 8
-FIGURES = ("flops", "hbm_bytes", "link_bytes")  # the figures of a part before they are divided by rates
-LINKS_UNKNOWN = "simulated devices, or of unknown links"
 
 
 def print_estimate(plan: Plan, estimate: StepEstimate, console: Console) -> None:
@@ -35,10 +33,9 @@ def print_estimate(plan: Plan, estimate: StepEstimate, console: Console) -> None
         console.table(_communication(estimate.communication))
         console.line()
     console.table(_roofline(estimate.roofline))
-    seconds = roofline_seconds(estimate.roofline)
-    if seconds is not None:
+    if seconds := roofline_seconds(estimate.roofline):
         console.wrapped(f"roofline of this program: {human_seconds(seconds)}, each part by its own bound")
-    if (bound := least_step_seconds(plan)) is not None:
+    if bound := least_step_seconds(plan):
         console.wrapped(f"no program of this declaration takes less than {human_seconds(bound)} a step")
     if estimate.time is not None:
         title = "estimated step"
@@ -88,34 +85,20 @@ def _time(plan: Plan, time: StepTime[float]) -> str:
 
 
 def estimate_as_json(plan: Plan, estimate: StepEstimate) -> dict[str, Any]:
-    """Returns the estimate for `plan.json`. An unknown value is null; `unknown` says why. assumed_overlap: overrides,
-    if the overlap is left to a search."""
+    """Returns the estimate for `plan.json`. assumed_overlap: overrides, if the overlap is left to a search."""
     memory = estimate.memory
-    parts, why = estimate.roofline, estimate.why_uncounted
-    is_rated = not any(p.flops_seconds is None and p.flops is not None for p in parts)
-    rates = {} if is_rated else {"roofline": RATES_UNKNOWN}
-    is_linked = not any(p.link_seconds is None and p.link_bytes is not None for p in parts)
-    links = {} if is_linked else {"roofline.link_seconds": LINKS_UNKNOWN}
-    figures = [name for name in FIGURES if any(getattr(part, name) is None for part in parts)]
-    uncounted = dict.fromkeys((*(f"roofline.{name}" for name in figures), "roofline_seconds"), why) if why else {}
-    timed = {"time": why or RATES_UNKNOWN} if estimate.time is None else {}
-    if estimate.time is not None and (no_range := why_no_range(plan.target)):
-        timed["time.range_seconds"] = no_range
-    bound = least_step_seconds(plan)
-    least = {"bound_seconds": plan.model_flops.why_unknown or RATES_UNKNOWN} if bound is None else {}
-    host = {"peak_memory_bytes_per_device.host_limit_bytes": HOST_UNKNOWN} if memory.host_limit_bytes is None else {}
+    found = asdict(memory) | {"peak_bytes": memory.peak_bytes}
+    found["host_limit_bytes"] = or_unknown(memory.host_limit_bytes, HOST_UNKNOWN)
     return {
-        "assumed_overlap": list(overrides_of(estimate.overlap, plan.spec.overlap)),
-        "peak_memory_bytes_per_device": asdict(memory)
-        | {"peak_bytes": memory.peak_bytes, "fits": memory.fits, "host_fits": memory.host_fits},
+        "assumed_overlap": overrides_of(estimate.overlap, plan.spec.overlap),
+        "peak_memory_bytes_per_device": found | {"fits": memory.fits, "host_fits": memory.host_fits},
         "communication": [asdict(one) | {"bytes": one.num_bytes} for one in estimate.communication],
-        "roofline": [part.model_dump() for part in estimate.roofline],
+        "roofline": estimate.roofline,
         "roofline_seconds": roofline_seconds(estimate.roofline),
-        "bound_seconds": bound,
-        "time": _time_as_json(plan, estimate.time),
+        "bound_seconds": least_step_seconds(plan),
+        "time": or_unknown(_time_as_json(plan, estimate.time), estimate.why_uncounted or NO_RATES.why),
         **_usual_as_json(plan),
         "unknown_primitives": [asdict(one) for one in estimate.unknown],
-        "unknown": rates | links | host | uncounted | least | timed,
     }
 
 
@@ -124,7 +107,7 @@ def _time_as_json(plan: Plan, time: StepTime[float] | None) -> dict[str, Any] | 
         return None
     exposed = {"+".join(axes): seconds for axes, seconds in time.exposed.items()}
     accuracy = accuracy_of(plan.target, "estimated")
-    between = list(accuracy.range_of(time.seconds)) if accuracy else None
+    between = accuracy.range_of(time.seconds) if accuracy else Unknown(CALIBRATED)
     return {"seconds": time.seconds, "range_seconds": between, "compute_seconds": time.compute_seconds,
             "exposed_seconds": exposed, "bubble_seconds": time.bubble_seconds}  # fmt: skip
 
@@ -201,18 +184,13 @@ def _roofline(parts: tuple[RooflinePart, ...]) -> Table:
     rows: list[Sequence[Part]] = []
     names = {"flops": "FLOPs", "hbm": "memory", "link": "links", None: "unknown"}
     for part in parts:
-        known = [x for x in (part.flops_seconds, part.hbm_seconds, part.link_seconds) if x is not None]
-        is_known = part.flops_seconds is not None and part.hbm_bytes is not None
+        each = (part.flops_seconds, part.hbm_seconds, part.link_seconds)
+        longest = all_known(each[:2], lambda known, last=each[2]: max(*known, last or 0.0))
         rows.append((
-            part.name, _or_unknown(human_count, part.flops), _or_unknown(human_bytes, part.hbm_bytes),
-            _or_unknown(human_bytes, part.link_bytes), human_seconds(max(known)) if is_known else "unknown",
-            names[part.bound],
+            part.name, text_of(part.flops, human_count), text_of(part.hbm_bytes, human_bytes),
+            text_of(part.link_bytes, human_bytes), text_of(longest, human_seconds), names[part.bound],
         ))  # fmt: skip
     return _titled("the least that each part takes, per device", columns, rows)
-
-
-def _or_unknown(human: Callable[[int], str], value: int | None) -> str:
-    return "unknown" if value is None else human(value)
 
 
 def _titled(title: str, names: Sequence[str], rows: Sequence[Sequence[Part]]) -> Table:

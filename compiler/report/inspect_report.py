@@ -4,36 +4,31 @@ from collections.abc import Iterator
 
 from ..analysis.compiled_step import limit_bytes, used_devices_per_chip
 from ..analysis.inspected import InspectedProgram
-from ..analysis.program_text import Unavailable
 from ..analysis.schedule_analysis import NOT_DECLARED
-from ..estimate.estimate import HOST_UNKNOWN, fits_host
+from ..core.known import Unknown, each_known, or_unknown
+from ..estimate.estimate import HOST_UNKNOWN, NO_LIMIT, fits_host
 from ..schema import SCHEMA_VERSION, Finding, MemoryReport, ProgramReport, Report
-from .build_report import LARGEST_ERROR, LIMITED, NO_LIMIT, TOLD_APART, target_report, unknown_of_target
+from .build_report import LARGEST_ERROR, TOLD_APART, reserved_bytes, target_report
 
 ELSEWHERE = "it was compiled elsewhere: neither its versions nor its options are in its text"
-OF_A_PLAN = (
-    "program.num_parameters", "program.num_active_parameters", "program.tokens_per_step",
-    "program.model_flops_per_step", "memory.estimate_bytes_per_chip", "memory.host_estimate_bytes_per_chip",
-    "step.roofline_seconds", "step.bound_seconds", "roofline",
-)  # fmt: skip
+NO_HOST = Unknown("the program's text does not say what lies in the host's memory")
 
 
 def report_inspected(program: InspectedProgram) -> Report:
     """Returns the report of a program without a declaration."""
     target = target_report(program.devices.placement)
-    unknown = unknown_of_target(target) | dict.fromkeys(OF_A_PLAN, NOT_DECLARED) | {"build": ELSEWHERE}
-    memory = _memory(program, unknown)
+    undeclared = Unknown(NOT_DECLARED)
     return Report(
         schema_version=SCHEMA_VERSION,
         target=target,
         program=ProgramReport(
             model=program.module.name,
-            num_parameters=None,
-            num_active_parameters=None,
-            tokens_per_step=None,
-            model_flops_per_step=None,
+            num_parameters=undeclared,
+            num_active_parameters=undeclared,
+            tokens_per_step=undeclared,
+            model_flops_per_step=undeclared,
         ),
-        memory=memory,
+        memory=_memory(program),
         collectives=program.analysis.collectives,
         step=program.analysis.step,
         pipeline=None,
@@ -41,16 +36,15 @@ def report_inspected(program: InspectedProgram) -> Report:
         findings=(*program.findings, *_memory_notes(program)),
         search=None,
         alternatives=(),
-        build=None,
+        build=Unknown(ELSEWHERE),
         overrides=(),
-        unknown=unknown | program.analysis.unknown,
     )
 
 
 def _memory_notes(program: InspectedProgram) -> Iterator[Finding]:
     """Yields the note on how much memory a text does not show. docs/inspect.md has the range, which
     bench/memory_by_text.py measures."""
-    if program.memory is None and not isinstance(program.peak, Unavailable):
+    if program.memory is None and not isinstance(program.peak, Unknown):
         yield Finding(
             rule="memory-by-text",
             severity="note",
@@ -61,37 +55,28 @@ def _memory_notes(program: InspectedProgram) -> Iterator[Finding]:
         )
 
 
-def _memory(program: InspectedProgram, unknown: dict[str, str]) -> MemoryReport:
+def _memory(program: InspectedProgram) -> MemoryReport:
     """Returns the memory of the program, as XLA counts it if that is known, or else as counted in its text."""
-    target, stats, needed = program.devices.target, program.memory, program.needed_bytes
-    per_chip, limit = used_devices_per_chip(target), limit_bytes(target)
-    if needed is None and isinstance(program.peak, Unavailable):
-        unknown |= dict.fromkeys(("memory.peak_bytes_per_chip", "memory.fits"), program.peak.why)
-    if limit is None:
-        unknown |= dict.fromkeys(LIMITED, NO_LIMIT)
-    if stats is None:
-        why = "the program's text does not say what lies in the host's memory"
-        unknown |= dict.fromkeys(("memory.host_bytes_per_chip", "memory.host_fits"), why)
-    if target.host_bytes_per_device is None:
-        unknown["memory.host_limit_bytes_per_chip"] = HOST_UNKNOWN
-        unknown.setdefault("memory.host_fits", HOST_UNKNOWN)
-    peak = None if needed is None else needed * per_chip
-    host, host_limit = None if stats is None else stats.host_bytes, target.host_bytes_per_device
-    breakdown: dict[str, int | None] = {name: count * per_chip for name, count in _breakdown(program).items()}
+    target, stats, undeclared = program.devices.target, program.memory, Unknown(NOT_DECLARED)
+    per_chip, limit = used_devices_per_chip(target), or_unknown(limit_bytes(target), NO_LIMIT)
+    why = program.peak.why if isinstance(program.peak, Unknown) else None
+    needed = or_unknown(program.needed_bytes, why)
+    peak = each_known(needed, lambda count: count * per_chip)
+    host_limit = target.host_bytes_per_device
+    breakdown: dict[str, int | Unknown] = {name: count * per_chip for name, count in _breakdown(program).items()}
     if stats is not None:
         breakdown["code"] = stats.code_bytes * per_chip
-    if limit is not None and target.hbm_bytes_per_chip is not None:
-        breakdown["reserved"] = target.hbm_bytes_per_chip - limit
+    reserved = reserved_bytes(target)
     return MemoryReport(
         peak_bytes_per_chip=peak,
         limit_bytes_per_chip=limit,
-        fits=None if peak is None or limit is None else peak <= limit,
-        breakdown=breakdown,
-        estimate_bytes_per_chip=None,
-        host_bytes_per_chip=None if host is None else host * per_chip,
-        host_limit_bytes_per_chip=host_limit * per_chip if host_limit else None,
-        host_fits=None if host is None else fits_host(host, host_limit),
-        host_estimate_bytes_per_chip=None,
+        fits=each_known(limit, lambda most: each_known(peak, lambda count: count <= most)),
+        breakdown=breakdown | ({} if isinstance(reserved, Unknown) else {"reserved": reserved}),
+        estimate_bytes_per_chip=undeclared,
+        host_bytes_per_chip=NO_HOST if stats is None else stats.host_bytes * per_chip,
+        host_limit_bytes_per_chip=host_limit * per_chip if host_limit else Unknown(HOST_UNKNOWN),
+        host_fits=NO_HOST if stats is None else or_unknown(fits_host(stats.host_bytes, host_limit), HOST_UNKNOWN),
+        host_estimate_bytes_per_chip=undeclared,
         changes=(),
     )
 
@@ -102,7 +87,7 @@ def _breakdown(program: InspectedProgram) -> dict[str, int]:
     needed, peak = program.needed_bytes, program.peak
     if needed is None:
         return {}
-    if isinstance(peak, Unavailable):
+    if isinstance(peak, Unknown):
         return {"temporaries": needed}
     made = sum(peak.by_class.values())
     arguments = peak.num_bytes - made

@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..analysis.compiled_step import used_devices_per_chip
-from ..estimate.estimate import StepEstimate
+from ..core.known import Unknown, or_unknown
+from ..estimate.estimate import NO_LIMIT, StepEstimate
 from ..estimate.estimated_step import overrides_of_imbalance, plan_usual_imbalance
 from ..plan import Plan
 from ..schema import Alternative, MemoryChange
@@ -13,6 +14,7 @@ from .evaluation import Candidate, Evaluation, Replan, evaluate_allowed, evaluat
 POLICIES = ("full", "save_names", "save_dots", "none")
 OVERLAPS = (("overlap=none",), ("overlap=xla",), ("overlap=auto",))
 _AXES = ("replica", "data", "fsdp", "tensor")
+UNTIMED = "the time of a step cannot be estimated: see `meshloom explain`"
 _TENSOR = 4  # shards of a layer: as many as fit on the shortest links of all chips
 
 
@@ -47,7 +49,7 @@ def _alternative(one: Candidate, plan: Plan, found: Evaluation) -> Alternative |
         seconds=found.seconds,
         exposed_seconds=found.exposed_seconds,
         peak_bytes_per_chip=found.peak_bytes * used_devices_per_chip(plan.target),
-        fits=found.fits,
+        fits=or_unknown(found.fits, NO_LIMIT),
     )
 
 
@@ -97,7 +99,7 @@ def suggest_changes(plan: Plan, needed_bytes: int, limit_bytes: int, replan: Rep
         changed, then = found
         assert now.peak_bytes is not None, "an estimate has a peak"
         assert then.peak_bytes is not None, "an estimate has a peak"
-        saved, slower = now.peak_bytes - then.peak_bytes, None
+        saved, slower = now.peak_bytes - then.peak_bytes, Unknown(UNTIMED)
         if now.seconds and then.seconds:
             tokens = changed.spec.tokens_per_step / plan.spec.tokens_per_step
             slower = then.seconds / tokens / now.seconds - 1

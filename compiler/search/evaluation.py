@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ..analysis.compiled_step import CompiledStep
-from ..analysis.program_text import Unavailable
 from ..core.errors import ConfigError
+from ..core.known import Unknown, known
 from ..core.partition_spec import Axes
 from ..estimate.estimate import StepEstimate, estimate_step
 from ..plan import Plan
@@ -102,15 +102,15 @@ def evaluate_allowed(one: Candidate, replan: Replan) -> tuple[Plan, Evaluation] 
 def evaluate_step(step: CompiledStep) -> Evaluation:
     """Returns the evaluation of a compiled step by its schedule."""
     schedule = step.schedule
-    figures = None if isinstance(schedule, Unavailable) else schedule.step
+    figures = None if isinstance(schedule, Unknown) else schedule.step
     return Evaluation(
-        seconds=figures and figures.predicted_seconds,
-        compute_seconds=figures and figures.compute_seconds,
-        exposed_seconds=figures and figures.exposed_seconds,
+        seconds=figures and known(figures.predicted_seconds),
+        compute_seconds=figures and known(figures.compute_seconds),
+        exposed_seconds=figures and known(figures.exposed_seconds),
         peak_bytes=step.needed_bytes,
         host_bytes=step.host_bytes,
         fits=step.fits,
         host_fits=step.fits_host,
-        bubble_seconds=figures and figures.bubble_seconds,
-        why_not=schedule.why if isinstance(schedule, Unavailable) else None,
+        bubble_seconds=figures and known(figures.bubble_seconds),
+        why_not=schedule.why if isinstance(schedule, Unknown) else None,
     )

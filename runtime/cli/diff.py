@@ -46,6 +46,6 @@ def read_run_for_diff(run_dir: Path) -> Run:
     """Returns the run that a directory holds. Raises ConfigError if it holds none, or its files are damaged."""
     check_directory(run_dir, "name a run directory, one with spec.yaml and plan.json")
     run = RunFolder(run_dir)
-    if not run.is_declared and run.report is not None and run.report.build is None:  # inspected, not compiled here
+    if not run.is_declared and run.report is not None and not run.report.build:  # inspected, not compiled here
         return Run(str(run_dir), {}, {}, run.report)
     return Run(str(run_dir), *all_of(lambda: run.spec, lambda: run.plan, lambda: run.report))

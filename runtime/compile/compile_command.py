@@ -11,10 +11,10 @@ from typing import Any
 from meshloom.compiler.analysis.bubble_limit import TOO_MUCH_BUBBLE
 from meshloom.compiler.analysis.compiled_step import CompiledStep
 from meshloom.compiler.analysis.lint import TOO_EXPOSED
-from meshloom.compiler.analysis.program_text import Unavailable
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, EXPOSED, ConfigError, Problem, all_of
 from meshloom.compiler.core.format import human_bytes, human_share
+from meshloom.compiler.core.known import Unknown, text_of
 from meshloom.compiler.core.user_imports import allow_words
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.overrides import override
@@ -121,15 +121,15 @@ def why_refused(compiled: Compiled) -> str | None:
     """Returns why a compiled step is not accepted; None if it is."""
     memory, step = compiled.report.memory, compiled.report.step
     if compiled.refusal == EXPOSED and TOO_EXPOSED not in [finding.rule for finding in compiled.report.findings]:
-        bubble = "?" if step.bubble_fraction is None else human_share(step.bubble_fraction)
+        bubble = text_of(step.bubble_fraction, human_share, "?")
         return f"stages wait {bubble} of the step for each other, more than pipeline.max_bubble allows"
     if compiled.refusal == EXPOSED:
-        exposed = "?" if step.exposed_fraction is None else human_share(step.exposed_fraction)
+        exposed = text_of(step.exposed_fraction, human_share, "?")
         return f"{exposed} of the step is exposed communication, more than overlap.max_exposed allows"
     if compiled.refusal != DOES_NOT_FIT:
         return None
     needed, limit = memory.peak_bytes_per_chip, memory.limit_bytes_per_chip
-    if memory.fits is not False or needed is None or limit is None:
+    if memory.fits is not False or isinstance(needed, Unknown) or isinstance(limit, Unknown):
         return "it does not fit into memory"
     return f"it does not fit: it needs {human_bytes(needed)} of a chip, and {human_bytes(limit)} are there"
 
@@ -249,7 +249,7 @@ def _show_result(console: Console, compiled: Compiled, files: Sequence[Path], ru
     """Shows the result of a compile. run_dir: None if the step is not accepted."""
     report, kept = compiled.report, compiled.stored.artifact
     build = report.build
-    assert build is not None, "it was compiled here"
+    assert not isinstance(build, Unknown), "it was compiled here"
     if kept and build.cache == "hit":
         say(console, f"compiled before, nothing to do: {kept.place} is of the same program, devices and versions")
     else:
@@ -271,6 +271,6 @@ def _show_result(console: Console, compiled: Compiled, files: Sequence[Path], ru
 def _show_unread(console: Console, step: CompiledStep, place: Path | None) -> None:
     """Warns about the parts of a program that could not be read. place: the folder with its text."""
     parts = {"memory by class": step.peak, "the schedule": step.schedule}
-    reasons = {part.why: name for name, part in parts.items() if isinstance(part, Unavailable) and step.built.text}
+    reasons = {part.why: name for name, part in parts.items() if isinstance(part, Unknown) and step.built.text}
     for why, name in reasons.items():
         say(console, f"warning: {name} is unknown: {why}{f'; it is kept as {place / TEXT}' if place else ''}")

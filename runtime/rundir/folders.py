@@ -22,6 +22,7 @@ import yaml
 from pydantic import ValidationError
 
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.known import KNOWN
 from meshloom.compiler.schema import SCHEMA_VERSION, Report
 
 from ..core.files import parse_json
@@ -97,7 +98,7 @@ class RunFolder:
             return Report.model_validate_json(_text(path))
         except ValidationError as error:
             first, *others = error.errors(include_url=False)
-            where = ".".join(map(str, first["loc"]))
+            where = ".".join(str(part) for part in first["loc"] if part != KNOWN)
             more = f", and {len(others)} more" if others else ""
             raise _damaged(path, f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}{more}") from None
 

@@ -11,6 +11,7 @@ from meshloom.compiler.analysis.compiled_step import limit_bytes, used_devices_p
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT
 from meshloom.compiler.core.format import human_bytes
+from meshloom.compiler.core.known import known
 from meshloom.compiler.core.user_imports import code_allowed_from
 from meshloom.compiler.declare.choices import model_of
 from meshloom.compiler.declare.compose import read_spec
@@ -132,19 +133,19 @@ def _range_factor(plan: Plan, basis: Basis) -> float | None:
 def outcome_of_compiled(compiled: Compiled, plan: Plan) -> Outcome:
     """Returns the outcome of a compiled point."""
     report, refusal = compiled.report, compiled.refusal
-    step, memory, seconds = report.step, report.memory, report.step.predicted_seconds
+    step, memory, seconds = report.step, report.memory, known(report.step.predicted_seconds)
     figures = Figures(
         basis="schedule",
         model=report.program.model,
         **_common(plan, seconds),
         range_factor=None if seconds is None else _range_factor(plan, "compiled"),
-        compute_seconds=step.compute_seconds,
-        exposed_seconds=step.exposed_seconds,
-        bubble_seconds=step.bubble_seconds,
-        mfu=step.predicted_mfu,
-        peak_bytes=memory.peak_bytes_per_chip,
-        limit_bytes=memory.limit_bytes_per_chip,
-        fits=memory.fits,
+        compute_seconds=known(step.compute_seconds),
+        exposed_seconds=known(step.exposed_seconds),
+        bubble_seconds=known(step.bubble_seconds),
+        mfu=known(step.predicted_mfu),
+        peak_bytes=known(memory.peak_bytes_per_chip),
+        limit_bytes=known(memory.limit_bytes_per_chip),
+        fits=known(memory.fits),
         compile_seconds=compiled.stored.step.built.compile_seconds,
     )
     status = "does_not_fit" if refusal == DOES_NOT_FIT else "refused" if refusal else "done"

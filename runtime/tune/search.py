@@ -8,6 +8,7 @@ from typing import Any
 from meshloom.compiler.core.console import Column, Console, Part, Table
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.format import human_range, human_seconds, human_share, three_digits
+from meshloom.compiler.core.known import as_json, or_unknown
 from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.target.accuracy import accuracy_of, why_no_range
 from meshloom.compiler.tune.answer import Answer, Estimated, WhatIf, remembering, tune
@@ -261,19 +262,17 @@ def _target_as_json(one: OnTarget) -> dict[str, Any]:
     figures = one.row.figures
     if one.found is None or figures is None:
         return {"target": one.name, "status": one.row.status, "why": one.row.why}
-    spec = one.found.space.spec.tune
-    unknown = ({} if spec.tokens else {"training_seconds": NO_TOKENS, "training_cost": NO_TOKENS}) | (
-        {} if figures.cost_per_million_tokens is not None else {"training_cost": NO_PRICE}
+    why = NO_TOKENS if one.found.space.spec.tune.tokens is None else NO_PRICE
+    return as_json(
+        {
+            **answer_as_json(one.found),
+            "target": one.name,
+            "status": one.row.status,
+            "step_seconds": figures.step_seconds,
+            "step_range_seconds": one.range_of(figures.step_seconds),
+            "training_seconds": or_unknown(figures.training_seconds, NO_TOKENS),
+            "training_range_seconds": one.range_of(figures.training_seconds),
+            "training_cost": or_unknown(figures.training_cost, why),
+            "training_range_cost": one.range_of(figures.training_cost),
+        }
     )
-    return {
-        **answer_as_json(one.found),
-        "target": one.name,
-        "status": one.row.status,
-        "step_seconds": figures.step_seconds,
-        "step_range_seconds": one.range_of(figures.step_seconds),
-        "training_seconds": figures.training_seconds,
-        "training_range_seconds": one.range_of(figures.training_seconds),
-        "training_cost": figures.training_cost,
-        "training_range_cost": one.range_of(figures.training_cost),
-        "unknown": unknown,
-    }

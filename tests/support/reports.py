@@ -3,6 +3,8 @@
 from functools import cache, partial
 from typing import Any
 
+from meshloom.compiler.analysis.schedule_analysis import nothing_timed
+from meshloom.compiler.core.known import Unknown
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
@@ -63,7 +65,7 @@ def does_not_fit() -> tuple[Report, tuple[Event, ...]]:
                 MemoryChange(overrides=("remat=full",), saved_bytes=35 * GIB, fits=True, slower_fraction=0.31,
                        cost="the forward pass is computed twice"),
                 MemoryChange(overrides=("num_microbatches=4", "remat=save_dots"), saved_bytes=34 * GIB, fits=True,
-                       slower_fraction=None, cost="weights are gathered four times as often"),
+                       slower_fraction=Unknown("not estimated"), cost="weights are gathered four times as often"),
             ),
         }
     )  # fmt: skip
@@ -82,41 +84,32 @@ def offloaded() -> tuple[Report, tuple[Event, ...]]:
 def unknowns() -> tuple[Report, tuple[Event, ...]]:
     """Compiled for simulated devices: no chip, so no seconds and no limit."""
     report, _ = fits()
+    no_chip = Unknown("simulated devices have no peak and no memory of their own")
     target = report.target.model_copy(
-        update={"name": "cpu-256", "chip": "cpu", "hbm_bytes_per_chip": None, "hbm_bytes_per_second": None,
-                "peak_flops_per_second": None, "placement": {"fsdp": "256 simulated devices"}}
-    )  # fmt: skip
-    seconds = {"alone_seconds": None, "hidden_seconds": None, "exposed_seconds": None}
+        update=dict.fromkeys(("hbm_bytes_per_chip", "hbm_bytes_per_second", "peak_flops_per_second"), no_chip)
+        | {"name": "cpu-256", "chip": "cpu", "placement": {"fsdp": "256 simulated devices"}}
+    )
+    unlinked = Unknown("the bandwidth between simulated devices says nothing about a chip's")
+    seconds = dict.fromkeys(("alone_seconds", "hidden_seconds", "exposed_seconds"), unlinked)
     collectives = tuple(
         c.model_copy(update=seconds | {"link": "memory", "is_async": False, "form": "synchronous", "hidden_behind": (),
                                        "confidence": "low"})
         for c in report.collectives
     )  # fmt: skip
-    step = StepReport(compute_seconds=None, compute_seconds_by_kind={}, exposed_seconds=None, exposed_fraction=None,
-                      bubble_seconds=None, bubble_fraction=None,
-                      least_seconds=None, predicted_seconds=None, predicted_range_seconds=None, predicted_mfu=None,
-                      predicted_range_basis=None, roofline_seconds=None, bound_seconds=None, num_unpriced=812,
-                      counted_once=(),
-                      num_bounded=0, bounded_seconds=0.0)  # fmt: skip
-    assert report.build
-    bounds = {"flops_seconds": None, "hbm_seconds": None, "link_seconds": None, "bound": None}
+    step = nothing_timed("no clock, peak or bandwidth is known for simulated devices")
+    assert isinstance(report.build, BuildReport)
+    unrated = Unknown("no peak or bandwidth is known for simulated devices")
+    bounds = dict.fromkeys(("flops_seconds", "hbm_seconds", "link_seconds"), unrated) | {"bound": None}
+    no_limit = Unknown("the host's memory is shared by all devices")
+    breakdown = report.memory.breakdown | {"reserved": Unknown("nothing is reserved on a host")}
     memory = report.memory.model_copy(
-        update={"limit_bytes_per_chip": None, "fits": None, "breakdown": report.memory.breakdown | {"reserved": None}}
+        update={"limit_bytes_per_chip": no_limit, "fits": no_limit, "breakdown": breakdown}
     )
     return report.model_copy(
         update={
-            "target": target, "collectives": collectives, "step": step, "memory": memory,
-            "roofline": tuple(part.model_copy(update=bounds) for part in report.roofline),
+            "target": target, "collectives": collectives, "step": step.model_copy(update={"num_unpriced": 812}),
+            "memory": memory, "roofline": tuple(part.model_copy(update=bounds) for part in report.roofline),
             "build": report.build.model_copy(update={"plugin": None, "compiler_options": {}}),
-            "unknown": {
-                "target": "simulated devices have no peak and no memory of their own",
-                "memory.limit_bytes_per_chip": "the host's memory is shared by all devices",
-                "memory.fits": "the host's memory is shared by all devices",
-                "memory.breakdown.reserved": "nothing is reserved on a host",
-                "collectives[*]": "the bandwidth between simulated devices says nothing about a chip's",
-                "step": "no clock, peak or bandwidth is known for simulated devices",
-                "roofline": "no peak or bandwidth is known for simulated devices",
-            },
         }
     ), ()  # fmt: skip
 
@@ -134,7 +127,7 @@ def gpu() -> tuple[Report, tuple[Event, ...]]:
                    *_outside(50e9, group_size=8, link="NIC"), *_of_activations())  # fmt: skip
     report = _report(collectives, {"matmul": 2.05, "attention": 0.26, "other": 0.19}, target)
     memory = report.memory.model_copy(update={"peak_bytes_per_chip": 52 * GIB, "limit_bytes_per_chip": 72 * GIB})
-    assert report.build
+    assert isinstance(report.build, BuildReport)
     build = report.build.model_copy(update={"plugin": "jax-cuda13-plugin 0.10.2", "compiler_options": {
         "xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_enable_pipelined_all_gather": True}})  # fmt: skip
     update = {"target": target, "memory": memory, "build": build}
@@ -250,7 +243,7 @@ def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float]
     part = partial(_part, peak, bandwidth)
     link_seconds = sum(c.alone_seconds or 0 for c in collectives)
     return Report(
-        schema_version=15,
+        schema_version=16,
         pipeline=None,
         target=target,
         program=ProgramReport(
@@ -305,7 +298,6 @@ def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float]
             fingerprint="6f1d0f0c7f7a2b53d9a0e7b8c5",
         ),
         overrides=(*OVERRIDES, f"target={target.name}"),
-        unknown={},
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.format import human_bytes, human_count, human_seconds, human_share
+from ...core.known import Unknown
 from ...schema import Report, RooflinePart, total
 from .facts import compute_by_kind, left_bytes
 
@@ -56,7 +57,7 @@ def memory_bar(report: Report) -> StackedBar:
         parts.append(("left", left, "ground"))
     if parts and (reserved := memory.breakdown.get("reserved")):
         parts.append(("reserved", reserved, "memory-reserved"))
-    missing = tuple(name for name, count in memory.breakdown.items() if count is None)
+    missing = tuple(name for name, count in memory.breakdown.items() if isinstance(count, Unknown))
     marks = (("limit", memory.limit_bytes_per_chip), ("estimate without XLA", memory.estimate_bytes_per_chip))
     return _bar(parts, human_bytes, [(n, v) for n, v in marks if v], missing)
 
@@ -78,7 +79,7 @@ def communication_bar(report: Report) -> StackedBar:
     """Returns the time of all collectives: hidden, then exposed."""
     hidden, exposed = (total(getattr(c, name) for c in report.collectives) for name in
                        ("hidden_seconds", "exposed_seconds"))  # fmt: skip
-    if hidden is None or exposed is None or hidden + exposed == 0:  # a step without communication has no bar
+    if isinstance(hidden, Unknown) or isinstance(exposed, Unknown) or not hidden + exposed:
         return StackedBar((), (), ())
     return _bar([("hidden behind compute", hidden, "hidden"), ("exposed", exposed, "exposed")], human_seconds, [], ())
 
@@ -144,7 +145,7 @@ def roofline_plot(report: Report) -> RooflinePlot | None:
     known."""
     peak, bandwidth = report.target.peak_flops_per_second, report.target.hbm_bytes_per_second
     counted = [(i, part, part.flops, part.hbm_bytes) for i, part in enumerate(report.roofline, start=1)
-               if part.flops is not None and part.hbm_bytes is not None]  # fmt: skip
+               if not isinstance(part.flops, Unknown) and not isinstance(part.hbm_bytes, Unknown)]  # fmt: skip
     known = [(str(i), part.name, flops, num_bytes, seconds, str(part.bound))
              for i, part, flops, num_bytes in counted if (seconds := _bound_seconds(part))]  # fmt: skip
     if report.step.predicted_seconds and known and len(counted) == len(report.roofline):
@@ -171,7 +172,8 @@ def roofline_plot(report: Report) -> RooflinePlot | None:
 
 
 def _bound_seconds(part: RooflinePart) -> float | None:
-    known = [s for s in (part.flops_seconds, part.hbm_seconds, part.link_seconds) if s is not None]
+    each = (part.flops_seconds, part.hbm_seconds, part.link_seconds)
+    known = [s for s in each if not isinstance(s, Unknown)]
     return max(known, default=None)
 
 

@@ -1,7 +1,6 @@
 """Derives the facts of a report that all views show: the verdict, why a collective is exposed, why a value is
 unknown."""
 
-import re
 import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -9,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from ...core.collectives import ComputeKind
 from ...core.format import LEAST_SECONDS, counted, human_bytes, human_names, human_range, human_seconds, human_share
+from ...core.known import Unknown, text_of
 from ...schema import (
     MAX_IMBALANCE,
     Alternative,
@@ -23,61 +23,59 @@ from ...schema import (
 
 PER_CHIP = "tokens/s per chip"
 STEP, EXPECTED_STEP, STEP_OF_ANY = "predicted step", "expected step", "step as compiled"
-NO_REASON = "no reason is given"
 Tone = Literal["good", "bad", "plain", "unknown"]
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One fact of the verdict. path: the path of the value in the report."""
+    """One fact of the verdict. why: why it, or the limit that judges it, is unknown; empty if it is known."""
 
     name: str
     value: str
     detail: str
     tone: Tone
-    path: str
+    why: str = ""
 
 
 @dataclass(frozen=True)
 class CollectiveSum:
-    """Collectives of one kind over the same mesh axes and link. Seconds are None if those of one of them are."""
+    """Collectives of one kind over the same mesh axes and link. Seconds are unknown if those of one of them are."""
 
     kind: str
     mesh_axes: tuple[str, ...]
     link: str
     count: int
     bytes: int
-    alone_seconds: float | None
-    hidden_seconds: float | None
-    exposed_seconds: float | None
+    alone_seconds: float | Unknown
+    hidden_seconds: float | Unknown
+    exposed_seconds: float | Unknown
 
 
 def verdict(report: Report) -> tuple[Fact, ...]:
     """Returns the verdict: whether the step fits in a device's memory and the host's, its time, MFU and exposed
     share."""
     step = report.step
-    roofline = f"roofline {human_seconds(step.roofline_seconds)}" if step.roofline_seconds is not None else ""
+    roofline = text_of(step.roofline_seconds, lambda seconds: f"roofline {human_seconds(seconds)}", "")
     if between := step.predicted_range_seconds:
         roofline = f"{human_range(between)} ({step.predicted_range_basis}){'; ' if roofline else ''}{roofline}"
-    exposed = human_seconds(step.exposed_seconds) if step.exposed_seconds is not None else None
-    own = _whole_step(report) or _fact(STEP, step.predicted_seconds, human_seconds, roofline, "step.predicted_seconds")
+    exposed = text_of(step.exposed_seconds, lambda seconds: f"{human_seconds(seconds)} of communication", "")
+    own = _whole_step(report) or _fact(STEP, step.predicted_seconds, human_seconds, roofline)
     return (
         _fit(report),
         *_host(report),
         *_of_imbalance(report, own),
         *_tokens(report),
-        _fact("predicted MFU", step.predicted_mfu, human_share, "remat excluded", "step.predicted_mfu"),
-        _fact("exposed", step.exposed_fraction, human_share, f"{exposed} of communication" if exposed else "",
-              "step.exposed_fraction"),
+        _fact("predicted MFU", step.predicted_mfu, human_share, "remat excluded"),
+        _fact("exposed", step.exposed_fraction, human_share, exposed),
         *_bubble(report),
-    )  # fmt: skip
+    )
 
 
 def _bubble(report: Report) -> Iterator[Fact]:
     """Yields the share of a step in which the stages of a pipeline wait for each other."""
     if (step := report.step).bubble_seconds:
         detail = f"{human_seconds(step.bubble_seconds)} of waits for other stages"
-        yield _fact("bubble", step.bubble_fraction, human_share, detail, "step.bubble_fraction")
+        yield _fact("bubble", step.bubble_fraction, human_share, detail)
 
 
 def at_usual_imbalance(report: Report) -> Alternative | None:
@@ -98,7 +96,7 @@ def _of_imbalance(report: Report, own: Fact) -> tuple[Fact, ...]:
         return (own,)
     room = f"estimated, {shlex.join(usual.overrides)}"
     detail = f"with room for any imbalance of experts{'; ' if own.detail else ''}{own.detail}"
-    expected = Fact(EXPECTED_STEP, human_seconds(usual.seconds), room, "plain", "alternatives")
+    expected = Fact(EXPECTED_STEP, human_seconds(usual.seconds), room, "plain")
     return expected, replace(own, name=STEP_OF_ANY, detail=detail)
 
 
@@ -107,91 +105,69 @@ def _tokens(report: Report) -> Iterator[Fact]:
     seconds, tokens = report.step.predicted_seconds, report.program.tokens_per_step
     if seconds and tokens:
         value = f"{tokens / seconds / report.target.num_chips:,.0f}"
-        yield Fact(PER_CHIP, value, "predicted", "plain", "step.predicted_seconds")
+        yield Fact(PER_CHIP, value, "predicted", "plain")
 
 
 def _whole_step(report: Report) -> Fact | None:
     """Returns the least time of the step if the time of a part is unknown; None if all or nothing is timed."""
     step = report.step
-    if step.predicted_seconds is not None or step.least_seconds is None:
+    if not isinstance(step.predicted_seconds, Unknown) or isinstance(step.least_seconds, Unknown):
         return None
     value = f"at least {human_seconds(step.least_seconds)}"
     if step.counted_once:
         value += f" per iteration of {human_names(step.counted_once, most=2)}"
-    return Fact(STEP, value, "the time of a part is", "unknown", "step.predicted_seconds")
+    return Fact(STEP, value, "the time of a part is", "unknown", step.predicted_seconds.why)
 
 
 def _fit(report: Report) -> Fact:
     memory = report.memory
     peak, limit = memory.peak_bytes_per_chip, memory.limit_bytes_per_chip
-    if peak is None:
-        return Fact("memory", "unknown", "", "unknown", "memory.peak_bytes_per_chip")
-    if memory.fits is None or limit is None:
-        return Fact("memory", human_bytes(peak), "its limit is", "unknown", "memory.fits")
+    if isinstance(peak, Unknown):
+        return Fact("memory", "unknown", "", "unknown", peak.why)
+    if isinstance(limit, Unknown):
+        return Fact("memory", human_bytes(peak), "its limit is", "unknown", limit.why)
     detail = f"{human_bytes(peak)} of {human_bytes(limit)}"
     if memory.fits:
         left = max(0, left_bytes(memory) or 0)
-        return Fact("memory", "fits", f"{detail}, {human_bytes(left)} left", "good", "memory.fits")
-    return Fact("memory", "does not fit", f"{detail}, {human_bytes(peak - limit)} too much", "bad", "memory.fits")
+        return Fact("memory", "fits", f"{detail}, {human_bytes(left)} left", "good")
+    return Fact("memory", "does not fit", f"{detail}, {human_bytes(peak - limit)} too much", "bad")
 
 
 def left_bytes(memory: MemoryReport) -> int | None:
     """Returns the bytes beside the peak, the program's code and the reserved part; None if they are unknown."""
     peak, limit = memory.peak_bytes_per_chip, memory.limit_bytes_per_chip
-    if peak is None or limit is None:
+    if isinstance(peak, Unknown) or isinstance(limit, Unknown):
         return None
     return limit - peak - (memory.breakdown.get("code") or 0)  # the limit excludes the reserved part
 
 
 def _host(report: Report) -> Iterator[Fact]:
     memory = report.memory
-    count, limit, path = memory.host_bytes_per_chip, memory.host_limit_bytes_per_chip, "memory.host_fits"
+    count, limit = memory.host_bytes_per_chip, memory.host_limit_bytes_per_chip
     if not count:
         return
-    if limit is None:
-        yield Fact("host memory", human_bytes(count), "its limit is", "unknown", path)
+    if isinstance(limit, Unknown):
+        yield Fact("host memory", human_bytes(count), "its limit is", "unknown", limit.why)
     elif memory.host_fits:
         detail = f"{human_bytes(count)} of {human_bytes(limit)}, {human_bytes(limit - count)} left"
-        yield Fact("host memory", "fits", detail, "good", path)
+        yield Fact("host memory", "fits", detail, "good")
     else:
         detail = f"{human_bytes(count)} of {human_bytes(limit)}, {human_bytes(count - limit)} too much"
-        yield Fact("host memory", "does not fit", detail, "bad", path)
+        yield Fact("host memory", "does not fit", detail, "bad")
 
 
-def _fact(name: str, value: float | None, human: Any, detail: str, path: str) -> Fact:
-    if value is None:
-        return Fact(name, "unknown", "", "unknown", path)
-    return Fact(name, human(value), detail, "plain", path)
-
-
-def why_unknown(report: Report, path: str) -> str:
-    """Returns the reason for a None: that of its own path, of `[*]` in place of its index, or of the part that holds
-    it."""
-    while path:
-        for known in (path, re.sub(r"\[\d+\]", "[*]", path)):
-            if known in report.unknown:
-                return report.unknown[known]
-        path = path.rpartition(".")[0] or (path[: path.index("[")] if "[" in path else "")
-    return NO_REASON
+def _fact(name: str, value: float | Unknown, human: Any, detail: str) -> Fact:
+    if isinstance(value, Unknown):
+        return Fact(name, "unknown", "", "unknown", value.why)
+    return Fact(name, human(value), detail, "plain")
 
 
 def unknown_values(report: Report) -> Iterator[tuple[str, str]]:
-    """Yields (path, reason) of each None that means unknown, in the order of the report."""
-    needless = {"build.plugin"} | (set() if report.memory.host_bytes_per_chip else {"memory.host_limit_bytes_per_chip"})
-    for path in _nones(report.model_dump(exclude={"unknown", "search", "pipeline"}), ""):
-        if path not in needless and not path.endswith(".bound"):  # a bound follows from other unknown values
-            yield path, why_unknown(report, path)
-
-
-def _nones(node: Any, path: str) -> Iterator[str]:
-    if node is None:
-        yield path
-    elif isinstance(node, dict):
-        for key, value in node.items():
-            yield from _nones(value, f"{path}.{key}" if path else key)
-    elif isinstance(node, (list, tuple)):
-        for index, value in enumerate(node):
-            yield from _nones(value, f"{path}[{index}]")
+    """Yields (path, reason) of the values of this step that are unknown, in the order of the report."""
+    needless = () if report.memory.host_bytes_per_chip else ("memory.host_limit_bytes_per_chip",)
+    for path, why in report.unknown.items():
+        if path not in needless and not path.startswith("search."):
+            yield path, why
 
 
 def compute_by_kind(report: Report) -> list[tuple[str, float]]:
@@ -214,7 +190,7 @@ def why_exposed(collective: CollectiveReport) -> str:
 def origin(report: Report, collective: CollectiveReport) -> str:
     """Returns a short name of a collective's origin: the parameter that a declaration names, or else the line of
     code."""
-    if report.program.num_parameters is not None or not collective.line:
+    if not isinstance(report.program.num_parameters, Unknown) or not collective.line:
         return collective.source
     part = collective.source.rpartition(", ")[2]
     return f"{collective.line.rpartition('/')[2]}{f', {part}' if part != collective.source else ''}"

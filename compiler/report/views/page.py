@@ -26,6 +26,7 @@ from ...core.format import (
     human_slowdown,
     milliseconds,
 )
+from ...core.known import Unknown, text_of
 from ...core.scopes import BY_SIZE, Pass
 from ...estimate.estimate import StepEstimate
 from ...estimate.roofline import least_step_seconds, roofline_seconds
@@ -34,7 +35,7 @@ from ...schema import CollectiveReport, Event, Report, by_exposed, or_infinity
 from ...sharding.rules import ArrayPlan
 from ...xla.schedule.stage_clocks import SHOWN_STAGES, middle
 from . import charts
-from .facts import lines_of_rest, sums, unknown_values, verdict, why_exposed, why_unknown
+from .facts import lines_of_rest, sums, unknown_values, verdict, why_exposed
 from .mesh_picture import mesh_picture
 from .pipeline_picture import PIPELINE_STYLE, pipeline_picture
 from .timeline import by_stage, hidden_behind, lay_out, layer_views, left_out
@@ -49,9 +50,9 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan | None = Non
     reasons = list(dict.fromkeys(reason for _, reason in unknown_values(report)))
     numbers = {reason: number for number, reason in enumerate(reasons, start=1)}
 
-    def unknown(path: str) -> dict[str, Any]:
-        """Returns the text in place of an unknown value."""
-        reason = why_unknown(report, path)
+    def unknown(value: Unknown | str) -> dict[str, Any]:
+        """Returns the text in place of an unknown value, or of one that is unknown for this reason."""
+        reason = value.why if isinstance(value, Unknown) else value
         return {"reason": reason, "number": numbers.get(reason)}
 
     environment = template_environment()
@@ -283,6 +284,7 @@ def template_environment() -> jinja2.Environment:
         "milliseconds": milliseconds,
         "percent": lambda value: f"{value:.3f}%",
     }
+    environment.tests["unknown"] = lambda value: isinstance(value, Unknown)
     return environment
 
 
@@ -321,8 +323,8 @@ def _facts(plan: Plan, estimate: StepEstimate) -> list[tuple[str, str]]:
         ("model", f"{human_parameters(plan.num_parameters)} parameters"),
         ("step", f"{counted(spec.tokens_per_step, 'token')}, {_flops(plan)}"),
         ("memory, estimated", f"{human_bytes(memory.peak_bytes)} per device{limit}"),
-        ("roofline of this program", "unknown" if roofline is None else human_seconds(roofline)),
-        ("no program takes less than", "unknown" if least is None else f"{human_seconds(least)} a step"),
+        ("roofline of this program", text_of(roofline, human_seconds)),
+        ("no program takes less than", text_of(least, lambda seconds: f"{human_seconds(seconds)} a step")),
     ]
 
 

@@ -15,6 +15,7 @@ from ...core.format import (
     human_share,
     human_slowdown,
 )
+from ...core.known import Unknown, known, text_of
 from ...schema import MemoryReport, ProgramReport, Report, by_exposed
 from .facts import (
     EXPECTED_STEP,
@@ -58,22 +59,22 @@ def show_summary(report: Report, console: Console, *, files: Sequence[Path]) -> 
     if target.calibration:
         console.wrapped(("calibrated", "bold"), f" {target.calibration}")
     for part in (_memory, _step, _search, _faster, _collectives, _roofline, _findings, _unknown):
-        for shown in part(report):
-            if isinstance(shown, Table):
-                console.table(shown)
+        for one in part(report):
+            if isinstance(one, Table):
+                console.table(one)
             else:
-                console.wrapped(*shown)
+                console.wrapped(*one)
     show_files(console, files)
 
 
 def _size(program: ProgramReport) -> str:
-    if program.num_parameters is None or program.tokens_per_step is None:
+    if isinstance(program.num_parameters, Unknown) or isinstance(program.tokens_per_step, Unknown):
         return ""
     return f", {human_parameters(program.num_parameters)} parameters, {program.tokens_per_step:,} tokens per step"
 
 
 def _verdict(report: Report) -> Line:
-    facts = [_fact(fact, report.step.predicted_range_seconds) for fact in verdict(report)]
+    facts = [_fact(fact, known(report.step.predicted_range_seconds)) for fact in verdict(report)]
     return [part for index, fact in enumerate(facts) for part in ((" · ", *fact) if index else fact)]
 
 
@@ -114,9 +115,7 @@ def _memory(report: Report) -> Iterable[Line]:
     for change in memory.changes[:NUM_CHANGES]:
         enough: Part = ("fits", "green") if change.fits else "not enough"
         saved = human_bytes(change.saved_bytes)
-        slower = (
-            f"; a token takes {human_slowdown(change.slower_fraction)}" if change.slower_fraction is not None else ""
-        )
+        slower = text_of(change.slower_fraction, lambda share: f"; a token takes {human_slowdown(share)}", "")
         yield [f"  fix: {shlex.join(change.overrides)}  saves {saved}, ", enough, f"{slower}; {change.cost}"]
 
 
@@ -135,7 +134,7 @@ def _limit(memory: MemoryReport) -> str:
 def _step(report: Report) -> Iterable[Line]:
     step = report.step
     parts = compute_by_kind(report)
-    if step.exposed_seconds is not None:
+    if not isinstance(step.exposed_seconds, Unknown):
         parts.append(("exposed", step.exposed_seconds))
     if step.bubble_seconds:
         parts.append(("bubble", step.bubble_seconds))
@@ -145,7 +144,7 @@ def _step(report: Report) -> Iterable[Line]:
     styles = [COMPUTE_STYLES[name] for name, _ in parts]
     bar = _bar([seconds / whole for _, seconds in parts], styles)
     legend = _legend([(name, human_seconds(s), style) for (name, s), style in zip(parts, styles, strict=True)])
-    at_least = "at least " if step.predicted_seconds is None else ""
+    at_least = "at least " if isinstance(step.predicted_seconds, Unknown) else ""
     yield [("step", "bold"), "     ", *bar, f" {at_least}{human_seconds(step.least_seconds or whole)}"]
     yield ["         ", *legend]
     if (between := step.predicted_range_seconds) and step.predicted_range_basis:
@@ -162,7 +161,7 @@ def _search(report: Report) -> Iterable[Line]:
     if search.chosen and declared.predicted_seconds and chosen.predicted_seconds:
         saved = 1 - chosen.predicted_seconds / declared.predicted_seconds
         gain = f", {human_share(saved)} shorter than {declared.name}"
-    judged = f"best of {num_tried}" if chosen.predicted_seconds is not None else f"none of {num_tried} can be judged"
+    judged = f"best of {num_tried}" if chosen.predicted_seconds else f"none of {num_tried} can be judged"
     yield [("search", "bold"), f"   {judged} compiled: {name}{gain}"]
     for line in lines_of_rest(search):
         yield [("         " + line, "dim")]
@@ -234,15 +233,15 @@ def _collectives(report: Report) -> Iterable[Table | Line]:
         yield [(f"and {len(worst) - NUM_COLLECTIVES} more, {human_seconds(rest)} exposed", "dim")]
 
 
-def _split(hidden: float | None, exposed: float | None) -> str:
-    if hidden is None or exposed is None:
+def _split(hidden: float | Unknown, exposed: float | Unknown) -> str:
+    if isinstance(hidden, Unknown) or isinstance(exposed, Unknown):
         return ""
     return f", {human_seconds(hidden)} hidden, {human_seconds(exposed)} exposed"
 
 
 def _roofline(report: Report) -> Iterable[Line]:
     parts = [part for part in report.roofline if part.bound]
-    if not parts or report.step.roofline_seconds is None:
+    if not parts or isinstance(report.step.roofline_seconds, Unknown):
         return
     share = report.step.roofline_seconds / report.step.predicted_seconds if report.step.predicted_seconds else None
     of_step = f", {human_share(share)} of the step" if share else ""
@@ -250,7 +249,7 @@ def _roofline(report: Report) -> Iterable[Line]:
     for part in parts:
         bounds.setdefault(str(part.bound), []).append(part.name)
     least = report.step.bound_seconds
-    bound = "" if least is None else f"; no program of this declaration takes less than {human_seconds(least)}"
+    bound = text_of(least, lambda least: f"; no program of this declaration takes less than {human_seconds(least)}", "")
     yield [("roofline", "bold"), f" {human_seconds(report.step.roofline_seconds)}{of_step}{bound}"]
     for bound, names in bounds.items():
         yield [f"  bound by {bound}: {', '.join(names)}"]

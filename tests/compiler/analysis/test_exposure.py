@@ -7,25 +7,27 @@ import pytest
 from conftest import plan_of
 from meshloom.compiler.analysis.lint import TOO_EXPOSED, find_too_exposed, least_batch
 from meshloom.compiler.core.errors import EXPOSED
+from meshloom.compiler.core.known import Unknown, each_known
 from meshloom.compiler.schema import CollectiveReport, StepReport
 from meshloom.compiler.spec.step_spec import StepSpec
 from support import reports
 from support.commands import meshloom
 
 WEIGHT, ACTIVATION = "layers/mlp/up_EM, backward", "jit(step)/attend/dot_general, forward"
+UNTIMED = Unknown("simulated devices have no links")
 TARGET = ("target=h100-8", "sharding=fsdp")
 
 
-def collective(alone: float, exposed: float | None, source: str = WEIGHT) -> CollectiveReport:
+def collective(alone: float, exposed: float | Unknown, source: str = WEIGHT) -> CollectiveReport:
     example = reports.fits()[0].collectives[0]
-    hidden = None if exposed is None else alone - exposed
+    hidden = each_known(exposed, lambda seconds: alone - seconds)
     return example.model_copy(
         update={"alone_seconds": alone, "exposed_seconds": exposed, "hidden_seconds": hidden, "source": source}
     )
 
 
-def step(compute: float, exposed: float | None) -> StepReport:
-    share = None if exposed is None else exposed / (compute + exposed)
+def step(compute: float, exposed: float | Unknown) -> StepReport:
+    share = each_known(exposed, lambda seconds: seconds / (compute + seconds))
     return reports.fits()[0].step.model_copy(
         update={"compute_seconds": compute, "exposed_seconds": exposed, "exposed_fraction": share}
     )
@@ -46,7 +48,7 @@ def test_nothing_is_said_where_nothing_is_demanded_or_it_is_met():
     assert WEIGHT in found.where
 
 
-@pytest.mark.parametrize("exposed", [(step(9.0, None), []), (step(9.0, 0.0), [collective(1.0, None)])])
+@pytest.mark.parametrize("exposed", [(step(9.0, UNTIMED), []), (step(9.0, 0.0), [collective(1.0, UNTIMED)])])
 def test_what_is_not_known_is_not_delivered(exposed):
     found = find_too_exposed(demand(0.5), *exposed)
     assert found is not None

@@ -8,7 +8,7 @@ import pytest
 
 from meshloom.compiler.analysis.inspected import InspectedProgram, inspect_text
 from meshloom.compiler.analysis.program_devices import ProgramDevices
-from meshloom.compiler.analysis.program_text import Unavailable
+from meshloom.compiler.core.known import Unknown
 from meshloom.compiler.report.inspect_report import report_inspected
 from meshloom.compiler.target.placement import plan_own_order
 from support.programs import target_of
@@ -53,7 +53,7 @@ def test_times_add_up(name):
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_peak_is_near_that_of_the_compiler(name):
     peak = inspected(name).peak
-    assert not isinstance(peak, Unavailable)
+    assert not isinstance(peak, Unknown)
     assert peak.num_bytes == pytest.approx(PEAK_BYTES[name], rel=0.05)
 
 

@@ -8,8 +8,10 @@ import pytest
 
 from meshloom.compiler.analysis.inspected import inspect_text
 from meshloom.compiler.analysis.program_devices import ProgramDevices, connected, strides_of
+from meshloom.compiler.analysis.schedule_analysis import NOT_DECLARED
 from meshloom.compiler.analysis.source_lines import SourceLine, shown
 from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.core.known import Unknown
 from meshloom.compiler.report.inspect_report import report_inspected
 from meshloom.compiler.target.placement import plan_own_order
 from meshloom.compiler.xla.aot import ProgramMemory
@@ -105,8 +107,8 @@ def test_the_programs_own_mesh_names_its_groups():
 def test_what_only_a_declaration_says_is_null_with_that_reason():
     report = report_inspected(inspect_text(recorded_text("h100_fsdp"), devices("h100-8")))
     assert report.step.predicted_seconds
-    assert (report.step.predicted_mfu, report.program.tokens_per_step, report.build) == (None, None, None)
-    assert "no declaration" in report.unknown["step.predicted_mfu"]
+    assert report.step.predicted_mfu == report.program.tokens_per_step == Unknown(NOT_DECLARED)
+    assert isinstance(report.build, Unknown)
     memory = report.memory
     parts = [count or 0 for name, count in memory.breakdown.items() if name not in ("code", "reserved")]
     assert sum(parts) == memory.peak_bytes_per_chip

@@ -20,6 +20,7 @@ from meshloom.compiler.analysis.lint import (
 from meshloom.compiler.analysis.match import Match
 from meshloom.compiler.analysis.program_memory import HeldArray
 from meshloom.compiler.analysis.schedule_analysis import analyse_schedule
+from meshloom.compiler.core.known import Unknown
 from meshloom.compiler.core.scopes import OperationName
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
@@ -33,6 +34,7 @@ from support.programs import programs_of
 from support.tiers import tiered
 
 MIB = 2**20
+UNTIMED = Unknown("simulated devices have no links")
 PLANNED = PlannedCollective(
     kind="all-gather", mesh_axes=("fsdp",), group_size=8, bytes_each=64 * MIB, count=4, dtype="bfloat16",
     source="layers/mlp/up_EM", direction="forward", rule="sharding.parameters[0]",
@@ -43,7 +45,7 @@ SCATTER = replace(PLANNED, kind="reduce-scatter", bytes_each=128 * MIB, dtype="f
 def found(**changes) -> CollectiveReport:
     values = {
         "kind": "all-gather", "mesh_axes": ("fsdp",), "group_size": 8, "link": "ICI", "bytes": 4 * 64 * MIB,
-        "dtype": "bf16", "count": 4, "alone_seconds": None, "hidden_seconds": None, "exposed_seconds": None,
+        "dtype": "bf16", "count": 4, "alone_seconds": UNTIMED, "hidden_seconds": UNTIMED, "exposed_seconds": UNTIMED,
         "hidden_behind": (), "is_async": False, "form": "synchronous", "source": "layers/mlp/up_EM, forward",
         "where": "in a loop of 4 iterations", "confidence": "high", "name": "all-gather.1", "line": "",
     }  # fmt: skip

@@ -28,7 +28,7 @@ def test_compute_exposed_and_bubble_are_the_step(name, rows):
     module = parse_module(recorded_text(f"pipeline_{name}"))
     found = analyse_program(module, devices(), declared(rows))
     step = found.step
-    assert step.predicted_seconds is not None
+    assert step.predicted_seconds
     parts = (step.compute_seconds, step.exposed_seconds, step.bubble_seconds)
     assert sum(part or 0.0 for part in parts) == pytest.approx(step.predicted_seconds)
     assert step.bubble_fraction == pytest.approx((step.bubble_seconds or 0.0) / step.predicted_seconds)

@@ -10,8 +10,9 @@ from meshloom.compiler.analysis.inspected import inspect_text
 from meshloom.compiler.analysis.lint import lint
 from meshloom.compiler.analysis.program_devices import ProgramDevices
 from meshloom.compiler.analysis.program_memory import read_peak
-from meshloom.compiler.analysis.schedule_analysis import ScheduleAnalysis, analyse_schedule
+from meshloom.compiler.analysis.schedule_analysis import NOT_DECLARED, ScheduleAnalysis, analyse_schedule
 from meshloom.compiler.analysis.timeline_events import with_memory
+from meshloom.compiler.core.known import Unknown, first_unknown
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.communication import PlannedCollective
@@ -97,7 +98,7 @@ def test_more_bandwidth_is_never_slower(name):
 def test_what_was_found_adds_up(name):
     plan, _, analysis = recorded(name)
     step, found = analysis.step, analysis.collectives
-    assert set(analysis.unknown) <= {"step.predicted_range_seconds"}  # of chips without checked runs
+    assert isinstance(analysis.step.predicted_seconds, float)
     assert step.num_unpriced == 0
     assert {each.confidence for each in found} == {"high"}
     assert seconds(step.predicted_seconds) == pytest.approx(seconds(step.compute_seconds, step.exposed_seconds))
@@ -173,7 +174,7 @@ def test_a_program_by_itself_takes_the_same_times(name):
     assert [each.model_copy(update=without) for each in alone.analysis.collectives] == [
         each.model_copy(update=without) for each in analysis.collectives
     ]
-    assert alone.analysis.step == analysis.step.model_copy(update={"predicted_mfu": None})
+    assert alone.analysis.step == analysis.step.model_copy(update={"predicted_mfu": Unknown(NOT_DECLARED)})
     unnamed = {"name": "", "arguments": {}}
     assert [each.model_copy(update=unnamed) for each in alone.analysis.events] == [
         each.model_copy(update=unnamed) for each in analysis.events
@@ -184,9 +185,9 @@ def test_a_program_by_itself_takes_the_same_times(name):
     assert stripped.analysis.step.predicted_seconds == analysis.step.predicted_seconds
 
 
-def seconds(*known: float | None) -> float:
-    assert None not in known
-    return sum(each for each in known if each is not None)
+def seconds(*known: float | Unknown) -> float:
+    assert not first_unknown(known)
+    return sum(each for each in known if not isinstance(each, Unknown))
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -11,6 +11,7 @@ from meshloom.compiler.analysis.schedule_analysis import (
     analyse_schedule,
     source_of,
 )
+from meshloom.compiler.core.known import Unknown
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.jaxpr.flops import ModelFlops
 from meshloom.compiler.jaxpr.unknown import UnknownPrimitive
@@ -118,10 +119,7 @@ def test_mfu_of_a_model_with_unknown_flops_is_unknown():
     text = module(compute("a", 1_500_000), "  ROOT %b = bf16[8]{0} parameter(1)")
     analysis = analyse_schedule(parse_module(text), plan, estimate_step(plan).communication)
     assert analysis.step.predicted_seconds
-    assert analysis.step.predicted_mfu is None
-    assert analysis.unknown["step.predicted_mfu"].startswith(
-        "while at models.py:12, in layers: the number of its trips"
-    )
+    assert analysis.step.predicted_mfu == Unknown(str(unknown))
 
 
 def test_loops_are_said_and_add_up():
@@ -160,9 +158,8 @@ def test_a_collective_of_unknown_devices_has_unknown_times():
     lines = ["  ROOT %g = bf16[32]{0} all-gather(%x), dimensions={0}"]
     analysis, _ = analysed(module(*lines).replace(GROUPS, ""), *V5E)
     (found,) = analysis.collectives
-    assert (found.alone_seconds, found.exposed_seconds, found.confidence) == (None, None, "low")
-    why = "the program does not name its group of devices"
-    assert analysis.unknown["collectives[0].alone_seconds"] == why
+    why = Unknown("the program does not name its group of devices")
+    assert (found.alone_seconds, found.exposed_seconds, found.confidence) == (why, why, "low")
 
 
 def test_a_step_with_a_collective_of_unknown_time_is_a_lower_bound_alone():
@@ -171,11 +168,9 @@ def test_a_step_with_a_collective_of_unknown_time_is_a_lower_bound_alone():
     step = analysis.step
     assert step.least_seconds == pytest.approx(1e-3)
     whole = (step.predicted_seconds, step.predicted_range_seconds, step.predicted_mfu, step.exposed_seconds)
-    assert (*whole, step.exposed_fraction) == (None,) * 5
-    why = analysis.unknown["step.predicted_seconds"]
-    assert why == analysis.unknown["step.predicted_mfu"] == analysis.unknown["step.predicted_range_seconds"]
-    assert "the time of g is not known" in why
-    assert "does not name its group" in why
+    (why,) = {*whole, step.exposed_fraction}
+    assert "the time of g is not known" in why.why
+    assert "does not name its group" in why.why
     priced, _ = analysed(module(compute("a", 1_500_000), f"  ROOT %g = {GATHER}"), *V5E)
     assert priced.step.least_seconds == priced.step.predicted_seconds
 
@@ -194,12 +189,10 @@ def test_a_step_with_a_kernel_or_a_loop_of_unknown_time_is_a_lower_bound_that_na
             before.replace("direction=LT", "direction=EQ"),
             "loop runs is not known, and one iteration of it counts",
         )
-    step, unknown = (found := analysed(module(after, before=before), *V5E)[0]).step, found.unknown
-    assert (step.least_seconds, step.predicted_seconds) == (pytest.approx(1e-3), None)
-    assert step.exposed_seconds == 0
-    assert named in unknown["step.predicted_seconds"]
+    step = analysed(module(after, before=before), *V5E)[0].step
+    assert (step.least_seconds, step.exposed_seconds) == (pytest.approx(1e-3), 0)
+    assert named in step.predicted_seconds.why
     assert step.counted_once == (("loop",) if what == "loop" else ())
-    assert "step.exposed_seconds" not in unknown
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp", "fsdp_tensor"])
@@ -224,8 +217,7 @@ def test_every_gather_and_reduction_of_a_weight_is_named_by_its_path(sharding):
     moved = {each.source for each in analysis.collectives if each.mesh_axes == ("tensor",) and each.bytes > whole}
     named = re.compile(r"embed|head_input|(sum of )?(queries|keys|values|logits|(attention|mlp)_\w+), ")
     assert all(named.match(source) for source in moved), moved
-    assert analysis.step.predicted_seconds is None
-    assert "simulated devices" in analysis.unknown["step.predicted_seconds"]
+    assert "simulated devices" in analysis.step.predicted_seconds.why
 
 
 def test_a_power_limit_slows_arithmetic_and_not_the_memory():

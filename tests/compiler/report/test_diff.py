@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.known import Unknown
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
@@ -108,7 +109,7 @@ def test_the_way_back_mirrors_the_way_there():
 def test_the_least_that_a_step_takes_is_compared_where_the_step_is_not_whole():
     whole = reports.fits()[0]
     longer = whole.step.model_copy(update={"predicted_seconds": 9.0, "least_seconds": 9.0})
-    part = whole.step.model_copy(update={"predicted_seconds": None, "least_seconds": 2.0})
+    part = whole.step.model_copy(update={"predicted_seconds": Unknown("no price"), "least_seconds": 2.0})
     for step, names in ((longer, ["predicted_seconds"]), (part, ["least_seconds", "predicted_seconds"])):
         found = diff_runs(run_of(whole), run_of(whole.model_copy(update={"step": step})))
         assert sorted(change.where for change in found.step) == names
@@ -300,7 +301,7 @@ def _edited(text: str, **values: Any) -> str:
 DAMAGE = {
     ("report.json", "cut off"): (lambda t: t[:500], "report.json: is damaged: it is not valid JSON, line"),
     ("report.json", "empty"): (lambda t: "", "report.json: is damaged: it is not valid JSON, line 1"),
-    ("report.json", "another version"): (lambda t: _edited(t, schema_version=16), "schema_version is 16, and this version of meshloom reads 15"),  # noqa: E501
+    ("report.json", "another version"): (lambda t: _edited(t, schema_version=15), "schema_version is 15, and this version of meshloom reads 16"),  # noqa: E501
     ("report.json", "no version"): (lambda t: "[]", "is damaged: it has no schema_version"),
     ("report.json", "a key less"): (lambda t: _edited(t, step={}), "is damaged: step.compute_seconds: field required, and"),  # noqa: E501
     ("plan.json", "cut off"): (lambda t: t[:500], "plan.json: is damaged: it is not valid JSON, line"),

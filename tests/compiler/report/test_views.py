@@ -17,8 +17,9 @@ from meshloom.compiler.core.format import (
     milliseconds,
     three_digits,
 )
+from meshloom.compiler.core.known import Unknown
 from meshloom.compiler.report.views.charts import memory_bar
-from meshloom.compiler.report.views.facts import sums, unknown_values, verdict, why_exposed, why_unknown
+from meshloom.compiler.report.views.facts import sums, unknown_values, verdict, why_exposed
 from meshloom.compiler.report.views.page import compact_timeline, render_page
 from meshloom.compiler.report.views.summary import show_summary
 from meshloom.compiler.report.views.timeline import by_stage, chrome_trace
@@ -70,8 +71,7 @@ def test_the_summary_is_one_screen_whatever_there_is_to_say():
                                  for c in (*report.collectives, *reports.gpu()[0].collectives)),
             "findings": report.findings * 20,
             "memory": report.memory.model_copy(update={"changes": report.memory.changes * 9}),
-            "unknown": {"target": "z" * 300},
-            "target": report.target.model_copy(update={"hbm_bytes_per_second": None}),
+            "target": report.target.model_copy(update={"hbm_bytes_per_second": Unknown("z" * 300)}),
         }
     )  # fmt: skip
     lines = _summary(report).splitlines()
@@ -141,7 +141,7 @@ def test_memory_of_the_host_is_compared_with_the_hosts_own():
         return _summary(report.model_copy(update={"memory": memory})).splitlines()[0]
 
     assert " · host does not fit: 20.0 GiB of 9.3 GiB · " in told(host_limit_bytes_per_chip=10**10, host_fits=False)
-    unknown = {"host_limit_bytes_per_chip": None, "host_fits": None}
+    unknown = dict.fromkeys(("host_limit_bytes_per_chip", "host_fits"), Unknown("not described"))
     assert " · host memory 20.0 GiB, limit unknown · " in told(**unknown)
     assert "host" not in told(**unknown, host_bytes_per_chip=0)
 
@@ -159,12 +159,10 @@ def test_a_summary_shows_names_as_they_are():
 def test_unknown_values_tell_why():
     report = reports.unknowns()[0]
     reasons = dict(unknown_values(report))
-    assert reasons["step.predicted_mfu"] == report.unknown["step"]
-    assert reasons["collectives[3].alone_seconds"] == report.unknown["collectives[*]"]
-    assert reasons["target.hbm_bytes_per_chip"] == report.unknown["target"]
-    assert reasons["memory.breakdown.reserved"] == report.unknown["memory.breakdown.reserved"]
+    assert reasons["step.predicted_mfu"] == report.step.predicted_mfu.why
+    assert reasons["collectives[*].alone_seconds"] == report.collectives[3].alone_seconds.why
+    assert reasons["memory.breakdown.reserved"] == "nothing is reserved on a host"
     assert "build.plugin" not in reasons
-    assert why_unknown(report, "program.model") == "no reason is given"
     assert not dict(unknown_values(reports.fits()[0]))
     assert [fact.tone for fact in verdict(report)] == ["unknown"] * 4
 
@@ -173,9 +171,8 @@ def test_a_step_that_is_not_whole_is_a_lower_bound_in_each_view():
     report, events = reports.fits()
     why = "the time of all-gather.7 is not known, and the step is longer by it: the program does not name its group"
     names = ("predicted_seconds", "predicted_range_seconds", "predicted_mfu", "exposed_seconds", "exposed_fraction")
-    step = report.step.model_copy(update=dict.fromkeys(names) | {"least_seconds": 1.5})
-    unknown = dict.fromkeys((f"step.{name}" for name in names), why)
-    report = report.model_copy(update={"step": step, "unknown": unknown})
+    step = report.step.model_copy(update=dict.fromkeys(names, Unknown(why)) | {"least_seconds": 1.5})
+    report = report.model_copy(update={"step": step})
     report = Report.model_validate_json(report.model_dump_json())
     text = _summary(report)
     assert "step at least 1.50 s" in text.splitlines()[0]
@@ -202,13 +199,12 @@ def test_what_has_unknown_flops_is_shown_as_unknown():
     """A step with a kernel that nobody can count: no number, and the same reason in each view."""
     report, events = reports.fits()
     why = "pallas_call my_kernel at models.py:12, in layers: the kernel has no cost estimate"
-    figures: dict[str, None] = dict.fromkeys(("flops", "hbm_bytes", "flops_seconds", "hbm_seconds", "bound"))
-    roofline = (report.roofline[0].model_copy(update=figures), *report.roofline[1:])
-    nulls = {"program.model_flops_per_step": why, "step.predicted_mfu": why, "step.roofline_seconds": why}
+    unknown = Unknown(why)
+    figures = dict.fromkeys(("flops", "hbm_bytes", "flops_seconds", "hbm_seconds"), unknown) | {"bound": None}
     report = report.model_copy(update={
-        "program": report.program.model_copy(update={"model_flops_per_step": None}),
-        "step": report.step.model_copy(update={"predicted_mfu": None, "roofline_seconds": None}),
-        "roofline": roofline, "unknown": nulls | {"roofline": why},
+        "program": report.program.model_copy(update={"model_flops_per_step": unknown}),
+        "step": report.step.model_copy(update={"predicted_mfu": unknown, "roofline_seconds": unknown}),
+        "roofline": (report.roofline[0].model_copy(update=figures), *report.roofline[1:]),
     })  # fmt: skip
     report = Report.model_validate_json(report.model_dump_json())
     assert set(dict(unknown_values(report)).values()) == {why}
@@ -230,7 +226,7 @@ def test_each_exposed_collective_says_why():
     assert why_exposed(nearly) == "nothing runs between its start and its end", "what rounding leaves hides nothing"
     worst = by_exposed(reports.fits()[0].collectives)
     assert worst[0].exposed_seconds == max(c.exposed_seconds or 0 for c in worst)
-    assert by_exposed(reports.unknowns()[0].collectives)[0].exposed_seconds is None
+    assert not by_exposed(reports.unknowns()[0].collectives)[0].exposed_seconds
 
 
 def test_sums_lose_nothing():
@@ -239,7 +235,7 @@ def test_sums_lose_nothing():
     assert len(rows) == len({(c.kind, c.mesh_axes, c.link) for c in collectives})
     assert sum(row.bytes for row in rows) == sum(c.bytes for c in collectives)
     assert sum(row.exposed_seconds or 0 for row in rows) == pytest.approx(sum(c.exposed_seconds or 0 for c in collectives))  # fmt: skip  # noqa: E501
-    assert sums(reports.unknowns()[0].collectives)[0].exposed_seconds is None
+    assert isinstance(sums(reports.unknowns()[0].collectives)[0].exposed_seconds, Unknown)
 
 
 @pytest.mark.parametrize(
@@ -393,7 +389,12 @@ def test_the_three_files_are_written_and_say_the_same(tmp_path):
 
 def test_memory_bars_name_every_class():
     report, _ = reports.fits()
-    breakdown = {"parameters": 3 * 2**30, "gathered_weights": 2 * 2**30, "gradients": 2**30, "activations": None}
+    breakdown = {
+        "parameters": 3 * 2**30,
+        "gathered_weights": 2 * 2**30,
+        "gradients": 2**30,
+        "activations": Unknown("not told apart"),
+    }
     report = report.model_copy(update={"memory": report.memory.model_copy(update={"breakdown": breakdown})})
     bar = memory_bar(report)
     assert [each.name for each in bar.segments][:3] == ["parameters", "gathered weights", "gradients"]

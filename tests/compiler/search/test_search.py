@@ -13,10 +13,10 @@ import pytest
 
 from conftest import SMALL, plan_of
 from meshloom.compiler.analysis.compiled_step import NO_PROGRAM, CompiledStep
-from meshloom.compiler.analysis.program_text import Unavailable
 from meshloom.compiler.analysis.schedule_analysis import ScheduleAnalysis
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.known import Unknown
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.estimate.estimate import estimate_declared, estimate_step
 from meshloom.compiler.plan import Plan
@@ -306,7 +306,7 @@ class Unreadable:
             raise self.errors[place]
         step = reports.fits()[0].step.model_copy(update={"predicted_seconds": 9.0 - place})
         analysis = ScheduleAnalysis((), {}, step, (), {})
-        schedule = Unavailable("line 7: no instruction") if place in self.places else analysis
+        schedule = Unknown("line 7: no instruction") if place in self.places else analysis
         memory = ProgramMemory(*[0] * 7)
         built = Built("HloModule", memory, None, {}, {}, 1.0, ())
         lowered: Any = SimpleNamespace(fingerprint=SimpleNamespace(digest=str(0 if place in self.equal else place)))
@@ -325,7 +325,7 @@ def test_what_cannot_be_read_is_not_judged(unread, chosen):
     assert search.chosen == chosen
     assert [place for place, one in enumerate(search.tried) if one.why_not == "line 7: no instruction"] == [*unread]
     assert best.step.plan.spec.overlap.layers == search.tried[chosen].layers
-    assert isinstance(best.step.schedule, Unavailable) == (chosen in unread)
+    assert isinstance(best.step.schedule, Unknown) == (chosen in unread)
     report = reports.fits()[0].model_copy(update={"search": search})
     out = io.StringIO()
     show_summary(report, Console(out, width=100), files=())

@@ -6,7 +6,8 @@ import re
 import pytest
 
 from conftest import plan_of
-from meshloom.compiler.analysis.schedule_analysis import analyse_schedule
+from meshloom.compiler.analysis.schedule_analysis import NOT_DECLARED, analyse_schedule
+from meshloom.compiler.core.known import Unknown
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.schema import Report
 from meshloom.compiler.xla.aot import Built, ProgramMemory
@@ -64,7 +65,7 @@ def test_an_artifact_of_ours_has_the_figures_of_its_own_report(tmp_path):
         found = Report.model_validate_json(done.stdout)
         assert [each.mesh_axes for each in found.collectives] == [("tensor",)]
         assert found.collectives[0].alone_seconds == own.collectives[0].alone_seconds
-        assert found.step == own.step.model_copy(update={"predicted_mfu": None})
+        assert found.step == own.step.model_copy(update={"predicted_mfu": Unknown(NOT_DECLARED)})
         assert (found.memory.peak_bytes_per_chip, found.memory.fits) == (memory.peak_bytes, True)
         assert found.target.placement == plan.mesh.placement.describe()
     done = run_in_process("inspect", str(tmp_path / "run"), "target=v5e-8")

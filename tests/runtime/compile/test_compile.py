@@ -21,14 +21,13 @@ from conftest import SMALL, plan_of, spec_of
 from meshloom.compiler.analysis.compiled_step import NO_PROGRAM, CompiledStep
 from meshloom.compiler.analysis.lint import TOO_EXPOSED
 from meshloom.compiler.analysis.program_memory import PeakMemory
-from meshloom.compiler.analysis.program_text import Unavailable
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, ConfigError
+from meshloom.compiler.core.known import Unknown, known
 from meshloom.compiler.core.user_imports import code_allowed_from
 from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.driver import compile_plan, report_of
 from meshloom.compiler.estimate.estimate import estimate_step
-from meshloom.compiler.report.views.facts import NO_REASON, unknown_values
 from meshloom.compiler.schema import MemoryReport, Report
 from meshloom.compiler.step.train_step import build_train_step
 from meshloom.compiler.xla.aot import (
@@ -201,12 +200,10 @@ def test_a_refused_program_still_has_a_report(lowered_step, needed):
     refused = Built(None, None, OutOfMemory(needed, 16 * GIB, "too large"), {}, {}, 1.0, ())
     plan = plan_of(*TINY)
     report = report_of(CompiledStep(plan, estimate_step(plan), lowered_step, refused, NO_PROGRAM, NO_PROGRAM))
-    assert report.memory.peak_bytes_per_chip == needed
+    assert known(report.memory.peak_bytes_per_chip) == needed
     assert report.memory.fits is False
-    assert _without_reason(report) == []
-    assert "does not fit" in report.unknown["step"]
-    assert report.memory.breakdown["gradients"] is None
-    assert "refused" in report.unknown["memory.breakdown.gradients"]
+    assert "does not fit" in report.step.predicted_seconds.why
+    assert "refused" in report.memory.breakdown["gradients"].why
 
 
 def test_arrays_in_the_hosts_memory_are_a_figure_of_their_own(lowered_step):
@@ -220,7 +217,6 @@ def test_arrays_in_the_hosts_memory_are_a_figure_of_their_own(lowered_step):
         peak = PeakMemory(device, {}, "", (), {}) if is_read else NO_PROGRAM
         built = Built(None, found, None, {}, {}, 1.0, ())
         report = report_of(CompiledStep(plan, estimate_step(plan), lowered_step, built, NO_PROGRAM, peak))
-        assert _without_reason(report) == []
         return report.memory
 
     for device, host in ((16 * GIB, 4 * GIB), (16 * GIB, 36 * GIB)):
@@ -229,7 +225,7 @@ def test_arrays_in_the_hosts_memory_are_a_figure_of_their_own(lowered_step):
         assert (both.fits, both.host_fits, both.host_limit_bytes_per_chip) == (True, True, 180 * 10**9)
     too_much = memory(16 * GIB, 200 * GIB)
     assert (too_much.fits, too_much.host_fits) == (True, False)
-    assert memory(16 * GIB, 36 * GIB, is_read=False).peak_bytes_per_chip is None
+    assert memory(16 * GIB, 36 * GIB, is_read=False).peak_bytes_per_chip == NO_PROGRAM
 
 
 def _report_with(built: Built) -> Report:
@@ -258,7 +254,7 @@ def test_what_is_counted_wrong_is_not_told_apart(built):
     report = _report_with(other)
     assert report.memory.breakdown["activations"] is None
     assert report.memory.breakdown["temporaries"] == other.memory.temporaries_bytes
-    assert "the compiler counts" in report.unknown["memory.breakdown.activations"]
+    assert "the compiler counts" in report.memory.breakdown["activations"].why
 
 
 def test_the_text_is_read_once(artifact, tmp_path, monkeypatch):
@@ -282,10 +278,6 @@ def test_the_text_is_read_once(artifact, tmp_path, monkeypatch):
     assert report.collectives
     assert report.memory.breakdown["gradients"]
     assert len(read) == 1
-
-
-def _without_reason(report: Report) -> list[str]:
-    return [path for path, why in unknown_values(report) if why == NO_REASON]
 
 
 def _without_end(text: str) -> str:
@@ -320,10 +312,9 @@ def test_a_text_that_cannot_be_read_costs_no_artifact(artifact, tmp_path, capsys
     assert compile_step(job, run, request=Request(TINY), model=None, console=Console()).refusal == 0
     report = Report.model_validate_json((run / "report.json").read_text())
     assert report.collectives == ()
-    assert "cannot be read" in report.unknown["step"]
-    assert (report.memory.breakdown["gradients"] is not None) == is_memory_known
+    assert "cannot be read" in report.step.predicted_seconds.why
+    assert isinstance(report.memory.breakdown["gradients"], int) == is_memory_known
     assert report.memory.peak_bytes_per_chip, "what the compiler says of its memory is not in the text"
-    assert _without_reason(report) == []
     assert read_artifact(run).built == built
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert len(warnings) == 1
@@ -334,10 +325,10 @@ def test_a_text_that_cannot_be_read_costs_no_artifact(artifact, tmp_path, capsys
 
 def test_a_schedule_that_cannot_be_read_delivers_no_demand(lowered_step, built):
     plan = plan_of(*TINY, "target=h100-8", "overlap.max_exposed=0.99")
-    unread = Unavailable("the program's text cannot be read: line 7")
+    unread = Unknown("the program's text cannot be read: line 7")
     report = report_of(CompiledStep(plan, estimate_step(plan), lowered_step, built, unread, unread))
     assert TOO_EXPOSED in [finding.rule for finding in report.findings]
-    assert report.unknown["step"] == unread.why
+    assert report.step.predicted_seconds == unread
 
 
 def test_wrong_compiler_options_are_all_told_before_anything_is_written():

@@ -102,7 +102,7 @@ def test_what_each_device_ran_is_found_in_the_program(traced):
     assert {row.kind for row in report.kinds} >= {"matmul", "all-gather", "reduce-scatter"}
     gathers = [row.source for row in report.operations if row.kind == "all-gather"]
     assert any(source.startswith("layers/") and source.endswith(", forward") for source in gathers), gathers
-    assert report.step.predicted_seconds is None
+    assert not report.step.predicted_seconds
 
 
 def test_writing_a_trace_counts_as_no_step(traced):

@@ -1,0 +1,158 @@
+"""A value that may not be known: the value, or the reason why it is missing.
+
+    step.mfu       0.41, or Unknown("the chip's peak in the compute type is not known")
+    report.json    "mfu": null, and once for the file "unknown": {"step.mfu": "the chip's peak ..."}
+
+An `Unknown` is false, so `if step.mfu:` is the question whether there is a figure other than zero.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+
+from pydantic import BaseModel, GetCoreSchemaHandler, model_serializer
+from pydantic_core import CoreSchema, core_schema
+
+from meshloom.models.config import Record
+
+T = TypeVar("T")
+R = TypeVar("R")
+KNOWN = "known"  # a part of the place that pydantic names for a wrong value
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """The reason why a value is not known, instead of the value."""
+
+    why: str
+
+    def __bool__(self) -> Literal[False]:
+        return False
+
+
+class _NullOrValue:
+    """Writes an Unknown as null, and reads it from {"why": reason}, which `Reasoned` puts in place of the null."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        value = handler.generate_schema(get_args(source)[0])
+
+        def which(given: Any) -> str:
+            is_reason = isinstance(given, dict) and given.keys() == {"why"}
+            return "unknown" if is_reason or isinstance(given, Unknown) else KNOWN
+
+        def read(given: Any) -> Unknown:
+            return given if isinstance(given, Unknown) else Unknown(given["why"])
+
+        def write(given: Any, inner: Callable[[Any], Any]) -> Any:
+            return None if isinstance(given, Unknown) else inner(given)
+
+        written = core_schema.wrap_serializer_function_ser_schema(write, schema=value)
+        either = {KNOWN: value, "unknown": core_schema.no_info_plain_validator_function(read)}
+        return core_schema.tagged_union_schema(either, which, serialization=written)
+
+
+Known = Annotated[T | Unknown, _NullOrValue()]
+
+
+class Reasoned(Record):
+    """A record of a file whose nulls may be unknown values: `unknown` has the reason of each, by its path."""
+
+    @property
+    def unknown(self) -> dict[str, str]:
+        """Returns the reasons by the paths of their values. Where all elements of a list share their reasons, they are
+        there once: "collectives[*].alone_seconds"."""
+        return dict(_reasons({name: getattr(self, name) for name in type(self).model_fields}))
+
+    @model_serializer(mode="wrap")
+    def _with_reasons(self, inner: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        return inner(self) | {"unknown": self.unknown}
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
+        """Returns the record that a file holds, with its reasons in the place of nulls."""
+        try:
+            node = json.loads(json_data)
+        except ValueError:  # pydantic has the error
+            return super().model_validate_json(json_data, **options)
+        reasons = node.pop("unknown", {}) if isinstance(node, dict) else {}
+        return super().model_validate_json(json.dumps(_with_unknowns(node, "", reasons)), **options)
+
+
+def as_json(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a tree of values and records as JSON, with null for unknown values, and their reasons in `unknown`."""
+
+    def plain(node: Any) -> Any:
+        if isinstance(node, BaseModel):
+            return node.model_dump(mode="json")
+        if isinstance(node, Mapping):
+            return {name: plain(value) for name, value in node.items()}
+        return [plain(value) for value in node] if isinstance(node, list | tuple) else known(node)
+
+    return plain(tree) | {"unknown": dict(_reasons(tree))}
+
+
+def known(value: T | Unknown) -> T | None:
+    """Returns the value; None if it is unknown."""
+    return None if isinstance(value, Unknown) else value
+
+
+def or_unknown(value: T | None, why: str | None) -> T | Unknown:
+    """Returns the value; if it is None, the reason."""
+    assert value is not None or why, "an unknown value has a reason"
+    return Unknown(str(why)) if value is None else value
+
+
+def each_known(value: T | Unknown, then: Callable[[T], R]) -> R | Unknown:
+    """Returns `then` of a value; the reason if it is unknown."""
+    return value if isinstance(value, Unknown) else then(value)
+
+
+def text_of(value: T | Unknown, human: Callable[[T], str], unknown: str = "unknown") -> str:
+    """Returns a value as text."""
+    return unknown if isinstance(value, Unknown) else human(value)
+
+
+def all_known(values: Iterable[T | Unknown], then: Callable[[list[T]], R]) -> R | Unknown:
+    """Returns `then` of all values; the reason of the first that is unknown, if one is."""
+    values = list(values)
+    unknown = first_unknown(values)
+    return then([value for value in values if not isinstance(value, Unknown)]) if unknown is None else unknown
+
+
+def first_unknown(values: Iterable[Any]) -> Unknown | None:
+    """Returns the first of the values that is unknown."""
+    return next((value for value in values if isinstance(value, Unknown)), None)
+
+
+def _reasons(node: Any) -> Iterator[tuple[str, str]]:
+    """Yields the path of each unknown value within a node, and why it is unknown."""
+    if isinstance(node, Unknown):
+        yield "", node.why
+    elif isinstance(node, BaseModel | Mapping):
+        for name, value in node.items() if isinstance(node, Mapping) else node:
+            yield from ((_joined(name, path), why) for path, why in _reasons(value))
+    elif isinstance(node, list | tuple):
+        each = [tuple(_reasons(value)) for value in node]
+        if len(each) > 1 and len(set(each)) == 1:
+            yield from ((_joined("[*]", path), why) for path, why in each[0])
+        else:
+            yield from ((_joined(f"[{n}]", path), why) for n, found in enumerate(each) for path, why in found)
+
+
+def _joined(name: str, path: str) -> str:
+    return name + (f".{path}" if path and not path.startswith("[") else path)
+
+
+def _with_unknowns(node: Any, path: str, reasons: Mapping[str, str]) -> Any:
+    """Returns JSON with the reason of each null that has one in its place."""
+    if node is None:
+        why = reasons.get(path) or reasons.get(re.sub(r"\[\d+\]", "[*]", path))
+        return None if why is None else {"why": why}
+    if isinstance(node, dict):
+        paths = {name: f"{path}.{name}" if path else name for name in node}
+        return {name: _with_unknowns(value, paths[name], reasons) for name, value in node.items()}
+    if isinstance(node, list):
+        return [_with_unknowns(value, f"{path}[{n}]", reasons) for n, value in enumerate(node)]
+    return node
