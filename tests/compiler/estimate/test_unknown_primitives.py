@@ -199,7 +199,7 @@ def test_what_cannot_be_counted_is_unknown_and_named(plan_with, case):
         assert part in reason
     estimate = told["estimate"]
     assert estimate["roofline_seconds"] is None
-    assert why in told["unknown"]["estimate.roofline_seconds"]
+    assert told["unknown"]["estimate.roofline_seconds"]
     for figure in ("flops", "hbm_bytes"):
         (index,) = (n for n, part in enumerate(estimate["roofline"]) if part[figure] is None)
         assert estimate["roofline"][index]["name"] == "layers (x3)"
