@@ -16,7 +16,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from meshloom.models.config import Record
 
 from .core.collectives import CollectiveKind, ComputeKind, LinkKind
-from .core.known import Known, Reasoned, Unknown, all_known
+from .core.known import OrUnknown, Reasoned, Unknown, all_known
 from .spec.overlap_spec import OverlapConfig
 
 SCHEMA_VERSION = 16  # of report.json and plan.json
@@ -28,9 +28,9 @@ class TargetReport(Record):
     num_chips: PositiveInt
     num_devices: PositiveInt  # devices of JAX
     num_slices: PositiveInt
-    hbm_bytes_per_chip: Known[PositiveInt]
-    hbm_bytes_per_second: Known[PositiveFloat]  # of one chip
-    peak_flops_per_second: Known[PositiveFloat]  # of one chip, in the compute type
+    hbm_bytes_per_chip: OrUnknown[PositiveInt]
+    hbm_bytes_per_second: OrUnknown[PositiveFloat]  # of one chip
+    peak_flops_per_second: OrUnknown[PositiveFloat]  # of one chip, in the compute type
     calibration: str  # the figures that were measured, and on which runs; empty: none
     placement: dict[str, str]  # mesh axis -> where it lies: "fsdp": "ICI x (16, wraps) x ICI y (16, wraps)"
 
@@ -40,10 +40,10 @@ class ProgramReport(Record):
     program that nobody declared it is the name of its module, "jit_train_step"."""
 
     model: str
-    num_parameters: Known[NonNegativeInt]
-    num_active_parameters: Known[NonNegativeInt]  # used by one token
-    tokens_per_step: Known[PositiveInt]
-    model_flops_per_step: Known[NonNegativeInt]
+    num_parameters: OrUnknown[NonNegativeInt]
+    num_active_parameters: OrUnknown[NonNegativeInt]  # used by one token
+    tokens_per_step: OrUnknown[PositiveInt]
+    model_flops_per_step: OrUnknown[NonNegativeInt]
 
 
 class MemoryChange(Record):
@@ -53,7 +53,7 @@ class MemoryChange(Record):
     overrides: tuple[str, ...]
     saved_bytes: int
     fits: bool
-    slower_fraction: Known[float]
+    slower_fraction: OrUnknown[float]
     cost: str  # "the forward pass is computed twice"
 
 
@@ -68,7 +68,7 @@ class Alternative(Record):
     seconds: NonNegativeFloat
     exposed_seconds: NonNegativeFloat
     peak_bytes_per_chip: NonNegativeInt
-    fits: Known[bool]
+    fits: OrUnknown[bool]
 
 
 class MemoryReport(Record):
@@ -80,15 +80,15 @@ class MemoryReport(Record):
     instead of the first three if no plan names them. fits: whether it fits on the device; None where the chip's memory
     is unknown. host: a chip's arrays in the memory of its host, in none of the figures of the device."""
 
-    peak_bytes_per_chip: Known[NonNegativeInt]
-    limit_bytes_per_chip: Known[NonNegativeInt]  # for a program: the chip's memory without the reserved part
-    fits: Known[bool]
-    breakdown: dict[str, Known[NonNegativeInt]]
-    estimate_bytes_per_chip: Known[NonNegativeInt]  # without XLA
-    host_bytes_per_chip: Known[NonNegativeInt]
-    host_limit_bytes_per_chip: Known[PositiveInt]  # the chip's share of its host's memory
-    host_fits: Known[bool]
-    host_estimate_bytes_per_chip: Known[NonNegativeInt]  # without XLA
+    peak_bytes_per_chip: OrUnknown[NonNegativeInt]
+    limit_bytes_per_chip: OrUnknown[NonNegativeInt]  # for a program: the chip's memory without the reserved part
+    fits: OrUnknown[bool]
+    breakdown: dict[str, OrUnknown[NonNegativeInt]]
+    estimate_bytes_per_chip: OrUnknown[NonNegativeInt]  # without XLA
+    host_bytes_per_chip: OrUnknown[NonNegativeInt]
+    host_limit_bytes_per_chip: OrUnknown[PositiveInt]  # the chip's share of its host's memory
+    host_fits: OrUnknown[bool]
+    host_estimate_bytes_per_chip: OrUnknown[NonNegativeInt]  # without XLA
     changes: tuple[MemoryChange, ...]  # the cheapest first; empty where it fits
 
 
@@ -106,9 +106,9 @@ class CollectiveReport(Record):
     bytes: NonNegativeInt  # of the full array, in all executions
     dtype: str
     count: PositiveInt  # executions in a step
-    alone_seconds: Known[NonNegativeFloat]
-    hidden_seconds: Known[NonNegativeFloat]
-    exposed_seconds: Known[NonNegativeFloat]
+    alone_seconds: OrUnknown[NonNegativeFloat]
+    hidden_seconds: OrUnknown[NonNegativeFloat]
+    exposed_seconds: OrUnknown[NonNegativeFloat]
     hidden_behind: tuple[str, ...]  # names of instructions that run meanwhile, the longest first
     is_async: bool
     form: str  # its form in the program: "all-gather-start", "collective fusion", "SparseCore call", "synchronous"
@@ -122,19 +122,19 @@ class CollectiveReport(Record):
 
 
 class StepReport(Record):
-    compute_seconds: Known[NonNegativeFloat]
+    compute_seconds: OrUnknown[NonNegativeFloat]
     compute_seconds_by_kind: dict[ComputeKind, NonNegativeFloat]
-    exposed_seconds: Known[NonNegativeFloat]
-    exposed_fraction: Known[NonNegativeFloat]  # of predicted_seconds
-    bubble_seconds: Known[NonNegativeFloat]  # waits of a pipeline's stages for other stages; the mean over them
-    bubble_fraction: Known[NonNegativeFloat]  # of predicted_seconds
-    least_seconds: Known[NonNegativeFloat]  # the sum of all parts whose time is known
-    predicted_seconds: Known[NonNegativeFloat]  # None where that of a part is not known
-    predicted_range_seconds: Known[tuple[NonNegativeFloat, NonNegativeFloat]]
-    predicted_range_basis: Known[str]  # the published runs that give the range (target/accuracy.py)
-    predicted_mfu: Known[NonNegativeFloat]
-    roofline_seconds: Known[NonNegativeFloat]  # of this program: the time of its own operations at the full rates
-    bound_seconds: Known[NonNegativeFloat]  # of the declaration: no program of it takes less
+    exposed_seconds: OrUnknown[NonNegativeFloat]
+    exposed_fraction: OrUnknown[NonNegativeFloat]  # of predicted_seconds
+    bubble_seconds: OrUnknown[NonNegativeFloat]  # waits of a pipeline's stages for other stages; the mean over them
+    bubble_fraction: OrUnknown[NonNegativeFloat]  # of predicted_seconds
+    least_seconds: OrUnknown[NonNegativeFloat]  # the sum of all parts whose time is known
+    predicted_seconds: OrUnknown[NonNegativeFloat]  # None where that of a part is not known
+    predicted_range_seconds: OrUnknown[tuple[NonNegativeFloat, NonNegativeFloat]]
+    predicted_range_basis: OrUnknown[str]  # the published runs that give the range (target/accuracy.py)
+    predicted_mfu: OrUnknown[NonNegativeFloat]
+    roofline_seconds: OrUnknown[NonNegativeFloat]  # of this program: the time of its own operations at the full rates
+    bound_seconds: OrUnknown[NonNegativeFloat]  # of the declaration: no program of it takes less
     num_unpriced: NonNegativeInt  # kernels of an unknown time, which count with the least that they can take
     counted_once: tuple[str, ...]  # loops whose number of iterations is not known
     num_bounded: NonNegativeInt  # matmuls whose estimate by the compiler is more than they can take
@@ -172,12 +172,12 @@ class RooflinePart(Record):
     """A part of the step with the bound of each resource: FLOPs over peak, bytes over bandwidth."""
 
     name: str  # "layers (x32)", "attention", "head", "optimizer"
-    flops: Known[NonNegativeInt]
-    hbm_bytes: Known[NonNegativeInt]
-    link_bytes: Known[NonNegativeInt]
-    flops_seconds: Known[NonNegativeFloat]
-    hbm_seconds: Known[NonNegativeFloat]
-    link_seconds: Known[NonNegativeFloat]
+    flops: OrUnknown[NonNegativeInt]
+    hbm_bytes: OrUnknown[NonNegativeInt]
+    link_bytes: OrUnknown[NonNegativeInt]
+    flops_seconds: OrUnknown[NonNegativeFloat]
+    hbm_seconds: OrUnknown[NonNegativeFloat]
+    link_seconds: OrUnknown[NonNegativeFloat]
     bound: Literal["flops", "hbm", "link"] | None  # the longest
 
 
@@ -268,7 +268,7 @@ class Report(Reasoned):
     findings: tuple[Finding, ...]
     search: SearchReport | None  # None: nothing was searched
     alternatives: tuple[Alternative, ...]  # the declared step first; empty where nothing else could be estimated
-    build: Known[BuildReport]
+    build: OrUnknown[BuildReport]
     overrides: tuple[str, ...]  # as typed; empty: nothing was declared
 
 

@@ -53,7 +53,7 @@ class _NullOrValue:
         return core_schema.tagged_union_schema(either, which, serialization=written)
 
 
-Known = Annotated[T | Unknown, _NullOrValue()]
+OrUnknown = Annotated[T | Unknown, _NullOrValue()]
 
 
 class Reasoned(Record):

@@ -10,7 +10,7 @@ from meshloom.models.config import Record
 
 from ..core.collectives import CollectiveKind, ComputeKind, LinkKind
 from ..core.format import counted, human_names
-from ..core.known import Known, Reasoned, Unknown, each_known, known
+from ..core.known import OrUnknown, Reasoned, Unknown, each_known, known
 from ..schema import total
 from ..spec.calibration_spec import Calibration
 from .account import Account, Roles, account, roles_of
@@ -26,8 +26,8 @@ class Compared(Record):
     devices."""
 
     measured_seconds: NonNegativeFloat
-    predicted_seconds: Known[NonNegativeFloat]
-    ratio: Known[NonNegativeFloat]
+    predicted_seconds: OrUnknown[NonNegativeFloat]
+    ratio: OrUnknown[NonNegativeFloat]
 
 
 class KindRow(Compared):

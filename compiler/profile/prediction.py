@@ -9,7 +9,7 @@ from meshloom.models.config import Record
 
 from ..analysis.schedule_analysis import NO_CHIP, analyse_schedule
 from ..core.collectives import ComputeKind
-from ..core.known import Known, Reasoned, Unknown
+from ..core.known import OrUnknown, Reasoned, Unknown
 from ..core.scopes import OperationName
 from ..estimate.communication import PlannedCollective
 from ..plan import Plan
@@ -29,7 +29,7 @@ class PredictedCompute(Record):
     name: str
     kind: ComputeKind
     source: str  # "layers/dot_general, backward"
-    seconds: Known[NonNegativeFloat]
+    seconds: OrUnknown[NonNegativeFloat]
 
 
 class PredictedCollective(Record):
@@ -38,7 +38,7 @@ class PredictedCollective(Record):
 
     report: CollectiveReport
     ends: tuple[str, ...]
-    latency_seconds: Known[NonNegativeFloat]
+    latency_seconds: OrUnknown[NonNegativeFloat]
 
 
 class Prediction(Reasoned):

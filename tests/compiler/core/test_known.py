@@ -7,22 +7,22 @@ import pytest
 from pydantic import NonNegativeFloat, ValidationError
 
 import meshloom.compiler
-from meshloom.compiler.core.known import Known, Reasoned, Unknown, all_known, as_json, each_known
+from meshloom.compiler.core.known import OrUnknown, Reasoned, Unknown, all_known, as_json, each_known
 from meshloom.models.config import Record
 
 ROOT = Path(meshloom.compiler.__file__).resolve().parent.parent
 
 
 class Part(Record):
-    seconds: Known[NonNegativeFloat]
+    seconds: OrUnknown[NonNegativeFloat]
     note: str | None = None
 
 
 class Whole(Reasoned):
     parts: tuple[Part, ...]
-    bytes: dict[str, Known[int]]
-    between: Known[tuple[float, float]]
-    best: Known[Part]
+    bytes: dict[str, OrUnknown[int]]
+    between: OrUnknown[tuple[float, float]]
+    best: OrUnknown[Part]
 
 
 def whole(*seconds: float | Unknown) -> Whole:
