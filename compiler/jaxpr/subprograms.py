@@ -24,9 +24,9 @@ from jax.extend.core import Literal as Constant
 
 from ..core.partition_spec import STAGE
 
-OrUnknown = np.ndarray[Any, Any]
+Known = np.ndarray[Any, Any]
 
-_ELEMENTWISE: Mapping[str, Callable[..., OrUnknown]] = {
+_ELEMENTWISE: Mapping[str, Callable[..., Known]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "rem": np.fmod, "neg": np.negative, "sign": np.sign,
     "max": np.maximum, "min": np.minimum, "abs": np.abs, "eq": np.equal, "ne": np.not_equal, "lt": np.less,
     "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "and": np.bitwise_and, "or": np.bitwise_or,
@@ -97,21 +97,21 @@ class KnownValues:
     num_stages: int
     platform: str | None
     num_loops: int = 0
-    runs: OrUnknown = field(default_factory=lambda: np.ones((1,), bool))
+    runs: Known = field(default_factory=lambda: np.ones((1,), bool))
     made: dict[int, tuple[Any, Sequence[int]]] = field(default_factory=dict)
-    given: dict[int, Callable[[], OrUnknown | None]] = field(default_factory=dict)
-    found: dict[int, OrUnknown | None] = field(default_factory=dict)
+    given: dict[int, Callable[[], Known | None]] = field(default_factory=dict)
+    found: dict[int, Known | None] = field(default_factory=dict)
 
     def set_literal(self, value: int, literal: Any) -> None:
         self.given[value] = lambda: self._constant(np.asarray(literal))
 
-    def find(self, value: int) -> OrUnknown | None:
+    def find(self, value: int) -> Known | None:
         """Returns a value; None if it is not known."""
         if value not in self.found:
             self.found[value] = self._compute(value)
         return self.found[value]
 
-    def _compute(self, value: int) -> OrUnknown | None:
+    def _compute(self, value: int) -> Known | None:
         if value in self.given:
             return self.given[value]()
         if value not in self.made:
@@ -153,7 +153,7 @@ class KnownValues:
             return None
         return [self._share(found == branch) for branch in range(num_branches)]
 
-    def chosen(self, index: int, num_branches: int) -> OrUnknown | None:
+    def chosen(self, index: int, num_branches: int) -> Known | None:
         """Returns the branch that a cond runs; None if it is not known."""
         found = self.find(index)
         return None if found is None else np.clip(found, 0, num_branches - 1)
@@ -171,7 +171,7 @@ class KnownValues:
         found = self.chosen(index, num_branches)
         return found is not None and bool((found != found[:1]).any())
 
-    def _share(self, is_chosen: OrUnknown) -> tuple[float, ...]:
+    def _share(self, is_chosen: Known) -> tuple[float, ...]:
         chosen, runs = np.broadcast_arrays(is_chosen, self.runs)
         trips = tuple(range(1, runs.ndim))
         return tuple(((chosen & runs).sum(axis=trips) / np.maximum(1, runs.sum(axis=trips))).tolist())
@@ -193,15 +193,15 @@ class KnownValues:
         """Returns the known values of the body of a scan."""
         inner, axis = self.inside_loop(), 1 + self.num_loops
 
-        def repeated(i: int) -> OrUnknown | None:
+        def repeated(i: int) -> Known | None:
             known = self.find(i)
             return None if known is None else np.expand_dims(known, axis)
 
-        def sliced(i: int) -> OrUnknown | None:
+        def sliced(i: int) -> Known | None:
             known = self.find(i)
             return np.flip(known, axis) if known is not None and is_reversed else known
 
-        def counted(i: int, step: int, num_trips: int) -> OrUnknown | None:
+        def counted(i: int, step: int, num_trips: int) -> Known | None:
             first = repeated(i)
             return None if first is None else first + step * _along(axis, num_trips, axis + 1)
 
@@ -215,17 +215,17 @@ class KnownValues:
                 inner.given[place] = lambda i=i, step=step: counted(i, step, scan.num_trips)
         return inner
 
-    def _constant(self, value: OrUnknown) -> OrUnknown:
+    def _constant(self, value: Known) -> Known:
         return value.reshape([1] * (1 + self.num_loops) + list(value.shape))
 
-    def _platform_index(self, platforms: Sequence[Sequence[str] | None]) -> OrUnknown | None:
+    def _platform_index(self, platforms: Sequence[Sequence[str] | None]) -> Known | None:
         names = ("cuda", "rocm") if self.platform == "gpu" else (self.platform,)
         fits = (place for place, one in enumerate(platforms) if one is None or set(one) & set(names))
         found = next(fits, None) if self.platform else None
         return None if found is None else self._constant(np.asarray(found))
 
 
-def _sliced(value: OrUnknown, starts: Sequence[OrUnknown], sizes: Sequence[int], num_outer: int) -> OrUnknown:
+def _sliced(value: Known, starts: Sequence[Known], sizes: Sequence[int], num_outer: int) -> Known:
     """Returns a slice of a value, which may start elsewhere on each stage and in each trip."""
     for place, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         axis = num_outer + place
@@ -234,7 +234,7 @@ def _sliced(value: OrUnknown, starts: Sequence[OrUnknown], sizes: Sequence[int],
     return value
 
 
-def _along(axis: int, length: int, num_axes: int) -> OrUnknown:
+def _along(axis: int, length: int, num_axes: int) -> Known:
     """Returns 0, 1, .. along one of so many axes."""
     return np.arange(length).reshape([-1 if each == axis else 1 for each in range(num_axes)])
 
