@@ -3,8 +3,8 @@
 import io
 import logging
 import os
-import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
 from meshloom.runtime.cli.main import run
+from support.forked import start
 
 
 def with_plugin(folder: Path, name: str, code: str) -> dict[str, str]:
@@ -56,7 +57,16 @@ def run_in_process(*args: str, cwd: Path | None = None, **environment: str) -> E
     return Ended(code, out.getvalue(), error.getvalue())
 
 
-def meshloom(*args: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+def meshloom(*args: str, cwd: Path | None = None, **env: str) -> Ended:
     """Runs the command in a process of its own, to its end, with the XLA flags of the tests."""
-    line = [sys.executable, "-m", "meshloom", *args]
-    return subprocess.run(line, capture_output=True, text=True, cwd=cwd, env=os.environ | env, timeout=300, check=False)
+    return run_python("-m", "meshloom", *args, cwd=cwd, env=os.environ | env)
+
+
+def run_python(*words: str, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Ended:
+    """Runs `python WORDS`, forked, to its end."""
+    process = start(words, cwd=cwd, env=env)
+    try:
+        out, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    return Ended(process.wait(), out, err)

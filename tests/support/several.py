@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +15,7 @@ from jax._src.lib import (
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.runtime.launch.local import free_port
 from meshloom.runtime.processes.distributed import Processes
+from support.forked import Process, start
 
 TIMEOUTS = ("distributed.initialization_timeout_seconds=60", "distributed.heartbeat_timeout_seconds=10",
             "distributed.shutdown_timeout_seconds=30")  # fmt: skip
@@ -45,7 +44,8 @@ def keys(num_processes: int, port: int) -> list[tuple[str, ...]]:
 class Started:
     """Processes of `meshloom train` with these overrides each; `end` gives exit code, stdout and stderr of each.
 
-    folder: where they run, or where each of them does. code: run by a process instead of the command.
+    folder: where they run, or where each of them does. code: run by a process instead of the command. is_forked: a
+    fresh process has its own hash seed.
     """
 
     def __init__(
@@ -54,16 +54,15 @@ class Started:
         *lines: tuple[str, ...],
         env: list[dict[str, str]] | None = None,
         code: dict[int, str] | None = None,
+        is_forked: bool = True,
     ):
-        self.processes = []
+        self.processes: list[Process] = []
         for index, line in enumerate(lines):
             program = ["-c", code[index]] if code and index in code else ["-m", "meshloom"]
-            command = [sys.executable, *program, "train", *TIMEOUTS, *line]
+            command = [*program, "train", *TIMEOUTS, *line]
             environment = os.environ | (env[index] if env else {})
-            cwd, pipe = folder if isinstance(folder, Path) else folder[index], subprocess.PIPE
-            self.processes.append(
-                subprocess.Popen(command, cwd=cwd, stdout=pipe, stderr=pipe, text=True, env=environment)
-            )
+            cwd = folder if isinstance(folder, Path) else folder[index]
+            self.processes.append(start(command, cwd=cwd, env=environment, is_forked=is_forked))
 
     def end(self) -> list[tuple[int, str, str]]:
         try:

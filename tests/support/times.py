@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from support import forked
 from support.tiers import TIERS, tier_of
 
 PAGE = Path(__file__).parents[2] / "docs/testing.md"
@@ -24,8 +25,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _now() -> float:
-    """Returns the processor seconds of this process and of its children that have ended."""
-    return sum(os.times()[:4])
+    """Returns the processor seconds of this process and of its children and forked commands that have ended."""
+    return sum(os.times()[:4]) + forked.seconds
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -2,13 +2,11 @@
 
 import fcntl
 import json
-import os
 import random
 import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from meshloom.runtime.train.decisions import NonFinite, SkipCounter
 from meshloom.runtime.train.metrics import Metrics
 from meshloom.runtime.train.time_spent import NOTHING
 from support.commands import meshloom, run_in_process
+from support.forked import Process, start
 
 QUICK = (
     "model=linear_stack", "model.embed_dim=32", "model.num_layers=2", "target=cpu-8", "sharding=fsdp", "data=synthetic",
@@ -55,11 +54,11 @@ def finished_steps(run_dir: Path) -> list[int]:
     return sorted(int(path.parent.name) for path in run_dir.glob(f"{FOLDER}/*/{FILE}") if path.parent.name.isdecimal())
 
 
-def _start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+def _start(folder: Path, *overrides: str) -> Process:
     """Starts a run with the compiler's flags of this process, which give the same bits."""
-    line = [sys.executable, "-m", "meshloom", "train", *overrides, "hydra.run.dir=run"]
+    line = ["-m", "meshloom", "train", *overrides, "hydra.run.dir=run"]
     with (folder / "said").open("w") as said:
-        return subprocess.Popen(line, cwd=folder, stdout=said, stderr=subprocess.STDOUT, text=True, env=os.environ)
+        return start(line, cwd=folder, stdout=said, stderr=subprocess.STDOUT)
 
 
 def test_a_killed_run_goes_on_from_its_last_finished_save(tmp_path):
@@ -81,7 +80,7 @@ def test_a_killed_run_goes_on_from_its_last_finished_save(tmp_path):
     assert [path for path in run_dir.glob(f"{FOLDER}/*") if not path.name.isdecimal()] == []
 
 
-def _kill_at_random(process: subprocess.Popen[str], run_dir: Path, chance: random.Random, start_seconds: float) -> None:
+def _kill_at_random(process: Process, run_dir: Path, chance: random.Random, start_seconds: float) -> None:
     """Kills a run at any moment of its start, or some steps on: most of the time a save is under way then."""
     if chance.random() < 0.25:
         time.sleep(chance.uniform(0, start_seconds))
@@ -98,7 +97,7 @@ def _kill_at_random(process: subprocess.Popen[str], run_dir: Path, chance: rando
 @pytest.mark.release
 def test_kill_at_any_moment_loses_no_more_than_the_steps_since_the_last_finished_save(tmp_path):
     began = time.monotonic()
-    undisturbed = meshloom("train", *KILLED, "hydra.run.dir=undisturbed", cwd=tmp_path, **os.environ)
+    undisturbed = meshloom("train", *KILLED, "hydra.run.dir=undisturbed", cwd=tmp_path)
     assert undisturbed.returncode == 0, undisturbed.stderr
     start_seconds = min(4.0, time.monotonic() - began)
     chance, run_dir, num_in_a_save, continued = random.Random(0), tmp_path / "run", 0, set()
@@ -116,7 +115,7 @@ def test_kill_at_any_moment_loses_no_more_than_the_steps_since_the_last_finished
         num_in_a_save += bool(list(run_dir.glob(f"{FOLDER}/*.orbax-checkpoint-tmp")))
     assert num_in_a_save > 0
     assert len(continued) > 4, "kills at many places of the run"
-    done = meshloom("train", *KILLED, "hydra.run.dir=run", cwd=tmp_path, **os.environ)
+    done = meshloom("train", *KILLED, "hydra.run.dir=run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert results_of(run_dir) == results_of(tmp_path / "undisturbed")
     assert [path for path in run_dir.glob(f"{FOLDER}/*") if not path.name.isdecimal()] == []
@@ -328,9 +327,7 @@ def compiles(_):
 run_programs.build = compiles
 cli.main()
 """
-    command = [sys.executable, "-c", code, "train", *QUICK, "num_steps=4", "hydra.run.dir=run"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, env=os.environ) as process:
+    with start(["-c", code, "train", *QUICK, "num_steps=4", "hydra.run.dir=run"], cwd=tmp_path) as process:
         assert process.stdout
         while "at work" not in (line := process.stdout.readline()):
             assert line

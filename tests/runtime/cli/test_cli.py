@@ -22,6 +22,7 @@ from meshloom.runtime.cli.commands import COMMANDS
 from meshloom.runtime.cli.main import run
 from meshloom.runtime.train.display import next_steps
 from support.commands import meshloom, run_in_process
+from support.forked import start
 
 
 def test_help_imports_nothing_heavy():
@@ -53,9 +54,10 @@ def test_a_reader_that_has_gone_away_is_no_crash():
     """As of `| head`."""
     gone, ours = os.pipe()
     os.close(gone)
-    done = subprocess.run([sys.executable, "-m", "meshloom", "--help"], stdout=ours, stderr=subprocess.PIPE, text=True)
-    os.close(ours)
-    assert (done.returncode, done.stderr) == (1, "")
+    with start(["-m", "meshloom", "--help"], stdout=ours) as process:
+        os.close(ours)
+        _, err = process.communicate()
+    assert (process.returncode, err) == (1, "")
 
 
 def test_an_unknown_command_is_one_error():

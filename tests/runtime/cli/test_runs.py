@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +14,8 @@ from meshloom.compiler.core.errors import Problem
 from meshloom.runtime.cli.main import run
 from meshloom.runtime.core.exclusive import alone
 from meshloom.runtime.rundir.run_record import recorded_run
+from support.commands import run_python
+from support.forked import start
 from support.sweeps import figures, point, sweep_file, write_sweep
 
 BUSY = Problem("here", "is busy", "wait")
@@ -143,14 +144,13 @@ def test_a_long_list_shows_its_newest(tmp_path, monkeypatch, capsys):
 def test_real_runs_say_how_they_ended(tmp_path, monkeypatch, capsys):
     """Done in the default directory, stopped by a signal, killed, and failed: NaN by a learning rate without end."""
     monkeypatch.chdir(tmp_path)
-    done = subprocess.run(_line("num_steps=3"), capture_output=True, text=True, check=False)
+    done = run_python(*_line("num_steps=3"))
     assert done.returncode == 0, done.stderr
-    failed = subprocess.run(_line("hydra.run.dir=outputs/nan", "optimizer.learning_rate=1e30", "schedule=constant"),
-                            capture_output=True, text=True, check=False)  # fmt: skip
+    failed = run_python(*_line("hydra.run.dir=outputs/nan", "optimizer.learning_rate=1e30", "schedule=constant"))
     assert failed.returncode == 5, failed.stderr
     for name, number in (("stopped", signal.SIGTERM), ("killed", signal.SIGKILL)):
-        process = subprocess.Popen(_line("num_steps=100000", f"hydra.run.dir=outputs/{name}", "checkpoint=disabled"),
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+        process = start(_line("num_steps=100000", f"hydra.run.dir=outputs/{name}", "checkpoint=disabled"),
+                        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
         metrics = Path("outputs") / name / "metrics.jsonl"
         until = time.monotonic() + 100
         while not (metrics.exists() and metrics.stat().st_size > 1000):
@@ -169,4 +169,4 @@ def test_real_runs_say_how_they_ended(tmp_path, monkeypatch, capsys):
 
 
 def _line(*overrides: str) -> list[str]:
-    return [sys.executable, "-m", "meshloom", "train", *TINY, *overrides]
+    return ["-m", "meshloom", "train", *TINY, *overrides]

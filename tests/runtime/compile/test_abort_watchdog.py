@@ -2,16 +2,15 @@
 
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from meshloom.runtime.compile.abort_watchdog import read_abort_reason
 from meshloom.runtime.compile.compile_cache import check_did_not_abort
 from meshloom.runtime.core.failures import RunFailed
+from support.commands import Ended, run_python
+from support.forked import start
 
 pytestmark = pytest.mark.ci
 
@@ -34,9 +33,8 @@ WHY = "b.cc:560] Check failed: x == y (0 vs. 1)"
 FATAL = f"{WARNING}F1122 10:00:02.378044   19643 {WHY} \n"
 
 
-def compile_in_a_process(tmp_path: Path, words: str, end: str) -> Any:
-    command = [sys.executable, "-c", COMPILES, tmp_path / "log", tmp_path / "cache" / "kept", words, end]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+def compile_in_a_process(tmp_path: Path, words: str, end: str) -> Ended:
+    return run_python("-c", COMPILES, f"{tmp_path}/log", f"{tmp_path}/cache/kept", words, end)
 
 
 def test_an_abort_is_told_with_what_was_compiled_and_kept(tmp_path):
@@ -60,8 +58,7 @@ def test_an_abort_is_told_where_nothing_can_be_kept(tmp_path):
 
 def test_an_abort_is_told_before_the_process_is_gone(tmp_path):
     """Where it is the first process of a container, nothing is told behind it."""
-    command = [sys.executable, "-c", COMPILES, tmp_path / "log", tmp_path / "kept", FATAL, "waits"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with start(["-c", COMPILES, f"{tmp_path}/log", f"{tmp_path}/kept", FATAL, "waits"], stdout=None) as process:
         assert process.stderr
         lines = [process.stderr.readline() for _ in range(2)]
         assert process.poll() is None

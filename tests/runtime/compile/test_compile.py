@@ -48,7 +48,8 @@ from meshloom.runtime.compile.step_compiler import NOT_BY_CHILD
 from meshloom.runtime.compile.watched import compile_in_child
 from meshloom.runtime.core.stderr_capture import captured_stderr
 from meshloom.runtime.train.train import find_precompiled
-from support.commands import meshloom, run_in_process
+from support.commands import meshloom, run_in_process, run_python
+from support.forked import start
 from support.programs import on_devices
 from support.run_files import documented_files, written_files
 
@@ -580,9 +581,14 @@ def test_a_missing_compiler_is_named_with_what_to_install():
 
 @pytest.mark.ci
 def test_ctrl_c_during_a_compile_ends_it_and_leaves_no_report(tmp_path):
-    line = [sys.executable, "-u", "-m", "meshloom", "compile", *SMALL, "model.num_layers=40", "hydra.run.dir=run",
-            "compilation_cache=null"]  # fmt: skip
-    with subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    code = """
+import sys
+from meshloom.runtime.cli.main import main
+sys.stdout.reconfigure(line_buffering=True)
+main()
+"""
+    line = ["compile", *SMALL, "model.num_layers=40", "hydra.run.dir=run", "compilation_cache=null"]
+    with start(["-c", code, *line], cwd=tmp_path, stderr=subprocess.STDOUT) as process:
         assert process.stdout
         assert "meshloom compile" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
@@ -614,7 +620,7 @@ try:
 except KeyboardInterrupt:
     print("heard")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python("-c", code)
     assert done.stdout.split() == ["lost", "heard"]
 
 

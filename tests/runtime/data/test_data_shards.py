@@ -3,8 +3,6 @@
 import json
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +23,7 @@ from meshloom.runtime.data import tokenize as tokenize_module
 from meshloom.runtime.data.corpus import open_store
 from meshloom.runtime.data.shards import open_shards
 from support.commands import meshloom, run_in_process
+from support.forked import start
 
 NUM_DOCUMENTS = 3000
 
@@ -167,7 +166,7 @@ sys.exit(run(sys.argv[1:]))
 def test_a_killed_command_goes_on_and_gives_the_same_bytes(corpus, written, tmp_path):
     line = ["data", *_declared(corpus, "tokens")]
     for at_tokens in (300_000, 1_500_000):
-        process = subprocess.Popen([sys.executable, "-c", QUICK_TO_COMMIT, *line], cwd=tmp_path)
+        process = start(["-c", QUICK_TO_COMMIT, *line], cwd=tmp_path, stdout=None, stderr=None)
         deadline = time.monotonic() + 100
         while _tokens_done(tmp_path / "tokens") < at_tokens:
             assert process.poll() is None

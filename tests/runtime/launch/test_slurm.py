@@ -16,6 +16,7 @@ import pytest
 from conftest import SMALL
 from meshloom.compiler.core.errors import ConfigError
 from support.commands import meshloom, run_in_process
+from support.forked import start
 from support.launch import rendered
 from support.several import TIMEOUTS, free_port
 from support.slurm import MISSING, Slurm, can_start, slurm
@@ -171,9 +172,8 @@ def test_a_sweep_finds_the_jobs_that_it_left_when_it_died(cluster, tmp_path):
     (tmp_path / "program.py").write_text(f"{PROGRAM}\nwhile not os.path.exists('go'): time.sleep(0.3)\nsys.exit(3)")
     line = (*SWEEP, f"launch.program='{sys.executable} {tmp_path}/program.py'", "launch.environment={MINE: 7}",
             "seed=1,2")  # fmt: skip
-    command = [sys.executable, "-m", "meshloom", *line]
     environment = os.environ | cluster.environment
-    first = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    first = start(["-m", "meshloom", *line], cwd=tmp_path, env=environment, stderr=subprocess.STDOUT)
     _until(lambda: (tmp_path / "said").exists() and len(said(tmp_path)) == 4)
     first.kill()
     first.communicate()

@@ -77,7 +77,7 @@ def test_two_processes_are_one_run_stop_after_the_same_step_and_go_on_in_one(alo
     """Four devices each, under `srun`; the second process gets a SIGTERM on the way."""
     # JAX looks for a signal once a second: evaluations keep a fast machine from being done before.
     line = (*RUN, *INTERLEAVED, "evaluation.every_num_steps=1", "evaluation.num_batches=10")
-    started = Started(tmp_path, line, line, env=slurm(2, free_port()))
+    started = Started(tmp_path, line, line, env=slurm(2, free_port()), is_forked=False)
     run_dir = tmp_path / "run"
     lines, deadline = run_dir / "metrics.jsonl", time.monotonic() + 200
     while not (lines.exists() and lines.read_text().count("\n") > 0) and time.monotonic() < deadline:

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from meshloom.compiler.core.errors import DOES_NOT_FIT, ConfigError, Problem
 from meshloom.runtime.core.failures import NONFINITE, RunFailed
 from meshloom.runtime.rundir.folders import RunFolder
 from meshloom.runtime.rundir.run_record import RunRecord, link_latest, recorded_run
+from support.commands import run_python
 
 PROBLEM = Problem("optimizer.learning_rate", "the loss of step 7 is NaN", "lower it")
 
@@ -70,7 +69,7 @@ hear_interrupts()
 with recorded_run(Path({str(tmp_path)!r}), "train"):
     leave_now(130)
 """
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 130
+    assert run_python("-c", code).returncode == 130
     assert (_record(tmp_path).state, _record(tmp_path).why) == ("stopped", "by SIGINT")
 
 

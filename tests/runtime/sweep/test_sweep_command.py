@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from support.commands import meshloom, run_in_process
+from support.forked import Process, start
 
 # A model of a user's own, whose points go wrong in each way there is.
 TROUBLE = """
@@ -48,11 +48,8 @@ def rows_of(sweep: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (sweep / "sweep.jsonl").read_text().splitlines()]
 
 
-def start(words: Sequence[str], folder: Path) -> subprocess.Popen[str]:
-    line = [sys.executable, "-m", "meshloom", *words]
-    return subprocess.Popen(
-        line, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
+def start_sweep(words: Sequence[str], folder: Path) -> Process:
+    return start(["-m", "meshloom", *words], cwd=folder, stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def wait_for_rows(sweep: Path, number: int) -> None:
@@ -66,7 +63,7 @@ def wait_for_rows(sweep: Path, number: int) -> None:
 def test_a_sweep_that_is_killed_in_the_middle_has_each_row_exactly_once_when_it_is_typed_again(tmp_path):
     """Of its points some abort in C++, some hang and some take all memory that they may."""
     (tmp_path / "trouble.py").write_text(TROUBLE)
-    first = start(WRONG, tmp_path)
+    first = start_sweep(WRONG, tmp_path)
     wait_for_rows(tmp_path / "sweep", 3)
     first.kill()
     first.communicate(timeout=60)
@@ -100,7 +97,7 @@ def test_a_sweep_that_is_killed_in_the_middle_has_each_row_exactly_once_when_it_
 @pytest.mark.ci
 def test_ctrl_c_keeps_what_is_done_and_the_same_command_finds_it(tmp_path):
     line = ("explain", "-m", *SMALL, "seed=range(0,12)", "hydra.launcher.num_workers=1")
-    first = start(line, tmp_path)
+    first = start_sweep(line, tmp_path)
     while not (found := list(tmp_path.glob("multirun/*/*"))):
         time.sleep(0.1)
     (sweep,) = found
@@ -163,7 +160,7 @@ def test_equal_programs_are_compiled_once(tmp_path):
 def test_a_run_that_ctrl_c_stops_goes_on_from_its_checkpoint(tmp_path):
     line = ("train", "-m", *SMALL, "num_steps=3000", "seed=1,2", "checkpoint.every_num_steps=1000", "logging=quiet",
             "hydra.sweep.dir=sweep")  # fmt: skip
-    first = start(line, tmp_path)
+    first = start_sweep(line, tmp_path)
     metrics = tmp_path / "sweep" / "seed=1" / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_bytes().splitlines()) < 5:
         time.sleep(0.1)

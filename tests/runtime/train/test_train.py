@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from meshloom.runtime.checkpoint.start import Start
 from meshloom.runtime.data import open_data
 from meshloom.runtime.train.time_spent import KINDS
 from support.commands import meshloom, run_in_process
+from support.forked import start
 from support.programs import on_devices, programs_of
 from support.run_files import documented_files, written_files
 
@@ -102,8 +101,7 @@ def test_a_run_leaves_its_contract_behind(finished):
 
 
 def _interrupt(folder: Path, with_signal: signal.Signals) -> tuple[int, str, str]:
-    line = [sys.executable, "-m", "meshloom", "train", *RUN, "hydra.run.dir=run"]
-    process = subprocess.Popen(line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = start(["-m", "meshloom", "train", *RUN, "hydra.run.dir=run"], cwd=folder)
     metrics = folder / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 200
     while not (metrics.exists() and metrics.read_text().count("\n") > 10):

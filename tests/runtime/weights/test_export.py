@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -27,7 +25,8 @@ from meshloom.runtime.weights.find import find_weights
 from meshloom.runtime.weights.folder import open_folder
 from meshloom.runtime.weights.load import load_params
 from meshloom.runtime.weights.saved import SavedParams
-from support.commands import run_in_process
+from support.commands import run_in_process, run_python
+from support.forked import start
 from support.published import write_published
 
 LLAMA = ("model.num_layers=2", "model.embed_dim=32", "model.num_kv_heads=4", "model.mlp_dim=40", "logging=quiet")
@@ -203,10 +202,10 @@ SLOW = """
 def test_a_killed_export_leaves_nothing_that_passes_for_whole_and_goes_on(published, run, tmp_path):
     out, unfinished = tmp_path / "out", tmp_path / "out.unfinished"
     words = [*SMALL, *LLAMA, f"checkpoint.weights_from={run[0]}", f"export.directory={out}"]
-    command = [sys.executable, "-c", textwrap.dedent(SLOW), *words, "export.max_shard_bytes=20000"]
+    command = ["-c", textwrap.dedent(SLOW), *words, "export.max_shard_bytes=20000"]
     kept = set[str]()
     for num_files in (0, 2):
-        process = subprocess.Popen(command)
+        process = start(command, stdout=None, stderr=None)
         while not unfinished.is_dir() or len(list(unfinished.glob("*.safetensors"))) < num_files:
             assert process.poll() is None
             time.sleep(0.005)
@@ -220,7 +219,7 @@ def test_a_killed_export_leaves_nothing_that_passes_for_whole_and_goes_on(publis
         assert there >= kept
         kept = there
     assert kept
-    assert subprocess.run(command, check=False).returncode == 0
+    assert run_python(*command).returncode == 0
     assert _contents(out) == _contents(published)
     assert not unfinished.exists()
 

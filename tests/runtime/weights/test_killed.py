@@ -1,9 +1,6 @@
 """A kill while weights are read, or while an adapter is written, leaves nothing that passes for whole."""
 
-import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -14,6 +11,7 @@ import pytest
 from conftest import SMALL, spec_of
 from meshloom.runtime.weights.peft import TENSORS, write_peft_folder
 from support.commands import run_in_process
+from support.forked import start
 from support.published import write_published
 
 pytestmark = pytest.mark.ci
@@ -53,9 +51,7 @@ WRITING = """
 def _killed_at(code: str, *words: str, cwd: Path) -> None:
     """Runs a program in a process of its own, until it says where it is, and kills it there."""
     with (cwd / "said").open("wb") as said:
-        process = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(code), *words], cwd=cwd, env=os.environ, stdout=said, stderr=said
-        )
+        process = start(["-c", textwrap.dedent(code), *words], cwd=cwd, stdout=said, stderr=said)
         while not (cwd / "reached").exists():
             assert process.poll() is None, (cwd / "said").read_text()
             time.sleep(0.02)
