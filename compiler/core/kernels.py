@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 from .collectives import ComputeKind
 from .scopes import OperationName
 
-# The measured share of the peak that the arithmetic of a kernel reaches: of single matmuls, attention, grouped matmuls.
+# The kinds of kernel: each reaches a fraction of peak FLOP/s that was measured for its kind alone.
 Unit = Literal["matmul", "attention", "grouped"]
 
 

@@ -14,10 +14,10 @@ OF_THE_COMMAND = ("split", "num_batches", "tasks", "tasks_path", "num_fewshot", 
 
 
 class EvaluationSpec(Config):
-    """The evaluations of a run, and those of `meshloom evaluate`: always the same batches, in the same order.
+    """The evaluations of a run and of `meshloom evaluate`: always the same batches, in the same order.
 
-    What follows num_batches is of the command alone. tasks: of lm-evaluation-harness, which then run instead of the
-    loss on data. num_examples: the first ones of each task. num_fewshot: examples before each question.
+    Fields after num_batches apply only to `meshloom evaluate`. tasks: of lm-evaluation-harness, which then run instead
+    of the loss on data. num_examples: the first ones of each task. num_fewshot: examples before each question.
     """
 
     every_num_steps: PositiveInt

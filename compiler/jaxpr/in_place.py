@@ -27,7 +27,7 @@ def origins_of(operation: Operation) -> Mapping[int, int]:
 
 
 def origin_of(program: Program, value: int) -> int | None:
-    """Returns the argument that a value is written in place of; None where it is an array of its own."""
+    """Returns the argument whose buffer this value reuses, or None."""
     makers = {made: operation for operation in program.operations for made in operation.outputs}
     while value not in program.inputs:
         operation = makers.get(value)

@@ -199,7 +199,7 @@ class OpInputs:
         """Returns why an operation cannot send its operands around in a ring; None if it can."""
         if not self.roles.stage:
             return None
-        return "its permutes are of the devices of all stages at once, which run it at different times"
+        return "its permutes span every stage, and stages do not reach it at the same time"
 
     def activation(self, name: str | None) -> ArrayPlan | None:
         """Returns the layout of the activation of this name; None where the model has none of this name."""
@@ -296,7 +296,7 @@ class ParallelOp(ABC):
         return None
 
     def hiding(self, plan: OpPlan, target: TargetPlan) -> Exposed | None:
-        """Returns what is waited for of a site's collectives; None: what is of those of any activation."""
+        """Returns the exposed share of this site's collectives, or None to use the default for activations."""
         del plan, target
         return None
 

@@ -67,11 +67,11 @@ class StagePlacement:
         return self.num_stages - 1 - place if self._goes_down(chunk) else place
 
     def chunk(self, virtual: int) -> int:
-        """Returns the chunk that a virtual stage is of its stage."""
+        """Returns the index of a virtual stage among the chunks of its physical stage."""
         return virtual // self.num_stages
 
     def virtual(self, stage: int, chunk: int) -> int:
-        """Returns the virtual stage that a chunk of a stage is."""
+        """Returns the virtual stage of a chunk of a physical stage."""
         return chunk * self.num_stages + (self.num_stages - 1 - stage if self._goes_down(chunk) else stage)
 
     def direction(self, virtual: int) -> int:

@@ -26,8 +26,8 @@ class SlotBranches:
     by_loops: bool
 
     def run(self, branch: Array, runs: Sequence[Changes], state: Any, nothing: Any) -> tuple[Any, Any]:
-        """Returns what function number `branch`, counted from 1, makes of the state; for 0 the state as it is, and
-        `nothing` in place of what a function makes."""
+        """Returns what function number `branch`, counted from 1, makes of the state. For 0, an empty
+        slot, returns the state as it is and `nothing`."""
         if self.by_loops:
             for number, run in enumerate(runs, start=1):
                 state, nothing = _at_most_once(branch == number, run, state, nothing)

@@ -115,8 +115,8 @@ class Family:
         return Costs(self.shape, found)
 
     def hiding_of(self, candidates: Sequence[MeshCandidate]) -> Hiding:
-        """Returns what the compiler overlaps in candidates of the family: in some of them nothing computes while
-        activations are sent. The family's own hiding is that of an even number of sequences."""
+        """Returns the overlap to assume for each candidate; some have no compute to hide activations behind. The
+        family's own hiding is for an even number of sequences."""
         target = candidates[0].variant.target()
         can_hide = [_computes_beside_activations(one, target) for one in candidates]
         shares = [self.hiding.activations_exposed if can else 1.0 for can in can_hide]

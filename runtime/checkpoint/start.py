@@ -95,7 +95,7 @@ def _check_folder(spec: RunSpec) -> None:
 
 def _check_best(spec: RunSpec) -> None:
     if spec.checkpoint.keep_best and not spec.data.held_out_fraction:
-        what = "the best checkpoints are told by their held-out losses, and data.held_out_fraction is 0"
+        what = "keep_best ranks checkpoints by held-out loss, but data.held_out_fraction is 0"
         raise ConfigError([Problem("checkpoint.keep_best", what, "set it to 0, or hold out a part")])
     saves, evaluations = spec.checkpoint.every_num_steps, spec.evaluation.every_num_steps
     if spec.checkpoint.keep_best and (saves is None or saves % evaluations):

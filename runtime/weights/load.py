@@ -31,8 +31,8 @@ from .read import Arrays, read_into
 
 
 def with_weights(state: dict[str, Any], weights: Weights, plan: Plan[RunSpec], console: Console) -> dict[str, Any]:
-    """Returns a fresh state with weights in the place of those that were drawn, which are donated. The optimizer begins
-    from the weights, as it does in a run that draws them."""
+    """Replaces the random weights of a fresh state; their buffers are donated. The optimizer begins from the weights,
+    as it does in a run that draws them."""
     params, masters = leaves_by_path(state["params"]), leaves_by_path(state.get("master", {}))
     arrays = {path: (x, masters[path]) if path in masters else (x,) for path, x in params.items()}
     del params, masters

@@ -101,7 +101,7 @@ def pipeline_picture(table: PipelineTable, time: TableTime | None = None, *, has
 
 
 def _is_left_out(table: PipelineTable, op: PipelineOp) -> bool:
-    """Returns True for a recomputation that is no operation of the table: whether there is one, it does not say."""
+    """Returns True if the table does not schedule this recomputation. It may still happen inside B."""
     return op == PipelineOp.RECOMPUTE and op not in table.ops
 
 

@@ -244,8 +244,8 @@ class _Stages:
             self.now[stage] = None
 
     def _branch(self, step: Branches, slot: SlotOf, tick: int, stage: int, kind: int | None = None) -> int:
-        """Returns the branch that a stage runs in a tick. kind: that of the chunks which the step is for, where a slot
-        has several steps; None: of all."""
+        """Returns the branch that a stage runs in a tick. kind: the kind of chunk that this step serves, where a slot
+        has several steps; None if it serves all."""
         virtual, idle, num_kinds = self._virtual(slot, tick, stage), self._idle(step), len(set(self.devices.kinds))
         if len(step.branches) not in (2, 1 + num_kinds):
             has = f"{step.name} of the slot {slot.operation} has {counted(len(step.branches), 'branch', 'branches')}"

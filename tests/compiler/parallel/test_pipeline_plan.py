@@ -139,7 +139,7 @@ def test_all_that_no_pipeline_can_run_is_told_at_once():
 def test_nothing_runs_in_a_ring_within_a_stage(words, kind, strategy):
     plan = plan_of(*STAGED, *words, "token_order=contiguous")
     assert all(each.chosen.name != strategy for each in plan.operations_of(kind))
-    with pytest.raises(ConfigError, match="permutes are of the devices of all stages"):
+    with pytest.raises(ConfigError, match="permutes span every stage"):
         plan_of(*STAGED, *words, f"parallel.{kind}={strategy}")
 
 
