@@ -1,17 +1,19 @@
-"""From the command to the first step, in parts: the first start of a declaration, and the second. Medians.
+"""From a command to its answer, in processor seconds, and from a command to the first step, in parts. Medians.
 
     python bench/start.py [repeats] [override ...]
 
-Each start is a process of its own. A first start finds an empty cache of compiled programs, a second what it left.
+Each start is a process. A first start finds an empty cache of compiled programs, a second what the first one left.
 """
 
 import json
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 
+COMMANDS = ("train --help", "runs", "explain sharding=fsd", "explain")  # the third is refused
 PARTS = ("python", "import", "compose and plan", "data", "trace and lower", "compile or load", "first step")
 
 
@@ -58,8 +60,20 @@ def measure(cache: str, overrides: list[str]) -> dict[str, float]:
     return json.loads(subprocess.run(line, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
 
 
+def processor_seconds(command: str) -> float:
+    """Returns what a command takes in an empty directory, without what the system does for it."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    with tempfile.TemporaryDirectory() as empty:
+        subprocess.run([sys.executable, "-m", "meshloom", *command.split()], cwd=empty, capture_output=True)
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+
+
 def main() -> None:
     repeats, overrides = int(sys.argv[1]) if len(sys.argv) > 1 else 5, sys.argv[2:]
+    print(f"processor seconds, medians of {repeats}")
+    for command in COMMANDS:
+        print(f"{command:24}{statistics.median(processor_seconds(command) for _ in range(repeats)):14.2f}", flush=True)
+    print()
     starts: dict[str, list[dict[str, float]]] = {"first": [], "second": []}
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as cache:

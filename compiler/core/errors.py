@@ -2,7 +2,7 @@
 
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import takewhile
 from pathlib import Path
@@ -26,11 +26,12 @@ FOLDERS = tuple(Path(__file__).parents[2] / name for name in ("compiler", "runti
 @dataclass(frozen=True, order=True)
 class Problem:
     """One mistake. where: a config key, a file or an override. what: one sentence with the value. fix: what to type
-    instead."""
+    instead. kind: of a value of another type than its key has, the name that pydantic gives the error; else empty."""
 
     where: str
     what: str
     fix: str
+    kind: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         return f"error: {self.where}: {self.what}\n  fix: {self.fix}"
@@ -85,7 +86,12 @@ def use_one_of(value: object, allowed: Iterable[str]) -> str:
     """Returns the fix for a value outside a closed choice: the nearest match, then the allowed values, or the nearest
     of many."""
     options = list(allowed)
-    meant = get_close_matches(str(value), options, n=1, cutoff=0.5)
+    meant = meant_by(value, options)
     if len(options) > MOST_LISTED:
         options = [*get_close_matches(str(value), options, n=NUM_NEAREST, cutoff=0), ".."]
-    return (f"did you mean '{meant[0]}'? " if meant else "") + f"use one of {', '.join(options)}"
+    return (f"did you mean '{meant}'? " if meant else "") + f"use one of {', '.join(options)}"
+
+
+def meant_by(value: object, allowed: Iterable[str]) -> str | None:
+    """Returns the allowed value that is like another value; None if none is."""
+    return next(iter(get_close_matches(str(value), list(allowed), n=1, cutoff=0.5)), None)

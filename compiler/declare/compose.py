@@ -112,11 +112,23 @@ def _groups(request: Request) -> ConfigGroups:
     return groups
 
 
-def read_spec(request: Request, then: Callable[[RunSpec], T]) -> T:
-    """Returns `then(RunSpec)` for a valid request. Raises ConfigError with all problems otherwise.
+@dataclass(frozen=True)
+class Declared:
+    """What a request declares. problems: all that is wrong with it. spec: valid, made without the overrides that are
+    dropped because of a problem; None if it is not valid without them either."""
 
-    Problems that `then` finds are reported together with wrong keys and types, unless they depend on those.
-    """
+    spec: RunSpec | None
+    problems: tuple[Problem, ...]
+    dropped: tuple[str, ...]
+
+    @property
+    def is_refused(self) -> bool:
+        """Returns True if there are problems, and planning the rest can find no other."""
+        return bool(self.problems) and (self.spec is None or bool(_RESTS_ON["mesh"] & _roots(self.dropped)))
+
+
+def read_declared(request: Request) -> Declared:
+    """Returns what a request declares, right or wrong."""
     with hydra_session(request) as groups:
         judged = [(text, _problems_of_override(text, request, groups)) for text in request.overrides]
         problems = list(chain.from_iterable(found for _, found in judged))
@@ -126,13 +138,21 @@ def read_spec(request: Request, then: Callable[[RunSpec], T]) -> T:
         if wrong:
             kept = [text for text in kept if not any(_concerns(text, problem) for problem in wrong)]
             spec, _ = _validate(kept, request, groups)
-    if not problems:
-        assert spec is not None
-        return then(spec)
-    if spec is not None:
-        dropped = [text for text in request.overrides if text not in kept]
-        problems += _independent_problems(spec, then, dropped)
-    raise ConfigError(problems)
+    return Declared(spec, tuple(problems), tuple(text for text in request.overrides if text not in kept))
+
+
+def read_spec(request: Request, then: Callable[[RunSpec], T]) -> T:
+    """Returns `then(RunSpec)` for a valid request. Raises ConfigError with all problems otherwise.
+
+    Problems that `then` finds are reported together with wrong keys and types, unless they depend on those.
+    """
+    declared = read_declared(request)
+    if not declared.problems:
+        assert declared.spec is not None
+        return then(declared.spec)
+    if declared.spec is None or declared.is_refused:
+        raise ConfigError(declared.problems)
+    raise ConfigError([*declared.problems, *_independent_problems(declared.spec, then, declared.dropped)])
 
 
 def check_config_files(request: Request) -> None:
@@ -248,20 +268,15 @@ def _validate(overrides: Sequence[str], request: Request, groups: ConfigGroups) 
         return None, problems + [_without_values(problem, values, sources) for problem in found]
 
 
-def _decoded(key: str, variable: str) -> str:
-    """Returns the override that reads the text of a variable as YAML does."""
-    return shlex.quote(f'{key}="${{oc.decode:{variable}}}"')
-
-
 def _as_typed(problem: Problem, text: str) -> Problem:
     """Returns the problem of an override whose value is of another type, with the word that works as its fix."""
     key, _, value = text.partition("=")
-    if text and problem.fix == "give text" and problem.what.endswith("is not text"):
+    if text and problem.kind == "string_type":
         return replace(problem, fix=f"quote it: {quoted(text)}")
     variable = re.fullmatch(r"""['"]?(\$\{oc\.env:[^{}]+\})['"]?""", value)
-    if variable and problem.fix.startswith(("give a", "give true")):  # a variable is text, whatever it holds
-        fix = f"read its value: {_decoded(key, variable[1])}"
-        return replace(problem, fix=fix)
+    if variable and problem.kind:  # a variable is text, whatever it holds
+        decoded = f'{key}="${{oc.decode:{variable[1]}}}"'  # read as YAML
+        return replace(problem, fix=f"read its value: {shlex.quote(decoded)}")
     return problem
 
 
@@ -380,7 +395,8 @@ def _concerns(text: str, problem: Problem) -> bool:
     return is_within(problem.where, key) or is_within(key, problem.where)
 
 
-# Other keys that a pass's finding depends on: it means nothing while one of these is wrong.
+# Keys that a pass's finding depends on: it means nothing while one of these is wrong. Every finding but those about the
+# target depends on the keys of the mesh.
 _RESTS_ON = {"target": {"target"}, "mesh": {"mesh", "target", "sharding"}}
 _RESTS_ON_PLAN = {"mesh", "target", "sharding", "model", "experiment", "num_microbatches"}
 
@@ -390,10 +406,14 @@ def _independent_problems(spec: RunSpec, then: Callable[[RunSpec], Any], dropped
     try:
         then(spec)
     except ConfigError as error:
-        roots = {re.split(r"[.=@/]", text.lstrip("+~"))[0] for text in dropped}
-        roots |= {near for root in roots for near in get_close_matches(root, RunSpec.model_fields, n=1)}
-        return [problem for problem in error.problems if not roots & _rests_on(problem)]
+        return [problem for problem in error.problems if not _roots(dropped) & _rests_on(problem)]
     return []
+
+
+def _roots(overrides: Iterable[str]) -> set[str]:
+    """Returns the top-level keys of overrides, and those that a misspelled one may have meant."""
+    roots = {re.split(r"[.=@/]", text.lstrip("+~"))[0] for text in overrides}
+    return roots | {near for root in roots for near in get_close_matches(root, RunSpec.model_fields, n=1)}
 
 
 def _rests_on(problem: Problem) -> set[str]:

@@ -199,7 +199,8 @@ def _of_typed_only(values: dict[str, Any], typed: list[Override]) -> Iterator[Pr
 
 @cache
 def _own_values() -> dict[str, Any]:
-    config, logging = (yaml.safe_load((files("meshloom.conf") / name).read_text()) for name in OWN_FILES)
+    texts = ((files("meshloom.conf") / name).read_text() for name in OWN_FILES)
+    config, logging = (hydra_private.parse_config(text)[1] for text in texts)
     return config | {"logging": logging}
 
 

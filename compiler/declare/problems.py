@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from ..core.errors import ConfigError, Problem, use_one_of
+from ..core.errors import ConfigError, Problem, meant_by, use_one_of
 from ..core.format import counted
 from ..core.visible import visible_line
 from ..spec import target_names
@@ -139,8 +139,9 @@ def _problem(detail: ErrorDetails, spec_type: type[RunSpec], groups: Sequence[st
             return Problem(key, what, fix)
         offered = [name for name, field in node.model_fields.items() if field.repr] if node else []
         known = dict.fromkeys([*offered, *(groups if node is spec_type else ())])
-        fix = use_one_of(shortened(str(path[-1])), known)
-        if node is spec_type and "did you mean" not in fix:
+        typed = shortened(str(path[-1]))
+        fix = use_one_of(typed, known)
+        if node is spec_type and not meant_by(typed, known):
             fix += f"; a key of your own goes into run.extra: run.extra.{shortened(str(path[-1]), MOST_SHOWN)}=..."
         return Problem(key, "there is no such key", fix)
     if kind == "missing" and key == "mesh":
@@ -161,7 +162,7 @@ def _problem(detail: ErrorDetails, spec_type: type[RunSpec], groups: Sequence[st
     if kind in _EXPECTED and (choices := _choices(node, path[-1])):
         return Problem(key, f"{_shown(value)} is not {_EXPECTED[kind]}", f"set {key}.{choices}")
     if kind in _EXPECTED:
-        return Problem(key, f"{_shown(value)} is not {_EXPECTED[kind]}", _fix_of_type(kind, value, path))
+        return Problem(key, f"{_shown(value)} is not {_EXPECTED[kind]}", _fix_of_type(kind, value, path), kind)
     if kind in _BOUNDS:
         bound, words = _BOUNDS[kind]
         return Problem(key, f"{_shown(value)} is out of range", f"give {words} {context[bound]}")

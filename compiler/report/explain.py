@@ -121,7 +121,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "mesh_reasons": dict(plan.mesh.reasons),
             "flag_presets": list(plan.spec.overlap.flag_presets),
             "placement": {axis: _placed(plan, axis) for axis in plan.mesh.placement.describe()},
-            "warnings": [asdict(warning) for warning in plan.warnings],
+            "warnings": [{"where": each.where, "what": each.what, "fix": each.fix} for each in plan.warnings],
             "program": {
                 "num_parameters": plan.num_parameters,
                 "tokens_per_step": plan.spec.tokens_per_step,

@@ -18,15 +18,16 @@ JSON = "--json"  # a flag of evaluate and generate
 class Command:
     """A command. place: the function that runs it, as module:function of this package; it returns the exit code.
     takes_overrides: it is called with the request and Hydra's flags, else with the words after its name. opens_weights:
-    its first word is a run or a folder of published weights, which the overrides change. flags: its own flags, each
-    with what it does, besides those of Hydra. section: the section of the config whose keys it takes without
-    its name."""
+    its first word is a run or a folder of published weights, which the overrides change. joins_processes: it may run in
+    several processes, which stop together. flags: its own flags, each with what it does, besides those of Hydra.
+    section: the section of the config whose keys it takes without its name."""
 
     name: str
     description: str
     place: str
     takes_overrides: bool = True
     opens_weights: bool = False
+    joins_processes: bool = False
     flags: tuple[tuple[str, str], ...] = ()
     section: str = ""
 
@@ -37,7 +38,7 @@ class Command:
 
 
 _ALL = (
-    Command("train", "compile for the attached devices, and run", "train:train_command"),
+    Command("train", "compile for the attached devices, and run", "train:train_command", joins_processes=True),
     Command(
         "explain",
         "show the plan in seconds, without compiling: layouts, memory, time",
@@ -50,6 +51,7 @@ _ALL = (
         "show the loss of a run's weights, or of published ones, on any data",
         "evaluate:evaluate_command",
         opens_weights=True,
+        joins_processes=True,
         flags=((JSON, "print the losses as one JSON object"),),
         section="evaluation",
     ),
@@ -94,6 +96,7 @@ _ALL = (
         "continue a prompt with the weights of a run or a published model",
         "generate:generate_command",
         opens_weights=True,
+        joins_processes=True,
         flags=((JSON, "a JSON line for each prompt, when its text is complete"),),
         section="generate",
     ),
