@@ -306,8 +306,9 @@ def _all_forced(overrides: Sequence[str], request: Request, groups: ConfigGroups
     name, meshes = typed.get("sharding", ""), groups.get("mesh", [])
     if "mesh" in typed or name not in groups.get("sharding", ()):
         return forced
-    search_path = [text for text in overrides if overridden_key(text) == SEARCH_PATH]
-    own = compose_kept(request.config_name, request.config_path, [*search_path, f"sharding={name}"], groups)
+    if not (request.search_path or request.config_path):  # Meshloom's own name their meshes
+        return forced
+    own = compose_kept(request.config_name, request.config_path, [*request.search_path, f"sharding={name}"], groups)
     if own.hydra.runtime.choices.get("mesh") is not None:
         return forced
     rules = OmegaConf.to_container(own.sharding)
