@@ -113,7 +113,7 @@ def _groups(request: Request) -> ConfigGroups:
 
 
 @dataclass(frozen=True)
-class Declared:
+class Reading:
     """What a request declares. problems: all that is wrong with it. spec: valid, made without the overrides that are
     dropped because of a problem; None if it is not valid without them either."""
 
@@ -127,8 +127,8 @@ class Declared:
         return bool(self.problems) and (self.spec is None or bool(_RESTS_ON["mesh"] & _roots(self.dropped)))
 
 
-def read_declared(request: Request) -> Declared:
-    """Returns what a request declares, right or wrong."""
+def read_request(request: Request) -> Reading:
+    """Returns what a request declares, and what is wrong with it."""
     with hydra_session(request) as groups:
         judged = [(text, _problems_of_override(text, request, groups)) for text in request.overrides]
         problems = list(chain.from_iterable(found for _, found in judged))
@@ -138,7 +138,7 @@ def read_declared(request: Request) -> Declared:
         if wrong:
             kept = [text for text in kept if not any(_concerns(text, problem) for problem in wrong)]
             spec, _ = _validate(kept, request, groups)
-    return Declared(spec, tuple(problems), tuple(text for text in request.overrides if text not in kept))
+    return Reading(spec, tuple(problems), tuple(text for text in request.overrides if text not in kept))
 
 
 def read_spec(request: Request, then: Callable[[RunSpec], T]) -> T:
@@ -146,13 +146,13 @@ def read_spec(request: Request, then: Callable[[RunSpec], T]) -> T:
 
     Problems that `then` finds are reported together with wrong keys and types, unless they depend on those.
     """
-    declared = read_declared(request)
-    if not declared.problems:
-        assert declared.spec is not None
-        return then(declared.spec)
-    if declared.spec is None or declared.is_refused:
-        raise ConfigError(declared.problems)
-    raise ConfigError([*declared.problems, *_independent_problems(declared.spec, then, declared.dropped)])
+    reading = read_request(request)
+    if not reading.problems:
+        assert reading.spec is not None
+        return then(reading.spec)
+    if reading.spec is None or reading.is_refused:
+        raise ConfigError(reading.problems)
+    raise ConfigError([*reading.problems, *_independent_problems(reading.spec, then, reading.dropped)])
 
 
 def check_config_files(request: Request) -> None:

@@ -27,7 +27,7 @@ from meshloom.compiler.core.visible import write_error, write_out
 from meshloom.compiler.declare import evaluation_spec
 from meshloom.compiler.declare.application import run_application
 from meshloom.compiler.declare.choices import all_keys, described_groups
-from meshloom.compiler.declare.compose import Request, check_config_files, read_declared, read_spec
+from meshloom.compiler.declare.compose import Request, check_config_files, read_request, read_spec
 from meshloom.compiler.declare.compositions import compositions_kept
 from meshloom.compiler.declare.environment import masked
 from meshloom.compiler.declare.export_spec import EXPORT, ExportSpec, in_export
@@ -85,9 +85,9 @@ def _run(command: Command, flags: argparse.Namespace) -> int:
         return command.load()(request, flags)
     else:
         with compositions_kept():  # the command reads the declaration again
-            declared = read_declared(request)
-            if declared.is_refused:  # before the command is imported, which takes longer
-                raise ConfigError(declared.problems)
+            reading = read_request(request)
+            if reading.is_refused:  # before the command is imported, which takes longer
+                raise ConfigError(reading.problems)
             return command.load()(request, flags)
     return 0
 
