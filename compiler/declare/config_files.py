@@ -14,7 +14,8 @@ A config file here is one that is not Meshloom's own: from --config-dir, --confi
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -46,21 +47,6 @@ FREE_OF_HYDRA = ("run.dir", "sweep.dir", "sweep.subdir", "searchpath", "help", "
                  "overrides", "job.name", "job.config_name", "job.override_dirname", "job.id", "job.num",
                  "job.config")  # fmt: skip
 
-# Keys of a declaration that only the command line may set. A file may repeat the value of conf/config.yaml, or null.
-TYPED_ONLY = {
-    "artifact": "its programs are loaded, which runs code",
-    "evaluation.tasks_path": "a task may name code, which runs",
-    "compilation_cache": "the programs in it are loaded, which runs code",
-    "distributed.coordinator_address": "every process connects to it",
-}
-# URLs that only the command line may set.
-SENT_TO = {
-    "checkpoint.directory": "the state of the run would be saved there",
-    "shards.directory": "the tokens would be written there",
-    "logging.mlflow.uri": "the declaration and the metrics would be sent there",
-}
-READ_FROM = ("data", "checkpoint.restore_from", "checkpoint.weights_from")  # URLs that may not carry values
-COMPILER_OPTIONS = "compiler_options"
 _NAMES_A_PLACE = re.compile(r"dump|file|path|(^|_)dir|_to$|_from$|denylist|plugin|librar|extra_flags")
 _OF_VARIABLE = re.compile(r"\$\{oc\.env:\w+\}(/[^$]*)?")
 _OF_KEY = re.compile(r"\$\{([A-Za-z_][\w.]*)\}(/[^$]*)?")
@@ -172,29 +158,83 @@ def register_sources() -> None:
     Plugins.instance().register(TargetNames)
 
 
+@dataclass(frozen=True)
+class FileValue:
+    """A value of a declaration, unresolved. composed: all of it. values: all of it without interpolations resolved."""
+
+    composed: DictConfig
+    values: dict[str, Any]
+    key: str
+    value: Any
+
+    @property
+    def is_set(self) -> bool:
+        """Returns True unless it is null, missing, or the value of Meshloom's own files."""
+        return self.value not in (None, "???", value_at(_own_values(), self.key))
+
+    @property
+    def names_a_place(self) -> bool:
+        return bool(_NAMES_A_PLACE.search(self.key.partition(".")[2]))
+
+    @property
+    def carries(self) -> bool:
+        """Returns True if a text with interpolations is a URL, or becomes one when they are resolved: its pieces may
+        lie in several keys. A place that one key or variable names, or a path below it, receives no other value."""
+        found = self.value if isinstance(self.value, list) else [self.value]
+        texts = [text for text in found if isinstance(text, str) and "${" in text]
+        if any("://" in text for text in texts):
+            return True
+        if all(_is_below_one(self.values, text) for text in texts):
+            return False
+        check_references(self.values)
+        try:
+            value = OmegaConf.select(self.composed, self.key)
+            return "://" in str(OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value)
+        except OmegaConfBaseException:  # reported where all values are resolved
+            return False
+
+    @property
+    def may_be_url(self) -> bool:
+        """Returns True for a URL to which a run would send what it makes. An interpolation may be one, too."""
+        text = self.value if self.is_set and isinstance(self.value, str) else ""
+        return "${" in text or (is_url(text) and not text.startswith("sqlite:"))
+
+
+TRUSTED, WANTED = "if you trust that place", "if you want it"
+CARRIED = "its URL would carry the value of an interpolation to that place"
+# What only the command line may set: a key, or all keys below it; why; which of its values.
+TYPED_ONLY: tuple[tuple[str, str, Callable[[FileValue], bool], str], ...] = (
+    ("artifact", "its programs are loaded, which runs code", lambda each: each.is_set, TRUSTED),
+    ("evaluation.tasks_path", "a task may name code, which runs", lambda each: each.is_set, TRUSTED),
+    ("compilation_cache", "the programs in it are loaded, which runs code", lambda each: each.is_set, TRUSTED),
+    ("distributed.coordinator_address", "every process connects to it", lambda each: each.is_set, TRUSTED),
+    ("compiler_options.*", "XLA may write to the place that it names, or run files there",
+     lambda each: each.names_a_place, WANTED),
+    ("data.*", CARRIED, lambda each: each.carries, TRUSTED),
+    ("checkpoint.restore_from.*", CARRIED, lambda each: each.carries, TRUSTED),
+    ("checkpoint.weights_from.*", CARRIED, lambda each: each.carries, TRUSTED),
+    ("checkpoint.directory", "the state of the run would be saved there", lambda each: each.may_be_url, TRUSTED),
+    ("shards.directory", "the tokens would be written there", lambda each: each.may_be_url, TRUSTED),
+    ("logging.mlflow.uri", "the declaration and the metrics would be sent there", lambda each: each.may_be_url,
+     TRUSTED),
+)  # fmt: skip
+
+
 def problems_of_files(composed: DictConfig, overrides: Sequence[str]) -> list[Problem]:
     """Returns the forbidden settings of config files. composed: with Hydra's node, unresolved. overrides: as typed."""
-    typed = _parsed(overrides)
-    values = _plain(composed)
-    problems = [
-        *_of_typed_only(values, typed),
-        *_of_compiler_options(values, typed),
-        *_of_urls(composed, values, typed),
-    ]
-    problems += _of_sent_to(values, typed)
+    typed, values, problems = _parsed(overrides), _plain(composed), list[Problem]()
+    for pattern, why, is_one, fix in TYPED_ONLY:
+        top = pattern.removesuffix(".*")
+        value = value_at(values, top)
+        for key, found in [(top, value)] if top == pattern else leaves(value, top):
+            each = FileValue(composed, values, key, found)
+            if is_one(each) and not any(_sets(one, key) for one in typed):
+                what = f"a config file sets it, and {why}"
+                problems.append(Problem(key, what, f"remove it from the file, and type {key}=... {fix}"))
     sources = composed.hydra.runtime.config_sources
     if any((source.schema, source.path) not in OWN_SOURCES for source in sources):
         problems += _of_hydra(values["hydra"], overrides)
     return problems
-
-
-def _of_typed_only(values: dict[str, Any], typed: list[Override]) -> Iterator[Problem]:
-    own = _own_values()
-    for key, why in TYPED_ONLY.items():
-        value = value_at(values, key)
-        if value not in (None, "???", value_at(own, key)) and not any(_sets(each, key) for each in typed):
-            fix = f"remove it from the file, and type {key}=... if you trust that place"
-            yield Problem(key, f"a config file sets it, and {why}", fix)
 
 
 @cache
@@ -204,60 +244,12 @@ def _own_values() -> dict[str, Any]:
     return config | {"logging": logging}
 
 
-def _of_compiler_options(values: dict[str, Any], typed: list[Override]) -> Iterator[Problem]:
-    options = values.get(COMPILER_OPTIONS)
-    for name in options if isinstance(options, dict) else ():
-        key = f"{COMPILER_OPTIONS}.{name}"
-        if _NAMES_A_PLACE.search(str(name)) and not any(_sets(each, key) for each in typed):
-            what = "a config file sets it, and XLA may write to the place that it names, or run files there"
-            yield Problem(key, what, f"remove it from the file, and type {key}=... if you want it")
-
-
-def _of_urls(composed: DictConfig, values: dict[str, Any], typed: list[Override]) -> Iterator[Problem]:
-    """Yields the URLs of data that would carry another value, such as a secret, to a place that the file names."""
-    for key, found in (leaf for top in READ_FROM for leaf in leaves(value_at(values, top), top)):
-        if _carries(composed, values, key, found) and not any(_sets(each, key) for each in typed):
-            what = "a config file sets it, and its URL would carry the value of an interpolation to that place"
-            yield Problem(key, what, f"remove it from the file, and type {key}=... if you trust that place")
-
-
-def _carries(composed: DictConfig, values: dict[str, Any], key: str, found: Any) -> bool:
-    """Returns True if a text with interpolations is a URL, or becomes one when they are resolved: its pieces may lie in
-    several keys. A place that one key or variable names, or a path below it, receives no other value."""
-    texts = [text for text in (found if isinstance(found, list) else [found]) if isinstance(text, str) and "${" in text]
-    if any("://" in text for text in texts):
-        return True
-    if all(_is_below_one(values, text) for text in texts):
-        return False
-    check_references(values)
-    try:
-        return "://" in str(_resolved(composed, key))
-    except OmegaConfBaseException:  # reported where all values are resolved
-        return False
-
-
 def _is_below_one(values: dict[str, Any], text: str) -> bool:
     """Returns True for `${oc.env:NAME}/path`, and for `${a.b}/path` where a.b is text without interpolations."""
     if _OF_VARIABLE.fullmatch(text):
         return True
     key = _OF_KEY.fullmatch(text)
     return bool(key) and isinstance(value := value_at(values, key[1]), str) and "${" not in value
-
-
-def _resolved(composed: DictConfig, key: str) -> Any:
-    value = OmegaConf.select(composed, key)
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-
-
-def _of_sent_to(values: dict[str, Any], typed: list[Override]) -> Iterator[Problem]:
-    """Yields the URLs to which a run would send what it makes. An interpolation may be one, too."""
-    for key, why in SENT_TO.items():
-        value = value_at(values, key)
-        may_be_url = isinstance(value, str) and ("${" in value or (is_url(value) and not value.startswith("sqlite:")))
-        is_own = value == value_at(_own_values(), key)
-        if may_be_url and not is_own and not any(_sets(each, key) for each in typed):
-            fix = f"remove it from the file, and type {key}=... if you trust that place"
-            yield Problem(key, f"a config file sets it, and {why}", fix)
 
 
 def _of_hydra(found: dict[str, Any], overrides: Sequence[str]) -> Iterator[Problem]:
