@@ -17,6 +17,7 @@ cut is 14 times as large as x, and with them it would be 22 times.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -36,27 +37,6 @@ _CALLS = frozenset({"checkpoint", "closed_call", "core_call", "jit", "pjit", "re
 DifferentiatedLayer = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
-@dataclass(frozen=True)
-class LayerPasses:
-    """The passes of a layer: functions of x, of lists of arrays, and of a tree `known` that begins with the weights.
-
-    forward: (known, x) -> ((y, auxiliary outputs), saved). recompute: (known, saved) -> kept. backward: (known, held,
-    dy) -> (dx, (vectors, matrices)). input_gradient: (known, held, dy) -> (dx, vectors, cut). weight_gradient: (known,
-    saved, cut) -> matrices; it reads nothing of `saved` if what is recomputed is a pass of its own. vectors, matrices:
-    gradients of weights of one dimension, and of more (`by_dimensions`). held: `kept` if what is recomputed is a pass
-    of its own, else `saved`. saved, kept, cut: the arrays of each.
-    """
-
-    forward: Callable[[Any, Any], tuple[tuple[Any, Any], list[Array]]]
-    recompute: Callable[[Any, list[Array]], list[Array]]
-    backward: Callable[[Any, list[Array], Any], tuple[Any, tuple[list[Array], list[Array]]]]
-    input_gradient: Callable[[Any, list[Array], Any], tuple[Any, list[Array], list[Array]]]
-    weight_gradient: Callable[[Any, list[Array], list[Array]], list[Array]]
-    saved: list[Residual]
-    kept: list[Residual]
-    cut: list[Residual]
-
-
 def split_passes(
     layer: DifferentiatedLayer,
     policy: Policy,
@@ -66,122 +46,249 @@ def split_passes(
     *,
     cotangent: Callable[[Any], Any],
     recomputes: bool,
-) -> LayerPasses:
+) -> "LayerPasses":
     """Returns the passes of a layer that is differentiated by `accumulators` and x, with arguments of these shapes.
 
     cotangent: from the shapes of the auxiliary outputs, what their derivatives are multiplied by; it is the same in all
     passes. recomputes: whether what is computed again is a pass of its own.
     """
-    saving, found = jax.checkpoint(layer, policy=policy, prevent_cse=False), dict[str, Any]()
+    saving = jax.checkpoint(layer, policy=policy, prevent_cse=False)
 
-    def arguments(known: Any, *of_x: Any) -> list[Any]:
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), accumulators)
-        return jax.tree.leaves((known, zeros, *of_x))
-
-    def forward(known: Any, accumulators: Any, x: Any) -> tuple[Any, list[Any]]:
+    def forward(known: Any, accumulators: Any, x: Any) -> tuple[Any, list[Any], Any]:
         made, pull_back = jax.vjp(lambda accumulators, x: saving(accumulators, known, x), accumulators, x)
-        residuals, found["pull_back"] = jax.tree.flatten(pull_back)
-        return made, residuals
+        residuals, structure = jax.tree.flatten(pull_back)
+        return made, residuals, _Static(structure)
 
-    traced, (made, residuals) = jax.make_jaxpr(forward, return_shape=True)(known, accumulators, x)
-    num_known, structure = len(jax.tree.leaves((known, accumulators))), jax.tree.structure(made)
+    traced, (made, residuals, of_pull_back) = jax.make_jaxpr(forward, return_shape=True)(known, accumulators, x)
 
     def pull_back(dy: Any, *residuals: Any) -> tuple[Any, Any]:
-        dw, dx = jax.tree.unflatten(found["pull_back"], residuals)((dy, cotangent(made[1])))
+        dw, dx = jax.tree.unflatten(of_pull_back.value, residuals)((dy, cotangent(made[1])))
         return dx, dw
 
-    pulled, gradients = jax.make_jaxpr(pull_back, return_shape=True)(made[0], *residuals)
-    of_x = jax.tree.structure(gradients[0])
-    backward = _Program.of(_inlined(pulled))
+    pulled, (dx, _) = jax.make_jaxpr(pull_back, return_shape=True)(made[0], *residuals)
+    num_known = len(jax.tree.leaves((known, accumulators)))
+    saved = _Forward(traced, accumulators, jax.tree.structure(made), num_known)
+    cut = Cut(
+        _Program.of(_inlined(pulled)),
+        saved,
+        num_dy=len(jax.tree.leaves(made[0])),
+        num_dx=len(jax.tree.leaves(dx)),
+        num_weights=len(jax.tree.leaves(known[0])),
+        recomputes=recomputes,
+    )
+    return LayerPasses(saved, cut, jax.tree.structure(dx))
 
-    # A residual is an argument that a later pass has, a constant of the program, or saved.
-    inputs, outputs = traced.jaxpr.invars, traced.jaxpr.outvars[structure.num_leaves :]
-    place = {var: at for at, var in enumerate(inputs[:num_known])}
-    constants = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
-    saved = list(dict.fromkeys(v for v in outputs if isinstance(v, Var) and v not in place and v not in constants))
-    saved_at = {var: at for at, var in enumerate(saved)}
-    num_dy = len(jax.tree.leaves(made[0]))
-    sources = dict(zip(backward.inputs[num_dy:], outputs, strict=True))
 
-    def values(variables: Sequence[Var], known: Any, held: dict[Var, Any]) -> list[Any]:
-        """Returns the values of variables of the backward program."""
-        leaves = arguments(known)
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Static:
+    """A value that leaves a trace as it is."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """The forward pass of a layer, with the residuals that its derivative reads.
+
+    traced: (known, accumulators, x) -> (y, auxiliary outputs), residuals. structure: the tree of what comes before the
+    residuals. num_known: the inputs before x.
+    """
+
+    traced: ClosedJaxpr
+    accumulators: Any
+    structure: Any
+    num_known: int
+
+    @cached_property
+    def residuals(self) -> list[Any]:
+        return self.traced.jaxpr.outvars[self.structure.num_leaves :]
+
+    @cached_property
+    def place(self) -> dict[Var, int]:
+        """Returns the arguments that a later pass has anyway, with their places."""
+        return {var: at for at, var in enumerate(self.traced.jaxpr.invars[: self.num_known])}
+
+    @cached_property
+    def constants(self) -> dict[Var, Any]:
+        return dict(zip(self.traced.jaxpr.constvars, self.traced.consts, strict=True))
+
+    @cached_property
+    def saved(self) -> list[Var]:
+        """Returns the residuals that are neither such arguments nor constants."""
+        there = self.place.keys() | self.constants.keys()
+        return list(dict.fromkeys(v for v in self.residuals if isinstance(v, Var) and v not in there))
+
+    def arguments(self, known: Any, *of_x: Any) -> list[Any]:
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.accumulators)
+        return jax.tree.leaves((known, zeros, *of_x))
+
+    def run(self, known: Any, x: Any) -> tuple[Any, list[Array]]:
+        out = jaxpr_as_fun(self.traced)(*self.arguments(known, x))
+        num_made = self.structure.num_leaves
+        of = {v: value for v, value in zip(self.residuals, out[num_made:], strict=True) if isinstance(v, Var)}
+        return self.structure.unflatten(out[:num_made]), [of[var] for var in self.saved]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The derivative of a layer, cut into parts: sets of its operations, and the variables that cross between them.
+
+    backward: (dy, residuals) -> (dx, gradients of weights). num_dy, num_dx: the arrays of each. num_weights: the
+    weights, which are the first arguments that each pass has. recomputes: whether R is a pass of its own.
+    """
+
+    backward: "_Program"
+    forward: _Forward
+    num_dy: int
+    num_dx: int
+    num_weights: int
+    recomputes: bool
+
+    @cached_property
+    def dy(self) -> list[Var]:
+        return self.backward.inputs[: self.num_dy]
+
+    @cached_property
+    def dx(self) -> list[Any]:
+        return self.backward.outputs[: self.num_dx]
+
+    @cached_property
+    def vectors(self) -> list[Any]:
+        return [var for var in self.backward.outputs[self.num_dx :] if var.aval.ndim < 2]
+
+    @cached_property
+    def matrices(self) -> list[Any]:
+        return [var for var in self.backward.outputs[self.num_dx :] if var.aval.ndim >= 2]
+
+    @cached_property
+    def sources(self) -> dict[Var, Any]:
+        """Returns the residual that each input of the backward program is."""
+        return dict(zip(self.backward.inputs[self.num_dy :], self.forward.residuals, strict=True))
+
+    @cached_property
+    def of_saved(self) -> list[Var]:
+        """Returns the inputs that F saves."""
+        saved = set(self.forward.saved)
+        return [var for var, source in self.sources.items() if isinstance(source, Var) and source in saved]
+
+    @cached_property
+    def again(self) -> frozenset[int]:
+        """Returns the operations on weights alone, which each part does again."""
+        place, sources = self.forward.place, self.sources
+        given = [var for var, source in sources.items() if isinstance(source, Literal) or source in place]
+        weights = [v for v in given if isinstance(sources[v], Var) and place[sources[v]] < self.num_weights]
+        return self.backward.made_of(weights, given)
+
+    @cached_property
+    def in_r(self) -> frozenset[int]:
+        return self.backward.independent_of(self.dy) - self.again if self.recomputes else frozenset[int]()
+
+    @cached_property
+    def in_b(self) -> frozenset[int]:
+        return self.backward.leading_to([*self.dx, *self.vectors]) - self.in_r - self.again
+
+    @cached_property
+    def in_w(self) -> frozenset[int]:
+        return self.backward.leading_to(self.matrices) - self.in_b - self.in_r - self.again
+
+    @cached_property
+    def crossing(self) -> list[Var]:
+        """Returns what W reads of other parts, without what stays in the slot of F."""
+        in_slot = set[Var]() if self.recomputes else set(self.of_saved)
+        return [var for var in self._held_for(self.in_w, self.matrices) if var not in in_slot]
+
+    @cached_property
+    def kept(self) -> list[Var]:
+        """Returns what R hands on, or what F saves if R is no pass."""
+        if not self.recomputes:
+            return self.of_saved
+        read = self._held_for(self.in_b, [*self.dx, *self.vectors, *self.crossing])
+        return [var for var in read if var not in set(self.dy)]
+
+    def _held_for(self, part: frozenset[int], results: Sequence[Any]) -> list[Var]:
+        """Returns what a part of the program reads, and results that it does not make, if it has to be held."""
+        read, sources, held = self.backward.read_by(part | self.again, results), self.sources, set(self.of_saved)
+        return [var for var in read if var not in self.backward.constants and (var not in sources or var in held)]
+
+    def restored(self, saved: list[Array]) -> dict[Var, Any]:
+        """Returns what F saved, by the inputs that it is."""
+        of = dict(zip(self.forward.saved, saved, strict=True))
+        return {var: of[self.sources[var]] for var in self.of_saved}
+
+    def run(self, part: frozenset[int], results: Sequence[Any], known: Any, held: dict[Var, Any]) -> list[Any]:
+        """Returns results of a part, from the arguments that each pass has and what is held for it."""
+        leaves, forward = self.forward.arguments(known), self.forward
 
         def value(var: Var) -> Any:
-            if var in held or var in backward.constants:
-                return held[var] if var in held else backward.constants[var]
-            source = sources[var]
+            if var in held or var in self.backward.constants:
+                return held[var] if var in held else self.backward.constants[var]
+            source = self.sources[var]
             if isinstance(source, Literal):
                 return source.val
-            return leaves[place[source]] if source in place else constants[source]
+            return leaves[forward.place[source]] if source in forward.place else forward.constants[source]
 
-        return [value(var) for var in variables]
+        return self.backward.run(part | self.again, results, lambda variables: list(map(value, variables)))
 
-    of_saved = [var for var, source in sources.items() if isinstance(source, Var) and source in saved_at]
 
-    def restored(saved: list[Array]) -> dict[Var, Any]:
-        return {var: saved[saved_at[sources[var]]] for var in of_saved}
+@dataclass(frozen=True)
+class LayerPasses:
+    """The passes of a layer, on x, lists of arrays, and a tree `known` that begins with the weights.
 
-    dy_vars = backward.inputs[:num_dy]
-    dx_vars, dw_vars = backward.outputs[: of_x.num_leaves], backward.outputs[of_x.num_leaves :]
-    vectors = [var for var in dw_vars if var.aval.ndim < 2]
-    matrices = [var for var in dw_vars if var.aval.ndim >= 2]
-    num_weights = len(jax.tree.leaves(known[0]))
-    given = [var for var, source in sources.items() if isinstance(source, Literal) or source in place]
-    weights = [var for var in given if place.get(sources[var], num_weights) < num_weights]
-    again = backward.made_of(weights, given)
-    first = backward.independent_of(dy_vars) - again if recomputes else frozenset[int]()
-    in_b = backward.leading_to([*dx_vars, *vectors]) - first - again
-    in_w = backward.leading_to(matrices) - in_b - first - again
+    held: `kept` if what is recomputed is a pass of its own, else `saved`. Gradients of weights are lists of those of
+    one dimension, `vectors`, and of more, `matrices` (`by_dimensions`).
+    """
 
-    def free(of: frozenset[int], results: Sequence[Any]) -> list[Var]:
-        """Returns what a part of the program reads, and results that it does not make, if it has to be held."""
-        read = backward.read_by(of | again, results)
-        return [var for var in read if var not in backward.constants and (var not in sources or var in set(of_saved))]
+    _forward: _Forward
+    _cut: Cut
+    _of_x: Any
 
-    in_slot = set[Var]() if recomputes else set(of_saved)
-    cut = [var for var in free(in_w, matrices) if var not in in_slot]
-    kept = [var for var in free(in_b, [*dx_vars, *vectors, *cut]) if var not in set(dy_vars)]
-    kept = kept if recomputes else of_saved
+    @property
+    def saved(self) -> list[Residual]:
+        return [_held(var.aval) for var in self._forward.saved]
 
-    def held(arrays: list[Array]) -> dict[Var, Any]:
-        return dict(zip(kept, arrays, strict=True)) if recomputes else restored(arrays)
+    @property
+    def kept(self) -> list[Residual]:
+        return [_held(var.aval) for var in self._cut.kept]
 
-    def with_dy(known: Any, arrays: list[Array], dy: Any, of: frozenset[int], results: list[Any]) -> list[Any]:
-        there = held(arrays) | dict(zip(dy_vars, jax.tree.leaves(dy), strict=True))
-        return backward.run(of | again, results, lambda variables: values(variables, known, there))
+    @property
+    def cut(self) -> list[Residual]:
+        return [_held(var.aval) for var in self._cut.crossing]
 
-    def run_forward(known: Any, x: Any) -> tuple[tuple[Any, Any], list[Array]]:
-        out = jaxpr_as_fun(traced)(*arguments(known, x))
-        residuals = zip(outputs, out[structure.num_leaves :], strict=True)
-        of = {var: value for var, value in residuals if isinstance(var, Var)}
-        return structure.unflatten(out[: structure.num_leaves]), [of[var] for var in saved]
+    def forward(self, known: Any, x: Any) -> tuple[tuple[Any, Any], list[Array]]:
+        """Returns ((y, auxiliary outputs), saved)."""
+        return self._forward.run(known, x)
 
-    def run_recompute(known: Any, saved: list[Array]) -> list[Array]:
-        return backward.run(first | again, kept, lambda variables: values(variables, known, restored(saved)))
+    def recompute(self, known: Any, saved: list[Array]) -> list[Array]:
+        """Returns `kept`."""
+        return self._cut.run(self._cut.in_r, self._cut.kept, known, self._cut.restored(saved))
 
-    def run_backward(known: Any, arrays: list[Array], dy: Any) -> tuple[Any, tuple[list[Array], list[Array]]]:
-        out = iter(with_dy(known, arrays, dy, in_b | in_w, [*dx_vars, *vectors, *matrices]))
-        dx, of_vectors, of_matrices = (list(islice(out, len(each))) for each in (dx_vars, vectors, matrices))
-        return of_x.unflatten(dx), (of_vectors, of_matrices)
+    def backward(self, known: Any, held: list[Array], dy: Any) -> tuple[Any, tuple[list[Array], list[Array]]]:
+        """Returns (dx, (vectors, matrices))."""
+        cut = self._cut
+        dx, vectors, matrices = self._with_dy(known, held, dy, cut.in_b | cut.in_w, cut.matrices)
+        return dx, (vectors, matrices)
 
-    def run_input_gradient(known: Any, arrays: list[Array], dy: Any) -> tuple[Any, list[Array], list[Array]]:
-        out = iter(with_dy(known, arrays, dy, in_b, [*dx_vars, *vectors, *cut]))
-        dx, of_vectors, of_cut = (list(islice(out, len(each))) for each in (dx_vars, vectors, cut))
-        return of_x.unflatten(dx), of_vectors, of_cut
+    def input_gradient(self, known: Any, held: list[Array], dy: Any) -> tuple[Any, list[Array], list[Array]]:
+        """Returns (dx, vectors, cut)."""
+        return self._with_dy(known, held, dy, self._cut.in_b, self._cut.crossing)
 
-    def run_weight_gradient(known: Any, saved: list[Array], arrays: list[Array]) -> list[Array]:
-        there = dict(zip(cut, arrays, strict=True)) | ({} if recomputes else restored(saved))
-        return backward.run(in_w | again, matrices, lambda variables: values(variables, known, there))
+    def weight_gradient(self, known: Any, saved: list[Array], cut: list[Array]) -> list[Array]:
+        """Returns the matrices. It reads nothing of `saved` if what is recomputed is a pass of its own."""
+        of_slot = {} if self._cut.recomputes else self._cut.restored(saved)
+        there = dict(zip(self._cut.crossing, cut, strict=True)) | of_slot
+        return self._cut.run(self._cut.in_w, self._cut.matrices, known, there)
 
-    return LayerPasses(
-        run_forward,
-        run_recompute,
-        run_backward,
-        run_input_gradient,
-        run_weight_gradient,
-        *([_held(var.aval) for var in each] for each in (saved, kept, cut)),
-    )
+    def _with_dy(
+        self, known: Any, held: list[Array], dy: Any, part: frozenset[int], others: list[Any]
+    ) -> tuple[Any, list[Array], list[Array]]:
+        """Returns dx, the gradients of vectors and other results of a part that depends on dy."""
+        cut = self._cut
+        of_held = dict(zip(cut.kept, held, strict=True)) if cut.recomputes else cut.restored(held)
+        there = of_held | dict(zip(cut.dy, jax.tree.leaves(dy), strict=True))
+        out = iter(cut.run(part, [*cut.dx, *cut.vectors, *others], known, there))
+        dx, vectors, rest = (list(islice(out, len(each))) for each in (cut.dx, cut.vectors, others))
+        return self._of_x.unflatten(dx), vectors, rest
 
 
 def by_dimensions(tree: Any, num_before: int = 0) -> tuple[list[Any], list[Any]]:
