@@ -34,12 +34,13 @@ from meshloom.compiler.analysis.program_devices import ProgramDevices
 from meshloom.compiler.analysis.schedule_analysis import ScheduleAnalysis, analyse_schedule, chip_of
 from meshloom.compiler.core.format import human_bytes, human_seconds, human_share
 from meshloom.compiler.core.known import text_of
+from meshloom.compiler.core.traffic import Placed
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.schema import CollectiveReport, by_exposed, total
 from meshloom.compiler.xla.hlo import Module, parse_module
 from meshloom.compiler.xla.schedule.program import read_steps
-from meshloom.compiler.xla.schedule.simulate import Priced, Simulation, simulate
+from meshloom.compiler.xla.schedule.simulate import Simulation, simulate
 from meshloom.compiler.xla.schedule.steps import Collective
 
 KEPT = Path(__file__).with_suffix(".jsonl")
@@ -79,9 +80,9 @@ def simulate_not_queued(program: Program) -> Simulation:
 
     devices = ProgramDevices(program.plan.mesh.placement, program.order)
 
-    def price(collective: Collective) -> Priced:
+    def price(collective: Collective) -> Placed:
         where = devices.place(collective)
-        return Priced(where.alone_seconds, () if collective.num_bytes < SHORT_BYTES else where.links)
+        return Placed(where.alone_seconds, () if collective.num_bytes < SHORT_BYTES else where.links)
 
     return simulate(read_steps(program.module, chip_of(program.plan.target), program.plan.ops), price)
 

@@ -9,14 +9,16 @@ the path of the value ("step.predicted_mfu"), or of that value in all elements (
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from meshloom.models.config import Record
 
-from .core.collectives import CollectiveKind, ComputeKind, LinkKind
+from .core.collectives import ComputeKind
 from .core.known import OrUnknown, Reasoned, Unknown, all_known
+from .core.traffic import TimedTraffic
 from .spec.overlap_spec import OverlapConfig
 
 SCHEMA_VERSION = 16  # of report.json and plan.json
@@ -92,33 +94,22 @@ class MemoryReport(Record):
     changes: tuple[MemoryChange, ...]  # the cheapest first; empty where it fits
 
 
-class CollectiveReport(Record):
-    """All collectives of a step that are equal: one place in the program, once per trip of its loops.
+@dataclass(frozen=True, kw_only=True)
+class CollectiveReport(TimedTraffic):
+    """All collectives of a step that are equal: one place in the program, once per trip of its loops. source: the text
+    of `origin`."""
 
-    mesh_axes: the axes that its groups lie along. Where the axes of a program have no names, the sizes and strides of
-    the groups in the program's order of devices: "4 (stride 8)".
-    """
-
-    kind: CollectiveKind
-    mesh_axes: tuple[str, ...]
-    group_size: PositiveInt
-    link: LinkKind
-    bytes: NonNegativeInt  # of the full array, in all executions
-    dtype: str
-    count: PositiveInt  # executions in a step
-    alone_seconds: OrUnknown[NonNegativeFloat]
-    hidden_seconds: OrUnknown[NonNegativeFloat]
-    exposed_seconds: OrUnknown[NonNegativeFloat]
     hidden_behind: tuple[str, ...]  # names of instructions that run meanwhile, the longest first
     is_async: bool
     form: str  # its form in the program: "all-gather-start", "collective fusion", "SparseCore call", "synchronous"
-    source: (
-        str  # "layers/attention/query_EHD, forward", what the compiler keeps of a name, "... (inferred from its size)"
-    )
+    source: str = ""  # "layers/attention/query_EHD, forward", "... (inferred from its size)", "made by the compiler"
     line: str  # of the code that it comes from, "train.py:42"; if all are a library's, its scope: "conv5_block1_3_bn"
     where: str  # computation or loop: "while body, 32 trips"
     confidence: Literal["high", "low"]  # low: size, group or bandwidth is not certain
     name: str  # of the instruction; "NAME (all-gather)": one that shares its call with another kind
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "source", str(self.origin))
 
 
 class StepReport(Record):

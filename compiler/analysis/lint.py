@@ -193,8 +193,8 @@ def _closest(each: CollectiveReport, planned: Sequence[PlannedCollective]) -> Pl
     if each.bytes // each.count > 2 * sum(p.bytes_each for p in alike):
         return None
     if each.dtype == "f32":  # a ring sends gradients in float32 beside keys and values
-        alike = [p for p in alike if p.dtype == "float32" and each.source.startswith(p.source)] or alike
-    return min(alike, key=lambda p: abs(p.num_bytes - each.bytes), default=None)
+        alike = [p for p in alike if p.dtype == "float32" and p.origin.name == each.origin.name] or alike
+    return min(alike, key=lambda p: abs(p.bytes - each.bytes), default=None)
 
 
 def _not_scattered(
@@ -202,7 +202,7 @@ def _not_scattered(
 ) -> Costly:
     what = f"an all-reduce of {_size(each)} where the plan has reduce-scatters: half of the traffic is redundant"
     rules = dict.fromkeys(p.rule for p in scattered if p.rule)
-    is_of_head = all(_is_of_head(p.source) for p in scattered)
+    is_of_head = all(_is_of_head(p.origin.name) for p in scattered)
     in_parts, preset = [HEAD_IN_CHUNKS] if is_of_head else [], with_preset_for(plan, "reduce-scatter")
     fix = unfollowed(plan, *in_parts, *([preset] if preset else []), narrower, SPLIT_THE_GROUP) or MORE_TOKENS
     return _costly(each, each.bytes // 2, "gradient-not-scattered", what, ", ".join((each.source, *rules)), fix)
@@ -366,11 +366,10 @@ def least_batch(
     Collectives of weights and gradients do not depend on the batch; compute and the collectives of activations grow
     with it.
     """
-    paths = [array.array.path for array in plan.sharding.parameters]
     factors = [1.0]
     for kind in dict.fromkeys(each.link for each in collectives):
         on_link = [each for each in collectives if each.link == kind]
-        fixed = sum(each.alone_seconds or 0.0 for each in on_link if any(path in each.source for path in paths))
+        fixed = sum(each.alone_seconds or 0.0 for each in on_link if each.origin.parameter)
         growing = sum(each.alone_seconds or 0.0 for each in on_link) - fixed
         # fixed + f growing <= f compute + what may be exposed of the step, f compute / (1 - limit) long
         room = compute_seconds / (1 - limit) - growing

@@ -7,12 +7,12 @@ names. A program for several slices has no names at all.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
-from ..core.format import NUM_NAMED
-from ..core.scopes import BY_SIZE, OperationName
+from ..core.scopes import OperationName
+from ..core.traffic import TrafficSource
 from ..estimate.communication import PlannedCollective
 from ..jaxpr.operation_kinds import LANES
 from ..xla.schedule.steps import Collective
@@ -26,12 +26,13 @@ class Match:
     candidates: tuple[PlannedCollective, ...]
 
     @property
-    def sources(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(candidate.source for candidate in self.candidates))
+    def origins(self) -> tuple[TrafficSource, ...]:
+        """Returns what the candidates move, in whichever pass."""
+        return tuple(dict.fromkeys(replace(candidate.origin, in_pass="") for candidate in self.candidates))
 
     @property
     def is_certain(self) -> bool:
-        return 0 < len(self.sources) <= self.num_arrays
+        return 0 < len(self.origins) <= self.num_arrays
 
 
 def match_planned(
@@ -46,18 +47,21 @@ def match_planned(
     return tuple(_of_size(size, collective.num_elements.count(size), alike, count, made_by) for size in sizes)
 
 
-def source_by_size(matches: Sequence[Match]) -> str | None:
+def source_by_size(matches: Sequence[Match]) -> TrafficSource | None:
     """Returns the source: 'head/kernel_EV, backward (inferred from its size)'; 'one of a, b and 2 more (...)' if the
     largest array is a or b, and two more are combined with it; None if nothing matches."""
     found = [match for match in matches if match.candidates]
     if not found:
         return None
-    first = found[0]
-    named = first.sources[0] if first.is_certain else _one_of(first.sources)
-    num_more = sum(match.num_arrays for match in matches) - 1
-    directions = {candidate.direction for match in found for candidate in match.candidates}
-    more = f" and {num_more} more" if num_more else ""
-    return f"{named}{more}{f', {directions.pop()}' if len(directions) == 1 else ''}{BY_SIZE}"
+    first, *others = found[0].origins
+    passes = {candidate.origin.in_pass for match in found for candidate in match.candidates}
+    return replace(
+        first,
+        others=() if found[0].is_certain else tuple(each.name for each in others),
+        num_more=sum(match.num_arrays for match in matches) - 1,
+        is_inferred=True,
+        in_pass=passes.pop() if len(passes) == 1 else "",
+    )
 
 
 def num_elements(planned: PlannedCollective) -> int:
@@ -88,15 +92,10 @@ def _of_size(
         by_size.setdefault(num_elements(each), []).append(each)
     found = [each for one, same in by_size.items() if size in (one, -(-one // LANES) * LANES) for each in same]
     if found:
-        found = [each for each in found if each.source in made_by] or found
+        found = [each for each in found if each.origin.activation in made_by] or found
         counted = [each for each in found if each.count == count]
         return Match(num_arrays, tuple(counted or found))
     for one, same in by_size.items():  # concatenated: all arrays of one size, or some of many scalars
         if size == one * len(same) or (one == 1 and size <= sum(each.count for each in same)):
             return Match(num_arrays * size // one, tuple(same))
     return Match(num_arrays, ())
-
-
-def _one_of(sources: Sequence[str]) -> str:
-    others = f" or {len(sources) - NUM_NAMED} others" if len(sources) > NUM_NAMED else ""
-    return f"one of {', '.join(sources[:NUM_NAMED])}{others}"

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..core.collectives import LinkKind
 from ..core.partition_spec import STAGE
+from ..core.traffic import Placed
 from ..target.axis_segments import LINK_KINDS, TORUS_AXES, GroupSpan, link_of_spans
 from ..target.device_links import link_of_devices, send_between, uneven_seconds
 from ..target.links import Link, collective_seconds
@@ -26,21 +26,6 @@ from ..xla.schedule.steps import PAIRS, Collective
 
 NO_GROUPS = "the program does not name its group of devices"
 NO_LINKS = "the target's links are not known"
-
-
-@dataclass(frozen=True)
-class CollectivePlacement:
-    """The placement of one collective. mesh_axes: the axes along which its groups lie, empty if the program does not
-    say. links: the links that it keeps busy, each direction of a torus axis separately: 'ICI x+'. why: the reason why
-    alone_seconds is unknown. is_certain: False if irregular groups were priced by one order of sending."""
-
-    mesh_axes: tuple[str, ...]
-    group_size: int
-    kind: LinkKind
-    links: tuple[str, ...]
-    alone_seconds: float | None
-    why: str | None = None
-    is_certain: bool = True
 
 
 @dataclass(frozen=True)
@@ -58,7 +43,7 @@ class ProgramDevices:
     def target(self) -> TargetPlan:
         return self.placement.target
 
-    def place(self, collective: Collective) -> CollectivePlacement:
+    def place(self, collective: Collective) -> Placed:
         """Returns the placement of a collective of the program."""
         where = place_collective(self.reordered(collective), self.placement)
         if self.placement.is_of_mesh or not where.mesh_axes:
@@ -133,44 +118,44 @@ def connected(pairs: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(groups[first] for first in sorted(groups))
 
 
-def place_collective(collective: Collective, placement: Placement) -> CollectivePlacement:
+def place_collective(collective: Collective, placement: Placement) -> Placed:
     """Returns the placement of a collective over all of its groups at once."""
     if collective.num_slices is not None:
         return _across_slices(collective, collective.num_slices, placement)
     groups = collective.groups
     if not groups:
-        return CollectivePlacement((), 1, placement.link_of(()).kind, (), None, NO_GROUPS)
+        return Placed(None, (), placement.link_of(()).kind, why=NO_GROUPS)
     if collective.kind in ("collective-permute", "send"):
         return _sent(collective, placement)
     axes, size = placement.axes_of(groups[0]), len(groups[0])
     whole = placement.link_of(axes)
     if not placement.is_known:
-        return CollectivePlacement(axes, size, whole.kind, (whole.kind,), None, NO_LINKS)
+        return Placed(None, (whole.kind,), whole.kind, axes, size, NO_LINKS)
     link = whole if size == whole.group_size else link_of_devices(placement, groups)
     if link is None:
         sent = uneven_seconds(collective.kind, collective.num_bytes, placement, groups)
         links = tuple(map(_name, sent.tracks))
-        return CollectivePlacement(axes, size, sent.kind, links, sent.seconds, is_certain=False)
+        return Placed(sent.seconds, links, sent.kind, axes, size, is_certain=False)
     seconds = collective_seconds(collective.kind, collective.num_bytes, size, link.over(collective.num_axes))
-    return CollectivePlacement(axes, size, link.kind, _links_of(link), seconds)
+    return Placed(seconds, _links_of(link), link.kind, axes, size)
 
 
-def _sent(collective: Collective, placement: Placement) -> CollectivePlacement:
+def _sent(collective: Collective, placement: Placement) -> Placed:
     """Returns the placement of a permute, whose groups are pairs: along all axes that any pair crosses."""
     names = tuple(placement.sizes)
     crossed = {axis for pair in collective.groups for axis in placement.axes_of(pair)}
     axes = tuple(name for name in names if name in crossed)
     size = placement.group_size(axes)
     if not placement.is_known:
-        return CollectivePlacement(axes, size, "memory", ("memory",), None, NO_LINKS)
+        return Placed(None, ("memory",), "memory", axes, size, NO_LINKS)
     sent = send_between(placement, collective.groups, collective.num_bytes)
-    return CollectivePlacement(axes, size, sent.kind, tuple(map(_name, sent.tracks)), sent.seconds)
+    return Placed(sent.seconds, tuple(map(_name, sent.tracks)), sent.kind, axes, size)
 
 
-def _across_slices(collective: Collective, num_slices: int, placement: Placement) -> CollectivePlacement:
+def _across_slices(collective: Collective, num_slices: int, placement: Placement) -> Placed:
     """Returns the placement of a collective between each device and those at the same place in other slices."""
     if not placement.is_known:
-        return CollectivePlacement((), num_slices, "DCN", ("DCN",), None, NO_LINKS)
+        return Placed(None, ("DCN",), "DCN", (), num_slices, NO_LINKS)
     crossing = {
         axis: [part.size for part in parts if part.physical == "DCN"] for axis, parts in placement.parts.items()
     }
@@ -181,7 +166,7 @@ def _across_slices(collective: Collective, num_slices: int, placement: Placement
         axes = tuple(alike) if len(alike) == 1 else ()
     link = link_of_spans({"DCN": GroupSpan(num_slices, 1, 1, 1, is_ring=False)}, placement.target)
     seconds = collective_seconds(collective.kind, collective.num_bytes, num_slices, link)
-    return CollectivePlacement(axes, num_slices, "DCN", ("DCN",), seconds)
+    return Placed(seconds, ("DCN",), "DCN", axes, num_slices)
 
 
 def _links_of(link: Link) -> tuple[str, ...]:

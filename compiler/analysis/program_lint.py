@@ -82,7 +82,9 @@ def _asynchronous(kind: CollectiveKind, target: TargetPlan) -> str:
 
 
 def _random_bits(collectives: Sequence[CollectiveReport]) -> Iterator[Finding]:
-    for kind, alike in _by_kind(each for each in collectives if _RANDOM.search(each.source) and _is_large(each)):
+    for kind, alike in _by_kind(
+        each for each in collectives if _RANDOM.search(each.origin.activation) and _is_large(each)
+    ):
         num_bytes = sum(each.bytes for each in alike)
         yield Finding(
             rule="random-bits",

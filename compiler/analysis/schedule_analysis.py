@@ -13,7 +13,8 @@ from ..core.collectives import MOVING, ComputeKind
 from ..core.errors import Problem, raise_if_any, use_one_of
 from ..core.format import counted, human_names
 from ..core.known import Unknown, each_known, or_unknown
-from ..core.scopes import SUM_OF, OperationName
+from ..core.scopes import OperationName, is_sum_of_matmul
+from ..core.traffic import Placed, TrafficSource
 from ..estimate.communication import PlannedCollective
 from ..jaxpr.flops import ModelFlops
 from ..parallel.operation import ParallelOp, find_source
@@ -26,11 +27,11 @@ from ..xla.hlo import Module
 from ..xla.schedule import Simulation, simulate
 from ..xla.schedule.prices import Chip
 from ..xla.schedule.program import read_steps
-from ..xla.schedule.simulate import CollectiveTotals, Priced, Taken
+from ..xla.schedule.simulate import CollectiveTotals, Taken
 from ..xla.schedule.stage_clocks import StagedDevices, simulate_stages
 from ..xla.schedule.steps import ALL, Choices, Collective, Done, Step, apply_choices, conditionals, every, open_loops
 from .match import Match, match_planned, source_by_size
-from .program_devices import CollectivePlacement, ProgramDevices
+from .program_devices import ProgramDevices
 from .source_lines import line_finder
 from .timeline_events import schedule_events
 
@@ -92,13 +93,12 @@ def analyse_program(
     """Returns the analysis of a scheduled program. declared: None for a program without a plan. choices: the user's
     choices of how often something runs, where the program does not say. Raises HloError for an unknown form of replica
     groups, and ConfigError for choices about loops or branches that do not exist."""
-    placed: dict[str, CollectivePlacement] = {}
+    placed: dict[str, Placed] = {}
 
-    def price(collective: Collective) -> Priced:
+    def price(collective: Collective) -> Placed:
         if collective.name not in placed:
             placed[collective.name] = devices.place(collective)
-        where = placed[collective.name]
-        return Priced(where.alone_seconds, where.links)
+        return placed[collective.name]
 
     target, known = devices.target, declared or NOTHING_DECLARED
     steps = read_steps(module, chip_of(target), known.ops)
@@ -157,18 +157,18 @@ def _latencies(result: Simulation, devices: ProgramDevices) -> dict[str, float |
     return found
 
 
-def _source(collective: Collective, matches: Sequence[Match], known: Declared) -> str:
+def _origin(collective: Collective, matches: Sequence[Match], known: Declared) -> TrafficSource:
     """Returns the source of a collective: its own name; else that of the matmul that computes its operand, if the plan
     has a sum of matmuls of that size; else the source by size alone. The plan names a sum of several by one of them."""
     if collective.op_name:
         return source_of(collective.op_name, collective.kind, known.paths, known.ops)
-    is_sum = any(source.startswith(SUM_OF) for match in matches for source in match.sources)
+    is_sum = any(is_sum_of_matmul(origin.activation) for match in matches for origin in match.origins)
     if is_sum and collective.made_by:
         return source_of(collective.made_by[0], collective.kind, known.paths, known.ops)
     return source_by_size(matches) or source_of("", collective.kind, known.paths, known.ops)
 
 
-def source_of(op_name: str, kind: str, paths: Sequence[str], ops: Sequence[ParallelOp] = OPERATIONS) -> str:
+def source_of(op_name: str, kind: str, paths: Sequence[str], ops: Sequence[ParallelOp] = OPERATIONS) -> TrafficSource:
     """Returns the source: 'jit(step)/transpose(jvp(head))/weight=head/kernel_EV/reduce_scatter' -> 'head/kernel_EV,
     backward'.
 
@@ -176,16 +176,14 @@ def source_of(op_name: str, kind: str, paths: Sequence[str], ops: Sequence[Paral
     weight moves its gradient. paths: the paths of all parameters. ops: the operations of the program.
     """
     if not op_name:
-        return "made by the compiler"
+        return TrafficSource()
     name = OperationName(op_name)
     found, alone = name.parameters(paths), name.separated[0]
     ours = find_source(ops, alone) or alone.activation
-    operation = ours or "/".join(alone.text.split("/")[-2:])
-    first = found[0] if found else operation
-    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-    direction = name.in_pass
-    is_gradient = bool(found) and kind not in MOVING and direction == "forward"
-    return f"{first}{more}, {'backward' if is_gradient else direction}"
+    in_pass = "backward" if found and kind not in MOVING and name.in_pass == "forward" else name.in_pass
+    if found:
+        return TrafficSource(parameter=found[0], num_more=len(found) - 1, in_pass=in_pass)
+    return TrafficSource(activation=ours or "/".join(alone.text.split("/")[-2:]), in_pass=in_pass)
 
 
 def chip_of(target: TargetPlan) -> Chip:
@@ -212,7 +210,7 @@ def chip_of(target: TargetPlan) -> Chip:
 
 def _collective(
     totals: CollectiveTotals,
-    where: CollectivePlacement,
+    where: Placed,
     known: Declared,
     matches: Sequence[Match],
     *,
@@ -228,7 +226,7 @@ def _collective(
         kind=found.kind,
         mesh_axes=where.mesh_axes,
         group_size=where.group_size,
-        link=where.kind,
+        link=where.level,
         bytes=round(found.num_bytes * totals.count),
         dtype=found.dtype,
         count=max(1, round(totals.count)),
@@ -238,7 +236,7 @@ def _collective(
         hidden_behind=tuple(name for name, _ in behind[:NUM_SHOWN_BEHIND]),
         is_async=found.is_async,
         form=found.form,
-        source=_source(found, matches, known),
+        origin=_origin(found, matches, known),
         line=line,
         where=_where(totals),
         confidence="high" if is_certain else "low",
@@ -281,7 +279,7 @@ def nothing_timed(why: str) -> StepReport:
 
 
 def _step(
-    result: Simulation, placed: Mapping[str, CollectivePlacement], target: TargetPlan, declared: Declared | None
+    result: Simulation, placed: Mapping[str, Placed], target: TargetPlan, declared: Declared | None
 ) -> StepReport:
     if target.chip is None:
         return nothing_timed(NO_CHIP)
@@ -331,7 +329,7 @@ def _untimed(result: Simulation) -> list[str]:
     return [name for name, totals in result.collectives.items() if totals.alone_seconds is None]
 
 
-def _left_out(result: Simulation, placed: Mapping[str, CollectivePlacement]) -> list[str]:
+def _left_out(result: Simulation, placed: Mapping[str, Placed]) -> list[str]:
     """Returns the reasons why a step takes longer than the simulation: kernels and collectives whose time is unknown,
     and loops that count once."""
     reasons: list[str] = []

@@ -11,12 +11,13 @@ while.9, ticks of a pipeline that are not shown     ->  "ticks: 6 more iteration
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..core.collectives import COMPUTE
 from ..core.format import counted
 from ..core.known import Unknown
-from ..core.scopes import BY_SIZE, MATMUL, OperationName
+from ..core.scopes import MATMUL, OperationName
 from ..schema import CollectiveReport, Event
 from ..xla.schedule.simulate import Segment
 from ..xla.schedule.stage_clocks import slot_of
@@ -90,11 +91,11 @@ def with_memory(events: Iterable[Event], peak: PeakMemory | Unknown) -> tuple[Ev
 def name_of_collective(collective: CollectiveReport) -> str:
     """Returns the name of a collective on the timeline: "reduce mlp/up" for the reduce-scatter of layers/mlp/up_EM,
     backward."""
-    what = collective.source.partition(BY_SIZE)[0].rpartition(", ")
-    path, _, more = (what[0] or what[2]).partition(" ")
-    parts = path.split("/")
-    short = "/".join((*parts[-2:-1], _AXES_OF_NAME.sub("", parts[-1])))
-    return f"{ROLES[collective.kind]} {short}{f' {more}' if more else ''}"
+    origin = collective.origin
+    if origin.parameter and not origin.others:
+        parts = origin.parameter.split("/")
+        origin = replace(origin, parameter="/".join((*parts[-2:-1], _AXES_OF_NAME.sub("", parts[-1]))))
+    return f"{ROLES[collective.kind]} {origin.what}"
 
 
 def _name(

@@ -9,7 +9,7 @@ An `Unknown` is false, so `if step.mfu:` is the question whether there is a figu
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, GetCoreSchemaHandler, model_serializer
@@ -133,6 +133,8 @@ def _reasons(node: Any) -> Iterator[tuple[str, str]]:
     elif isinstance(node, BaseModel | Mapping):
         for name, value in node.items() if isinstance(node, Mapping) else node:
             yield from ((_joined(name, path), why) for path, why in _reasons(value))
+    elif is_dataclass(node):
+        yield from _reasons(vars(node))
     elif isinstance(node, list | tuple):
         each = [tuple(_reasons(value)) for value in node]
         if len(each) > 1 and len(set(each)) == 1:

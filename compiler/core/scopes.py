@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 Pass = Literal["forward", "recomputed", "backward", "update"]  # the parts of a step, as the report names them
-BY_SIZE = " (inferred from its size)"  # ends the source of a collective that the compiler left without a name
 
 ATTENTION = "attend"
 UPDATE = "optimizer"
@@ -88,6 +87,11 @@ def shared_end_scope(end: End) -> str:
 def buffer_scope(name: str) -> str:
     """Returns the scope in which a buffer of a pipeline's stages is made: 'buffer=saved'."""
     return fact_scope(BUFFER, name)
+
+
+def is_sum_of_matmul(activation: str) -> bool:
+    """Returns whether an activation (`OperationName.activation`) is made of parts of a matmul that devices add."""
+    return activation.startswith(SUM_OF)
 
 
 def nested_scope(outer: str, inner: str) -> str:

@@ -7,40 +7,23 @@ over auto axes follow from matmuls and sums over a split dimension (propagate.py
 """
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from ..core.collectives import MOVING, CollectiveKind
+from ..core.collectives import MOVING
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName, Pass
-from ..jaxpr.program import Operation, TracedCollective
+from ..core.traffic import Traffic, TrafficSource
+from ..jaxpr.program import Operation
 from ..parallel.operation import find_source
 from ..plan import Plan
 from .regions import Region, largest_sum
 
 
 @dataclass(frozen=True)
-class PlannedCollective:
-    """All collectives of a step that are equal.
+class PlannedCollective(Traffic):
+    """All collectives of a step that are equal. rule: the key of the rule that causes them."""
 
-    bytes_each: the bytes of the full array of one, within the shards of the other mesh axes. source: the path of the
-    parameter, the activation that a ring computes, or the operation whose partial results are added. rule: the key of
-    the rule that causes it.
-    """
-
-    kind: CollectiveKind
-    mesh_axes: Axes
-    group_size: int
-    bytes_each: int
-    count: int
-    dtype: str
-    source: str
-    direction: Pass
-    rule: str | None
-
-    @property
-    def num_bytes(self) -> int:
-        """Returns the bytes of the full arrays in all executions of a step."""
-        return self.bytes_each * self.count
+    rule: str | None = field(kw_only=True)
 
 
 def plan_communication(plan: Plan, step: Region) -> tuple[PlannedCollective, ...]:
@@ -50,39 +33,28 @@ def plan_communication(plan: Plan, step: Region) -> tuple[PlannedCollective, ...
     found: dict[PlannedCollective, list[tuple[Region, float]]] = defaultdict(list)
     for region, operation in ((region, step.operation) for region, step in step.each()):
         collective = operation.collective
-        if collective is None or not collective.axes:
+        if collective is None or not collective.mesh_axes:
             continue
         name = OperationName(operation.scope)
         path = next(iter(name.parameters(paths)), None)
-        found[
-            PlannedCollective(
-                kind=collective.kind,
-                mesh_axes=collective.axes,
-                group_size=plan.mesh.num_shards(collective.axes),
-                bytes_each=collective.full_bytes,
-                count=0,
-                dtype=collective.dtype,
-                source=path or find_source(plan.ops, name) or name.activation or _operation_name(operation),
-                direction=_direction(name, is_gradient=path is not None and collective.kind not in MOVING),
-                rule=_rule(plan, collective.kind, collective.axes, path),
-            )
-        ].append((region, 1))
+        activation = find_source(plan.ops, name) or name.activation or _operation_name(operation)
+        is_gradient = path is not None and collective.kind not in MOVING
+        origin = TrafficSource(
+            path or "", "" if path else activation, in_pass=_direction(name, is_gradient=is_gradient)
+        )
+        rule = _rule(plan, collective.kind, collective.mesh_axes, path)
+        found[PlannedCollective(**vars(replace(collective, origin=origin)), rule=rule)].append((region, 1))
     counts = {one: round(largest_sum(terms)) for one, terms in found.items()}
-    return tuple(replace(one, count=count) for one, count in counts.items() if count)
+    return tuple(one.times(count) for one, count in counts.items() if count)
 
 
-def sent_bytes(planned: PlannedCollective) -> int:
-    """Returns the bytes that a device sends for all executions in a step."""
-    collective = TracedCollective(planned.kind, planned.mesh_axes, planned.bytes_each, planned.dtype)
-    return planned.count * link_bytes(collective, planned.group_size)
-
-
-def link_bytes(collective: TracedCollective, group_size: int) -> int:
-    """Returns the bytes that a device sends, and receives, for one collective: all of the full array but its own part,
+def sent_bytes(collective: Traffic) -> int:
+    """Returns the bytes that a device sends, and receives, in all executions: all of the full array but its own part,
     twice that if every device gets the sum; for a permute its own array."""
-    others = collective.full_bytes * (group_size - 1) // group_size
-    sent = {"all-reduce": 2 * others, "all-to-all": others // group_size, "collective-permute": collective.full_bytes}
-    return sent.get(collective.kind, others)
+    each, size = collective.bytes_each, collective.group_size
+    others = each * (size - 1) // size
+    sent = {"all-reduce": 2 * others, "all-to-all": others // size, "collective-permute": each}
+    return collective.count * sent.get(collective.kind, others)
 
 
 def _direction(name: OperationName, *, is_gradient: bool) -> Pass:

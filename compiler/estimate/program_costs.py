@@ -20,6 +20,7 @@ from scipy.sparse import csr_array
 from ..core.collectives import CollectiveKind
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName
+from ..core.traffic import Crossing
 from ..jaxpr.program import Operation, Program
 from ..parallel.attention.exchange import EXCHANGE, RING
 from ..parallel.operation import ParallelOp, find_source
@@ -42,13 +43,11 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class Transfer(Crossing):
     """A collective. is_weight: True if it moves a parameter or its gradient, and no activation. full_bytes: a place.
     source: the name of what it moves, if it belongs to one of the operations that run by a strategy
     (`ParallelOp.source`). is_of_tick: whether it is a permute between the slots of a pipeline's ticks."""
 
-    kind: CollectiveKind
-    axes: Axes
     is_weight: bool
     region: int
     full_bytes: int
@@ -82,7 +81,7 @@ class ProgramShape:
     @property
     def collectives(self) -> tuple[tuple[CollectiveKind, Axes], ...]:
         """Returns the kinds of collectives with the mesh axes that they run over, each once."""
-        return tuple(dict.fromkeys((each.kind, each.axes) for each in self.transfers))
+        return tuple(dict.fromkeys((each.kind, each.mesh_axes) for each in self.transfers))
 
     @cached_property
     def membership(self) -> csr_array:
@@ -238,9 +237,9 @@ class _Reader:
                     if isinstance(permute, TickPermute) and permute.needed_by is None:
                         parts[each] = replace(permute, needed_by=place)
                 continue
-            if collective is not None and collective.stage_pairs:
-                sources = ([s for s, to in collective.stage_pairs if to == stage] for stage in range(num_stages))
-                parts.append(TickPermute(tuple(map(tuple, sources)), self.number(collective.full_bytes)))
+            if collective is not None and operation.stage_pairs:
+                sources = ([s for s, to in operation.stage_pairs if to == stage] for stage in range(num_stages))
+                parts.append(TickPermute(tuple(map(tuple, sources)), self.number(collective.bytes)))
                 made_from = {place}
             flying |= dict.fromkeys(operation.outputs, made_from)
         return TickLoop(number, tuple(parts))
@@ -251,14 +250,14 @@ class _Reader:
             self.works.append(Work("other", number, None, (self.number(region.stacked_bytes),)))
         for step in (each for each in region.steps if not each.inside):
             operation = step.operation
-            if (collective := operation.collective) is not None and collective.axes:
+            if (collective := operation.collective) is not None and collective.mesh_axes:
                 name = OperationName(operation.scope)
                 is_weight = next(iter(name.parameters(self.weights)), None) is not None
-                full = self.number(collective.full_bytes)
+                full = self.number(collective.bytes)
                 source = find_source(self.ops, name)
-                is_permute = is_tick and bool(collective.stage_pairs)
+                is_permute = is_tick and bool(operation.stage_pairs)
                 self.transfers.append(
-                    Transfer(collective.kind, collective.axes, is_weight, number, full, source, is_permute)
+                    Transfer(collective.kind, collective.mesh_axes, is_weight, number, full, source, is_permute)
                 )
             moved = tuple(self.size(region.program, i) for i in step.arrays)
             if step.hbm_bytes and not moved:

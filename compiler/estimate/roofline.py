@@ -28,7 +28,7 @@ from ..jaxpr.unknown import UnknownPrimitive
 from ..plan import Plan
 from ..schema import RooflinePart, total
 from ..target.target import TargetPlan
-from .communication import link_bytes
+from .communication import sent_bytes
 from .regions import Region, largest_sum
 
 Figure = Literal["flops", "hbm_bytes", "link_bytes", "link_seconds"]
@@ -51,10 +51,9 @@ def plan_roofline(plan: Plan, step: Region, why: str | None) -> tuple[RooflinePa
         of_part, collective = terms[_part(one.operation.scope, names)], one.operation.collective
         of_part["flops"].append((region, one.operation.flops))
         of_part["hbm_bytes"].append((region, one.hbm_bytes))
-        if collective is not None and collective.axes:
-            sent = link_bytes(collective, plan.mesh.num_shards(collective.axes))
-            seconds = plan.mesh.alone_seconds(collective.kind, collective.full_bytes, collective.axes)
-            of_part["link_bytes"].append((region, sent))
+        if collective is not None and collective.mesh_axes:
+            seconds = plan.mesh.alone_seconds(collective.kind, collective.bytes, collective.mesh_axes)
+            of_part["link_bytes"].append((region, sent_bytes(collective)))
             of_part["link_seconds"].append((region, seconds))
     parts = (part for part in ("embed", *names, "attention", "head", "optimizer") if part in terms)
     return tuple(_row(names.get(part, part), terms[part], plan.target, why) for part in parts)

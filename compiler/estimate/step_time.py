@@ -201,20 +201,20 @@ def _exposed(
     beside: dict[Axes, Numbers] = {}
     beside_blocks: dict[Axes, tuple[Numbers | float, Numbers | float]] = {}  # their time, and the least of it
     for one, num_bytes, executions in (each for each in region.transfers if not each[0].is_of_tick):
-        seconds = executions * links.seconds(one.kind, one.axes, num_bytes)
+        seconds = executions * links.seconds(one.kind, one.mesh_axes, num_bytes)
         if (own := hiding.of_operations.get(one.source or "")) is not None and own.is_beside_attention:
-            of_all, of_share = beside_blocks.get(one.axes, (0.0, 0.0))
-            beside_blocks[one.axes] = of_all + seconds, of_share + own.share * seconds
+            of_all, of_share = beside_blocks.get(one.mesh_axes, (0.0, 0.0))
+            beside_blocks[one.mesh_axes] = of_all + seconds, of_share + own.share * seconds
         elif own is not None:
-            waited[one.axes] = waited.get(one.axes, 0.0) + own.share * seconds
+            waited[one.mesh_axes] = waited.get(one.mesh_axes, 0.0) + own.share * seconds
         elif not one.is_weight:
             ring = 0.5 if one.kind == "collective-permute" else 1.0  # a ring sends one way around, a collective both
-            waited[one.axes] = waited.get(one.axes, 0.0) + hiding.activations_exposed * ring * seconds
+            waited[one.mesh_axes] = waited.get(one.mesh_axes, 0.0) + hiding.activations_exposed * ring * seconds
         elif one.kind in hiding.weights:
-            beside[one.axes] = beside.get(one.axes, 0.0) + seconds
+            beside[one.mesh_axes] = beside.get(one.mesh_axes, 0.0) + seconds
         else:
             twice = 2.0 if hiding.is_doubled and one.kind == "reduce-scatter" else 1.0
-            waited[one.axes] = waited.get(one.axes, 0.0) + twice * seconds
+            waited[one.mesh_axes] = waited.get(one.mesh_axes, 0.0) + twice * seconds
     for axes, (seconds, least) in beside_blocks.items():
         waited[axes] = waited.get(axes, 0.0) + np.maximum(seconds - blocks, least)
     hidden = sum(beside.values(), start=np.zeros(()))

@@ -4,25 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ..core.collectives import CollectiveKind
-from ..core.partition_spec import Axes
+from ..core.traffic import Traffic
 from .unknown import UnknownPrimitive
 
 # move: the same bytes under another shape. pointwise: fused with its neighbours. reduce: fused with what it reads.
 # unknown: a primitive that no list names; it reads and writes arrays, like other. loop, branches: they run bodies.
 Kind = Literal["matmul", "kernel", "collective", "loop", "branches", "move", "pointwise", "reduce", "other", "unknown"]
-
-
-@dataclass(frozen=True)
-class TracedCollective:
-    """A collective of the step. full_bytes: the bytes of the whole array, of which each device of the group has a part,
-    or all, on one side of it. stage_pairs: of a permute between stages, the senders with their receivers."""
-
-    kind: CollectiveKind
-    axes: Axes
-    full_bytes: int
-    dtype: str
-    stage_pairs: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -39,9 +26,10 @@ class Operation:
     """An operation of the step.
 
     inputs, outputs: indices of values. scope: the names of the parts that it belongs to. flops: those of a device;
-    None: unknown. hbm_bytes: the bytes that it declares to read and write. bodies: the body of a loop, or the branches;
-    their inputs are the last ones of the operation. num_carried: the number of the loop's first results that each trip
-    hands to the next; the others are stacked. chosen: of a slot of a pipeline, the branch that each stage runs, by
+    None: unknown. stage_pairs: of a permute between stages, the senders with their receivers. hbm_bytes: the bytes that
+    it declares to read and write. bodies: the body of a loop, or the branches; their inputs are the last ones of the
+    operation. num_carried: the number of the loop's first results that each trip hands to the next; the others are
+    stacked. chosen: of a slot of a pipeline, the branch that each stage runs, by
     tick. unknown: the record of what is not known of it.
     """
 
@@ -51,7 +39,8 @@ class Operation:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     flops: int | None = 0
-    collective: TracedCollective | None = None
+    collective: Traffic | None = None
+    stage_pairs: tuple[tuple[int, int], ...] = ()
     bodies: tuple[Body, ...] = ()
     num_carried: int = 0
     hbm_bytes: int | None = None

@@ -20,9 +20,10 @@ from ..core.errors import Problem, raise_if_any
 from ..core.kernels import KernelOwner
 from ..core.partition_spec import STAGE, Axes, axes_of
 from ..core.scopes import OperationName, nested_scope
+from ..core.traffic import Traffic
 from .flops import TRIPS, calls_one, contracted_dims, cost_of, kernel_cost_of
 from .operation_kinds import COLLECTIVES, LANES, equation_kind
-from .program import Body, Kind, Operation, Program, TracedCollective
+from .program import Body, Kind, Operation, Program
 from .propagate import DimAxes, propagate, taken
 from .subprograms import KnownValues, consts_of, consts_within, scan_of, subprograms, without_consts
 from .unknown import EACH_BRANCH, CallCost, unknown_of
@@ -217,7 +218,8 @@ class _Reader:
                 flops=cost.flops if isinstance(cost, CallCost) else None,
                 hbm_bytes=cost.hbm_bytes if isinstance(cost, CallCost) else None,
                 unknown=unknown,
-                collective=self.collective(equation, operands, results) if kind == "collective" else None,
+                collective=(sent := self.collective(equation, operands, results) if kind == "collective" else None),
+                stage_pairs=_stage_pairs(equation) if sent is not None and sent.mesh_axes == (STAGE,) else (),
             )
         )  # fmt: skip
         if reduced := tuple(axis for axis in reduced if self.mesh_sizes[axis] > 1):
@@ -337,11 +339,11 @@ class _Reader:
             return known
         result = self.brought[operand, kind, layout] = self.value(aval, layout)
         full = self.sizes[operand] * (self.num_shards(axes) if kind in MOVING else 1)
-        collective = TracedCollective(kind, axes, full, self.dtypes[result])
+        collective = Traffic(kind, axes, self.num_shards(axes), full, dtype=self.dtypes[result])
         self.operations.append(Operation("collective", name, scope, (operand,), (result,), 0, collective))
         return result
 
-    def collective(self, equation: Any, operands: list[int], results: list[int]) -> TracedCollective:
+    def collective(self, equation: Any, operands: list[int], results: list[int]) -> Traffic:
         name, params = equation.primitive.name, equation.params
         axes = params.get("axis_name", params.get("axes", ()))
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
@@ -350,8 +352,7 @@ class _Reader:
         if name == "ragged_all_to_all":  # the smaller side is full, unless loads are uneven; the larger has spare room
             full = min(self.sizes[operands[0]], self.sizes[results[0]])
         full *= self.num_shards(axes) if COLLECTIVES[name] == "all-to-all" else 1  # both sides are parts
-        pairs = params["perm"] if name == "ppermute" and axes == (STAGE,) else ()
-        return TracedCollective(COLLECTIVES[name], axes, full, self.dtypes[operands[0]], tuple(map(tuple, pairs)))
+        return Traffic(COLLECTIVES[name], axes, self.num_shards(axes), full, dtype=self.dtypes[operands[0]])
 
     def cost(
         self, equation: Any, kind: Kind, own: CallCost | None, operands: list[int], results: list[int], reduced: Axes
@@ -515,7 +516,7 @@ class _Reader:
 def _hangs(branch: Program) -> Iterator[Problem]:
     """Yields the collectives among stages in a branch that not all of them take: those that do would wait forever."""
     for operation in branch.walk():
-        if operation.collective is not None and STAGE in operation.collective.axes:
+        if operation.collective is not None and STAGE in operation.collective.mesh_axes:
             what = f"{operation.name} in {operation.scope} is among stages, in a branch that not all of them take"
             fix = "run it outside of the branch, or choose the branch by a value that is the same on all stages"
             yield Problem("train step", what, fix)
@@ -529,3 +530,8 @@ def _like_operands(out: Any, equation: Any, layouts: Sequence[DimAxes]) -> DimAx
         if len(x.aval.shape) == len(shape) and any(layout):
             return layout
     return ((),) * len(shape)
+
+
+def _stage_pairs(equation: Any) -> tuple[tuple[int, int], ...]:
+    """Returns the senders of a permute among stages with their receivers; () for another collective."""
+    return tuple(map(tuple, equation.params["perm"])) if equation.primitive.name == "ppermute" else ()

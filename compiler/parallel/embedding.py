@@ -22,7 +22,6 @@ from ..sharding.roles import AxisRoles
 from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import accumulated_layouts, gathered_bytes
 from .operation import (
-    CollectiveSpec,
     Cost,
     Lowered,
     OpInputs,
@@ -31,6 +30,7 @@ from .operation import (
     Refusal,
     Strategy,
     WeightUse,
+    moved,
     refused,
 )
 
@@ -65,13 +65,13 @@ class EmbeddingOp(ParallelOp):
         costs, figures = _compared(rows_bytes, table_bytes, *seconds)
         ids_bytes = inputs.tokens_of_device * num_shards * 4  # int32
         exchanged = (
-            CollectiveSpec("all-gather", columns, ids_bytes, 1, "forward"),
-            CollectiveSpec("all-to-all", columns, rows_bytes * num_shards, 1, "forward"),
-            CollectiveSpec("all-to-all", columns, rows_bytes * num_shards, 1, "backward"),
+            moved("all-gather", columns, num_shards, ids_bytes, 1, "forward"),
+            moved("all-to-all", columns, num_shards, rows_bytes * num_shards, 1, "forward"),
+            moved("all-to-all", columns, num_shards, rows_bytes * num_shards, 1, "backward"),
         )
         gathered = (
-            CollectiveSpec("all-gather", axes, table_bytes, 1, "forward"),
-            CollectiveSpec("reduce-scatter", axes, table_bytes, 1, "backward"),
+            moved("all-gather", axes, mesh.num_shards(axes), table_bytes, 1, "forward"),
+            moved("reduce-scatter", axes, mesh.num_shards(axes), table_bytes, 1, "backward"),
         )
         over = " and ".join(columns)
         return (

@@ -15,6 +15,7 @@ from meshloom.models import Context, Model, Params, is_logical_axes
 
 from ..core.format import human_seconds
 from ..core.partition_spec import Axes
+from ..core.traffic import Traffic
 from ..core.trees import leaves_by_path, like
 from ..jaxpr.read_jaxpr import read_jaxpr
 from ..sharding.arrays import VOCAB, OpSite
@@ -23,7 +24,7 @@ from ..sharding.sharding import ShardingPlan, accumulated_layouts, gathered_byte
 from ..spec.compiler_traits import odd_part
 from ..spec.plan_spec import PlanSpec
 from ..target.compiler_options import hidden_kinds
-from .operation import CollectiveSpec, Cost, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, WeightUse, refused
+from .operation import Cost, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, WeightUse, moved, refused
 
 WHOLE, VOCAB_CHUNKS = "whole", "vocab_chunks"
 MOST_OF_THE_VOCABULARY = 0.8  # the most in one part: the gather of the rest is not hidden
@@ -53,7 +54,7 @@ class LmHeadOp(ParallelOp):
             WHOLE,
             "of the whole vocabulary",
             (spec.model.vocab_size,),
-            _moved([size for _, size in gathers], axes) if axes else (),
+            _moved([size for _, size in gathers], axes, inputs.mesh.num_shards(axes)) if axes else (),
             reason="in one matmul",
         )
         if refusal := _cannot_be_cut(spec, model, sharding):
@@ -65,7 +66,7 @@ class LmHeadOp(ParallelOp):
             VOCAB_CHUNKS,
             f"in chunks of {shown} entries of the vocabulary",
             sizes,
-            _moved([num_bytes * size // vocab_size for size in sizes], axes),
+            _moved([num_bytes * size // vocab_size for size in sizes], axes, inputs.mesh.num_shards(axes)),
             refusal=refused(_objection(inputs), is_hard=False),
             weights="chunked",
         )
@@ -76,10 +77,10 @@ class LmHeadOp(ParallelOp):
         return plan.chosen.weights if is_of_vocabulary else None
 
 
-def _moved(sizes: Sequence[int], axes: Axes) -> tuple[CollectiveSpec, ...]:
+def _moved(sizes: Sequence[int], axes: Axes, group_size: int) -> tuple[Traffic, ...]:
     """Returns a gather forward and a reduce-scatter backward of each of these sizes in bytes."""
-    gathers = (CollectiveSpec("all-gather", axes, size, 1, "forward") for size in sizes)
-    return (*gathers, *(CollectiveSpec("reduce-scatter", axes, size, 1, "backward") for size in sizes))
+    gathers = (moved("all-gather", axes, group_size, size, 1, "forward") for size in sizes)
+    return (*gathers, *(moved("reduce-scatter", axes, group_size, size, 1, "backward") for size in sizes))
 
 
 def _objection(inputs: OpInputs) -> str | None:

@@ -29,11 +29,12 @@ from meshloom.models.contract import matmul
 from ..core.format import human_seconds
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName, fact_scope, nested_scope
+from ..core.traffic import Traffic
 from ..sharding.arrays import OpSite
 from ..spec.overlap_spec import StrategyChoice
 from ..target.compiler_options import why_permutes_wait
 from .choose import chosen_or_fallback
-from .operation import CollectiveSpec, Cost, Lowered, OpInputs, OpPlan, ParallelOp, Refusal, Strategy
+from .operation import Cost, Lowered, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, moved
 
 PLAIN, COLLECTIVE_MATMUL = "plain", "collective_matmul"
 RING = "ring"  # the fact in a scope: the activation that a matmul sums in a ring
@@ -170,13 +171,13 @@ def _result_bytes(site: OpSite, inputs: OpInputs) -> int:
     return tokens * _product(site).width * itemsize
 
 
-def _summed(site: OpSite, inputs: OpInputs) -> tuple[CollectiveSpec, ...]:
+def _summed(site: OpSite, inputs: OpInputs) -> tuple[Traffic, ...]:
     """Returns the collective of a plain matmul, once for each part of the batch."""
     split_over = _split_over(site, inputs)
     is_scattered = set(split_over) <= set(_result_length_axes(site, inputs))
     kind = "reduce-scatter" if is_scattered else "all-reduce"
-    num_parts = inputs.spec.overlap.layers.batch_split
-    return (CollectiveSpec(kind, split_over, _result_bytes(site, inputs), num_parts, "forward"),)
+    num_parts, group_size = inputs.spec.overlap.layers.batch_split, inputs.mesh.num_shards(split_over)
+    return (moved(kind, split_over, group_size, _result_bytes(site, inputs), num_parts, "forward"),)
 
 
 def _ring_and_plain(site: OpSite, inputs: OpInputs, axis: str, plain: Strategy) -> tuple[Strategy, Strategy]:
@@ -185,9 +186,7 @@ def _ring_and_plain(site: OpSite, inputs: OpInputs, axis: str, plain: Strategy) 
     spec, mesh, target = inputs.spec, inputs.mesh, inputs.target
     n, num_parts, ways = mesh.sizes[axis], spec.overlap.layers.batch_split, 2 if _both_ways(inputs) else 1
     result_bytes = _result_bytes(site, inputs)
-    sent = CollectiveSpec(
-        "collective-permute", (axis,), result_bytes // n // ways, num_parts * (n - 1) * ways, "forward"
-    )
+    sent = moved("collective-permute", (axis,), n, result_bytes // n // ways, num_parts * (n - 1) * ways, "forward")
     what = f"partial results summed in a ring over {axis}"
     ring = Strategy(COLLECTIVE_MATMUL, what, MatmulRing(axis, ways == 2), (sent,))
     if objection := why_permutes_wait(target):

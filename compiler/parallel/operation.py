@@ -26,7 +26,8 @@ from meshloom.models import Model
 from ..core.collectives import CollectiveKind, ComputeKind
 from ..core.kernels import KernelCall, KernelCost
 from ..core.partition_spec import Axes
-from ..core.scopes import OperationName, fact_scope
+from ..core.scopes import OperationName, Pass, fact_scope
+from ..core.traffic import Traffic, TrafficSource
 from ..sharding.arrays import Arrays, OpSite
 from ..sharding.batch import sequences_of_device
 from ..sharding.roles import AxisRoles
@@ -43,16 +44,11 @@ WeightUse = Literal["gathered", "chunked", "sharded"]
 Lowered = Callable[..., jax.Array]  # takes what the model handed to `Context.operation`: operands and options
 
 
-@dataclass(frozen=True)
-class CollectiveSpec:
-    """A collective of one execution of an operation. bytes_each: the bytes of the full array, within the shards of
-    other mesh axes, as in `PlannedCollective`. count: its executions."""
-
-    kind: CollectiveKind
-    mesh_axes: Axes
-    bytes_each: int
-    count: int
-    direction: Literal["forward", "backward"]
+def moved(
+    kind: CollectiveKind, mesh_axes: Axes, group_size: int, bytes_each: int, count: int, in_pass: Pass
+) -> Traffic:
+    """Returns a collective that one execution of an operation runs so many times."""
+    return Traffic(kind, mesh_axes, group_size, bytes_each * count, count, origin=TrafficSource(in_pass=in_pass))
 
 
 @dataclass(frozen=True)
@@ -104,7 +100,7 @@ class Strategy:
     name: str
     what: str
     parameters: Any = None
-    collectives: tuple[CollectiveSpec, ...] = ()
+    collectives: tuple[Traffic, ...] = ()
     cost: Cost | None = None
     reason: str = ""
     refusal: Refusal | None = None

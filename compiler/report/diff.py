@@ -12,10 +12,12 @@ order. Collectives are summed by kind, mesh axes and source. Times that differ b
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ..core.collectives import CollectiveKind
 from ..core.known import Unknown, known
+from ..core.traffic import Crossing, TrafficSource
 from ..schema import CollectiveReport, Finding, Report, total
 
 DIFF_VERSION = 1
@@ -52,8 +54,8 @@ class Difference:
     after: Any
 
 
-@dataclass(frozen=True)
-class ComparedCollectives:
+@dataclass(frozen=True, kw_only=True)
+class SummedCollectives:
     """All collectives of one kind over the same mesh axes for the same source. num_async: how many of `count` are
     asynchronous."""
 
@@ -69,16 +71,14 @@ class ComparedCollectives:
 
 
 @dataclass(frozen=True)
-class CollectiveChange:
+class CollectiveChange(Crossing):
     """A change of such collectives. way: grown or shrunk by the first of bytes, count, exposed and alone seconds that
     differs."""
 
-    kind: str
-    mesh_axes: tuple[str, ...]
     source: str
     way: Grown
-    before: ComparedCollectives | None
-    after: ComparedCollectives | None
+    before: SummedCollectives | None
+    after: SummedCollectives | None
 
 
 @dataclass(frozen=True)
@@ -255,22 +255,27 @@ def is_same(a: Any, b: Any) -> bool:
 
 def _collectives(a: Iterable[CollectiveReport], b: Iterable[CollectiveReport]) -> tuple[CollectiveChange, ...]:
     """Returns the changes of collectives, the largest difference in exposed time first, then in bytes."""
-    before, after = _totals(a), _totals(b)
+    before, after = _sums(a), _sums(b)
     found = [
-        CollectiveChange(*key, way, before.get(key), after.get(key))
+        CollectiveChange(kind, mesh_axes, str(origin), way, before.get(key), after.get(key))
         for key in {**before, **after}
         if (way := _way(before.get(key), after.get(key)))
+        for kind, mesh_axes, origin in (key,)
     ]
     return tuple(sorted(found, key=lambda c: (-_difference(c, "exposed_seconds"), -_difference(c, "bytes"),
                                               c.kind, c.mesh_axes, c.source)))  # fmt: skip
 
 
-def _totals(collectives: Iterable[CollectiveReport]) -> dict[tuple[str, tuple[str, ...], str], ComparedCollectives]:
-    groups: dict[tuple[str, tuple[str, ...], str], list[CollectiveReport]] = {}
+Compares = tuple[CollectiveKind, tuple[str, ...], TrafficSource]  # what collectives of two steps have to have in common
+
+
+def _sums(collectives: Iterable[CollectiveReport]) -> dict[Compares, SummedCollectives]:
+    groups: dict[Compares, list[CollectiveReport]] = {}
     for c in collectives:
-        groups.setdefault((c.kind, tuple(sorted(c.mesh_axes)), without_numbers(c.source)), []).append(c)
+        origin = replace(c.origin, activation=without_numbers(c.origin.activation))
+        groups.setdefault((c.kind, tuple(sorted(c.mesh_axes)), origin), []).append(c)
     return {
-        key: ComparedCollectives(
+        key: SummedCollectives(
             count=sum(c.count for c in group),
             num_async=sum(c.count for c in group if c.is_async),
             bytes=sum(c.bytes for c in group),
@@ -285,7 +290,7 @@ def _totals(collectives: Iterable[CollectiveReport]) -> dict[tuple[str, tuple[st
     }
 
 
-def _way(a: ComparedCollectives | None, b: ComparedCollectives | None) -> Grown | None:
+def _way(a: SummedCollectives | None, b: SummedCollectives | None) -> Grown | None:
     if a is None or b is None:
         return "appeared" if b else "gone"
     for name in ("bytes", "count", "exposed_seconds", "alone_seconds"):

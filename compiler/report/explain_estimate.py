@@ -92,7 +92,7 @@ def estimate_as_json(plan: Plan, estimate: StepEstimate) -> dict[str, Any]:
     return {
         "assumed_overlap": overrides_of(estimate.overlap, plan.spec.overlap),
         "peak_memory_bytes_per_device": found | {"fits": memory.fits, "host_fits": memory.host_fits},
-        "communication": [asdict(one) | {"bytes": one.num_bytes} for one in estimate.communication],
+        "communication": [_collective_as_json(one) for one in estimate.communication],
         "roofline": estimate.roofline,
         "roofline_seconds": roofline_seconds(estimate.roofline),
         "bound_seconds": least_step_seconds(plan),
@@ -164,6 +164,14 @@ def _host_room(memory: MemoryEstimate) -> str:
     return f"{verdict} in {human_bytes(memory.host_limit_bytes)}, a device's share of its host"
 
 
+def _collective_as_json(one: PlannedCollective) -> dict[str, Any]:
+    return {
+        "kind": one.kind, "mesh_axes": one.mesh_axes, "group_size": one.group_size, "bytes_each": one.bytes_each,
+        "count": one.count, "dtype": one.dtype, "source": one.origin.what, "direction": one.origin.in_pass,
+        "rule": one.rule, "bytes": one.bytes,
+    }  # fmt: skip
+
+
 def _communication(collectives: tuple[PlannedCollective, ...]) -> Table:
     """Returns a row for each kind, mesh axes and rule; scalars are left out."""
     alike: dict[tuple[str, str, str], list[PlannedCollective]] = defaultdict(list)
@@ -172,9 +180,9 @@ def _communication(collectives: tuple[PlannedCollective, ...]) -> Table:
             alike[one.kind, "+".join(one.mesh_axes), one.rule or ""].append(one)
     rows: list[Sequence[Part]] = []
     for (kind, axes, rule), ones in alike.items():
-        most = max(ones, key=lambda one: one.num_bytes)
+        most = max(ones, key=lambda one: one.bytes)
         count, sent = f"{sum(one.count for one in ones):,}", human_bytes(sum(map(sent_bytes, ones)))
-        rows.append((kind, axes, count, sent, f"{most.source}, {most.direction}", rule))
+        rows.append((kind, axes, count, sent, str(most.origin), rule))
     columns = ("collective", "mesh axes", "times", "sent per device", "most of it", "rule")
     return _titled("communication per step, but of scalars", columns, rows)
 

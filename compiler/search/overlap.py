@@ -127,7 +127,6 @@ def expected_wait(plan: Plan, estimate: StepEstimate, way: OverlapConfig) -> Exp
     """
     loop, flag_presets = way.layers, way.flag_presets
     stacks = {stack.name for stack in plan.model.stacks}
-    paths = {array.array.path for array in plan.sharding.parameters}
     hidden = {moved: hidden_kinds(flag_presets, moved, plan.target) for moved in ("weights", "activations")}
     begins_early = any(plan.target.flag_presets[name].begins_early for name in flag_presets)
     passes = max((op.beside_compute.get(name, 0) for op in plan.ops for name in way.strategies), default=0)
@@ -135,27 +134,27 @@ def expected_wait(plan: Plan, estimate: StepEstimate, way: OverlapConfig) -> Exp
     is_copied = plan.target.compiler.copies_loop_carry and loop.prefetch
     behind = {} if loop.reduce_in_backward else _reduced_behind(plan)
     unknown_bytes, exposed, link_seconds, passed_bytes = 0.0, 0.0, 0.0, 0.0
-    of_layers = [one for one in estimate.communication if one.source in paths and one.source.split("/")[0] in stacks]
+    of_layers = [one for one in estimate.communication if one.origin.parameter.split("/")[0] in stacks]
     for one in estimate.communication:
         seconds = plan.mesh.alone_seconds(one.kind, one.bytes_each, one.mesh_axes)
         is_gather = one.kind == "all-gather"
         share = 0.0  # the exposed fraction of its time
         if one.kind == "collective-permute":
             if passes:
-                passed_bytes += passes * one.num_bytes
+                passed_bytes += passes * one.bytes
             else:
                 share = 1 / 2 / loop.batch_split
-        elif one.source not in paths:
+        elif not one.origin.parameter:
             if one.kind not in hidden["activations"]:
                 share = 1 / loop.batch_split if one.kind in hidden["weights"] else 1.0
         elif one.kind not in hidden["weights"] or one not in of_layers or _is_behind(one, behind):
             share = 1.0
         elif not begins_early and not (loop.prefetch if is_gather else loop.deferred_reduce_scatter):
-            share = 1 / sum((other.kind, other.direction) == (one.kind, one.direction) for other in of_layers)
+            share = 1 / sum((other.kind, other.origin.in_pass) == (one.kind, one.origin.in_pass) for other in of_layers)
         if is_copied and is_gather and one in of_layers:
-            passed_bytes += 2 * one.num_bytes // turns  # read and written
+            passed_bytes += 2 * one.bytes // turns  # read and written
         if seconds is None:
-            unknown_bytes += share * one.num_bytes
+            unknown_bytes += share * one.bytes
         else:
             link_seconds += one.count * seconds
             exposed += share * one.count * seconds
@@ -165,7 +164,7 @@ def expected_wait(plan: Plan, estimate: StepEstimate, way: OverlapConfig) -> Exp
 
 
 def _is_behind(one: PlannedCollective, behind: Mapping[str, tuple[tuple[str, ...], ...]]) -> bool:
-    return one.kind != "all-gather" and one.mesh_axes in behind.get(one.source, ())
+    return one.kind != "all-gather" and one.mesh_axes in behind.get(one.origin.parameter, ())
 
 
 def _reduced_behind(plan: Plan) -> dict[str, tuple[tuple[str, ...], ...]]:

@@ -68,7 +68,7 @@ def split_passes(
     pulled, (dx, _) = jax.make_jaxpr(pull_back, return_shape=True)(made[0], *residuals)
     num_known = len(jax.tree.leaves((known, accumulators)))
     saved = _Forward(traced, accumulators, jax.tree.structure(made), num_known)
-    cut = Cut(
+    cut = BackwardCut(
         _Program.of(_inlined(pulled)),
         saved,
         num_dy=len(jax.tree.leaves(made[0])),
@@ -131,7 +131,7 @@ class _Forward:
 
 
 @dataclass(frozen=True)
-class Cut:
+class BackwardCut:
     """The derivative of a layer, cut into parts: sets of its operations, and the variables that cross between them.
 
     backward: (dy, residuals) -> (dx, gradients of weights). num_dy, num_dx: the arrays of each. num_weights: the
@@ -240,7 +240,7 @@ class LayerPasses:
     """
 
     _forward: _Forward
-    _cut: Cut
+    _cut: BackwardCut
     _of_x: Any
 
     @property

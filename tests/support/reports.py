@@ -1,5 +1,6 @@
 """Reports as the compiler makes them, put together by hand from round figures, with the events of their timelines."""
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from meshloom.compiler.schema import (
     TriedReport,
 )
 from meshloom.compiler.spec.overlap_spec import LayerLoop
+from support.traffic import origin
 
 NUM_LAYERS, NUM_CHIPS, GIB = 32, 256, 2**30
 WEIGHTS = {  # elements of one layer of llama2_7b
@@ -92,8 +94,7 @@ def unknowns() -> tuple[Report, tuple[Event, ...]]:
     unlinked = Unknown("the bandwidth between simulated devices says nothing about a chip's")
     seconds = dict.fromkeys(("alone_seconds", "hidden_seconds", "exposed_seconds"), unlinked)
     collectives = tuple(
-        c.model_copy(update=seconds | {"link": "memory", "is_async": False, "form": "synchronous", "hidden_behind": (),
-                                       "confidence": "low"})
+        replace(c, link="memory", is_async=False, form="synchronous", hidden_behind=(), confidence="low", **seconds)
         for c in report.collectives
     )  # fmt: skip
     step = nothing_timed("no clock, peak or bandwidth is known for simulated devices")
@@ -139,7 +140,7 @@ def _collective(kind: str, source: str, elements: int, bandwidth: float, count: 
     fields: dict[str, Any] = {
         "kind": kind, "mesh_axes": ("fsdp",), "group_size": NUM_CHIPS, "link": "ICI", "bytes": 2 * elements * count,
         "dtype": "bf16", "count": count, "alone_seconds": alone, "hidden_seconds": alone, "exposed_seconds": 0.0,
-        "hidden_behind": (), "is_async": True, "form": "collective fusion", "source": source, "line": "",
+        "hidden_behind": (), "is_async": True, "form": "collective fusion", "origin": origin(source), "line": "",
         "where": f"while body, {count} trips", "confidence": "high", "name": f"{kind}.{len(source) * 7}",
     }  # fmt: skip
     return CollectiveReport(**fields | other)

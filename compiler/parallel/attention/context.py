@@ -23,11 +23,12 @@ from ...core.format import human_names, human_seconds
 from ...core.kernels import share_of_head
 from ...core.partition_spec import axes_of
 from ...core.scopes import OperationName, fact_scope
+from ...core.traffic import Traffic
 from ...sharding.arrays import OpSite
 from ...sharding.batch import TokenOrder, plan_token_order
 from ...target.compiler_options import why_permutes_wait
 from ...target.target import TargetPlan
-from ..operation import CollectiveSpec, Cost, Exposed, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, refused
+from ..operation import Cost, Exposed, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, moved, refused
 from .attention import cudnn_refusal, plan_backward
 from .exchange import ALL_GATHER, EXCHANGE, RING, ULYSSES, Exchange, ExchangeName
 from .ring import full_steps, num_steps
@@ -209,31 +210,31 @@ def balance_text(order: TokenOrder, length: int, windows: Sequence[int | None]) 
     return "all devices have the same work" if most < 1.005 else f"the busiest device has {most:.2f} times the mean"
 
 
-def _collectives(name: str, local: _Local, inputs: OpInputs) -> tuple[CollectiveSpec, ...]:
+def _collectives(name: str, local: _Local, inputs: OpInputs) -> tuple[Traffic, ...]:
     """Returns the collectives of one execution of each call in a layer."""
     axes, n = inputs.roles.length, local.order.num_shards
     each_kv, num_parts = local.kv_bytes // 2, inputs.spec.overlap.layers.batch_split
     times = num_parts * len(local.windows)
     if name == ALL_GATHER:
         return (
-            CollectiveSpec("all-gather", axes, n * each_kv, 2 * times, "forward"),
-            CollectiveSpec("all-gather", axes, n * each_kv, 2 * times, "backward"),
-            CollectiveSpec("reduce-scatter", axes, n * each_kv, 2 * times, "backward"),
+            moved("all-gather", axes, n, n * each_kv, 2 * times, "forward"),
+            moved("all-gather", axes, n, n * each_kv, 2 * times, "backward"),
+            moved("reduce-scatter", axes, n, n * each_kv, 2 * times, "backward"),
         )
     if name == ULYSSES:
         kv = each_kv * n * local.exchanged_kv_heads // local.kv_heads
-        both: list[CollectiveSpec] = []
+        both: list[Traffic] = []
         for direction in ("forward", "backward"):
-            both.append(CollectiveSpec("all-to-all", axes, n * local.q_bytes, 2 * times, direction))
-            both.append(CollectiveSpec("all-to-all", axes, kv, 2 * times, direction))
+            both.append(moved("all-to-all", axes, n, n * local.q_bytes, 2 * times, direction))
+            both.append(moved("all-to-all", axes, n, kv, 2 * times, direction))
         return tuple(both)
     chunks = local.order.chunks_per_shard
     count = 2 * chunks * num_parts * sum(local.steps(window) for window in local.windows)
     as_float32 = each_kv // chunks * 4 // local.itemsize
     return (
-        CollectiveSpec("collective-permute", axes, each_kv // chunks, count, "forward"),
-        CollectiveSpec("collective-permute", axes, each_kv // chunks, count, "backward"),
-        CollectiveSpec("collective-permute", axes, as_float32, count, "backward"),
+        moved("collective-permute", axes, n, each_kv // chunks, count, "forward"),
+        moved("collective-permute", axes, n, each_kv // chunks, count, "backward"),
+        moved("collective-permute", axes, n, as_float32, count, "backward"),
     )
 
 

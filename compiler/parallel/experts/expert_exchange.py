@@ -13,13 +13,14 @@ Whatever the compiler does not overlap with compute is waited for whole.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from ...core.collectives import CollectiveKind
+from ...core.traffic import Traffic
 from ...sharding.arrays import OpSite
 from ...target.compiler_options import assumed_weight_presets, hidden_kinds
-from ..operation import CollectiveSpec, OpInputs
+from ..operation import OpInputs, moved
 from .dispatch import Experts
 
 RAGGED, PADDED, GATHERED, CAPACITY = "ragged", "padded", "gathered", "capacity"
@@ -54,7 +55,7 @@ class Leg:
     """A transfer of an exchange. waits: what it needs, as above. again: what it needs where the backward pass
     recomputes the forward pass, and it with it; None: it is not sent again."""
 
-    sent: CollectiveSpec
+    sent: Traffic
     waits: Wait
     again: Wait | None = None
 
@@ -74,10 +75,10 @@ def exchange_legs(name: str, sizes: ExchangeSizes, rows: int) -> tuple[Leg, ...]
     n, axes, times = sizes.experts.num_devices, sizes.experts.axes, sizes.num_runs
 
     def forward(kind: CollectiveKind, num_bytes: int, waits: Wait, again: Wait | None) -> Leg:
-        return Leg(CollectiveSpec(kind, axes, num_bytes, times, "forward"), waits, again)
+        return Leg(moved(kind, axes, n, num_bytes, times, "forward"), waits, again)
 
     def backward(kind: CollectiveKind, num_bytes: int, waits: Wait) -> Leg:
-        return Leg(CollectiveSpec(kind, axes, num_bytes, times, "backward"), waits)
+        return Leg(moved(kind, axes, n, num_bytes, times, "backward"), waits)
 
     if name == GATHERED:
         tokens, choices = n * sizes.tokens * sizes.row_bytes, n * sizes.choices * _INT32
@@ -108,13 +109,13 @@ def exchange_legs(name: str, sizes: ExchangeSizes, rows: int) -> tuple[Leg, ...]
     )
 
 
-def sent_once(legs: Sequence[Leg]) -> tuple[CollectiveSpec, ...]:
+def sent_once(legs: Sequence[Leg]) -> tuple[Traffic, ...]:
     """Returns the collectives of a layer whose forward pass is not recomputed, equal ones together."""
-    counts: dict[CollectiveSpec, int] = {}
-    for each in legs:
-        one = replace(each.sent, count=0)
-        counts[one] = counts.get(one, 0) + each.sent.count
-    return tuple(replace(one, count=count) for one, count in counts.items())
+    found: dict[tuple[Any, ...], Traffic] = {}
+    for sent in (each.sent for each in legs):
+        key = sent.kind, sent.bytes_each, sent.origin
+        found[key] = found[key] + sent if key in found else sent
+    return tuple(found.values())
 
 
 def exchange_time(legs: Sequence[Leg], site: OpSite, inputs: OpInputs, num_runs: int) -> ExchangeTime | None:

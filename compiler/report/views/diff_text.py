@@ -6,7 +6,7 @@ from typing import Any
 
 from ...core.console import Column, Console, Part, Table
 from ...core.format import counted, human_bytes, human_count, human_seconds, human_share
-from ..diff import CollectiveChange, ComparedCollectives, Diff, Difference, is_same
+from ..diff import CollectiveChange, Diff, Difference, SummedCollectives, is_same
 
 ABSENT = "nothing"
 LONGEST = 60  # characters of a value from the config
@@ -107,12 +107,12 @@ def _collective(change: CollectiveChange) -> tuple[Part, Part]:
     return (change.way, WAYS[change.way]), f"{name}: {', '.join(told)}"
 
 
-def _totals(t: ComparedCollectives) -> str:
+def _totals(t: SummedCollectives) -> str:
     exposed = "" if t.exposed_seconds is None else f", {human_seconds(t.exposed_seconds)} exposed"
     return f"{counted(t.count, 'time')}, {human_bytes(t.bytes)}{exposed}"
 
 
-def _differences(a: ComparedCollectives, b: ComparedCollectives) -> Iterable[str]:
+def _differences(a: SummedCollectives, b: SummedCollectives) -> Iterable[str]:
     """Yields the exposed time, or else the time alone, then the figures behind it."""
     time = "alone" if is_same(a.exposed_seconds, b.exposed_seconds) else "exposed"
     shown: Sequence[tuple[str, str, Callable[[Any], str]]] = (
@@ -128,7 +128,7 @@ def _differences(a: ComparedCollectives, b: ComparedCollectives) -> Iterable[str
         yield f"{before} → {after}"
 
 
-def _form(t: ComparedCollectives) -> str:
+def _form(t: SummedCollectives) -> str:
     if t.num_async in (0, t.count):
         return "asynchronous" if t.num_async else "synchronous"
     return f"{t.num_async:,} of {t.count:,} asynchronous"

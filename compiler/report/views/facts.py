@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from ...core.collectives import ComputeKind
 from ...core.format import LEAST_SECONDS, counted, human_bytes, human_names, human_range, human_seconds, human_share
 from ...core.known import Unknown, text_of
+from ...core.traffic import TimedTraffic
 from ...schema import (
     MAX_IMBALANCE,
     Alternative,
@@ -18,7 +19,6 @@ from ...schema import (
     SearchReport,
     TriedReport,
     or_infinity,
-    total,
 )
 
 PER_CHIP = "tokens/s per chip"
@@ -35,20 +35,6 @@ class Fact:
     detail: str
     tone: Tone
     why: str = ""
-
-
-@dataclass(frozen=True)
-class CollectiveSum:
-    """Collectives of one kind over the same mesh axes and link. Seconds are unknown if those of one of them are."""
-
-    kind: str
-    mesh_axes: tuple[str, ...]
-    link: str
-    count: int
-    bytes: int
-    alone_seconds: float | Unknown
-    hidden_seconds: float | Unknown
-    exposed_seconds: float | Unknown
 
 
 def verdict(report: Report) -> tuple[Fact, ...]:
@@ -192,22 +178,17 @@ def origin(report: Report, collective: CollectiveReport) -> str:
     code."""
     if not isinstance(report.program.num_parameters, Unknown) or not collective.line:
         return collective.source
-    part = collective.source.rpartition(", ")[2]
-    return f"{collective.line.rpartition('/')[2]}{f', {part}' if part != collective.source else ''}"
+    in_pass = collective.origin.in_pass
+    return f"{collective.line.rpartition('/')[2]}{f', {in_pass}' if in_pass else ''}"
 
 
-def sums(collectives: Iterable[CollectiveReport]) -> tuple[CollectiveSum, ...]:
-    """Returns collectives grouped by kind, mesh axes and link, the most exposed first."""
-    groups: dict[tuple[str, tuple[str, ...], str], list[CollectiveReport]] = {}
+def sums(collectives: Iterable[CollectiveReport]) -> tuple[TimedTraffic, ...]:
+    """Returns collectives added up by kind, mesh axes and link, the most exposed first."""
+    groups: dict[tuple[str, tuple[str, ...], str], TimedTraffic] = {}
     for c in collectives:
-        groups.setdefault((c.kind, c.mesh_axes, c.link), []).append(c)
-    rows = [
-        CollectiveSum(*key, sum(c.count for c in group), sum(c.bytes for c in group),
-                      total(c.alone_seconds for c in group), total(c.hidden_seconds for c in group),
-                      total(c.exposed_seconds for c in group))
-        for key, group in groups.items()
-    ]  # fmt: skip
-    return tuple(sorted(rows, key=lambda row: (-or_infinity(row.exposed_seconds), -row.bytes)))
+        key = c.kind, c.mesh_axes, c.link
+        groups[key] = groups[key] + c if key in groups else c
+    return tuple(sorted(groups.values(), key=lambda row: (-or_infinity(row.exposed_seconds), -row.bytes)))
 
 
 def line_of(one: TriedReport) -> str:

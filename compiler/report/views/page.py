@@ -10,7 +10,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, get_args
+from typing import Any
 
 import jinja2
 import yaml
@@ -27,7 +27,6 @@ from ...core.format import (
     milliseconds,
 )
 from ...core.known import Unknown, text_of
-from ...core.scopes import BY_SIZE, Pass
 from ...estimate.estimate import StepEstimate
 from ...estimate.roofline import least_step_seconds, roofline_seconds
 from ...plan import Plan
@@ -183,7 +182,7 @@ def collective_groups(report: Report) -> list[dict[str, Any]]:
     places each have their own scale."""
     groups: dict[tuple[Any, ...], list[tuple[int, CollectiveReport]]] = {}
     for index, c in _in_order(report):
-        groups.setdefault((c.kind, c.mesh_axes, c.link, _pass_of(c)), []).append((index, c))
+        groups.setdefault((c.kind, c.mesh_axes, c.link, c.origin.in_pass), []).append((index, c))
     summed = [(in_pass, found, sums(c for _, c in found)[0]) for (*_, in_pass), found in groups.items()]
     summed.sort(key=lambda group: (-or_infinity(group[2].exposed_seconds), -group[2].bytes))
     longest = max((group.alone_seconds or 0 for *_, group in summed), default=0) or 1
@@ -198,13 +197,6 @@ def collective_groups(report: Report) -> list[dict[str, Any]]:
         }
         for in_pass, found, group in summed
     ]
-
-
-def _pass_of(c: CollectiveReport) -> str:
-    """Returns the pass that a collective's source names, "recomputed" for "layers/mlp/up_EM, recomputed"; else an empty
-    text."""
-    last = c.source.partition(BY_SIZE)[0].rpartition(", ")[2]
-    return last if last in get_args(Pass) else ""
 
 
 def _collective(index: int, c: CollectiveReport, longest: float) -> dict[str, Any]:

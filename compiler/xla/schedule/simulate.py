@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from ...core.collectives import COMPUTE, ComputeKind
+from ...core.traffic import Placed
 from .steps import Branches, Collective, Compute, Done, Loop, Start, Step
 
 SMALLEST_SECONDS = 1e-12  # smaller times are rounding errors
@@ -35,18 +36,6 @@ class Taken:
 
 
 Loops = tuple[tuple[str, int | Taken | None], ...]  # the loops around a step, by name, the outermost first
-
-
-@dataclass(frozen=True)
-class Priced:
-    """The price of a collective.
-
-    alone_seconds: its time with its links to itself; None where that is not known, and it counts as zero. links: the
-    names of the links that it takes.
-    """
-
-    alone_seconds: float | None
-    links: tuple[str, ...]
 
 
 @dataclass
@@ -148,7 +137,7 @@ class Simulation:
         return sum(each.bubble_seconds for each in self.stages) / max(1, len(self.stages))
 
 
-def simulate(steps: tuple[Step, ...], price: Callable[[Collective], Priced]) -> Simulation:
+def simulate(steps: tuple[Step, ...], price: Callable[[Collective], Placed]) -> Simulation:
     """Runs the steps once."""
     clock = Clock(price)
     clock.run(steps, weight=1, loops=(), is_shown=True)
@@ -198,7 +187,7 @@ class Clock:
 
     def __init__(
         self,
-        price: Callable[[Collective], Priced],
+        price: Callable[[Collective], Placed],
         pick: Callable[[Branches], "Picked | None"] = lambda _: None,
         result: Simulation | None = None,
         stage: int | None = None,

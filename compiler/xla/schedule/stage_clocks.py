@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from ...core.format import counted
 from ...core.scopes import OperationName
 from ..hlo import HloError
-from .simulate import Clock, Loops, Picked, Priced, Simulation, StageTime, Taken, Trip
+from .simulate import Clock, Loops, Picked, Placed, Simulation, StageTime, Taken, Trip
 from .steps import Branches, Collective, Loop, Start, Step, every
 
 BY_TABLE = "by the pipeline's table"
@@ -84,7 +84,7 @@ def slot_of(step: Branches) -> SlotOf | None:
 
 
 def simulate_stages(
-    steps: tuple[Step, ...], price: Callable[[Collective], Priced], devices: StagedDevices
+    steps: tuple[Step, ...], price: Callable[[Collective], Placed], devices: StagedDevices
 ) -> Simulation:
     """Runs the steps once on all stages. Raises HloError if the program does not run the ticks of the table."""
     run = _Stages(steps, price, devices)
@@ -107,7 +107,7 @@ class _Stages:
     """
 
     steps: tuple[Step, ...]
-    price: Callable[[Collective], Priced]
+    price: Callable[[Collective], Placed]
     devices: StagedDevices
     result: Simulation = field(default_factory=Simulation)
     seen: Counter[SlotOf] = field(default_factory=Counter)

@@ -1,6 +1,7 @@
 """`overlap.max_exposed`: what it lets through, and what it says of the rest."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from meshloom.compiler.schema import CollectiveReport, StepReport
 from meshloom.compiler.spec.step_spec import StepSpec
 from support import reports
 from support.commands import meshloom
+from support.traffic import origin
 
 WEIGHT, ACTIVATION = "layers/mlp/up_EM, backward", "jit(step)/attend/dot_general, forward"
 UNTIMED = Unknown("simulated devices have no links")
@@ -21,9 +23,7 @@ TARGET = ("target=h100-8", "sharding=fsdp")
 def collective(alone: float, exposed: float | Unknown, source: str = WEIGHT) -> CollectiveReport:
     example = reports.fits()[0].collectives[0]
     hidden = each_known(exposed, lambda seconds: alone - seconds)
-    return example.model_copy(
-        update={"alone_seconds": alone, "exposed_seconds": exposed, "hidden_seconds": hidden, "source": source}
-    )
+    return replace(example, alone_seconds=alone, exposed_seconds=exposed, hidden_seconds=hidden, origin=origin(source))
 
 
 def step(compute: float, exposed: float | Unknown) -> StepReport:

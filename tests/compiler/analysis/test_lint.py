@@ -32,21 +32,24 @@ from meshloom.compiler.xla.hlo import parse_module
 from meshloom.runtime.core.stderr_capture import captured_stderr
 from support.programs import programs_of
 from support.tiers import tiered
+from support.traffic import origin
 
 MIB = 2**20
 UNTIMED = Unknown("simulated devices have no links")
 PLANNED = PlannedCollective(
-    kind="all-gather", mesh_axes=("fsdp",), group_size=8, bytes_each=64 * MIB, count=4, dtype="bfloat16",
-    source="layers/mlp/up_EM", direction="forward", rule="sharding.parameters[0]",
+    kind="all-gather", mesh_axes=("fsdp",), group_size=8, bytes=4 * 64 * MIB, count=4, dtype="bfloat16",
+    origin=origin("layers/mlp/up_EM, forward"), rule="sharding.parameters[0]",
 )  # fmt: skip
-SCATTER = replace(PLANNED, kind="reduce-scatter", bytes_each=128 * MIB, dtype="float32", direction="backward")
+SCATTER = replace(
+    PLANNED, kind="reduce-scatter", bytes=4 * 128 * MIB, dtype="float32", origin=origin("layers/mlp/up_EM, backward")
+)
 
 
 def found(**changes) -> CollectiveReport:
     values = {
         "kind": "all-gather", "mesh_axes": ("fsdp",), "group_size": 8, "link": "ICI", "bytes": 4 * 64 * MIB,
         "dtype": "bf16", "count": 4, "alone_seconds": UNTIMED, "hidden_seconds": UNTIMED, "exposed_seconds": UNTIMED,
-        "hidden_behind": (), "is_async": False, "form": "synchronous", "source": "layers/mlp/up_EM, forward",
+        "hidden_behind": (), "is_async": False, "form": "synchronous", "origin": origin("layers/mlp/up_EM, forward"),
         "where": "in a loop of 4 iterations", "confidence": "high", "name": "all-gather.1", "line": "",
     }  # fmt: skip
     return CollectiveReport(**(values | changes))
@@ -80,23 +83,25 @@ def test_a_transfer_that_the_plan_does_not_have():
 
 def test_a_sum_that_is_larger_than_all_that_the_plan_adds_up_is_not_planned():
     """The plan always has sums of scalars: the loss, the norm of the gradient."""
-    scalar = replace(PLANNED, kind="all-reduce", bytes_each=4, dtype="float32", source="step: psum", rule=None)
+    scalar = replace(
+        PLANNED, kind="all-reduce", bytes=4 * 4, dtype="float32", origin=origin("step: psum, forward"), rule=None
+    )
     large = found(kind="all-reduce", dtype="f32")
     findings = lint(plan_of(), [large], {}, (PLANNED, scalar), ())
     assert [finding.rule for finding in findings] == ["unplanned-collective"]
-    both = replace(scalar, bytes_each=32 * MIB)
+    both = replace(scalar, bytes=4 * 32 * MIB)
     assert lint(plan_of(), [large], {}, (PLANNED, both, both), ()) == ()
 
 
 def test_an_all_reduce_in_place_of_a_reduce_scatter():
-    whole = found(kind="all-reduce", bytes=4 * 128 * MIB, dtype="f32", source="layers/mlp/up_EM, backward")
+    whole = found(kind="all-reduce", bytes=4 * 128 * MIB, dtype="f32", origin=origin("layers/mlp/up_EM, backward"))
     (finding,) = lint(plan_of(), [whole], {whole.name: (Match(1, (SCATTER,)),)}, (PLANNED, SCATTER), ())
     assert finding.rule == "gradient-not-scattered"
     assert "layers/mlp/up_EM, backward, sharding.parameters[0]" in finding.where
 
 
 def test_a_preset_that_keeps_reduce_scatters_is_named_where_the_target_has_one():
-    whole = found(kind="all-reduce", bytes=4 * 128 * MIB, dtype="f32", source="layers/mlp/up_EM, backward")
+    whole = found(kind="all-reduce", bytes=4 * 128 * MIB, dtype="f32", origin=origin("layers/mlp/up_EM, backward"))
     matches = {whole.name: (Match(1, (SCATTER,)),)}
     v5p = ("target=v5p-16", "precision=bfloat16")
     fixes = [
@@ -122,7 +127,7 @@ def test_a_reduction_in_bfloat16_is_proposed_with_what_it_saves_at_most():
 
 
 def test_advice_that_is_followed_is_not_given():
-    whole = found(kind="all-reduce", bytes=4 * 128 * MIB, dtype="f32", source="layers/mlp/up_EM, backward")
+    whole = found(kind="all-reduce", bytes=4 * 128 * MIB, dtype="f32", origin=origin("layers/mlp/up_EM, backward"))
     matches = {whole.name: (Match(1, (SCATTER,)),)}
     fixes = [
         lint(plan_of(*overrides), [whole], matches, (PLANNED, SCATTER), ())[0].fix
@@ -179,7 +184,7 @@ def test_what_the_compiler_says_itself_and_the_costly_ones_first():
 def test_what_differs_in_its_place_and_size_alone_is_one_finding():
     """The number of all, the places of those that cost most, the largest size; all together cost most."""
     alike = [found(kind="all-to-all", name=f"all-to-all.{i}", source=f"layers/{i}") for i in range(5)]
-    dearer = found(kind="all-to-all", name="dearer", count=8, bytes=8 * 64 * MIB, source="layers/5")
+    dearer = found(kind="all-to-all", name="dearer", count=8, bytes=8 * 64 * MIB, origin=origin("layers/5"))
     dearest = found(kind="all-to-all", name="dearest", bytes=9 * 4 * 64 * MIB)
     other = found(name="other", mesh_axes=("tensor",), count=1, bytes=600 * MIB)
     findings = lint(plan_of(), [*alike, dearest, other, dearer], {}, (PLANNED,), ())

@@ -3,22 +3,24 @@
 import pytest
 
 from meshloom.compiler.analysis.timeline_events import name_of_collective, schedule_events
+from meshloom.compiler.core.collectives import CollectiveKind
+from meshloom.compiler.core.traffic import Placed
 from meshloom.compiler.report.views.timeline import View, layer_views
 from meshloom.compiler.schema import CollectiveReport
 from meshloom.compiler.xla.schedule import simulate
-from meshloom.compiler.xla.schedule.simulate import Priced
 from meshloom.compiler.xla.schedule.steps import Collective, Compute, Done, Loop, Start
+from support.traffic import origin
 
 LAYERS = "jit(train_step)/jvp(layers)/while/body/closed_call"
 BACKWARD = "jit(train_step)/transpose(jvp(layers))/while/body/closed_call/checkpoint"
 
 
-def collective(source: str, kind: str = "all-gather", name: str = "all-gather.1") -> CollectiveReport:
-    return CollectiveReport.model_validate({
-        "kind": kind, "mesh_axes": ("fsdp",), "group_size": 4, "link": "ICI", "bytes": 800, "dtype": "bf16", "count": 8,
-        "alone_seconds": 8.0, "hidden_seconds": 0.0, "exposed_seconds": 8.0, "hidden_behind": (), "is_async": True,
-        "form": "all-gather-start", "source": source, "line": "", "where": "once", "confidence": "high", "name": name,
-    })  # fmt: skip
+def collective(source: str, kind: CollectiveKind = "all-gather", name: str = "all-gather.1") -> CollectiveReport:
+    return CollectiveReport(
+        kind=kind, mesh_axes=("fsdp",), group_size=4, link="ICI", bytes=800, dtype="bf16", count=8, alone_seconds=8.0,
+        hidden_seconds=0.0, exposed_seconds=8.0, hidden_behind=(), is_async=True, form="all-gather-start", line="",
+        where="once", confidence="high", name=name, origin=origin(source),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,7 @@ def test_a_step_of_two_loops_is_shown_by_one_iteration_of_each():
                 compute("fusion.3", "other", 2.0, f"{BACKWARD}/rematted_computation/mul"))  # fmt: skip
     update = compute("fusion.4", "other", 1.0, "jit(train_step)/optimizer/add")
     steps = (Loop("while.1", 4, forward), Loop("while.2", 4, backward), update)
-    result = simulate(steps, lambda _: Priced(1.0, ("ICI x",)))
+    result = simulate(steps, lambda _: Placed(1.0, ("ICI x",)))
     events = schedule_events(result.segments, steps, [collective("layers/mlp/up_EM, forward")])
 
     told = [(each.name, each.start_seconds, each.seconds, each.loop, each.iteration) for each in events]
@@ -76,4 +78,4 @@ def test_a_step_of_two_loops_is_shown_by_one_iteration_of_each():
 
 def test_a_step_without_loops_has_no_views():
     steps = (compute("fusion.1", "matmul", 3.0, ""),)
-    assert layer_views(schedule_events(simulate(steps, lambda _: Priced(None, ())).segments, steps, ())) == ()
+    assert layer_views(schedule_events(simulate(steps, lambda _: Placed(None, ())).segments, steps, ())) == ()

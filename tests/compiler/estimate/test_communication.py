@@ -7,10 +7,10 @@ import pytest
 
 from conftest import WHOLE_STREAM, plan_of
 from meshloom.compiler.core.collectives import MOVING
-from meshloom.compiler.estimate.communication import link_bytes, plan_communication
+from meshloom.compiler.core.traffic import Traffic
+from meshloom.compiler.estimate.communication import plan_communication, sent_bytes
 from meshloom.compiler.estimate.estimated_step import read_step
 from meshloom.compiler.estimate.regions import price_regions
-from meshloom.compiler.jaxpr.program import TracedCollective
 from meshloom.compiler.xla.programs import lower
 from support.collectives import collective_elements_per_step, collectives_per_step
 
@@ -52,15 +52,15 @@ def test_planned_collectives_are_the_compiled_ones(overrides):
     for one in _planned(*overrides):
         counts[one.kind] += one.count
         shards = one.group_size if one.kind in ("reduce-scatter", "all-to-all") else 1
-        num_bytes[one.kind] += one.num_bytes // shards
+        num_bytes[one.kind] += one.bytes // shards
     assert counts == +collectives_per_step(hlo)
     assert num_bytes == {kind: 4 * n for kind, n in collective_elements_per_step(hlo).items() if n}
 
 
 def test_each_weight_is_gathered_forward_and_backward_by_the_rule_that_splits_it():
     plan = plan_of("sharding=fsdp")
-    rows = [one for one in _planned("sharding=fsdp") if one.source == "layers/mlp/up_EM"]
-    facts = {(one.kind, one.direction, one.count, one.rule) for one in rows}
+    rows = [one for one in _planned("sharding=fsdp") if one.origin.name == "layers/mlp/up_EM"]
+    facts = {(one.kind, one.origin.in_pass, one.count, one.rule) for one in rows}
     rule = "sharding.parameters[0]"
     assert facts == {
         ("all-gather", "forward", 3, rule),
@@ -69,12 +69,12 @@ def test_each_weight_is_gathered_forward_and_backward_by_the_rule_that_splits_it
     }
     assert {one.mesh_axes for one in rows} == {("fsdp",)}
     assert {one.bytes_each for one in rows} == {4 * 32 * 64}
-    assert {one.source for one in _planned("sharding=fsdp")} >= {p.array.path for p in plan.sharding.parameters}
+    assert {one.origin.name for one in _planned("sharding=fsdp")} >= {p.array.path for p in plan.sharding.parameters}
 
 
 def test_updated_parameters_are_gathered_by_the_rule_of_the_optimizers_state():
     gathers = [one for one in _planned("sharding=zero1") if one.kind == "all-gather"]
-    assert {(one.direction, one.count, one.rule) for one in gathers} == {("update", 1, "sharding.optimizer[0]")}
+    assert {(one.origin.in_pass, one.count, one.rule) for one in gathers} == {("update", 1, "sharding.optimizer[0]")}
 
 
 def test_sums_over_tensor_are_there_by_the_rule_of_activations():
@@ -84,7 +84,7 @@ def test_sums_over_tensor_are_there_by_the_rule_of_activations():
 @pytest.mark.parametrize("sharding", ["fsdp", "zero1"])
 def test_types_are_those_of_the_precision(sharding):
     rows = _planned(f"sharding={sharding}", "precision=bfloat16_params")
-    ids = {one.dtype for one in rows if one.source == "embed/table_VE" and one.dtype == "int32"}  # of tokens
+    ids = {one.dtype for one in rows if one.origin.name == "embed/table_VE" and one.dtype == "int32"}  # of tokens
     assert {one.dtype for one in rows} - ids == {"bfloat16"}
 
 
@@ -93,11 +93,11 @@ def test_types_are_those_of_the_precision(sharding):
 def test_gradients_cross_in_a_type_of_their_own(sharding, crossing, accumulated):
     types = (f"precision.gradient_reduction={crossing}", f"precision.gradients={accumulated}")
     rows = _planned(f"sharding={sharding}", "precision=bfloat16", "num_microbatches=2", *types)
-    assert {one.dtype for one in rows if "/" in one.source and one.kind not in MOVING} == {crossing}
+    assert {one.dtype for one in rows if "/" in one.origin.name and one.kind not in MOVING} == {crossing}
 
 
 def test_what_a_device_sends():
     """Rings of n devices over an array of V bytes: (n-1)/n V a gather or scatter, twice that a sum for all."""
-    send = {kind: link_bytes(TracedCollective(kind, ("fsdp",), 800, "float32"), 8)
+    send = {kind: sent_bytes(Traffic(kind, ("fsdp",), 8, 800))
             for kind in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")}  # fmt: skip
     assert send == {"all-gather": 700, "reduce-scatter": 700, "all-reduce": 1400, "all-to-all": 87}

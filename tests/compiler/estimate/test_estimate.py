@@ -169,7 +169,7 @@ def test_partial_sums_are_joined_and_summed_into_the_shards_that_are_wanted():
         layouts = [((), ("tensor",)), (("tensor",), ()), (("tensor",), ())]
         jaxpr = jax.make_jaxpr(program)(*shapes).jaxpr
         read = read_jaxpr(jaxpr, layouts, {"tensor": 4}, joins_sums=joins_sums)
-        return [(one.collective.kind, one.collective.full_bytes) for one in read.operations if one.collective], read
+        return [(one.collective.kind, one.collective.bytes) for one in read.operations if one.collective], read
 
     whole, shards = (None, None, None), (None, "tensor", None)
     num_bytes = 2 * 8 * 16 * 4
@@ -197,7 +197,7 @@ def test_blocks_gather_and_scatter_the_residual_stream(platform):
 
 def _is_of_layers(one: PlannedCollective) -> bool:
     """Returns True for what moves a layer's activations, or their gradients."""
-    return one.source.removeprefix("sum of ").startswith(("attention", "mlp", "queries", "keys", "values"))
+    return one.origin.name.removeprefix("sum of ").startswith(("attention", "mlp", "queries", "keys", "values"))
 
 
 def test_a_kept_sum_over_devices_is_kept_in_its_shards():
@@ -211,7 +211,9 @@ def test_a_kept_sum_over_devices_is_kept_in_its_shards():
     width = config.embed_dim + heads + config.embed_dim + 2 * config.mlp_dim  # the layer's input, and what is made
     tokens = 16 // 4 * 128
     assert estimate.memory.activations == config.num_layers * 2 * tokens * width // 2
-    over_tensor = [one for one in estimate.communication if one.mesh_axes == ("tensor",) and "norm" not in one.source]
+    over_tensor = [
+        one for one in estimate.communication if one.mesh_axes == ("tensor",) and "norm" not in one.origin.name
+    ]
     assert {one.kind for one in over_tensor if _is_of_layers(one)} == {"all-gather", "reduce-scatter"}
 
 

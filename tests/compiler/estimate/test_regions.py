@@ -3,6 +3,8 @@
 4 trips:  x = x @ w in the first 3, x = psum(x) in the last        x, w: SQUARE bytes; a matmul: MATMUL FLOPs
 """
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -252,8 +254,10 @@ def test_a_loop_that_skips_collectives_sends_what_one_without_them_sends():
 
     def counts(overlap):
         planned = estimate_step(plan_of(*SMALL, "target=cpu-8", "sharding=fsdp", f"overlap={overlap}")).communication
-        layers = [one for one in planned if one.source.startswith("layers/")]
-        return {(one.kind, one.source): sum(x.count for x in layers if (x.kind, x.source) == (one.kind, one.source))
-                for one in layers}  # fmt: skip
+        counts: Counter[tuple[str, str]] = Counter()
+        for one in planned:
+            if one.origin.name.startswith("layers/"):
+                counts[one.kind, one.origin.name] += one.count
+        return counts
 
     assert counts("prefetch") == counts("none") != {}

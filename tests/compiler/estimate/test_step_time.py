@@ -125,4 +125,4 @@ def test_the_costs_of_a_program_are_those_of_its_estimate(overrides):
     moved = sum(each[0, 0] for region in regions for each in region.num_bytes.values())
     assert moved == sum(part.hbm_bytes or 0 for part in estimate.roofline)
     sent = sum((one[1] * one[2])[0, 0] for region in regions for one in region.transfers)
-    assert sent == sum(one.num_bytes for one in estimate.communication)
+    assert sent == sum(one.bytes for one in estimate.communication)

@@ -254,7 +254,7 @@ def test_an_unknown_layout_is_whole_and_said_so(plan_with):
     plan = plan_with(COUNTED_KERNEL, "sharding=fsdp_tensor", "mesh.tensor=2")
     estimate = estimate_step(plan)
     assert ["taken as whole on each device" in str(one) for one in estimate.unknown] == [True]
-    gathered = [c for c in estimate.communication if c.source == "layers: pallas_call over a split dimension"]
+    gathered = [c for c in estimate.communication if c.origin.name == "layers: pallas_call over a split dimension"]
     assert [(c.kind, c.mesh_axes, c.bytes_each, c.count) for c in gathered] == [
         ("all-gather", ("tensor",), 4 * WIDTH * WIDTH, LAYERS)
     ]
@@ -263,5 +263,5 @@ def test_an_unknown_layout_is_whole_and_said_so(plan_with):
 def test_an_fft_takes_the_dimension_that_it_transforms_whole(plan_with):
     mix = FFT.replace("x @ w + lax.fft(x", "lax.fft((x @ w)")
     plan = plan_with(mix, "sharding=fsdp_tensor", "mesh.tensor=2")
-    sources = {c.source for c in estimate_step(plan).communication if c.kind == "all-gather"}
+    sources = {c.origin.name for c in estimate_step(plan).communication if c.kind == "all-gather"}
     assert "layers: fft over a split dimension" in sources

@@ -130,7 +130,7 @@ def test_collectives_are_those_that_the_step_has():
         for each in plan.operation("context").chosen.collectives:
             promised[each.kind, each.bytes_each] += 3 * each.count
         for one in estimate_step(plan).communication:
-            if one.source == f"attention, {name}":
+            if one.origin.name == f"attention, {name}":
                 found[one.kind, one.bytes_each] += one.count
         assert found == promised, name
 

@@ -158,7 +158,7 @@ def test_the_estimate_counts_filled_rows_once_each_and_larger_buffers_as_memory(
 
 @pytest.mark.ci
 def test_exchanges_are_told_by_the_site_of_their_experts(mixtral):
-    sources = {each.source for each in estimate_step(mixtral).communication if each.mesh_axes == ("expert",)}
+    sources = {each.origin.name for each in estimate_step(mixtral).communication if each.mesh_axes == ("expert",)}
     assert sources == {"routed, tokens to experts and back"}
 
 

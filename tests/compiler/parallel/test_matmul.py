@@ -167,7 +167,7 @@ def test_permutes_take_the_place_of_sums_and_are_planned():
     assert new == {"collective-permute": 3 * 2 * 3}
     assert gone == {"all-reduce": 3 * 2}, "on CPUs a sum over devices is whole"
     planned = [one for one in estimate_step(plan).communication if one.kind == "collective-permute"]
-    assert {one.source: one.count for one in planned} == {f"{name}, in a ring": 3 * 3 for name in NAMES}
+    assert {one.origin.name: one.count for one in planned} == {f"{name}, in a ring": 3 * 3 for name in NAMES}
 
 
 @pytest.mark.ci

@@ -131,14 +131,15 @@ def test_an_operation_from_outside_is_planned_shown_and_run(monkeypatch):
 def test_an_operation_from_outside_has_its_scope_and_its_row_of_collectives(monkeypatch):
     """Its strategy adds over devices; the estimate and the table of compiled collectives say for which site."""
     plan = _planned(monkeypatch, "parallel.doubling=by_mean")
-    rows = [one for one in estimate_step(plan).communication if one.source == "doubling layer"]
+    rows = [one for one in estimate_step(plan).communication if one.origin.name == "doubling layer"]
     assert {(one.kind, one.mesh_axes) for one in rows} == {("all-reduce", ("fsdp",))}
-    assert "forward" in {one.direction for one in rows}
+    assert "forward" in {one.origin.in_pass for one in rows}
     shape, _ = read_costs(price_regions(read_step(plan), plan.target.compiler), frozenset(), plan.ops)
     assert "doubling layer" in {one.source for one in shape.transfers}
     assert plan_hiding(plan).of_operations["doubling layer"] == Exposed(0.5)
-    assert source_of("jit(f)/jvp(layers)/doubling=layer/psum", "all-reduce", (), plan.ops) == "doubling layer, forward"
-    assert source_of("jit(f)/jvp(layers)/doubling=layer/psum", "all-reduce", ()) == "doubling=layer/psum, forward"
+    psum = "jit(f)/jvp(layers)/doubling=layer/psum"
+    assert str(source_of(psum, "all-reduce", (), plan.ops)) == "doubling layer, forward"
+    assert str(source_of(psum, "all-reduce", ())) == "doubling=layer/psum, forward"
 
 
 def test_an_operation_from_outside_prices_its_own_kernel_in_the_traced_step(monkeypatch):

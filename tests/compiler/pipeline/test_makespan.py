@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshloom.compiler.core.format import human_seconds, human_share
+from meshloom.compiler.core.traffic import Placed
 from meshloom.compiler.pipeline.buffers import slots_in_use
 from meshloom.compiler.pipeline.makespan import (
     AS_SHORT,
@@ -26,7 +27,6 @@ from meshloom.compiler.pipeline.ticks import TickForm, pack_ticks
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.compiler.xla.schedule.prices import Chip
 from meshloom.compiler.xla.schedule.program import read_steps
-from meshloom.compiler.xla.schedule.simulate import Priced
 from meshloom.compiler.xla.schedule.stage_clocks import StagedDevices, simulate_stages
 from meshloom.compiler.xla.schedule.steps import Branches, Compute, Loop, every
 from support.pipeline_tables import declared
@@ -277,7 +277,7 @@ def test_the_bubble_of_compiled_programs_is_within_two_percent_of_the_tables(nam
     steps = read_steps(module, Chip("tpu", 1.0, {}, float("inf")))
     found = simulate_stages(
         steps,
-        lambda one: Priced(permute if one.kind == "collective-permute" else 0.0, (one.name,)),
+        lambda one: Placed(permute if one.kind == "collective-permute" else 0.0, (one.name,)),
         StagedDevices(rows, [0] * STAGES, DEVICES, module.num_devices),
     )
     (ticks,) = (each for each in steps if isinstance(each, Loop))

@@ -51,10 +51,11 @@ def recompiled(report: Report, seed: int) -> Report:
     rng = random.Random(seed)
 
     def renamed(c):
-        source = c.source.replace("psum", f"psum.{rng.randrange(99)}")
-        seconds = {key: value * (1 + rng.uniform(-3e-4, 3e-4)) for key, value in c if key.endswith("_seconds")}
-        return c.model_copy(update={"name": f"{c.kind}-start.{rng.randrange(9999)}", "source": source, **seconds,
-                                    "hidden_behind": (f"fusion.{rng.randrange(999)}",)})  # fmt: skip
+        activation = c.origin.activation.replace("psum", f"psum.{rng.randrange(99)}")
+        times = {key: value for key, value in vars(c).items() if key.endswith("_seconds")}
+        seconds = {key: value * (1 + rng.uniform(-3e-4, 3e-4)) for key, value in times.items()}
+        return replace(c, name=f"{c.kind}-start.{rng.randrange(9999)}", origin=replace(c.origin, activation=activation),
+                       hidden_behind=(f"fusion.{rng.randrange(999)}",), **seconds)  # fmt: skip
 
     collectives = [renamed(c) for c in report.collectives]
     rng.shuffle(collectives)
@@ -155,9 +156,9 @@ def test_no_byte_of_a_collective_is_lost(a, b):
 def test_what_appeared_went_grew_and_became_synchronous():
     report = reports.fits()[0]
     first, second, third, *rest = report.collectives
-    grown = second.model_copy(update={"bytes": 2 * second.bytes})
-    sync = third.model_copy(update={"is_async": not third.is_async, "exposed_seconds": 1.0})
-    new = first.model_copy(update={"kind": "all-to-all"})
+    grown = replace(second, bytes=2 * second.bytes)
+    sync = replace(third, is_async=not third.is_async, exposed_seconds=1.0)
+    new = replace(first, kind="all-to-all")
     found = diff_runs(run_of(report), run_of(report.model_copy(update={"collectives": (new, grown, sync, *rest)})))
     told = {(c.kind, c.source): c for c in found.collectives}
     assert len(told) == 4

@@ -5,6 +5,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any, get_args
 
@@ -12,6 +13,7 @@ import pytest
 
 from meshloom.compiler.core.collectives import CollectiveKind, ComputeKind
 from meshloom.compiler.core.known import Unknown
+from meshloom.compiler.core.traffic import TrafficSource
 from meshloom.compiler.report.views.page import NUM_EVENTS, render_page
 from meshloom.compiler.report.views.timeline import lay_out, layer_views
 from meshloom.compiler.schema import Event, Report
@@ -204,8 +206,7 @@ def test_columns_sort_by_keyboard_both_ways(page):
 def test_unknown_ones_are_last_however_sorted(browser, tmp_path):
     report, events = reports.fits()
     some = [
-        c.model_copy(update={"exposed_seconds": Unknown("no price")}) if n % 5 == 0 else c
-        for n, c in enumerate(report.collectives)
+        replace(c, exposed_seconds=Unknown("no price")) if n % 5 == 0 else c for n, c in enumerate(report.collectives)
     ]
     path = tmp_path / "page.html"
     path.write_text(render_page(report.model_copy(update={"collectives": tuple(some)}), events, reports.llama_plan()))
@@ -399,7 +400,9 @@ def test_text_of_a_config_does_nothing_in_the_page(browser, tmp_path):
             "program": report.program.model_copy(update={"model": evil}),
             "overrides": (evil,),
             "step": report.step.model_copy(update={"predicted_mfu": Unknown(evil)}),
-            "collectives": tuple(c.model_copy(update={"source": evil, "name": evil}) for c in report.collectives),
+            "collectives": tuple(
+                replace(c, origin=TrafficSource(activation=evil), name=evil) for c in report.collectives
+            ),
             "findings": tuple(f.model_copy(update={"what": evil}) for f in report.findings),
         }
     )

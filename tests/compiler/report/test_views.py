@@ -4,6 +4,7 @@ import io
 import json
 import re
 from collections import Counter, defaultdict
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -18,6 +19,7 @@ from meshloom.compiler.core.format import (
     three_digits,
 )
 from meshloom.compiler.core.known import Unknown
+from meshloom.compiler.core.traffic import TrafficSource
 from meshloom.compiler.report.views.charts import memory_bar
 from meshloom.compiler.report.views.facts import sums, unknown_values, verdict, why_exposed
 from meshloom.compiler.report.views.page import compact_timeline, render_page
@@ -63,11 +65,11 @@ def test_a_terminal_shows_all_that_a_file_does_between_its_edges(case, width):
 
 
 def test_the_summary_is_one_screen_whatever_there_is_to_say():
-    report = reports.does_not_fit()[0]
+    report, long = reports.does_not_fit()[0], TrafficSource(activation="x" * 300)
     report = report.model_copy(
         update={
-            "collectives": tuple(c.model_copy(update={"source": "x" * 300, "exposed_seconds": 1.0, "is_async": True,
-                                                      "hidden_seconds": 1.0, "hidden_behind": ("y" * 300,)})
+            "collectives": tuple(replace(c, origin=long, exposed_seconds=1.0, is_async=True,
+                                         hidden_seconds=1.0, hidden_behind=("y" * 300,))
                                  for c in (*report.collectives, *reports.gpu()[0].collectives)),
             "findings": report.findings * 20,
             "memory": report.memory.model_copy(update={"changes": report.memory.changes * 9}),
@@ -81,8 +83,8 @@ def test_the_summary_is_one_screen_whatever_there_is_to_say():
 
 def test_collectives_of_one_source_and_reason_are_one_line():
     report = reports.fits()[0]
-    alike = {"source": "made by the compiler", "is_async": False, "form": "synchronous", "exposed_seconds": 0.01}
-    collectives = tuple(c.model_copy(update=alike | {"kind": "all-reduce"}) for c in report.collectives[:7])
+    alike = {"origin": TrafficSource(), "is_async": False, "form": "synchronous", "exposed_seconds": 0.01}
+    collectives = tuple(replace(c, kind="all-reduce", **alike) for c in report.collectives[:7])
     text = _summary(report.model_copy(update={"collectives": collectives}))
     assert re.search(r"70\.0 ms +all-reduce: made by the compiler \(7 places\) +compute waits for all of it", text)
 
@@ -150,7 +152,7 @@ def test_a_summary_shows_names_as_they_are():
     report = reports.fits()[0]
     finding = report.findings[0].model_copy(update={"what": "[bold]x[/] and [/y] :smile:"})
     report = report.model_copy(update={"findings": (finding,), "collectives": tuple(
-        c.model_copy(update={"source": "[red]rules[0]"}) for c in report.collectives)})  # fmt: skip
+        replace(c, origin=TrafficSource(activation="[red]rules[0]")) for c in report.collectives)})  # fmt: skip
     text = _summary(report)
     assert "[bold]x[/] and [/y] :smile:" in text
     assert ": [red]rules[0]" in text
@@ -218,11 +220,8 @@ def test_each_exposed_collective_says_why():
     for make in reports.CASES.values():
         for c in make()[0].collectives:
             assert bool(why_exposed(c)) == bool(c.exposed_seconds)
-    nearly = (
-        reports.fits()[0]
-        .collectives[0]
-        .model_copy(update={"is_async": True, "hidden_seconds": 4e-17, "exposed_seconds": 1e-3, "hidden_behind": ()})
-    )
+    first = reports.fits()[0].collectives[0]
+    nearly = replace(first, is_async=True, hidden_seconds=4e-17, exposed_seconds=1e-3, hidden_behind=())
     assert why_exposed(nearly) == "nothing runs between its start and its end", "what rounding leaves hides nothing"
     worst = by_exposed(reports.fits()[0].collectives)
     assert worst[0].exposed_seconds == max(c.exposed_seconds or 0 for c in worst)

@@ -204,8 +204,8 @@ def test_a_way_that_waits_for_links_of_unknown_time_is_not_as_if_it_took_none(mo
     )
     gathers = [one for one in estimate.communication if one.kind == "all-gather"]
     waits, hides = (expected_wait(plan, estimate, each) for each in ways)
-    assert waits.unknown_bytes == sum(one.num_bytes for one in gathers)
-    assert hides.unknown_bytes == sum(one.num_bytes for one in gathers if not one.source.startswith("layers/"))
+    assert waits.unknown_bytes == sum(one.bytes for one in gathers)
+    assert hides.unknown_bytes == sum(one.bytes for one in gathers if not one.origin.name.startswith("layers/"))
     assert waits > hides
     waiting = [one.wait.unknown_bytes for one in overlap_candidates(plan, estimate)]
     assert waiting[-1] == max(waiting) > min(waiting[1:])

@@ -88,7 +88,7 @@ def test_two_pieces_with_one_name_have_strategies_of_their_own():
     assert [each.site.parameters for each in sites.values()] == [
         ("dense_layers/mlp/down_ME",), ("layers/mlp/shared/down_ME",)
     ]  # fmt: skip
-    in_rings = sum(one.count for one in estimate_step(plan).communication if "in a ring" in one.source)
+    in_rings = sum(one.count for one in estimate_step(plan).communication if "in a ring" in one.origin.name)
     assert in_rings == 2 * 3  # around four devices both ways, of one of three layers
     shown = {each["piece"]: each["parameters"] for each in plan_as_json(plan)["operations"]
              if each["site"] == "mlp_output"}  # fmt: skip

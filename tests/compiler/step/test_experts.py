@@ -305,13 +305,13 @@ def test_experts_are_gathered_over_fsdp_alone_and_other_weights_over_both():
     plan = plan_of(*MOE, *EXPERT, GATHERED)
     planned = estimate_step(plan).communication
     of = {
-        each.source: each.mesh_axes
+        each.origin.name: each.mesh_axes
         for each in planned
-        if each.kind == "all-gather" and each.source.startswith("layers/")
+        if each.kind == "all-gather" and each.origin.name.startswith("layers/")
     }
     assert of["layers/mlp/up_XEM"] == ("fsdp",)
     assert of["layers/attention/query_EHD"] == ("fsdp", "expert")
-    scattered = {each.source: each.mesh_axes for each in planned if each.kind == "reduce-scatter"}
+    scattered = {each.origin.name: each.mesh_axes for each in planned if each.kind == "reduce-scatter"}
     assert scattered["layers/mlp/down_XME"] == ("fsdp",)
     assert plan.weights["layers"]["mlp"]["up_XEM"].reduced == ()
     with_data = plan_of(*MOE, *EXPERT[:2], "mesh.fsdp=1", "mesh.data=2", "mesh.expert=2", GATHERED)

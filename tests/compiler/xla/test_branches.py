@@ -5,12 +5,13 @@ import time
 import pytest
 
 from meshloom.compiler.analysis.timeline_events import schedule_events
+from meshloom.compiler.core.traffic import Placed
 from meshloom.compiler.xla.hlo import Module, parse_module
 from meshloom.compiler.xla.schedule.alike import find_repeated
 from meshloom.compiler.xla.schedule.buffers import read_buffers
 from meshloom.compiler.xla.schedule.prices import Chip
 from meshloom.compiler.xla.schedule.program import read_steps
-from meshloom.compiler.xla.schedule.simulate import Priced, simulate
+from meshloom.compiler.xla.schedule.simulate import simulate
 from meshloom.compiler.xla.schedule.steps import (
     ALL,
     Branches,
@@ -30,7 +31,7 @@ def test_nested_branches_cost_time_in_proportion_to_their_number():
     for level in range(60):
         longer = (*steps, Compute(f"c{level}", "other", 2.0, "bytes", ""))
         steps = (Branches(f"b{level}", (longer, (*steps, Compute(f"d{level}", "other", 1.0, "bytes", "")))),)
-    result = simulate(steps, lambda _: Priced(0.0, ()))
+    result = simulate(steps, lambda _: Placed(0.0, ()))
     assert result.seconds == pytest.approx(2 * 60)
     assert {each.branch and each.branch[0] for each in result.segments} == {f"b{level}" for level in range(60)}
 
@@ -49,7 +50,7 @@ def test_a_timeline_shows_the_branch_of_a_step_that_takes_it(share, shown, words
     seconds = {"a": 1.0, "long": 10.0, "short": 2.0, "z": 3.0}
     a, long, short, z = (Compute(name, "other", seconds[name], "bytes", "") for name in seconds)
     steps: tuple[Step, ...] = (a, Branches("c", ((long,), (short,)), share), z)
-    events = schedule_events(simulate(steps, lambda _: Priced(0.0, ())).segments, steps, ())
+    events = schedule_events(simulate(steps, lambda _: Placed(0.0, ())).segments, steps, ())
     begins = [sum(seconds[name] for name in shown[:n]) for n in range(3)]
     found = [(each.instruction, each.start_seconds, each.seconds) for each in events]
     assert found == [(name, pytest.approx(begin), seconds[name]) for name, begin in zip(shown, begins, strict=True)]
@@ -59,7 +60,7 @@ def test_a_timeline_shows_the_branch_of_a_step_that_takes_it(share, shown, words
 def test_iterations_that_are_left_out_begin_after_those_that_are_shown_as_taken():
     """Of 5 iterations of 10 s in half of the executions, the first two are shown; the rest take 5 s each."""
     body: tuple[Step, ...] = (Branches("c", ((Compute("x", "other", 10.0, "bytes", ""),), ()), 0.5),)
-    result = simulate((Loop("l", 5, body), Compute("z", "other", 1.0, "bytes", "")), lambda _: Priced(0.0, ()))
+    result = simulate((Loop("l", 5, body), Compute("z", "other", 1.0, "bytes", "")), lambda _: Placed(0.0, ()))
     assert result.seconds == pytest.approx(5 * 5 + 1)
     found = [(each.name, each.start_seconds, each.seconds) for each in result.segments]
     assert [name for name, _, _ in found] == ["x", "x", "l", "z"]

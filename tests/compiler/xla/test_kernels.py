@@ -2,10 +2,11 @@
 
 import pytest
 
+from meshloom.compiler.core.traffic import Placed
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.compiler.xla.schedule.prices import GROUPED_EFFICIENCY, KERNEL_GAP_SECONDS, KERNEL_SECONDS, Chip
 from meshloom.compiler.xla.schedule.program import read_steps
-from meshloom.compiler.xla.schedule.simulate import Priced, Simulation, simulate
+from meshloom.compiler.xla.schedule.simulate import Simulation, simulate
 from support.schedules import module
 
 FLOPS, BANDWIDTH = 1e9, 1e9
@@ -24,7 +25,7 @@ def called(target: str, result: str, *operands: str, config: str = "", of: Chip 
     ]
     call = f'custom-call({", ".join(names)}), custom_call_target="{target}"{config}'
     text = module(*lines, f"  ROOT %k.1 = {result} {call}")
-    return simulate(read_steps(parse_module(text), of or chip()), lambda _: Priced(0.0, ()))
+    return simulate(read_steps(parse_module(text), of or chip()), lambda _: Placed(0.0, ()))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ NESTED = """%left {
 def test_a_triton_kernel_that_xla_generates_takes_what_its_computation_does(call):
     lines = ["  %x1 = bf16[640,200] parameter(1)", "  %y = bf16[200,320] parameter(2)"]
     text = module(*lines, f"  ROOT %k = bf16[640,320] {call}", before=NESTED)
-    found = simulate(read_steps(parse_module(text), chip()), lambda _: Priced(0.0, ()))
+    found = simulate(read_steps(parse_module(text), chip()), lambda _: Placed(0.0, ()))
     assert (found.priced_by, found.unpriced) == ({"flops": 1}, {})
     assert found.compute_seconds == {"matmul": pytest.approx(2 * 640 * 200 * 320 / FLOPS + KERNEL_GAP_SECONDS)}
 
@@ -166,7 +167,7 @@ def test_a_softmax_by_triton_reads_and_writes_once():
     kind = 'backend_config={"fusion_backend_config":{"kind":"__triton"}}'
     lines = ["  %y = bf16[640,320] parameter(1)"]
     text = module(*lines, f"  ROOT %k = bf16[640,320] fusion(%y), kind=kCustom, calls=%softmax, {kind}", before=NESTED)
-    found = simulate(read_steps(parse_module(text), chip(bandwidth=1e6)), lambda _: Priced(0.0, ()))
+    found = simulate(read_steps(parse_module(text), chip(bandwidth=1e6)), lambda _: Placed(0.0, ()))
     assert (found.priced_by, found.unpriced) == ({"bytes": 1}, {})
     assert found.seconds == pytest.approx(2 * 2 * 640 * 320 / 1e6 + KERNEL_GAP_SECONDS)
 
@@ -254,7 +255,7 @@ def test_sorts_take_all_their_passes():
     def bitonic(length: int) -> float:
         line = f"  ROOT %s = f32[{length},100] sort(%o), dimensions={{0}}, to_apply=%less"
         text = module(f"  %o = f32[{length},100] parameter(1)", line)
-        return simulate(read_steps(parse_module(text), chip(bandwidth=1e6)), lambda _: Priced(0.0, ())).seconds
+        return simulate(read_steps(parse_module(text), chip(bandwidth=1e6)), lambda _: Placed(0.0, ())).seconds
 
     assert bitonic(4096) / bitonic(2048) == pytest.approx(2 * 3, rel=1e-4)
 
@@ -269,7 +270,7 @@ def test_sorts_take_all_their_passes():
 )
 def test_what_passes_an_unknown_number_of_times_takes_one_pass_at_least(line):
     text = module("  %o = c64[1,1000000] parameter(1)", f"  ROOT %f = c64[1,1000000] {line}")
-    found = simulate(read_steps(parse_module(text), chip(bandwidth=BANDWIDTH)), lambda _: Priced(0.0, ()))
+    found = simulate(read_steps(parse_module(text), chip(bandwidth=BANDWIDTH)), lambda _: Placed(0.0, ()))
     assert found.unpriced == {"f": line.partition("(")[0]}
     assert found.seconds >= 2 * 8_000_000 / BANDWIDTH
 
@@ -281,5 +282,5 @@ def test_an_unknown_kernel_within_a_fusion_is_counted():
 }
 """
     text = module("  ROOT %f = f32[8] fusion(%x), kind=kCustom, calls=%fused", before=before)
-    found = simulate(read_steps(parse_module(text), chip()), lambda _: Priced(0.0, ()))
+    found = simulate(read_steps(parse_module(text), chip()), lambda _: Placed(0.0, ()))
     assert found.unpriced == {"f": "mystery"}

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshloom.compiler.xla.schedule.simulate import Priced, Simulation, simulate
+from meshloom.compiler.core.traffic import Placed
+from meshloom.compiler.xla.schedule.simulate import Simulation, simulate
 from meshloom.compiler.xla.schedule.steps import Branches, Collective, Compute, Done, Loop, Start, Step
 from support.schedules import collectives_of
 
@@ -21,7 +22,7 @@ seconds = st.integers(0, 40).map(lambda n: n / 1024)
 @dataclass(frozen=True)
 class Program:
     steps: tuple[Step, ...]
-    prices: Mapping[str, Priced]
+    prices: Mapping[str, Placed]
 
     def run(self) -> Simulation:
         return simulate(self.steps, lambda collective: self.prices[collective.name])
@@ -29,12 +30,12 @@ class Program:
 
 @st.composite
 def programs(draw: Callable, *, with_branches: bool = True) -> Program:
-    prices: dict[str, Priced] = {}
+    prices: dict[str, Placed] = {}
 
     def collective() -> Collective:
         name = f"c{len(prices)}"
         links = tuple(sorted(draw(st.sets(st.sampled_from(LINKS), min_size=1))))
-        prices[name] = Priced(draw(seconds), links)
+        prices[name] = Placed(draw(seconds), links)
         return Collective(name, "all-gather", 0, "bf16", (), True, "", "", "", ())
 
     def body(depth: int) -> tuple[Step, ...]:
@@ -167,7 +168,7 @@ def test_with_links_shared_evenly_a_longer_link_time_could_make_a_step_faster():
     is waited for before the compute that hides `b`: 12 s with a = 0, 11 with a = 1. In order it is 11 and 11."""
 
     def step(a: float) -> float:
-        prices = {"c": Priced(1.0, ("x",)), "a": Priced(a, ("y",)), "b": Priced(10.0, ("x",))}
+        prices = {"c": Placed(1.0, ("x",)), "a": Placed(a, ("y",)), "b": Placed(10.0, ("x",))}
         c, a_, b = (Collective(name, "all-gather", 0, "bf16", (), True, "", "", "", ()) for name in "cab")
         compute = Compute("f", "other", 10.0, "cycles", "")
         steps = (Start(c), Start(a_), Done("a"), Start(b), Done("c"), compute, Done("b"))

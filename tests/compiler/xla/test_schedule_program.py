@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from meshloom.compiler.core.traffic import Placed
 from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.compiler.xla.hlo.groups import parse_groups
 from meshloom.compiler.xla.schedule.kernels import TRITON
 from meshloom.compiler.xla.schedule.prices import GROUPED_EFFICIENCY, KERNEL_GAP_SECONDS, Chip
 from meshloom.compiler.xla.schedule.program import read_steps
-from meshloom.compiler.xla.schedule.simulate import Priced, Simulation, Taken, simulate
+from meshloom.compiler.xla.schedule.simulate import Simulation, Taken, simulate
 from meshloom.compiler.xla.schedule.steps import (
     ALL,
     Choices,
@@ -42,8 +43,8 @@ GPU = Chip(
 )
 
 
-def one_link(collective: Collective) -> Priced:
-    return Priced(collective.num_bytes / 1000, ("link",))
+def one_link(collective: Collective) -> Placed:
+    return Placed(collective.num_bytes / 1000, ("link",))
 
 
 def simulated(text: str, price=one_link, chip: Chip = TPU) -> Simulation:
@@ -100,7 +101,7 @@ def test_a_link_serves_what_it_is_given_in_order():
     assert totals(shared) == {"s1": (1, 0.064, 0.0), "s2": (1, 0.064, 0.028)}, "the first had come"
     on_link = [(each.name, each.start_seconds, each.seconds) for each in shared.segments if each.track == "link"]
     assert on_link == [("s1", 0.0, pytest.approx(0.064)), ("s2", pytest.approx(0.064), pytest.approx(0.064))]
-    apart = simulated(module(*lines), price=lambda c: Priced(c.num_bytes / 1000, (c.name,)))
+    apart = simulated(module(*lines), price=lambda c: Placed(c.num_bytes / 1000, (c.name,)))
     assert apart.seconds == pytest.approx(0.1)
     assert apart.exposed_seconds == 0
 
@@ -530,7 +531,7 @@ def test_a_kernel_that_is_not_known_is_counted_and_takes_no_time():
 
 
 def test_a_collective_whose_time_is_not_known_has_none():
-    result = simulated(module(f"  ROOT %g = {GATHER}"), price=lambda _: Priced(None, ()))
+    result = simulated(module(f"  ROOT %g = {GATHER}"), price=lambda _: Placed(None, ()))
     assert totals(result) == {"g": (1, None, 0.0)}
 
 

@@ -8,10 +8,11 @@ import pytest
 
 from meshloom.compiler.core.collectives import COMPUTE
 from meshloom.compiler.core.scopes import at_most_once_scope, end_scope, nested_scope, shared_end_scope, slot_scope
+from meshloom.compiler.core.traffic import Placed
 from meshloom.compiler.xla.hlo import HloError, Module, parse_module
 from meshloom.compiler.xla.schedule.prices import Chip
 from meshloom.compiler.xla.schedule.program import read_steps
-from meshloom.compiler.xla.schedule.simulate import Priced, Segment, Simulation, Trip, simulate
+from meshloom.compiler.xla.schedule.simulate import Segment, Simulation, Trip, simulate
 from meshloom.compiler.xla.schedule.stage_clocks import SlotOf, StagedDevices, simulate_stages, slot_of
 from meshloom.compiler.xla.schedule.steps import Branches, Collective, Compute, Done, Loop, Start, Step
 from support.pipelines import DEVICES, GPIPE, ONE_F_ONE_B, STAGES, Rows, table
@@ -72,9 +73,9 @@ def run(text: str, table: Rows, *, permute: float = 0.0, sent: float = 0.0, with
     module = parse_module(text)
     steps = read_steps(module, CYCLES)
 
-    def price(collective: Collective) -> Priced:
+    def price(collective: Collective) -> Placed:
         seconds = {"collective-permute": permute, "send": sent}.get(collective.kind, within)
-        return Priced(seconds, (collective.kind,))
+        return Placed(seconds, (collective.kind,))
 
     result = simulate_stages(steps, price, StagedDevices(table, [0] * STAGES, DEVICES, module.num_devices))
     check_laws(result)
@@ -106,7 +107,7 @@ def test_the_longest_path_of_1f1b_by_hand():
     assert result.seconds == pytest.approx(11 * (f + b) + around - 6 * between + 2 * (no_f + no_b + 2 * between))
     for each in result.stages:
         assert each.compute_seconds == pytest.approx(8 * (f + b) + 6 * (no_f + no_b) + around)
-    folded = simulate(read_steps(module, CYCLES), lambda _: Priced(0.0, ()))
+    folded = simulate(read_steps(module, CYCLES), lambda _: Placed(0.0, ()))
     assert folded.seconds == pytest.approx(14 * (f + b) + around), "without a table both slots run in all ticks"
 
 
@@ -198,7 +199,7 @@ def permute(name: str, pairs: tuple[tuple[int, int], ...]) -> Collective:
     return Collective(name, "collective-permute", 8, "bf16", pairs, True, "", "", "", (4,))
 
 
-ALL = lambda seconds: lambda _: Priced(seconds, ("x",))  # noqa: E731
+ALL = lambda seconds: lambda _: Placed(seconds, ("x",))  # noqa: E731
 TWO = table("F0|", "F1|F0", "|F1")
 
 
