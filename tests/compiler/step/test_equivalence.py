@@ -148,7 +148,7 @@ def reference():
     return get
 
 
-@pytest.mark.parametrize("name", tiered(CASES, plain=PLAIN))
+@pytest.mark.parametrize("name", tiered(CASES, plain=PLAIN), ids=str)
 def test_gradients_are_those_of_one_device(name, tokens, reference):
     _assert_gradients_of_one_device(_plan(CASES[name]), tokens, reference)
 
@@ -199,7 +199,7 @@ def test_gradients_of_shards_that_are_no_whole_tiles_are_those_of_one_device(nam
     _assert_gradients_of_one_device(plan, tokens, reference)
 
 
-@pytest.mark.parametrize("name", tiered([*UPDATED, "one device"], plain=(ZERO2,)))
+@pytest.mark.parametrize("name", tiered([*UPDATED, "one device"], plain=(ZERO2,)), ids=str)
 def test_ten_steps_are_those_of_one_device(name, tokens, reference):
     plan = _plan(CASES[name])
     _, _, curve = reference(plan, tokens)
