@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         split_aux,
         split_output,
     )
+    from .mask import Mask
 
 # The axes that rules may name for any model, whether or not the model at hand has them (docs/sharding.md).
 LOGICAL_AXES = (
@@ -34,9 +35,9 @@ LOGICAL_AXES = (
 
 
 __all__ = [
-    "IGNORED_TARGET", "LOGICAL_AXES", "PADDING_TARGET", "Aux", "AuxOfTotals", "Context", "LogicalAxes", "Measure",
-    "Model", "ModelConfig", "Params", "Piece", "Stack", "UpdateRule", "build_piece", "is_logical_axes", "split_aux",
-    "split_output",
+    "IGNORED_TARGET", "LOGICAL_AXES", "PADDING_TARGET", "Aux", "AuxOfTotals", "Context", "LogicalAxes", "Mask",
+    "Measure", "Model", "ModelConfig", "Params", "Piece", "Stack", "UpdateRule", "build_piece", "is_logical_axes",
+    "split_aux", "split_output",
 ]  # fmt: skip
 
 

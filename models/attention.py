@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from .mask import Mask, is_same_document
+
 
 def attend(
     q_BTHD: Array,
@@ -16,17 +18,17 @@ def attend(
     sinks_H: Array | None = None,
     *,
     scale: float,
-    window: int | None,
+    mask: Mask,
     soft_cap: float | None,
     is_seen: Array | None = None,
 ) -> Array:
-    """Returns softmax(scores) v of shape (B, T, H, D of v), scores = scale q k over the tokens up to each token's own.
+    """Returns softmax(scores) v of shape (B, T, H, D of v), scores = scale q k over the tokens that each token sees.
 
-    window: a token sees this many tokens, itself included. soft_cap: scores become soft_cap tanh(scores / soft_cap)
+    mask: which tokens a token sees. soft_cap: scores become soft_cap tanh(scores / soft_cap)
     (Gemma 2, arXiv:2408.00118). segment_ids_BT: a token sees tokens with its own id alone. sinks_H: one more score of
     each head, of a key without a value: what it draws is lost (gpt-oss, arXiv:2508.10925). Scores and softmax are in
-    float32; all of them are in memory at once: B H T S of them. is_seen: a mask as `sees` makes it, which replaces
-    `window` and `segment_ids_BT`, where queries and keys are not of the same tokens.
+    float32; all of them are in memory at once: B H T S of them. is_seen: an array as `seen_tokens` makes it, which
+    replaces `mask` and `segment_ids_BT`, where queries and keys are not of the same tokens.
     """
     B, T, H, D = q_BTHD.shape
     q_BTKGD = q_BTHD.reshape(B, T, k_BSKD.shape[2], -1, D)
@@ -34,7 +36,7 @@ def attend(
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     if is_seen is None:
-        is_seen = sees(T, window, segment_ids_BT)
+        is_seen = seen_tokens(T, mask, segment_ids_BT)
     scores = jnp.where(is_seen, scores, jnp.finfo(jnp.float32).min)
     if sinks_H is not None:
         sinks_KG11 = sinks_H.astype(jnp.float32).reshape(k_BSKD.shape[2], -1, 1, 1)
@@ -45,13 +47,10 @@ def attend(
     return attended.reshape(B, T, H, v_BSKD.shape[-1])
 
 
-def sees(length: int, window: int | None, segment_ids_BT: Array | None) -> Array:
-    """Returns a mask (B or 1, 1, 1, T, S): True where the query at T may attend to the key at S."""
+def seen_tokens(length: int, mask: Mask, segment_ids_BT: Array | None) -> Array:
+    """Returns (B or 1, 1, 1, T, S): True where the query at T may attend to the key at S."""
     distance_TS = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
-    is_seen = distance_TS >= 0
-    if window is not None:
-        is_seen &= distance_TS < window
-    is_seen = is_seen[None]
+    is_seen = mask.sees(distance_TS)[None]
     if segment_ids_BT is not None:
-        is_seen &= segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
+        is_seen &= is_same_document(segment_ids_BT, segment_ids_BT)
     return is_seen[:, None, None]

@@ -20,6 +20,7 @@ from jax.tree_util import register_dataclass
 
 from .attention import attend
 from .experts import NO_EXPERT, apply_experts
+from .mask import Mask
 
 if TYPE_CHECKING:
     from .adapter import Adapter
@@ -103,12 +104,12 @@ class Context:
         return jnp.where(is_token, x, jnp.asarray(otherwise, x.dtype))
 
     def attend(
-        self, q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, segment_ids_BT: Array | None, sinks_H: Array | None = None,
-        *, scale: float, window: int | None, soft_cap: float | None,
+        self, q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, sinks_H: Array | None = None,
+        *, scale: float, mask: Mask, soft_cap: float | None,
     ) -> Array:  # fmt: skip
-        """Returns causal attention, as `models.attention.attend`."""
-        operands = (q_BTHD, k_BSKD, v_BSKD, segment_ids_BT, *(() if sinks_H is None else (sinks_H,)))
-        options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+        """Returns attention within documents, as `models.attention.attend`."""
+        operands = (q_BTHD, k_BSKD, v_BSKD, self.segment_ids_BT, *(() if sinks_H is None else (sinks_H,)))
+        options = {"scale": scale, "mask": mask, "soft_cap": soft_cap}
         return self.operation("attention", "attention", attend, *operands, **options)
 
     def embedding_lookup(self, name: str, table: Array, ids: Array) -> Array:

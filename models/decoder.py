@@ -14,6 +14,7 @@ from jax import Array
 
 from .contract import Context, Model, Piece, Stack, build_piece, join_auxes, split_output
 from .family_configs import DecoderBase, DecoderConfig
+from .mask import Mask
 from .parts import ACTIVATIONS, Norm, Rope, bias, gated, matrix, rotate
 
 RESIDUAL = ("batch", "sequence_parallel_length", "embed")  # the residual stream and its norms: each token for itself
@@ -22,12 +23,12 @@ WITHIN_MLP = ("batch", "length", "mlp")
 
 
 def build_decoder(config: DecoderConfig) -> Model:
-    """Returns the pieces of the decoder. A layer of its stack is one round through the windows."""
+    """Returns the pieces of the decoder. A layer of its stack is one round through the masks."""
     return Model(
         embed=build_piece(lambda rngs: Embed(config, rngs)),
         stacks=tuple(
-            Stack(name, build_layers(windows, lambda *place: Layer(config, *place)), num_layers)
-            for name, windows, num_layers in rounds(config.attention_windows, config.num_layers)
+            Stack(name, build_layers(masks, lambda *place: Layer(config, *place)), num_layers)
+            for name, masks, num_layers in rounds(masks_of(config), config.num_layers)
         ),
         head=build_piece(lambda rngs: Head(config, rngs)),
         tied={"table_VE": "table_VE"} if config.embeddings == "tied" else {},
@@ -35,30 +36,35 @@ def build_decoder(config: DecoderConfig) -> Model:
     )
 
 
-Windows = tuple[int | None, ...]
-MakeLayer = Callable[[nnx.Rngs, int, int | None], nnx.Module]  # of a place in a group, and a window
+Masks = tuple[Mask, ...]
+MakeLayer = Callable[[nnx.Rngs, int, Mask], nnx.Module]  # of a place in a group, and a mask
 
 
-def rounds(windows: Windows, num_layers: int) -> list[tuple[str, Windows, int]]:
-    """Returns the stacks of so many layers, whose windows repeat: for each its name, the windows of one of its layers
-    or groups of layers, and how many of those it has. What is left after the last whole round is a stack of its own: of
+def masks_of(config: DecoderBase) -> Masks:
+    """Returns the masks of layers, which repeat."""
+    return tuple(Mask(window) for window in config.attention_windows)
+
+
+def rounds(masks: Masks, num_layers: int) -> list[tuple[str, Masks, int]]:
+    """Returns the stacks of so many layers, whose masks repeat: for each its name, the masks of one of its layers or
+    groups of layers, and how many of those it has. What is left after the last whole round is a stack of its own: of
     single layers where they are alike, else of one group.
 
-    (5, 5, None), 8 layers -> layers: (5, 5, None), 2; rest_layers: (5,), 2.
+    Of windows (5, 5, None), 8 layers -> layers: (5, 5, None), 2; rest_layers: (5,), 2.
     """
-    num_rounds, num_left = divmod(num_layers, len(windows))
-    left = windows[:num_left]
+    num_rounds, num_left = divmod(num_layers, len(masks))
+    left = masks[:num_left]
     rest = (left[:1], num_left) if len(set(left)) == 1 else (left, 1)
-    stacks = [("layers", windows, num_rounds), ("rest_layers", *rest)]
+    stacks = [("layers", masks, num_rounds), ("rest_layers", *rest)]
     found = [stack for stack in stacks if stack[1] and stack[2]]
     return [("layers", *found[0][1:])] if len(found) == 1 else found
 
 
-def build_layers(windows: Windows, make: MakeLayer) -> Piece:
-    """Returns a layer with a window, or a group of one for each of several windows."""
-    if len(windows) == 1:
-        return build_piece(lambda rngs: make(rngs, 0, windows[0]))
-    return build_piece(lambda rngs: LayerGroup(windows, make, rngs))
+def build_layers(masks: Masks, make: MakeLayer) -> Piece:
+    """Returns a layer with a mask, or a group of one for each of several masks."""
+    if len(masks) == 1:
+        return build_piece(lambda rngs: make(rngs, 0, masks[0]))
+    return build_piece(lambda rngs: LayerGroup(masks, make, rngs))
 
 
 class Embed(nnx.Module):
@@ -81,12 +87,12 @@ class Embed(nnx.Module):
 
 
 class LayerGroup(nnx.Module):
-    """Layers with different windows, one after the other: what repeats is all of them together."""
+    """Layers with different masks, one after the other: what repeats is all of them together."""
 
-    def __init__(self, windows: Windows, make: MakeLayer, rngs: nnx.Rngs):
-        self.num_layers = len(windows)
-        for i, window in enumerate(windows):
-            setattr(self, f"layer_{i}", make(rngs, i, window))
+    def __init__(self, masks: Masks, make: MakeLayer, rngs: nnx.Rngs):
+        self.num_layers = len(masks)
+        for i, mask in enumerate(masks):
+            setattr(self, f"layer_{i}", make(rngs, i, mask))
 
     def __call__(self, x_BTE: Array, context: Context) -> Any:
         auxes = {}
@@ -102,12 +108,12 @@ class Layer(nnx.Module):
     returns the auxiliary outputs of its MLP, if it has any."""
 
     def __init__(
-        self, config: DecoderBase, rngs: nnx.Rngs, index: int, window: int | None, *, mlp: nnx.Module | None = None,
+        self, config: DecoderBase, rngs: nnx.Rngs, index: int, mask: Mask, *, mlp: nnx.Module | None = None,
         attention: nnx.Module | None = None,
     ):  # fmt: skip
         self.config, self.index = config, index
         self.attention_norm = _norm(config)
-        self.attention = attention or Attention(config, rngs, window=window)
+        self.attention = attention or Attention(config, rngs, mask=mask)
         self.mlp_norm = _norm(config)
         self.mlp = mlp or MLP(config, rngs, width=config.mlp_dim)
         if config.norm_placement == "before_and_after":
@@ -153,8 +159,8 @@ class Attention(nnx.Module):
     """Attention in which each head's queries meet the keys of its kv_head: num_kv_heads = num_heads is plain multi-head
     attention (Vaswani et al. 2017), 1 multi-query (Shazeer 2019), between them grouped-query (Ainslie et al. 2023)."""
 
-    def __init__(self, config: DecoderBase, rngs: nnx.Rngs, *, window: int | None):
-        self.config, self.window, self.rope = config, window, rope_of(config, window)
+    def __init__(self, config: DecoderBase, rngs: nnx.Rngs, *, mask: Mask):
+        self.config, self.mask, self.rope = config, mask, rope_of(config, mask)
         E, H, K, D = config.embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
         stddev = config.initializer_stddev
         self.query_EHD = matrix(rngs, ("embed", "heads", "head_dim"), (E, H, D), stddev=stddev)
@@ -185,10 +191,9 @@ class Attention(nnx.Module):
             q_BTHD, k_BTKD = (rotate(each, context.positions_BT, self.rope) for each in (q_BTHD, k_BTKD))
         k_BSKD = context.remember("keys", k_BTKD, "batch", "length", "kv_heads", "head_dim")
         v_BSKD = context.remember("values", v_BTKD, "batch", "length", "kv_heads", "head_dim")
-        scale = attention_scale(config, config.head_dim, self.rope)
         sinks_H = self.sinks_H[...] if config.attention_sinks else None
-        a_BTHD = context.attend(q_BTHD, k_BSKD, v_BSKD, context.segment_ids_BT, sinks_H, scale=scale,
-                                window=self.window, soft_cap=config.attention_soft_cap)  # fmt: skip
+        scale, soft_cap = attention_scale(config, config.head_dim, self.rope), config.attention_soft_cap
+        a_BTHD = context.attend(q_BTHD, k_BSKD, v_BSKD, sinks_H, scale=scale, mask=self.mask, soft_cap=soft_cap)
         a_BTHD = context.activation("attended", a_BTHD, "batch", "length", "heads", "head_dim")
         out_BTE = context.matmul("attention_output", "bthd,hde->bte", a_BTHD, self.out_HDE[...])
         out_BTE = context.activation("attention_output", out_BTE, *RESIDUAL, gradient=WHOLE)
@@ -247,11 +252,11 @@ def residual_stddev(config: DecoderBase) -> float:
     return config.initializer_stddev * (2 * config.num_layers) ** -0.5
 
 
-def rope_of(config: DecoderBase, window: int | None) -> Rope | None:
-    """Returns the rotary positions of a layer with this window; None where positions are learned."""
+def rope_of(config: DecoderBase, mask: Mask) -> Rope | None:
+    """Returns the rotary positions of a layer with this mask; None where positions are learned."""
     if config.rope_theta is None:
         return None
-    if window is not None and config.window_rope_theta is not None:
+    if not mask.sees_all_before and config.window_rope_theta is not None:
         return Rope(config.window_rope_theta)
     return Rope(config.rope_theta, config.rope_scaling)
 

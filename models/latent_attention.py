@@ -17,6 +17,7 @@ from jax import Array
 from .contract import Context
 from .decoder import RESIDUAL, WHOLE, attention_scale, residual_stddev, rope_of
 from .family_configs import DecoderBase, LatentAttentionConfig
+from .mask import Mask
 from .parts import Norm, matrix, rotate
 
 
@@ -24,8 +25,8 @@ class LatentAttention(nnx.Module):
     """Attention between heads made of latent vectors. The latent dimensions of parameters have the logical axis
     `embed`, so that they are sharded as other matrices are."""
 
-    def __init__(self, config: DecoderBase, latent: LatentAttentionConfig, rngs: nnx.Rngs, *, window: int | None):
-        self.config, self.latent, self.window, self.rope = config, latent, window, rope_of(config, window)
+    def __init__(self, config: DecoderBase, latent: LatentAttentionConfig, rngs: nnx.Rngs, *, mask: Mask):
+        self.config, self.latent, self.mask, self.rope = config, latent, mask, rope_of(config, mask)
         E, H, D, stddev = config.embed_dim, config.num_heads, config.head_dim, config.initializer_stddev
         Q, L, R, V = latent.query_dim, latent.kv_dim, latent.rope_head_dim, latent.value_head_dim
         if Q is None:
@@ -45,8 +46,8 @@ class LatentAttention(nnx.Module):
         k_BSHD = context.activation("keys", k_BSHD, "batch", "length", "heads", "head_dim")
         v_BSHV = context.activation("values", v_BSHV, "batch", "length", "heads", "head_dim")
         scale = attention_scale(self.config, q_BTHD.shape[-1], self.rope)
-        a_BTHV = context.attend(q_BTHD, k_BSHD, v_BSHV, context.segment_ids_BT, scale=scale, window=self.window,
-                                soft_cap=self.config.attention_soft_cap)  # fmt: skip
+        soft_cap = self.config.attention_soft_cap
+        a_BTHV = context.attend(q_BTHD, k_BSHD, v_BSHV, scale=scale, mask=self.mask, soft_cap=soft_cap)
         a_BTHV = context.activation("attended", a_BTHV, "batch", "length", "heads", "head_dim")
         out_BTE = context.matmul("attention_output", "bthv,hve->bte", a_BTHV, self.out_HVE[...])
         return context.activation("attention_output", out_BTE, *RESIDUAL, gradient=WHOLE)

@@ -22,14 +22,16 @@ from .decoder import (
     Embed,
     Head,
     Layer,
-    Windows,
+    Masks,
     build_layers,
+    masks_of,
     residual_stddev,
     rounds,
 )
 from .experts import NO_EXPERT, balanced_bias, expert_entropy, expert_load, route, shares
 from .family_configs import MoeConfig
 from .latent_attention import LatentAttention
+from .mask import Mask
 from .parts import bias, matrix
 
 TOKENS = "expert_tokens"  # the total of a layer: how many tokens chose each expert
@@ -40,8 +42,8 @@ def build_moe(config: MoeConfig) -> Model:
     """Returns the pieces of the model. Dense layers are a stack of their own, `dense_layers`."""
     num_dense = config.num_dense_layers
     stacks = [
-        _stack(config, name, windows, num_layers)
-        for name, windows, num_layers in rounds(config.attention_windows, config.num_layers - num_dense)
+        _stack(config, name, masks, num_layers)
+        for name, masks, num_layers in rounds(masks_of(config), config.num_layers - num_dense)
     ]
     if num_dense:
         stacks.insert(0, Stack("dense_layers", build_piece(lambda rngs: _dense_layer(config, rngs)), num_dense))
@@ -55,32 +57,32 @@ def build_moe(config: MoeConfig) -> Model:
     )
 
 
-def _stack(config: MoeConfig, name: str, windows: Windows, num_layers: int) -> Stack:
+def _stack(config: MoeConfig, name: str, masks: Masks, num_layers: int) -> Stack:
     """Returns a stack of layers with experts, or of groups of them: then names begin with that of the layer."""
     rate, rules, measures = config.router_bias_update_rate, {}, {}
-    for place in [""] if len(windows) == 1 else [f"layer_{i}" for i in range(len(windows))]:
+    for place in [""] if len(masks) == 1 else [f"layer_{i}" for i in range(len(masks))]:
         above, before = (f"{place}/", f"{place}_") if place else ("", "")
         if rate is not None:
             rules[f"{above}mlp/router_bias_X"] = UpdateRule(before + TOKENS, partial(balanced_bias, rate=rate))
         measures |= {before + of: replace(each, total=before + TOKENS) for of, each in MEASURES.items()}
-    return Stack(name, build_layers(windows, partial(_layer, config)), num_layers, rules, measures)
+    return Stack(name, build_layers(masks, partial(_layer, config)), num_layers, rules, measures)
 
 
 def _dense_layer(config: MoeConfig, rngs: nnx.Rngs) -> nnx.Module:
     assert config.dense_mlp_dim is not None
-    mlp, window = MLP(config, rngs, width=config.dense_mlp_dim), config.attention_windows[0]
-    return Layer(config, rngs, 0, window, mlp=mlp, attention=_attention(config, rngs, window))
+    mlp, mask = MLP(config, rngs, width=config.dense_mlp_dim), masks_of(config)[0]
+    return Layer(config, rngs, 0, mask, mlp=mlp, attention=_attention(config, rngs, mask))
 
 
-def _layer(config: MoeConfig, rngs: nnx.Rngs, index: int, window: int | None) -> nnx.Module:
+def _layer(config: MoeConfig, rngs: nnx.Rngs, index: int, mask: Mask) -> nnx.Module:
     mlp = Experts(config, rngs, index)
-    return Layer(config, rngs, index, window, mlp=mlp, attention=_attention(config, rngs, window))
+    return Layer(config, rngs, index, mask, mlp=mlp, attention=_attention(config, rngs, mask))
 
 
-def _attention(config: MoeConfig, rngs: nnx.Rngs, window: int | None) -> nnx.Module | None:
+def _attention(config: MoeConfig, rngs: nnx.Rngs, mask: Mask) -> nnx.Module | None:
     if config.latent_attention is None:
         return None
-    return LatentAttention(config, config.latent_attention, rngs, window=window)
+    return LatentAttention(config, config.latent_attention, rngs, mask=mask)
 
 
 class Experts(nnx.Module):

@@ -10,6 +10,7 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.models import Context, build_piece
 from meshloom.models.decoder import rope_of, rounds
 from meshloom.models.family_configs import DecoderConfig, LinearScaling, Llama3Scaling, YarnScaling
+from meshloom.models.mask import Mask
 from meshloom.models.parts import Norm, Rope, rotate
 
 EPSILON = 0.1
@@ -93,8 +94,8 @@ def test_both_factors_of_yarn_are_those_of_deepseek():
 def test_layers_with_a_window_have_a_base_of_their_own():
     config = spec_of("model=gemma3_4b", "target=cpu-8").model
     assert isinstance(config, DecoderConfig)
-    assert rope_of(config, 1024) == Rope(10_000.0)
-    assert rope_of(config, None) == Rope(1e6, LinearScaling(kind="linear", factor=8.0))
+    assert rope_of(config, Mask(1024)) == Rope(10_000.0)
+    assert rope_of(config, Mask()) == Rope(1e6, LinearScaling(kind="linear", factor=8.0))
     np.testing.assert_allclose(wavelengths(LinearScaling(kind="linear", factor=8.0))[0], 8 * PLAIN, rtol=2e-3)
 
 
@@ -104,8 +105,8 @@ def test_layers_with_a_window_have_a_base_of_their_own():
 )
 def test_windows_repeat_over_all_layers(windows, num_layers):
     """Against a loop over the layers; no stack is empty, and no name is twice there."""
-    stacks = rounds(windows, num_layers)
-    found = [window for _, group, times in stacks for _ in range(times) for window in group]
+    stacks = rounds(tuple(map(Mask, windows)), num_layers)
+    found = [mask.window for _, group, times in stacks for _ in range(times) for mask in group]
     assert found == [windows[i % len(windows)] for i in range(num_layers)]
     assert [name for name, *_ in stacks] == ["layers", "rest_layers"][: len(stacks)]
 

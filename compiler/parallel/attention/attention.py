@@ -32,6 +32,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from meshloom.models.attention import attend
+from meshloom.models.mask import OWN_KEY, Mask
 
 from ...core.collectives import ComputeKind
 from ...core.kernels import KernelCall, KernelCost, share_of_head
@@ -138,21 +139,18 @@ class AttentionOp(ParallelOp):
             raise ValueError(f"{what}: pass what keys and values are made of through context.remember")
         slots_S = jnp.arange(tokens.num_slots)
         distance_TS = tokens.slots_T[:, None] - slots_S[None, :]
-        is_seen_TS = distance_TS >= 0
-        if (window := options.get("window")) is not None:
-            is_seen_TS &= distance_TS < window
-        is_seen_BTS = is_seen_TS[None] & (slots_S[None, None, :] >= tokens.padding_B[:, None, None])
+        mask: Mask = options["mask"]
+        is_seen_BTS = mask.sees(distance_TS)[None] & (slots_S[None, None, :] >= tokens.padding_B[:, None, None])
         return plain(queries, keys, values, None, *sinks, **options, is_seen=is_seen_BTS[:, None, None])
 
     def masked_share(self, spec: StepSpec, *operands: Any, **options: Any) -> Fraction:
-        """Returns the share of scores that are hidden. A query sees the keys up to its own, and of those the last
-        `window`. Where documents are isolated, how much it sees is up to the data: its own key at least."""
+        """Returns the share of scores that are hidden. Where documents are isolated, how much a query sees is up to the
+        data: its own key at least."""
         queries, keys = (operand.shape[1] for operand in operands[:2])
         if queries != keys:
             return Fraction(0)
-        window = 1 if spec.data.isolate_documents else min(options["window"] or keys, keys)
-        seen = window * (window + 1) // 2 + (queries - window) * window
-        return 1 - Fraction(seen, queries * keys)
+        mask: Mask = OWN_KEY if spec.data.isolate_documents else options["mask"]
+        return 1 - Fraction(mask.num_pairs(keys), queries * keys)
 
     def compute_kind(self, name: OperationName, *, is_pallas: bool) -> ComputeKind | None:
         del is_pallas
@@ -186,9 +184,9 @@ def plan_backward(site: OpSite, inputs: OpInputs, exchange: Exchange | None) -> 
     else:
         heads //= 1 if exchange is None else exchange.order.num_shards
         num_keys = spec.sequence_length
-        cut = plan_cut(num_keys, None) if num_keys % LANES == 0 else Cut(0, 0)
+        cut = plan_cut(num_keys, Mask()) if num_keys % LANES == 0 else Cut(0, 0)
         num_queries, block = cut.part, cut.block
-        seen = seen_blocks(np.arange(num_keys - num_queries, num_keys, max(1, block))[None], block, num_keys, None)
+        seen = seen_blocks(np.arange(num_keys - num_queries, num_keys, max(1, block))[None], block, num_keys, Mask())
     sequences = inputs.sequences_of_device // spec.overlap.layers.batch_split
     if 0 in (block, heads, sequences):  # refused elsewhere
         return Backward(None, reason="two backward kernels")
@@ -230,7 +228,7 @@ def cudnn_refusal(site: OpSite, inputs: OpInputs, exchange: ExchangeName | None)
     if exchange in (None, ULYSSES):
         return None
     instead = f"parallel.context={ULYSSES} gives it whole sequences"
-    if any(window is not None and window < spec.sequence_length for window in site.options_of("window")):
+    if not all(mask.within(spec.sequence_length).sees_all_before for mask in site.options_of("mask")):
         return f"it has no windows between parts of a sequence; {instead}"
     if spec.data.isolate_documents:
         return f"it knows no documents between parts of a sequence; {instead}"
@@ -268,7 +266,7 @@ def _attend_plain(*args: Any, **options: Any) -> Array:
 
 def _on_shards(
     kernel: Callable[..., Array], heads: PartitionSpec, axes: Axes, q: Array, k: Array, v: Array,
-    segment_ids: Array | None, sinks: Array | None = None, **options: float | int | None,
+    segment_ids: Array | None, sinks: Array | None = None, **options: float | Mask | None,
 ) -> Array:  # fmt: skip
     """Runs the kernel on each shard of the heads. axes: the mesh axes that split them, and maybe others."""
     if not axes:

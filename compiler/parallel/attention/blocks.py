@@ -24,6 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from meshloom.models.mask import Mask, is_same_document
+
 from ...core.scopes import OperationName, fact_scope
 from ...sharding.batch import TokenOrder
 from ..remat import ATTENTION_LSE, ATTENTION_RESULT, marked
@@ -83,25 +85,22 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Sight:
-    """The keys that queries see: those that come `distance` before, of `window` tokens at most (None: any number).
+    """What queries see of some keys.
 
-    distance: that of the first query from the first key, in tokens; an array where only the device knows it.
+    distance: the place of the first query less the place of the first key, in tokens; an array where only the device
+    knows it.
     """
 
     distance: int | Array
-    window: int | None
+    mask: Mask
 
     def sees_all(self, num_queries: int, num_keys: int) -> bool:
         """Returns True if nothing is hidden from any query, as far as that is known now."""
-        if isinstance(self.distance, Array):
-            return False
-        is_near = self.window is None or self.distance + num_queries <= self.window
-        return self.distance >= num_keys - 1 and is_near
+        return not isinstance(self.distance, Array) and self.mask.sees_all(self.distance, num_queries, num_keys)
 
-    def mask(self, num_queries: int, num_keys: int) -> Array:
-        """Returns a mask (queries, keys) that is True where a query sees a key."""
-        distance = self.distance + jnp.arange(num_queries)[:, None] - jnp.arange(num_keys)[None, :]
-        return distance >= 0 if self.window is None else (distance >= 0) & (distance < self.window)
+    def seen(self, num_queries: int, num_keys: int) -> Array:
+        """Returns (queries, keys): True where a query sees a key."""
+        return self.mask.sees(self.distance + jnp.arange(num_queries)[:, None] - jnp.arange(num_keys)[None, :])
 
 
 def split_length(tree: Any, num_parts: int) -> list[Any]:
@@ -174,7 +173,7 @@ class BlockKernel(Protocol):
 
     def gradients(self, queries: Queries, keys: Keys, sight: Any, gradient: Gradient) -> Gradients: ...
 
-    def shard_sight(self, order: TokenOrder, shard: Array, length: int, window: int | None) -> Any:
+    def shard_sight(self, order: TokenOrder, shard: Array, length: int, mask: Mask) -> Any:
         """Returns what the queries of one shard see of all keys of a sequence. length: tokens of a shard."""
         ...
 
@@ -210,7 +209,7 @@ class TiledSight:
 
     visits: Visits
     tile: int
-    window: int | None
+    mask: Mask
     is_masked: bool
 
 
@@ -221,14 +220,14 @@ def tile_size(*lengths: int, wanted: int = TILE) -> int:
     return min(divisors, key=lambda size: abs(log(size / wanted)))
 
 
-def plan_visits(starts: np.ndarray, num_keys: int, tile: int, window: int | None) -> np.ndarray:
+def plan_visits(starts: np.ndarray, num_keys: int, tile: int, mask: Mask) -> np.ndarray:
     """Returns the visits of each shard, (shards, 3, V): a tile of its queries, a tile of the keys, their distance.
 
     starts: the place of each shard's tiles of queries, in tokens from the first key, (shards, tiles). All shards have
     as many visits as the one with most: others visit the first tiles at a distance at which nothing is seen.
     """
     distance = starts[:, :, None] - tile * np.arange(num_keys // tile)
-    is_seen = (distance > -tile) & (distance < (window or np.iinfo(np.int32).max) + tile - 1)
+    is_seen = mask.sees_any(distance, tile, tile)
     most = max(1, int(is_seen.sum(axis=(1, 2)).max()))
     found = np.zeros((len(starts), 3, most), np.int32)
     found[:, 2] = -tile
@@ -246,8 +245,8 @@ def tiles_of(sight: Sight, num_queries: int, num_keys: int, *, wanted: int) -> T
         rows, columns = (x.reshape(-1) for x in np.indices((num_queries // tile, num_keys // tile), np.int32))
         visits = Visits(jnp.asarray(rows), jnp.asarray(columns), sight.distance + jnp.asarray(tile * (rows - columns)))
     else:
-        visits = Visits(*map(jnp.asarray, plan_visits(sight.distance + starts, num_keys, tile, sight.window)[0]))
-    return TiledSight(visits, tile, sight.window, is_masked=not sight.sees_all(num_queries, num_keys))
+        visits = Visits(*map(jnp.asarray, plan_visits(sight.distance + starts, num_keys, tile, sight.mask)[0]))
+    return TiledSight(visits, tile, sight.mask, is_masked=not sight.sees_all(num_queries, num_keys))
 
 
 @dataclass(frozen=True)
@@ -302,12 +301,12 @@ class TiledBlocks:
         dq, dk, dv = _over(tiles.visits, visit, zeros)
         return Gradients(_ungrouped(dq), dk, dv)
 
-    def shard_sight(self, order: TokenOrder, shard: Array, length: int, window: int | None) -> TiledSight:
+    def shard_sight(self, order: TokenOrder, shard: Array, length: int, mask: Mask) -> TiledSight:
         chunk = length // order.chunks_per_shard
         tile = tile_size(chunk, wanted=self.tile)
         starts = order.chunks()[:, :, None] * chunk + tile * np.arange(chunk // tile)
-        visits = plan_visits(starts.reshape(order.num_shards, -1), order.num_shards * length, tile, window)
-        return TiledSight(Visits(*jnp.asarray(visits)[shard]), tile, window, is_masked=True)
+        visits = plan_visits(starts.reshape(order.num_shards, -1), order.num_shards * length, tile, mask)
+        return TiledSight(Visits(*jnp.asarray(visits)[shard]), tile, mask, is_masked=True)
 
     def _tiles(self, queries: Queries, keys: Keys, sight: Sight | TiledSight) -> TiledSight:
         if isinstance(sight, TiledSight):
@@ -321,10 +320,10 @@ class TiledBlocks:
         scores = _scores_of(q, _tile(keys.k_BKSD, visit.keys, tile, KEYS))
         if self.soft_cap is not None:
             scores = self.soft_cap * jnp.tanh(scores / self.soft_cap)
-        is_seen = Sight(visit.distance, tiles.window).mask(tile, tile)[None] if tiles.is_masked else None
+        is_seen = Sight(visit.distance, tiles.mask).seen(tile, tile)[None] if tiles.is_masked else None
         if queries.ids_BT is not None and keys.ids_BS is not None:
             of_queries = _tile(queries.ids_BT, visit.queries, tile, IDS)
-            is_same = of_queries[:, :, None] == _tile(keys.ids_BS, visit.keys, tile, IDS)[:, None, :]
+            is_same = is_same_document(of_queries, _tile(keys.ids_BS, visit.keys, tile, IDS))
             is_seen = is_same if is_seen is None else is_seen & is_same
         if is_seen is None:
             return scores, None

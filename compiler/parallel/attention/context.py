@@ -18,6 +18,8 @@ from typing import cast
 import jax.numpy as jnp
 import numpy as np
 
+from meshloom.models.mask import Mask
+
 from ...core.collectives import CollectiveKind
 from ...core.format import human_names, human_seconds
 from ...core.kernels import share_of_head
@@ -31,7 +33,7 @@ from ...target.target import TargetPlan
 from ..operation import Cost, Exposed, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, moved, refused
 from .attention import cudnn_refusal, plan_backward
 from .exchange import ALL_GATHER, EXCHANGE, RING, ULYSSES, Exchange, ExchangeName
-from .ring import full_steps, num_steps
+from .ring import full_steps
 from .splash_kernels import ONE_KERNEL, TWO_KERNELS
 
 # A ring's step reads and writes the float32 sums of outputs and of gradients, and picks chunks: for each element of the
@@ -83,7 +85,7 @@ class ContextOp(ParallelOp):
             return whole, *(Strategy(name, f"by {name}", refusal=Refusal(why)) for name in (RING, ULYSSES))
         local = _local(site, inputs, order)
         over = " and ".join(axes)
-        balance = f"{order.name} order, {balance_text(order, inputs.spec.sequence_length, local.windows)}"
+        balance = f"{order.name} order, {balance_text(order, inputs.spec.sequence_length, local.masks)}"
         what = {
             RING: f"keys and values in a ring over {over}, {balance}",
             ALL_GATHER: f"keys and values gathered over {over}, {balance}",
@@ -112,7 +114,7 @@ class ContextOp(ParallelOp):
         ring = replace(ring, refusal=refused(inputs.why_no_ring))
         if inputs.target.platform == "gpu":
             return _with_kernels((ulysses, ring, gather), site, inputs)
-        if ring.refusal is None and order.name == "contiguous" and None in local.windows:
+        if ring.refusal is None and order.name == "contiguous" and any(mask.sees_all_before for mask in local.masks):
             why = "the first devices wait for the last in contiguous order: token_order=zigzag balances them"
             ring = replace(ring, refusal=Refusal(why, is_hard=False))
         return ring, gather, ulysses
@@ -130,7 +132,7 @@ def _with_kernels(made: Sequence[Strategy], site: OpSite, inputs: OpInputs) -> S
 
 @dataclass(frozen=True)
 class _Local:
-    """Attention of one part of a microbatch on a device. windows: those of all calls in a layer."""
+    """Attention of one part of a microbatch on a device. masks: the masks of all calls in a layer."""
 
     sequences: int
     length: int
@@ -139,7 +141,7 @@ class _Local:
     head_dim: int
     itemsize: int
     order: TokenOrder
-    windows: tuple[int | None, ...]
+    masks: tuple[Mask, ...]
     has_ids: bool
 
     @property
@@ -159,9 +161,9 @@ class _Local:
         """Returns the kv_heads that Ulysses exchanges: they are repeated until each device has one."""
         return max(self.kv_heads, self.order.num_shards)
 
-    def steps(self, window: int | None) -> int:
+    def steps(self, mask: Mask) -> int:
         """Returns the permutes of keys and values in a ring."""
-        steps = num_steps(self.order, self.chunk, window)
+        steps = mask.reach(self.chunk, self.order.num_chunks)
         return steps if steps < full_steps(self.order) else self.order.num_shards - 1
 
 
@@ -172,8 +174,6 @@ def _local(site: OpSite, inputs: OpInputs, order: TokenOrder) -> _Local:
         name: mesh.num_shards(axes_of(inputs.auto_spec(None, None, name, None)[2])) for name in ("heads", "kv_heads")
     }
     length = inputs.length_of_device
-    windows = tuple(site.options_of("window"))
-    windows = tuple(None if each is None or each >= spec.sequence_length else each for each in windows)
     return _Local(
         sequences=inputs.sequences_of_device // spec.overlap.layers.batch_split,
         length=length,
@@ -182,7 +182,7 @@ def _local(site: OpSite, inputs: OpInputs, order: TokenOrder) -> _Local:
         head_dim=head_dim,
         itemsize=jnp.dtype(spec.precision.compute).itemsize,
         order=order,
-        windows=windows,
+        masks=tuple(mask.within(spec.sequence_length) for mask in site.options_of("mask")),
         has_ids=spec.data.isolate_documents,
     )
 
@@ -197,16 +197,16 @@ def _too_few_heads(local: _Local) -> str | None:
     return None
 
 
-def balance(order: TokenOrder, length: int, window: int | None) -> float:
+def balance(order: TokenOrder, length: int, mask: Mask) -> float:
     """Returns the work of the device with most, in causal attention, as a multiple of the mean."""
-    seen = np.minimum(np.arange(1, length + 1, dtype=np.int64), window or length)
+    seen = mask.num_keys(np.arange(length, dtype=np.int64))
     of_chunks = seen.reshape(order.num_chunks, -1).sum(axis=1)
     of_shards = of_chunks[order.chunks()].sum(axis=1)
     return float(of_shards.max() / of_shards.mean())
 
 
-def balance_text(order: TokenOrder, length: int, windows: Sequence[int | None]) -> str:
-    most = max(balance(order, length, window) for window in windows)
+def balance_text(order: TokenOrder, length: int, masks: Sequence[Mask]) -> str:
+    most = max(balance(order, length, mask) for mask in masks)
     return "all devices have the same work" if most < 1.005 else f"the busiest device has {most:.2f} times the mean"
 
 
@@ -214,7 +214,7 @@ def _collectives(name: str, local: _Local, inputs: OpInputs) -> tuple[Traffic, .
     """Returns the collectives of one execution of each call in a layer."""
     axes, n = inputs.roles.length, local.order.num_shards
     each_kv, num_parts = local.kv_bytes // 2, inputs.spec.overlap.layers.batch_split
-    times = num_parts * len(local.windows)
+    times = num_parts * len(local.masks)
     if name == ALL_GATHER:
         return (
             moved("all-gather", axes, n, n * each_kv, 2 * times, "forward"),
@@ -229,7 +229,7 @@ def _collectives(name: str, local: _Local, inputs: OpInputs) -> tuple[Traffic, .
             both.append(moved("all-to-all", axes, n, kv, 2 * times, direction))
         return tuple(both)
     chunks = local.order.chunks_per_shard
-    count = 2 * chunks * num_parts * sum(local.steps(window) for window in local.windows)
+    count = 2 * chunks * num_parts * sum(local.steps(mask) for mask in local.masks)
     as_float32 = each_kv // chunks * 4 // local.itemsize
     return (
         moved("collective-permute", axes, n, each_kv // chunks, count, "forward"),
@@ -255,8 +255,7 @@ def _more(matmuls: Mapping[str, int]) -> str:
 def _pairs(local: _Local) -> float:
     """Returns the pairs of queries and keys that see each other in a layer, for each head and sequence of a device."""
     length = local.order.num_shards * local.length
-    seen = (length if window is None else min(window, length) for window in local.windows)
-    return sum(each * (length - each / 2) for each in seen) / local.order.num_shards
+    return sum(mask.num_pairs(length) for mask in local.masks) / local.order.num_shards
 
 
 def _seconds(name: str, local: _Local, inputs: OpInputs, matmuls: int) -> float | None:
@@ -265,7 +264,7 @@ def _seconds(name: str, local: _Local, inputs: OpInputs, matmuls: int) -> float 
     backward pass; those that one kernel would not have count, too."""
     mesh, target, axes = inputs.mesh, inputs.target, inputs.roles.length
     n, peak, bandwidth = local.order.num_shards, target.peak_flops_per_second, target.hbm_bytes_per_second_per_device
-    num_calls = inputs.spec.overlap.layers.batch_split * len(local.windows)
+    num_calls = inputs.spec.overlap.layers.batch_split * len(local.masks)
     exchanged_kv_bytes = local.kv_bytes * local.exchanged_kv_heads // local.kv_heads
     moved: dict[str, tuple[CollectiveKind, int]] = {
         "gather": ("all-gather", n * local.kv_bytes),
@@ -297,5 +296,5 @@ def _seconds(name: str, local: _Local, inputs: OpInputs, matmuls: int) -> float 
         pairs = ((took["permute"], block), (sent, matmuls / FORWARD_MATMULS * block))
         each = sum(max(EXPOSED_PERMUTES * moved, moved - beside) for moved, beside in pairs)
     each += MERGED_BYTES * local.q_bytes / local.itemsize / bandwidth
-    steps = sum(local.steps(window) for window in local.windows)
+    steps = sum(local.steps(mask) for mask in local.masks)
     return more + inputs.spec.overlap.layers.batch_split * steps * each

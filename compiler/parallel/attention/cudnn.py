@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from meshloom.models.mask import Mask, is_same_document
+
 from ...jax_private import cudnn, cudnn_backward_p, cudnn_forward_p
 from ...sharding.batch import TokenOrder
 from ...target.target import TargetPlan
@@ -112,15 +114,15 @@ def _parameters(operands: Operands, mode: Mode) -> dict[str, Any]:
 
 def attend_cudnn(
     q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, segment_ids_BT: Array | None, sinks_H: Array | None = None,
-    *, scale: float, window: int | None, soft_cap: float | None,
+    *, scale: float, mask: Mask, soft_cap: float | None,
 ) -> Array:  # fmt: skip
     """Returns causal attention. Segments are a mask: two bytes for each pair of tokens of a sequence."""
     assert soft_cap is None  # `cudnn_refusal`
     bias = None
     if segment_ids_BT is not None:
-        is_same_BTS = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
+        is_same_BTS = is_same_document(segment_ids_BT, segment_ids_BT)
         bias = cudnn.combine_bias_and_mask(None, is_same_BTS[:, None], q_BTHD.dtype)
-    return _attend(Operands(q_BTHD, k_BSKD, v_BSKD, bias), sinks_H, Mode(scale, CAUSAL, BTHD, window))
+    return _attend(Operands(q_BTHD, k_BSKD, v_BSKD, bias), sinks_H, Mode(scale, CAUSAL, BTHD, mask.window))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -187,8 +189,8 @@ class CudnnBlocks:
             found.append(dq)
         return Gradients(jnp.concatenate(found, axis=2), *of_keys)
 
-    def shard_sight(self, order: TokenOrder, shard: Array, length: int, window: int | None) -> ChunkSight:
-        assert window is None  # `cudnn_refusal`
+    def shard_sight(self, order: TokenOrder, shard: Array, length: int, mask: Mask) -> ChunkSight:
+        assert mask.sees_all_before  # `cudnn_refusal`
         chunks = order.chunks()
         starts = jnp.asarray(chunks * (length // order.chunks_per_shard), jnp.int32)[shard]
         return ChunkSight(starts, int(chunks.sum(axis=1).max()), order.chunks_per_shard * order.num_chunks)
@@ -222,7 +224,7 @@ class CudnnBlocks:
 
 def _is_causal(sight: Sight) -> bool:
     assert isinstance(sight.distance, int)
-    assert sight.window is None  # `cudnn_refusal`
+    assert sight.mask.sees_all_before  # `cudnn_refusal`
     return sight.distance == 0
 
 

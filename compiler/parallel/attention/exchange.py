@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from meshloom.models.mask import Mask
+
 from ...core.partition_spec import Axes
 from ...sharding.batch import TokenOrder
 from .blocks import Attended, BlockKernel, Gradient, Gradients, Keys, Queries, Sight, TiledBlocks, attend_with
@@ -45,32 +47,32 @@ class Exchange:
 def attend_over_length(
     exchange: Exchange, block_kernel: Callable[[float | None], BlockKernel], attend_whole: Attend,
     q_BTHD: Array, k_BTKD: Array, v_BTKD: Array, ids_BT: Array | None, sinks_H: Array | None = None,
-    *, scale: float, window: int | None, soft_cap: float | None,
+    *, scale: float, mask: Mask, soft_cap: float | None,
 ) -> Array:  # fmt: skip
     """Returns attention, with the signature of `models.attention.attend` after the first three. block_kernel: makes the
     kernel for a part of the keys, of a soft cap. attend_whole: attends within whole sequences of some heads."""
-    window = None if window is None or window >= q_BTHD.shape[1] * exchange.order.num_shards else window
+    mask = mask.within(q_BTHD.shape[1] * exchange.order.num_shards)
     if exchange.name == ULYSSES:
-        options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+        options = {"scale": scale, "mask": mask, "soft_cap": soft_cap}
         return _attend_by_heads(exchange, partial(attend_whole, **options), q_BTHD, k_BTKD, v_BTKD, ids_BT, sinks_H)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q_BTHD * jnp.asarray(scale, q_BTHD.dtype), k_BTKD, v_BTKD))
     queries, keys, kernel = Queries(q, ids_BT), Keys(k, v, ids_BT), block_kernel(soft_cap)
     if exchange.name == RING:
-        out = attend_in_ring(AttentionRing(exchange.axes, exchange.order, kernel), queries, keys, sinks_H, window)
+        out = attend_in_ring(AttentionRing(exchange.axes, exchange.order, kernel), queries, keys, sinks_H, mask)
     else:
-        out = _attend_gathered(exchange, kernel, queries, keys, sinks_H, window)
+        out = _attend_gathered(exchange, kernel, queries, keys, sinks_H, mask)
     return jnp.swapaxes(out, 1, 2)
 
 
 def _attend_gathered(
-    exchange: Exchange, kernel: BlockKernel, queries: Queries, keys: Keys, sinks_H: Array | None, window: int | None
+    exchange: Exchange, kernel: BlockKernel, queries: Queries, keys: Keys, sinks_H: Array | None, mask: Mask
 ) -> Array:
     """Returns attention to gathered keys. The backward pass gathers again: whole keys and values of every layer are not
     held until then."""
     length = queries.q_BHTD.shape[2]
 
     def sight() -> Any:
-        return _sight(exchange, kernel, length, window)
+        return kernel.shard_sight(exchange.order, jax.lax.axis_index(exchange.axes), length, mask)
 
     def forward(queries: Queries, keys: Keys) -> Attended:
         return kernel.forward(queries, _whole(exchange, keys), sight())
@@ -83,18 +85,13 @@ def _attend_gathered(
     return attend_with(forward, gradients, queries, keys, sinks_H)
 
 
-def _sight(exchange: Exchange, kernel: BlockKernel, length: int, window: int | None) -> Any:
-    """Returns which of all keys the queries of this device see. length: tokens of a device."""
-    return kernel.shard_sight(exchange.order, jax.lax.axis_index(exchange.axes), length, window)
-
-
 def attend_by_blocks(
     kernel: Callable[[float | None], BlockKernel], q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, ids_BT: Array | None,
-    sinks_H: Array | None = None, *, scale: float, window: int | None, soft_cap: float | None,
+    sinks_H: Array | None = None, *, scale: float, mask: Mask, soft_cap: float | None,
 ) -> Array:  # fmt: skip
     """Returns attention within whole sequences, with the signature of `models.attention.attend` after the kernel."""
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q_BTHD * jnp.asarray(scale, q_BTHD.dtype), k_BSKD, v_BSKD))
-    block_kernel, sight = kernel(soft_cap), Sight(0, window)
+    block_kernel, sight = kernel(soft_cap), Sight(0, mask)
 
     def forward(queries: Queries, keys: Keys) -> Attended:
         return block_kernel.forward(queries, keys, sight)

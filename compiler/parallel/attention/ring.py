@@ -24,6 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from meshloom.models.mask import Mask
+
 from ...core.partition_spec import Axes
 from ...sharding.batch import TokenOrder
 from .blocks import (
@@ -50,26 +52,19 @@ class AttentionRing:
     kernel: BlockKernel
 
 
-def attend_in_ring(
-    ring: AttentionRing, queries: Queries, keys: Keys, sinks_H: Array | None, window: int | None
-) -> Array:
+def attend_in_ring(ring: AttentionRing, queries: Queries, keys: Keys, sinks_H: Array | None, mask: Mask) -> Array:
     """Returns attention of this device's queries to all keys that they see. Operands are this device's, in the ring's
     order."""
     chunk = queries.q_BHTD.shape[2] // ring.order.chunks_per_shard
-    is_line = num_steps(ring.order, chunk, window) < full_steps(ring.order)
+    is_line = mask.reach(chunk, ring.order.num_chunks) < full_steps(ring.order)
     forward, backward = (_conveyor_forward, _conveyor_backward) if is_line else (_zigzag_forward, _zigzag_backward)
 
-    return attend_with(partial(forward, ring, window), partial(backward, ring, window), queries, keys, sinks_H)
+    return attend_with(partial(forward, ring, mask), partial(backward, ring, mask), queries, keys, sinks_H)
 
 
 def full_steps(order: TokenOrder) -> int:
     """Returns the steps of a conveyor that take as long as the whole ring."""
     return order.num_shards
-
-
-def num_steps(order: TokenOrder, chunk: int, window: int | None) -> int:
-    """Returns the places that a conveyor moves until nothing is in reach of a window. chunk: tokens of one."""
-    return order.num_chunks - 1 if window is None else min(order.num_chunks - 1, -(-(window - 1) // chunk))
 
 
 def _moved(tree: Any, axes: Axes, pairs: Sequence[tuple[int, int]]) -> Any:
@@ -100,7 +95,7 @@ class _Zigzag:
     """One device's place in the ring. next_one: the pairs of the permute."""
 
     ring: AttentionRing
-    window: int | None
+    mask: Mask
     chunk: int
 
     @property
@@ -115,7 +110,7 @@ class _Zigzag:
         return _moved(tree, self.ring.axes, [(i, (i + 1) % self.n) for i in range(self.n)])
 
     def own(self) -> Sight:
-        return Sight(0, self.window)
+        return Sight(0, self.mask)
 
     def across(self, step: int) -> Sight:
         """Returns the sight of hi on the lo of the device `step` before."""
@@ -127,11 +122,11 @@ class _Zigzag:
         return self._sight(jnp.abs((self.index - step) % self.n - self.index))
 
     def _sight(self, num_chunks: Array) -> Sight:
-        return Sight(self.chunk, None) if self.window is None else Sight(num_chunks * self.chunk, self.window)
+        return Sight(self.chunk if self.mask.sees_all_before else num_chunks * self.chunk, self.mask)
 
 
-def _zigzag_forward(ring: AttentionRing, window: int | None, queries: Queries, keys: Keys) -> Attended:
-    place = _Zigzag(ring, window, queries.q_BHTD.shape[2] // 2)
+def _zigzag_forward(ring: AttentionRing, mask: Mask, queries: Queries, keys: Keys) -> Attended:
+    place = _Zigzag(ring, mask, queries.q_BHTD.shape[2] // 2)
     run, dtype = ring.kernel.forward, queries.q_BHTD.dtype
     (q_lo, q_hi), (kv_lo, kv_hi) = split_length(queries, 2), split_length(keys, 2)
     arriving = place.up((kv_lo, kv_hi))
@@ -149,12 +144,10 @@ def _zigzag_forward(ring: AttentionRing, window: int | None, queries: Queries, k
     return Attended(_joined(lo.out_BHTD, hi.out_BHTD).astype(dtype), _joined(lo.lse_BHT, hi.lse_BHT))
 
 
-def _zigzag_backward(
-    ring: AttentionRing, window: int | None, queries: Queries, keys: Keys, gradient: Gradient
-) -> Gradients:
+def _zigzag_backward(ring: AttentionRing, mask: Mask, queries: Queries, keys: Keys, gradient: Gradient) -> Gradients:
     """Returns the gradients. Two halves of the own step hide a permute each: lo on lo and hi on hi the first, of keys;
     hi on lo the last, of gradients that come home."""
-    place = _Zigzag(ring, window, queries.q_BHTD.shape[2] // 2)
+    place = _Zigzag(ring, mask, queries.q_BHTD.shape[2] // 2)
     run = partial(_gradients, ring.kernel)
     (q_lo, q_hi), (kv_lo, kv_hi), (g_lo, g_hi) = (split_length(x, 2) for x in (queries, keys, gradient))
     own_lo = kv_lo
@@ -237,40 +230,38 @@ class _Line:
         return jnp.repeat(places < distance, batch)[:, None, None]
 
 
-def _conveyor_forward(ring: AttentionRing, window: int | None, queries: Queries, keys: Keys) -> Attended:
+def _conveyor_forward(ring: AttentionRing, mask: Mask, queries: Queries, keys: Keys) -> Attended:
     line, batch = _Line(ring, ring.order.chunks_per_shard), queries.q_BHTD.shape[0]
     stacked, slots = line.stacked(line.slots(queries)), line.slots(keys)
     chunk = stacked.q_BHTD.shape[2]
-    last = num_steps(ring.order, chunk, window)
+    last = mask.reach(chunk, ring.order.num_chunks)
     arriving = line.moved(slots) if last else slots
-    total = _float32(ring.kernel.forward(stacked, line.stacked(slots), Sight(0, window)))
+    total = _float32(ring.kernel.forward(stacked, line.stacked(slots), Sight(0, mask)))
     for step in range(1, last + 1):
         slots, total = jax.lax.optimization_barrier((arriving, total))
         if step < last:
             arriving = line.moved(slots)
-        found = ring.kernel.forward(stacked, line.stacked(slots), Sight(step * chunk, window))
+        found = ring.kernel.forward(stacked, line.stacked(slots), Sight(step * chunk, mask))
         lse = jnp.where(line.is_empty(step, batch), HIDDEN, found.lse_BHT)
         total = merge(total, Attended(found.out_BHTD, lse))
     out, lse = (_rejoined(line, x) for x in total)
     return Attended(out.astype(queries.q_BHTD.dtype), lse)
 
 
-def _conveyor_backward(
-    ring: AttentionRing, window: int | None, queries: Queries, keys: Keys, gradient: Gradient
-) -> Gradients:
+def _conveyor_backward(ring: AttentionRing, mask: Mask, queries: Queries, keys: Keys, gradient: Gradient) -> Gradients:
     """Returns the gradients. The farthest keys come first: their gradients go home against the line, and meet those of
     nearer places on the way."""
     line, batch = _Line(ring, ring.order.chunks_per_shard), queries.q_BHTD.shape[0]
     stacked, of_all = line.stacked(line.slots(queries)), line.stacked(line.slots(gradient))
     chunk = stacked.q_BHTD.shape[2]
     visits = [line.slots(keys)]
-    for _ in range(num_steps(ring.order, chunk, window)):
+    for _ in range(mask.reach(chunk, ring.order.num_chunks)):
         visits.append(line.moved(visits[-1]))
     dq, travelling = jnp.zeros((), jnp.float32), None
     for step in reversed(range(len(visits))):
         seen = line.stacked(visits[step])
         lse = jnp.where(line.is_empty(step, batch), -HIDDEN, of_all.lse_BHT) if step else of_all.lse_BHT
-        arguments = (stacked, seen, Sight(step * chunk, window), of_all._replace(lse_BHT=lse))
+        arguments = (stacked, seen, Sight(step * chunk, mask), of_all._replace(lse_BHT=lse))
         home = None if travelling is None else line.moved(travelling, is_back=True)
         d_queries, d_keys = _gradients(ring.kernel, *arguments)
         dq, made = dq + d_queries, line.unstacked(d_keys)

@@ -19,6 +19,8 @@ import numpy as np
 from jax import Array
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
+from meshloom.models.mask import Mask
+
 from ...sharding.batch import TokenOrder
 from .blocks import Attended, Gradient, Gradients, Keys, Queries, Sight, attend_with
 from .splash_kernels import (
@@ -27,7 +29,6 @@ from .splash_kernels import (
     TABLE_BYTES,
     WHOLE,
     Budget,
-    CausalMask,
     SplashOptions,
     Tables,
     all_blocks,
@@ -40,12 +41,12 @@ from .splash_kernels import (
 
 def attend_splash(
     q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, segment_ids_BT: Array | None, sinks_H: Array | None = None,
-    *, scale: float, window: int | None, soft_cap: float | None, budget: Budget, interpret: bool,
+    *, scale: float, mask: Mask, soft_cap: float | None, budget: Budget, interpret: bool,
 ) -> Array:  # fmt: skip
     """Returns attention by the kernel. budget: what one backward kernel may cost. interpret: run it operation by
     operation, anywhere."""
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q_BTHD * jnp.asarray(scale, q_BTHD.dtype), k_BSKD, v_BSKD))
-    whole = _Whole(window, SplashOptions(soft_cap, budget, interpret=interpret))
+    whole = _Whole(mask, SplashOptions(soft_cap, budget, interpret=interpret))
     queries, keys = Queries(q, segment_ids_BT), Keys(k, v, segment_ids_BT)
     return jnp.swapaxes(attend_with(whole.forward, whole.gradients, queries, keys, sinks_H), 1, 2)
 
@@ -54,7 +55,7 @@ def attend_splash(
 class _Whole:
     """Attention within whole sequences, in as many kernels as `plan_cut` says."""
 
-    window: int | None
+    mask: Mask
     options: SplashOptions
 
     def forward(self, queries: Queries, keys: Keys) -> Attended:
@@ -72,12 +73,12 @@ class _Whole:
     def _parts(self, queries: Queries, keys: Keys) -> list[tuple[Tables, slice, tuple[Queries, Keys]]]:
         """Returns the tables of each kernel, its queries, and its operands."""
         length = queries.q_BHTD.shape[2]
-        cut = plan_cut(length, self.window)
+        cut = plan_cut(length, self.mask)
         parts = []
         for first in range(0, length, cut.part):
             own = slice(first, first + cut.part)
             operands = _tokens(queries, own), _tokens(keys, slice(0, own.stop))
-            parts.append((_tables(cut, first, self.window), own, operands))
+            parts.append((_tables(cut, first, self.mask), own, operands))
         return parts
 
 
@@ -103,44 +104,39 @@ class Cut:
     part: int
 
 
-def plan_cut(length: int, window: int | None) -> Cut:
+def plan_cut(length: int, mask: Mask) -> Cut:
     """Returns the first of BLOCKS whose tables fit, else the largest with as few parts as fit."""
     whole = [Cut(block, length) for block in dict.fromkeys(block_size(length, most=most) for most in BLOCKS)]
     num_blocks = length // whole[-1].block
     parts = (Cut(whole[-1].block, length // n) for n in range(2, num_blocks + 1) if num_blocks % n == 0)
-    return next(cut for cut in (*whole, *parts) if _table_bytes(cut, length, window) <= TABLE_BYTES)
+    return next(cut for cut in (*whole, *parts) if _table_bytes(cut, length, mask) <= TABLE_BYTES)
 
 
-def _table_bytes(cut: Cut, length: int, window: int | None) -> int:
+def _table_bytes(cut: Cut, length: int, mask: Mask) -> int:
     """Returns the bytes of the longer of both tables of the last part, in int16 and int8."""
-    rows, reach = length // cut.block, _reach(cut.block, length // cut.block, window)
+    rows, reach = length // cut.block, mask.reach(cut.block, length // cut.block)
     return 3 * max(cut.part // cut.block * (reach + 1), rows * min(cut.part // cut.block, reach + 1))
 
 
-def _reach(block: int, num_blocks: int, window: int | None) -> int:
-    """Returns how many blocks before its own a block of queries sees, if only in part."""
-    return num_blocks - 1 if window is None else min(num_blocks - 1, (window + block - 2) // block)
-
-
-def _used_blocks(cut: Cut, first: int, window: int | None) -> tuple[int, int]:
+def _used_blocks(cut: Cut, first: int, mask: Mask) -> tuple[int, int]:
     """Returns the blocks that the kernel of these queries computes, and all of them."""
     rows, num_keys = np.arange(first, first + cut.part, cut.block) // cut.block, (first + cut.part) // cut.block
-    num_used = int((np.minimum(rows, _reach(cut.block, num_keys, window)) + 1).sum())
+    num_used = int((np.minimum(rows, mask.reach(cut.block, num_keys)) + 1).sum())
     return num_used, len(rows) * num_keys
 
 
-def _tables(cut: Cut, first: int, window: int | None) -> Tables:
+def _tables(cut: Cut, first: int, mask: Mask) -> Tables:
     """Returns the tables of the kernel whose first query this is."""
     queries_first, keys_first = (
-        jax.tree.map(jnp.asarray, mask_info(first, first + cut.part, cut.block, window, keys_first=keys_first))
+        jax.tree.map(jnp.asarray, mask_info(first, first + cut.part, cut.block, mask, keys_first=keys_first))
         for keys_first in (False, True)
     )
     keys_first = keys_first._replace(q_sequence=queries_first.q_sequence)  # one constant of the program
-    seen = seen_blocks(np.arange(first, first + cut.part, cut.block)[None], cut.block, first + cut.part, window)
-    return Tables(cut.block, queries_first, keys_first, CausalMask(window), *_used_blocks(cut, first, window), seen)
+    seen = seen_blocks(np.arange(first, first + cut.part, cut.block)[None], cut.block, first + cut.part, mask)
+    return Tables(cut.block, queries_first, keys_first, mask, *_used_blocks(cut, first, mask), seen)
 
 
-def mask_info(first: int, last: int, block: int, window: int | None, *, keys_first: bool) -> MaskInfo:
+def mask_info(first: int, last: int, block: int, mask: Mask, *, keys_first: bool) -> MaskInfo:
     """Returns the tables of one kernel, for all heads: of the queries first .. last, and the keys 0 .. last.
 
     They are (1, queries, entries), or with keys_first (1, entries, keys), in blocks. Query block i sees the key blocks
@@ -149,7 +145,7 @@ def mask_info(first: int, last: int, block: int, window: int | None, *, keys_fir
     4 blocks, no window:  data_next [[0 0 0 0] [0 1 0 0] [0 1 2 0] [0 1 2 3]], block_mask [[1 0 0 0] [2 1 0 0] ...].
     """
     begin, end = first // block, last // block
-    reach = _reach(block, end, window)
+    reach = mask.reach(block, end)
     if keys_first:
         keys = np.arange(end, dtype=np.int32)[:, None]
         begins, ends = np.maximum(keys, begin), np.minimum(end, keys + reach + 1)
@@ -160,8 +156,7 @@ def mask_info(first: int, last: int, block: int, window: int | None, *, keys_fir
         queries = np.arange(begin, end, dtype=np.int32)[:, None]
         keys = other = np.maximum(0, queries - reach) + np.arange(reach + 1, dtype=np.int32)[None, :]
         is_used = keys <= queries
-    distance = (queries - keys) * block  # the distance of the first query from the first key
-    is_whole = (distance >= block - 1) & (distance + block <= (window or last))
+    is_whole = mask.sees_all((queries - keys) * block, block, block)
     data_next = np.where(is_used, other, 0)
     block_mask = np.where(is_used, np.where(is_whole, WHOLE, PARTLY), 0)
     tables = [(x.T if keys_first else x)[None] for x in (data_next, block_mask)]
@@ -177,26 +172,26 @@ def whole_tables(num_queries: int, num_keys: int) -> Tables:
     return Tables(block, nothing, nothing, None, num_blocks, num_blocks, seen)
 
 
-def unknown_tables(distance: Array, num_queries: int, num_keys: int, window: int | None) -> Tables:
+def unknown_tables(distance: Array, num_queries: int, num_keys: int, mask: Mask) -> Tables:
     """Returns the tables where only the device knows how far the queries are from the keys: every block is computed,
     and masked."""
     whole = whole_tables(num_queries, num_keys)
     masked = _info(None, distance + jnp.arange(num_queries, dtype=jnp.int32))
-    return replace(whole, queries_first=masked, keys_first=masked, mask=CausalMask(window))
+    return replace(whole, queries_first=masked, keys_first=masked, mask=mask)
 
 
-def block_tables(distance: int, num_queries: int, num_keys: int, window: int | None) -> Tables:
+def block_tables(distance: int, num_queries: int, num_keys: int, mask: Mask) -> Tables:
     """Returns the tables of queries that are `distance` tokens behind the keys."""
     block = block_size(num_queries, num_keys, *([distance] if distance else []), most=BLOCKS[0])
     places = np.arange(distance // block, (distance + num_queries) // block)
-    forward, backward, num_used = tables_of(places[None], num_keys // block, block, window)
+    forward, backward, num_used = tables_of(places[None], num_keys // block, block, mask)
     queries = jnp.asarray(distance + np.arange(num_queries, dtype=np.int32))
     first, other = (_info([x[0] for x in table], queries) for table in (forward, backward))
-    seen = seen_blocks(places[None] * block, block, num_keys, window)
-    return Tables(block, first, other, CausalMask(window), num_used, len(places) * (num_keys // block), seen)
+    seen = seen_blocks(places[None] * block, block, num_keys, mask)
+    return Tables(block, first, other, mask, num_used, len(places) * (num_keys // block), seen)
 
 
-def shard_tables(chunks: np.ndarray, shard: Array, queries: Array, num_keys: int, window: int | None) -> Tables:
+def shard_tables(chunks: np.ndarray, shard: Array, queries: Array, num_keys: int, mask: Mask) -> Tables:
     """Returns the tables of one shard, of queries that see all keys before them.
 
     chunks: the chunks of the sequence that each shard's queries are, (shards, chunks of each). queries: the place in
@@ -204,18 +199,18 @@ def shard_tables(chunks: np.ndarray, shard: Array, queries: Array, num_keys: int
     """
     chunk = queries.shape[0] // chunks.shape[1]
     sizes = [block_size(chunk, num_keys, most=most) for most in BLOCKS]
-    made = [_tables_of_shards(chunks, chunk, num_keys, size, window) for size in dict.fromkeys(sizes)]
+    made = [_tables_of_shards(chunks, chunk, num_keys, size, mask) for size in dict.fromkeys(sizes)]
     block, forward, backward, num_used = next((each for each in made if _fits(*each[1:3])), made[-1])
     first, other = (_info([jnp.asarray(x)[shard] for x in table], queries) for table in (forward, backward))
     num_blocks = queries.shape[0] // block * (num_keys // block)
-    seen = seen_blocks(_places(chunks, chunk, block) * block, block, num_keys, window)
-    return Tables(block, first, other, CausalMask(window), num_used, num_blocks, seen, shard)
+    seen = seen_blocks(_places(chunks, chunk, block) * block, block, num_keys, mask)
+    return Tables(block, first, other, mask, num_used, num_blocks, seen, shard)
 
 
 def _tables_of_shards(
-    chunks: np.ndarray, chunk: int, num_keys: int, block: int, window: int | None
+    chunks: np.ndarray, chunk: int, num_keys: int, block: int, mask: Mask
 ) -> tuple[int, "BlockTable", "BlockTable", int]:
-    return block, *tables_of(_places(chunks, chunk, block), num_keys // block, block, window)
+    return block, *tables_of(_places(chunks, chunk, block), num_keys // block, block, mask)
 
 
 def _places(chunks: np.ndarray, chunk: int, block: int) -> np.ndarray:
@@ -238,17 +233,14 @@ def _info(table: Any, queries: Array) -> MaskInfo:
 BlockTable = tuple[np.ndarray, np.ndarray]  # which block an entry is; how much of it the mask leaves
 
 
-def tables_of(places: np.ndarray, num_keys: int, block: int, window: int | None) -> tuple[BlockTable, BlockTable, int]:
+def tables_of(places: np.ndarray, num_keys: int, block: int, mask: Mask) -> tuple[BlockTable, BlockTable, int]:
     """Returns tables (shards, 1, rows, entries) and (shards, 1, entries, keys), in blocks, of (shards, rows of
     queries); and how many entries of the shard with most are used. A row of queries that sees nothing has one entry,
     which the mask hides: the kernel divides by what it has summed."""
-    reach = num_keys if window is None else (window + block - 2) // block
-    lowest = np.minimum(np.maximum(places - reach, 0), num_keys - 1)
-    highest = np.maximum(np.minimum(places, num_keys - 1), lowest)
-    keys = np.arange(num_keys)
-    is_seen = (lowest[..., None] <= keys) & (keys <= highest[..., None])  # (shards, rows, keys)
-    distance = (places[..., None] - keys) * block
-    is_whole = (distance >= block - 1) & (window is None or distance + block <= window)
+    distance = (places[..., None] - np.arange(num_keys)) * block
+    is_seen = mask.sees_any(distance, block, block)  # (shards, rows, keys)
+    is_seen[..., -1] |= ~is_seen.any(axis=-1)
+    is_whole = mask.sees_all(distance, block, block)
     value = np.where(is_seen, np.where(is_whole, WHOLE, PARTLY), 0)
     forward = _packed(value)
     backward = tuple(np.swapaxes(x, 1, 2) for x in _packed(np.swapaxes(value, 1, 2)))
@@ -284,9 +276,9 @@ class SplashBlocks:
     def gradients(self, queries: Queries, keys: Keys, sight: Sight | Tables, gradient: Gradient) -> Gradients:
         return gradients(self._tables(queries, keys, sight), queries, keys, gradient, self._options)
 
-    def shard_sight(self, order: TokenOrder, shard: Array, length: int, window: int | None) -> Tables:
+    def shard_sight(self, order: TokenOrder, shard: Array, length: int, mask: Mask) -> Tables:
         places = order.of_shard(length, shard)
-        return shard_tables(order.chunks(), shard, places, order.num_shards * length, window)
+        return shard_tables(order.chunks(), shard, places, order.num_shards * length, mask)
 
     def _tables(self, queries: Queries, keys: Keys, sight: Sight | Tables) -> Tables:
         if isinstance(sight, Tables):
@@ -295,8 +287,8 @@ class SplashBlocks:
         if sight.sees_all(num_queries, num_keys):
             return whole_tables(num_queries, num_keys)
         if isinstance(sight.distance, Array):
-            return unknown_tables(sight.distance, num_queries, num_keys, sight.window)
-        return block_tables(sight.distance, num_queries, num_keys, sight.window)
+            return unknown_tables(sight.distance, num_queries, num_keys, sight.mask)
+        return block_tables(sight.distance, num_queries, num_keys, sight.mask)
 
     @property
     def _options(self) -> SplashOptions:

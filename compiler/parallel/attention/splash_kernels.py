@@ -29,6 +29,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from meshloom.models.mask import Mask
+
 from ...core.format import human_bytes
 from ...jax_private import splash_dkv, splash_dq
 from ...jaxpr.operation_kinds import LANES
@@ -144,15 +146,12 @@ def _share(seen: np.ndarray) -> float:
     return float(seen.mean(axis=(1, 2)).max())
 
 
-def seen_blocks(starts: np.ndarray, block: int, num_keys: int, window: int | None) -> Seen:
+def seen_blocks(starts: np.ndarray, block: int, num_keys: int, mask: Mask) -> Seen:
     """Returns which blocks of keys each block of queries sees anything of. starts: the first query of each block, in
     tokens from the first key, (shards, blocks)."""
 
     def seen(keys_block: int) -> np.ndarray:
-        keys = np.arange(0, num_keys, keys_block)
-        last, first = starts[..., None] + block - 1, starts[..., None]
-        is_before = keys <= last
-        return is_before if window is None else is_before & (first - (keys + keys_block - 1) < window)
+        return mask.sees_any(starts[..., None] - np.arange(0, num_keys, keys_block), block, keys_block)
 
     return seen
 
@@ -179,18 +178,6 @@ PARTLY, WHOLE = 1, 2  # how much of a block the mask leaves; 0 where nothing is
 
 
 @dataclass(frozen=True)
-class CausalMask:
-    """A mask that is True where a query sees a key: up to its own token, of these many tokens where there is a
-    window."""
-
-    window: int | None
-
-    def __call__(self, query_ids: Any, key_ids: Any) -> Any:
-        sees = query_ids >= key_ids
-        return sees if self.window is None else (query_ids - (self.window - 1) <= key_ids) & sees
-
-
-@dataclass(frozen=True)
 class Tables:
     """The blocks of the keys that each block of queries sees. block: the tokens of a block. queries_first, keys_first:
     as the kernels read them. mask: which keys a query sees within a block; None: all. num_used: the blocks that are
@@ -200,7 +187,7 @@ class Tables:
     block: int
     queries_first: MaskInfo
     keys_first: MaskInfo
-    mask: CausalMask | None
+    mask: Mask | None
     num_used: int
     num_blocks: int
     seen: Seen

@@ -17,6 +17,7 @@ from meshloom.compiler.parallel.attention.attention import Kernel, build_attend
 from meshloom.compiler.parallel.attention.splash import attend_splash
 from meshloom.compiler.parallel.attention.splash_kernels import NO_BUDGET, Budget
 from meshloom.models.attention import attend
+from meshloom.models.mask import Mask
 from support.reference import forward
 from support.tiers import tiered
 
@@ -67,12 +68,12 @@ def test_attention_is_that_of_a_float64_loop(case):
     window, soft_cap, has_documents = CASES[case]
     q, k, v = inputs(16, 8)
     ids = documents(16) if has_documents else None
-    options = {"scale": 0.4, "window": window, "soft_cap": soft_cap}
+    options = {"scale": 0.4, "soft_cap": soft_cap}
     ids_BT = None if ids is None else jnp.asarray(ids)
     for sinks in (None, SINKS):
         sinks_H = None if sinks is None else jnp.asarray(sinks)
-        ours = attend(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), ids_BT, sinks_H, **options)
-        np.testing.assert_allclose(ours, numpy_attend(q, k, v, ids, sinks, **options), atol=2e-6)
+        ours = attend(*map(jnp.asarray, (q, k, v)), ids_BT, sinks_H, mask=Mask(window), **options)
+        np.testing.assert_allclose(ours, numpy_attend(q, k, v, ids, sinks, window=window, **options), atol=2e-6)
 
 
 @pytest.mark.parametrize("budget", [NO_BUDGET, Budget(2**30, 0.0)], ids=["two backward kernels", "one"])
@@ -81,7 +82,7 @@ def test_splash_computes_what_plain_attention_does_with_its_gradients(case, budg
     window, soft_cap, has_documents = CASES[case]
     q, k, v = map(jnp.asarray, inputs(256, 128))
     ids = jnp.asarray(documents(256)) if has_documents else None
-    options = {"scale": 0.1, "window": window and 40 * window, "soft_cap": soft_cap}
+    options = {"scale": 0.1, "mask": Mask(window and 40 * window), "soft_cap": soft_cap}
     sinks = None if case == "causal" else jnp.asarray(SINKS)
 
     def weighted(attend, q, k, v, sinks):
@@ -112,7 +113,7 @@ def test_splash_compiles_for_tpu_with_no_scores_in_memory_and_no_collectives():
         attend = build_attend(Kernel(implementation, P(None, None, "tensor", None)))
 
         def total(q, k, v, attend=attend):
-            out = attend(q, k, v, None, scale=0.1, window=None, soft_cap=None)
+            out = attend(q, k, v, None, scale=0.1, mask=Mask(), soft_cap=None)
             return jnp.sum(out.astype(jnp.float32) ** 2)
 
         gradient = jax.shard_map(jax.grad(total, (0, 1, 2)), in_specs=P("data"), out_specs=P("data"),

@@ -13,6 +13,7 @@ from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.parallel.attention.context import balance
 from meshloom.compiler.report.explain import plan_as_json
 from meshloom.compiler.sharding.batch import TokenOrder
+from meshloom.models.mask import Mask
 from support.programs import plan_as_declared
 
 CONTEXT = ("sharding=fsdp_context", "mesh.context=4", "sequence_length=32")
@@ -32,7 +33,7 @@ def test_the_balance_is_that_of_keys_counted_one_by_one():
         places = order.of_sequence(length)
         places = (np.arange(length) if places is None else places).reshape(n, -1)
         work = [sum(sum(t - (window or length) < s <= t for s in range(length)) for t in own) for own in places]
-        assert balance(order, length, window) == pytest.approx(max(work) / np.mean(work))
+        assert balance(order, length, Mask(window)) == pytest.approx(max(work) / np.mean(work))
 
 
 def test_the_order_and_its_balance_are_told():

@@ -13,6 +13,7 @@ from meshloom.compiler.parallel.attention import attention as attention_module
 from meshloom.compiler.parallel.attention.cudnn import attend_cudnn
 from meshloom.compiler.spec.target_names import chip_file, kinds
 from meshloom.compiler.spec.target_spec import SwitchSpec
+from meshloom.models.mask import Mask
 from meshloom.runtime.cli import ahead as explain_module
 from meshloom.runtime.cli.main import run
 
@@ -65,7 +66,9 @@ def test_the_kernel_is_called_as_jax_calls_it(window, is_packed, monkeypatch):
     q, k, v = (jnp.zeros((2, 16, heads, 8), jnp.bfloat16) for heads in (4, 2, 2))
     segments = jnp.zeros((2, 16), jnp.int32) if is_packed else None
     mask = jnp.ones((2, 1, 16, 16), bool) if is_packed else None
-    ours = calls_of(lambda q, k, v: attend_cudnn(q, k, v, segments, scale=0.5, window=window, soft_cap=None), q, k, v)
+    ours = calls_of(
+        lambda q, k, v: attend_cudnn(q, k, v, segments, scale=0.5, mask=Mask(window), soft_cap=None), q, k, v
+    )
     theirs = calls_of(
         lambda *x: jax.nn.dot_product_attention(
             *x, mask=mask, scale=0.5, is_causal=True, implementation="cudnn",
@@ -105,7 +108,7 @@ def test_values_of_another_width_have_the_kernel_from_hopper_on():
     q, k, v = (jnp.zeros((2, 16, 4, size), jnp.bfloat16) for size in (192, 192, 128))
 
     def total(q, k, v):
-        return attend_cudnn(q, k, v, None, scale=0.5, window=None, soft_cap=None).astype("f4").sum()
+        return attend_cudnn(q, k, v, None, scale=0.5, mask=Mask(), soft_cap=None).astype("f4").sum()
 
     grad = jax.grad(total, (0, 2))
     assert [x.shape for x in jax.eval_shape(grad, q, k, v)] == [q.shape, v.shape]

@@ -22,6 +22,7 @@ from meshloom.compiler.parallel.attention.exchange import Exchange, attend_by_bl
 from meshloom.compiler.parallel.attention.splash import SplashBlocks
 from meshloom.compiler.parallel.attention.splash_kernels import NO_BUDGET, Budget
 from meshloom.compiler.sharding.batch import TokenOrder
+from meshloom.models.mask import Mask
 from support.tiers import tiered
 
 SCALE = 0.4
@@ -97,7 +98,7 @@ def split(name, order, num_shards, block_kernel, window, soft_cap):
     mesh = jax.make_mesh((num_shards,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_shards])
     exchange = Exchange(name, ("context",), TokenOrder(order, num_shards))
     whole = partial(attend_by_blocks, block_kernel)
-    run = partial(attend_over_length, exchange, block_kernel, whole, scale=SCALE, window=window, soft_cap=soft_cap)
+    run = partial(attend_over_length, exchange, block_kernel, whole, scale=SCALE, mask=Mask(window), soft_cap=soft_cap)
     by_length = P(None, "context")
     operands = (by_length, by_length, by_length, by_length, P())
     on_shards = jax.shard_map(run, mesh=mesh, in_specs=operands, out_specs=by_length, check_vma=False)
@@ -242,7 +243,7 @@ def test_so_it_does_of_whole_sequences_beside_sinks(monkeypatch):
     monkeypatch.setattr(cudnn, "bind_backward", backward)
     q, k, v, d_out = inputs(32)
     sinks = np.linspace(-1, 2, q.shape[2], dtype=np.float32)
-    attend = partial(cudnn.attend_cudnn, scale=SCALE, window=None, soft_cap=None)
+    attend = partial(cudnn.attend_cudnn, scale=SCALE, mask=Mask(), soft_cap=None)
     out, pull_back = jax.vjp(lambda q, k, v, sinks: attend(q, k, v, None, sinks), *map(jnp.asarray, (q, k, v, sinks)))
     expected = reference(q, k, v, d_out, None, sinks, window=None, soft_cap=None)
     for ours, exact in zip((out, *pull_back(jnp.asarray(d_out))), expected, strict=True):
@@ -312,7 +313,7 @@ def test_tiles_that_are_masked_are_not_visited(window, most):
     distance = np.arange(length)[:, None] - np.arange(length)
     is_seen = np.logical_and(distance >= 0, distance < (window or length))
     of_tiles = np.any(is_seen.reshape(16, tile, 16, tile), axis=(1, 3))
-    visits = plan_visits(starts, length, tile, window)
+    visits = plan_visits(starts, length, tile, Mask(window))
     assert visits.shape == (4, 3, most)
     for own, (rows, columns, far) in zip(starts // tile, visits, strict=True):
         visited = [(r, c) for r, c, d in zip(rows, columns, far, strict=True) if d > -tile]

@@ -22,6 +22,7 @@ from meshloom.compiler.parallel.attention.splash_kernels import (
     fused_tables,
     seen_blocks,
 )  # fmt: skip
+from meshloom.models.mask import Mask
 
 WINDOWS = (None, 1, 2, 127, 128, 129, 130, 255, 256, 257, 258, 385, 513, 1000, 5000)
 BLOCKS = [(128, 128), (256, 128), (640, 128), (1024, 256), (1536, 512)]
@@ -40,7 +41,7 @@ def test_tables_are_those_that_jax_makes(length, block, keys_first):
     for window, first in product(WINDOWS, (0, length // block // 2 * block)):
         heads = masks.MultiHeadMask([_mask(first, length, window)] * 2)
         theirs, in_kernel = make(heads, (block, block), head_shards=1, q_seq_shards=1)
-        ours = mask_info(first, length, block, window, keys_first=keys_first)
+        ours = mask_info(first, length, block, Mask(window), keys_first=keys_first)
         for name in ("data_next", "block_mask"):
             expected, found = getattr(theirs, name), getattr(ours, name)
             assert found.dtype == expected.dtype
@@ -59,12 +60,12 @@ def test_queries_in_parts_give_what_they_give_at_once(monkeypatch):
     ids = jnp.asarray((np.arange(512) >= 200).astype(np.int32)[None])
 
     def attended(q, k, v):
-        out = attend_splash(q, k, v, ids, scale=0.1, window=300, soft_cap=None, budget=NO_BUDGET, interpret=True)
+        out = attend_splash(q, k, v, ids, scale=0.1, mask=Mask(300), soft_cap=None, budget=NO_BUDGET, interpret=True)
         return jnp.sum(out * jnp.cos(jnp.arange(out.size, dtype=jnp.float32).reshape(out.shape)))
 
     run = jax.value_and_grad(attended, (0, 1, 2))
     whole = run(q, k, v)
-    monkeypatch.setattr(splash, "plan_cut", lambda length, window: splash.Cut(128, 256))
+    monkeypatch.setattr(splash, "plan_cut", lambda length, mask: splash.Cut(128, 256))
     for ours, expected in zip(jax.tree.leaves(run(q, k, v)), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(ours, expected, atol=1e-4)
 
@@ -83,10 +84,10 @@ def test_queries_in_parts_give_what_they_give_at_once(monkeypatch):
 def test_blocks_grow_and_then_queries_are_cut_where_tables_would_not_fit(length, window, cut):
     """A TPU's scalar memory is 1 MiB, and libtpu refuses tables that are larger: 3 bytes for each of 512 x 512 blocks
     fit, and for 1,024 x 1,024 do not."""
-    assert plan_cut(length, window) == splash.Cut(*cut)
+    assert plan_cut(length, Mask(window)) == splash.Cut(*cut)
     for first in range(0, length, cut[1]):
         for keys_first in (False, True):
-            tables = mask_info(first, first + cut[1], cut[0], window, keys_first=keys_first)
+            tables = mask_info(first, first + cut[1], cut[0], Mask(window), keys_first=keys_first)
             assert sum(np.asarray(x).nbytes for x in (tables.data_next, tables.block_mask)) <= 0.75 * 2**20
 
 
@@ -108,7 +109,7 @@ def test_flops_are_of_the_blocks_that_the_mask_leaves(length, window):
     where = f"model.attention_windows=[{window or 'null'}]"
     shape = ("model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=1", "model.head_dim=128")
     plan = plan_of("target=v5e-4", f"sequence_length={length}", "global_batch_size=4", "remat=none", where, *shape)
-    block = plan_cut(length, window).block
+    block = plan_cut(length, Mask(window)).block
     seen = np.asarray(_mask(0, length, window)[:, :]).reshape(length // block, block, length // block, block)
     num_blocks = int(seen.any(axis=(1, 3)).sum())
     attention = next(part for part in estimate_step(plan).roofline if part.name == "attention")
@@ -124,7 +125,7 @@ def test_flops_are_of_the_blocks_that_the_mask_leaves(length, window):
 def _keys_block(plan, length, window, block):
     """Returns the block of keys of the one backward kernel; None: there are two."""
     budget = plan.operation("attention").chosen.parameters.budget
-    seen = seen_blocks(np.arange(0, length, block)[None], block, length, window)
+    seen = seen_blocks(np.arange(0, length, block)[None], block, length, Mask(window))
     return choose_backward(AttentionShape(1, 2, length, length, 128, 4, block), seen, budget).keys_block
 
 
@@ -132,7 +133,7 @@ def _keys_block(plan, length, window, block):
 def test_the_one_backward_kernel_visits_what_is_seen_and_loads_nothing_else(window):
     block, keys_block, length = 128, 256, 2048
     starts = np.arange(0, length, block)[None]
-    seen = seen_blocks(starts, block, length, window)(keys_block)
+    seen = seen_blocks(starts, block, length, Mask(window))(keys_block)
     mask = np.asarray(_mask(0, length, window)[:, :]).reshape(length // block, block, length // keys_block, keys_block)
     np.testing.assert_array_equal(seen[0], mask.any(axis=(1, 3)))
     data_next, block_mask = (x[0, 0] for x in fused_tables(seen))
@@ -143,7 +144,7 @@ def test_the_one_backward_kernel_visits_what_is_seen_and_loads_nothing_else(wind
 
 
 WHOLE_LENGTH = AttentionShape(1, 32, 8192, 8192, 128, 2, 512)
-CAUSAL = seen_blocks(np.arange(0, 8192, 512)[None], 512, 8192, None)
+CAUSAL = seen_blocks(np.arange(0, 8192, 512)[None], 512, 8192, Mask())
 
 
 @pytest.mark.parametrize(
