@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..core.collectives import CollectiveKind
+from ..core.float_types import NARROW
 from ..core.format import human_names, human_seconds, human_share
 from ..core.known import Unknown, first_unknown
 from ..estimate.communication import PlannedCollective
@@ -31,7 +32,6 @@ from .match import Match
 from .program_memory import HeldArray
 
 LEAST_BYTES = 2**20  # per execution; a smaller collective costs only latency
-NARROW = {"bfloat16": "bf16", "float16": "f16"}
 NUM_PLACES = 3  # places that one finding names
 TOO_EXPOSED = "too-exposed"
 NUM_WORST = 3  # collectives that TOO_EXPOSED names

@@ -191,7 +191,7 @@ def chip_of(target: TargetPlan) -> Chip:
     if target.chip is None:
         return Chip(target.platform, None, {}, float("inf"))
     chip, share = target.chip, 1 / target.chip.num_devices
-    peaks = {name: peak * share for name, peak in chip.peak_flops_per_second.model_dump().items() if peak}
+    peaks = {name: peak * share for name, peak in chip.peak_flops_per_second.items() if peak}
     factors: dict[ComputeKind, float] = {}
     if found := target.calibration:
         factors = {"matmul": found.matmul, "attention": found.attention, "other": found.other}

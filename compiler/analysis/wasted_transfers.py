@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..core.collectives import CollectiveKind
+from ..core.float_types import numpy_name
 from ..core.format import counted, human_bytes, human_names, human_seconds, human_share
 from ..core.known import each_known, text_of
 from ..schema import CollectiveReport, Finding, total
@@ -25,7 +26,6 @@ from .source_lines import shown, source_finder
 
 MOST_USED = 0.5  # the share of a gathered array; an operation that uses more needs it whole
 _MOVED: frozenset[CollectiveKind] = frozenset({"all-gather", "all-to-all", "collective-permute"})  # nothing is summed
-_NAMES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class _Transfers:
         return None
 
     def _cast(self, moved: MovedArray, narrow: str, which: str, where: str, when: str) -> Waste:
-        wide, short = (_NAMES.get(name, name) for name in (moved.array.dtype, narrow))
+        wide, short = (numpy_name(name) for name in (moved.array.dtype, narrow))
         return Waste(
             "upcast-transfer", moved, 1 - bits_of(narrow) / bits_of(moved.array.dtype),
             f"in {wide}, where {which} is {short}", where,

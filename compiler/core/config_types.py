@@ -2,7 +2,7 @@
 
 import unicodedata
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -47,7 +47,6 @@ def _compiler_option(value: Any) -> Any:
     raise mistake(f"{value} is not true, false, a number of 64 bits or text", "give a value of the option's type")
 
 
-FloatType = Literal["float32", "bfloat16"]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 UpToOne = Annotated[float, Field(ge=0, le=1)]
 NumBytes = Annotated[int, Field(gt=0, lt=2**63)]

@@ -7,6 +7,7 @@ from typing import Literal
 from meshloom.models.config import Config
 
 from ..core.config_types import LocalPath, NumBytes
+from ..core.float_types import ExportType
 
 
 class ExportSpec(Config):
@@ -15,7 +16,7 @@ class ExportSpec(Config):
     format: Literal["huggingface", "safetensors", "orbax", "peft"]  # safetensors, orbax: under our own names;
     # peft: the adapter alone
     directory: LocalPath | None  # a new folder
-    dtype: Literal["bfloat16", "float16", "float32"] | None  # None: as where the run began; without that, bfloat16
+    dtype: ExportType | None  # None: as where the run began; without that, bfloat16
     max_shard_bytes: NumBytes  # of the tensors in a file
 
 

@@ -11,8 +11,9 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from meshloom.models.config import Config, mistake
 
-from ..core.config_types import FloatType, Fraction, UpToOne
+from ..core.config_types import Fraction, UpToOne
 from ..core.errors import Problem
+from ..core.float_types import FloatType
 from ..core.format import counted
 
 if TYPE_CHECKING:

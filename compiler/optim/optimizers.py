@@ -15,7 +15,7 @@ import optax
 from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from ..core.config_types import FloatType
+from ..core.float_types import FloatType
 from .configs import AdafactorConfig, AdamWConfig, LibraryOptimizer, LionConfig, MuonConfig, SgdConfig
 from .contract import Setting
 from .parameter_kinds import DimGroups

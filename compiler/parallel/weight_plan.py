@@ -13,6 +13,7 @@ from ..sharding.arrays import EXPERTS
 from ..sharding.roles import AxisRoles
 from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import accumulated_layouts
+from .encodings import Encoding
 from .operation import OpInputs, OpPlan
 from .stage_gather import StageGather
 
@@ -40,6 +41,7 @@ class WeightPlan:
     frozen parameter, which is gathered as ever, and has no gradient and no update.
     auto_spec, auto_stored_spec: the part of its layout that is over `partitioner`, the axes that XLA's partitioner
     splits, and is XLA's to keep: as a layer sees it, and with the dimension `layers`.
+    encoding: how it is stored, gathered and used.
     tile_rows: the rows of the compiler's tiles (CompilerTraits).
     over_stages: the dimension that the stages of a pipeline split, with the dimension `layers`; of a head that they
     share its vocabulary (shared_head.py); None for none.
@@ -57,6 +59,7 @@ class WeightPlan:
     auto_spec: PartitionSpec
     auto_stored_spec: PartitionSpec
     partitioner: Axes
+    encoding: Encoding
     tile_rows: int
     over_stages: int | None = None
 
@@ -96,6 +99,7 @@ def plan_weights(inputs: OpInputs, operations: Sequence[OpPlan], gather: StageGa
             sharding.roles,
             is_stacked=is_stacked,
             kept=kept,
+            encoding=Encoding(p.array.dtype, p.array.compute_dtype, p.array.compute_dtype),
             tile_rows=inputs.target.compiler.tile_rows,
         )
         plans[path] = _used(made if p.array.is_trained else frozen(made), p, inputs, operations, gather)
@@ -134,6 +138,7 @@ def plan_weight(
     roles: AxisRoles,
     *,
     is_stacked: bool,
+    encoding: Encoding,
     kept: Sequence[int] = (),
     tile_rows: int = 1,
 ) -> WeightPlan:
@@ -169,6 +174,7 @@ def plan_weight(
         auto_spec=PartitionSpec(*auto_spec[first:]),
         auto_stored_spec=PartitionSpec(*auto_spec),
         partitioner=roles.partitioner,
+        encoding=encoding,
         tile_rows=tile_rows,
         over_stages=next((at for at, entry in enumerate(stored) if STAGE in axes_of(entry)), None),
     )

@@ -46,7 +46,7 @@ class Weights:
 
     accumulators: arrays of the shape and type of each gradient, which flows to them; their values are not read. None
     for what is frozen, in `before` too. before: what earlier microbatches have accumulated, which is added; None:
-    nothing. working: this device's shards in the compute type, cast once per step. layouts: of WeightPlan.
+    nothing. working: this device's shards as they are gathered, encoded once per step. layouts: of WeightPlan.
     """
 
     accumulators: Any
@@ -99,6 +99,11 @@ class Weights:
 
         accumulators, before = (None if x is None else cut(x) for x in (self.accumulators, self.before))
         return replace(self, accumulators=accumulators, before=before, working=_begun_after(earlier, cut(self.working)))
+
+
+def _whole(layout: WeightPlan) -> WeightPlan:
+    """Returns the plan of a weight that was gathered already."""
+    return replace(layout, gathered=(), encoding=layout.encoding.decoded)
 
 
 def _gather(
@@ -156,8 +161,8 @@ def _hoisted(
     )
     whole = all_gather_weight(working, at_once)
     if layout.use == "held":
-        return accumulator, before, whole, replace(layout, gathered=())
-    of_layer = replace(layout, use="sharded", gathered=(), scattered=(), split_early=(), split_late=(), reduced=())
+        return accumulator, before, whole, _whole(layout)
+    of_layer = replace(_whole(layout), use="sharded", scattered=(), split_early=(), split_late=(), reduced=())
     if accumulator is None:
         return None, None, whole, of_layer
 
@@ -177,11 +182,12 @@ def _hoisted(
 
 
 def all_gather_weight(working: Array, layout: WeightPlan) -> Array:
-    """Returns the whole weight from this device's shard of it."""
+    """Returns the whole weight, as a model takes it, from this device's shard of what is gathered."""
     if not layout.gathered:
-        return working
+        return layout.encoding.decode(working)
     with layout.scope:
-        return on_shards(lambda w: gather_dims(w, layout.gathered, layout.tile_rows), layout.auto_spec)(working)
+        gather = on_shards(lambda w: gather_dims(w, layout.gathered, layout.tile_rows), layout.auto_spec)
+        return layout.encoding.decode(gather(working))
 
 
 def reduce_weight_gradient(gradient: Array, before: Array | None, layout: WeightPlan, reduction: Reduction) -> Array:

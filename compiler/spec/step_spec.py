@@ -19,7 +19,8 @@ from pydantic import (
 from meshloom.models.adapter_config import AdapterConfig, DoraConfig, LoraConfig, RsLoraConfig
 from meshloom.models.config import Config, ModelConfig, mistake
 
-from ..core.config_types import FloatType, Fraction, NumBytes, Seed, Text
+from ..core.config_types import Fraction, NumBytes, Seed, Text
+from ..core.float_types import ComputeType, FloatType
 from ..optim.configs import OptimizerConfig, ScheduleConfig
 from .calibration_spec import Calibration
 from .narrow import Narrow
@@ -46,7 +47,7 @@ class LossScaleSpec(Config):
 class PrecisionSpec(Config):
     parameters: FloatType  # as stored and saved, and read by the forward pass
     master: Literal["float32"] | None  # the updated weights, laid out as optimizer state; None: the parameters
-    compute: Literal["float32", "bfloat16", "float16"]  # parameters are cast to it once per step, and gathered in it
+    compute: ComputeType  # parameters are cast to it once per step, and gathered in it
     gradients: FloatType  # the type in which they are accumulated over layers' uses and microbatches
     gradient_reduction: FloatType  # the type in which gradients are reduced over the network
     frozen: FloatType | None  # the type in which frozen parameters are stored; None: as the others; under an adapter

@@ -13,19 +13,10 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from meshloom.models.config import Config, mistake
 
 from ..core.config_types import NumBytes, Text, UpToOne
+from ..core.float_types import PeakType
 from ..core.format import counted
 
 ChipShape = tuple[PositiveInt, ...]
-
-
-class PeakFlops(Config):
-    """Dense FLOPs per second, by the type of the operands. None: not supported, or not published."""
-
-    float32: PositiveFloat | None
-    bfloat16: PositiveFloat | None
-    float16: PositiveFloat | None
-    int8: PositiveFloat | None
-    float8: PositiveFloat | None
 
 
 HeadShares = Annotated[dict[PositiveInt, UpToOne], Field(min_length=1)]  # by the size of a head
@@ -52,7 +43,7 @@ class ChipSpec(Config):
     device_kind: Text  # JAX's name of its devices
     num_cores: PositiveInt  # as counted in the target's name: v5p-128 is 64 chips
     num_devices: PositiveInt  # JAX devices per chip
-    peak_flops_per_second: PeakFlops
+    peak_flops_per_second: dict[PeakType, PositiveFloat | None]  # dense, by the type of operands; None: not published
     hbm_bytes: NumBytes
     compiler_hbm_bytes: NumBytes  # the part of it that a program may use
     hbm_bytes_per_second: PositiveFloat

@@ -30,9 +30,9 @@ from meshloom.models.contract import Piece
 
 from ..core.errors import Problem, raise_if_any
 from ..core.scopes import piece_scope
-from ..core.trees import like
 from ..core.user_code import blamed_on_user
 from ..parallel.operation import Lowered, NewestTokens, ParallelOp, cached_operation, per_token_operation
+from ..parallel.weight_plan import WeightPlan
 from ..plan import Plan
 from ..sharding.length_split import LENGTH, mixing_pieces
 from ..sharding.model_check import WHERE
@@ -85,10 +85,12 @@ def plan_cache(plan: Plan, shape: BatchShape) -> tuple[Cache, Any]:
 
 
 def build_working(plan: Plan) -> Callable[[Params], Params]:
-    """Returns a function from the parameters of the state to those that the programs take, in their compute types."""
-    types = {each.array.path: each.array.compute_dtype for each in plan.sharding.parameters}
-    used = like(plan.abstract["params"], types)
-    return lambda params: jax.tree.map(lambda x, dtype: x.astype(dtype), params, used)
+    """Returns a function from the parameters of the state to those that the programs take."""
+
+    def working(weight: WeightPlan, x: Array) -> Array:
+        return weight.encoding.decode(weight.encoding.encode(x))
+
+    return lambda params: jax.tree.map(working, plan.weights, params)
 
 
 def build_prefill(plan: Plan, cache: Cache) -> Callable[[Params, Array, Array], tuple[Array, Cache]]:

@@ -19,7 +19,7 @@ from meshloom.models.loss import has_loss
 
 from ..core.partition_spec import keep_axes
 from ..core.scopes import UPDATE, WORKING_PARAMETERS
-from ..core.trees import like, pick
+from ..core.trees import pick
 from ..parallel.weights import Reduction
 from ..plan import Plan
 from ..sharding.batch import REFERENCE, batch_shapes
@@ -195,12 +195,11 @@ def _build_local_log_probs(plan: Plan, *, counts_misses: bool = False) -> Callab
 
 
 def _model_weights(plan: Plan, params: Params) -> ModelWeights:
-    """Returns this device's shards as the weights of a pass, cast to the compute type."""
-    precision, parameters = plan.spec.precision, plan.sharding.parameters
-    used_types = like(plan.abstract["params"], {p.array.path: p.array.compute_dtype for p in parameters})
+    """Returns this device's shards as the weights of a pass, as they are gathered."""
+    precision = plan.spec.precision
     reduction = Reduction(jnp.dtype(precision.gradient_reduction), precision.gradients, is_last=False)
     with jax.named_scope(WORKING_PARAMETERS):
-        working = jax.tree.map(lambda x, dtype: x.astype(dtype), params, used_types)
+        working = jax.tree.map(lambda weight, x: weight.encoding.encode(x), plan.weights, params)
     return ModelWeights(params, working, plan.weights, reduction, plan.mesh.num_shards)
 
 

@@ -7,11 +7,12 @@ calibration changes of these figures.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
 from ..core.errors import ConfigError, Problem
+from ..core.float_types import ComputeType
 from ..spec.calibration_spec import Calibration, LinkCalibration
 from ..spec.compiler_traits import CompilerTraits, read_compiler_traits
 from ..spec.flag_presets import FlagPreset, read_flag_presets
@@ -29,7 +30,6 @@ from ..spec.target_spec import (
     TpuTarget,
 )
 
-ComputeType = Literal["float32", "bfloat16", "float16"]
 AS_DECLARED = LinkCalibration(transfer=1.0, latency=1.0)
 
 
@@ -197,7 +197,7 @@ def _attached_shape(
 
 def _peak(chip: ChipSpec, compute: ComputeType) -> float | None:
     """Returns the peak FLOP/s of one device."""
-    peak = getattr(chip.peak_flops_per_second, compute)
+    peak = chip.peak_flops_per_second.get(compute)
     return peak / chip.num_devices if peak else None
 
 

@@ -13,10 +13,10 @@ import math
 import re
 from dataclasses import dataclass
 
+from ...core.float_types import XLA_NAMES, peak_name
 from ...core.kernels import KernelCost
 from ..hlo import Instruction
 from ..hlo.types import ArrayType
-from .work import peak_name
 
 # Matmuls by a part of the kernel's name: forward 2, the scores and their product with the values; all gradients 5.
 # A kernel of keys' gradients that also returns partial sums of the queries', by blocks of keys, computes all five.
@@ -28,7 +28,6 @@ _MASK = re.compile(r'mask_type\\?":\s*\\?"(\w+)')
 _WINDOW = re.compile(r'sliding_window_length\\?":\s*\\?"?(\d+)')
 _TE_ATTRIBUTE = re.compile(r"\b(\w+) = (-?\d+)")
 _TE_WHOLE, _TE_PACKED = (0, 1), 10  # NVTE_Mask_Type without a causal mask, and NVTE_QKV_Layout from THD on
-_FLOATS = ("bf16", "f16", "f32")
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def _told(instruction: Instruction) -> dict[str, int]:
 def attention_work(instruction: Instruction, operands: tuple[ArrayType, ...]) -> KernelCost | None:
     """Returns the arithmetic of an attention kernel: two matmuls of queries x keys x depth each forward, for keys and
     values four, for queries three; of the square what the mask leaves. None if its shapes do not say."""
-    arrays = [each for each in operands if each.dtype in _FLOATS or each.dtype.startswith("f8")]
+    arrays = [each for each in operands if each.dtype in XLA_NAMES.values() or each.dtype.startswith("f8")]
     queries = next((each for each in arrays if len(each.shape) in (3, 4, 5)), None)
     if queries is None:
         return None

@@ -21,12 +21,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ...core.float_types import numpy_name, peak_name
 from ...core.kernels import KernelArray, KernelCall, KernelCost, KernelOwner, ask_owners
 from ...core.scopes import OperationName
 from ..hlo import Instruction
 from ..hlo.types import ArrayType
 from .attention_kernels import attention_work, is_attention, is_ragged, kernel_name
-from .work import Convolution, contraction, convolution_flops, dot_flops, numpy_name, peak_name
+from .work import Convolution, contraction, convolution_flops, dot_flops
 
 TRITON = "__gpu$xla.gpu.triton"  # a custom call: a kernel of Pallas
 MOSAIC = "tpu_custom_call"

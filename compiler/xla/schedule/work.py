@@ -76,20 +76,3 @@ def convolution_flops(instruction: Instruction, shapes: Convolution) -> float | 
         places = (n * stride - pad + k * dilation for k in range(size) for n in range(num_outputs))
         taps *= sum(place % spread == 0 and 0 <= place < num_inputs * spread for place in places)
     return 2.0 * taps * out[result.index("b")] * out[result.index("f")] * kernel[right.index("i")]
-
-
-def numpy_name(dtype: str) -> str:
-    """Returns NumPy's name for XLA's name of a type: bf16 -> bfloat16, s32 -> int32, f8e4m3fn -> float8_e4m3fn."""
-    if dtype == "pred":
-        return "bool"
-    kind, bits, form = re.fullmatch(r"([a-z]+)(\d*)(\w*)", dtype).groups()  # type: ignore[union-attr]
-    names = {"bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex"}
-    return f"{names.get(kind, kind)}{bits}{f'_{form}' if form else ''}"
-
-
-def peak_name(dtype: str) -> str:
-    """Returns the name of the peak of a type, by XLA's name or NumPy's: bf16 -> bfloat16, f8e4m3fn -> float8."""
-    known = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "s8": "int8", "u8": "int8", "uint8": "int8"}
-    peaks = {"bfloat16", "float16", "float32", "int8", "float8"}
-    name = known.get(dtype, dtype)
-    return name if name in peaks else "float8" if dtype.startswith(("f8", "float8")) else "float32"

@@ -17,6 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshloom.compiler.core.partition_spec import keep_axes
+from meshloom.compiler.parallel.encodings import Encoding
 from meshloom.compiler.parallel.weight_plan import frozen, plan_weight
 from meshloom.compiler.parallel.weights import (
     Reduction,
@@ -167,6 +168,9 @@ def _layer(weights, shared, index, x):
     return x + hidden @ weights["down_ME"], Aux({"penalty": PENALTY * loss}, {"half": jnp.sum(hidden) / 2})
 
 
+IN_FLOAT64 = Encoding("float64", "float64", "float64")
+
+
 def _gradients(layout, loop, when, skip_boundary_collectives):
     """Returns the gradients of the weights, in the layout of the update, and of the inputs."""
     stored, updated = (
@@ -176,7 +180,7 @@ def _gradients(layout, loop, when, skip_boundary_collectives):
     others = tuple(axis for axis in layout.mesh if axis not in BATCH_AXES)
     roles = AxisRoles(sequence=BATCH_AXES, length=(), stage=(), partitioner=others)
     plans = {
-        name: plan_weight(name, stored[name], stored[name], updated[name], roles, is_stacked=True)
+        name: plan_weight(name, stored[name], stored[name], updated[name], roles, is_stacked=True, encoding=IN_FLOAT64)
         for name in DIMENSIONS
     }
     if plans["scale_E"].gathered:

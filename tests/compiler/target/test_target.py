@@ -46,7 +46,7 @@ def test_figures_are_near_those_that_jax_has(kind):
     chip, _ = chip_file(kind)
     version = pltpu.ChipVersion({"tpu7x": "7x"}.get(kind, kind))
     theirs, cores = pltpu.get_tpu_info_for_chip(version, 1), chip.num_cores
-    assert chip.peak_flops_per_second.bfloat16 == pytest.approx(theirs.bf16_ops_per_second * cores, rel=0.01)
+    assert chip.peak_flops_per_second["bfloat16"] == pytest.approx(theirs.bf16_ops_per_second * cores, rel=0.01)
     assert chip.hbm_bytes == pytest.approx(theirs.hbm_capacity_bytes * cores, rel=0.01)
     assert chip.hbm_bytes_per_second == pytest.approx(
         theirs.mem_bw_bytes_per_second * cores, rel=0.13 if kind == "v5p" else 0.03
@@ -272,6 +272,6 @@ def _constants(chip, network):
 def _row(chip, network):
     link = network.link_bytes_per_second if isinstance(network, TorusSpec) else network.chip_bytes_per_second
     host = network.host_bytes_per_second if isinstance(network, TorusSpec) else network.node_bytes_per_second
-    peak = chip.peak_flops_per_second.bfloat16
+    peak = chip.peak_flops_per_second["bfloat16"]
     return [f"{peak / 1e12:,.0f}", f"{chip.compiler_hbm_bytes / 2**30:.2f} of {chip.hbm_bytes / 2**30:.0f}",
             f"{chip.hbm_bytes_per_second / 1e9:,.0f}", f"{link / 1e9:.0f}", f"{host / 1e9:g}"]  # fmt: skip

@@ -1,0 +1,33 @@
+"""The types of numbers in which steps are stored and computed, by all of their names.
+
+A new type is its names here, its peak in the files of chips (conf/target), a file of conf/precision, and an `Encoding`
+where a weight of this type is more than a cast (parallel/encodings.py).
+"""
+
+import re
+from typing import Literal, get_args
+
+FloatType = Literal["float32", "bfloat16"]  # of arrays that are stored, accumulated or reduced
+ComputeType = Literal["float32", "bfloat16", "float16"]  # in which a model computes
+ExportType = Literal["bfloat16", "float16", "float32"]  # in which weights are written for others
+PeakType = Literal["float32", "bfloat16", "float16", "int8", "float8"]  # for which chips have a peak of FLOP/s
+
+XLA_NAMES = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+NARROW = {name: XLA_NAMES[name] for name in ("bfloat16", "float16")}  # half of the bytes of float32
+
+_KINDS = {"bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex"}
+
+
+def numpy_name(dtype: str) -> str:
+    """Returns NumPy's name for XLA's name of a type: bf16 -> bfloat16, s32 -> int32, f8e4m3fn -> float8_e4m3fn."""
+    if dtype == "pred":
+        return "bool"
+    kind, bits, form = re.fullmatch(r"([a-z]+)(\d*)(\w*)", dtype).groups()  # type: ignore[union-attr]
+    return f"{_KINDS.get(kind, kind)}{bits}{f'_{form}' if form else ''}"
+
+
+def peak_name(dtype: str) -> PeakType:
+    """Returns the name of the peak of a type, by XLA's name or NumPy's: bf16 -> bfloat16, f8e4m3fn -> float8."""
+    name = numpy_name(dtype)
+    known = next((peak for peak in get_args(PeakType) if name == peak), None)
+    return known or ("float8" if name.startswith("float8") else "int8" if name == "uint8" else "float32")
