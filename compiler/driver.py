@@ -38,7 +38,7 @@ from .plan import Plan, plan_memory, plan_state_arrays
 from .report.build_report import build_report
 from .schema import Alternative, MemoryChange, Report, SearchReport
 from .sharding.arrays import Arrays, build_model, find_arrays
-from .sharding.batch import check_batch, check_length, check_token_order
+from .sharding.batch import check_batch, check_length, check_token_order, plan_batch
 from .sharding.length_split import check_length_split
 from .sharding.roles import AxisRoles, plan_roles
 from .sharding.sharding import ShardingPlan, check_gradients, check_rules, plan_sharding
@@ -62,12 +62,13 @@ def plan_run(spec: AnyPlanSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan[
     mesh, sharding, operations = layout.mesh, layout.sharding, layout.operations
     optimizer = build_optimizer(spec, model, update_layouts(model, sharding), mesh)
     abstract, specs = plan_state(spec, model, optimizer, sharding, mesh)
-    memory = plan_memory(spec, mesh, sharding, abstract, specs)
+    memory = plan_memory(spec, mesh, layout.inputs.batch, sharding, abstract, specs)
     gather = plan_gather(layout.pipeline, layout.inputs, memory.state_bytes)
     return Plan(
         spec=spec.settled(overlap=layout.inputs.spec.overlap),
         target=target,
         mesh=mesh,
+        batch=layout.inputs.batch,
         model=model,
         arrays=arrays,
         optimizer=optimizer,
@@ -134,10 +135,11 @@ def plan_layout(
         lambda: check_length(spec, model),
         lambda: check_length_split(spec, model, roles, per_token_operation(ops)),
     )
-    pipeline = plan_pipeline(tables, spec, mesh, model, sharding, target)
+    batch = plan_batch(spec, mesh, roles)
+    pipeline = plan_pipeline(tables, spec, mesh, batch, model, sharding, target)
     if pipeline and pipeline.shares_head:
         sharding = share_head(sharding, mesh)
-    inputs = OpInputs(spec, model, arrays, sharding, mesh, target)
+    inputs = OpInputs(spec, model, arrays, sharding, mesh, batch, target)
     operations, *_ = all_of(
         lambda: plan_operations(ops, inputs),
         lambda: check_gradients(spec, sharding),

@@ -20,7 +20,7 @@ from .parallel.operation import OpPlan, ParallelOp
 from .parallel.pipeline_plan import PipelinePlan, warnings_of_pipeline
 from .parallel.stage_gather import StageGather
 from .sharding.arrays import EXPERTS, Array, Arrays
-from .sharding.batch import RowOrder, TokenOrder, batch_arrays, plan_row_order, plan_token_order
+from .sharding.batch import BatchPlan
 from .sharding.roles import AxisRoles
 from .sharding.rules import ArrayPlan, DimensionPlan
 from .sharding.sharding import ShardingPlan, accumulated_layouts, gathered_bytes
@@ -68,6 +68,7 @@ class Plan(Generic[AnyPlanSpec]):
     spec: AnyPlanSpec
     target: TargetPlan
     mesh: MeshPlan
+    batch: BatchPlan
     model: Model
     arrays: Arrays
     optimizer: optax.GradientTransformation
@@ -105,16 +106,6 @@ class Plan(Generic[AnyPlanSpec]):
     def roles(self) -> AxisRoles:
         """Returns what each mesh axis splits."""
         return self.sharding.roles
-
-    @property
-    def token_order(self) -> TokenOrder:
-        """Returns the order in which the tokens of a sequence lie on the devices that split its length."""
-        return plan_token_order(self.spec.token_order, self.mesh, self.roles)
-
-    @property
-    def row_order(self) -> RowOrder:
-        """Returns the order in which the sequences of a batch lie on the devices that split it."""
-        return plan_row_order(self.spec, self.mesh, self.roles)
 
     @property
     def model_flops_per_step(self) -> int | None:
@@ -166,7 +157,9 @@ def _num_active(array: Array, num_experts: int | None) -> int:
     return math.prod(num_experts if name == EXPERTS and num_experts else size for name, size in sizes)
 
 
-def plan_memory(spec: PlanSpec, mesh: MeshPlan, sharding: ShardingPlan, abstract: State, specs: State) -> MemoryPlan:
+def plan_memory(
+    spec: PlanSpec, mesh: MeshPlan, batch: BatchPlan, sharding: ShardingPlan, abstract: State, specs: State
+) -> MemoryPlan:
     """Bytes per device, from the shards of every array. abstract, specs: the state."""
 
     def size(abstract: Any, specs: Any) -> int:
@@ -189,7 +182,7 @@ def plan_memory(spec: PlanSpec, mesh: MeshPlan, sharding: ShardingPlan, abstract
         gradients=size(_typed(trained, precision.gradients), gradients_specs),
         working_parameters=size(nested_dict(working), pick(specs["params"], working, is_spec)),
         prefetched_weights=_prefetched_bytes(spec, mesh, sharding),
-        batch=len(batch_arrays(spec)) * spec.tokens_per_step * 4 // mesh.num_shards(sharding.roles.tokens),  # int32
+        batch=batch.bytes_of_device,
     )
 
 

@@ -21,7 +21,6 @@ from ..parallel.operation import OpInputs
 from ..parallel.weight_plan import plan_weights
 from ..plan import Plan
 from ..schema import MAX_IMBALANCE
-from ..sharding.batch import batch_shapes, sequences_of_device
 from ..spec.overlap_spec import OverlapSpec
 from ..spec.plan_spec import PlanSpec
 from ..step.train_step import build_train_step
@@ -35,7 +34,7 @@ USUAL = 1.25  # the capacity factor that Switch Transformers settled on (arXiv:2
 def read_step(plan: Plan) -> Program:
     """Returns the program of the plan's train step, which it traces. Inputs: the leaves of the state, then those of the
     batch."""
-    shapes = batch_shapes(plan.spec, plan.roles)
+    shapes = plan.batch.shapes
     batch = {name: shape for name, (shape, _) in shapes.items()}
     # Shards of whole tiles and others are to be the same operations: tune compares the traces of meshes.
     weights = jax.tree.map(lambda each: replace(each, tile_rows=1), plan.weights)
@@ -78,7 +77,7 @@ def assume_overlap(plan: Plan) -> OverlapSpec:
     if overlap.search is None:
         return overlap
     layers, presets = overlap.layers, assumed_weight_presets(overlap.flag_presets, target)
-    if plan.roles.partitioner and can_split_batch(sequences_of_device(plan.spec, plan.mesh, plan.roles), target):
+    if plan.roles.partitioner and can_split_batch(plan.batch.sequences_of_device, target):
         layers = layers.model_copy(update={"batch_split": max(BATCH_SPLIT, layers.batch_split)})
         of_activations = [name for name, one in presets_for(target).items() if "activations" in one.tried_for]
         presets = (*presets, *of_activations[:1])
@@ -117,7 +116,7 @@ def plan_usual_imbalance(plan: Plan) -> Plan | None:
 
 def _planned_anew(plan: Plan, spec: PlanSpec) -> Plan:
     """Returns the plan with another declaration, under which all arrays are laid out as before."""
-    inputs = OpInputs(spec, plan.model, plan.arrays, plan.sharding, plan.mesh, plan.target)
+    inputs = OpInputs(spec, plan.model, plan.arrays, plan.sharding, plan.mesh, plan.batch, plan.target)
     operations = plan_operations(plan.ops, inputs)
     weights = like(plan.abstract["params"], plan_weights(inputs, operations, plan.gather))
     return replace(plan, spec=spec, operations=operations, weights=weights)

@@ -55,7 +55,7 @@ class EmbeddingOp(ParallelOp):
         refusal = refused(_refusal(site, inputs, rows, columns))
         table_bytes = gathered_bytes(table, mesh, roles)
         itemsize = jnp.dtype(spec.precision.compute).itemsize
-        rows_bytes = inputs.tokens_of_device * table.array.shape[1] * itemsize
+        rows_bytes = inputs.batch.tokens_of_device * table.array.shape[1] * itemsize
         axes = rows + columns
         num_shards = mesh.num_shards(columns)
         seconds = (
@@ -63,7 +63,7 @@ class EmbeddingOp(ParallelOp):
             mesh.alone_seconds("all-gather", table_bytes, axes),
         )
         costs, figures = _compared(rows_bytes, table_bytes, *seconds)
-        ids_bytes = inputs.tokens_of_device * num_shards * 4  # int32
+        ids_bytes = inputs.batch.tokens_of_device * num_shards * 4  # int32
         exchanged = (
             moved("all-gather", columns, num_shards, ids_bytes, 1, "forward"),
             moved("all-to-all", columns, num_shards, rows_bytes * num_shards, 1, "forward"),

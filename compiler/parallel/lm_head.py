@@ -107,7 +107,7 @@ def _with_costs(
     )
     if gather is None or bandwidth is None:
         return replace(chunks, reason="how long the head's gather takes is not known"), whole
-    input_bytes = inputs.tokens_of_device * num_bytes // sum(chunks.parameters)
+    input_bytes = inputs.batch.tokens_of_device * num_bytes // sum(chunks.parameters)
     passes = NUM_PASSES * (len(chunks.parameters) - 1) * input_bytes / bandwidth
     figures = f"{human_seconds(gather)} of gather, {human_seconds(passes)} for its input read more often"
     return (

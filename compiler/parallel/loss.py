@@ -43,9 +43,9 @@ class LossOp(ParallelOp):
         spec, mesh = inputs.spec, inputs.mesh
         most = max(spec.loss.max_logits_bytes, spec.loss.max_logits_share * (inputs.target.hbm_bytes_per_device or 0))
         shards = {d.logical: mesh.num_shards(d.axes) for plan in inputs.sharding.activations for d in plan.dimensions}
-        per_token = inputs.sequences_of_device * spec.model.vocab_size * FLOAT32_BYTES // shards.get("vocab", 1)
+        per_token = inputs.batch.sequences_of_device * spec.model.vocab_size * FLOAT32_BYTES // shards.get("vocab", 1)
         # Logits that come in shards of their length are not regrouped.
-        length = inputs.length_of_device
+        length = inputs.batch.length_of_device
         most_chunks = length // shards.get("sequence_parallel_length", 1)
         fitting = (n for n in divisors(most_chunks) if length // n * per_token <= most)
         num_chunks = next(fitting, most_chunks)

@@ -152,8 +152,8 @@ def _refusal(site: OpSite, inputs: OpInputs, split_over: Axes) -> str | None:
     if kept != split_over or others or axis in inputs.roles.tokens:
         where = f"split over {' and '.join(kept)}" if kept else "whole"
         return f"partial results are on {' and '.join(split_over)}, and the length of their sum is {where}"
-    sequences = inputs.sequences_of_device // spec.overlap.layers.batch_split
-    length = inputs.length_of_device // mesh.sizes[axis]
+    sequences = inputs.batch.sequences_of_device // spec.overlap.layers.batch_split
+    length = inputs.batch.length_of_device // mesh.sizes[axis]
     if _both_ways(inputs) and sequences % 2 and length % 2:
         return f"neither {sequences} (sequences) nor {length} (tokens of each in a shard) is even"
     return None
@@ -167,7 +167,7 @@ def _result_bytes(site: OpSite, inputs: OpInputs) -> int:
     """Returns the bytes of the result for one part of the batch on a device, in the compute type, with its length
     whole."""
     itemsize = jnp.dtype(inputs.spec.precision.compute).itemsize
-    tokens = inputs.tokens_of_device // inputs.spec.overlap.layers.batch_split
+    tokens = inputs.batch.tokens_of_device // inputs.spec.overlap.layers.batch_split
     return tokens * _product(site).width * itemsize
 
 
@@ -196,7 +196,7 @@ def _ring_and_plain(site: OpSite, inputs: OpInputs, axis: str, plain: Strategy) 
     peak, bandwidth = target.peak_flops_per_second, target.hbm_bytes_per_second_per_device
     if scatter is None or transfer is None or peak is None or bandwidth is None:
         return replace(ring, refusal=Refusal("how long its transfers take is not known", is_hard=False)), plain
-    tokens, product = inputs.tokens_of_device // num_parts, _product(site)
+    tokens, product = inputs.batch.tokens_of_device // num_parts, _product(site)
     multiplied = 2 * (tokens / n) * (product.depth / n) * product.width / peak
     sums = NUM_PASSES * result_bytes / n / bandwidth
     in_ring = num_parts * (n - 1) * (max(0.0, transfer - multiplied) + sums)

@@ -29,7 +29,7 @@ from ..core.partition_spec import Axes
 from ..core.scopes import OperationName, Pass, fact_scope
 from ..core.traffic import Traffic, TrafficSource
 from ..sharding.arrays import Arrays, OpSite
-from ..sharding.batch import sequences_of_device
+from ..sharding.batch import BatchPlan
 from ..sharding.roles import AxisRoles
 from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import ShardingPlan
@@ -167,6 +167,7 @@ class OpInputs:
     arrays: Arrays
     sharding: ShardingPlan
     mesh: MeshPlan
+    batch: BatchPlan
     target: TargetPlan
     after: tuple[tuple[OpPlan, ...], ...] = ()
 
@@ -174,21 +175,6 @@ class OpInputs:
     def roles(self) -> AxisRoles:
         """Returns what each mesh axis splits."""
         return self.sharding.roles
-
-    @property
-    def sequences_of_device(self) -> int:
-        """Returns the sequences of one microbatch on a device."""
-        return sequences_of_device(self.spec, self.mesh, self.roles)
-
-    @property
-    def length_of_device(self) -> int:
-        """Returns the tokens of a sequence on a device."""
-        return self.spec.sequence_length // self.mesh.num_shards(self.roles.length)
-
-    @property
-    def tokens_of_device(self) -> int:
-        """Returns the tokens of one microbatch on a device."""
-        return self.sequences_of_device * self.length_of_device
 
     @property
     def why_no_ring(self) -> str | None:

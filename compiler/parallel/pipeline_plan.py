@@ -20,6 +20,7 @@ from ..pipeline.invariants import max_in_flight_of
 from ..pipeline.makespan import AS_SHORT, ChosenTable, TableTime, choose_table
 from ..pipeline.stage_layers import StageLayers, layers_of, split_evenly
 from ..pipeline.table import PipelineTable, StagePlacement, microbatches
+from ..sharding.batch import BatchPlan
 from ..sharding.sharding import ShardingPlan
 from ..spec.pipeline_spec import HeadPlace, PipelineSpec
 from ..spec.plan_spec import PlanSpec
@@ -96,13 +97,19 @@ class PipelinePlan:
 
 
 def plan_pipeline(
-    tables: TablesByLabel, spec: PlanSpec, mesh: MeshPlan, model: Model, sharding: ShardingPlan, target: TargetPlan
+    tables: TablesByLabel,
+    spec: PlanSpec,
+    mesh: MeshPlan,
+    batch: BatchPlan,
+    model: Model,
+    sharding: ShardingPlan,
+    target: TargetPlan,
 ) -> PipelinePlan | None:
     """Returns the pipeline by the table that `choose_table` finds; None without stages. tables: those of
     `read_tables`."""
     if not tables:
         return None
-    times = plan_stage_times(spec, mesh, model, sharding, target)
+    times = plan_stage_times(spec, mesh, batch, model, sharding, target)
     declared = spec.pipeline.head
     refusal = why_not_shared(spec, mesh, model, sharding) if declared != LAST else None
     if refusal and declared == STAGES:

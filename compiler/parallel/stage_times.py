@@ -17,7 +17,7 @@ from ..pipeline.makespan import OpSeconds
 from ..pipeline.stage_layers import StageLayers
 from ..pipeline.table import PipelineOp, PipelineTable
 from ..sharding.arrays import EXPERTS
-from ..sharding.batch import sequences_of_device
+from ..sharding.batch import BatchPlan
 from ..sharding.sharding import ShardingPlan
 from ..spec.plan_spec import PlanSpec
 from ..spec.step_spec import RematSpec
@@ -100,12 +100,12 @@ class StageTimes:
 
 
 def plan_stage_times(
-    spec: PlanSpec, mesh: MeshPlan, model: Model, sharding: ShardingPlan, target: TargetPlan
+    spec: PlanSpec, mesh: MeshPlan, batch: BatchPlan, model: Model, sharding: ShardingPlan, target: TargetPlan
 ) -> StageTimes:
     """Returns the times by the products of tokens with parameters and with each other, and
     by the bytes of the layers' activations, at the rates that its programs reach."""
     speeds, roles = _speeds(target), sharding.roles
-    tokens = sequences_of_device(spec, mesh, roles) * spec.sequence_length // mesh.num_shards(roles.length)
+    tokens = batch.tokens_of_device
     shards = mesh.num_shards(roles.partitioner)
     num_multiplied = {
         piece: _num_multiplied(model, sharding, piece) / shards

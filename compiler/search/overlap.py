@@ -18,7 +18,6 @@ from ..estimate.estimate import StepEstimate
 from ..parallel.weight_plan import WeightPlan
 from ..plan import Plan
 from ..schema import TriedReport
-from ..sharding.batch import sequences_of_device
 from ..sharding.sharding import check_gradients
 from ..spec.flag_presets import FlagPreset
 from ..spec.overlap_spec import LayerLoop, OverlapConfig, StrategyChoice
@@ -233,7 +232,7 @@ def _loops(plan: Plan) -> Iterator[LayerLoop]:
     reduced at once, there is nothing to reduce earlier; if nothing splits matmuls, a batch split has nothing to
     hide."""
     split_axes = plan.roles.partitioner
-    is_even = sequences_of_device(plan.spec, plan.mesh, plan.roles) % 2 == 0
+    is_even = plan.batch.sequences_of_device % 2 == 0
     batch_split = (1, 2) if split_axes and is_even else (1,)
     if plan.pipeline is not None:  # it has its own order of layers and microbatches
         yield from (FLAT.model_copy(update={"batch_split": num_parts}) for num_parts in batch_split)

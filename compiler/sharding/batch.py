@@ -20,6 +20,7 @@ order of tokens, and nothing but the number of a sequence depends on that of row
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,20 +54,6 @@ def batch_arrays(spec: StepSpec) -> tuple[str, ...]:
 
 
 REFERENCE = "reference"  # float32 (global_batch_size,): each sequence's log-probability by the reference of a DPO
-
-
-def batch_shapes(spec: StepSpec, roles: AxisRoles) -> dict[str, tuple[jax.ShapeDtypeStruct, PartitionSpec]]:
-    """Returns the shape and the layout of each array of a global batch."""
-    tokens = jax.ShapeDtypeStruct((spec.global_batch_size, spec.sequence_length), jnp.int32)
-    shapes = dict.fromkeys(batch_arrays(spec), (tokens, roles.tokens_spec))
-    if spec.objective.kind == "dpo":
-        shapes[REFERENCE] = (jax.ShapeDtypeStruct((spec.global_batch_size,), jnp.float32), roles.rows_spec)
-    return shapes
-
-
-def sequences_of_device(spec: StepSpec, mesh: MeshPlan, roles: AxisRoles) -> int:
-    """Returns the sequences of one microbatch on a device."""
-    return spec.global_batch_size // spec.num_microbatches // mesh.num_shards(roles.sequence)
 
 
 def check_batch(spec: StepSpec, mesh: MeshPlan, roles: AxisRoles) -> None:
@@ -136,11 +123,6 @@ class RowOrder:
         return self.rows_at(np.arange(self.num_rows))
 
 
-def plan_row_order(spec: StepSpec, mesh: MeshPlan, roles: AxisRoles) -> RowOrder:
-    """Returns the order in which the declaration lays out sequences on this mesh."""
-    return RowOrder(spec.global_batch_size, mesh.num_shards(roles.sequence), spec.num_microbatches)
-
-
 @dataclass(frozen=True)
 class TokenOrder:
     """The order of the tokens of a sequence. num_shards: the devices that split its length. On one device both orders
@@ -174,14 +156,54 @@ class TokenOrder:
         return (jnp.asarray(self.chunks(), jnp.int32)[shard][:, None] * chunk + jnp.arange(chunk)).reshape(-1)
 
 
-def plan_token_order(name: TokenOrderName, mesh: MeshPlan, roles: AxisRoles) -> TokenOrder:
-    """Returns the order of this name in which tokens lie on a mesh."""
-    return TokenOrder(name, mesh.num_shards(roles.length))
+@dataclass(frozen=True)
+class BatchPlan:
+    """The global batch on the devices of a mesh.
+
+    shapes: the shape and the layout of each array, by name. row_order: the order in which sequences lie on the devices
+    that split the batch. token_order: the order in which the tokens of a sequence lie on the devices that split its
+    length. sequences_of_device: the sequences of one microbatch on a device. length_of_device: the tokens of a
+    sequence on a device. bytes_of_device: the bytes of the arrays of tokens on a device.
+    """
+
+    shapes: Mapping[str, tuple[jax.ShapeDtypeStruct, PartitionSpec]]
+    row_order: RowOrder
+    token_order: TokenOrder
+    sequences_of_device: int
+    length_of_device: int
+    bytes_of_device: int
+
+    @property
+    def tokens_of_device(self) -> int:
+        """Returns the tokens of one microbatch on a device."""
+        return self.sequences_of_device * self.length_of_device
+
+
+def plan_batch(spec: StepSpec, mesh: MeshPlan, roles: AxisRoles) -> BatchPlan:
+    """Returns how a mesh splits the global batch, which `check_batch` and `check_token_order` accept."""
+    size, length, num_shards = spec.global_batch_size, spec.sequence_length, mesh.num_shards(roles.sequence)
+    tokens = jax.ShapeDtypeStruct((size, length), jnp.int32)
+    shapes = dict.fromkeys(batch_arrays(spec), (tokens, roles.tokens_spec))
+    num_bytes = len(shapes) * spec.tokens_per_step * tokens.dtype.itemsize // mesh.num_shards(roles.tokens)
+    if spec.objective.kind == "dpo":
+        shapes[REFERENCE] = (jax.ShapeDtypeStruct((size,), jnp.float32), roles.rows_spec)
+    return BatchPlan(
+        shapes,
+        RowOrder(size, num_shards, spec.num_microbatches),
+        _token_order(spec, mesh, roles),
+        sequences_of_device=size // spec.num_microbatches // num_shards,
+        length_of_device=length // mesh.num_shards(roles.length),
+        bytes_of_device=num_bytes,
+    )
+
+
+def _token_order(spec: StepSpec, mesh: MeshPlan, roles: AxisRoles) -> TokenOrder:
+    return TokenOrder(spec.token_order, mesh.num_shards(roles.length))
 
 
 def check_token_order(spec: PlanSpec, mesh: MeshPlan, roles: AxisRoles, target: TargetPlan) -> None:
     """Raises ConfigError where the length cannot be cut in equal chunks, with the nearest that can."""
-    axes, order = roles.length, plan_token_order(spec.token_order, mesh, roles)
+    axes, order = roles.length, _token_order(spec, mesh, roles)
     length, num_chunks = spec.sequence_length, order.num_chunks
     if length % num_chunks == 0:
         return
@@ -220,4 +242,4 @@ def _works(spec: PlanSpec, target: TargetPlan, axis: str, size: int) -> bool:
         check_batch(other, mesh, roles)
     except ConfigError:
         return False
-    return spec.sequence_length % plan_token_order(other.token_order, mesh, roles).num_chunks == 0
+    return spec.sequence_length % _token_order(other, mesh, roles).num_chunks == 0

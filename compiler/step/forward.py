@@ -175,7 +175,7 @@ def _shared(part: Batch, dropout_key: Array | None, plan: Plan) -> Shared:
     if "positions" in part:
         positions_BT = part["positions"]
     else:
-        positions_BT = (jnp.arange(length) if shard is None else plan.token_order.of_shard(length, shard))[None]
+        positions_BT = (jnp.arange(length) if shard is None else plan.batch.token_order.of_shard(length, shard))[None]
     if shard is not None and dropout_key is not None:
         dropout_key = jax.random.fold_in(dropout_key, shard)
     keys_B = None if dropout_key is None else jax.vmap(partial(jax.random.fold_in, dropout_key))(part["row"])

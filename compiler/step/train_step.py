@@ -22,7 +22,7 @@ from ..core.scopes import UPDATE, WORKING_PARAMETERS
 from ..core.trees import pick
 from ..parallel.weights import Reduction
 from ..plan import Plan
-from ..sharding.batch import REFERENCE, batch_shapes
+from ..sharding.batch import REFERENCE
 from ..sharding.state import State, initial_loss_scale, update_layouts
 from .forward import build_functions
 from .schedule import Batch, ModelWeights
@@ -37,7 +37,7 @@ TrainStep = Callable[[State, Batch], tuple[State, dict[str, Array]]]
 
 
 def build_train_step(plan: Plan) -> TrainStep:
-    """Returns the step as a function of global arrays, whose rows are in the order of `plan.row_order`.
+    """Returns the step as a function of global arrays, whose rows are in the order of `plan.batch.row_order`.
 
     Its metrics are those of the update (update.py), NUM_TARGETS, NUM_PADDING if the data may have some,
     `plan.auxiliary`, and those of a stack by layer. If the state before a step is kept, also LOSS_BY_SHARD: the sums
@@ -126,7 +126,7 @@ def _over_the_mesh(
     without: arrays that its batches lack.
     """
     roles, split = plan.roles, local
-    specs = {name: spec for name, (_, spec) in batch_shapes(plan.spec, roles).items() if name not in without}
+    specs = {name: spec for name, (_, spec) in plan.batch.shapes.items() if name not in without}
     if roles.manual:
         params_specs, update_specs = (
             jax.tree.map(lambda p: keep_axes(p, roles.manual), specs, is_leaf=_is_spec)
@@ -144,7 +144,7 @@ def _over_the_mesh(
 
     def with_rows(params: Params, batch: Batch, dropout_key: Array | None, scale: Array) -> Any:
         # The number of each sequence, on whichever device it is.
-        rows = {"row": plan.row_order.rows_at(jnp.arange(plan.spec.global_batch_size))}
+        rows = {"row": plan.batch.row_order.rows_at(jnp.arange(plan.spec.global_batch_size))}
         return split(params, batch | rows, dropout_key, scale)
 
     return with_rows

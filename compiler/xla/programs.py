@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..plan import Plan
-from ..sharding.batch import REFERENCE, batch_shapes
+from ..sharding.batch import REFERENCE
 from ..step.decode import BatchShape, batch_spec, build_decode, build_prefill, build_working, plan_cache
 from ..step.sampling import Sampling, sample
 from ..step.train_step import build_eval_step, build_init, build_log_probs, build_scores, build_train_step
@@ -173,7 +173,7 @@ def lower_generation(
 
 def _operands(plan: Plan, mesh: Mesh) -> _Operands:
     state = jax.tree.map(lambda x, spec: _on(mesh, x.shape, x.dtype, spec), plan.abstract, plan.specs)
-    shapes = batch_shapes(plan.spec, plan.roles)
+    shapes = plan.batch.shapes
     batch = {name: _on(mesh, x.shape, x.dtype, spec) for name, (x, spec) in shapes.items()}
     return _Operands(state, batch, NamedSharding(mesh, PartitionSpec()))
 

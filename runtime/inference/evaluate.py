@@ -170,8 +170,8 @@ def _loss(
 ) -> PartLoss:
     plan, batch = job.session.plan, programs.batch
     rows = local_rows(batch)
-    order = plan.token_order.of_sequence(plan.spec.sequence_length)
-    mine = part.batches.of_rows(sequences_of(plan.row_order, rows))
+    order = plan.batch.token_order.of_sequence(plan.spec.sequence_length)
+    mine = part.batches.of_rows(sequences_of(plan.batch.row_order, rows))
     sums, bar = np.zeros(2), console.bar(f"evaluating {part.name}", "doing", "bar", "count", "numbers", "left")
     bar.start()
     try:

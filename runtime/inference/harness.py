@@ -82,9 +82,9 @@ class Scorer:
             scored = min(request.num_scored, len(tokens) - 1)
             targets[row, len(tokens) - 1 - scored : len(tokens) - 1] = tokens[len(tokens) - scored :]
         rows = local_rows(batch)
-        numbers = list(sequences_of(plan.row_order, rows))
+        numbers = list(sequences_of(plan.batch.row_order, rows))
         mine = {"inputs": inputs[numbers], "targets": targets[numbers]}
-        placed = to_devices(batch, rows, in_token_order(mine, plan.token_order.of_sequence(length)))
+        placed = to_devices(batch, rows, in_token_order(mine, plan.batch.token_order.of_sequence(length)))
         return np.asarray(jax.device_get(self.programs[SCORES](self.weights.params, placed)))
 
 

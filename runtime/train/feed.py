@@ -75,7 +75,7 @@ class Feed:
     def __init__(self, plan: Plan, programs: Programs, batches: BatchIterator, watch: Stopwatch):
         self._batch, self._batches, self._watch = programs.batch, batches, watch
         self._rows = local_rows(programs.batch)
-        self._order = plan.token_order.of_sequence(plan.spec.sequence_length)
+        self._order = plan.batch.token_order.of_sequence(plan.spec.sequence_length)
 
     def next(self, behind: dict[str, jax.Array] | None) -> tuple[dict[str, jax.Array], float, float]:
         """Returns the next batch on the devices, the seconds that this took, and the seconds for which devices stood

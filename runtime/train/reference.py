@@ -70,8 +70,8 @@ def _computed(
     """Yields the log-probability of each row, for each of the data's sequences of rows."""
     batch = {name: x for name, x in programs.batch.items() if name != REFERENCE}
     log_probs = build(lower(plan, batch["inputs"].sharding.mesh, ["log_probs"]))["log_probs"]
-    rows, order = local_rows(batch), plan.token_order.of_sequence(plan.spec.sequence_length)
-    mine, size = sequences_of(plan.row_order, rows), plan.spec.global_batch_size
+    rows, order = local_rows(batch), plan.batch.token_order.of_sequence(plan.spec.sequence_length)
+    mine, size = sequences_of(plan.batch.row_order, rows), plan.spec.global_batch_size
     num_rows, done = sum(map(len, data.pairs)), 0
     bar = console.bar("reference", "doing", "count", "bar", "left", is_transient=True)
     bar.start()

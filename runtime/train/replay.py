@@ -162,7 +162,7 @@ class Replay(Observer):
         """Returns the rows of the batch whose shards have no finite loss; all rows if every loss is finite."""
         devices = self._devices_of_shards(~np.isfinite(result.metrics[LOSS_BY_SHARD])) or self._mesh.devices.flat
         rows = NamedSharding(self._mesh, self._plan.roles.rows_spec)
-        return sorted(sequences_of(self._plan.row_order, rows_held(rows, self._spec.global_batch_size, devices)))
+        return sorted(sequences_of(self._plan.batch.row_order, rows_held(rows, self._spec.global_batch_size, devices)))
 
     def _who_differs(self, odd: Result, right: Result) -> str:
         """Returns the devices that computed another loss, or else those that hold other bits, as text. A wrong gradient

@@ -205,7 +205,7 @@ def _run(
     with Checkpoints(run_dir, plan.spec) as checkpoints:
         with watch.spending("compile"):
             programs = make_programs(plan, job.precompiled, run_dir, stop=stop, console=console, processes=processes)
-        rows = sequences_of(plan.row_order, local_rows(programs.batch))
+        rows = sequences_of(plan.batch.row_order, local_rows(programs.batch))
         batches = iter(job.data["train"].of_rows(rows))
         with stop.waiting_for("the state to start from"), watch.spending("restore" if start else "start"):
             state, first_step, num_tokens = _initial_state(start, job, programs, batches, console, processes)

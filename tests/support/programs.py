@@ -39,7 +39,7 @@ class _LazyPrograms:
     """The programs of a plan on the first devices, each lowered and compiled when it is first asked for."""
 
     def __init__(self, plan: Plan) -> None:
-        self._plan, self.rows = plan, plan.row_order.rows()
+        self._plan, self.rows = plan, plan.batch.row_order.rows()
         self._mesh = plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
         self._shapes = lower(plan, self._mesh, ())
 
@@ -92,8 +92,8 @@ def gradients_of(
     sharded = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, specs)
     rows = NamedSharding(mesh, plan.roles.tokens_spec)
     host = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], **documents}
-    host = in_token_order(host, plan.token_order.of_sequence(tokens.shape[1] - 1))
-    batch = {name: jax.device_put(x[plan.row_order.rows()], rows) for name, x in host.items()}
+    host = in_token_order(host, plan.batch.token_order.of_sequence(tokens.shape[1] - 1))
+    batch = {name: jax.device_put(x[plan.batch.row_order.rows()], rows) for name, x in host.items()}
     with jax.set_mesh(mesh):
         (loss, num_targets), grads, *_ = jax.jit(build_loss(plan, with_gradients=True))(sharded, batch, dropout_key)
     return float(loss / num_targets), jax.tree.map(np.asarray, grads)

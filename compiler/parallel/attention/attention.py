@@ -187,7 +187,7 @@ def plan_backward(site: OpSite, inputs: OpInputs, exchange: Exchange | None) -> 
         cut = plan_cut(num_keys, Mask()) if num_keys % LANES == 0 else Cut(0, 0)
         num_queries, block = cut.part, cut.block
         seen = seen_blocks(np.arange(num_keys - num_queries, num_keys, max(1, block))[None], block, num_keys, Mask())
-    sequences = inputs.sequences_of_device // spec.overlap.layers.batch_split
+    sequences = inputs.batch.sequences_of_device // spec.overlap.layers.batch_split
     if 0 in (block, heads, sequences):  # refused elsewhere
         return Backward(None, reason="two backward kernels")
     itemsize = jnp.dtype(spec.precision.compute).itemsize

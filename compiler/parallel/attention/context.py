@@ -27,7 +27,7 @@ from ...core.partition_spec import axes_of
 from ...core.scopes import OperationName, fact_scope
 from ...core.traffic import Traffic
 from ...sharding.arrays import OpSite
-from ...sharding.batch import TokenOrder, plan_token_order
+from ...sharding.batch import TokenOrder
 from ...target.compiler_options import why_permutes_wait
 from ...target.target import TargetPlan
 from ..operation import Cost, Exposed, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, moved, refused
@@ -78,7 +78,7 @@ class ContextOp(ParallelOp):
 
     def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
         axes = inputs.roles.length
-        order = plan_token_order(inputs.spec.token_order, inputs.mesh, inputs.roles)
+        order = inputs.batch.token_order
         if not axes:
             why = "no mesh axis splits the length of sequences (sharding=fsdp_context with mesh.context=2 does)"
             whole = Strategy(ALL_GATHER, "whole sequences on each device", reason=why, is_trivial=True)
@@ -173,9 +173,9 @@ def _local(site: OpSite, inputs: OpInputs, order: TokenOrder) -> _Local:
     split = {
         name: mesh.num_shards(axes_of(inputs.auto_spec(None, None, name, None)[2])) for name in ("heads", "kv_heads")
     }
-    length = inputs.length_of_device
+    length = inputs.batch.length_of_device
     return _Local(
-        sequences=inputs.sequences_of_device // spec.overlap.layers.batch_split,
+        sequences=inputs.batch.sequences_of_device // spec.overlap.layers.batch_split,
         length=length,
         heads=heads // split["heads"],
         kv_heads=kv_heads // split["kv_heads"],

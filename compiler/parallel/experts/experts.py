@@ -171,7 +171,7 @@ def _sizes_of(site: OpSite, inputs: OpInputs) -> ExchangeSizes:
     (*_, width), num_experts = site.operands[0].shape, site.operands[3].shape[0]
     axes = _expert_axes(site, inputs)
     num_parts, num_chunks = inputs.spec.overlap.layers.batch_split, inputs.spec.moe.num_chunks
-    tokens = inputs.tokens_of_device // num_parts
+    tokens = inputs.batch.tokens_of_device // num_parts
     if tokens % num_chunks:
         what = f"{tokens} tokens of a device are not divisible by {num_chunks} chunks"
         raise ConfigError([Problem("moe.num_chunks", what, f"use a divisor of {tokens}")])

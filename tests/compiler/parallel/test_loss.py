@@ -130,7 +130,7 @@ def test_the_declared_bound_holds_for_the_logits_of_the_compiled_step(layout, to
 
 def losses_of(*overrides, batches):
     plan = plan_of(*overrides)
-    programs, rows = programs_of(plan), plan.row_order.rows()
+    programs, rows = programs_of(plan), plan.batch.row_order.rows()
     state, losses = programs["init"](), []
     for batch in batches:
         arrays = {"inputs": batch[rows, :-1], "targets": batch[rows, 1:]}

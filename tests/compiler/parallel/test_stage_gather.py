@@ -29,7 +29,7 @@ def test_weights_are_gathered_when_it_is_declared(when, gradients, use):
 def chosen_with(plan, num_bytes):
     """Returns when the stages of a plan gather on devices of that many bytes."""
     target = replace(plan.target, hbm_bytes_per_device=num_bytes)
-    inputs = OpInputs(plan.spec, plan.model, plan.arrays, plan.sharding, plan.mesh, target)
+    inputs = OpInputs(plan.spec, plan.model, plan.arrays, plan.sharding, plan.mesh, plan.batch, target)
     gather = plan_gather(plan.pipeline, inputs, plan.memory.state_bytes)
     assert gather
     return gather

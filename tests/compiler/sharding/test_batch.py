@@ -33,7 +33,7 @@ def test_a_microbatch_is_the_same_sequences_on_any_number_of_devices(shards, mic
 
 
 def test_devices_along_a_sequence_or_a_matrix_split_no_batch():
-    order = plan_of("sharding=fsdp_context", "mesh.fsdp=2", "mesh.context=2", "target=cpu-4").row_order
+    order = plan_of("sharding=fsdp_context", "mesh.fsdp=2", "mesh.context=2", "target=cpu-4").batch.row_order
     assert (order.num_shards, order.rows().tolist()) == (2, list(range(16)))
 
 

@@ -93,7 +93,7 @@ def sharded_step(plan: Plan) -> Step:
     run = jax.jit(build_loss(plan, with_gradients=True))
 
     def step(params: Any, host: dict[str, np.ndarray]) -> tuple[float, Any]:
-        order, rows = plan.token_order.of_sequence(16), NamedSharding(mesh, plan.roles.tokens_spec)
+        order, rows = plan.batch.token_order.of_sequence(16), NamedSharding(mesh, plan.roles.tokens_spec)
         batch = {name: jax.device_put(x, rows) for name, x in in_token_order(host, order).items()}
         layouts = jax.tree.map(lambda spec: NamedSharding(mesh, spec), plan.specs["params"])
         with jax.set_mesh(mesh):

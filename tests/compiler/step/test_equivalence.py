@@ -206,7 +206,7 @@ def test_ten_steps_are_those_of_one_device(name, tokens, reference):
     programs = programs_of(plan)
     state, ours = programs["init"](), []
     for batch in tokens:
-        on_mesh = on_devices(programs, batch, plan.token_order.of_sequence(batch.shape[1] - 1))
+        on_mesh = on_devices(programs, batch, plan.batch.token_order.of_sequence(batch.shape[1] - 1))
         state, metrics = programs["train"](state, on_mesh)
         ours.append([float(metrics[key]) for key in ("loss", "grad_norm", "learning_rate")])
     np.testing.assert_allclose(np.array(ours), curve, rtol=2e-4, atol=1e-7)

@@ -154,7 +154,7 @@ def test_ten_steps_are_those_of_one_device(name, tokens, reference, plan_for):
     programs = programs_of(plan)
     state, ours = programs["init"](), []
     for batch in tokens:
-        state, metrics = programs["train"](state, on_devices(programs, batch, plan.token_order.of_sequence(16)))
+        state, metrics = programs["train"](state, on_devices(programs, batch, plan.batch.token_order.of_sequence(16)))
         ours.append([float(metrics[key]) for key in ("loss", "grad_norm", "learning_rate")])
         assert not metrics["layers/dropped"].any()
     np.testing.assert_allclose(np.array(ours), curve, rtol=5e-4, atol=1e-7)
@@ -171,7 +171,7 @@ def test_metrics_say_how_evenly_tokens_are_spread_and_what_is_dropped(tokens):
     state, is_token = programs["init"](), documents["segment_ids"] > 0
     params = jax.tree.map(np.asarray, state["params"])
     host = {"inputs": tokens[0][:, :-1], **documents}
-    rows = plan.row_order.rows()
+    rows = plan.batch.row_order.rows()
     batch = {name: jax.device_put(host[name][rows], x.sharding) for name, x in programs.batch.items()}
     _, metrics = programs["train"](state, batch)
     seen = []

@@ -119,7 +119,7 @@ def run_on(plan, build, params, tokens):
     layouts = jax.tree.map(lambda spec: NamedSharding(mesh, spec), plan.specs["params"])
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
     with jax.set_mesh(mesh):
-        placed = {name: jax.device_put(x[plan.row_order.rows()], rows) for name, x in batch.items()}
+        placed = {name: jax.device_put(x[plan.batch.row_order.rows()], rows) for name, x in batch.items()}
         return jax.tree.map(np.asarray, jax.jit(build(plan))(jax.device_put(params, layouts), placed))
 
 

@@ -105,8 +105,10 @@ def test_a_dpo_step_follows_the_saved_reference(layout, tokens):
     models = [jax.tree.map(np.asarray, init(jax.random.key(seed))) for seed in (0, 1)]
     programs = build(lower(plan, mesh, ["log_probs", "train"]))
     shardings = jax.tree.map(lambda x: x.sharding, programs.state)
-    host = in_token_order({"inputs": tokens[0][:, :-1], "targets": tokens[0][:, 1:]}, plan.token_order.of_sequence(16))
-    rows = plan.row_order.rows()
+    host = in_token_order(
+        {"inputs": tokens[0][:, :-1], "targets": tokens[0][:, 1:]}, plan.batch.token_order.of_sequence(16)
+    )
+    rows = plan.batch.row_order.rows()
     batch = {name: jax.device_put(x[rows], programs.batch[name].sharding) for name, x in host.items()}
     found = []
     for params in models:

@@ -56,7 +56,7 @@ def test_a_row_is_scored_by_its_own_targets_alone(overrides):
     targets = np.where(chance.random((16, 16)) < 0.5, best, tokens[:, 1:])
     targets = np.where(np.arange(16) < chance.integers(0, 16, (16, 1)), IGNORED_TARGET, targets)
     targets[3] = np.where(targets[3] < 0, IGNORED_TARGET, best[3])  # a greedy row
-    rows, order = plan.row_order.rows(), plan.token_order.of_sequence(16)
+    rows, order = plan.batch.row_order.rows(), plan.batch.token_order.of_sequence(16)
     host = {"inputs": tokens[:, :-1], "targets": targets}
     host = {name: (x if order is None else x[:, order])[rows].astype(np.int32) for name, x in host.items()}
     batch = {name: jax.device_put(x, program.batch[name].sharding) for name, x in host.items()}
