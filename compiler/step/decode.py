@@ -36,7 +36,8 @@ from ..parallel.weight_plan import WeightPlan
 from ..plan import Plan
 from ..sharding.length_split import LENGTH, mixing_pieces
 from ..sharding.model_check import WHERE
-from ..spec.sharding_spec import Rule
+from ..spec.sharding_spec import Rule, ShardingRules
+from ..target.mesh import MeshPlan
 
 # By piece and name, such as layers/keys: (layers, sequences, slots, ...); `embed` has one layer.
 Cache = dict[str, dict[str, Any]]
@@ -68,7 +69,7 @@ def plan_cache(plan: Plan, shape: BatchShape) -> tuple[Cache, Any]:
     Raises ConfigError where that fails in a user's model."""
     check_generates(plan)
     dtype = plan.spec.precision.compute
-    layout, family = _Layout(plan), plan.spec.model.family
+    layout, family = _Layout(plan.spec.sharding, plan.mesh), plan.spec.model.family
     pieces = {"embed": (plan.model.embed, 1)} | {s.name: (s.layer, s.num_layers) for s in plan.model.stacks}
     x: Any = jax.ShapeDtypeStruct((shape.num_sequences, 1), jnp.int32)
     cache, specs = Cache(), dict[str, dict[str, PartitionSpec]]()
@@ -84,13 +85,16 @@ def plan_cache(plan: Plan, shape: BatchShape) -> tuple[Cache, Any]:
     return {k: v for k, v in cache.items() if v}, {k: v for k, v in specs.items() if v}
 
 
-def build_working(plan: Plan) -> Callable[[Params], Params]:
-    """Returns a function from the parameters of the state to those that the programs take."""
+def build_working(weights: Params) -> Callable[[Params], Params]:
+    """Returns a function from the parameters of the state to those that the programs take.
+
+    weights: the plans of the parameters, in a tree.
+    """
 
     def working(weight: WeightPlan, x: Array) -> Array:
         return weight.encoding.decode(weight.encoding.encode(x))
 
-    return lambda params: jax.tree.map(working, plan.weights, params)
+    return lambda params: jax.tree.map(working, weights, params)
 
 
 def build_prefill(plan: Plan, cache: Cache) -> Callable[[Params, Array, Array], tuple[Array, Cache]]:
@@ -149,7 +153,7 @@ class _Runner:
     """Runs a plan's model over the tokens at hand, and writes what it remembers into the cache."""
 
     def __init__(self, plan: Plan):
-        self.model, self.layout = plan.model, _Layout(plan)
+        self.model, self.layout = plan.model, _Layout(plan.spec.sharding, plan.mesh)
 
     def forward(self, params: Params, tokens_BT: Array, tokens: _Tokens, cache: Cache) -> tuple[Array, Cache]:
         model = self.model
@@ -250,9 +254,9 @@ class _Layout:
     """Lays out activations over all axes of the mesh, by the rules for activations. A mesh axis that does not divide a
     dimension does not split it: a batch may be small. Nothing splits the length, which is that of one token."""
 
-    def __init__(self, plan: Plan):
-        self._rules: Sequence[Rule] = plan.spec.sharding.activations
-        self._sizes = plan.mesh.sizes
+    def __init__(self, rules: ShardingRules, mesh: MeshPlan):
+        self._rules: Sequence[Rule] = rules.activations
+        self._sizes = mesh.sizes
 
     def spec(self, shape: Sequence[int], logical_axes: Sequence[str | None]) -> PartitionSpec:
         used, entries = set[str](), list[tuple[str, ...] | None]()
@@ -272,9 +276,9 @@ class _Layout:
         return jax.lax.with_sharding_constraint(x, self.spec(x.shape, axes))
 
 
-def batch_spec(plan: Plan, num_sequences: int) -> PartitionSpec:
+def batch_spec(rules: ShardingRules, mesh: MeshPlan, num_sequences: int) -> PartitionSpec:
     """Returns the layout of an array with one entry for each sequence."""
-    return _Layout(plan).spec((num_sequences,), ("batch",))
+    return _Layout(rules, mesh).spec((num_sequences,), ("batch",))
 
 
 def _plain(kind: str, name: str, plain: Lowered, *operands: Any, **options: Any) -> Any:

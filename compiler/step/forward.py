@@ -12,18 +12,20 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.tree_util import register_dataclass
 
-from meshloom.models import PADDING_TARGET, Aux, Context, LogicalAxes, Params, Stack, split_aux, split_output
+from meshloom.models import PADDING_TARGET, Aux, Context, LogicalAxes, Model, Params, Stack, split_aux, split_output
 from meshloom.models.loss import sum_losses
 
-from ..core.partition_spec import axes_in, keep_axes
+from ..core.partition_spec import Axes, axes_in, keep_axes
 from ..core.scopes import layout_scope, piece_scope
-from ..parallel.operation import lower_operations
-from ..parallel.remat import build_policy, marked
+from ..parallel.operation import OpPlan, lower_operations
+from ..parallel.remat import Policy, build_policy, marked
 from ..parallel.shared_head import stage_total, vocab_shard
 from ..parallel.weights import Weights
 from ..plan import Plan
 from ..sharding.arrays import LAYER_INPUT, gradient_name, vocab_dimensions
-from ..sharding.batch import REFERENCE
+from ..sharding.batch import REFERENCE, TokenOrder
+from ..sharding.sharding import ShardingPlan
+from ..spec.step_spec import StepSpec
 from .preferences import compare_pairs
 from .schedule import Batch, HeadOutput, Microbatch, ModelFunctions, StackFunctions
 
@@ -45,12 +47,14 @@ def build_functions(
     the log-probabilities of sequences, (global_batch_size,), with 0 for those that are not in the microbatch.
     counts_misses: below them in (2, global_batch_size) the number of targets that another token is likelier than.
     """
-    model, make_context, run = plan.model, _context_maker(plan), lower_operations(plan.operations, "head")
-    of_pairs = compare_pairs(plan) if plan.spec.has_pairs else None
-    num_parts = plan.spec.overlap.layers.batch_split
+    model, spec, run = plan.model, plan.spec, lower_operations(plan.operations, "head")
+    make_context = _context_maker(model, plan.operations, plan.sharding)
+    of_pairs = compare_pairs(spec, plan.mesh, plan.roles.length) if spec.has_pairs else None
+    num_parts = spec.overlap.layers.batch_split
 
     def prepare(batch: Batch) -> Microbatch:
-        shared = _shared(batch, dropout_key, plan)
+        shared = _shared(batch, dropout_key, plan.roles.length, plan.batch.token_order)
+        shared = replace(shared, is_token_BT=_is_token(spec, batch["targets"]))
         parts = _parts_of_batch(shared, num_parts)
         return Microbatch(batch["inputs"], batch["targets"], shared, parts, batch["row"], batch.get(REFERENCE))
 
@@ -64,16 +68,16 @@ def build_functions(
         x_BTE = jnp.concatenate(x_parts)
         with jax.named_scope(piece_scope("head")):
             undropped = replace(microbatch.context, dropout_keys_B=None)
-            parts = _head_parts(plan, weights, x_BTE)
+            parts = _head_parts(model, plan.operations, weights, x_BTE)
 
             def apply(params: Params, x_BTE: Array, targets_BT: Array) -> tuple[Any, Aux]:
-                context = make_context("head", replace(undropped, is_token_BT=_is_token(plan, targets_BT)), 0)
+                context = make_context("head", replace(undropped, is_token_BT=_is_token(spec, targets_BT)), 0)
                 logits, aux = split_aux(model.head.apply(params, x_BTE, context))
                 return logits, _parts_of_means(aux, num_tokens)
 
             of_parts = tuple(model.head_params(part, embed) for part in parts)
             operands = (apply, of_parts, x_BTE, microbatch.targets_BT)
-            options: dict[str, Any] = {"z_loss_weight": plan.spec.loss.z_loss_weight}
+            options: dict[str, Any] = {"z_loss_weight": spec.loss.z_loss_weight}
             options |= {"counts_misses": True} if counts_misses else {}
             if plan.pipeline and plan.pipeline.shares_head:
                 options["shard"] = vocab_shard(plan.sharding, plan.mesh)
@@ -83,7 +87,7 @@ def build_functions(
                 if of_pairs and not is_by_sequence:
                     return of_pairs(log_probs_B, microbatch.targets_BT, microbatch.reference_B, aux)
                 values = jnp.stack([log_probs_B, summed[0][2]]) if counts_misses else log_probs_B
-                of_batch = jnp.zeros((*values.shape[:-1], plan.spec.global_batch_size))
+                of_batch = jnp.zeros((*values.shape[:-1], spec.global_batch_size))
                 of_batch = of_batch.at[..., microbatch.rows_B].set(values)
                 return HeadOutput(jnp.zeros(()), of_batch, aux)
             summed = run("loss", "cross_entropy", sum_losses, *operands, **options)
@@ -91,17 +95,19 @@ def build_functions(
         return HeadOutput(objective / jnp.maximum(num_targets, 1), loss, aux)
 
     before = itertools.accumulate((stack.num_layers for stack in model.stacks), initial=1)
+    over_batch = _over_batch(plan.roles.tokens)
     stacks = (
-        _stack(plan, stack, make_context, first, num_tokens) for stack, first in zip(model.stacks, before, strict=False)
+        _stack(stack, build_policy(spec.remat, stack.name, plan.arrays), make_context, over_batch, first, num_tokens)
+        for stack, first in zip(model.stacks, before, strict=False)
     )
     return ModelFunctions(prepare, embed, tuple(stacks), head, stage_total(plan.sharding))
 
 
 def _stack(
-    plan: Plan, stack: Stack, make_context: "ContextMaker", first: int, num_tokens: Array | float
-) -> StackFunctions:
+    stack: Stack, policy: Policy, make_context: "ContextMaker", over_batch: Callable[[Any], Any], first: int,
+    num_tokens: Array | float,
+) -> StackFunctions:  # fmt: skip
     """Returns the functions of a stack. first: the number of its first layer in the model, counted from 1."""
-    over_batch = _over_batch(plan)
 
     def layer(params: Params, shared: BatchSplit, index: Array, x: BatchSplit) -> tuple[BatchSplit, Aux]:
         contexts = (make_context(stack.name, part, first + index) for part in shared)
@@ -112,17 +118,16 @@ def _stack(
         totals = over_batch(_sum_of([dict(each.totals) for each in aux]))
         return x, _sum_of([_parts_of_means(each.make(totals), num_tokens) for each in aux])
 
-    return StackFunctions(stack.name, stack.num_layers, layer, build_policy(plan.spec.remat, stack.name, plan.arrays))
+    return StackFunctions(stack.name, stack.num_layers, layer, policy)
 
 
 def _sum_of(trees: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *values: sum(values[1:], start=values[0]), *trees)
 
 
-def _over_batch(plan: Plan) -> Callable[[Any], Any]:
+def _over_batch(axes: Axes) -> Callable[[Any], Any]:
     """Returns a function that sums a tree of arrays over all devices that hold tokens of a microbatch; the sum has no
     gradient."""
-    axes = plan.roles.tokens
 
     def summed(tree: Any) -> Any:
         tree = jax.tree.map(jax.lax.stop_gradient, tree)
@@ -131,9 +136,9 @@ def _over_batch(plan: Plan) -> Callable[[Any], Any]:
     return summed
 
 
-def _is_token(plan: Plan, targets_BT: Array) -> Array | None:
+def _is_token(spec: StepSpec, targets_BT: Array) -> Array | None:
     """Returns False for padding; None if the data of the run have none."""
-    return targets_BT != PADDING_TARGET if plan.spec.data.may_pad else None
+    return targets_BT != PADDING_TARGET if spec.data.may_pad else None
 
 
 def _parts_of_means(aux: Aux, num_tokens: Array | float) -> Aux:
@@ -147,12 +152,12 @@ def _parts_of_means(aux: Aux, num_tokens: Array | float) -> Aux:
     return Aux(losses, statistics, totals)
 
 
-def _head_parts(plan: Plan, weights: Weights, x_BTE: Array) -> list[Params]:
+def _head_parts(model: Model, operations: Sequence[OpPlan], weights: Weights, x_BTE: Array) -> list[Params]:
     """Returns the head's own weights, gathered: a tree for each part of the vocabulary."""
-    chunks = next((each.chosen.parameters for each in plan.operations if each.chosen.weights == "chunked"), None)
+    chunks = next((each.chosen.parameters for each in operations if each.chosen.weights == "chunked"), None)
     if chunks is None:
         return [weights.gathered()]
-    return weights.gathered_in_parts(vocab_dimensions(plan.model), chunks, after=x_BTE)
+    return weights.gathered_in_parts(vocab_dimensions(model), chunks, after=x_BTE)
 
 
 @register_dataclass
@@ -164,22 +169,22 @@ class Shared:
     positions_BT: Array
     segment_ids_BT: Array | None
     dropout_keys_B: Array | None
-    is_token_BT: Array | None
+    is_token_BT: Array | None = None
 
 
-def _shared(part: Batch, dropout_key: Array | None, plan: Plan) -> Shared:
+def _shared(part: Batch, dropout_key: Array | None, length_axes: Axes, order: TokenOrder) -> Shared:
     """Returns the values that all layers share. Devices with parts of the same sequences count positions in the order
     in which the parts lie on them, and drop by keys of their own."""
-    length, length_axes = part["inputs"].shape[1], plan.roles.length
+    length = part["inputs"].shape[1]
     shard = jax.lax.axis_index(length_axes) if length_axes else None
     if "positions" in part:
         positions_BT = part["positions"]
     else:
-        positions_BT = (jnp.arange(length) if shard is None else plan.batch.token_order.of_shard(length, shard))[None]
+        positions_BT = (jnp.arange(length) if shard is None else order.of_shard(length, shard))[None]
     if shard is not None and dropout_key is not None:
         dropout_key = jax.random.fold_in(dropout_key, shard)
     keys_B = None if dropout_key is None else jax.vmap(partial(jax.random.fold_in, dropout_key))(part["row"])
-    return Shared(positions_BT, part.get("segment_ids"), keys_B, _is_token(plan, part["targets"]))
+    return Shared(positions_BT, part.get("segment_ids"), keys_B)
 
 
 def _parts_of_batch(tree: Any, num_parts: int) -> BatchSplit:
@@ -193,11 +198,11 @@ def _parts_of_batch(tree: Any, num_parts: int) -> BatchSplit:
 ContextMaker = Callable[[str, Shared, Array | int], Context]
 
 
-def _context_maker(plan: Plan) -> ContextMaker:
+def _context_maker(model: Model, plans: Sequence[OpPlan], sharding: ShardingPlan) -> ContextMaker:
     """Returns a function of a piece, `Shared` and the number of the piece (0 for the embedding, from 1 on for the
     layers) that makes the piece's context."""
-    activation, pieces = _activation_layout(plan), ("embed", *(stack.name for stack in plan.model.stacks), "head")
-    operations = {piece: lower_operations(plan.operations, piece) for piece in pieces}
+    activation, pieces = _activation_layout(sharding), ("embed", *(stack.name for stack in model.stacks), "head")
+    operations = {piece: lower_operations(plans, piece) for piece in pieces}
 
     def make(piece: str, shared: Shared, index: Array | int) -> Context:
         keys_B = shared.dropout_keys_B
@@ -210,11 +215,11 @@ def _context_maker(plan: Plan) -> ContextMaker:
     return make
 
 
-def _activation_layout(plan: Plan) -> Callable[..., Array]:
+def _activation_layout(sharding: ShardingPlan) -> Callable[..., Array]:
     """Returns a function that applies the activation rules over the partitioner's axes, as constraints; manual axes
     split activations already. It marks each activation with its name, for remat."""
-    axes = plan.roles.partitioner
-    specs = {planned.array.path: keep_axes(planned.spec, axes) for planned in plan.sharding.activations}
+    axes = sharding.roles.partitioner
+    specs = {planned.array.path: keep_axes(planned.spec, axes) for planned in sharding.activations}
 
     def activation(name: str, x: Array, *_: str | None, gradient: LogicalAxes | None = None) -> Array:
         if not axes:

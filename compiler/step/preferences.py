@@ -16,23 +16,24 @@ from meshloom.models import Aux
 from meshloom.models.loss import has_loss
 from meshloom.models.preferences import dpo_losses, simpo_losses
 
-from ..plan import Plan
+from ..core.partition_spec import Axes
 from ..sharding.arrays import PAIR_METRICS
 from ..spec.objective_spec import Dpo, Simpo
+from ..spec.step_spec import StepSpec
+from ..target.mesh import MeshPlan
 from .schedule import HeadOutput
 
 # (log-probabilities (B,), targets (B, T), the same of the reference (B,) or None, outputs of the head)
 PairObjective = Callable[[Array, Array, Array | None, Aux], HeadOutput]
 
 
-def compare_pairs(plan: Plan) -> PairObjective:
-    """Returns the objective that the plan declares, as a function of a device's sequences.
+def compare_pairs(spec: StepSpec, mesh: MeshPlan, axes: Axes) -> PairObjective:
+    """Returns the declared objective, as a function of a device's sequences. axes: the mesh axes that split the length.
 
     Its loss is the sum over pairs, and its metrics are means over pairs: the share of pairs whose chosen sequence is
     above the rejected one, the margin between them, and the log-probabilities of both.
     """
-    declared, axes = plan.spec.objective, plan.roles.length
-    num_shards, num_pairs = plan.mesh.num_shards(axes), plan.spec.global_batch_size // 2
+    declared, num_shards, num_pairs = spec.objective, mesh.num_shards(axes), spec.global_batch_size // 2
 
     def whole(x: Array) -> Array:
         return jax.lax.psum(x, axes) if axes else x

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from meshloom.models import PADDING_TARGET, Aux, Params
+from meshloom.models import PADDING_TARGET, Aux, Model, Params
 from meshloom.models.loss import has_loss
 
 from ..core.partition_spec import keep_axes
@@ -56,7 +56,7 @@ def build_train_step(plan: Plan) -> TrainStep:
         with jax.named_scope(UPDATE):
             totals = {name: aux.totals for name, aux in auxiliary.items()}
             state, metrics = update(state, loss / jnp.maximum(num_compared, 1), grads, totals)
-        return state, metrics | {NUM_TARGETS: num_compared} | _auxiliary_metrics(plan, auxiliary) | more
+        return state, metrics | {NUM_TARGETS: num_compared} | _auxiliary_metrics(plan.model, auxiliary) | more
 
     return train_step
 
@@ -203,7 +203,7 @@ def _model_weights(plan: Plan, params: Params) -> ModelWeights:
     return ModelWeights(params, working, plan.weights, reduction, plan.mesh.num_shards)
 
 
-def _auxiliary_metrics(plan: Plan, auxiliary: dict[str, Aux]) -> dict[str, Array]:
+def _auxiliary_metrics(model: Model, auxiliary: dict[str, Aux]) -> dict[str, Array]:
     """Returns means over the entries of each output, (layers,) for a stack and a scalar for the head, and the stacks'
     measures."""
     means = {
@@ -213,7 +213,7 @@ def _auxiliary_metrics(plan: Plan, auxiliary: dict[str, Aux]) -> dict[str, Array
     }
     return means | {
         f"{stack.name}/{name}": jax.vmap(measure.of)(auxiliary[stack.name].totals[measure.total])
-        for stack in plan.model.stacks
+        for stack in model.stacks
         for name, measure in stack.measures.items()
     }
 

@@ -18,10 +18,13 @@ import optax
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from meshloom.models import Model
+
 from ..core.partition_spec import keep_axes
 from ..core.trees import combined, leaves_by_path, nested_dict, pick
 from ..parallel.weights import assemble, is_assembled
 from ..plan import Plan
+from ..sharding.sharding import ShardingPlan
 from ..sharding.state import State, build_schedule, update_layouts
 from ..spec.step_spec import LossScaleSpec
 
@@ -38,18 +41,22 @@ def build_update(plan: Plan) -> Update:
     (1 if the update was left out), and loss_scale.
     """
     precision, schedule = plan.spec.precision, build_schedule(plan.spec)
+    of_update = update_layouts(plan.model, plan.sharding)
     stored_types = pick(plan.abstract["params"], plan.sharding.trained)
 
     def update(state: State, loss: Array, gradients: Any, totals: Totals) -> tuple[State, dict[str, Array]]:
         scale = state["loss_scale"]["scale"] if "loss_scale" in state else 1.0
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, gradients)
         grad_norm = optax.tree.norm(gradients)
-        masters = state["master"] if "master" in state else _split(plan, state["params"])
+        masters = (
+            state["master"] if "master" in state else _split(plan.weights, plan.sharding, of_update, state["params"])
+        )
         updates, optimizer = plan.optimizer.update(gradients, state["optimizer"], masters)
         masters = optax.apply_updates(masters, updates)
-        params = _assembled(plan, jax.tree.map(lambda x, stored: x.astype(stored.dtype), masters, stored_types))
+        params = jax.tree.map(lambda x, stored: x.astype(stored.dtype), masters, stored_types)
+        params = _assembled(plan.weights, plan.sharding, of_update, plan.specs["params"], params)
         params = combined(state["params"], params)  # frozen parameters stay
-        params = combined(params, _ruled(plan, params, totals))
+        params = combined(params, _ruled(plan.model, plan.sharding, params, totals))
         new = state | {"step": state["step"] + 1, "params": params, "optimizer": optimizer}
         new |= {"master": masters} if "master" in state else {}
         is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -65,12 +72,12 @@ def build_update(plan: Plan) -> Update:
     return update
 
 
-def _ruled(plan: Plan, params: Any, totals: Totals) -> Any:
+def _ruled(model: Model, sharding: ShardingPlan, params: Any, totals: Totals) -> Any:
     """Returns the parameters that rules update, after a step; a frozen parameter is not updated."""
-    ruled = [p.array.path for p in plan.sharding.parameters if p.array.updated_by == "rule"]
+    ruled = [p.array.path for p in sharding.parameters if p.array.updated_by == "rule"]
     now, made = leaves_by_path(params), dict[str, Array]()
     for path in ruled:
-        rule = plan.model.rules[path]
+        rule = model.rules[path]
         made[path] = jax.vmap(rule.update)(now[path], totals[path.split("/")[0]][rule.total])
     return nested_dict(made)
 
@@ -90,24 +97,24 @@ def next_loss_scale(spec: LossScaleSpec, state: dict[str, Array], is_finite: Arr
     }
 
 
-def _split(plan: Plan, params: Any) -> Any:
+def _split(weights: Any, sharding: ShardingPlan, of_update: Any, params: Any) -> Any:
     """Returns the trained parameters in float32 and in the layout of the update: a slice of what each device has."""
 
     def split(x: Array, layout: Any, spec: PartitionSpec) -> Array:
         x = jax.lax.with_sharding_constraint(x, spec) if is_assembled(layout) else x
         return x.astype(jnp.float32)
 
-    trained, weights = (pick(tree, plan.sharding.trained) for tree in (params, plan.weights))
-    return jax.tree.map(split, trained, weights, update_layouts(plan.model, plan.sharding))
+    trained, weights = (pick(tree, sharding.trained) for tree in (params, weights))
+    return jax.tree.map(split, trained, weights, of_update)
 
 
-def _assembled(plan: Plan, params: Any) -> Any:
+def _assembled(weights: Any, sharding: ShardingPlan, of_update: Any, specs: Any, params: Any) -> Any:
     """Returns updated parameters in the layout in which they are stored."""
 
     def assembled(x: Array, layout: Any, updated: PartitionSpec, stored: PartitionSpec) -> Array:
         if not is_assembled(layout):
             return x
-        axes = plan.roles.tokens
+        axes = sharding.roles.tokens
         gather = jax.shard_map(
             lambda x: assemble(x, layout),
             in_specs=keep_axes(updated, axes),
@@ -117,6 +124,6 @@ def _assembled(plan: Plan, params: Any) -> Any:
         )
         return gather(x)
 
-    weights = pick(plan.weights, plan.sharding.trained)
-    stored = pick(plan.specs["params"], plan.sharding.trained, is_leaf=lambda node: isinstance(node, PartitionSpec))
-    return jax.tree.map(assembled, params, weights, update_layouts(plan.model, plan.sharding), stored)
+    weights = pick(weights, sharding.trained)
+    stored = pick(specs, sharding.trained, is_leaf=lambda node: isinstance(node, PartitionSpec))
+    return jax.tree.map(assembled, params, weights, of_update, stored)

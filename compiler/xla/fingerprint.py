@@ -53,22 +53,17 @@ class Fingerprint:
 
 def fingerprint_of(plan: Plan, lowered: Programs, mesh: Mesh) -> Fingerprint:
     """Returns the fingerprint of lowered programs, before they are compiled."""
+    own_table, file = dict[str, str](), plan.spec.pipeline.table
+    if plan.pipeline is not None and file is not None:  # a table of the user's own has its contents beside its name
+        own_table["pipeline.table"] = json.dumps(f"{file} ({sha256(write_table(plan.pipeline.table))[:12]})")
     return Fingerprint(
         programs={name: sha256(program.as_text()) for name, program in lowered.items()},
         devices=describe_devices(mesh),
         environment=describe_environment(mesh.devices.flat[0].platform),
         compiler_options=lowered.compiler_options,
         options_without_device=lowered.options_without_device,
-        spec=dict(flat(StepSpec.of(plan.spec).as_compared() | {"mesh": dict(plan.mesh.sizes)})) | _own_table(plan),
+        spec=dict(flat(StepSpec.of(plan.spec).as_compared() | {"mesh": dict(plan.mesh.sizes)})) | own_table,
     )
-
-
-def _own_table(plan: Plan) -> dict[str, str]:
-    """Returns the key of a pipeline's table of the user's own, with a hash of the table beside the name of its file."""
-    if plan.pipeline is None or plan.spec.pipeline.table is None:
-        return {}
-    contents = sha256(write_table(plan.pipeline.table))[:12]
-    return {"pipeline.table": json.dumps(f"{plan.spec.pipeline.table} ({contents})")}
 
 
 def describe_devices(mesh: Mesh) -> dict[str, str]:

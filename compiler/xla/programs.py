@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..plan import Plan
-from ..sharding.batch import REFERENCE
+from ..sharding.batch import REFERENCE, BatchPlan
+from ..sharding.state import State
 from ..step.decode import BatchShape, batch_spec, build_decode, build_prefill, build_working, plan_cache
 from ..step.sampling import Sampling, sample
 from ..step.train_step import build_eval_step, build_init, build_log_probs, build_scores, build_train_step
@@ -60,62 +61,44 @@ class _Operands:
         return jax.tree.map(lambda x: x.sharding, self.state)
 
 
-def _lower_init(plan: Plan, operands: _Operands) -> Any:
-    """Lowers () -> state."""
-    return jax.jit(build_init(plan), out_shardings=operands.shardings).lower()
+def is_finite(state: Any) -> jax.Array:
+    """Returns True if no array of the state holds NaN or infinity. A run asks before each save."""
+    floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats]))
 
 
-def _lower_train(plan: Plan, operands: _Operands) -> Any:
-    """Lowers (state, batch) -> (state, metrics); the state is donated unless `StepSpec.keeps_state`."""
+def _lowerings(plan: Plan, operands: _Operands) -> dict[str, Callable[[], Any]]:
+    """Returns a function for each program, by name, that lowers it.
+
+    init: () -> state. train: (state, batch) -> (state, metrics); the state is donated unless `StepSpec.keeps_state`.
+    evaluate: (params, batch) -> [summed loss, number of targets]. is_finite: state -> boolean. log_probs: (params,
+    batch) -> log-probabilities of the sequences, by their numbers in the batch. scores: the same, and below them how
+    many targets of each sequence are not the likeliest.
+    """
+    state, one = operands.state, operands.replicated
+    tokens = {name: x for name, x in operands.batch.items() if name != REFERENCE}
     donated = () if plan.spec.keeps_state else (0,)
-    layouts = (operands.shardings, operands.replicated)
-    step = jax.jit(build_train_step(plan), donate_argnums=donated, out_shardings=layouts)
-    return step.lower(operands.state, operands.batch)
+    step_layouts = (operands.shardings, one)
+    return {
+        "init": lambda: jax.jit(build_init(plan), out_shardings=operands.shardings).lower(),
+        "train": lambda: jax.jit(build_train_step(plan), donate_argnums=donated, out_shardings=step_layouts).lower(
+            state, operands.batch
+        ),
+        "evaluate": lambda: jax.jit(build_eval_step(plan), out_shardings=one).lower(state["params"], operands.batch),
+        "is_finite": lambda: jax.jit(is_finite, out_shardings=one).lower(state),
+        "log_probs": lambda: jax.jit(build_log_probs(plan), out_shardings=one).lower(state["params"], tokens),
+        "scores": lambda: jax.jit(build_scores(plan), out_shardings=one).lower(state["params"], tokens),
+    }
 
 
-def _lower_evaluate(plan: Plan, operands: _Operands) -> Any:
-    """Lowers (params, batch) -> [summed loss, number of targets]."""
-    step = jax.jit(build_eval_step(plan), out_shardings=operands.replicated)
-    return step.lower(operands.state["params"], operands.batch)
-
-
-def _lower_log_probs(plan: Plan, operands: _Operands) -> Any:
-    """Lowers (params, batch) -> log-probabilities of the sequences, by their numbers in the batch."""
-    tokens = {name: x for name, x in operands.batch.items() if name != REFERENCE}
-    step = jax.jit(build_log_probs(plan), out_shardings=operands.replicated)
-    return step.lower(operands.state["params"], tokens)
-
-
-def _lower_scores(plan: Plan, operands: _Operands) -> Any:
-    """Lowers (params, batch) -> the same, and below them how many targets of each sequence are not the likeliest."""
-    tokens = {name: x for name, x in operands.batch.items() if name != REFERENCE}
-    step = jax.jit(build_scores(plan), out_shardings=operands.replicated)
-    return step.lower(operands.state["params"], tokens)
-
-
-def _lower_is_finite(plan: Plan, operands: _Operands) -> Any:
-    """Lowers state -> boolean: whether no array holds NaN or infinity. A run asks before each save."""
-    del plan
-
-    def is_finite(state: Any) -> jax.Array:
-        floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
-        return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats]))
-
-    return jax.jit(is_finite, out_shardings=operands.replicated).lower(operands.state)
-
-
-_LOWER: Mapping[str, Callable[[Plan, _Operands], Any]] = {
-    "init": _lower_init, "train": _lower_train, "evaluate": _lower_evaluate, "is_finite": _lower_is_finite,
-    "log_probs": _lower_log_probs, "scores": _lower_scores,
-}  # fmt: skip
 PROGRAMS = ("init", "train", "evaluate", "is_finite")  # of every run; others are asked for by name
 
 
 def lower(plan: Plan, mesh: Mesh, names: Collection[str] = PROGRAMS) -> Programs:
     """Traces and lowers the plan's programs for a mesh of devices; each is a `jax.stages.Lowered`."""
-    operands = _operands(plan, mesh)
+    operands = _operands(plan.abstract, plan.specs, plan.batch, mesh)
     with jax.set_mesh(mesh):
-        programs = {name: lower_one(plan, operands) for name, lower_one in _LOWER.items() if name in names}
+        programs = {name: lower_one() for name, lower_one in _lowerings(plan, operands).items() if name in names}
     return _of_plan(plan, mesh, programs, operands)
 
 
@@ -128,11 +111,11 @@ def lower_generation(
     numbers of the sequences) -> (next token of each, cache). decode: (parameters, cache, newest tokens, their slot,
     padding, sampling, numbers of the sequences, number of the next token) -> the same; the cache is donated.
     """
-    operands = _operands(plan, mesh)
+    operands = _operands(plan.abstract, plan.specs, plan.batch, mesh)
     stored = operands.state["params"]
     cache, specs = plan_cache(plan, shape)
     cache = jax.tree.map(lambda x, spec: _on(mesh, x.shape, x.dtype, spec), cache, specs)
-    rows = batch_spec(plan, shape.num_sequences)
+    rows = batch_spec(plan.spec.sharding, plan.mesh, shape.num_sequences)
     of_rows = _on(mesh, (shape.num_sequences,), jnp.int32, rows)
     tokens = _on(mesh, (shape.num_sequences, shape.prompt_length), jnp.int32, PartitionSpec(*rows, None))
     one = operands.replicated
@@ -151,7 +134,7 @@ def lower_generation(
         logits, cache = run_decode(params, cache, newest, slot, padding)
         return sample(logits, sampling, numbers, count), cache
 
-    to_working = jax.jit(build_working(plan), out_shardings=operands.shardings["params"])
+    to_working = jax.jit(build_working(plan.weights), out_shardings=operands.shardings["params"])
     with jax.set_mesh(mesh):
         params = jax.tree.map(
             lambda x, like: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like.sharding),
@@ -171,11 +154,10 @@ def lower_generation(
     return _of_plan(plan, mesh, programs, operands)
 
 
-def _operands(plan: Plan, mesh: Mesh) -> _Operands:
-    state = jax.tree.map(lambda x, spec: _on(mesh, x.shape, x.dtype, spec), plan.abstract, plan.specs)
-    shapes = plan.batch.shapes
-    batch = {name: _on(mesh, x.shape, x.dtype, spec) for name, (x, spec) in shapes.items()}
-    return _Operands(state, batch, NamedSharding(mesh, PartitionSpec()))
+def _operands(abstract: State, specs: State, batch: BatchPlan, mesh: Mesh) -> _Operands:
+    state = jax.tree.map(lambda x, spec: _on(mesh, x.shape, x.dtype, spec), abstract, specs)
+    arrays = {name: _on(mesh, x.shape, x.dtype, spec) for name, (x, spec) in batch.shapes.items()}
+    return _Operands(state, arrays, NamedSharding(mesh, PartitionSpec()))
 
 
 def _of_plan(plan: Plan, mesh: Mesh, programs: Mapping[str, Any], operands: _Operands) -> Programs:

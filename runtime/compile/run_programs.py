@@ -26,6 +26,7 @@ from meshloom.compiler.core.errors import DOES_NOT_FIT, Problem
 from meshloom.compiler.core.format import counted, human_bytes
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
+from meshloom.compiler.target.target import TargetPlan
 from meshloom.compiler.xla.aot import REMATERIALIZATION, built_of, memory_of
 from meshloom.compiler.xla.fingerprint import Fingerprint, fingerprint_of
 from meshloom.compiler.xla.programs import Programs, build, lower
@@ -196,7 +197,11 @@ def check_state_memory(plan: Plan[RunSpec], processes: Processes) -> None:
     needed = plan.memory.state_bytes + plan.memory.batch
     check_devices(plan, needed, "for parameters, optimizer state and batch alone", processes)
     if plan.spec.checkpoint.is_saving and plan.target.platform != "cpu":
-        _check_host(plan, _saved_bytes(plan, processes), "a save copies the state to the memory of its host")
+        whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(plan.abstract))
+        saved = min(
+            whole, plan.memory.state_bytes * _devices_of_host(plan.target, processes)
+        )  # replicas are saved once
+        _check_host(plan.spec, saved, "a save copies the state to the memory of its host")
 
 
 def check_program_memory(plan: Plan[RunSpec], compiled: Any, processes: Processes, program: str = "train step") -> None:
@@ -206,46 +211,35 @@ def check_program_memory(plan: Plan[RunSpec], compiled: Any, processes: Processe
     if needed is not None:  # else only the compiler knows, and it has accepted the program
         check_devices(plan, needed, f"for the compiled {program}", processes)
     if memory.host_bytes:
-        on_host = memory.host_bytes * _devices_of_host(plan, processes)
-        _check_host(plan, on_host, f"the compiled {program} keeps arrays in the memory of its host")
+        on_host = memory.host_bytes * _devices_of_host(plan.target, processes)
+        _check_host(plan.spec, on_host, f"the compiled {program} keeps arrays in the memory of its host")
 
 
 def check_devices(plan: Plan[RunSpec], bytes_per_device: int, purpose: str, processes: Processes) -> None:
     """Raises RunFailed if each device needs more memory than it has; simulated devices share that of their host."""
     each = f"{human_bytes(bytes_per_device)} are needed on each"
     if plan.target.platform == "cpu":
-        num_devices = _devices_of_host(plan, processes)
+        num_devices = _devices_of_host(plan.target, processes)
         who = f"of {counted(num_devices, 'simulated device')} {purpose}; the memory is this machine's"
-        _check_host(plan, bytes_per_device * num_devices, f"{each} {who}")
+        _check_host(plan.spec, bytes_per_device * num_devices, f"{each} {who}")
         return
-    available = _device_bytes(plan)
+    stats = jax.local_devices()[0].memory_stats() or {}  # what the runtime gives programs, if it says
+    available = stats.get("bytes_limit", plan.target.hbm_bytes_per_device)
     if available is not None and bytes_per_device > available:
-        _refuse(plan, f"{each} device of {plan.target.name} {purpose}, and {human_bytes(available)} are available")
+        _refuse(plan.spec, f"{each} device of {plan.target.name} {purpose}, and {human_bytes(available)} are available")
 
 
-def _check_host(plan: Plan[RunSpec], needed: int, why: str) -> None:
+def _check_host(spec: RunSpec, needed: int, why: str) -> None:
     available = available_bytes()
     if needed > available:
-        _refuse(plan, f"{why}: {human_bytes(needed)} are needed, {human_bytes(available)} are available")
+        _refuse(spec, f"{why}: {human_bytes(needed)} are needed, {human_bytes(available)} are available")
 
 
-def _refuse(plan: Plan[RunSpec], what: str) -> None:
-    if plan.spec.on_out_of_memory == "refuse":
+def _refuse(spec: RunSpec, what: str) -> None:
+    if spec.on_out_of_memory == "refuse":
         fix = "choose a smaller model or batch, or more devices (`meshloom explain` plans without any)"
         raise RunFailed(Problem("target", what, f"{fix}; {REGARDLESS}"), DOES_NOT_FIT)
 
 
-def _device_bytes(plan: Plan[RunSpec]) -> int | None:
-    """Returns the memory that the runtime gives programs on a device; if it does not say, that of the chip."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return stats.get("bytes_limit", plan.target.hbm_bytes_per_device)
-
-
-def _devices_of_host(plan: Plan[RunSpec], processes: Processes) -> int:
-    return plan.target.num_devices // processes.count * processes.num_on_host
-
-
-def _saved_bytes(plan: Plan[RunSpec], processes: Processes) -> int:
-    """Returns the bytes that this host saves: replicas are saved once."""
-    whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(plan.abstract))
-    return min(whole, plan.memory.state_bytes * _devices_of_host(plan, processes))
+def _devices_of_host(target: TargetPlan, processes: Processes) -> int:
+    return target.num_devices // processes.count * processes.num_on_host
