@@ -10,13 +10,11 @@ unless the declaration names others.
 import os
 from collections.abc import Collection, Mapping
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..core.errors import ConfigError, Problem
+from ..core.own_config import own_config
 from ..core.places import PUBLISHED, PlaceError, local_path
 from .published_folder import CONFIG, PublishedFolder
 
@@ -118,7 +116,7 @@ def _names_tokenizer(typed: Collection[str]) -> bool:
 
 @cache
 def _file(name: str) -> dict[str, Any]:
-    return yaml.safe_load((files("meshloom.conf") / "model" / f"{name}.yaml").read_text())
+    return own_config(f"model/{name}.yaml")
 
 
 def _own(name: str) -> dict[str, Any]:

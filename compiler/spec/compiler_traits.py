@@ -3,16 +3,15 @@
 import json
 from collections.abc import Iterable, Mapping
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
-import yaml
 from pydantic import Field
 
 from meshloom.models.config import Record
 
 from ..core.collectives import CollectiveKind
 from ..core.config_types import CompilerOption
+from ..core.own_config import own_config
 
 
 class CompilerTraits(Record):
@@ -82,5 +81,4 @@ def read_compiler_traits(platform: str, chip: str | None) -> CompilerTraits:
 @cache
 def traits_by_name() -> dict[str, dict[str, Any]]:
     """Returns the file's contents: the known traits of the compiler, by platform and by chip."""
-    text = files("meshloom.conf").joinpath("overlap", "_compiler_traits.yaml").read_text()
-    return yaml.safe_load(text)
+    return own_config("overlap/_compiler_traits.yaml")

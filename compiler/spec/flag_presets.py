@@ -4,16 +4,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Literal, Self
 
-import yaml
 from pydantic import Field, model_validator
 
 from meshloom.models.config import Record
 
 from ..core.collectives import CollectiveKind
 from ..core.config_types import CompilerOption
+from ..core.own_config import own_config
 
 Moved = Literal["weights", "activations"]
 Options = Mapping[str, CompilerOption]
@@ -94,8 +93,7 @@ class FlagPresetFile(Record):
 @cache
 def preset_file() -> FlagPresetFile:
     """Returns the contents of the file in conf/."""
-    text = files("meshloom.conf").joinpath("overlap", "_flag_presets.yaml").read_text()
-    return FlagPresetFile.model_validate_json(json.dumps(yaml.safe_load(text)))
+    return FlagPresetFile.model_validate_json(json.dumps(own_config("overlap/_flag_presets.yaml")))
 
 
 def read_flag_presets(platform: str, chip: str | None) -> dict[str, FlagPreset]:

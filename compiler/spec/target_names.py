@@ -10,10 +10,9 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.resources import files
 
-import yaml
-
 from ..core.errors import Problem, use_one_of
 from ..core.format import counted
+from ..core.own_config import own_config
 from .target_spec import ChipShape, ChipSpec, SwitchSpec, TorusSpec, nearest_slices, slices_that_exist, torus_name
 
 CLOUD_NAMES = {"v5litepod": "v5e"}  # Google Cloud's name of a kind, where it differs from the common one
@@ -64,7 +63,7 @@ def problem_of(name: str, options: Iterable[str]) -> Problem:
 @cache
 def chip_file(kind: str) -> tuple[ChipSpec, TorusSpec | SwitchSpec]:
     """Returns the figures of one chip and its network, from its file."""
-    values = yaml.safe_load((files("meshloom.conf") / "target" / f"_{kind}.yaml").read_text())
+    values = own_config(f"target/_{kind}.yaml")
     network: type[TorusSpec | SwitchSpec] = {"torus": TorusSpec, "switch": SwitchSpec}[values["network"]["kind"]]
     chip = ChipSpec.model_validate_json(json.dumps(values["chip"]))
     return chip, network.model_validate_json(json.dumps(values["network"]))

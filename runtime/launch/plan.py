@@ -13,16 +13,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import files
 from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of
 from meshloom.compiler.core.format import be, counted
 from meshloom.compiler.core.key_paths import is_within
+from meshloom.compiler.core.own_config import own_config
 from meshloom.compiler.core.places import PlaceError, local_path
 from meshloom.compiler.core.user_imports import FLAG
 from meshloom.compiler.declare.compose import Request
@@ -252,8 +250,8 @@ class ChipNames(Record):
 
 @cache
 def _all_chips() -> dict[str, ChipNames]:
-    text = (files("meshloom.conf") / "launch" / "_chips.yaml").read_text()
-    return {chip: ChipNames.model_validate(names) for chip, names in yaml.safe_load(text).items()}
+    found = own_config("launch/_chips.yaml")
+    return {chip: ChipNames.model_validate(names) for chip, names in found.items()}
 
 
 def chip_names(chip: str) -> ChipNames:
