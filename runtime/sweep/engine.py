@@ -108,7 +108,8 @@ class Engine:
             if self.row_of(point.index, point.overrides):
                 continue
             if self._names[point.directory] != point.index:
-                self.record(point, _shared(point))
+                why = str(one_directory(point.directory).what)
+                self.record(point, Outcome(status="refused", exit_code=MISTAKE, why=why))
                 continue
             left.append(point)
         assert self.pool is not None
@@ -232,8 +233,11 @@ def open_sweep(
     directory, earlier = _find_directory(asked, identity, sweep_spec.retry)
     own = directory if process == 0 else directory / PROCESSES / str(process)
     own.mkdir(parents=True, exist_ok=True)
-    with alone(own, _busy(own)):
-        rows = _rows_to_keep(directory, sweep_spec.retry) if earlier else {}
+    fix = f"wait for its end, stop it, or choose another {SWEEP_DIR}"
+    with alone(own, Problem(SWEEP_DIR, f"another sweep is in progress in {own}", fix)):
+        rows = dict[int, Row]()
+        if earlier:  # its rows that are not run again
+            rows = {row.index: row for row in read_sweep(directory).rows if row.status not in sweep_spec.retry}
         if process == 0:
             _write_rows(directory, rows)
             replace_json(directory / SWEEP_FILE, file.model_dump(mode="json"))
@@ -298,11 +302,6 @@ def _find_directory(asked: SweepRequest, identity: str, retry: Sequence[Status])
     return directory, earlier
 
 
-def _rows_to_keep(directory: Path, retry: Sequence[Status]) -> dict[int, Row]:
-    """Returns the rows of an earlier start that are not run again."""
-    return {row.index: row for row in read_sweep(directory).rows if row.status not in retry}
-
-
 def _write_rows(directory: Path, rows: dict[int, Row]) -> None:
     """Removes all lines but those of these rows from the file: a cut-off line, and rows that are made again."""
     path = directory / ROWS_FILE
@@ -324,12 +323,3 @@ def _say_continued(console: Console, directory: Path, file: SweepFile, rows: dic
     else:
         total = "" if file.num_points is None else f" of {file.num_points:,}"
         console.line(f"continuing {directory}: {num_done:,}{total} points have a row")
-
-
-def _shared(point: Point) -> Outcome:
-    return Outcome(status="refused", exit_code=MISTAKE, why=str(one_directory(point.directory).what))
-
-
-def _busy(directory: Path) -> Problem:
-    fix = f"wait for its end, stop it, or choose another {SWEEP_DIR}"
-    return Problem(SWEEP_DIR, f"another sweep is in progress in {directory}", fix)

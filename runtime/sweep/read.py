@@ -166,13 +166,12 @@ def running_rows(directory: Path, rows: Sequence[Row]) -> tuple[Row, ...]:
     ended = {row.directory for row in rows}
     found = sorted(path.parent.name for path in directory.glob(f"*/{METRICS}") if path.parent.name not in ended)
     first = max((row.index for row in rows), default=-1) + 1
-    return tuple(_running(first + n, name) for n, name in enumerate(found))
-
-
-def _running(index: int, name: str) -> Row:
-    words = tuple(text for text in name.split(",") if "=" in text)
-    swept = {key: value for key, _, value in (text.partition("=") for text in words)}
-    return Row(index=index, overrides=words, swept=swept, status="running", directory=name)
+    running = []
+    for index, name in enumerate(found, start=first):
+        words = tuple(text for text in name.split(",") if "=" in text)
+        swept = {key: value for key, _, value in (text.partition("=") for text in words)}
+        running.append(Row(index=index, overrides=words, swept=swept, status="running", directory=name))
+    return tuple(running)
 
 
 def read_curves(directory: Path, rows: Sequence[Row]) -> tuple[Curve, ...]:
@@ -233,7 +232,8 @@ def versions() -> dict[str, str]:
 def identity_of(command: SweepCommand, asked: SweepRequest) -> str:
     """Returns a hash of the command, overrides, versions, and contents of the user's configs of a sweep."""
     request = asked.request
-    typed = [text for text in request.overrides if not _is_outside(overridden_key(text))]
+    keys = [(text, f"{overridden_key(text)}.") for text in request.overrides]
+    typed = [text for text, key in keys if not any(key.startswith(f"{name}.") for name in NOT_IN_IDENTITY)]
     told = {
         "command": command,
         "overrides": typed,
@@ -280,10 +280,6 @@ def _sweeps(glob: str) -> Iterator[Sweep]:
             yield read_sweep(place.parent)
         except ConfigError:
             continue
-
-
-def _is_outside(key: str) -> bool:
-    return any(f"{key}.".startswith(f"{name}.") for name in NOT_IN_IDENTITY)
 
 
 def _users_files(asked: SweepRequest) -> Iterator[tuple[str, str]]:

@@ -51,22 +51,18 @@ def cluster_settings(launcher: Mapping[str, Any], command: SweepCommand, launch:
     if engine is None:
         return None
     num_at_once = launcher.get("num_at_once")
-    raise_if_any(_problems_of_cluster(engine, num_at_once, command, launch))
-    return ClusterSettings(engine, num_at_once)
-
-
-def _problems_of_cluster(
-    engine: str, num_at_once: int | None, command: SweepCommand, launch: LaunchSpec
-) -> Iterator[Problem]:
+    problems = list[Problem]()
     if command != "train":
         what = f"meshloom_{engine} runs sweeps of train, and {command} needs no other machine"
-        yield Problem("hydra/launcher", what, "leave it out")
+        problems.append(Problem("hydra/launcher", what, "leave it out"))
     if launch.engine != engine:
         what = f"hydra/launcher=meshloom_{engine} submits what launch={engine} says, and launch is {launch.engine}"
-        yield Problem("launch", what, f"add launch={engine}, with what your cluster needs")
+        problems.append(Problem("launch", what, f"add launch={engine}, with what your cluster needs"))
     if num_at_once is not None and num_at_once < 1:
-        what = f"{num_at_once} is not a number of jobs"
-        yield Problem("hydra.launcher.num_at_once", what, "give 1 or more, or null: as many as there is room for")
+        what, fix = f"{num_at_once} is not a number of jobs", "give 1 or more, or null: as many as there is room for"
+        problems.append(Problem("hydra.launcher.num_at_once", what, fix))
+    raise_if_any(problems)
+    return ClusterSettings(engine, num_at_once)
 
 
 def pool_settings(launcher: Mapping[str, Any], command: SweepCommand, *, is_joined: bool) -> PoolSettings | None:
@@ -77,10 +73,11 @@ def pool_settings(launcher: Mapping[str, Any], command: SweepCommand, *, is_join
     if launcher.get("_target_") != TARGET:
         return None
     raise_if_any(_problems(launcher, is_joined=is_joined))
-    if launcher["num_workers"] is not None:
-        num_workers = launcher["num_workers"]
-    else:
-        num_workers = 1 if command == "train" else _default_workers(command)
+    # By default a worker for each core of this process; half as many for compilers, which use several threads.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_workers = launcher["num_workers"]
+    if num_workers is None:
+        num_workers = {"train": 1, "explain": cores, "compile": (cores + 1) // 2}[command]
     given = launcher["worker_bytes"]
     return PoolSettings(num_workers, launcher["timeout_seconds"], given or EXPECTED_BYTES[command], given is not None)
 
@@ -99,10 +96,3 @@ def _problems(values: Mapping[Any, Any], *, is_joined: bool) -> Iterator[Problem
     if isinstance(size, int) and size <= 0:
         fix = "give the bytes that a point may take, or null: as measured"
         yield Problem("hydra.launcher.worker_bytes", f"{size} is not a size", fix)
-
-
-def _default_workers(command: SweepCommand) -> int:
-    """Returns one worker for each core that this process may use; half as many for compilers, which use several
-    threads."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores if command == "explain" else (cores + 1) // 2)

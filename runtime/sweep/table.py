@@ -69,9 +69,12 @@ def show_table(
         console.wrapped("no point has ended")
         return
     ordered = best_first(rows, figure)
-    shown = ordered if is_whole or len(ordered) <= NUM_SHOWN else _best(ordered)
+    done = [row for row in ordered if row.status == "done"]
+    # If none is done, the first ones are shown, with their reasons.
+    shown = ordered if is_whole or len(ordered) <= NUM_SHOWN else (done or ordered)[:NUM_SHOWN]
     best = best_of(rows, figure)
-    _show_common(console, file)
+    if file.overrides:
+        console.wrapped(f"every point of meshloom {file.command} has ", (" ".join(file.overrides), "bold"))
     console.table(_table(file, rows, shown, best, figure, console.width))
     if len(shown) < len(ordered):
         how = f"`meshloom sweep {directory or 'DIR'} --all` shows them"
@@ -82,26 +85,11 @@ def show_table(
     if best:
         value = value_of(best, figure)
         assert value is not None
-        place = f", in {_place(best.directory, directory)}" if best.directory else ""
+        place = f", in {directory / best.directory if directory else best.directory}" if best.directory else ""
         console.wrapped("best by ", (figure.name, "bold"), ": ", (name_of(best), "bold green"),
                      f" at {figure.human(value)}{place}")  # fmt: skip
     else:
         console.wrapped(f"no point is done with {figure.name}")
-
-
-def _place(of_point: str, of_sweep: Path | None) -> str:
-    return str(of_sweep / of_point) if of_sweep else of_point
-
-
-def _best(ordered: Sequence[Row]) -> Sequence[Row]:
-    """Returns the best points; if none is done, the first ones, with their reasons."""
-    done = [row for row in ordered if row.status == "done"]
-    return (done or ordered)[:NUM_SHOWN]
-
-
-def _show_common(console: Console, file: SweepFile) -> None:
-    if file.overrides:
-        console.wrapped(f"every point of meshloom {file.command} has ", (" ".join(file.overrides), "bold"))
 
 
 def _table(
@@ -128,7 +116,7 @@ def _table(
         if _width([one.column for one in tail], texts) + least + 5 > width and name != figure.name:
             tail = [one for one in tail if one.name != name]
     point = Column("point", overflow="fold", min_width=least)
-    folded = [cells(row, [_varying(row, keys)]) for row in shown]
+    folded = [cells(row, [" ".join(f"{key}={typed_value(row, key)}" for key in keys)]) for row in shown]
     return Table([Column(), point, *(one.column for one in tail)], folded)
 
 
@@ -155,10 +143,6 @@ def _tail(shown: Sequence[Row], figure: Figure) -> list[_Tail]:
 def _figure_text(row: Row, figure: Figure) -> str:
     value = value_of(row, figure)
     return "" if value is None else figure.human(value)
-
-
-def _varying(row: Row, keys: Sequence[str]) -> str:
-    return " ".join(f"{key}={typed_value(row, key)}" for key in keys)
 
 
 def _width(columns: Sequence[Column], rows: Sequence[Sequence[tuple[str, str]]]) -> int:
@@ -293,7 +277,7 @@ class SweepProgress:
                 return
         text = shlex.join(row.overrides) or "the point"
         style = "green" if row.status == "done" else "red"
-        self._console.line((STATUS_TEXT[row.status], style), f"  {text}  ", (_result(row, self._figure), "dim"))
+        self._console.line((STATUS_TEXT[row.status], style), f"  {text}  ", (self._result(row), "dim"))
 
     def update(self, num_running: int) -> None:
         """Shows the counts."""
@@ -313,10 +297,9 @@ class SweepProgress:
             parts.append(f"{max(0, self._num_points - self._counts.total() - num_running):,} left")
         return ", ".join(parts)
 
-
-def _result(row: Row, figure: Figure) -> str:
-    if row.status != "done":
-        return row.why or ""
-    value = value_of(row, figure)
-    taken = f"in {human_seconds(row.seconds)}" if row.seconds is not None else ""
-    return taken if value is None else f"{figure.heading} {figure.human(value)}, {taken}"
+    def _result(self, row: Row) -> str:
+        if row.status != "done":
+            return row.why or ""
+        value = value_of(row, self._figure)
+        taken = f"in {human_seconds(row.seconds)}" if row.seconds is not None else ""
+        return taken if value is None else f"{self._figure.heading} {self._figure.human(value)}, {taken}"
