@@ -1,1 +1,1 @@
-"""Saving the train state and finding where a run resumes."""
+"""Saving the train state, and finding finished checkpoints."""

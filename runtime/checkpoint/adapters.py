@@ -24,8 +24,8 @@ from meshloom.compiler.core.places import PUBLISHED, is_published, is_url
 from meshloom.compiler.core.trees import combined, leaves_by_path
 from meshloom.models.adapter import only_adapters, without_adapters
 
+from .find import Checkpoint
 from .orbax_context import context_for
-from .start import Start
 
 Base = Mapping[str, Any]  # place, of weights; null: drawn by the seed. digest: of its bits
 
@@ -44,7 +44,7 @@ def base_of(place: str | None, params: Any) -> Base:
     return {"place": place, "digest": digest_of(without_adapters(params))}
 
 
-def check_base(start: Start, params: Any, there: Base) -> None:
+def check_base(start: Checkpoint, params: Any, there: Base) -> None:
     """Raises ConfigError if the base among the parameters is not the one that a checkpoint's adapter belongs to."""
     if digest_of(without_adapters(params)) == there["digest"]:
         return
@@ -55,7 +55,7 @@ def check_base(start: Start, params: Any, there: Base) -> None:
     raise ConfigError([Problem("checkpoint.weights_from", what, fix)])
 
 
-def read_base(start: Start) -> Base:
+def read_base(start: Checkpoint) -> Base:
     """Returns the reference to the base of a checkpoint's adapter. Raises ConfigError for a checkpoint without one."""
     with context_for(start.path):
         base = ocp.load_checkpointables(str(start.path), {"data": None})["data"].get("base")

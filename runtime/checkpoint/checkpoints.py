@@ -26,8 +26,8 @@ from ..core.manifest import write_manifest
 from ..data.batches import converted_state
 from .adapters import Base
 from .differences import schedule_record
+from .find import COMMITTED, Checkpoint, checkpoint_folder, finished
 from .orbax_context import context_for
-from .start import COMMITTED, Start, checkpoint_folder, finished
 
 logging.getLogger("absl").setLevel(
     logging.CRITICAL
@@ -183,7 +183,7 @@ class Checkpoints:
             raise RunFailed(Problem(str(self.directory), f"{what}; {good}", fix), STORAGE) from error
 
 
-def restore(start: Start, state: Any, batches: Placed) -> Restored:
+def restore(start: Checkpoint, state: Any, batches: Placed) -> Restored:
     """Returns a checkpoint, laid out like the abstract `state`, on any mesh, and moves `batches` to its place in the
     data."""
     with context_for(start.path):

@@ -13,13 +13,13 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 
 from ..core.files import Folder, check_bucket, folder_at
 from .differences import shown, tree_differences
+from .find import Checkpoint, check_is_there, newest_good, saved_tree
 from .orbax_context import context_for
-from .start import Start, check_is_there, newest_good, saved_tree
 
 READ_AT_ONCE_BYTES = 2**31  # of a process: what is read and not yet on the devices
 
 
-def find_saved(place: str, key: str) -> Start:
+def find_saved(place: str, key: str) -> Checkpoint:
     """Returns the checkpoint at RUN_DIR or RUN_DIR/checkpoints/STEP: without a step, the newest one that is as it was
     saved. Reads every byte of it. key: the place of mistakes.
 
@@ -29,7 +29,7 @@ def find_saved(place: str, key: str) -> Start:
     return newest_good(*check_is_there(place, key), is_own=False)
 
 
-def load_parameters(start: Start, params: Any) -> Any:
+def load_parameters(start: Checkpoint, params: Any) -> Any:
     """Returns the parameters of a checkpoint. params: a tree of sharded ShapeDtypeStructs, in whose type and layout
     they come; another type than the saved one is converted.
 

@@ -23,7 +23,7 @@ from meshloom.models.adapter import saved_part
 from ..core.files import Folder
 from ..rundir.folders import CHECKPOINTS
 from .differences import described, first_lines, parameters_first
-from .start import Start, saved_tree
+from .find import Checkpoint, saved_tree
 
 Shards = tuple[int, ...]  # the number of shards of an array along each dimension
 
@@ -78,7 +78,7 @@ class RestorePlan:
         return [*lines, *(f"  {line}" for line in first_lines(list(map(str, ordered))))]
 
 
-def plan_restore(start: Start, plan: Plan) -> RestorePlan:
+def plan_restore(start: Checkpoint, plan: Plan) -> RestorePlan:
     """Returns the plan of restoring a checkpoint that has the same arrays as the run's state."""
     saved = leaves_by_path(saved_tree(start.path))
     specs = leaves_by_path(plan.specs, is_leaf=lambda node: isinstance(node, PartitionSpec))

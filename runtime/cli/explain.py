@@ -11,31 +11,26 @@ from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.explain import explain
 
-from ..checkpoint.restore_plan import plan_restore
-from ..checkpoint.start import Start, check_checkpoint, find_restorable
 from ..processes.devices import plan_without_devices
-from ..weights.find import Weights, describe_weights, find_weights
+from ..start.find import check_checkpoint
+from ..start.start import Start, declared_start
 
 
 def explain_command(request: Request, flags: argparse.Namespace) -> int:
     """Prints the plan, and that of a restore. Returns the exit code: 3 if the estimate does not fit and `--check` is
     given. Raises ConfigError for a declaration that cannot be planned, or a checkpoint that it cannot restore."""
-    plan, start, weights = read_spec(request, then=_plan)
+    plan, start = read_spec(request, then=_plan)
     console, estimate = Console(off_terminal_width=240), estimate_step(plan)
-    if start is not None:
-        for line in plan_restore(start, plan).lines():
-            console.wrapped(line)
-        console.line()
-    if weights is not None:
-        for line in describe_weights(weights):
-            console.wrapped(line)
+    for line in start.lines():
+        console.wrapped(line)
+    if start.lines():
         console.line()
     explain(plan, console, estimate)
     does_not_fit = False in (estimate.memory.fits, estimate.memory.host_fits)
     return DOES_NOT_FIT if flags.check and does_not_fit else 0
 
 
-def _plan(spec: RunSpec) -> tuple[Plan, Start | None, Weights | None]:
+def _plan(spec: RunSpec) -> tuple[Plan, Start]:
     plan_without_devices(spec.target)
     plan, _ = all_of(lambda: plan_run(spec), lambda: check_checkpoint(spec))
-    return plan, find_restorable(spec, plan.abstract), find_weights(plan)
+    return plan, declared_start(plan)

@@ -28,9 +28,8 @@ from meshloom.compiler.plan import Plan
 from meshloom.compiler.xla.programs import Programs
 
 from ..checkpoint.adapters import read_base
+from ..checkpoint.find import describe_damage
 from ..checkpoint.parameters import find_saved, load_parameters
-from ..checkpoint.shared_start import start_of_first
-from ..checkpoint.start import describe_damage
 from ..compile.compile_cache import cached_compilation
 from ..compile.run_programs import WatchedBuild, check_devices, check_program_memory, mesh_of
 from ..compile.watched import LOWER, Phases
@@ -38,6 +37,7 @@ from ..processes.agreement import check_same_declaration, check_same_program
 from ..processes.devices import start_devices
 from ..processes.distributed import COMPILED, Processes, join, together
 from ..processes.process_log import say
+from ..start.shared import checkpoint_of_first
 from ..weights.find import describe_weights, find_weights
 from ..weights.load import load_adapted, load_params
 from .run_request import WEIGHTS_FROM
@@ -104,7 +104,7 @@ def open_weights(session: Session, console: Console) -> OpenedWeights:
         for line in describe_weights(published):
             say(console, line)
         return OpenedWeights(load_params(session.plan, session.mesh, published, console), place, None)
-    start = start_of_first(lambda: find_saved(place, WEIGHTS_FROM), session.processes)
+    start = checkpoint_of_first(lambda: find_saved(place, WEIGHTS_FROM), session.processes)
     assert start is not None
     if start.damaged:
         say(console, f"warning: damaged, so an older one is used: {describe_damage(start.damaged)}")

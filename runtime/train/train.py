@@ -27,23 +27,13 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.target.compiler_options import check_compiler_options
 from meshloom.compiler.xla.fingerprint import fingerprint_of
-from meshloom.compiler.xla.programs import Programs, lower
+from meshloom.compiler.xla.programs import lower
 
-from ..checkpoint.adapters import base_of, check_base, read_base, with_base
-from ..checkpoint.checkpoints import Checkpoints, Restored, restore
-from ..checkpoint.differences import describe_change
-from ..checkpoint.restore_plan import plan_restore
-from ..checkpoint.shared_start import find_shared_start
-from ..checkpoint.start import (
-    Start,
-    check_checkpoint,
-    check_steps_left,
-    checkpoint_folder,
-    find_restorable,
-)
+from ..checkpoint.checkpoints import Checkpoints
+from ..checkpoint.find import checkpoint_folder
 from ..compile.artifact import check_artifact, read_artifact
 from ..compile.run_programs import Precompiled, check_state_memory, make_programs, mesh_of
-from ..data import BatchIterator, Data, open_data
+from ..data import Data, open_data
 from ..processes.agreement import check_same_declaration
 from ..processes.devices import start_devices
 from ..processes.distributed import Processes, join, together
@@ -54,8 +44,9 @@ from ..rundir.folders import CHECKPOINTS
 from ..rundir.run_dir import write_declaration
 from ..rundir.run_lock import only_run_in, only_run_that_saves_in
 from ..rundir.run_record import recorded_run
-from ..weights.find import Weights, check_content, describe_weights, find_weights
-from ..weights.load import with_weights
+from ..start.find import check_checkpoint
+from ..start.start import Resumed, Start, check_steps_left, declared_start, find_start
+from ..weights.find import Weights
 from .decisions import NonFinite
 from .display import next_steps, show_header, show_summary
 from .feed import local_rows, sequences_of
@@ -116,8 +107,9 @@ def plan_and_check(spec: RunSpec) -> Job:
         lambda: check_profile(spec),
         lambda: check_compiler_options(spec.compiler_options, jax.local_devices()[0]),
     )
-    check_steps_left(find_restorable(spec, plan.abstract), spec)
-    return Job(plan, data, weights=find_weights(plan))
+    start = declared_start(plan)
+    check_steps_left(start, spec)
+    return Job(plan, data, weights=start.weights)
 
 
 def _check_is_decided(spec: RunSpec) -> None:
@@ -157,8 +149,8 @@ def _train(
 ) -> int:
     plan, num_steps = job.plan, job.plan.spec.num_steps
     _show_job(job, console)
-    start = find_shared_start(run_dir, plan, console, processes)
-    if start and start.is_own and start.step >= num_steps:
+    start = find_start(run_dir, plan, job.weights, console, processes)
+    if start.is_own and start.step >= num_steps:
         enough = f"{counted(start.step, 'step')} {be(start.step)} done already, num_steps is {num_steps}"
         show_summary(console, [("nothing to do", enough), *_where(plan, run_dir, start.step)])
         return 0
@@ -192,7 +184,7 @@ class EndedRun:
 
 def _run(
     job: Job,
-    start: Start | None,
+    start: Start,
     run_dir: Path,
     watch: Stopwatch,
     *,
@@ -207,16 +199,27 @@ def _run(
             programs = make_programs(plan, job.precompiled, run_dir, stop=stop, console=console, processes=processes)
         rows = sequences_of(plan.batch.row_order, local_rows(programs.batch))
         batches = iter(job.data["train"].of_rows(rows))
-        with stop.waiting_for("the state to start from"), watch.spending("restore" if start else "start"):
-            state, first_step, num_tokens = _initial_state(start, job, programs, batches, console, processes)
-            if plan.model.adapters:
-                checkpoints.base = base_of(_place_of_base(start, job), state["params"])
-            _prepare_reference(job, start, programs, state["params"], run_dir, console, processes)
+        doing = "restore" if isinstance(start, Resumed) else "start"
+        with stop.waiting_for("the state to start from"), watch.spending(doing):
+            started = start.state(programs, batches, console, processes)
+            checkpoints.base = started.base
+            prepare_reference(
+                plan, programs, started.state["params"], job.data, run_dir, is_continued=start.is_own, console=console,
+                processes=processes,
+            )  # fmt: skip
         if processes.is_first:
             write_declaration(plan, run_dir)
         with Observers(watch) as observers:
             run = ObservedRun(
-                plan, programs, job.data, run_dir, processes, console, observers, first_step=first_step, model=job.model
+                plan,
+                programs,
+                job.data,
+                run_dir,
+                processes,
+                console,
+                observers,
+                first_step=started.step,
+                model=job.model,
             )
             add_observers(run)
             held_out = job.data["held_out"].of_rows(rows)
@@ -224,21 +227,12 @@ def _run(
                 plan, programs, batches=batches, held_out=held_out, checkpoints=checkpoints, stop=stop,
                 observers=observers,
             )  # fmt: skip
-            step = _run_loop(partial(loop.run, state, first_step, num_tokens), checkpoints, run.documents)
+            step = _run_loop(
+                partial(loop.run, started.state, started.step, started.num_tokens), checkpoints, run.documents
+            )
         with watch.spending("save"):
             checkpoints.wait()
         return EndedRun(step, checkpoints.latest_step, loop.latest_eval_loss)
-
-
-def _prepare_reference(
-    job: Job, start: Start | None, programs: Programs, params: Any, run_dir: Path, console: Console,
-    processes: Processes,
-) -> None:  # fmt: skip
-    """Saves what the objective compares with, where it has a reference, from the weights that the run starts from."""
-    is_continued = bool(start and start.is_own)
-    prepare_reference(
-        job.plan, programs, params, job.data, run_dir, is_continued=is_continued, console=console, processes=processes
-    )
 
 
 def _run_loop(run: Callable[[], int], checkpoints: Checkpoints, documents: Callable[[Mapping[str, Any]], str]) -> int:
@@ -265,73 +259,6 @@ def find_precompiled(plan: Plan[RunSpec], named: Path) -> Precompiled:
     lowered = lower(plan, mesh)
     check_artifact(artifact, fingerprint_of(plan, lowered, mesh))
     return Precompiled(artifact, lowered)
-
-
-def _initial_state(
-    start: Start | None, job: Job, programs: Programs, batches: BatchIterator, console: Console, processes: Processes
-) -> tuple[Any, int, int]:
-    """Returns the state to start from, of this run, of another, or a fresh one, with its steps and tokens so far."""
-    plan = job.plan
-    if start is None:
-        return _fresh_state(job, programs, console, processes), 0, 0
-    if plan.model.adapters:
-        read_base(start)  # raises for a whole model
-    for line in plan_restore(start, plan).lines():
-        say(console, line)
-    restored = restore(start, programs.state, batches)
-    say(console, f"continuing after step {restored.step}, from {start.path}")
-    if restored.other_data:
-        say(console, f"the data start at their beginning: not the same {', '.join(restored.other_data)}")
-    elif restored.batch_before is not None:
-        say(console, _other_batches(restored, plan.spec))
-    _check_data_left(batches, plan.spec.num_steps - restored.step)
-    if change := describe_change(restored.schedule, plan.spec, int(restored.state["step"])):
-        say(console, change)
-    num_tokens = restored.num_tokens
-    if num_tokens is None:
-        num_tokens = restored.step * plan.spec.tokens_per_step
-        say(console, f"the checkpoint has no num_tokens: they count on from steps x tokens of a step, {num_tokens:,}")
-    if restored.base is None:
-        return restored.state, restored.step, num_tokens
-    weights = job.weights
-    if weights is None and restored.base["place"] is not None:
-        weights = find_weights(plan, restored.base["place"])
-    whole = _fresh_state(replace(job, weights=weights), programs, console, processes)
-    params = with_base(restored.state["params"], whole["params"])
-    check_base(start, params, restored.base)
-    return restored.state | {"params": params}, restored.step, num_tokens
-
-
-def _place_of_base(start: Start | None, job: Job) -> str | None:
-    """Returns the place of the base of a run's adapters; None if it was drawn."""
-    if job.weights is None and start is not None:
-        return read_base(start)["place"]
-    return job.weights.place if job.weights else None
-
-
-def _fresh_state(job: Job, programs: Programs, console: Console, processes: Processes) -> Any:
-    """Returns the state before the first step, with the weights that the run starts from."""
-    state = programs["init"]()
-    if job.weights is None:
-        return state
-    check_content(job.weights, processes)
-    for line in describe_weights(job.weights):
-        say(console, line)
-    return with_weights(state, job.weights, job.plan, console)
-
-
-def _other_batches(restored: Restored, spec: RunSpec) -> str:
-    """Returns a line that says where the data continue in batches of another size."""
-    skipped = f", {counted(restored.num_skipped, 'sequence')} further, at a whole batch" if restored.num_skipped else ""
-    sizes = f"batches have {counted(spec.global_batch_size, 'sequence')} in place of {restored.batch_before}"
-    return f"{sizes}; the data go on where they were{skipped}"
-
-
-def _check_data_left(batches: BatchIterator, num_steps: int) -> None:
-    """Raises ConfigError if the data end before the run: batches that are larger now are fewer."""
-    if (num_left := batches.num_left) < num_steps:
-        what = f"the data end after {counted(num_left, 'more global batch', 'more global batches')}, and {num_steps:,} {be(num_steps)} to come"  # noqa: E501
-        raise ConfigError([Problem("data.num_epochs", what, "use more epochs, or null (no end), or fewer steps")])
 
 
 def _where(plan: Plan[RunSpec], run_dir: Path, saved: int | None) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from meshloom.models.adapter import is_adapter
 from meshloom.models.config import Config
 from meshloom.models.published import tensors_in
 
-from ..checkpoint.start import EXPECTED, Start, check_is_there, newest_good, saved_tree
+from ..checkpoint.find import EXPECTED, Checkpoint, check_is_there, newest_good, saved_tree
 from ..core.failures import STORAGE, RunFailed
 from ..core.files import check_bucket, folder_at, is_remote
 from ..core.manifest import damage_in
@@ -55,7 +55,7 @@ class SavedWeights:
     """The weights of another run's checkpoint. taken: the parameters that are read. masters: those of them that are
     read from its master weights, which are more precise."""
 
-    start: Start
+    start: Checkpoint
     taken: tuple[str, ...]
     masters: frozenset[str]
     fresh: tuple[str, ...]
@@ -112,7 +112,7 @@ def _saved(place: str, plan: Plan[RunSpec]) -> SavedWeights:
     return SavedWeights(start, taken, frozenset(masters) & frozenset(taken), fresh, num_bytes, differs)
 
 
-def _declared_model(start: Start) -> Mapping[str, Any]:
+def _declared_model(start: Checkpoint) -> Mapping[str, Any]:
     """Returns the keys of the model that a checkpoint is of; none where its run directory is not around it."""
     if is_remote(start.path):
         return {}

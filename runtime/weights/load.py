@@ -21,9 +21,9 @@ from meshloom.compiler.plan import Plan
 from meshloom.models.adapter import only_adapters
 
 from ..checkpoint.adapters import check_base, read_base, with_base
+from ..checkpoint.find import Checkpoint
 from ..checkpoint.orbax_context import context_for
 from ..checkpoint.parameters import READ_AT_ONCE_BYTES, load_parameters
-from ..checkpoint.start import Start
 from ..data.progress import TextProgress
 from ..processes.process_log import say
 from .find import PublishedWeights, SavedWeights, Weights, describe_weights, find_weights
@@ -57,7 +57,7 @@ def load_params(plan: Plan[RunSpec], mesh: Mesh, weights: Weights | None, consol
     return like(params, {path: x for path, (x,) in arrays.items()})
 
 
-def load_adapted(plan: Plan[RunSpec], mesh: Mesh, start: Start, console: Console) -> Any:
+def load_adapted(plan: Plan[RunSpec], mesh: Mesh, start: Checkpoint, console: Console) -> Any:
     """Returns the parameters of a checkpoint that holds an adapter alone, with those of its base, which is loaded from
     its place, or drawn. Raises ConfigError if it is not the base that the adapter was trained on."""
     base = read_base(start)

@@ -13,8 +13,8 @@ import tensorstore
 
 from meshloom.compiler.core.trees import leaves_by_path
 
+from ..checkpoint.find import saved_tree
 from ..checkpoint.s3 import SCHEME, s3_kvstore
-from ..checkpoint.start import saved_tree
 from ..core.files import Folder, is_remote
 
 BLOCK_BYTES = 2**30

@@ -13,7 +13,7 @@ from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.jaxpr.flops import count_model_flops
 from meshloom.compiler.report.explain import explain, plan_as_json
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints, restore
-from meshloom.runtime.checkpoint.start import Start
+from meshloom.runtime.checkpoint.find import Checkpoint
 from meshloom.runtime.data import open_data
 from support.collectives import written_collectives
 from support.programs import gradients_of, on_devices, programs_of
@@ -70,7 +70,7 @@ def test_frozen_parameters_keep_every_bit_and_resume(bfloat16, tokens, tmp_path)
     with Checkpoints(tmp_path, bfloat16.spec) as checkpoints:
         checkpoints.save(2, state, batches, num_tokens=0, eval_loss=None)
     saved = [np.array(x) for x in jax.tree.leaves(state)]
-    restored = restore(Start(tmp_path / "checkpoints" / "2", 2, is_own=False, damaged={}), programs.state, batches)
+    restored = restore(Checkpoint(tmp_path / "checkpoints" / "2", 2, is_own=False, damaged={}), programs.state, batches)
     for x, y in zip(jax.tree.leaves(restored.state), saved, strict=True):
         np.testing.assert_array_equal(np.array(x), y)
 

@@ -17,7 +17,7 @@ from meshloom.compiler.step.train_step import build_init
 from meshloom.compiler.step.update import build_update, next_loss_scale
 from meshloom.compiler.xla.programs import lower
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints, restore
-from meshloom.runtime.checkpoint.start import Start
+from meshloom.runtime.checkpoint.find import Checkpoint
 from meshloom.runtime.data import open_data
 from support.programs import on_devices, programs_of
 
@@ -214,7 +214,7 @@ def test_every_part_of_the_state_goes_on_from_a_checkpoint_bit_by_bit(tmp_path, 
         state, _ = programs["train"](state, on_devices(programs, batch))
     with Checkpoints(tmp_path, plan.spec) as checkpoints:
         checkpoints.save(2, state, batches, num_tokens=0, eval_loss=None)
-    start = Start(tmp_path / "checkpoints" / "2", 2, is_own=False, damaged={})
+    start = Checkpoint(tmp_path / "checkpoints" / "2", 2, is_own=False, damaged={})
     saved = jax.tree.map(np.asarray, state)
     undisturbed, _ = programs["train"](state, on_devices(programs, tokens[2]))
     restored = restore(start, programs.state, batches).state

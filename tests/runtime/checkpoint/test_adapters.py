@@ -12,8 +12,9 @@ from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.models.adapter import is_adapter, saved_part
 from meshloom.runtime.checkpoint.adapters import base_of, check_base, digest_of, read_base, with_base
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints, restore
-from meshloom.runtime.checkpoint.start import Start, find_start
+from meshloom.runtime.checkpoint.find import Checkpoint
 from meshloom.runtime.data import open_data
+from meshloom.runtime.start.find import find_checkpoint
 from meshloom.runtime.weights.peft import check_peft
 from support.experts import MOE
 from support.programs import on_devices, programs_of
@@ -44,8 +45,8 @@ def test_adapters_are_saved_alone_and_restored_beside_their_base(tokens, tmp_pat
     with Checkpoints(tmp_path, plan.spec) as checkpoints:
         checkpoints.base = base_of(None, state["params"])
         checkpoints.save(2, state, batches, num_tokens=0, eval_loss=None)
-    start = find_start(tmp_path, plan.spec, plan.abstract)
-    assert isinstance(start, Start)
+    start = find_checkpoint(tmp_path, plan.spec, plan.abstract)
+    assert isinstance(start, Checkpoint)
     restored = restore(start, programs.state, batches)
     saved = leaves_by_path(restored.state)
     assert saved.keys() == leaves_by_path(saved_part(plan.abstract)).keys()
@@ -59,7 +60,7 @@ def test_adapters_are_saved_alone_and_restored_beside_their_base(tokens, tmp_pat
     with pytest.raises(ConfigError, match="an adapter of another base"):
         check_base(start, with_base(restored.state["params"], fresh), read_base(start))
     with pytest.raises(ConfigError, match="holds another model or optimizer"):
-        find_start(tmp_path, plan_of(*LINEAR_STACK).spec, plan_of(*LINEAR_STACK).abstract)
+        find_checkpoint(tmp_path, plan_of(*LINEAR_STACK).spec, plan_of(*LINEAR_STACK).abstract)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from conftest import LINEAR_STACK, SMALL, plan_of, spec_of
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.trees import leaves_by_path
+from meshloom.runtime.checkpoint.find import saved_tree
 from meshloom.runtime.checkpoint.restore_plan import plan_restore
-from meshloom.runtime.checkpoint.start import find_restorable, saved_tree
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.process_log import process_log
+from meshloom.runtime.start.find import find_restorable
 from meshloom.runtime.train.train import plan_and_check, run_training
 from support.commands import run_in_process
 

@@ -18,9 +18,10 @@ from orbax.checkpoint import v1 as ocp
 
 from conftest import spec_of
 from meshloom.compiler.core.trees import leaves_by_path
-from meshloom.runtime.checkpoint.start import EXPECTED, FOLDER
+from meshloom.runtime.checkpoint.find import EXPECTED
 from meshloom.runtime.core.failures import NONFINITE, STORAGE
 from meshloom.runtime.core.manifest import FILE, damage_in
+from meshloom.runtime.rundir.folders import CHECKPOINTS
 from meshloom.runtime.train.decisions import NonFinite, SkipCounter
 from meshloom.runtime.train.metrics import Metrics
 from meshloom.runtime.train.time_spent import NOTHING
@@ -51,7 +52,9 @@ def results_of(run_dir: Path) -> list[tuple]:
 
 
 def finished_steps(run_dir: Path) -> list[int]:
-    return sorted(int(path.parent.name) for path in run_dir.glob(f"{FOLDER}/*/{FILE}") if path.parent.name.isdecimal())
+    return sorted(
+        int(path.parent.name) for path in run_dir.glob(f"{CHECKPOINTS}/*/{FILE}") if path.parent.name.isdecimal()
+    )
 
 
 def _start(folder: Path, *overrides: str) -> Process:
@@ -65,7 +68,7 @@ def test_a_killed_run_goes_on_from_its_last_finished_save(tmp_path):
     """The kill hits a save, or the moment after it."""
     overrides, run_dir = (*QUICK, "num_steps=60", "checkpoint.every_num_steps=5"), tmp_path / "run"
     process = _start(tmp_path, *overrides)
-    while len(finished_steps(run_dir)) < 2 or not list(run_dir.glob(f"{FOLDER}/*.orbax-checkpoint-tmp")):
+    while len(finished_steps(run_dir)) < 2 or not list(run_dir.glob(f"{CHECKPOINTS}/*.orbax-checkpoint-tmp")):
         assert process.poll() is None, (tmp_path / "said").read_text()
         time.sleep(0.0005)
     process.kill()
@@ -77,7 +80,7 @@ def test_a_killed_run_goes_on_from_its_last_finished_save(tmp_path):
     assert f"continuing after step {saved}," in done.stdout
     assert run_in_process("train", *overrides, "hydra.run.dir=undisturbed", cwd=tmp_path).returncode == 0
     assert results_of(run_dir) == results_of(tmp_path / "undisturbed")
-    assert [path for path in run_dir.glob(f"{FOLDER}/*") if not path.name.isdecimal()] == []
+    assert [path for path in run_dir.glob(f"{CHECKPOINTS}/*") if not path.name.isdecimal()] == []
 
 
 def _kill_at_random(process: Process, run_dir: Path, chance: random.Random, start_seconds: float) -> None:
@@ -112,13 +115,13 @@ def test_kill_at_any_moment_loses_no_more_than_the_steps_since_the_last_finished
             assert f"continuing after step {saved[-1]}," in said
             continued.add(saved[-1])
         assert not saved or finished_steps(run_dir)[-1] >= saved[-1]
-        num_in_a_save += bool(list(run_dir.glob(f"{FOLDER}/*.orbax-checkpoint-tmp")))
+        num_in_a_save += bool(list(run_dir.glob(f"{CHECKPOINTS}/*.orbax-checkpoint-tmp")))
     assert num_in_a_save > 0
     assert len(continued) > 4, "kills at many places of the run"
     done = meshloom("train", *KILLED, "hydra.run.dir=run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert results_of(run_dir) == results_of(tmp_path / "undisturbed")
-    assert [path for path in run_dir.glob(f"{FOLDER}/*") if not path.name.isdecimal()] == []
+    assert [path for path in run_dir.glob(f"{CHECKPOINTS}/*") if not path.name.isdecimal()] == []
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +156,7 @@ def test_two_runs_in_one_directory_are_refused(finished, tmp_path):
 def test_without_a_good_checkpoint_nothing_is_overwritten(finished, tmp_path):
     shutil.copytree(finished / "run", tmp_path / "run")
     for step in (2, 4):
-        (tmp_path / "run" / FOLDER / str(step) / "data" / "data.json").write_text("{}")
+        (tmp_path / "run" / CHECKPOINTS / str(step) / "data" / "data.json").write_text("{}")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     done = run_in_process("train", *HERE, "num_steps=6", *SAVING, "hydra.run.dir=run", cwd=tmp_path)
     assert done.returncode == STORAGE
@@ -191,8 +194,8 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_good_checkpoint(small_disk
     assert done.stderr.count("error: ") == 1
     assert "the checkpoint of step 4 could not be saved: No space left on device; the last good one is 2" in done.stderr
     assert "too little for the 3 that there will be at once" in done.stdout
-    assert [path.name for path in (small_disk / "run" / FOLDER).iterdir()] == ["2"]
-    assert damage_in(small_disk / "run" / FOLDER / "2", expected=EXPECTED, step=2) is None
+    assert [path.name for path in (small_disk / "run" / CHECKPOINTS).iterdir()] == ["2"]
+    assert damage_in(small_disk / "run" / CHECKPOINTS / "2", expected=EXPECTED, step=2) is None
 
 
 @pytest.mark.ci
@@ -215,7 +218,7 @@ def test_a_file_that_may_not_grow_is_told_as_a_full_disk_is(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert done.returncode == STORAGE, done.stderr
     assert "the checkpoint of step 2 could not be saved: File too large; none was saved before" in done.stderr
-    assert list((tmp_path / "run" / FOLDER).iterdir()) == []
+    assert list((tmp_path / "run" / CHECKPOINTS).iterdir()) == []
 
 
 def _state(checkpoint: Path) -> Any:
@@ -239,7 +242,7 @@ def test_nan_stops_the_run_and_is_never_saved(tmp_path):
     assert f"; the last good checkpoint is {steps[-1]}" in done.stderr
     assert steps == list(range(1, bad))
     for step in steps:
-        for path, x in leaves_by_path(_state(tmp_path / "run" / FOLDER / str(step))).items():
+        for path, x in leaves_by_path(_state(tmp_path / "run" / CHECKPOINTS / str(step))).items():
             assert np.isfinite(x).all(), (step, path)
 
 
@@ -337,4 +340,4 @@ cli.main()
     assert time.monotonic() - asked < 20
     assert process.returncode == 128 + signal.SIGINT
     assert told == "interrupted while compiling the train step\n"
-    assert list((tmp_path / "run" / FOLDER).iterdir()) == []
+    assert list((tmp_path / "run" / CHECKPOINTS).iterdir()) == []

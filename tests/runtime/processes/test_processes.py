@@ -21,7 +21,6 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.declare.run_spec import DistributedSpec, RunSpec
 from meshloom.compiler.xla.programs import Programs, build, lower
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
-from meshloom.runtime.checkpoint.shared_start import find_for_run, found_by_first, seen
 from meshloom.runtime.cli.main import run
 from meshloom.runtime.compile.run_programs import compile_together
 from meshloom.runtime.data import open_data
@@ -36,6 +35,7 @@ from meshloom.runtime.processes.agreement import (
 from meshloom.runtime.processes.distributed import Disagreement, Processes, current, together
 from meshloom.runtime.processes.initialize import plan_start
 from meshloom.runtime.processes.process_log import process_log
+from meshloom.runtime.start.shared import find_for_run, found_by_first, seen
 from meshloom.runtime.train.feed import local_rows, rows_held, to_devices
 from support.loops import NoData
 from support.several import free_port, in_both, joined, open_mpi, slurm

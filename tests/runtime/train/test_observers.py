@@ -16,7 +16,7 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import Problem
 from meshloom.runtime import train as train_folder
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints, restore
-from meshloom.runtime.checkpoint.start import Start
+from meshloom.runtime.checkpoint.find import Checkpoint
 from meshloom.runtime.core.failures import FAULTY, RunFailed
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.process_log import process_log
@@ -114,7 +114,7 @@ def _run(folder: Path, tokens: np.ndarray, seen: Observer) -> None:
 def _saved(folder: Path, step: int) -> Any:
     """The state of a checkpoint."""
     programs = programs_of(plan_of(*RUN))
-    start = Start(folder / "checkpoints" / str(step), step, is_own=True, damaged={})
+    start = Checkpoint(folder / "checkpoints" / str(step), step, is_own=True, damaged={})
     return restore(start, programs.state, Batches({})).state
 
 

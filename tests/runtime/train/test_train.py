@@ -15,7 +15,7 @@ from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttribut
 
 from conftest import SMALL, plan_of, spec_of
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints, restore
-from meshloom.runtime.checkpoint.start import Start
+from meshloom.runtime.checkpoint.find import Checkpoint
 from meshloom.runtime.data import open_data
 from meshloom.runtime.train.time_spent import KINDS
 from support.commands import meshloom, run_in_process
@@ -184,8 +184,8 @@ def _saved(tmp_path: Path, tokens: np.ndarray):
     return values, batches
 
 
-def _start(run_dir: Path) -> Start:
-    return Start(run_dir / "checkpoints" / "2", 2, is_own=False, damaged={})
+def _start(run_dir: Path) -> Checkpoint:
+    return Checkpoint(run_dir / "checkpoints" / "2", 2, is_own=False, damaged={})
 
 
 @pytest.mark.parametrize(

@@ -16,36 +16,37 @@ from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
 from meshloom.models.adapter import saved_part
 
+from ..checkpoint.checkpoints import set_aside
+from ..checkpoint.find import Checkpoint, checkpoint_folder, describe_damage
 from ..core.files import Folder, absolute, check_writable, folder_at, is_remote
 from ..processes.distributed import Processes, together
 from ..processes.process_log import say
-from .checkpoints import set_aside
-from .start import Start, checkpoint_folder, describe_damage, find_start
+from .find import find_checkpoint
 
 LEAST_COMPRESSED = 0.5  # Orbax compresses arrays with zstd; trained float32 shrinks by a tenth, never to half
 
 
-def find_shared_start(run_dir: Path, plan: Plan[RunSpec], console: Console, processes: Processes) -> Start | None:
+def find_shared(run_dir: Path, plan: Plan[RunSpec], console: Console, processes: Processes) -> Checkpoint | None:
     """Returns the checkpoint to continue from, the same in all processes; None for a fresh start. It is complete, and
     of this model. Process 0 reads each byte once, and warns about a lack of disk space.
 
-    Raises in all processes what `find_start` and `check_space` raise, and ConfigError if one process does not see the
-    checkpoint.
+    Raises in all processes what `find_checkpoint` and `check_space` raise, and ConfigError if one process does not see
+    the checkpoint.
     """
-    return start_of_first(lambda: find_for_run(run_dir, plan, console), processes)
+    return checkpoint_of_first(lambda: find_for_run(run_dir, plan, console), processes)
 
 
-def start_of_first(find: Callable[[], Start | None], processes: Processes) -> Start | None:
+def checkpoint_of_first(find: Callable[[], Checkpoint | None], processes: Processes) -> Checkpoint | None:
     """Returns the start that process 0 finds, in all processes, once each has seen its folder."""
     found = together("checkpoint to start from", lambda: found_by_first(find, processes))
     return together("sight of the checkpoint", lambda: seen(found, processes))
 
 
-def found_by_first(find: Callable[[], Start | None], processes: Processes) -> Start | None:
+def found_by_first(find: Callable[[], Checkpoint | None], processes: Processes) -> Checkpoint | None:
     """Returns the start that process 0 finds; the others get its place."""
     if not processes.is_first:
         told = json.loads(processes.from_first("start"))
-        return Start(folder_at(told["path"]), told["step"], told["is_own"], {}) if told else None
+        return Checkpoint(folder_at(told["path"]), told["step"], told["is_own"], {}) if told else None
     told = None  # sent in any case: the others wait for it
     try:
         start = find()
@@ -55,9 +56,9 @@ def found_by_first(find: Callable[[], Start | None], processes: Processes) -> St
         processes.from_first("start", json.dumps(told))
 
 
-def find_for_run(run_dir: Path, plan: Plan[RunSpec], console: Console) -> Start | None:
+def find_for_run(run_dir: Path, plan: Plan[RunSpec], console: Console) -> Checkpoint | None:
     """Returns the checkpoint that a run continues from, after checking the room for more; sets damaged ones aside."""
-    start = find_start(run_dir, plan.spec, plan.abstract)
+    start = find_checkpoint(run_dir, plan.spec, plan.abstract)
     folder = checkpoint_folder(run_dir, plan.spec)
     if plan.spec.checkpoint.is_saving:
         check_writable(folder, "checkpoint.directory")
@@ -71,7 +72,7 @@ def find_for_run(run_dir: Path, plan: Plan[RunSpec], console: Console) -> Start 
     return start and replace(start, path=absolute(start.path))
 
 
-def seen(start: Start | None, processes: Processes) -> Start | None:
+def seen(start: Checkpoint | None, processes: Processes) -> Checkpoint | None:
     """Returns the same start. Raises ConfigError if this process does not see its folder."""
     if start and not start.path.is_dir():
         what = f"process {processes.index} does not see {start.path}, which process 0 found"
