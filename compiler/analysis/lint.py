@@ -28,11 +28,10 @@ from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import accumulated_layouts
 from ..target.compiler_options import hidden_kinds, presets_for
 from ..xla.aot import REMATERIALIZATION
+from .finding_sizes import LEAST_BYTES, NUM_PLACES
 from .match import Match
 from .program_memory import HeldArray
 
-LEAST_BYTES = 2**20  # per execution; a smaller collective costs only latency
-NUM_PLACES = 3  # places that one finding names
 TOO_EXPOSED = "too-exposed"
 NUM_WORST = 3  # collectives that TOO_EXPOSED names
 

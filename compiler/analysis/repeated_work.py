@@ -10,7 +10,7 @@ from ..core.format import counted, human_count, human_names, human_seconds, huma
 from ..schema import Finding, StepReport
 from ..xla.hlo import Module
 from ..xla.schedule.alike import Repeated, find_repeated
-from .lint import NUM_PLACES
+from .finding_sizes import NUM_PLACES
 from .program_devices import ProgramDevices
 from .source_lines import shown, source_finder
 

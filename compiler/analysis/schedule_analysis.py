@@ -231,7 +231,7 @@ def _collective(
         dtype=found.dtype,
         count=max(1, round(totals.count)),
         alone_seconds=alone,
-        hidden_seconds=each_known(alone, lambda _: totals.hidden_seconds),
+        hidden_seconds=each_known(alone, lambda _: totals.hidden_seconds or 0.0),
         exposed_seconds=each_known(alone, lambda _: totals.exposed_seconds),
         hidden_behind=tuple(name for name, _ in behind[:NUM_SHOWN_BEHIND]),
         is_async=found.is_async,
