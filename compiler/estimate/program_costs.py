@@ -247,7 +247,7 @@ class _Reader:
     def region(self, number: int, region: Region) -> None:
         is_tick = any(step.operation.chosen for step in region.steps)
         if region.stacked_bytes:
-            self.works.append(Work("other", number, None, (self.number(region.stacked_bytes),)))
+            self.works.append(Work("other", number, None, tuple(map(self.number, region.stacked_bytes))))
         for step in (each for each in region.steps if not each.inside):
             operation = step.operation
             if (collective := operation.collective) is not None and collective.mesh_axes:

@@ -41,7 +41,7 @@ class Region:
     factors: the executions of each region around it in one execution of the next one, the outermost first, and its own
     last; each a single value for all stages of the mesh, or a value for each. is_counted: False in a loop whose number
     of trips is not known, which is priced as one trip. scope: the scope of the operation that runs it. stacked_bytes:
-    the bytes that a trip copies into the loop's stacks and out of them.
+    the bytes that a trip copies into each of the loop's stacks and out of it.
     """
 
     program: Program
@@ -50,7 +50,7 @@ class Region:
     factors: tuple[tuple[float, ...], ...] = ()
     is_counted: bool = True
     scope: str = ""
-    stacked_bytes: int = 0
+    stacked_bytes: tuple[int, ...] = ()
 
     @property
     def executions(self) -> tuple[float, ...]:
@@ -110,5 +110,5 @@ def _inside(operation: Operation, around: Region, compiler: CompilerTraits) -> I
             factors=(*around.factors, body.executions),
             is_counted=around.is_counted and not (operation.unknown and operation.unknown.why),
             scope=operation.scope,
-            stacked_bytes=stacked_bytes(operation, around.program) if is_loop and compiler.copies_loop_carry else 0,
+            stacked_bytes=stacked_bytes(operation, around.program) if is_loop and compiler.copies_loop_carry else (),
         )

@@ -46,7 +46,7 @@ def plan_roofline(plan: Plan, step: Region, why: str | None) -> tuple[RooflinePa
     terms: dict[str, dict[Figure, list[Term]]] = defaultdict(lambda: {name: [] for name in get_args(Figure)})
     for region in step.walk():
         if region.stacked_bytes:
-            terms[_part(region.scope, names)]["hbm_bytes"].append((region, region.stacked_bytes))
+            terms[_part(region.scope, names)]["hbm_bytes"].append((region, sum(region.stacked_bytes)))
     for region, one in (each for each in step.each() if not each[1].inside):
         of_part, collective = terms[_part(one.operation.scope, names)], one.operation.collective
         of_part["flops"].append((region, one.operation.flops))

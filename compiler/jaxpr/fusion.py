@@ -120,19 +120,19 @@ def traffic(fused: Fused, *, into_matmuls: bool) -> list[tuple[FusedStep, tuple[
     return moved
 
 
-def stacked_bytes(loop: Operation, around: Program) -> int:
-    """Returns the bytes that one trip of a loop copies into stacks and out of them: each slice is read and written. The
-    head's loop copies nothing: its matmuls read a chunk of the loss where it lies."""
+def stacked_bytes(loop: Operation, around: Program) -> tuple[int, ...]:
+    """Returns the bytes that one trip of a loop copies into each stack and out of it: each slice is read and written.
+    An argument or a result that is no stack has 0 bytes, so that programs of one shape have equally many. The head's
+    loop copies nothing: its matmuls read a chunk of the loss where it lies."""
     if "head" in OperationName(loop.scope).words:
-        return 0
+        return ()
     ((body, (num_trips, *_)),) = ((each.program, each.executions) for each in loop.bodies)
-    into = [_size(body, i) for i in body.outputs[loop.num_carried :]]
-    out_of = [
-        _size(body, inner)
+    into = (_size(body, i) for i in body.outputs[loop.num_carried :])
+    out_of = (
+        _size(body, inner) if num_trips > 1 and _size(around, outer) == num_trips * _size(body, inner) else 0
         for outer, inner in zip(loop.inputs, body.inputs, strict=True)
-        if num_trips > 1 and _size(around, outer) == num_trips * _size(body, inner) > 0
-    ]
-    return 2 * (sum(into) + sum(out_of))
+    )
+    return tuple(2 * size for size in (*into, *out_of))
 
 
 def _size(program: Program, value: int) -> int:

@@ -1,12 +1,17 @@
 """Programs of one shape, as numbers that grow by powers: a few are traced, and the others follow.
 
 The bytes of an array on a device are a product of sizes of the model, the number of sequences on a device, and one over
-the sizes of mesh axes: c * sequences^1 * fsdp^-1 * tensor^-1. So are FLOPs, and trips of loops. Three or four points of
+the sizes of mesh axes: c * sequences^1 * fsdp^-1 * tensor^-1. So are FLOPs, and trips of loops. Two or three points of
 each family are traced, and the exponents of each number follow, exactly if it is a product:
 
   of the mesh axes    by least squares on logarithms, from points on other meshes
   of the counts       from one point that has 2 times the sequences, 8 times the chunks of the loss and 512 times the
                       microbatches: an exponent is -1, 0 or 1, so that a ratio of 2^-1 2^3 2^9 gives all three
+  of both at once     from one point on another mesh with 5 times the sequences, 7 times the microbatches, and chunks by
+                      a power of 2 that no mesh axis reaches, as long as every number is such a product. Otherwise the
+                      mesh and the counts are traced apart
+
+Where all candidates of a family have the same counts, it is traced with these.
 
 Programs that differ in more than sizes are in other families: another variant, an axis that splits activations on one
 device, one microbatch, another number of stages. A family is traced with the strategies that its candidates share, and
@@ -20,7 +25,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations, product
 from typing import TypeVar
 
 import numpy as np
@@ -49,7 +54,9 @@ ParallelMap = Callable[[Callable[[T], R], Sequence[T]], Iterable[R]]
 NUM_CHUNKS = 2  # in which the first reference computes its logits
 NUM_MICROBATCHES = 64  # of the first reference; the one that may be outside of their loop is then a small part
 COUNT_RATIOS = (2, 8, 512)  # ratios of sequences, chunks and microbatches
+RATIOS_AT_ONCE = (5, 7)  # of sequences and microbatches, on another mesh: its sizes are products of 2 and 3
 RANK_TOLERANCE = 1e-6
+PRODUCT_TOLERANCE = 1e-6  # of a logarithm to the base of 2
 
 
 @dataclass(frozen=True)
@@ -130,19 +137,32 @@ def find_families(
 
     A group whose meshes turn out to have programs of different shapes is as many families as it has meshes.
     """
-    traced = _trace_groups(groups, run)
+    traced = _trace_groups({key: choose_points(ones) for key, ones in groups.items()}, run)
+    traced |= _trace_apart(groups, traced, run)
     alike = {key: references for key, references in traced.items() if _are_alike(references)}
     apart: dict[Key, list[MeshCandidate]] = defaultdict(list)
     for key, ones in groups.items():
         for one in ones if key not in alike else ():
             apart[_mesh_key(one)].append(one)
-    return {key: fit_family(references) for key, references in (alike | _trace_groups(apart, run)).items()}
+    of_meshes = {key: choose_points(ones) for key, ones in apart.items()}
+    return {key: fit_family(references) for key, references in (alike | _trace_groups(of_meshes, run)).items()}
+
+
+def _trace_apart(
+    groups: Mapping[Key, Sequence[MeshCandidate]],
+    traced: Mapping[Key, list[Reference]],
+    run: ParallelMap[TracePoint, Reference],
+) -> dict[Key, list[Reference]]:
+    """Returns the references of groups whose counts were to follow from a reference on another mesh, and do not: with
+    one for the mesh and one for the counts instead."""
+    others = {key: ones for key, ones in traced.items() if _is_at_once(ones) and _exponents_at_once(ones) is None}
+    points = {key: choose_points(groups[key], at_once=False)[len(ones) - 1 :] for key, ones in others.items()}
+    return {key: [*others[key][:-1], *more] for key, more in _trace_groups(points, run).items()}
 
 
 def _trace_groups(
-    groups: Mapping[Key, Sequence[MeshCandidate]], run: ParallelMap[TracePoint, Reference]
+    points: Mapping[Key, Sequence[TracePoint]], run: ParallelMap[TracePoint, Reference]
 ) -> dict[Key, list[Reference]]:
-    points = {key: choose_points(ones) for key, ones in groups.items()}
     traced = iter(list(run(trace, [point for ones in points.values() for point in ones])))
     return {key: [next(traced) for _ in ones] for key, ones in points.items()}
 
@@ -215,9 +235,10 @@ def point_of(one: MeshCandidate) -> TracePoint:
     )
 
 
-def choose_points(candidates: Sequence[MeshCandidate]) -> list[TracePoint]:
+def choose_points(candidates: Sequence[MeshCandidate], *, at_once: bool = True) -> list[TracePoint]:
     """Returns the points of a family to trace: one in the middle, one in each direction in which meshes differ, and one
-    with other counts. A pipeline is traced with the fewest microbatches that its candidates have, and with the most, as
+    with other counts if candidates differ in them, which is also the last of the meshes where both can be read off at
+    once. A pipeline is traced with the fewest microbatches that its candidates have, and with the most, as
     its schedule may not run with others, by the tables of these candidates.
 
     Each axis of the batch has more than one device in all of them, if possible: its collectives then belong to the
@@ -232,6 +253,10 @@ def choose_points(candidates: Sequence[MeshCandidate]) -> list[TracePoint]:
     num_microbatches = NUM_MICROBATCHES if is_counted else min(numbers)
     strategies = _common_strategies(candidates)
     tables = {one.num_microbatches: one.pipeline for one in candidates}
+    counts = {(one.num_microbatches, one.sequences_of_device, one.num_loss_chunks) for one in candidates}
+    if len(counts) == 1 and not is_staged:
+        only = TracePoint(candidates[0].variant, sizes[0], *counts.pop(), strategies, None)
+        return [only, *(replace(only, sizes=other) for other in sizes[1:])]
     first = TracePoint(
         candidates[0].variant,
         sizes[0],
@@ -248,9 +273,39 @@ def choose_points(candidates: Sequence[MeshCandidate]) -> list[TracePoint]:
         num_loss_chunks=NUM_CHUNKS * more_chunks,
         num_microbatches=num_microbatches * more_microbatches if is_counted else num_microbatches,
     )
+    if at_once and len(sizes) > 1 and not is_staged and (both := _with_counts(first, sizes[-1], is_counted)):
+        return [first, *(replace(first, sizes=other) for other in sizes[1:-1]), both]
     most = max(numbers)
     more = [replace(first, num_microbatches=most, pipeline=tables[most])] if is_staged and len(numbers) > 1 else []
     return [first, *(replace(first, sizes=other) for other in sizes[1:]), others, *more]
+
+
+def _with_counts(first: TracePoint, sizes: Sizes, is_counted: bool) -> TracePoint | None:
+    """Returns a point on another mesh with other counts than the first; None if too many chunks would be needed to read
+    off both. is_counted: whether candidates differ in their microbatches."""
+    more_sequences, more_microbatches = RATIOS_AT_ONCE
+    growths = _mesh_growths(first.sizes, sizes)
+    num_chunks = first.num_loss_chunks * 2 ** (int(2 * max(growths)) + 1)
+    length = first.variant.spec.sequence_length // math.prod(size for _, size in sizes)
+    return (
+        None
+        if num_chunks > length
+        else replace(
+            first,
+            sizes=sizes,
+            sequences_of_device=first.sequences_of_device * more_sequences,
+            num_loss_chunks=num_chunks,
+            num_microbatches=first.num_microbatches * (more_microbatches if is_counted else 1),
+        )
+    )
+
+
+def _mesh_growths(sizes: Sizes, others: Sizes) -> list[float]:
+    """Returns the logarithms of the ratios that a number may have between two meshes: the product of the ratios of some
+    axes, or one over it."""
+    ratios = [np.log2(other / size) for (_, size), (_, other) in zip(sizes, others, strict=True) if other != size]
+    sums = {round(sum(some), 9) for number in range(len(ratios) + 1) for some in combinations(ratios, number)}
+    return sorted(sums | {-each for each in sums})
 
 
 def trace(point: TracePoint) -> Reference:
@@ -277,12 +332,15 @@ def fit_family(references: Sequence[Reference]) -> Family:
     counts = [one for one in others if one.point.sizes == first.point.sizes]
     num_axes = len(first.point.sizes)
     exponents = np.zeros((len(origin), len(numbers)))
-    if meshes:
-        steps = np.stack([one.variables for one in meshes])[:, :num_axes] - origin[:num_axes]
-        exponents[:num_axes] = np.linalg.pinv(steps, rcond=RANK_TOLERANCE) @ _grown(meshes, numbers)
     if counts:
         steps = np.stack([one.variables for one in counts])[:, num_axes:] - origin[num_axes:]
         exponents[num_axes:] = count_exponents(_grown(counts, numbers), steps)
+    elif (found := _exponents_at_once(references)) is not None:
+        exponents[num_axes:] = found
+    if meshes:
+        steps = np.stack([one.variables for one in meshes]) - origin
+        of_mesh, of_counts = steps[:, :num_axes], steps[:, num_axes:] @ exponents[num_axes:]
+        exponents[:num_axes] = np.linalg.pinv(of_mesh, rcond=RANK_TOLERANCE) @ (_grown(meshes, numbers) - of_counts)
     origins = origin, numbers
     return Family(first.shape, first.hiding, first.is_last_apart, origins, exponents, first.head_dim)
 
@@ -291,12 +349,46 @@ def count_exponents(grown: Numbers, steps: Numbers) -> Numbers:
     """Returns the exponents of each number, a row for each count: of the choices of -1, 0 and 1 for sequences and
     chunks, and for at most one of the others, the one that comes closest to the growth of the number. grown: log2 of
     its ratio, by point and number; steps: log2 of the ratio of each count, by point and count."""
-    num_others = steps.shape[1] - 2
-    others = [(0,) * num_others, *(tuple(row) for sign in (1, -1) for row in (sign * np.eye(num_others, dtype=int)))]
-    choices = np.array([(*two, *rest) for rest in others for two in product((0, 1, -1), repeat=2)])
+    choices = _count_choices(steps.shape[1])
     off = np.abs(choices @ steps.T - grown.T[:, None, :]).sum(axis=2)
     # The first of equally close has most zeros.
     return choices[np.argmin(off.round(6), axis=1)].T.astype(float)
+
+
+def _count_choices(num_counts: int) -> Numbers:
+    """Returns the exponents that a number may have, the fewest first: a row for each choice."""
+    num_others = num_counts - 2
+    others = [(0,) * num_others, *(tuple(row) for sign in (1, -1) for row in (sign * np.eye(num_others, dtype=int)))]
+    return np.array([(*two, *rest) for rest in others for two in product((0, 1, -1), repeat=2)])
+
+
+def _is_at_once(references: Sequence[Reference]) -> bool:
+    """Returns True if the last reference differs from the first in both its mesh and its counts."""
+    first, last = references[0].point, references[-1].point
+    return first.sizes != last.sizes and first.sequences_of_device != last.sequences_of_device
+
+
+def _exponents_at_once(references: Sequence[Reference]) -> Numbers | None:
+    """Returns the exponents of the counts, a row for each, from a last reference that differs in its mesh and in its
+    counts; None if there is none, or a number is no product that can be read off."""
+    first, last = references[0], references[-1]
+    if not _is_at_once(references) or last.shape.operations != first.shape.operations:
+        return None
+    steps = (last.variables - first.variables)[len(first.point.sizes) :]
+    choices = _count_choices(len(steps))
+    choices = choices[(choices[:, steps == 0] == 0).all(axis=1)]
+    growths = np.array(_mesh_growths(first.point.sizes, last.point.sizes))
+    expected = (choices @ steps)[:, None] + growths
+    order = np.argsort(expected, axis=None)
+    every = expected.ravel()[order]
+    if np.diff(every).min() < 2 * PRODUCT_TOLERANCE:
+        return None
+    (grown,) = _grown([last], _logarithms(first))
+    after = np.searchsorted(every, grown).clip(1, len(every) - 1)
+    nearest = np.where(grown - every[after - 1] < every[after] - grown, after - 1, after)
+    if np.abs(every[nearest] - grown).max() > PRODUCT_TOLERANCE:
+        return None
+    return choices[order[nearest] // len(growths)].T.astype(float)
 
 
 def _computes_beside_activations(one: MeshCandidate, target: TargetPlan) -> bool:

@@ -119,7 +119,7 @@ def test_a_trip_copies_what_it_stacks_and_what_it_takes_from_a_stack():
 
     read = _program(program, (16,), (4, 8))
     (loop,) = (each for each in read.operations if each.bodies)
-    assert stacked_bytes(loop, read) == 2 * (32 + 64)
+    assert sorted(stacked_bytes(loop, read)) == [0, 2 * 32, 2 * 64]
 
 
 def test_a_sum_needs_no_array_of_its_terms():
