@@ -7,7 +7,8 @@ import gc
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,12 +18,14 @@ from pebble import ProcessExpired, ProcessPool
 
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import Problem
+from meshloom.compiler.core.format import human_seconds
 from meshloom.compiler.core.user_imports import allowed_modules, code_allowed_from
 from meshloom.compiler.spec.target_spec import TargetSpec
 from meshloom.compiler.tune.answer import Answer, Estimated, Runner
 
 from ..core.failures import RunFailed
 from ..processes.devices import plan_without_devices
+from ..processes.process_log import say
 from ..sweep.pool import OwnProcess, end_with
 from ..sweep.rows import Outcome, Task, directory_name
 from .variants import Space
@@ -31,9 +34,30 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+SECONDS_PER_LINE = 15.0  # between two lines of progress, where there is no terminal
+
+
+def progress(console: Console, doing: str, done: Iterable[T], total: int) -> Iterator[T]:
+    """Yields what is done, and shows how far it is: a bar on a terminal, and elsewhere a line now and then."""
+    bar = console.bar(doing, "doing", "bar", "count", "elapsed", is_transient=True)
+    start = last = time.monotonic()
+    bar.start()
+    try:
+        bar.update(0, total=total)
+        for number, result in enumerate(done, start=1):
+            bar.update(number, total=total)
+            now = time.monotonic()
+            if not console.is_terminal and now - last >= SECONDS_PER_LINE:
+                say(console, f"{doing}: {number} of {total}, {human_seconds(now - start)}")
+                last = now
+            yield result
+    finally:
+        bar.stop()
+
+
 @contextmanager
 def workers(target: TargetSpec, console: Console) -> Iterator[Runner]:
-    """Yields a runner that maps functions over values, in one process per core, and shows a progress bar."""
+    """Yields a runner that maps functions over values, in one process per core, and shows how far it is."""
     context = multiprocessing.get_context("spawn")
     count = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     initargs = (os.getpid(), target, allowed_modules())
@@ -41,19 +65,12 @@ def workers(target: TargetSpec, console: Console) -> Iterator[Runner]:
 
     def over(doing: str) -> Callable[[Callable[[T], R], Sequence[T]], Iterator[R]]:
         def mapped(function: Callable[[T], R], values: Sequence[T]) -> Iterator[R]:
-            bar = console.bar(doing, "doing", "bar", "count", "elapsed", is_transient=True)
-            bar.start()
-            try:
-                for number, result in enumerate(pool.map(function, values).result(), start=1):
-                    bar.update(number, total=len(values))
-                    yield result
-            finally:
-                bar.stop()
+            return progress(console, doing, pool.map(function, values).result(), len(values)) if values else iter(())
 
         return mapped
 
     try:
-        yield Runner(over("tracing"), over("estimating the best"))
+        yield Runner(over("tracing programs"), over("estimating the best"))
     except ProcessExpired as error:
         what, fix = "a process that traces candidates died", "look for what ended it: it may be a lack of memory"
         raise RunFailed(Problem("tune", what, fix), exit_code=1) from error
@@ -90,18 +107,7 @@ class CompiledCandidate:
 def compile_best(space: Space, answer: Answer, run_dir: Path, console: Console) -> tuple[CompiledCandidate, ...]:
     """Compiles the first `tune.num_compiled` of the answer, each in a process of its own, which may abort."""
     ones = answer.best[: space.spec.tune.num_compiled]
-    if not ones:
-        return ()
-    bar = console.bar("compiling the best", "doing", "bar", "count", "elapsed", is_transient=True)
-    bar.start()
-    try:
-        found = []
-        for number, each in enumerate(_compiled(space, ones, run_dir), start=1):
-            bar.update(number, total=len(ones))
-            found.append(each)
-        return tuple(found)
-    finally:
-        bar.stop()
+    return tuple(progress(console, "compiling the best", _compiled(space, ones, run_dir), len(ones)))
 
 
 def _compiled(space: Space, ones: tuple[Estimated, ...], run_dir: Path) -> Iterator[CompiledCandidate]:
