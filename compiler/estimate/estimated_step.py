@@ -21,6 +21,7 @@ from ..parallel.operation import OpInputs
 from ..parallel.weight_plan import plan_weights
 from ..plan import Plan
 from ..schema import MAX_IMBALANCE
+from ..spec.cost_model import cost_model
 from ..spec.overlap_spec import OverlapSpec
 from ..spec.plan_spec import PlanSpec
 from ..step.train_step import build_train_step
@@ -28,7 +29,6 @@ from ..target.compiler_options import assumed_weight_presets, presets_for, why_p
 from ..target.target import TargetPlan
 
 BATCH_SPLIT = 2  # the choice of the searches of docs/results/overlap.md chose wherever axes split matmuls
-USUAL = 1.25  # the capacity factor that Switch Transformers settled on (arXiv:2101.03961, section 2.2)
 
 
 def read_step(plan: Plan) -> Program:
@@ -110,7 +110,8 @@ def plan_usual_imbalance(plan: Plan) -> Plan | None:
     has_room = any(each.op.has_spare_room(each) for each in plan.operations)
     if plan.spec.moe.max_imbalance is not None or not has_room:
         return None
-    spec = plan.spec.model_copy(update={"moe": plan.spec.moe.model_copy(update={"max_imbalance": USUAL})})
+    usual = {"max_imbalance": cost_model().usual_imbalance}
+    spec = plan.spec.model_copy(update={"moe": plan.spec.moe.model_copy(update=usual)})
     return _planned_anew(plan, spec)
 
 

@@ -22,6 +22,7 @@ from ..core.partition_spec import STAGE, Axes
 from ..parallel.operation import Exposed, exposed_by_source, head_dim_of, runs_beside_compute
 from ..pipeline.makespan import TickLoop, TickPart, TickPermute, TickSlot, time_ticks
 from ..plan import Plan
+from ..spec.cost_model import cost_model
 from ..target.compiler_options import hidden_kinds, why_permutes_wait
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
@@ -30,11 +31,6 @@ from .program_costs import Costs, Numbers, RegionCosts, WorkKind, read_costs
 from .regions import Region
 
 Seconds = TypeVar("Seconds", float, Numbers)
-
-# Of tensor parallelism's collectives, the share that is waited for where they run beside matmuls: in rings, in two
-# parts of the batch, or in two passes that do not wait for each other. 0.23 and 0.25 in the compiled rows of
-# docs/results/overlap.md over tensor=4 with overlap=auto.
-EXPOSED_BESIDE_MATMULS = 0.24
 
 
 @dataclass(frozen=True)
@@ -252,7 +248,7 @@ def plan_hiding(plan: Plan) -> Hiding:
     target, assumed = plan.target, assume_overlap(plan)
     weights = hidden_kinds(assumed.flag_presets, "weights", target)
     is_ring = runs_beside_compute(plan.ops, ((each.op.kind, each.chosen.name) for each in plan.operations))
-    beside_matmuls = EXPOSED_BESIDE_MATMULS if why_permutes_wait(target) is None else 1.0
+    beside_matmuls = cost_model().exposed_beside_matmuls if why_permutes_wait(target) is None else 1.0
     return Hiding(
         weights=weights,
         activations_exposed=beside_matmuls if is_ring or assumed.layers.batch_split > 1 else 1.0,

@@ -22,15 +22,12 @@ from ..sharding.arrays import VOCAB, OpSite
 from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import ShardingPlan, accumulated_layouts, gathered_bytes
 from ..spec.compiler_traits import odd_part
+from ..spec.cost_model import cost_model
 from ..spec.plan_spec import PlanSpec
 from ..target.compiler_options import hidden_kinds
 from .operation import Cost, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, WeightUse, moved, refused
 
 WHOLE, VOCAB_CHUNKS = "whole", "vocab_chunks"
-MOST_OF_THE_VOCABULARY = 0.8  # the most in one part: the gather of the rest is not hidden
-NUM_PASSES = (
-    4  # over the head's input for each further part: its norm, and the sum of its gradients, forward and backward
-)
 ALIGNED = 8  # parts of a vocabulary that is a power of two are multiples of this share of it
 
 
@@ -108,7 +105,7 @@ def _with_costs(
     if gather is None or bandwidth is None:
         return replace(chunks, reason="how long the head's gather takes is not known"), whole
     input_bytes = inputs.batch.tokens_of_device * num_bytes // sum(chunks.parameters)
-    passes = NUM_PASSES * (len(chunks.parameters) - 1) * input_bytes / bandwidth
+    passes = cost_model().head_chunk_passes * (len(chunks.parameters) - 1) * input_bytes / bandwidth
     figures = f"{human_seconds(gather)} of gather, {human_seconds(passes)} for its input read more often"
     return (
         replace(chunks, cost=Cost(passes, "seconds"), reason=figures),
@@ -125,7 +122,7 @@ def chunk_sizes(vocab_size: int, max_odd_factor: int | None) -> tuple[int, ...]:
     step = min(vocab_size & -vocab_size, max(1, vocab_size // ALIGNED))  # as well aligned as all of it
     left, sizes = vocab_size, list[int]()
     while left:
-        most = min(left, int(vocab_size * MOST_OF_THE_VOCABULARY)) // step * step
+        most = min(left, int(vocab_size * cost_model().head_largest_part)) // step * step
         sizes.append(
             next(size for size in range(most, 0, -step) if not max_odd_factor or odd_part(size) <= max_odd_factor)
         )

@@ -31,6 +31,7 @@ from ..core.partition_spec import Axes
 from ..core.scopes import OperationName, fact_scope, nested_scope
 from ..core.traffic import Traffic
 from ..sharding.arrays import OpSite
+from ..spec.cost_model import cost_model
 from ..spec.overlap_spec import StrategyChoice
 from ..target.compiler_options import why_permutes_wait
 from .choose import chosen_or_fallback
@@ -39,9 +40,6 @@ from .operation import Cost, Lowered, OpInputs, OpPlan, ParallelOp, Refusal, Str
 PLAIN, COLLECTIVE_MATMUL = "plain", "collective_matmul"
 RING = "ring"  # the fact in a scope: the activation that a matmul sums in a ring
 LENGTH = 1  # the dimension of an activation (batch, length, ...)
-# Passes over a shard for each sum, as compiled programs have them: 0.22 ms of 67 MB on v5p (libtpu 0.0.42.1). Nothing
-# is fused with a matmul: the factor is cut out, the part that arrived is added, halves are put together.
-NUM_PASSES = 9
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class MatmulOp(ParallelOp):
     title = "matmul"
     names = (PLAIN, COLLECTIVE_MATMUL)
     fallback = PLAIN
-    beside_compute = MappingProxyType({COLLECTIVE_MATMUL: NUM_PASSES})
+    beside_compute = MappingProxyType({COLLECTIVE_MATMUL: cost_model().ring_matmul_passes})
 
     def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
         x, split_over = site.operands[0].activation, _split_over(site, inputs)
@@ -198,7 +196,7 @@ def _ring_and_plain(site: OpSite, inputs: OpInputs, axis: str, plain: Strategy) 
         return replace(ring, refusal=Refusal("how long its transfers take is not known", is_hard=False)), plain
     tokens, product = inputs.batch.tokens_of_device // num_parts, _product(site)
     multiplied = 2 * (tokens / n) * (product.depth / n) * product.width / peak
-    sums = NUM_PASSES * result_bytes / n / bandwidth
+    sums = cost_model().ring_matmul_passes * result_bytes / n / bandwidth
     in_ring = num_parts * (n - 1) * (max(0.0, transfer - multiplied) + sums)
     figures = f"{human_seconds(in_ring)} of a ring not beside matmuls, {human_seconds(scatter)} of a reduce-scatter"
     return (

@@ -19,20 +19,14 @@ from ..pipeline.table import PipelineOp, PipelineTable
 from ..sharding.arrays import EXPERTS
 from ..sharding.batch import BatchPlan
 from ..sharding.sharding import ShardingPlan
+from ..spec.cost_model import cost_model
 from ..spec.plan_spec import PlanSpec
 from ..spec.step_spec import RematSpec
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
 
 NO_MATMULS = ("none", "save_dots")  # remat policies under which no matmul is computed again
-# FLOPs of attention's backward pass over those of its forward pass: five matmuls instead of two (FlashAttention-2)
-ATTENTION_BACKWARD = 2.5
-HEAD_PASSES = 3  # of the head's matmul: forward, for the gradient of its input, and for that of its weights
 RESIDUAL = "residual"  # the name of the stream that layers add to (models/decoder.py)
-COPY = 2  # times that a copied array crosses the memory
-# What B leaves to W of a layer that is not computed again, over what the layer makes: gradients of results of matmuls,
-# whose other operands the forward pass has saved.
-CUT_OF_SAVED = 0.5
 NOT_OF_LAYERS = ("embedded", "head_input", "logits", "gradient of ")  # activations that no layer makes for its backward
 
 
@@ -53,15 +47,16 @@ class LayerTimes:
         """Returns the seconds of an operation. The matmuls of dx and of dw take as long as a forward pass each,
         attention's gradients are all in B, which also reads what the layer made, and writes and reads the gradient of
         each. What R leaves to B, and B to W, is copied into a buffer and out of it."""
-        of_input = self.matmuls + ATTENTION_BACKWARD * self.attention + 3 * self.moved
+        numbers = cost_model()
+        of_input = self.matmuls + numbers.attention_backward * self.attention + 3 * self.moved
         again = self.recomputed * (self.matmuls + self.attention)
         if is_recomputed_apart:
-            again, of_input = again + COPY * self.moved, of_input + COPY * self.moved
+            again, of_input = again + numbers.copy_passes * self.moved, of_input + numbers.copy_passes * self.moved
         return {
             PipelineOp.FORWARD: self.matmuls + self.attention,
             PipelineOp.RECOMPUTE: again,
-            PipelineOp.INPUT_GRADIENT: of_input + COPY * self.left,
-            PipelineOp.WEIGHT_GRADIENT: self.matmuls + COPY * self.left + self.added,
+            PipelineOp.INPUT_GRADIENT: of_input + numbers.copy_passes * self.left,
+            PipelineOp.WEIGHT_GRADIENT: self.matmuls + numbers.copy_passes * self.left + self.added,
             PipelineOp.BACKWARD: of_input + self.matmuls + self.added,
         }[op]
 
@@ -78,7 +73,7 @@ class StageTimes:
 
     def head_seconds(self, num_stages: int) -> float:
         """Returns the seconds of the head, forward and backward, where these stages share it."""
-        return HEAD_PASSES * self.head / num_stages + (self.head_sent or 0.0)
+        return cost_model().head_passes * self.head / num_stages + (self.head_sent or 0.0)
 
     def op_seconds(self, layers: StageLayers, table: PipelineTable, *, shares_head: bool = False) -> OpSeconds:
         """Returns the seconds of each operation of a table, on stages with these layers. The head runs forward and
@@ -88,7 +83,7 @@ class StageTimes:
             op: [times.seconds(op, is_recomputed_apart=apart) for times in self.layers]
             for op in (*table.ops, PipelineOp.RECOMPUTE)
         }
-        head = 0.0 if shares_head else HEAD_PASSES * self.head
+        head = 0.0 if shares_head else cost_model().head_passes * self.head
 
         def of_slot(op: PipelineOp, stage: int, chunk: int) -> float:
             virtual = placement.virtual(stage, chunk)
@@ -151,7 +146,7 @@ def plan_slot_bytes(spec: PlanSpec, model: Model, sharding: ShardingPlan, num_vi
 
 def _left_to_weights(remat: RematSpec) -> float:
     """Returns about what B leaves to W, over what a layer makes."""
-    return 1.0 if recomputes_layers(remat) else CUT_OF_SAVED
+    return 1.0 if recomputes_layers(remat) else cost_model().left_to_weight_gradients
 
 
 def _made_bytes(sharding: ShardingPlan) -> int:

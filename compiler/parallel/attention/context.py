@@ -28,6 +28,7 @@ from ...core.scopes import OperationName, fact_scope
 from ...core.traffic import Traffic
 from ...sharding.arrays import OpSite
 from ...sharding.batch import TokenOrder
+from ...spec.cost_model import cost_model
 from ...target.compiler_options import why_permutes_wait
 from ...target.target import TargetPlan
 from ..operation import Cost, Exposed, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, moved, refused
@@ -36,17 +37,6 @@ from .exchange import ALL_GATHER, EXCHANGE, RING, ULYSSES, Exchange, ExchangeNam
 from .ring import full_steps
 from .splash_kernels import ONE_KERNEL, TWO_KERNELS
 
-# A ring's step reads and writes the float32 sums of outputs and of gradients, and picks chunks: for each element of the
-# queries 21 bytes forward at the full bandwidth, in a compiled schedule for v5p, and about as many backward.
-MERGED_BYTES = 40
-# Gathered or exchanged tokens are put in the order of the sequence by slices, a reversal and a concatenation. For each
-# byte: on TPUs an array of 8 MiB takes 36 us forward and 46 us backward in a compiled schedule for v5p:2x2x1. On GPUs
-# these are one pass: two layers on h100-64 with gathered keys are 17 ms shorter than in a ring.
-ORDERED_BYTES = {"tpu": 9}
-ONE_PASS_BYTES = 2
-# Of a ring's permutes beside blocks that are long enough, the share that is waited for with default options: 536 of
-# 1,481 us for v5p:2x2x1, 0.91 of 2.60 ms for h100-8, in compiled schedules of two layers.
-EXPOSED_PERMUTES = 0.35
 FORWARD_MATMULS = 2  # attention's; backward it has 5 in one kernel, 7 in two (splash_kernels.py)
 
 
@@ -69,7 +59,7 @@ class ContextOp(ParallelOp):
 
     def hiding(self, plan: OpPlan, target: TargetPlan) -> Exposed:
         is_beside = plan.chosen.name == RING and why_permutes_wait(target) is None
-        return Exposed(EXPOSED_PERMUTES, is_beside_attention=True) if is_beside else Exposed(1.0)
+        return Exposed(cost_model().exposed_ring_permutes, is_beside_attention=True) if is_beside else Exposed(1.0)
 
     def source(self, name: OperationName) -> str | None:
         """Returns 'attention, all_gather' for the collectives of an exchange."""
@@ -281,7 +271,8 @@ def _seconds(name: str, local: _Local, inputs: OpInputs, matmuls: int) -> float 
     arithmetic = peak * share_of_head(target.chip.efficiency.attention, local.head_dim)
     of_matmul = 2 * local.sequences * local.heads * local.head_dim / arithmetic  # seconds for each pair
     more = inputs.spec.overlap.layers.batch_split * (matmuls - ONE_KERNEL) * of_matmul * _pairs(local)
-    ordered = ORDERED_BYTES.get(target.platform, ONE_PASS_BYTES)
+    numbers = cost_model()
+    ordered = numbers.ordered_bytes_tpu if target.platform == "tpu" else numbers.ordered_bytes
     copied = 0 if local.order.chunks_per_shard == 1 else ordered
     if name == ALL_GATHER:
         return more + num_calls * (2 * took["gather"] + took["scatter"] + 3 * copied * n * local.kv_bytes / memory)
@@ -294,7 +285,7 @@ def _seconds(name: str, local: _Local, inputs: OpInputs, matmuls: int) -> float 
         each = took["permute"] + sent
     else:
         pairs = ((took["permute"], block), (sent, matmuls / FORWARD_MATMULS * block))
-        each = sum(max(EXPOSED_PERMUTES * moved, moved - beside) for moved, beside in pairs)
-    each += MERGED_BYTES * local.q_bytes / local.itemsize / bandwidth
+        each = sum(max(numbers.exposed_ring_permutes * moved, moved - beside) for moved, beside in pairs)
+    each += numbers.ring_attention_bytes * local.q_bytes / local.itemsize / bandwidth
     steps = sum(local.steps(mask) for mask in local.masks)
     return more + inputs.spec.overlap.layers.batch_split * steps * each

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from ...core.float_types import XLA_NAMES, peak_name
 from ...core.kernels import KernelCost
+from ...spec.cost_model import cost_model
 from ..hlo import Instruction
 from ..hlo.types import ArrayType
 
@@ -116,7 +117,7 @@ def _of_shapes(instruction: Instruction, arrays: list[ArrayType], queries: Array
     packed = next((each[1] for each in others if len(each) == 5), length)
     keys = next((max(each[-3:-1]) for each in others if len(each) == len(queries.shape) == len(shape)), packed)
     mask = _MASK.search(instruction.attributes)
-    share = 1.0 if mask and mask[1] == "NO_MASK" else 0.5
+    share = 1.0 if mask and mask[1] == "NO_MASK" else cost_model().unnamed_mask_share
     return _Square(math.prod(batches) * heads * length, keys, depth, share)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from ...core.collectives import ComputeKind
 from ...core.kernels import KernelCost, KernelOwner, share_of_head
 from ...core.scopes import OperationName
+from ...spec.cost_model import cost_model
 from ..hlo import Computation, Instruction, Module
 from ..hlo.flow import Flow, ModuleValue
 from ..hlo.opcodes import FREE, NAMES_IN_FUSION, PARTS
@@ -23,17 +24,9 @@ from .attention_kernels import is_attention
 from .kernels import is_matmul, is_pallas, kernel_work
 from .steps import Compute, PricedBy
 
-# The share of the peak that grouped matmuls reach on TPUs, and of cuBLAS's rate on GPUs. This is an assumption.
-GROUPED_EFFICIENCY = 0.6
-KERNEL_SECONDS = 2e-6  # the shortest GPU kernel, launched from a graph
-# From the end of a kernel to the start of the next: 3.4 us for each of 2.9 us, launched from a graph
-# (https://developer.nvidia.com/blog/cuda-graphs).
-KERNEL_GAP_SECONDS = 0.5e-6
-
 _FREE_TARGETS = frozenset({
     "AllocateBuffer", "ConcatBitcast", "PrepareAsyncCallDone", "PrepareAsyncCallStart", "Sharding", "SliceBuffer",
 })  # fmt: skip
-_NEGLIGIBLE_BYTES = 4096  # on TPUs such scalars are handled beside the vector unit
 
 
 @dataclass(frozen=True)
@@ -95,7 +88,7 @@ class _Price:
 def _price(
     instruction: Instruction, around: Computation, module: Module, chip: Chip, ops: Sequence[KernelOwner]
 ) -> _Price:
-    estimated = None
+    estimated, numbers = None, cost_model()
     if chip.clock_hz and (cycles := instruction.estimated_cycles) is not None:
         estimated = cycles / chip.clock_hz
     work = _work_of(instruction, _operand_types(instruction, around), module, ops)
@@ -103,7 +96,7 @@ def _price(
         return _Price(estimated, "cycles")
     moved = _moved_bytes(instruction, around, module) if work.num_bytes is None else work.num_bytes
     memory_seconds = moved / (chip.hbm_bytes_per_second * chip.memory_share)
-    if chip.platform == "tpu" and not work.flops and moved <= _NEGLIGIBLE_BYTES:
+    if chip.platform == "tpu" and not work.flops and moved <= numbers.negligible_bytes:
         return _Price(None, "nothing", unknown=work.unknown) if work.unknown else _Price(0.0, "bytes")
     peak = chip.peak_flops_per_second.get(work.dtype)
     if work.flops and peak is None and estimated is not None:
@@ -112,7 +105,7 @@ def _price(
     allowed = max(flops_seconds, memory_seconds)
     if estimated is not None:
         return _Price(allowed, "bound", estimated) if estimated > allowed else _Price(estimated, "cycles")
-    seconds = max(allowed, KERNEL_SECONDS) + KERNEL_GAP_SECONDS if chip.platform == "gpu" else allowed
+    seconds = max(allowed, numbers.kernel_seconds) + numbers.kernel_gap_seconds if chip.platform == "gpu" else allowed
     if work.unknown or (work.flops and peak is None):
         return _Price(seconds, "nothing", unknown=work.unknown or f"{work.dtype} arithmetic")
     return _Price(seconds, "flops" if flops_seconds > memory_seconds else "bytes")
@@ -121,7 +114,7 @@ def _price(
 def _share(work: KernelCost, chip: Chip) -> float:
     """Returns the share of the peak that kernels of a kind reach."""
     if work.unit == "grouped":
-        return GROUPED_EFFICIENCY * (chip.matmul_share if chip.platform == "gpu" else 1.0)
+        return cost_model().grouped_efficiency * (chip.matmul_share if chip.platform == "gpu" else 1.0)
     return share_of_head(chip.attention_shares, work.head_dim) if work.unit == "attention" else chip.matmul_share
 
 

@@ -14,9 +14,10 @@ from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.jaxpr.flops import count_model_flops
 from meshloom.compiler.parallel.experts.experts import experts_scope
 from meshloom.compiler.parallel.registry import OPERATIONS
+from meshloom.compiler.spec.cost_model import cost_model
 from meshloom.compiler.tune.space import mesh_axes
 from meshloom.compiler.xla.hlo import parse_module
-from meshloom.compiler.xla.schedule.prices import GROUPED_EFFICIENCY, Chip, price_instruction
+from meshloom.compiler.xla.schedule.prices import Chip, price_instruction
 from support.experts import MOE
 from support.programs import plan_as_declared
 
@@ -178,7 +179,7 @@ def test_a_grouped_kernel_is_priced_by_the_rows_that_are_filled():
     compute = price_instruction(entry.instructions[-1], entry, module, chip, OPERATIONS)
     assert compute is not None
     assert compute.kind == "matmul"
-    assert compute.seconds == pytest.approx(0.5 * 1.073741824 / GROUPED_EFFICIENCY)
+    assert compute.seconds == pytest.approx(0.5 * 1.073741824 / cost_model().grouped_efficiency)
 
 
 def test_expert_is_an_axis_that_a_search_varies():

@@ -3,8 +3,9 @@
 import pytest
 
 from meshloom.compiler.core.traffic import Placed
+from meshloom.compiler.spec.cost_model import cost_model
 from meshloom.compiler.xla.hlo import parse_module
-from meshloom.compiler.xla.schedule.prices import GROUPED_EFFICIENCY, KERNEL_GAP_SECONDS, KERNEL_SECONDS, Chip
+from meshloom.compiler.xla.schedule.prices import Chip
 from meshloom.compiler.xla.schedule.program import read_steps
 from meshloom.compiler.xla.schedule.simulate import Simulation, simulate
 from support.schedules import module
@@ -36,15 +37,15 @@ def test_a_kernel_that_nothing_is_known_of_is_named_and_takes_a_launch_and_what_
     result = called(target, "(f32[1000000], f32[500])", "f32[9000000]", of=chip(bandwidth=BANDWIDTH))
     assert result.unpriced == {"k.1": f"communication by {target}" if "nccl" in target else target}
     assert result.priced_by == {"nothing": 1}
-    assert result.seconds == pytest.approx(4 * 1_000_500 / BANDWIDTH + KERNEL_GAP_SECONDS)
+    assert result.seconds == pytest.approx(4 * 1_000_500 / BANDWIDTH + cost_model().kernel_gap_seconds)
     small = called(target, "f32[4]", "f32[9000000]", of=chip(bandwidth=BANDWIDTH))
-    assert small.seconds == pytest.approx(KERNEL_SECONDS + KERNEL_GAP_SECONDS)
+    assert small.seconds == pytest.approx(cost_model().kernel_seconds + cost_model().kernel_gap_seconds)
 
 
 def test_results_that_are_operands_are_not_written_for_sure():
     config = ", output_to_operand_aliasing={{0}: (0, {})}"
     result = called("insert_page", "(f32[1000000], f32[500])", "f32[1000000]", config=config, of=chip(bandwidth=1e6))
-    assert result.seconds == pytest.approx(4 * 500 / 1e6 + KERNEL_GAP_SECONDS)
+    assert result.seconds == pytest.approx(4 * 500 / 1e6 + cost_model().kernel_gap_seconds)
 
 
 def test_a_kernel_of_pallas_that_communicates_is_named_so():
@@ -64,7 +65,7 @@ def test_kernels_of_pallas_have_their_own_names():
 def test_kernels_that_only_stream_take_the_time_of_their_bytes(target):
     result = called(target, "bf16[1000000]", "bf16[1000000]", of=chip(bandwidth=BANDWIDTH))
     assert (result.priced_by, result.unpriced) == ({"bytes": 1}, {})
-    assert result.seconds == pytest.approx(4_000_000 / BANDWIDTH + KERNEL_GAP_SECONDS)
+    assert result.seconds == pytest.approx(4_000_000 / BANDWIDTH + cost_model().kernel_gap_seconds)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_kernels_that_only_stream_take_the_time_of_their_bytes(target):
 def test_a_matmul_that_names_no_dimensions_is_known_by_its_shapes(target, result, operands):
     found = called(target, result, *operands)
     assert (found.priced_by, found.unpriced) == ({"flops": 1}, {})
-    assert found.seconds == pytest.approx(2 * 640 * 200 * 320 / FLOPS + KERNEL_GAP_SECONDS)
+    assert found.seconds == pytest.approx(2 * 640 * 200 * 320 / FLOPS + cost_model().kernel_gap_seconds)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_a_gemm_whose_shapes_do_not_say_is_not_known(target, result, operands):
 def test_a_matmul_that_also_communicates_takes_its_arithmetic_at_least():
     found = called("te_comm_gemm_ffi", "bf16[640,320]", "bf16[640,200]", "bf16[200,320]")
     assert found.unpriced == {"k.1": "communication by te_comm_gemm_ffi"}
-    assert found.seconds == pytest.approx(2 * 640 * 200 * 320 / FLOPS + KERNEL_GAP_SECONDS)
+    assert found.seconds == pytest.approx(2 * 640 * 200 * 320 / FLOPS + cost_model().kernel_gap_seconds)
 
 
 FLAT = ("bf16[128000]", "bf16[0]", "bf16[256000]", "bf16[0]", "bf16[0]", "s32[4]", "s32[1]")  # with scales and a bias
@@ -123,9 +124,9 @@ SIZES = (
 def test_a_grouped_matmul_meets_one_matrix_for_each_row_forward_and_for_the_gradient(target, result, operands, config):
     """640 rows of 200, by 4 matrices of 200 x 320."""
     found = called(target, result, *operands, config=config)
-    seconds = 2 * 640 * 200 * 320 / (GROUPED_EFFICIENCY * FLOPS)
+    seconds = 2 * 640 * 200 * 320 / (cost_model().grouped_efficiency * FLOPS)
     assert (found.priced_by, found.unpriced) == ({"flops": 1}, {})
-    assert found.compute_seconds == {"matmul": pytest.approx(seconds + KERNEL_GAP_SECONDS)}
+    assert found.compute_seconds == {"matmul": pytest.approx(seconds + cost_model().kernel_gap_seconds)}
 
 
 NESTED = """%left {
@@ -160,7 +161,9 @@ def test_a_triton_kernel_that_xla_generates_takes_what_its_computation_does(call
     text = module(*lines, f"  ROOT %k = bf16[640,320] {call}", before=NESTED)
     found = simulate(read_steps(parse_module(text), chip()), lambda _: Placed(0.0, ()))
     assert (found.priced_by, found.unpriced) == ({"flops": 1}, {})
-    assert found.compute_seconds == {"matmul": pytest.approx(2 * 640 * 200 * 320 / FLOPS + KERNEL_GAP_SECONDS)}
+    assert found.compute_seconds == {
+        "matmul": pytest.approx(2 * 640 * 200 * 320 / FLOPS + cost_model().kernel_gap_seconds)
+    }
 
 
 def test_a_softmax_by_triton_reads_and_writes_once():
@@ -169,7 +172,7 @@ def test_a_softmax_by_triton_reads_and_writes_once():
     text = module(*lines, f"  ROOT %k = bf16[640,320] fusion(%y), kind=kCustom, calls=%softmax, {kind}", before=NESTED)
     found = simulate(read_steps(parse_module(text), chip(bandwidth=1e6)), lambda _: Placed(0.0, ()))
     assert (found.priced_by, found.unpriced) == ({"bytes": 1}, {})
-    assert found.seconds == pytest.approx(2 * 2 * 640 * 320 / 1e6 + KERNEL_GAP_SECONDS)
+    assert found.seconds == pytest.approx(2 * 2 * 640 * 320 / 1e6 + cost_model().kernel_gap_seconds)
 
 
 QUOTED = '"{{\\"dot_dimension_numbers\\":{{\\"lhs_contracting_dimensions\\":[\\"{}\\"]}}}}"'
@@ -181,7 +184,7 @@ def test_cublas_says_what_it_contracts_in_both_forms(form):
     config = f", backend_config={form.format(0)}"
     found = called("__cublas$gemm", "(bf16[640,320], s8[64])", "bf16[200,640]", "bf16[200,320]", config=config)
     assert found.unpriced == {}
-    assert found.seconds == pytest.approx(2 * 640 * 200 * 320 / FLOPS + KERNEL_GAP_SECONDS)
+    assert found.seconds == pytest.approx(2 * 640 * 200 * 320 / FLOPS + cost_model().kernel_gap_seconds)
 
 
 TE = (
@@ -212,7 +215,9 @@ BAND = SQUARE * (1 / 8 - 1 / 128)  # of a window of 64 keys before each query
 def test_attention_of_libraries_takes_the_arithmetic_that_its_mask_leaves(target, shapes, config, flops):
     found = called(target, f"({shapes[0]}, f32[8])", *shapes, config=config)
     assert (found.priced_by, found.unpriced) == ({"flops": 1}, {})
-    assert found.compute_seconds == {"attention": pytest.approx(flops / (0.5 * FLOPS) + KERNEL_GAP_SECONDS)}
+    assert found.compute_seconds == {
+        "attention": pytest.approx(flops / (0.5 * FLOPS) + cost_model().kernel_gap_seconds)
+    }
 
 
 def test_attention_over_sequences_of_any_length_is_not_known():
@@ -236,7 +241,7 @@ def test_a_convolution_of_cudnn_takes_as_long_forward_as_for_each_gradient(targe
     config = ", window={size=3x3}, dim_labels=bf01_oi01->bf01"
     found = called(target, f"({result}, u8[0])", *operands, config=config)
     assert found.unpriced == {}
-    assert found.seconds == pytest.approx(2 * 4 * 64 * 28 * 28 * 32 * 9 / FLOPS + KERNEL_GAP_SECONDS)
+    assert found.seconds == pytest.approx(2 * 4 * 64 * 28 * 28 * 32 * 9 / FLOPS + cost_model().kernel_gap_seconds)
     assert set(found.compute_seconds) == {"matmul"}
 
 
@@ -250,7 +255,7 @@ def test_sorts_take_all_their_passes():
     """A radix sort of 32 bits passes four times, of keys and values; XLA's own sort of two tiles thrice."""
     radix = called("__cub$DeviceRadixSort", "(u32[1000000], f32[1000000])", "u32[1000000]", "f32[1000000]",
                    of=chip(bandwidth=BANDWIDTH))  # fmt: skip
-    assert radix.seconds == pytest.approx(4 * 2 * 8_000_000 / BANDWIDTH + KERNEL_GAP_SECONDS)
+    assert radix.seconds == pytest.approx(4 * 2 * 8_000_000 / BANDWIDTH + cost_model().kernel_gap_seconds)
 
     def bitonic(length: int) -> float:
         line = f"  ROOT %s = f32[{length},100] sort(%o), dimensions={{0}}, to_apply=%less"

@@ -6,10 +6,11 @@ import pytest
 
 from meshloom.compiler.core.traffic import Placed
 from meshloom.compiler.parallel.registry import OPERATIONS
+from meshloom.compiler.spec.cost_model import cost_model
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.compiler.xla.hlo.groups import parse_groups
 from meshloom.compiler.xla.schedule.kernels import TRITON
-from meshloom.compiler.xla.schedule.prices import GROUPED_EFFICIENCY, KERNEL_GAP_SECONDS, Chip
+from meshloom.compiler.xla.schedule.prices import Chip
 from meshloom.compiler.xla.schedule.program import read_steps
 from meshloom.compiler.xla.schedule.simulate import Simulation, Taken, simulate
 from meshloom.compiler.xla.schedule.steps import (
@@ -477,12 +478,12 @@ def test_matmuls_of_gpus_are_priced_from_their_shapes():
     matmul = computed(steps)["mm"]
     assert matmul.kind == "matmul"
     assert matmul.priced_by == "flops"
-    assert matmul.seconds == pytest.approx(2 * 64 * 128 * 32 / 0.8e6 + KERNEL_GAP_SECONDS)
+    assert matmul.seconds == pytest.approx(2 * 64 * 128 * 32 / 0.8e6 + cost_model().kernel_gap_seconds)
     fast = replace(slow, peak_flops_per_second={"bfloat16": 1e15}, hbm_bytes_per_second=1e6)
     matmul = computed(read_steps(parse_module(module(*lines)), fast))["mm"]
     assert matmul.priced_by == "bytes"
     assert matmul.seconds == pytest.approx(
-        (64 * 128 * 2 + 128 * 32 * 2 + 64 * 32 * 2 + 100) / 0.9e6 + KERNEL_GAP_SECONDS
+        (64 * 128 * 2 + 128 * 32 * 2 + 64 * 32 * 2 + 100) / 0.9e6 + cost_model().kernel_gap_seconds
     )
 
 
@@ -506,8 +507,8 @@ def test_only_what_is_touched_of_an_array_counts_as_moved():
              "  %some = f32[10]{0} fusion(%big, %i), kind=kLoop, calls=%slice",
              "  ROOT %all = f32[1000]{0} fusion(%big, %some, %i), kind=kLoop, calls=%write"]  # fmt: skip
     steps = computed(read_steps(parse_module(module(*lines, before=sliced)), GPU))
-    assert steps["some"].seconds == pytest.approx((40 + 40 + 4) / 0.9e6 + KERNEL_GAP_SECONDS)
-    assert steps["all"].seconds == pytest.approx((40 + 40 + 4) / 0.9e6 + KERNEL_GAP_SECONDS)
+    assert steps["some"].seconds == pytest.approx((40 + 40 + 4) / 0.9e6 + cost_model().kernel_gap_seconds)
+    assert steps["all"].seconds == pytest.approx((40 + 40 + 4) / 0.9e6 + cost_model().kernel_gap_seconds)
 
 
 def test_copies_to_the_host_and_back_run_beside_the_compute():
@@ -710,7 +711,7 @@ def test_a_kernel_that_says_its_flops_is_priced_by_them():
     line = f'  ROOT %k = bf16[8]{{0}} custom-call(%x), custom_call_target="tpu_custom_call", {config}'
     result = simulated(module(line))
     assert (result.priced_by, result.unpriced) == ({"flops": 1}, {})
-    assert result.seconds == pytest.approx(1200 / (GROUPED_EFFICIENCY * 1e3))
+    assert result.seconds == pytest.approx(1200 / (cost_model().grouped_efficiency * 1e3))
 
 
 @pytest.mark.parametrize(
@@ -730,8 +731,8 @@ def test_a_grouped_matmul_of_a_gpu_takes_one_matrix_for_each_row_that_is_filled(
     chip = replace(GPU, peak_flops_per_second={"bfloat16": 1e6}, hbm_bytes_per_second=1e12, matmul_share=0.5)
     found = simulated(text, chip=chip)
     assert (found.priced_by, found.unpriced) == ({"flops": 1}, {})
-    seconds = 0.5 * 2 * 64 * 16 * 32 / (0.5 * GROUPED_EFFICIENCY * 1e6)
-    assert found.seconds == pytest.approx(seconds + KERNEL_GAP_SECONDS)
+    seconds = 0.5 * 2 * 64 * 16 * 32 / (0.5 * cost_model().grouped_efficiency * 1e6)
+    assert found.seconds == pytest.approx(seconds + cost_model().kernel_gap_seconds)
     assert simulated(text.replace("experts=routed", "other"), chip=chip).unpriced == {"k": "k"}
 
 
@@ -746,7 +747,7 @@ def test_an_attention_kernel_of_cudnn_says_whether_it_has_a_mask(mask, share):
         read_steps(parse_module(module(*lines)), replace(GPU, attention_shares={64: 0.5}, hbm_bytes_per_second=1e15))
     ).values()
     flops = 2 * 2 * 2 * 4 * 256 * 512 * 64 * share
-    assert found.seconds == pytest.approx(flops / (0.5 * 1e9) + KERNEL_GAP_SECONDS)
+    assert found.seconds == pytest.approx(flops / (0.5 * 1e9) + cost_model().kernel_gap_seconds)
 
 
 def test_a_slice_in_a_nested_fusion_counts_as_the_slice():
@@ -768,7 +769,7 @@ def test_a_slice_in_a_nested_fusion_counts_as_the_slice():
     lines = ["  %big = f32[1000]{0} broadcast(%x)", "  %i = s32[] constant(0)",
              "  ROOT %some = f32[10]{0} fusion(%big, %i), kind=kOutput, calls=%outer"]  # fmt: skip
     steps = computed(read_steps(parse_module(module(*lines, before=fused)), GPU))
-    assert steps["some"].seconds == pytest.approx((40 + 40 + 4) / 0.9e6 + KERNEL_GAP_SECONDS)
+    assert steps["some"].seconds == pytest.approx((40 + 40 + 4) / 0.9e6 + cost_model().kernel_gap_seconds)
 
 
 def test_a_slice_behind_a_view_counts_as_the_slice():
@@ -796,7 +797,7 @@ def test_a_slice_behind_a_view_counts_as_the_slice():
              "  ROOT %all = f32[100,10]{1,0} fusion(%big, %some, %i), kind=kLoop, calls=%write"]  # fmt: skip
     steps = computed(read_steps(parse_module(module(*lines, before=fused)), GPU))
     for name in ("some", "all"):  # 40 bytes there, 40 back, and where
-        assert steps[name].seconds == pytest.approx((40 + 40 + 4) / 0.9e6 + KERNEL_GAP_SECONDS), name
+        assert steps[name].seconds == pytest.approx((40 + 40 + 4) / 0.9e6 + cost_model().kernel_gap_seconds), name
 
 
 @pytest.mark.parametrize(
