@@ -74,7 +74,7 @@ def test_all_examples_of_the_page_are_one_session(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"runs"}
 
 
-@pytest.mark.release
+@pytest.mark.ci
 @pytest.mark.tpu
 def test_the_snippet_of_the_readme(tmp_path):
     """Four layers: the compile is the longest part of it, and nothing else depends on their number."""
@@ -92,7 +92,7 @@ def test_a_step_of_ones_own_is_compiled_for_a_tpu_that_is_not_there(tmp_path):
     assert "all-gather over fsdp on ICI" in told
 
 
-@pytest.mark.release
+@pytest.mark.ci
 def test_a_notebook_shows_results_once_and_nothing_else(tmp_path):
     """All cells of the page, and what an IPython kernel shows of a plan, a step and a mistake."""
     mistake = 'meshloom.plan("model.embed_dim=100", "seed=x")'

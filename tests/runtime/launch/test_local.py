@@ -130,7 +130,7 @@ RUN = (*SMALL, "model.num_layers=1", "num_steps=3", "schedule.num_warmup_steps=1
 @pytest.mark.parametrize(
     "launch",
     [
-        pytest.param(("launch.num_processes=4",), marks=pytest.mark.release),
+        ("launch.num_processes=4",),
         ("launch.num_processes=4", "launch.num_slices=2"),  # GKE's variables, replica over the network of the slices
     ],
 )

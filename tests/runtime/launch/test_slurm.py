@@ -124,7 +124,7 @@ def test_a_cancelled_job_is_not_queued_again(cluster, submit, tmp_path):
     assert said(tmp_path) == ["0 0 7", "0 1 7"]
 
 
-@pytest.mark.release
+@pytest.mark.ci
 def test_a_run_that_is_preempted_saves_once_and_goes_on(cluster, submit, tmp_path):
     job = submit("num_steps=400", "model.num_layers=1", "checkpoint.every_num_steps=1000")
     metrics = tmp_path / "run/metrics.jsonl"

@@ -59,7 +59,7 @@ def wait_for_rows(sweep: Path, number: int) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.release
+@pytest.mark.ci
 def test_a_sweep_that_is_killed_in_the_middle_has_each_row_exactly_once_when_it_is_typed_again(tmp_path):
     """Of its points some abort in C++, some hang and some take all memory that they may."""
     (tmp_path / "trouble.py").write_text(TROUBLE)

@@ -114,7 +114,7 @@ def _interrupt(folder: Path, with_signal: signal.Signals) -> tuple[int, str, str
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("with_signal", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.release)])
+@pytest.mark.parametrize("with_signal", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_run_goes_on_as_if_nothing_had_been(finished, tmp_path, with_signal):
     code, out, err = _interrupt(tmp_path, with_signal)
     assert code == 128 + with_signal, err
