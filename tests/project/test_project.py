@@ -52,8 +52,8 @@ def test_every_command_of_the_readme_is_right(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_published(tmp_path / "DIR", spec_of().model)
     readme = (ROOT / "README.md").read_text()
-    lines = [line.split("  ")[0] for line in re.findall(r"^    meshloom (?:train|explain|compile) (.*)$", readme, re.M)]
-    lines += [line.split("  ")[0] for line in re.findall(r"^    meshloom (?:data|launch) (.*)$", readme, re.M)]
+    found = re.findall(r"(?:^    |`)meshloom (?:train|explain|compile|launch|tune) ([^`\n]*)", readme, re.M)
+    lines = [line.split("  ")[0] for line in found]
     assert len(lines) >= 8
     for line in lines:
         words = [word for word in shlex.split(line) if not word.startswith("-")]
@@ -280,7 +280,7 @@ def test_tracebacks_name_the_real_files():
 
 
 def test_links_of_the_readme_and_docs_lead_somewhere():
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", ROOT / "bench" / "README.md", *(ROOT / "docs").glob("*.md")]:
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert link.startswith("https://") or (page.parent / link).exists(), f"{page.name}: {link}"
 
