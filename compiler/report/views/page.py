@@ -85,7 +85,7 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan | None = Non
         config=_config(plan) if plan else [],
         notes=reasons,
         unknown=unknown,
-        report_json=report.model_dump(mode="json"),
+        report_json=report.model_dump(mode="json", exclude={"collectives": {"__all__": {"origin"}}}),  # it has the text
         script=script,
         style=style,
         script_hash=policy_hash(script),
