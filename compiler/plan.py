@@ -13,6 +13,7 @@ from meshloom.models.adapter import only_adapters
 
 from .core.errors import Problem
 from .core.format import counted
+from .core.known import each_known, or_unknown
 from .core.partition_spec import axes_of
 from .core.trees import leaves_by_path, like, nested_dict, pick
 from .jaxpr.flops import ModelFlops
@@ -29,6 +30,7 @@ from .spec.plan_spec import AnyPlanSpec, PlanSpec
 from .target.compiler_options import Options, describe_presets, inert_presets
 from .target.mesh import MeshPlan
 from .target.target import TargetPlan
+from .work import NO_PEAK_RATE, Work
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,17 @@ class Plan(Generic[AnyPlanSpec]):
     def roles(self) -> AxisRoles:
         """Returns what each mesh axis splits."""
         return self.sharding.roles
+
+    @property
+    def work(self) -> Work:
+        """Returns the work of a step, which turns its seconds into rates."""
+        peak = or_unknown(self.target.peak_flops_per_second, NO_PEAK_RATE)
+        return Work(
+            tokens_per_step=self.spec.tokens_per_step,
+            model_flops=or_unknown(self.model_flops.per_step, self.model_flops.why_unknown),
+            num_chips=self.target.num_chips,
+            peak_flops_per_second=each_known(peak, lambda of_one: of_one * self.target.num_devices),
+        )
 
     @property
     def model_flops_per_step(self) -> int | None:

@@ -17,9 +17,10 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from meshloom.models.config import Record
 
 from .core.collectives import ComputeKind
-from .core.known import OrUnknown, Reasoned, Unknown, all_known
+from .core.known import OrUnknown, Reasoned, Unknown, all_known, each_known
 from .core.traffic import TimedTraffic
 from .spec.overlap_spec import OverlapConfig
+from .work import Work
 
 SCHEMA_VERSION = 16  # of report.json and plan.json
 
@@ -261,6 +262,18 @@ class Report(Reasoned):
     alternatives: tuple[Alternative, ...]  # the declared step first; empty where nothing else could be estimated
     build: OrUnknown[BuildReport]
     overrides: tuple[str, ...]  # as typed; empty: nothing was declared
+
+    @property
+    def work(self) -> Work:
+        """Returns the work of a step, which turns its seconds into rates."""
+        return Work(
+            tokens_per_step=self.program.tokens_per_step,
+            model_flops=self.program.model_flops_per_step,
+            num_chips=self.target.num_chips,
+            peak_flops_per_second=each_known(
+                self.target.peak_flops_per_second, lambda of_one: of_one * self.target.num_chips
+            ),
+        )
 
 
 def total(values: Iterable[float | Unknown]) -> float | Unknown:

@@ -16,13 +16,13 @@ from ..core.known import Unknown, each_known, or_unknown
 from ..core.scopes import OperationName, is_sum_of_matmul
 from ..core.traffic import Placed, TrafficSource
 from ..estimate.communication import PlannedCollective
-from ..jaxpr.flops import ModelFlops
 from ..parallel.operation import ParallelOp, find_source
 from ..parallel.registry import OPERATIONS
 from ..plan import Plan
 from ..schema import CollectiveReport, Event, StepReport
 from ..target.accuracy import CALIBRATED, accuracy_of
 from ..target.target import TargetPlan
+from ..work import Work
 from ..xla.hlo import Module
 from ..xla.schedule import Simulation, simulate
 from ..xla.schedule.prices import Chip
@@ -58,17 +58,18 @@ class ScheduleAnalysis:
 
 @dataclass(frozen=True)
 class Declared:
-    """The facts that a plan gives about its program. paths: the paths of all parameters. planned: its collectives. ops:
-    its operations. stages: the ticks of its pipeline, and the stage of each device; None where it has none."""
+    """The facts that a plan gives about its program. paths: the paths of all parameters. planned: its collectives.
+    work: what its step does; None without a declaration. ops: its operations. stages: the ticks of its pipeline, and
+    the stage of each device; None where it has none."""
 
     paths: Sequence[str]
     planned: Sequence[PlannedCollective]
-    model_flops: ModelFlops
+    work: Work | None
     ops: Sequence[ParallelOp]
     stages: StagedDevices | None = None
 
 
-NOTHING_DECLARED = Declared((), (), ModelFlops(None, ()), OPERATIONS)
+NOTHING_DECLARED = Declared((), (), None, OPERATIONS)
 
 
 def analyse_schedule(
@@ -84,7 +85,7 @@ def analyse_schedule(
     other ticks."""
     paths = [array.array.path for array in plan.sharding.parameters]
     devices = ProgramDevices(plan.mesh.placement, order)
-    return analyse_program(module, devices, Declared(paths, planned, plan.model_flops, plan.ops, stages))
+    return analyse_program(module, devices, Declared(paths, planned, plan.work, plan.ops, stages))
 
 
 def analyse_program(
@@ -125,7 +126,7 @@ def analyse_program(
     return ScheduleAnalysis(
         collectives=collectives,
         matches=matches,
-        step=_step(result, placed, target, declared),
+        step=_step(result, placed, target, known.work),
         events=schedule_events(result.segments, steps, collectives) if target.chip is not None else (),
         compute_seconds=result.operations if target.chip is not None else {},
         dones={done.by: done.name for done in every(steps, Done)},
@@ -279,7 +280,7 @@ def nothing_timed(why: str) -> StepReport:
 
 
 def _step(
-    result: Simulation, placed: Mapping[str, Placed], target: TargetPlan, declared: Declared | None
+    result: Simulation, placed: Mapping[str, Placed], target: TargetPlan, work: Work | None
 ) -> StepReport:
     if target.chip is None:
         return nothing_timed(NO_CHIP)
@@ -302,7 +303,7 @@ def _step(
         predicted_seconds=whole,
         predicted_range_seconds=each_known(whole, accuracy.range_of) if accuracy else Unknown(CALIBRATED),
         predicted_range_basis=each_known(whole, lambda _: str(accuracy)) if accuracy else Unknown(CALIBRATED),
-        predicted_mfu=_mfu(whole, target, declared),
+        predicted_mfu=work.mfu(whole) if work else Unknown(NOT_DECLARED),
         roofline_seconds=Unknown(NOT_DECLARED),
         bound_seconds=Unknown(NOT_DECLARED),
         num_unpriced=len(result.unpriced),
@@ -310,18 +311,6 @@ def _step(
         num_bounded=len(result.bounded),
         bounded_seconds=sum(result.bounded.values()),
     )
-
-
-def _mfu(seconds: float | Unknown, target: TargetPlan, declared: Declared | None) -> float | Unknown:
-    if declared is None:
-        return Unknown(NOT_DECLARED)
-    if target.peak_flops_per_second is None:
-        return Unknown("the chip's peak in the compute type is not known")
-    if declared.model_flops.per_step is None:
-        return Unknown(declared.model_flops.why_unknown or "")
-    if isinstance(seconds, Unknown):
-        return seconds
-    return declared.model_flops.per_step / (seconds * target.peak_flops_per_second * target.num_devices)
 
 
 def _untimed(result: Simulation) -> list[str]:

@@ -120,7 +120,7 @@ def least_step_seconds(plan: Plan) -> float | Unknown:
     trained = sum(each.bytes_per_device for each in plan.sharding.parameters if each.array.is_trained)
     written = trained + memory.master + memory.optimizer
     read = (memory.master or trained) + memory.optimizer
-    return max(flops / (peak * target.num_devices), (read + written) / bandwidth)
+    return each_known(plan.work.seconds_at_peak(flops), lambda least: max(least, (read + written) / bandwidth))
 
 
 def _part(scope: str, stacks: dict[str, str]) -> str:

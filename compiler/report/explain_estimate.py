@@ -74,12 +74,12 @@ def _verdict_of(what: str, needed: int, limit: int | None, fits: bool | None) ->
 
 def _time(plan: Plan, time: StepTime[float]) -> str:
     """Returns the time of a step as text, with the waits by mesh axes, the longest first."""
-    tokens = plan.spec.tokens_per_step / time.seconds / plan.target.num_chips
+    rate = text_of(plan.work.tokens_per_second_per_chip(time.seconds), "{:,.0f}".format)
     waited = sorted(time.exposed.items(), key=lambda one: -one[1])
     exposed = ", ".join(f"{human_seconds(seconds)} over {'+'.join(axes)}" for axes, seconds in waited if seconds > 0)
     accuracy = accuracy_of(plan.target, "estimated")
     between = f" ({human_range(accuracy.range_of(time.seconds))}: {accuracy})" if accuracy else ""
-    text = f"{human_seconds(time.seconds)}{between}, {tokens:,.0f} tokens per second and chip; compute"
+    text = f"{human_seconds(time.seconds)}{between}, {rate} tokens per second and chip; compute"
     bubble = "" if time.bubble is None else f", bubble {human_seconds(time.bubble)}"
     return f"{text} {human_seconds(time.compute_seconds)}, exposed communication {exposed or 'none'}{bubble}"
 

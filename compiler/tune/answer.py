@@ -11,6 +11,7 @@ import numpy as np
 
 from ..core.errors import ConfigError, Problem
 from ..core.format import human_bytes
+from ..core.known import known
 from ..driver import plan_run
 from ..estimate.estimated_step import assume_overlap, overrides_of
 from ..estimate.program_costs import Numbers
@@ -18,6 +19,7 @@ from ..search.evaluation import Evaluation, evaluate_plan
 from ..spec.overlap_spec import OverlapSpec
 from ..spec.plan_spec import Objective, PlanSpec
 from ..target.target import TargetPlan
+from ..work import Work
 from .families import Family, Key, Reference, TracePoint, family_key, find_families, group_candidates
 from .price import Prices, price_candidates
 from .space import MeshCandidate, Refused, Variant, find_candidates
@@ -32,7 +34,7 @@ TOO_LARGE, REFUSED = 1e15, 1e18
 @dataclass(frozen=True, kw_only=True)
 class Estimated(Evaluation):
     """A candidate with an estimate of its own. fits: True if it fits in the share of memory that a candidate may take.
-    mfu: by the model's FLOPs. cost: the price of a million tokens; None if a chip-hour has no price. overlap: the
+    work: what its step does. cost: the price of a million tokens; None if a chip-hour has no price. overlap: the
     overlap of the estimated step."""
 
     candidate: MeshCandidate
@@ -41,7 +43,7 @@ class Estimated(Evaluation):
     exposed_seconds: float
     peak_bytes: int
     host_bytes: int
-    mfu: float | None
+    work: Work
     cost: float | None
     overlap: OverlapSpec
 
@@ -51,8 +53,8 @@ class Estimated(Evaluation):
         return (*self.candidate.overrides, *overrides_of(self.overlap, self.candidate.variant.spec.overlap))
 
     @property
-    def tokens_per_second(self) -> float:
-        return self.candidate.variant.spec.tokens_per_step / self.seconds
+    def mfu(self) -> float | None:
+        return known(self.work.mfu(self.seconds))
 
 
 @dataclass(frozen=True)
@@ -226,11 +228,11 @@ def _estimate_best(prices: Prices, limit: int, spec: PlanSpec, run: Runner) -> t
 
 @dataclass(frozen=True)
 class Exact:
-    """The evaluation of one declaration by its own estimate, with its model's FLOPs and the overlap of the estimated
+    """The evaluation of one declaration by its own estimate, with the work of its step and the overlap of the estimated
     step."""
 
     evaluation: Evaluation
-    model_flops: int | None
+    work: Work
     overlap: OverlapSpec
 
 
@@ -241,16 +243,15 @@ def estimate_spec(spec: PlanSpec) -> Exact:
     if found.why_not is not None:
         problem = Problem("model", f"its time cannot be estimated: {found.why_not}", "see `meshloom explain`")
         raise ConfigError([problem])
-    return Exact(found, plan.model_flops_per_step, assume_overlap(plan))
+    return Exact(found, plan.work, assume_overlap(plan))
 
 
 def _estimated(one: MeshCandidate, exact: Exact, limit: int) -> Estimated:
     target, figures = one.variant.target(), vars(exact.evaluation)
-    seconds, peak, peak_bytes = figures["seconds"], target.peak_flops_per_second, figures["peak_bytes"]
-    mfu = exact.model_flops / (seconds * peak * target.num_devices) if exact.model_flops and peak else None
+    seconds, peak_bytes = figures["seconds"], figures["peak_bytes"]
     cost = cost_per_million_tokens(one.variant.spec, target, seconds)
     figures = figures | {"fits": peak_bytes <= limit}
-    return Estimated(candidate=one, mfu=mfu, cost=cost, overlap=exact.overlap, **figures)
+    return Estimated(candidate=one, work=exact.work, cost=cost, overlap=exact.overlap, **figures)
 
 
 def cost_per_million_tokens(spec: PlanSpec, target: TargetPlan, seconds: float) -> float | None:

@@ -28,7 +28,7 @@ from ..processes.devices import TooFewSimulated, plan_without_devices
 from ..processes.distributed import Processes
 from ..processes.process_log import process_log
 from ..rundir.run_dir import as_typed
-from .outcomes import outcome_of_error, tokens_per_second_per_chip
+from .outcomes import outcome_of_error
 from .rows import Figures, Outcome, SweepCommand, Task
 
 LOG = logging.getLogger("meshloom")
@@ -97,7 +97,6 @@ def outcome_of_plan(plan: Plan, estimate: StepEstimate, model: str | None) -> Ou
         compute_seconds=time and time.compute_seconds,
         exposed_seconds=time and time.exposed_seconds,
         bubble_seconds=time and time.bubble_seconds,
-        mfu=_mfu(plan, step),
         peak_bytes=memory.peak_bytes * per_chip,
         limit_bytes=limit_bytes(plan.target),
         fits=memory.fits,
@@ -121,7 +120,8 @@ def _common(plan: Plan, seconds: float | None) -> dict[str, Any]:
         "tokens_per_step": spec.tokens_per_step,
         "num_parameters": plan.num_parameters,
         "step_seconds": seconds,
-        "tokens_per_second_per_chip": tokens_per_second_per_chip(spec.tokens_per_step, seconds, target.num_chips),
+        "tokens_per_second_per_chip": seconds and known(plan.work.tokens_per_second_per_chip(seconds)),
+        "mfu": seconds and known(plan.work.mfu(seconds)),
     }
 
 
@@ -142,7 +142,6 @@ def outcome_of_compiled(compiled: Compiled, plan: Plan) -> Outcome:
         compute_seconds=known(step.compute_seconds),
         exposed_seconds=known(step.exposed_seconds),
         bubble_seconds=known(step.bubble_seconds),
-        mfu=known(step.predicted_mfu),
         peak_bytes=known(memory.peak_bytes_per_chip),
         limit_bytes=known(memory.limit_bytes_per_chip),
         fits=known(memory.fits),
@@ -162,8 +161,3 @@ def _lack(figures: Figures) -> str:
     needed = "more" if figures.peak_bytes is None else human_bytes(figures.peak_bytes)
     limit = "its memory" if figures.limit_bytes is None else human_bytes(figures.limit_bytes)
     return f"needs {needed} of {limit} per chip"
-
-
-def _mfu(plan: Plan, seconds: float | None) -> float | None:
-    peak, flops = plan.target.peak_flops_per_second, plan.model_flops_per_step
-    return flops / (seconds * peak * plan.target.num_devices) if seconds and peak and flops is not None else None

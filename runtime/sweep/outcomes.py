@@ -7,6 +7,8 @@ from statistics import median_high
 
 from meshloom.compiler.core.errors import DOES_NOT_FIT, MISTAKE, ConfigError
 from meshloom.compiler.core.format import human_bytes, human_seconds
+from meshloom.compiler.core.known import known
+from meshloom.compiler.work import Work
 
 from ..rundir.folders import RunFolder
 from .rows import KILLED, TIMED_OUT, Figures, Outcome
@@ -72,10 +74,6 @@ def outcome_of_memory(num_bytes: int, allowed_bytes: int, *, is_limit: bool) -> 
     )
 
 
-def tokens_per_second_per_chip(tokens: int, seconds: float | None, num_chips: int) -> float | None:
-    return tokens / seconds / num_chips if seconds else None
-
-
 def _figures_of_run(run_dir: Path, model: str | None) -> Figures | None:
     """Returns the figures of a run, from its files; None if it wrote no plan."""
     run = RunFolder(run_dir)
@@ -83,13 +81,12 @@ def _figures_of_run(run_dir: Path, model: str | None) -> Figures | None:
         plan, spec = run.plan, run.spec
     except ConfigError:
         return None
-    target, program = plan["target"], plan["program"]
+    target, program, work = plan["target"], plan["program"], Work.of_plan_file(plan)
     metrics = run.steps
     last = metrics[-1] if metrics else {}
     times = [one["step_seconds"] for one in metrics[len(metrics) // 4 :]]  # the first steps are slower
     seconds = median_high(times) if times else None
     held_out = next((one["eval_loss"] for one in reversed(metrics) if one["eval_loss"] is not None), None)
-    peak, flops = target["peak_flops_per_second_per_device"], program["model_flops_per_step"]
     used = [f"{axis}={size}" for axis, size in plan["mesh"].items() if size > 1]
     return Figures(
         basis="measured",
@@ -103,8 +100,8 @@ def _figures_of_run(run_dir: Path, model: str | None) -> Figures | None:
         tokens_per_step=program["tokens_per_step"],
         num_parameters=program["num_parameters"],
         step_seconds=seconds,
-        tokens_per_second_per_chip=tokens_per_second_per_chip(program["tokens_per_step"], seconds, target["num_chips"]),
-        mfu=flops / (seconds * peak * target["num_devices"]) if seconds and peak and flops is not None else None,
+        tokens_per_second_per_chip=seconds and known(work.tokens_per_second_per_chip(seconds)),
+        mfu=seconds and known(work.mfu(seconds)),
         final_loss=_finite(last.get("loss")),
         evaluation_loss=_finite(held_out),
         last_step=last.get("step"),

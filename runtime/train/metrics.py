@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from meshloom.compiler.core.known import known
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
 
@@ -60,13 +61,6 @@ def by_layer(auxiliary: Mapping[str, np.ndarray], how: Literal["mean", "each"]) 
     }
 
 
-def mfu(plan: Plan[RunSpec], step_seconds: float) -> float | None:
-    """Returns the model FLOPs utilisation over all devices, remat excluded; None if the target's peak or the model's
-    FLOPs are unknown."""
-    peak, flops = plan.target.peak_flops_per_second, plan.model_flops_per_step
-    return flops / (step_seconds * peak * plan.target.num_devices) if peak and flops is not None else None
-
-
 def metrics_of(
     plan: Plan[RunSpec],
     step: int,
@@ -92,7 +86,7 @@ def metrics_of(
         step_seconds=seconds,
         input_wait_seconds=input_wait_seconds,
         num_targets=round(float(read["num_targets"])),
-        mfu=mfu(plan, seconds),
+        mfu=known(plan.work.mfu(seconds)),
         num_tokens=num_tokens,
         time=time.time(),
         spent=spent,

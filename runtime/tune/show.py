@@ -5,6 +5,7 @@ Its candidates are also rows in the form of a sweep, so that one table and one p
 
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,12 @@ from meshloom.compiler.core.format import (
     human_share,
     three_digits,
 )
+from meshloom.compiler.core.known import known, text_of
 from meshloom.compiler.search.evaluation import Evaluation
 from meshloom.compiler.target.accuracy import accuracy_of, best_published_mfu
 from meshloom.compiler.tune.answer import Answer, Estimated, WhatIf, cost_per_million_tokens
 from meshloom.compiler.tune.space import MeshCandidate
+from meshloom.compiler.work import Work
 
 from ..sweep.read import versions
 from ..sweep.rows import SCHEMA_VERSION, Figures, Point, Row, SweepFile, row_of
@@ -124,8 +127,8 @@ def _figures(answer: Answer, one: Estimated) -> dict[str, str]:
     """Returns the figures by the names of their columns; "" for what a candidate has not."""
     return {
         "step": human_seconds(one.seconds),
-        "tokens/s/chip": human_count(one.tokens_per_second / answer.target.num_chips),
-        "MFU": human_share(one.mfu) if one.mfu is not None else "unknown",
+        "tokens/s/chip": text_of(one.work.tokens_per_second_per_chip(one.seconds), human_count),
+        "MFU": text_of(one.work.mfu(one.seconds), human_share),
         "exposed": human_share(one.exposed_seconds / one.seconds),
         "bubble": human_share(one.bubble_seconds / one.seconds) if one.bubble_seconds else "",
         "memory": human_bytes(one.peak_bytes * answer.target.devices_per_chip),
@@ -208,7 +211,7 @@ def rows_of(answer: Answer, model: str, compiled: Sequence[CompiledCandidate]) -
 
 def row_of_estimate(index: int, answer: Answer, one: Estimated, model: str, target: str | None = None) -> Row:
     """Returns the row of one of the best. target: as typed, if several targets are compared."""
-    figures = _figures_of_candidate(answer, one.candidate, one, one.mfu, model)
+    figures = _figures_of_candidate(answer, one.candidate, one, one.work, model)
     typed = {} if target is None else {"target": target}
     words = (*(f"{key}={value}" for key, value in typed.items()), *one.candidate.overrides)
     return Row(index=index, overrides=words, swept=typed | dict(one.candidate.values), status="done", figures=figures)
@@ -224,20 +227,18 @@ def row_of_compiled(index: int, each: CompiledCandidate) -> Row:
 def _row_of_price(index: int, answer: Answer, place: int, model: str) -> Row:
     one, found = answer.prices.candidates[place], answer.prices.evaluation(place, answer.limit_bytes)
     first, needed = answer.best[0], human_bytes(found.peak_bytes or 0)
-    mfu = first.mfu * first.seconds / found.seconds if first.mfu and found.seconds else None  # for the same FLOPs
+    work = replace(first.work, tokens_per_step=one.variant.spec.tokens_per_step)  # of the same model and chips
     return Row(
         index=index,
         overrides=one.overrides,
         swept=dict(one.values),
         status="done" if found.fits else "does_not_fit",
         why=None if found.fits else f"needs {needed} of {human_bytes(answer.limit_bytes)}",
-        figures=_figures_of_candidate(answer, one, found, mfu, model),
+        figures=_figures_of_candidate(answer, one, found, work, model),
     )
 
 
-def _figures_of_candidate(
-    answer: Answer, one: MeshCandidate, found: Evaluation, mfu: float | None, model: str
-) -> Figures:
+def _figures_of_candidate(answer: Answer, one: MeshCandidate, found: Evaluation, work: Work, model: str) -> Figures:
     """Returns the figures of a candidate whose time and memory are known."""
     target, accuracy = answer.target, accuracy_of(answer.target, "estimated")
     assert found.seconds is not None, "a space has only candidates whose time is known"
@@ -250,8 +251,8 @@ def _figures_of_candidate(
         compute_seconds=found.compute_seconds,
         exposed_seconds=found.exposed_seconds,
         bubble_seconds=found.bubble_seconds,
-        tokens_per_second_per_chip=one.variant.spec.tokens_per_step / found.seconds / target.num_chips,
-        mfu=mfu,
+        tokens_per_second_per_chip=known(work.tokens_per_second_per_chip(found.seconds)),
+        mfu=known(work.mfu(found.seconds)),
         peak_bytes=found.peak_bytes * target.devices_per_chip,
         fits=found.runs,
     )

@@ -88,10 +88,8 @@ def _of_imbalance(report: Report, own: Fact) -> tuple[Fact, ...]:
 
 def _tokens(report: Report) -> Iterator[Fact]:
     """Yields the tokens per second and chip, if the time and the tokens of the step are known."""
-    seconds, tokens = report.step.predicted_seconds, report.program.tokens_per_step
-    if seconds and tokens:
-        value = f"{tokens / seconds / report.target.num_chips:,.0f}"
-        yield Fact(PER_CHIP, value, "predicted", "plain")
+    if rate := report.work.tokens_per_second_per_chip(report.step.predicted_seconds):
+        yield Fact(PER_CHIP, f"{rate:,.0f}", "predicted", "plain")
 
 
 def _whole_step(report: Report) -> Fact | None:

@@ -22,7 +22,6 @@ from meshloom.compiler.report.explain import explain, plan_as_json
 from meshloom.compiler.report.views.facts import unknown_values
 from meshloom.compiler.xla.aot import Built, LoweredStep, OutOfMemory
 from meshloom.compiler.xla.fingerprint import Fingerprint
-from meshloom.runtime.train.metrics import mfu
 
 MODEL = """
 import jax, jax.numpy as jnp
@@ -193,7 +192,7 @@ def test_what_cannot_be_counted_is_unknown_and_named(plan_with, case):
     place = f"their_mix.py:{1 + next(n for n, text in enumerate(source_lines()) if line in text)}"
     told = plan_as_json(plan)
     assert told["program"]["model_flops_per_step"] is None
-    assert mfu(plan, 1.0) is None
+    assert isinstance(plan.work.mfu(1.0), Unknown)
     reason = told["unknown"]["program.model_flops_per_step"]
     for part in (f"{name} at {place}, in layers", why, fix):
         assert part in reason

@@ -13,6 +13,7 @@ from meshloom.compiler.report.views.profile import show_profile
 from meshloom.compiler.tune.answer import Answer, Estimated, WhatIf
 from meshloom.compiler.tune.price import Prices
 from meshloom.compiler.tune.space import find_candidates
+from meshloom.compiler.work import Work
 from meshloom.runtime.cli.runs import show_runs
 from meshloom.runtime.rundir.profile_files import read_profile
 from meshloom.runtime.sweep.rows import Row
@@ -24,6 +25,7 @@ from support.profiles import MODULE, STEPS, TPU_STEP, write_run
 from support.sweeps import figures, point, sweep_file
 from support.traces import tpu_trace
 
+WORK = Work(tokens_per_step=8192, model_flops=10**15, num_chips=8, peak_flops_per_second=4e14)
 LONG = Path("multirun/2026-11-26/00-09-22")
 
 
@@ -37,7 +39,7 @@ def _answer() -> Answer:
     best = tuple(
         Estimated(candidate=one, seconds=8.96 + n, compute_seconds=8.0, exposed_seconds=0.96 + n,
                   exposed={("fsdp",): 0.5 + n, ("fsdp", "tensor"): 0.46}, peak_bytes=2**33, host_bytes=0, fits=True,
-                  host_fits=None, mfu=0.4312, cost=0.0123, overlap=one.variant.spec.overlap)
+                  host_fits=None, work=WORK, cost=0.0123, overlap=one.variant.spec.overlap)
         for n, one in enumerate(candidates[:6])
     )  # fmt: skip
     ones = np.ones(len(candidates))
