@@ -279,9 +279,7 @@ def nothing_timed(why: str) -> StepReport:
     )
 
 
-def _step(
-    result: Simulation, placed: Mapping[str, Placed], target: TargetPlan, work: Work | None
-) -> StepReport:
+def _step(result: Simulation, placed: Mapping[str, Placed], target: TargetPlan, work: Work | None) -> StepReport:
     if target.chip is None:
         return nothing_timed(NO_CHIP)
     left_out = "; ".join(_left_out(result, placed))

@@ -7,11 +7,12 @@ from typing import Any
 
 from ...core.console import Column, Console, Part, Table
 from ...core.format import counted, human_seconds
+from ...core.known import Unknown, text_of
 from ...profile.account import execution_events, roles_of
 from ...profile.compare import Compared, KindRow, OperationRow, ProfileReport, compared
 from ...profile.prediction import Prediction
 from ...profile.trace import Execution
-from ...schema import Event
+from ...schema import Event, total
 from .page import compact_timeline, policy_hash, template_environment, template_source
 from .summary import show_files
 from .timeline import by_stage
@@ -82,9 +83,8 @@ def _together(rows: Sequence[OperationRow]) -> Operations:
 
 
 def _added(values: Sequence[Compared]) -> Compared:
-    predicted = [each.predicted_seconds for each in values]
-    known = [each for each in predicted if each is not None]
-    return compared(sum(each.measured_seconds for each in values), sum(known) if len(known) == len(predicted) else None)
+    predicted = total(each.predicted_seconds for each in values)
+    return compared(sum(each.measured_seconds for each in values), predicted)
 
 
 def _difference(one: Operations) -> float:
@@ -139,7 +139,7 @@ def _marked(events: Iterable[Event], mark: str, sources: dict[str, str]) -> tupl
 
 def show_profile(report: ProfileReport, console: Console, *, files: Sequence[Path], is_by_name: bool = False) -> None:
     """Prints the profile. is_by_name: whether each operation is listed alone, with the name of its instruction."""
-    is_predicted = report.step.predicted_seconds is not None
+    is_predicted = not isinstance(report.step.predicted_seconds, Unknown)
     console.wrapped((report.model, "bold"), f" on {report.target}: {traced(report)}, a step took {spread(report)}")
     if report.calibration:
         console.wrapped(("calibrated", "bold"), f" {report.calibration.describe()}")
@@ -198,8 +198,8 @@ def _cells(value: Compared, is_predicted: bool) -> list[Part]:
     measured = human_seconds(value.measured_seconds)
     if not is_predicted:
         return [measured]
-    predicted = UNKNOWN if value.predicted_seconds is None else human_seconds(value.predicted_seconds)
-    return [measured, predicted, "" if value.ratio is None else f"{value.ratio:.2f}"]
+    predicted = UNKNOWN if isinstance(value.predicted_seconds, Unknown) else human_seconds(value.predicted_seconds)
+    return [measured, predicted, text_of(value.ratio, "{:.2f}".format, "")]
 
 
 def _notes(report: ProfileReport) -> list[list[Part]]:
