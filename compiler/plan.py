@@ -30,7 +30,7 @@ from .spec.plan_spec import AnyPlanSpec, PlanSpec
 from .target.compiler_options import Options, describe_presets, inert_presets
 from .target.mesh import MeshPlan
 from .target.target import TargetPlan
-from .work import NO_PEAK_RATE, Work
+from .work import NO_PEAK_RATE, StepWork
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,10 @@ class Plan(Generic[AnyPlanSpec]):
         return self.sharding.roles
 
     @property
-    def work(self) -> Work:
+    def work(self) -> StepWork:
         """Returns the work of a step, which turns its seconds into rates."""
         peak = or_unknown(self.target.peak_flops_per_second, NO_PEAK_RATE)
-        return Work(
+        return StepWork(
             tokens_per_step=self.spec.tokens_per_step,
             model_flops=or_unknown(self.model_flops.per_step, self.model_flops.why_unknown),
             num_chips=self.target.num_chips,

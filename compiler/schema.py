@@ -20,7 +20,7 @@ from .core.collectives import ComputeKind
 from .core.known import OrUnknown, Reasoned, Unknown, all_known, each_known
 from .core.traffic import TimedTraffic
 from .spec.overlap_spec import OverlapConfig
-from .work import Work
+from .work import StepWork
 
 SCHEMA_VERSION = 16  # of report.json and plan.json
 
@@ -264,9 +264,9 @@ class Report(Reasoned):
     overrides: tuple[str, ...]  # as typed; empty: nothing was declared
 
     @property
-    def work(self) -> Work:
+    def work(self) -> StepWork:
         """Returns the work of a step, which turns its seconds into rates."""
-        return Work(
+        return StepWork(
             tokens_per_step=self.program.tokens_per_step,
             model_flops=self.program.model_flops_per_step,
             num_chips=self.target.num_chips,

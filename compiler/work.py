@@ -10,7 +10,7 @@ NO_PEAK_RATE = "the chip's peak in the compute type is not known"
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """The work of a step. model_flops: of a step on all devices, remat excluded. peak_flops_per_second: of all devices,
     in the compute type."""
 

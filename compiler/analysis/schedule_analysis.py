@@ -22,7 +22,7 @@ from ..plan import Plan
 from ..schema import CollectiveReport, Event, StepReport
 from ..target.accuracy import CALIBRATED, accuracy_of
 from ..target.target import TargetPlan
-from ..work import Work
+from ..work import StepWork
 from ..xla.hlo import Module
 from ..xla.schedule import Simulation, simulate
 from ..xla.schedule.prices import Chip
@@ -64,7 +64,7 @@ class Declared:
 
     paths: Sequence[str]
     planned: Sequence[PlannedCollective]
-    work: Work | None
+    work: StepWork | None
     ops: Sequence[ParallelOp]
     stages: StagedDevices | None = None
 
@@ -279,7 +279,7 @@ def nothing_timed(why: str) -> StepReport:
     )
 
 
-def _step(result: Simulation, placed: Mapping[str, Placed], target: TargetPlan, work: Work | None) -> StepReport:
+def _step(result: Simulation, placed: Mapping[str, Placed], target: TargetPlan, work: StepWork | None) -> StepReport:
     if target.chip is None:
         return nothing_timed(NO_CHIP)
     left_out = "; ".join(_left_out(result, placed))

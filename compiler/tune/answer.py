@@ -19,7 +19,7 @@ from ..search.evaluation import Evaluation, evaluate_plan
 from ..spec.overlap_spec import OverlapSpec
 from ..spec.plan_spec import Objective, PlanSpec
 from ..target.target import TargetPlan
-from ..work import Work
+from ..work import StepWork
 from .families import Family, Key, Reference, TracePoint, family_key, find_families, group_candidates
 from .price import Prices, price_candidates
 from .space import MeshCandidate, Refused, Variant, find_candidates
@@ -43,7 +43,7 @@ class Estimated(Evaluation):
     exposed_seconds: float
     peak_bytes: int
     host_bytes: int
-    work: Work
+    work: StepWork
     cost: float | None
     overlap: OverlapSpec
 
@@ -232,7 +232,7 @@ class Exact:
     step."""
 
     evaluation: Evaluation
-    work: Work
+    work: StepWork
     overlap: OverlapSpec
 
 

@@ -8,7 +8,7 @@ from statistics import median_high
 from meshloom.compiler.core.errors import DOES_NOT_FIT, MISTAKE, ConfigError
 from meshloom.compiler.core.format import human_bytes, human_seconds
 from meshloom.compiler.core.known import known
-from meshloom.compiler.work import Work
+from meshloom.compiler.work import StepWork
 
 from ..rundir.folders import RunFolder
 from .rows import KILLED, TIMED_OUT, Figures, Outcome
@@ -81,7 +81,7 @@ def _figures_of_run(run_dir: Path, model: str | None) -> Figures | None:
         plan, spec = run.plan, run.spec
     except ConfigError:
         return None
-    target, program, work = plan["target"], plan["program"], Work.of_plan_file(plan)
+    target, program, work = plan["target"], plan["program"], StepWork.of_plan_file(plan)
     metrics = run.steps
     last = metrics[-1] if metrics else {}
     times = [one["step_seconds"] for one in metrics[len(metrics) // 4 :]]  # the first steps are slower

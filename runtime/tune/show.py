@@ -25,7 +25,7 @@ from meshloom.compiler.search.evaluation import Evaluation
 from meshloom.compiler.target.accuracy import accuracy_of, best_published_mfu
 from meshloom.compiler.tune.answer import Answer, Estimated, WhatIf, cost_per_million_tokens
 from meshloom.compiler.tune.space import MeshCandidate
-from meshloom.compiler.work import Work
+from meshloom.compiler.work import StepWork
 
 from ..sweep.read import versions
 from ..sweep.rows import SCHEMA_VERSION, Figures, Point, Row, SweepFile, row_of
@@ -238,7 +238,7 @@ def _row_of_price(index: int, answer: Answer, place: int, model: str) -> Row:
     )
 
 
-def _figures_of_candidate(answer: Answer, one: MeshCandidate, found: Evaluation, work: Work, model: str) -> Figures:
+def _figures_of_candidate(answer: Answer, one: MeshCandidate, found: Evaluation, work: StepWork, model: str) -> Figures:
     """Returns the figures of a candidate whose time and memory are known."""
     target, accuracy = answer.target, accuracy_of(answer.target, "estimated")
     assert found.seconds is not None, "a space has only candidates whose time is known"

@@ -9,10 +9,10 @@ import pytest
 import meshloom.compiler
 from conftest import plan_of
 from meshloom.compiler.core.known import Unknown
-from meshloom.compiler.work import Work
+from meshloom.compiler.work import StepWork
 
 ROOT = Path(meshloom.compiler.__file__).resolve().parent.parent
-WORK = Work(tokens_per_step=4096, model_flops=6 * 10**12, num_chips=2, peak_flops_per_second=4 * 10**12)
+WORK = StepWork(tokens_per_step=4096, model_flops=6 * 10**12, num_chips=2, peak_flops_per_second=4 * 10**12)
 
 
 def test_rates_follow_from_the_seconds_of_a_step():

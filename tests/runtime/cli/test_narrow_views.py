@@ -13,7 +13,7 @@ from meshloom.compiler.report.views.profile import show_profile
 from meshloom.compiler.tune.answer import Answer, Estimated, WhatIf
 from meshloom.compiler.tune.price import Prices
 from meshloom.compiler.tune.space import find_candidates
-from meshloom.compiler.work import Work
+from meshloom.compiler.work import StepWork
 from meshloom.runtime.cli.runs import show_runs
 from meshloom.runtime.rundir.profile_files import read_profile
 from meshloom.runtime.sweep.rows import Row
@@ -25,7 +25,7 @@ from support.profiles import MODULE, STEPS, TPU_STEP, write_run
 from support.sweeps import figures, point, sweep_file
 from support.traces import tpu_trace
 
-WORK = Work(tokens_per_step=8192, model_flops=10**15, num_chips=8, peak_flops_per_second=4e14)
+WORK = StepWork(tokens_per_step=8192, model_flops=10**15, num_chips=8, peak_flops_per_second=4e14)
 LONG = Path("multirun/2026-11-26/00-09-22")
 
 

@@ -11,7 +11,7 @@ from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.compiler.tune.answer import Estimated
 from meshloom.compiler.tune.space import find_candidates
-from meshloom.compiler.work import Work
+from meshloom.compiler.work import StepWork
 from meshloom.runtime.tune.variants import find_space, write_experiment
 
 DECLARED = (
@@ -65,7 +65,7 @@ def test_the_winners_file_declares_the_winner(tmp_path):
     folder.mkdir()
     winner = Estimated(
         candidate=one, seconds=1.0, compute_seconds=1.0, exposed_seconds=0.0, peak_bytes=1, host_bytes=0, fits=True,
-        host_fits=None, work=Work(1, 1, 1, Unknown("no peak")), cost=None, overlap=one.spec().overlap,
+        host_fits=None, work=StepWork(1, 1, 1, Unknown("no peak")), cost=None, overlap=one.spec().overlap,
     )  # fmt: skip
     write_experiment(space, winner, folder / "winner.yaml", "it is the fastest")
     request = Request(tuple(search_path_override(["experiment=winner"], str(tmp_path))))
