@@ -25,6 +25,7 @@ from typing import Any
 from compiled_rows import NOT_COMPILED, Overrides, keep, make_rows, markdown, parser_of, read_kept, versions_of
 from prediction_range import BASES, GROUPINGS, LONG, Run, coverage, find_least, kind_of, source_of, table_of
 from published_recipes import RECIPES, Recipe
+from pydantic import TypeAdapter
 
 from meshloom.compiler.analysis.schedule_analysis import analyse_schedule
 from meshloom.compiler.core.errors import ConfigError
@@ -32,6 +33,7 @@ from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.roofline import least_step_seconds
+from meshloom.compiler.schema import CollectiveReport
 from meshloom.compiler.target.accuracy import TABLE
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.runtime.processes.devices import plan_without_devices
@@ -225,7 +227,7 @@ def again(run_dir: Path, declaration: Overrides) -> dict[str, Any]:
         plan = read_spec(Request(declaration), then=plan_run)
         found = analyse_schedule(parse_module(text.read_text()), plan, ())
         report["step"] = found.step.model_dump()
-        report["collectives"] = [each.model_dump() for each in found.collectives]
+        report["collectives"] = TypeAdapter(list[CollectiveReport]).dump_python([*found.collectives], mode="json")
     return report
 
 

@@ -86,7 +86,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects the tests of other tiers, unless tests are chosen by name or by `-m`."""
-    tiers = config.getoption("tier")
+    tiers = config.getoption("tier") or TIERS
     if tiers == TIERS or config.getoption("markexpr") or any("::" in argument for argument in config.args):
         return
     config.hook.pytest_deselected(items=[item for item in items if tier_of(item) not in tiers])

@@ -109,6 +109,13 @@ def each_known(value: T | Unknown, then: Callable[[T], R]) -> R | Unknown:
     return value if isinstance(value, Unknown) else then(value)
 
 
+def why_unknown(value: Any) -> str:
+    """Returns the reason of an unknown value. Raises TypeError for a value that is known."""
+    if not isinstance(value, Unknown):
+        raise TypeError(f"{value!r} is known")
+    return value.why
+
+
 def text_of(value: T | Unknown, human: Callable[[T], str], unknown: str = "unknown") -> str:
     """Returns a value as text."""
     return unknown if isinstance(value, Unknown) else human(value)

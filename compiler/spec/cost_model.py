@@ -68,7 +68,7 @@ class Sourced(Record):
 @cache
 def cost_model() -> CostModel:
     """Returns the numbers of the cost model."""
-    return CostModel(**{name: each.value for name, each in sourced_numbers().items()})
+    return CostModel.model_validate({name: each.value for name, each in sourced_numbers().items()})
 
 
 @cache

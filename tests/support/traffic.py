@@ -1,7 +1,9 @@
 """Sources of collectives, written as reports show them."""
 
 import re
+from typing import Literal, cast
 
+from meshloom.compiler.core.scopes import Pass
 from meshloom.compiler.core.traffic import TrafficSource
 
 BY_SIZE = " (inferred from its size)"
@@ -21,7 +23,7 @@ def origin(text: str) -> TrafficSource:
         others=tuple(others),
         num_more=int(said[2] or 0),
         is_inferred=text.endswith(BY_SIZE),
-        in_pass=said[3] or "",
+        in_pass=cast(Pass | Literal[""], said[3] or ""),
     )
     assert str(found) == text
     return found

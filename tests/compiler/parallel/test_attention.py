@@ -72,7 +72,7 @@ def test_attention_is_that_of_a_float64_loop(case):
     ids_BT = None if ids is None else jnp.asarray(ids)
     for sinks in (None, SINKS):
         sinks_H = None if sinks is None else jnp.asarray(sinks)
-        ours = attend(*map(jnp.asarray, (q, k, v)), ids_BT, sinks_H, mask=Mask(window), **options)
+        ours = attend(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), ids_BT, sinks_H, mask=Mask(window), **options)
         np.testing.assert_allclose(ours, numpy_attend(q, k, v, ids, sinks, window=window, **options), atol=2e-6)
 
 

@@ -14,7 +14,7 @@ from meshloom.compiler.parallel.attention.cudnn import attend_cudnn
 from meshloom.compiler.spec.target_names import chip_file, kinds
 from meshloom.compiler.spec.target_spec import SwitchSpec
 from meshloom.models.mask import Mask
-from meshloom.runtime.cli import ahead as explain_module
+from meshloom.runtime.cli import explain as explain_module
 from meshloom.runtime.cli.main import run
 
 GPUS = [kind for kind in kinds() if kind != "cpu" and isinstance(chip_file(kind)[1], SwitchSpec)]

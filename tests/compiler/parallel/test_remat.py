@@ -120,12 +120,12 @@ def test_the_input_of_any_models_layers_has_a_name():
     assert estimate_step(plan).memory.host_bytes == 3 * 16 * 16 * 32 * FLOAT32_BYTES
 
 
-def test_a_name_that_no_layer_has_is_an_error_with_those_that_there_are():
+def test_a_name_that_no_layer_has_is_an_error_with_the_nearest_one():
     with pytest.raises(ConfigError) as refused:
         plan_of("target=cpu-1", "remat=offload", "remat.names=[layer_inputs]")
     (problem,) = refused.value.problems
     assert problem.where == "remat.names[0]"
-    assert {"layer_input", "mlp_gate", "mlp_up", "hidden"} <= set(problem.fix.replace(",", " ").split())
+    assert "layer_input" in problem.fix.replace(",", " ").split()
 
 
 @pytest.mark.parametrize("loop", tiered(LOOPS, plain=["prefetch"], release=["unrolled"]))
@@ -158,10 +158,10 @@ def _attention(*overrides: str) -> tuple[int, dict[str, int]]:
     """(FLOPs of attention in the traced step; how often each kind of collective exchanges keys and values)."""
     found = estimate_step(plan_of(*ATTENTION, "global_batch_size=4", *overrides))
     (flops,) = [part.flops for part in found.roofline if part.name == "attention"]
-    assert flops is not None
+    assert isinstance(flops, int)
     exchanged = Counter[str]()
     for each in found.communication:
-        if each.source is not None and each.source.startswith("attention"):
+        if str(each.origin).startswith("attention"):
             exchanged[each.kind] += each.count
     return flops, dict(exchanged)
 

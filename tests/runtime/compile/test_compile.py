@@ -23,7 +23,7 @@ from meshloom.compiler.analysis.lint import TOO_EXPOSED
 from meshloom.compiler.analysis.program_memory import PeakMemory
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, ConfigError
-from meshloom.compiler.core.known import Unknown, known
+from meshloom.compiler.core.known import Unknown, known, why_unknown
 from meshloom.compiler.core.traffic import TrafficSource
 from meshloom.compiler.core.user_imports import code_allowed_from
 from meshloom.compiler.declare.compose import Request
@@ -204,8 +204,8 @@ def test_a_refused_program_still_has_a_report(lowered_step, needed):
     report = report_of(CompiledStep(plan, estimate_step(plan), lowered_step, refused, NO_PROGRAM, NO_PROGRAM))
     assert known(report.memory.peak_bytes_per_chip) == needed
     assert report.memory.fits is False
-    assert "does not fit" in report.step.predicted_seconds.why
-    assert "refused" in report.memory.breakdown["gradients"].why
+    assert "does not fit" in why_unknown(report.step.predicted_seconds)
+    assert "refused" in why_unknown(report.memory.breakdown["gradients"])
 
 
 def test_arrays_in_the_hosts_memory_are_a_figure_of_their_own(lowered_step):
@@ -314,7 +314,7 @@ def test_a_text_that_cannot_be_read_costs_no_artifact(artifact, tmp_path, capsys
     assert compile_step(job, run, request=Request(TINY), model=None, console=Console()).refusal == 0
     report = Report.model_validate_json((run / "report.json").read_text())
     assert report.collectives == ()
-    assert "cannot be read" in report.step.predicted_seconds.why
+    assert "cannot be read" in why_unknown(report.step.predicted_seconds)
     assert isinstance(report.memory.breakdown["gradients"], int) == is_memory_known
     assert report.memory.peak_bytes_per_chip, "what the compiler says of its memory is not in the text"
     assert read_artifact(run).built == built
