@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from meshloom.models.config import Record
+from meshloom.models.record import Record
 
 from .core.collectives import ComputeKind
 from .core.known import OrUnknown, Reasoned, Unknown, all_known, each_known

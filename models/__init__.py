@@ -4,9 +4,8 @@ families are in family_configs.py."""
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .config import ModelConfig
-
 if TYPE_CHECKING:
+    from .config import ModelConfig
     from .contract import (
         IGNORED_TARGET,
         PADDING_TARGET,
@@ -42,7 +41,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports contract.py, and JAX and Flax with it, when one of its names is used: a declaration needs neither."""
+    """Imports the module of a name when it is used: a declaration needs neither JAX nor Flax, which contract.py
+    imports, and a program is read without NumPy, which config.py imports."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(".contract", __name__), name)
+    return getattr(import_module(".config" if name == "ModelConfig" else ".contract", __name__), name)

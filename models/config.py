@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import numpy as np
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationInfo, field_validator
+from pydantic import PositiveInt, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
+
+from .record import Record, mistake
 
 if TYPE_CHECKING:
     from .contract import Model
@@ -23,12 +24,6 @@ LEAST_FLOAT32 = float(np.finfo(np.float32).tiny)  # devices flush anything small
 MOST_FLOAT32 = float(np.finfo(np.float32).max)
 
 Bound = Ge | Gt | Le | Lt
-
-
-class Record(BaseModel):
-    """A frozen node of a file that a program writes and reads. Strict: `1` is not a boolean and `"3"` not a number."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
 
 class Config(Record):
@@ -59,12 +54,6 @@ class ModelConfig(Config):
     def build(self) -> "Model":
         """Returns the pieces of the model; allocates nothing."""
         raise NotImplementedError
-
-
-def mistake(what: str, fix: str, key: str | None = None) -> PydanticCustomError:
-    """Returns the error of a validator: what is wrong with a field, and the fix. key: the field, for a validator of a
-    whole node."""
-    return PydanticCustomError("mistake", "{what}", {"what": what, "fix": fix} | ({"key": key} if key else {}))
 
 
 def check_numbers(value: Any, field: FieldInfo) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from meshloom.models.config import mistake
+from meshloom.models.record import mistake
 
 from .places import (
     PlaceError,

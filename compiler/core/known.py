@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 from pydantic import BaseModel, GetCoreSchemaHandler, model_serializer
 from pydantic_core import CoreSchema, core_schema
 
-from meshloom.models.config import Record
+from meshloom.models.record import Record
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from meshloom.models.config import Record
+from meshloom.models.record import Record
 
 from ..core.collectives import CollectiveKind, ComputeKind, LinkKind
 from ..core.format import counted, human_names

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, PositiveInt
 
-from meshloom.models.config import Record
+from meshloom.models.record import Record
 
 from ..analysis.schedule_analysis import NO_CHIP, analyse_schedule
 from ..core.collectives import ComputeKind

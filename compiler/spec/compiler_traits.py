@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from meshloom.models.config import Record
+from meshloom.models.record import Record
 
 from ..core.collectives import CollectiveKind
 from ..core.config_types import CompilerOption

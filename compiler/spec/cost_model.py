@@ -9,7 +9,7 @@ from importlib.resources import files
 import yaml
 from pydantic import PositiveFloat, PositiveInt
 
-from meshloom.models.config import Record
+from meshloom.models.record import Record
 
 from ..core.config_types import Text, UpToOne
 

@@ -8,7 +8,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from meshloom.models.config import Record
+from meshloom.models.record import Record
 
 from ..core.collectives import CollectiveKind
 from ..core.config_types import CompilerOption

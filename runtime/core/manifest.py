@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, ValidationError
 
-from meshloom.models.config import Record
+from meshloom.models.record import Record
 
 from .files import Folder, file_sha256, file_sizes, is_remote, replace_json
 

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt, ValidationError
 
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
-from meshloom.models.config import Record
+from meshloom.models.record import Record
 
 from .store import Shard, TokenStore
 from .tokenizers import TokenizerIdentity

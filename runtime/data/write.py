@@ -13,7 +13,7 @@ from typing import BinaryIO, Self
 import numpy as np
 from pydantic import JsonValue, NonNegativeInt
 
-from meshloom.models.config import Record
+from meshloom.models.record import Record
 
 from ..core.files import file_sha256, replace_json
 from .chats import TODAY

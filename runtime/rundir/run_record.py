@@ -18,7 +18,7 @@ from pydantic import NonNegativeInt
 
 from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
-from meshloom.models.config import Record
+from meshloom.models.record import Record
 
 from ..core.files import replace_text
 from ..core.interruptible import before_leaving

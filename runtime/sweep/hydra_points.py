@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.declare.application import HydraJob, make_sources_portable
-from meshloom.models.config import Record
+from meshloom.models.record import Record
 
 from ..core.files import replace_text
 from .engine import Engine

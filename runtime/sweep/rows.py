@@ -15,7 +15,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt
 
 from meshloom.compiler.declare.application import register_function
 from meshloom.compiler.declare.compose import Request
-from meshloom.models.config import Record
+from meshloom.models.record import Record
 
 SCHEMA_VERSION = 1  # of sweep.json and sweep.jsonl
 

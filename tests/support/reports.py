@@ -1,5 +1,6 @@
 """Reports as the compiler makes them, put together by hand from round figures, with the events of their timelines."""
 
+import json
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -44,6 +45,14 @@ def llama_plan() -> Plan:
     """The plan that goes with the reports below."""
     overrides = (*OVERRIDES, f"target=cpu-{NUM_CHIPS}", "data=synthetic")
     return read_spec(Request(overrides), then=plan_run)
+
+
+def in_page(report: Report) -> dict[str, Any]:
+    """Returns what the page of a report holds: report.json, with sources as texts alone."""
+    written = json.loads(report.model_dump_json())
+    for each in written["collectives"]:
+        del each["origin"]
+    return written
 
 
 @cache

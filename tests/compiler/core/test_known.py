@@ -8,7 +8,7 @@ from pydantic import NonNegativeFloat, ValidationError
 
 import meshloom.compiler
 from meshloom.compiler.core.known import OrUnknown, Reasoned, Unknown, all_known, as_json, each_known
-from meshloom.models.config import Record
+from meshloom.models.record import Record
 
 ROOT = Path(meshloom.compiler.__file__).resolve().parent.parent
 
