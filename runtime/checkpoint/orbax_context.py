@@ -1,6 +1,6 @@
 """Orbax as all checkpoints are read and written with it.
 
-Importing it takes long, so start.py imports this when there is a checkpoint to read.
+Importing it takes long, so find.py imports this when there is a checkpoint to read.
 """
 
 from typing import Any

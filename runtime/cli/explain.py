@@ -21,9 +21,10 @@ def explain_command(request: Request, flags: argparse.Namespace) -> int:
     given. Raises ConfigError for a declaration that cannot be planned, or a checkpoint that it cannot restore."""
     plan, start = read_spec(request, then=_plan)
     console, estimate = Console(off_terminal_width=240), estimate_step(plan)
-    for line in start.lines():
+    lines = start.lines()
+    for line in lines:
         console.wrapped(line)
-    if start.lines():
+    if lines:
         console.line()
     explain(plan, console, estimate)
     does_not_fit = False in (estimate.memory.fits, estimate.memory.host_fits)

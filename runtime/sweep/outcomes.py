@@ -1,5 +1,6 @@
 """Makes the outcome of a point from the files of its run, from an error, or from the way that its process died."""
 
+import logging
 import math
 import signal
 from pathlib import Path
@@ -10,8 +11,10 @@ from meshloom.compiler.core.format import human_bytes, human_seconds
 from meshloom.compiler.core.known import known
 from meshloom.compiler.work import StepWork
 
-from ..rundir.folders import RunFolder
+from ..rundir.folders import PLAN, RunFolder
 from .rows import KILLED, TIMED_OUT, Figures, Outcome
+
+LOG = logging.getLogger("meshloom")
 
 CRASHED = 1
 
@@ -79,7 +82,9 @@ def _figures_of_run(run_dir: Path, model: str | None) -> Figures | None:
     run = RunFolder(run_dir)
     try:
         plan, spec = run.plan, run.spec
-    except ConfigError:
+    except ConfigError as error:
+        if (run_dir / PLAN).exists():
+            LOG.warning(f"{run_dir}: no figures: {error}")
         return None
     target, program, work = plan["target"], plan["program"], StepWork.of_plan_file(plan)
     metrics = run.steps

@@ -80,7 +80,8 @@ class Replay(Observer):
     def __init__(self, run: ObservedRun):
         self._run, self._plan, self._spec, self._mesh = run, run.plan, run.spec, mesh_of(run.plan)
         self._losses: deque[float] = deque(maxlen=NUM_LOSSES)
-        self._specs = leaves_by_path(run.plan.specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
+        specs = leaves_by_path(run.plan.specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
+        self._specs = dict(sorted(specs.items()))  # the order in which JAX hands on the values of a dict
         over_devices = PartitionSpec(self._mesh.axis_names)
         digest = jax.shard_map(_sums_of_bits, in_specs=(self._specs,), out_specs=over_devices, check_vma=False)
         self._digest = jax.jit(digest, out_shardings=NamedSharding(self._mesh, PartitionSpec()))

@@ -65,7 +65,10 @@ def workers(target: TargetSpec, console: Console) -> Iterator[Runner]:
 
     def over(doing: str) -> Callable[[Callable[[T], R], Sequence[T]], Iterator[R]]:
         def mapped(function: Callable[[T], R], values: Sequence[T]) -> Iterator[R]:
-            return progress(console, doing, pool.map(function, values).result(), len(values)) if values else iter(())
+            def results() -> Iterator[R]:  # waits for the first one, so it begins within the bar
+                yield from pool.map(function, values).result()
+
+            return progress(console, doing, results(), len(values)) if values else iter(())
 
         return mapped
 

@@ -31,6 +31,8 @@ def filled(name: str, **values: Any) -> dict[str, Any]:
 def _without_empty(node: Any) -> Any:
     if isinstance(node, list):
         return [_without_empty(each) for each in node]
+    if isinstance(node, str):  # JSON writes a character beyond U+FFFF as two halves, which YAML does not join
+        return node.encode("utf-16", "surrogatepass").decode("utf-16")
     if not isinstance(node, dict):
         return node
     kept = {key: _without_empty(value) for key, value in node.items()}

@@ -446,6 +446,12 @@ def test_a_compiler_that_takes_too_long_is_ended_and_its_options_named(compiled)
     assert str(compiled) not in [each.info["cwd"] for each in psutil.process_iter(["cwd"])], "it has ended"
 
 
+def without_frames(text: str) -> str:
+    """A program without its tables of source lines: they name the file that Python was started with."""
+    text = re.sub(r"\n(?:FileNames|FunctionNames|FileLocations|StackFrames)\n(?:.+\n)*", "\n", text)
+    return re.sub(r" ?stack_frame_id=\d+", "", text)
+
+
 @pytest.mark.ci
 def test_what_a_process_with_a_budget_compiled_is_the_same(compiled):
     """Also with the user's own configs, which the child gets: it leaves the one program."""
@@ -458,7 +464,7 @@ def test_what_a_process_with_a_budget_compiled_is_the_same(compiled):
     assert len([path for path in (compiled / "budget/artifacts").iterdir() if path.is_dir()]) == 1
     assert json.loads((compiled / "budget_run/report.json").read_text())["build"]["cache"] == "miss"
     ours, theirs = (read_artifact(compiled / name) for name in ("budget_run", "run"))
-    assert ours.built.text == theirs.built.text
+    assert without_frames(ours.built.text) == without_frames(theirs.built.text)
     assert "train it: meshloom train" in (compiled / "budget_run/logs/compiler.log").read_text()
 
 
