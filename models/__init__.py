@@ -45,4 +45,10 @@ def __getattr__(name: str) -> Any:
     imports, and a program is read without NumPy, which config.py imports."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(".config" if name == "ModelConfig" else ".contract", __name__), name)
+    module = import_module(".config" if name == "ModelConfig" else ".contract", __name__)
+    globals()[name] = value = getattr(module, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

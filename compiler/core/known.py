@@ -74,9 +74,11 @@ class Reasoned(Record):
         """Returns the record that a file holds, with its reasons in the place of nulls."""
         try:
             node = json.loads(json_data)
-        except ValueError:  # pydantic has the error
+        except (ValueError, RecursionError):  # pydantic has the error
             return super().model_validate_json(json_data, **options)
-        reasons = node.pop("unknown", {}) if isinstance(node, dict) else {}
+        given = node.pop("unknown", {}) if isinstance(node, dict) else {}
+        pairs = given.items() if isinstance(given, dict) else ()
+        reasons = {path: why for path, why in pairs if isinstance(why, str)}
         return super().model_validate_json(json.dumps(_with_unknowns(node, "", reasons)), **options)
 
 
@@ -154,10 +156,15 @@ def _joined(name: str, path: str) -> str:
     return name + (f".{path}" if path and not path.startswith("[") else path)
 
 
+def _is_of_all(pattern: str, path: str) -> bool:
+    """Returns True if a path that stands for all elements of lists, `rows[*].cells[1]`, has another one among them."""
+    return "[*]" in pattern and re.fullmatch(re.escape(pattern).replace(r"\[\*\]", r"\[\d+\]"), path) is not None
+
+
 def _with_unknowns(node: Any, path: str, reasons: Mapping[str, str]) -> Any:
     """Returns JSON with the reason of each null that has one in its place."""
     if node is None:
-        why = reasons.get(path) or reasons.get(re.sub(r"\[\d+\]", "[*]", path))
+        why = reasons.get(path) or next((why for each, why in reasons.items() if _is_of_all(each, path)), None)
         return None if why is None else {"why": why}
     if isinstance(node, dict):
         paths = {name: f"{path}.{name}" if path else name for name in node}

@@ -123,8 +123,9 @@ class Reading:
 
     @property
     def is_refused(self) -> bool:
-        """Returns True if there are problems, and planning the rest can find no other."""
-        return bool(self.problems) and (self.spec is None or bool(_RESTS_ON["mesh"] & _roots(self.dropped)))
+        """Returns True if there are problems, and planning the rest can find no other: all that it finds rests on the
+        target."""
+        return bool(self.problems) and (self.spec is None or "target" in _roots(self.dropped))
 
 
 def read_request(request: Request) -> Reading:

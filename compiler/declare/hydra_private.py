@@ -57,8 +57,14 @@ def _yaml_loader() -> Any:
     if not yaml.__with_libyaml__:
         return get_yaml_loader()
 
-    class Loader(yaml.CSafeLoader, get_yaml_loader()):
-        """CSafeLoader has the parser and comes first; OmegaConf's has the forms of numbers."""
+    omegaconf_loader = get_yaml_loader()
+
+    class Loader(yaml.CSafeLoader, omegaconf_loader):
+        """CSafeLoader has the parser and comes first; OmegaConf's has the forms of numbers, whatever other packages
+        have added to CSafeLoader's."""
+
+        yaml_implicit_resolvers = omegaconf_loader.yaml_implicit_resolvers
+        yaml_constructors = omegaconf_loader.yaml_constructors
 
     return Loader
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import ConfigError, Problem
-from ..core.own_config import own_config
 from ..core.places import PUBLISHED, PlaceError, local_path
+from ..spec.own_config import own_config
 from .published_folder import CONFIG, PublishedFolder
 
 FAMILY = "from_hf"

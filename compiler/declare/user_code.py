@@ -17,6 +17,7 @@ from meshloom.models.config import Config
 from meshloom.models.family_configs import MODELS
 
 from ..core.errors import ConfigError, Problem
+from ..core.user_code import blamed_on_user
 from ..core.user_imports import load_class
 from ..optim.configs import OPTIMIZERS, SCHEDULES, OptimizerConfig, ScheduleConfig
 from .run_spec import RunSpec
@@ -64,7 +65,10 @@ def spec_class(values: Mapping[str, Any]) -> tuple[type[RunSpec], list[Problem]]
             continue
         try:
             tag: dict[str, Any] = {point.key: (Literal[path], ...)}
-            theirs = create_model(path, __base__=load_class(path, point.where, point.base), **tag)
+            loaded = load_class(path, point.where, point.base)
+            with blamed_on_user(point.where, f"reading the fields of {path}", is_theirs=True):
+                loaded.model_rebuild()  # `Record` puts it off
+            theirs = create_model(path, __base__=loaded, **tag)
         except ConfigError as error:
             problems += error.problems
             nodes[point.node] = (Any, ...)

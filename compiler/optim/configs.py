@@ -47,6 +47,11 @@ class ScheduleConfig(Config):
 
     num_warmup_steps: NonNegativeInt  # linear, from peak / num_warmup_steps to the peak
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        if "build" in vars(cls):
+            raise TypeError(f"{cls.__name__}.build would not be called: a schedule has `decay`, after the warm-up")
+
     def decay(self, peak: float, num_steps: int) -> "optax.Schedule":
         """Returns the learning rate over the `num_steps` after the warm-up, as a function of 0 .. num_steps - 1."""
         raise NotImplementedError

@@ -18,7 +18,7 @@ from ..spec.calibration_spec import Calibration
 from ..xla.hlo import Instruction, Module, parse_module
 from ..xla.schedule.prices import instruction_kind
 
-PREDICTION_VERSION = 2  # of predicted.json
+PREDICTION_VERSION = 3  # of predicted.json
 _CONTAINERS = frozenset({"call", "conditional", "while"})  # their events contain those of what they run
 _NOTHING = frozenset({"constant", "get-tuple-element", "parameter", "tuple"})
 
@@ -44,7 +44,7 @@ class PredictedCollective(Record):
 class Prediction(Reasoned):
     """A program and its prediction. module: its name in a trace. containers: instructions that only run others."""
 
-    schema_version: Literal[2]
+    schema_version: Literal[3]
     module: str
     model: str
     target: str

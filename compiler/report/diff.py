@@ -114,8 +114,9 @@ def diff_runs(a: Run, b: Run) -> Diff:
     def of_reports(values: Callable[[Report], Any]) -> tuple[Difference, ...]:
         return changes(values(both[0]), values(both[1])) if both else ()
 
-    told = {"schema_version", "arrays"} | ({key for key in (*a.plan, *b.plan) if key.startswith(TOLD_BY_REPORT)}
-                                           if both else set())  # fmt: skip
+    told = {"schema_version", "arrays", "unknown"}
+    if both:
+        told |= {key for key in (*a.plan, *b.plan) if key.startswith(TOLD_BY_REPORT)}
     return Diff(
         schema_version=DIFF_VERSION,
         runs=(a.name, b.name),

@@ -11,7 +11,7 @@ from meshloom.models.record import Record
 
 from ..core.collectives import CollectiveKind
 from ..core.config_types import CompilerOption
-from ..core.own_config import own_config
+from .own_config import own_config
 
 
 class CompilerTraits(Record):

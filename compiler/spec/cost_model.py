@@ -4,14 +4,13 @@ Those of a chip are in its own file (conf/target).
 """
 
 from functools import cache
-from importlib.resources import files
 
-import yaml
 from pydantic import PositiveFloat, PositiveInt
 
 from meshloom.models.record import Record
 
 from ..core.config_types import Text, UpToOne
+from .own_config import own_config
 
 
 class CostModel(Record):
@@ -74,5 +73,4 @@ def cost_model() -> CostModel:
 @cache
 def sourced_numbers() -> dict[str, Sourced]:
     """Returns the file's contents: each number with its source."""
-    text = files("meshloom.conf").joinpath("calibration", "_cost_model.yaml").read_text()
-    return {name: Sourced(**each) for name, each in yaml.safe_load(text).items()}
+    return {name: Sourced(**each) for name, each in own_config("calibration/_cost_model.yaml").items()}

@@ -12,7 +12,7 @@ from meshloom.models.record import Record
 
 from ..core.collectives import CollectiveKind
 from ..core.config_types import CompilerOption
-from ..core.own_config import own_config
+from .own_config import own_config
 
 Moved = Literal["weights", "activations"]
 Options = Mapping[str, CompilerOption]

@@ -12,7 +12,7 @@ from importlib.resources import files
 
 from ..core.errors import Problem, use_one_of
 from ..core.format import counted
-from ..core.own_config import own_config
+from .own_config import own_config
 from .target_spec import ChipShape, ChipSpec, SwitchSpec, TorusSpec, nearest_slices, slices_that_exist, torus_name
 
 CLOUD_NAMES = {"v5litepod": "v5e"}  # Google Cloud's name of a kind, where it differs from the common one

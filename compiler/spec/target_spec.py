@@ -6,9 +6,9 @@ a chip may be several JAX devices, and names may count cores. Link bandwidths ar
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from meshloom.models.config import Config, mistake
 
@@ -56,6 +56,13 @@ class ChipSpec(Config):
     kernels: KernelShares
     sustained: UpToOne  # share of the kernels' arithmetic that a run keeps at the power as sold
     sources: dict[str, str]  # by figure: a page or a document
+
+    @field_validator("peak_flops_per_second")
+    @classmethod
+    def _check_peaks(cls, peaks: dict[str, float | None]) -> dict[str, float | None]:
+        if missing := [name for name in get_args(PeakType) if name not in peaks]:
+            raise mistake(f"{missing[0]} has no value", f"give {missing[0]} in FLOP/s, or null where none is published")
+        return peaks
 
     @property
     def power_share(self) -> float:

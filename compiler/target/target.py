@@ -197,7 +197,7 @@ def _attached_shape(
 
 def _peak(chip: ChipSpec, compute: ComputeType) -> float | None:
     """Returns the peak FLOP/s of one device."""
-    peak = chip.peak_flops_per_second.get(compute)
+    peak = chip.peak_flops_per_second[compute]
     return peak / chip.num_devices if peak else None
 
 

@@ -15,6 +15,7 @@ from meshloom.compiler import schema
 from meshloom.compiler.analysis import compiled_step
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.known import text_of
 from meshloom.compiler.declare.choices import model_of
 from meshloom.compiler.declare.compose import read_spec
 from meshloom.compiler.declare.run_spec import Origin, RunSpec
@@ -46,7 +47,7 @@ class Report(schema.Report):
         return None if self._page is None else page_in_frame(self._page, "Meshloom report")
 
     def __repr__(self) -> str:
-        fits = {True: "fits", False: "does not fit", None: "memory limit unknown"}[self.memory.fits]
+        fits = text_of(self.memory.fits, lambda fits: "fits" if fits else "does not fit", "memory limit unknown")
         return f"<Report: {self.program.model} on {self.target.name}, {fits}>"
 
     __str__ = __repr__

@@ -14,7 +14,7 @@ from meshloom.compiler.core.visible import write_out
 
 from ..core.exclusive import is_held
 from ..core.files import parse_json
-from ..rundir.find_runs import ROWS_FILE, SWEEP_FILE, check_directory, find_directories, read_run
+from ..rundir.find_runs import ROWS_FILE, SWEEP_FILE, SWEEP_SCHEMA_VERSION, check_directory, find_directories, read_run
 from ..rundir.folders import METRICS, SPEC
 from ..rundir.run_record import RECORD_FILE
 from .words import Syntax, Words, run_words
@@ -95,6 +95,11 @@ def _sweep(directory: Path) -> dict[str, Any]:
         # The last line may be cut off: it is being written.
         status_of = {row["index"]: row["status"] for row in map(parse_json, filter(_is_whole, lines))}
         command, num_points = declared["command"], declared["num_points"]
+        if declared["schema_version"] != SWEEP_SCHEMA_VERSION:
+            raise ValueError(f"schema_version is {declared['schema_version']}, not {SWEEP_SCHEMA_VERSION}")
+        texts, counts = [command, *status_of.values()], [*status_of, *([] if num_points is None else [num_points])]
+        if not all(type(each) is str for each in texts) or not all(type(each) is int for each in counts):
+            raise ValueError("a value has another type")
     except (OSError, ValueError, KeyError, TypeError) as error:
         return run | {"state": "failed", "why": f"its files are damaged: {error}"}
     statuses = Counter(status_of.values())

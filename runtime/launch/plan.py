@@ -20,7 +20,6 @@ from typing import Any
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of
 from meshloom.compiler.core.format import be, counted
 from meshloom.compiler.core.key_paths import is_within
-from meshloom.compiler.core.own_config import own_config
 from meshloom.compiler.core.places import PlaceError, local_path
 from meshloom.compiler.core.user_imports import FLAG
 from meshloom.compiler.declare.compose import Request
@@ -29,6 +28,7 @@ from meshloom.compiler.declare.launch_spec import LocalLaunch, SlurmLaunch
 from meshloom.compiler.declare.overrides import overridden_key, override, parse_override
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.spec.flag_presets import read_environment
+from meshloom.compiler.spec.own_config import own_config
 from meshloom.compiler.spec.target_spec import CpuTarget, GpuTarget, LocalTarget, TargetSpec, TpuTarget
 from meshloom.compiler.xla.fingerprint import FLAGS, UNSET
 from meshloom.models.record import Record

@@ -210,26 +210,13 @@ def _run(
         if processes.is_first:
             write_declaration(plan, run_dir)
         with Observers(watch) as observers:
-            run = ObservedRun(
-                plan,
-                programs,
-                job.data,
-                run_dir,
-                processes,
-                console,
-                observers,
-                first_step=started.step,
-                model=job.model,
-            )
+            shared = (plan, programs, job.data, run_dir, processes, console, observers)
+            run = ObservedRun(*shared, first_step=started.step, model=job.model)
             add_observers(run)
-            held_out = job.data["held_out"].of_rows(rows)
-            loop = Loop(
-                plan, programs, batches=batches, held_out=held_out, checkpoints=checkpoints, stop=stop,
-                observers=observers,
-            )  # fmt: skip
-            step = _run_loop(
-                partial(loop.run, started.state, started.step, started.num_tokens), checkpoints, run.documents
-            )
+            data = {"batches": batches, "held_out": job.data["held_out"].of_rows(rows)}
+            loop = Loop(plan, programs, **data, checkpoints=checkpoints, stop=stop, observers=observers)
+            steps = partial(loop.run, started.state, started.step, started.num_tokens)
+            step = _run_loop(steps, checkpoints, run.documents)
         with watch.spending("save"):
             checkpoints.wait()
         return EndedRun(step, checkpoints.latest_step, loop.latest_eval_loss)

@@ -173,7 +173,7 @@ class Flow:
         if each.opcode in ("call", "fusion"):
             inner = self._computation(each.called[0])
             return ModuleValue(inner, inner.root, path)
-        if each.opcode == "while" and self._is_kept(each, path):
+        if each.opcode == "while" and self.is_kept(each, path):
             return ModuleValue(of, of.by_name[each.operands[0]], path)
         if each.opcode == "parameter":
             return self._given(value)
@@ -186,18 +186,19 @@ class Flow:
         ((around, each),) = callers
         place = int(value.instruction.argument)
         if each.opcode == "while":
-            place = 0 if self._is_kept(each, value.path) else -1
+            place = 0 if self.is_kept(each, value.path) else -1
         elif each.opcode == "conditional":
             place = 1 + list(each.called).index(value.computation.name)
         elif each.opcode not in ("call", "fusion"):
             place = -1
         return None if place < 0 else ModuleValue(around, around.by_name[each.operands[place]], value.path)
 
-    def _is_kept(self, loop: Instruction, path: Path) -> bool:
+    def is_kept(self, loop: Instruction, path: Path) -> bool:
         """Returns whether each iteration of a loop hands on an element of its state as it is."""
         body = self._computation(loop.body)
         handed_on = self.origin(ModuleValue(body, body.root, path), through=UNCHANGED, within=body)
-        return bool(path) and handed_on.instruction.opcode == "parameter" and handed_on.path == path
+        is_own = handed_on.computation is body and handed_on.path == path
+        return bool(path) and handed_on.instruction.opcode == "parameter" and is_own
 
     def _computation(self, name: str) -> Computation:
         return self.module.computations[name]

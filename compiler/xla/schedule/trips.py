@@ -32,6 +32,9 @@ def num_trips(loop: Instruction, around: Computation, module: Module) -> int | N
         direction, left, right = _MIRRORED.get(direction, ""), right, left
     if left.instruction.opcode != "parameter" or left.computation is not condition or len(left.path) != 1:
         return None
+    if right.instruction.opcode == "parameter" and right.computation is condition and flow.is_kept(loop, right.path):
+        # Another loop may have the same condition, and another bound.
+        right = flow.origin(ModuleValue(around, around.by_name[loop.operands[0]], right.path))
     bound = _constant(right)
     first = _constant(flow.origin(ModuleValue(around, around.by_name[loop.operands[0]], left.path)))
     step = _step(body, left.path, flow)

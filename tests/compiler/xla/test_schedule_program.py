@@ -25,6 +25,7 @@ from meshloom.compiler.xla.schedule.steps import (
     every,
     open_loops,
 )
+from meshloom.compiler.xla.schedule.trips import num_trips
 from support.schedules import GATHER, GROUPS, START, collectives_of, compute, loop, module
 
 TPU = Chip(
@@ -160,6 +161,46 @@ def test_trips_are_read_from_the_condition(condition, trips):
     known = run + ', backend_config={"known_trip_count":{"n":"9"}}'
     text = module(known, before=computations)
     assert [each.num_trips for each in every(read_steps(parse_module(text), TPU), Loop)] == [9]
+
+
+SHARED = """\
+HloModule two
+
+%cond (s: (s32[], s32[])) -> pred[] {
+  %s = (s32[], s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %n = s32[] get-tuple-element(%s), index=1
+  ROOT %c = pred[] compare(%i, %n), direction=LT
+}
+
+%body (s: (s32[], s32[])) -> (s32[], s32[]) {
+  %s = (s32[], s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %n = s32[] get-tuple-element(%s), index=1
+  %one = s32[] constant(1)
+  %j = s32[] add(%i, %one)
+  ROOT %t = (s32[], s32[]) tuple(%j, %n)
+}
+
+ENTRY %main () -> s32[] {
+  %zero = s32[] constant(0)
+  %ten = s32[] constant(10)
+  %five = s32[] constant(5)
+  %a = (s32[], s32[]) tuple(%zero, %ten)
+  %b = (s32[], s32[]) tuple(%zero, %five)
+  %wa = (s32[], s32[]) while(%a), condition=%cond, body=%body
+  %wb = (s32[], s32[]) while(%b), condition=%cond, body=%body
+  %x = s32[] get-tuple-element(%wa), index=0
+  %y = s32[] get-tuple-element(%wb), index=0
+  ROOT %z = s32[] add(%x, %y)
+}
+"""
+
+
+def test_loops_that_share_condition_and_body_have_each_its_own_bound():
+    read = parse_module(SHARED)
+    entry = read.computations[read.entry]
+    assert [num_trips(each, entry, read) for each in entry.instructions if each.opcode == "while"] == [10, 5]
 
 
 FUSED = f"""\

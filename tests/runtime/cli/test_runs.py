@@ -105,7 +105,14 @@ def test_a_sweep_that_was_stopped_and_one_that_is_damaged_say_so(capsys):
     sweep = write_sweep(Path("multirun/stopped"), [point(0, {"a": 0})], sweep_file([point(0, {"a": 0})], num_points=3))
     damaged = write_sweep(Path("multirun/damaged"), [])
     (damaged / "sweep.json").write_text("{")
+    wrong = write_sweep(Path("multirun/wrong"), [])
+    (wrong / "sweep.jsonl").write_text('{"index": 0, "status": null}\n')
+    newer = write_sweep(Path("multirun/newer"), [])
+    declared = json.loads((newer / "sweep.json").read_text()) | {"schema_version": 2}
+    (newer / "sweep.json").write_text(json.dumps(declared))
     found = _by_directory(capsys, "multirun")
+    assert found["wrong"]["why"] == "its files are damaged: a value has another type"
+    assert found["newer"]["why"] == "its files are damaged: schema_version is 2, not 1"
     assert (found[sweep.name]["state"], found[sweep.name]["why"]) == (
         "stopped",
         "2 points left: the same command goes on",
