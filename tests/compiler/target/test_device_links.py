@@ -137,7 +137,7 @@ def test_halves_of_an_axis_are_faster_than_the_axis():
     halves = tuple(half for group in whole for half in (group[:8], group[8:]))
     pairs = tuple(group[i : i + 2] for group in whole for i in range(0, 16, 2))
     found = place_collective(collective("all-gather", halves), placement)
-    assert (found.mesh_axes, found.group_size, found.kind) == (("fsdp",), 8, "ICI")
+    assert (found.mesh_axes, found.group_size, found.level) == (("fsdp",), 8, "ICI")
     assert found.alone_seconds == pytest.approx(1e9 * 7 / 8 / 45e9 + 7e-6)
     of_pairs = place_collective(collective("all-gather", pairs), placement).alone_seconds
     assert of_pairs == pytest.approx(0.5e9 / 45e9 + 1e-6)
@@ -168,14 +168,14 @@ def test_groups_across_slices_that_are_no_boxes_are_bound_by_the_fewest_members(
     slices = placed("v5e-16", 2, replica=2, fsdp=16)
     groups = ((*range(12), *range(16, 20)), (*range(12, 16), *range(20, 32)))
     found = place_collective(collective("all-gather", groups), slices)
-    assert found.kind == "DCN"
+    assert found.level == "DCN"
     assert "DCN" in found.links
     inside = found.alone_seconds - (1e9 * 12 / 16 / 4 / 3.125e9 + 10e-6)  # pyright: ignore[reportOptionalOperand]
     assert 11 / 12 * 1e9 / 90e9 < inside < 4 * 11 / 12 * 1e9 / 90e9
     gpus = placed("h100-16", fsdp=2, tensor=8)
     uneven = place_collective(collective("all-gather", ((*range(6), 8, 9), (6, 7, *range(10, 16)))), gpus)
     assert uneven.alone_seconds == pytest.approx(1e9 * 6 / 8 / 2 / (0.82 * 50e9) + 14e-6)  # NVLink at the same time
-    assert uneven.kind == "NIC"
+    assert uneven.level == "NIC"
 
 
 def test_groups_of_different_sizes_have_a_price():
@@ -188,7 +188,7 @@ def test_collectives_of_some_slices_have_the_price_of_as_many():
     slices = placed("v5e-16", 4, replica=2, fsdp=32)
     assert next(str(part) for part in slices.parts["fsdp"]) == "DCN (2 of 4)"
     some = place_collective(collective("all-reduce", (), num_slices=2), slices)
-    assert (some.mesh_axes, some.group_size, some.kind, some.why) == ((), 2, "DCN", None)  # of two axes, either
+    assert (some.mesh_axes, some.group_size, some.level, some.why) == ((), 2, "DCN", None)  # of two axes, either
     assert some.alone_seconds == pytest.approx(2 * (1e9 / 2 / 3.125e9 + 10e-6))
     every = place_collective(collective("all-reduce", (), num_slices=4), slices)
     assert every.mesh_axes == ("replica", "fsdp")
@@ -197,5 +197,5 @@ def test_collectives_of_some_slices_have_the_price_of_as_many():
 def test_across_slices_each_device_meets_those_at_its_place():
     slices = placed("v5e-16", 2, replica=2, fsdp=16)
     found = place_collective(collective("all-reduce", (), num_slices=2), slices)
-    assert (found.mesh_axes, found.group_size, found.kind, found.links) == (("replica",), 2, "DCN", ("DCN",))
+    assert (found.mesh_axes, found.group_size, found.level, found.links) == (("replica",), 2, "DCN", ("DCN",))
     assert found.alone_seconds == pytest.approx(2 * (1e9 / 2 / 3.125e9 + 10e-6))

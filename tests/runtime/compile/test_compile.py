@@ -464,6 +464,8 @@ def test_what_a_process_with_a_budget_compiled_is_the_same(compiled):
     assert len([path for path in (compiled / "budget/artifacts").iterdir() if path.is_dir()]) == 1
     assert json.loads((compiled / "budget_run/report.json").read_text())["build"]["cache"] == "miss"
     ours, theirs = (read_artifact(compiled / name) for name in ("budget_run", "run"))
+    assert ours.built.text
+    assert theirs.built.text
     assert without_frames(ours.built.text) == without_frames(theirs.built.text)
     assert "train it: meshloom train" in (compiled / "budget_run/logs/compiler.log").read_text()
 
