@@ -4,13 +4,14 @@ import pytest
 
 from conftest import plan_of
 from meshloom.compiler.analysis.bubble_limit import TOO_MUCH_BUBBLE, find_too_much_bubble
+from meshloom.compiler.core.known import Unknown, each_known
 from support import reports
 
 STAGED = ("mesh.stage=2", "num_microbatches=4", "model.num_layers=4")
 
 
-def waiting(share: float | None):
-    seconds = None if share is None else 10 * share
+def waiting(share: float | Unknown):
+    seconds = each_known(share, lambda known: 10 * known)
     return reports.fits()[0].step.model_copy(update={"bubble_fraction": share, "bubble_seconds": seconds})
 
 
@@ -26,7 +27,7 @@ def test_only_a_bubble_above_the_limit_is_a_finding():
 
 
 def test_a_bubble_that_is_not_known_does_not_meet_a_limit():
-    found = find_too_much_bubble(plan_of(*STAGED, "pipeline.max_bubble=0.2"), waiting(None))
+    found = find_too_much_bubble(plan_of(*STAGED, "pipeline.max_bubble=0.2"), waiting(Unknown("no table")))
     assert found is not None
     assert "not known" in found.what
 
