@@ -1,6 +1,6 @@
 """The processor seconds of tests by folder, against the table of docs/testing.md."""
 
-from support.times import by, folder_of, grown, read_table
+from support.times import PAGE, by, folder_of, grown, read_table
 
 TABLE = """
 | folder | plain | ci |
@@ -26,3 +26,7 @@ def test_seconds_are_added_up_by_folder_and_file():
     assert by("folder", tests) == {"tests/models": 4.0, "tests/compiler/step": 3.0}
     assert by("file", tests) == {"tests/models/test_b.py": 4.0, "tests/compiler/step/test_a.py": 3.0}
     assert folder_of("tests/compiler/xla/deep/test_c.py::test_q") == "tests/compiler/xla"
+
+
+def test_the_page_has_what_both_tiers_take():
+    assert {"plain", "ci"} <= read_table(PAGE.read_text()).keys()

@@ -18,7 +18,7 @@ def found(names, *line):
 
 found({computing} + {running}, "runs", ".")
 found({computing} + {running}, "train", "--help")
-found({computing} + {running}, "explain", "sharding=fsd")
+found({computing} + {running}, "explain", "target=v5q-8")
 found({running}, "explain", "target=cpu-8")
 found(("jax",), "explain", "target=cpu-8")
 """
@@ -31,7 +31,7 @@ def test_a_command_imports_no_library_that_it_does_not_use(tmp_path):
     assert said == [
         "0 runs . imports",
         "0 train --help imports",
-        "2 explain sharding=fsd imports",
+        "2 explain target=v5q-8 imports",
         "0 explain target=cpu-8 imports",
         "0 explain target=cpu-8 imports jax",  # it would be found
     ], done.stderr

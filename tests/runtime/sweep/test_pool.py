@@ -85,6 +85,13 @@ def test_points_wait_for_memory(tmp_path):
     assert max(at_once) == 1
 
 
+def _is_worker(child: psutil.Process) -> bool:
+    try:
+        return "spawn_main" in " ".join(child.cmdline())
+    except psutil.Error:  # it has ended
+        return False
+
+
 # The interrupt may come between the opening of a file and its `with`, as psutil reads what processes take.
 @pytest.mark.filterwarnings("ignore:Exception ignored in.*FileIO:pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_ends_what_is_running_and_keeps_what_is_done(tmp_path):
@@ -112,4 +119,4 @@ def test_ctrl_c_ends_what_is_running_and_keeps_what_is_done(tmp_path):
     finally:
         signal.signal(signal.SIGINT, before)
     assert ended == ["fine"]
-    assert [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())] == []
+    assert [child for child in psutil.Process().children() if _is_worker(child)] == []
