@@ -27,13 +27,13 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.target.compiler_options import check_compiler_options
 from meshloom.compiler.xla.fingerprint import fingerprint_of
-from meshloom.compiler.xla.programs import lower
+from meshloom.compiler.xla.programs import Programs, lower
 
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.find import checkpoint_folder
 from ..compile.artifact import check_artifact, read_artifact
 from ..compile.run_programs import Precompiled, check_state_memory, make_programs, mesh_of
-from ..data import Data, open_data
+from ..data import BatchIterator, Data, open_data
 from ..processes.agreement import check_same_declaration
 from ..processes.devices import start_devices
 from ..processes.distributed import Processes, join, together
@@ -46,6 +46,7 @@ from ..rundir.run_lock import only_run_in, only_run_that_saves_in
 from ..rundir.run_record import recorded_run
 from ..start.find import check_checkpoint
 from ..start.start import Resumed, Start, check_steps_left, declared_start, find_start
+from ..start.state import Started
 from ..weights.find import Weights
 from .decisions import NonFinite
 from .display import next_steps, show_header, show_summary
@@ -201,25 +202,45 @@ def _run(
         batches = iter(job.data["train"].of_rows(rows))
         doing = "restore" if isinstance(start, Resumed) else "start"
         with stop.waiting_for("the state to start from"), watch.spending(doing):
-            started = start.state(programs, batches, console, processes)
+            started = _started(job, start, programs, batches, run_dir, console=console, processes=processes)
             checkpoints.base = started.base
-            prepare_reference(
-                plan, programs, started.state["params"], job.data, run_dir, is_continued=start.is_own, console=console,
-                processes=processes,
-            )  # fmt: skip
         if processes.is_first:
             write_declaration(plan, run_dir)
         with Observers(watch) as observers:
-            shared = (plan, programs, job.data, run_dir, processes, console, observers)
-            run = ObservedRun(*shared, first_step=started.step, model=job.model)
+            run = ObservedRun(
+                plan, programs, job.data, run_dir, processes, console, observers, first_step=started.step,
+                model=job.model,
+            )  # fmt: skip
             add_observers(run)
-            data = {"batches": batches, "held_out": job.data["held_out"].of_rows(rows)}
-            loop = Loop(plan, programs, **data, checkpoints=checkpoints, stop=stop, observers=observers)
+            held_out = job.data["held_out"].of_rows(rows)
+            loop = Loop(
+                plan, programs, batches=batches, held_out=held_out, checkpoints=checkpoints, stop=stop,
+                observers=observers,
+            )  # fmt: skip
             steps = partial(loop.run, started.state, started.step, started.num_tokens)
             step = _run_loop(steps, checkpoints, run.documents)
         with watch.spending("save"):
             checkpoints.wait()
         return EndedRun(step, checkpoints.latest_step, loop.latest_eval_loss)
+
+
+def _started(
+    job: Job,
+    start: Start,
+    programs: Programs,
+    batches: BatchIterator,
+    run_dir: Path,
+    *,
+    console: Console,
+    processes: Processes,
+) -> Started:
+    """Returns the state to start from, after the losses of a reference model that the objective needs."""
+    started = start.state(programs, batches, console, processes)
+    prepare_reference(
+        job.plan, programs, started.state["params"], job.data, run_dir, is_continued=start.is_own, console=console,
+        processes=processes,
+    )  # fmt: skip
+    return started
 
 
 def _run_loop(run: Callable[[], int], checkpoints: Checkpoints, documents: Callable[[Mapping[str, Any]], str]) -> int:
