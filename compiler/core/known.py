@@ -79,7 +79,7 @@ class Reasoned(Record):
         given = node.pop("unknown", {}) if isinstance(node, dict) else {}
         pairs = given.items() if isinstance(given, dict) else ()
         reasons = {path: why for path, why in pairs if isinstance(why, str)}
-        return super().model_validate_json(json.dumps(_with_unknowns(node, "", reasons)), **options)
+        return super().model_validate_json(json.dumps(_with_unknowns(node, "", _finder(reasons))), **options)
 
 
 def as_json(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,19 +156,28 @@ def _joined(name: str, path: str) -> str:
     return name + (f".{path}" if path and not path.startswith("[") else path)
 
 
-def _is_of_all(pattern: str, path: str) -> bool:
-    """Returns True if a path that stands for all elements of lists, `rows[*].cells[1]`, has another one among them."""
-    return "[*]" in pattern and re.fullmatch(re.escape(pattern).replace(r"\[\*\]", r"\[\d+\]"), path) is not None
+def _finder(reasons: Mapping[str, str]) -> Callable[[str], str | None]:
+    """Returns what finds the reason of a path, also by one for all elements of lists: `rows[*].cells[1]`."""
+    of_all = [
+        (re.compile(re.escape(path).replace(r"\[\*\]", r"\[\d+\]")), why)
+        for path, why in reasons.items()
+        if "[*]" in path
+    ]
+
+    def find(path: str) -> str | None:
+        return reasons.get(path) or next((why for pattern, why in of_all if pattern.fullmatch(path)), None)
+
+    return find
 
 
-def _with_unknowns(node: Any, path: str, reasons: Mapping[str, str]) -> Any:
-    """Returns JSON with the reason of each null that has one in its place."""
+def _with_unknowns(node: Any, path: str, why_null: Callable[[str], str | None]) -> Any:
+    """Returns JSON with the reason of each null that has one in its place. why_null: finds the reason of a path."""
     if node is None:
-        why = reasons.get(path) or next((why for each, why in reasons.items() if _is_of_all(each, path)), None)
+        why = why_null(path)
         return None if why is None else {"why": why}
     if isinstance(node, dict):
         paths = {name: f"{path}.{name}" if path else name for name in node}
-        return {name: _with_unknowns(value, paths[name], reasons) for name, value in node.items()}
+        return {name: _with_unknowns(value, paths[name], why_null) for name, value in node.items()}
     if isinstance(node, list):
-        return [_with_unknowns(value, f"{path}[{n}]", reasons) for n, value in enumerate(node)]
+        return [_with_unknowns(value, f"{path}[{n}]", why_null) for n, value in enumerate(node)]
     return node

@@ -46,6 +46,23 @@ def test_a_file_keeps_values_and_reasons(seconds, reasons):
     assert as_json(dict(found)) == found.model_dump(mode="json")
 
 
+class Row(Record):
+    cells: tuple[Part, ...]
+
+
+class Rows(Reasoned):
+    rows: tuple[Row, ...]
+
+
+def test_lists_within_lists_keep_their_reasons():
+    """All cells of the first row are unknown for one reason, one of the second for another."""
+    first = Row(cells=(Part(seconds=Unknown("no chip")), Part(seconds=Unknown("no chip"))))
+    second = Row(cells=(Part(seconds=1.0), Part(seconds=Unknown("refused"))))
+    found = Rows(rows=(first, second))
+    assert found.unknown == {"rows[0].cells[*].seconds": "no chip", "rows[1].cells[1].seconds": "refused"}
+    assert Rows.model_validate_json(found.model_dump_json()) == found
+
+
 def test_a_null_without_a_reason_is_refused():
     text = whole(1.0).model_dump_json()
     assert Whole.model_validate_json(text)
