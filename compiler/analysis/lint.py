@@ -363,12 +363,14 @@ def least_batch(
     """Returns the smallest global batch at which compute could hide the busiest link; None if there is none.
 
     Collectives of weights and gradients do not depend on the batch; compute and the collectives of activations grow
-    with it.
+    with it. One whose size alone says what it is counts to the weights if it may be one of theirs.
     """
+    paths = {array.array.path for array in plan.sharding.parameters}
     factors = [1.0]
     for kind in dict.fromkeys(each.link for each in collectives):
         on_link = [each for each in collectives if each.link == kind]
-        fixed = sum(each.alone_seconds or 0.0 for each in on_link if each.origin.parameter)
+        of_weights = [each for each in on_link if each.origin.parameter or paths & {*each.origin.others}]
+        fixed = sum(each.alone_seconds or 0.0 for each in of_weights)
         growing = sum(each.alone_seconds or 0.0 for each in on_link) - fixed
         # fixed + f growing <= f compute + what may be exposed of the step, f compute / (1 - limit) long
         room = compute_seconds / (1 - limit) - growing
