@@ -171,19 +171,13 @@ def _alternatives(report: Report) -> list[dict[str, Any]]:
     ]
 
 
-def _in_order(report: Report) -> list[tuple[int, CollectiveReport]]:
-    """Returns the collectives, the most exposed first, each with its index in the report, which `unknown` needs."""
-    index = {id(c): i for i, c in enumerate(report.collectives)}
-    return [(index[id(c)], c) for c in by_exposed(report.collectives)]
-
-
 def collective_groups(report: Report) -> list[dict[str, Any]]:
     """Returns collectives by kind, mesh axes, link and pass, the most exposed first. The bars of groups and those of
     places each have their own scale."""
-    groups: dict[tuple[Any, ...], list[tuple[int, CollectiveReport]]] = {}
-    for index, c in _in_order(report):
-        groups.setdefault((c.kind, c.mesh_axes, c.link, c.origin.in_pass), []).append((index, c))
-    summed = [(in_pass, found, sums(c for _, c in found)[0]) for (*_, in_pass), found in groups.items()]
+    groups: dict[tuple[Any, ...], list[CollectiveReport]] = {}
+    for c in by_exposed(report.collectives):
+        groups.setdefault((c.kind, c.mesh_axes, c.link, c.origin.in_pass), []).append(c)
+    summed = [(in_pass, found, sums(found)[0]) for (*_, in_pass), found in groups.items()]
     summed.sort(key=lambda group: (-or_infinity(group[2].exposed_seconds), -group[2].bytes))
     longest = max((group.alone_seconds or 0 for *_, group in summed), default=0) or 1
     longest_place = max((c.alone_seconds or 0 for c in report.collectives), default=0) or 1
@@ -191,7 +185,7 @@ def collective_groups(report: Report) -> list[dict[str, Any]]:
         {
             "title": in_pass or "all",
             "sum": group,
-            "rows": [_collective(index, c, longest_place) for index, c in found],
+            "rows": [_collective(c, longest_place) for c in found],
             "hidden_width": 100 * (group.hidden_seconds or 0) / longest,
             "exposed_width": 100 * (group.exposed_seconds or 0) / longest,
         }
@@ -199,10 +193,9 @@ def collective_groups(report: Report) -> list[dict[str, Any]]:
     ]
 
 
-def _collective(index: int, c: CollectiveReport, longest: float) -> dict[str, Any]:
+def _collective(c: CollectiveReport, longest: float) -> dict[str, Any]:
     return {
         "c": c,
-        "path": f"collectives[{index}]",
         "axes": " + ".join(c.mesh_axes),
         "why": why_exposed(c),
         "hidden_width": 100 * (c.hidden_seconds or 0) / longest,
