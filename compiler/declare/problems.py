@@ -149,6 +149,9 @@ def _problem(detail: ErrorDetails, spec_type: type[RunSpec], groups: Sequence[st
         return Problem(key, "has no value: the sharding names no mesh", f"add mesh=..., such as mesh=fsdp, or {own}")
     if kind == "missing":
         return Problem(key, "has no value", f"set {key}=...")
+    if kind == "literal_error" and path[-1] == "[key]":  # as pydantic names the place of a dict's key
+        typed = str(path[-2])
+        return Problem(_key(path[:-1]), "there is no such key", use_one_of(typed, _quoted(context["expected"])))
     if kind == "literal_error":
         return Problem(
             key, f"{_shown(value)} is not allowed", use_one_of(shortened(str(value)), _quoted(context["expected"]))
