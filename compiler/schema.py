@@ -1,6 +1,6 @@
 """What `report.json` holds: the typed report of a compiled step.
 
-A program that nobody declared (`meshloom inspect`) has a report too; what only a declaration says is None in it.
+A program that nobody declared (`meshloom inspect`) has a report too, without what only a declaration says.
 
 Seconds are of one step; bytes and FLOPs of one chip unless a name says otherwise, those of the program of all chips.
 A value that cannot be known is an `Unknown` with its reason: null in the file, which has the reasons in `unknown`, by
@@ -80,8 +80,8 @@ class MemoryReport(Record):
     breakdown: bytes by class: parameters (with adapters: base, adapters), master, optimizer,
     working_parameters (cast for use), gathered_weights,
     gradients, activations, temporaries, code, reserved, where the compiled program tells them apart; `arguments`
-    instead of the first three if no plan names them. fits: whether it fits on the device; None where the chip's memory
-    is unknown. host: a chip's arrays in the memory of its host, in none of the figures of the device."""
+    instead of the first three if no plan names them. fits: whether it fits on the device. host: a chip's arrays in the
+    memory of its host, in none of the figures of the device."""
 
     peak_bytes_per_chip: OrUnknown[NonNegativeInt]
     limit_bytes_per_chip: OrUnknown[NonNegativeInt]  # for a program: the chip's memory without the reserved part
@@ -121,7 +121,7 @@ class StepReport(Record):
     bubble_seconds: OrUnknown[NonNegativeFloat]  # waits of a pipeline's stages for other stages; the mean over them
     bubble_fraction: OrUnknown[NonNegativeFloat]  # of predicted_seconds
     least_seconds: OrUnknown[NonNegativeFloat]  # the sum of all parts whose time is known
-    predicted_seconds: OrUnknown[NonNegativeFloat]  # None where that of a part is not known
+    predicted_seconds: OrUnknown[NonNegativeFloat]
     predicted_range_seconds: OrUnknown[tuple[NonNegativeFloat, NonNegativeFloat]]
     predicted_range_basis: OrUnknown[str]  # the published runs that give the range (target/accuracy.py)
     predicted_mfu: OrUnknown[NonNegativeFloat]

@@ -18,7 +18,7 @@ from ..schema import SCHEMA_VERSION
 from ..sharding.arrays import Array
 from ..sharding.rules import ArrayPlan
 from ..spec.sharding_spec import Rule
-from .explain_estimate import estimate_as_json, print_estimate, unknown_primitives
+from .explain_estimate import estimate_as_json, print_estimate, traffic_as_json, unknown_primitives
 from .pipeline_lines import memory_lines, pipeline_lines, slot_text
 
 COLUMNS = (
@@ -182,7 +182,7 @@ def _operation(plan: OpPlan) -> dict[str, Any]:
         "what": plan.chosen.what,
         "reason": plan.reason,
         "cost": asdict(cost) if cost else None,
-        "collectives": [asdict(each) for each in plan.chosen.collectives],
+        "collectives": [traffic_as_json(each) for each in plan.chosen.collectives],
         "rejected": [_rejected(each) for each in plan.rejected],
     }
 

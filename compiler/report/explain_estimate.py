@@ -8,6 +8,7 @@ from typing import Any
 from ..core.console import Column, Console, Line, Part, Table
 from ..core.format import human_bytes, human_count, human_range, human_seconds
 from ..core.known import Unknown, all_known, or_unknown, text_of
+from ..core.traffic import Traffic
 from ..estimate.communication import PlannedCollective, sent_bytes
 from ..estimate.estimate import HOST_UNKNOWN, MemoryEstimate, StepEstimate, estimate_step
 from ..estimate.estimated_step import overrides_of, overrides_of_imbalance, plan_usual_imbalance
@@ -164,12 +165,17 @@ def _host_room(memory: MemoryEstimate) -> str:
     return f"{verdict} in {human_bytes(memory.host_limit_bytes)}, a device's share of its host"
 
 
-def _collective_as_json(one: PlannedCollective) -> dict[str, Any]:
+def traffic_as_json(one: Traffic) -> dict[str, Any]:
+    """Returns a collective as plan.json has it, of an operation and of the whole step."""
     return {
         "kind": one.kind, "mesh_axes": one.mesh_axes, "group_size": one.group_size, "bytes_each": one.bytes_each,
-        "count": one.count, "dtype": one.dtype, "source": one.origin.what, "direction": one.origin.in_pass,
-        "rule": one.rule, "bytes": one.bytes,
+        "count": one.count, "direction": one.origin.in_pass,
     }  # fmt: skip
+
+
+def _collective_as_json(one: PlannedCollective) -> dict[str, Any]:
+    more = {"dtype": one.dtype, "source": one.origin.what, "rule": one.rule, "bytes": one.bytes}
+    return traffic_as_json(one) | more
 
 
 def _communication(collectives: tuple[PlannedCollective, ...]) -> Table:

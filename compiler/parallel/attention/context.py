@@ -221,6 +221,8 @@ def _collectives(name: str, local: _Local, inputs: OpInputs) -> tuple[Traffic, .
     chunks = local.order.chunks_per_shard
     count = 2 * chunks * num_parts * sum(local.steps(mask) for mask in local.masks)
     as_float32 = each_kv // chunks * 4 // local.itemsize
+    if not count:  # a window of one token: no device sees another's keys
+        return ()
     return (
         moved("collective-permute", axes, n, each_kv // chunks, count, "forward"),
         moved("collective-permute", axes, n, each_kv // chunks, count, "backward"),
@@ -256,16 +258,16 @@ def _seconds(name: str, local: _Local, inputs: OpInputs, matmuls: int) -> float 
     n, peak, bandwidth = local.order.num_shards, target.peak_flops_per_second, target.hbm_bytes_per_second_per_device
     num_calls = inputs.spec.overlap.layers.batch_split * len(local.masks)
     exchanged_kv_bytes = local.kv_bytes * local.exchanged_kv_heads // local.kv_heads
-    moved: dict[str, tuple[CollectiveKind, int]] = {
+    sizes: dict[str, tuple[CollectiveKind, int]] = {
         "gather": ("all-gather", n * local.kv_bytes),
         "scatter": ("reduce-scatter", n * local.kv_bytes),
         "exchange of q": ("all-to-all", n * local.q_bytes),
         "exchange of kv": ("all-to-all", n * exchanged_kv_bytes),
         "permute": ("collective-permute", local.kv_bytes),
     }
-    found = {what: mesh.alone_seconds(*one, axes) for what, one in moved.items()}
+    found = {what: mesh.alone_seconds(*one, axes) for what, one in sizes.items()}
     took = {what: seconds for what, seconds in found.items() if seconds is not None}
-    if len(took) < len(moved) or peak is None or bandwidth is None or target.chip is None:
+    if len(took) < len(sizes) or peak is None or bandwidth is None or target.chip is None:
         return None
     memory = bandwidth * target.chip.efficiency.memory
     arithmetic = peak * share_of_head(target.chip.efficiency.attention, local.head_dim)
@@ -285,7 +287,7 @@ def _seconds(name: str, local: _Local, inputs: OpInputs, matmuls: int) -> float 
         each = took["permute"] + sent
     else:
         pairs = ((took["permute"], block), (sent, matmuls / FORWARD_MATMULS * block))
-        each = sum(max(numbers.exposed_ring_permutes * moved, moved - beside) for moved, beside in pairs)
+        each = sum(max(numbers.exposed_ring_permutes * one, one - beside) for one, beside in pairs)
     each += numbers.ring_attention_bytes * local.q_bytes / local.itemsize / bandwidth
     steps = sum(local.steps(mask) for mask in local.masks)
     return more + inputs.spec.overlap.layers.batch_split * steps * each

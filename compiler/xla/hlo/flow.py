@@ -59,7 +59,7 @@ class ModuleValue:
 
 @dataclass(frozen=True)
 class Flow:
-    """Follows the values of a module. through: the opcodes that hand on their first operand."""
+    """Follows the values of a module. Its methods take `through`, the opcodes that hand on their first operand."""
 
     module: Module
 

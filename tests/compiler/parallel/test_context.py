@@ -153,7 +153,15 @@ def test_the_plan_tells_tools_what_was_chosen():
     (told,) = [each for each in plan_as_json(plan_of(*CONTEXT))["operations"] if each["operation"] == "context"]
     assert told["strategy"] == "ring"
     assert {each["kind"] for each in told["collectives"]} == {"collective-permute"}
+    assert {each["direction"] for each in told["collectives"]} == {"forward", "backward"}
+    assert all(each["bytes_each"] > 0 and each["count"] > 0 for each in told["collectives"])
     json.dumps(told)
+
+
+def test_a_window_of_one_token_sends_nothing_in_a_ring():
+    plan = plan_as_json(plan_of(*CONTEXT, "parallel.context=ring", "model.attention_windows=[1]"))
+    (told,) = [each for each in plan["operations"] if each["operation"] == "context"]
+    assert told["collectives"] == []
 
 
 @pytest.mark.ci
