@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from meshloom.compiler.core.console import Column, Console, Part, Table
+from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.format import counted, human_seconds
 from meshloom.compiler.core.visible import write_out
 
-from ..core.exclusive import is_held
-from ..core.files import parse_json
-from ..rundir.find_runs import ROWS_FILE, SWEEP_FILE, SWEEP_SCHEMA_VERSION, check_directory, find_directories, read_run
+from ..rundir.find_runs import ROWS_FILE, SWEEP_FILE, check_directory, find_directories, read_run
 from ..rundir.folders import METRICS, SPEC
 from ..rundir.run_record import RECORD_FILE
+from ..sweep.figures import FIGURES, best_of, value_of
+from ..sweep.read import read_sweep
+from ..sweep.rows import Status
+from ..sweep.table import came_to
 from .words import Syntax, Words, run_words
 
 MARKERS = (SWEEP_FILE, RECORD_FILE, METRICS, SPEC)
@@ -84,40 +87,28 @@ def _folders(top: Path) -> list[Path]:
 
 
 def _sweep(directory: Path) -> dict[str, Any]:
-    """Returns how far a sweep is; `meshloom sweep DIR` shows its figures."""
-    file, rows = directory / SWEEP_FILE, directory / ROWS_FILE
-    newest = max(path.stat().st_mtime for path in (file, rows) if path.exists())
+    """Returns how far a sweep is, and its best point; `meshloom sweep DIR` shows its figures."""
+    newest = max(path.stat().st_mtime for path in (directory / SWEEP_FILE, directory / ROWS_FILE) if path.exists())
     changed = datetime.fromtimestamp(newest, UTC).isoformat(timespec="seconds")
     run: dict[str, Any] = {"directory": str(directory), "command": "sweep", "changed": changed}
     try:
-        declared = parse_json(file.read_bytes())
-        lines = rows.read_bytes().splitlines(keepends=True) if rows.exists() else []
-        # The last line may be cut off: it is being written.
-        status_of = {row["index"]: row["status"] for row in map(parse_json, filter(_is_whole, lines))}
-        command, num_points = declared["command"], declared["num_points"]
-        if declared["schema_version"] != SWEEP_SCHEMA_VERSION:
-            raise ValueError(f"schema_version is {declared['schema_version']}, not {SWEEP_SCHEMA_VERSION}")
-        texts, counts = [command, *status_of.values()], [*status_of, *([] if num_points is None else [num_points])]
-        if not all(type(each) is str for each in texts) or not all(type(each) is int for each in counts):
-            raise ValueError("a value has another type")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return run | {"state": "failed", "why": f"its files are damaged: {error}"}
-    statuses = Counter(status_of.values())
-    total = len(status_of) if num_points is None else num_points
-    others = {status.replace("does_not", "did_not").replace("_", " "): n for status, n in statuses.items()}
-    why = [f"{n:,} {status}" for status, n in others.items() if status != "done"]
-    is_running, num_left = is_held(directory), total - len(status_of)
-    if num_left and not is_running:
-        why = [f"{counted(num_left, 'point')} left: the same command goes on", *why]
+        sweep = read_sweep(directory)
+    except ConfigError as error:
+        first = error.problems[0]
+        return run | {"state": "failed", "why": f"{first.where}: {first.what}"}
+    statuses: Counter[Status] = Counter(row.status for row in sweep.rows)
+    figure, num_points = FIGURES[sweep.file.objective], sweep.file.num_points
+    best = best_of(sweep.rows, figure)
+    num_left = (num_points or 0) - len(sweep.rows)
+    is_stopped = num_left > 0 and not sweep.is_running
+    others = [f"{number:,} {came_to(status, number)}" for status, number in statuses.most_common() if status != "done"]
+    left = [f"{counted(num_left, 'point')} left: the same command goes on"] if is_stopped else []
     return run | {
-        "command": command if command == "tune" else f"{command} -m",
-        "state": "running" if is_running else "stopped" if num_left else "done",
-        "why": "; ".join(why) or None, "num_points": num_points, "statuses": statuses,
+        "command": sweep.file.command if sweep.file.command == "tune" else f"{sweep.file.command} -m",
+        "state": "running" if sweep.is_running else "stopped" if is_stopped else "done",
+        "why": "; ".join([*left, *([", ".join(others)] if others else [])]) or None, "num_points": num_points,
+        "statuses": statuses, "objective": figure.name, "best": value_of(best, figure) if best else None,
     }  # fmt: skip
-
-
-def _is_whole(line: bytes) -> bool:
-    return line.endswith(b"\n")
 
 
 def show_runs(runs: Sequence[dict[str, Any]], paths: Sequence[Path], console: Console, *, is_whole: bool) -> None:
@@ -144,7 +135,10 @@ def _cells(run: dict[str, Any]) -> list[Part]:
     elif (step := run.get("step")) is not None:
         total = "?" if run["num_steps"] is None else format(run["num_steps"], ",")
         last = f"step {step:,} of {total}"
-    if run.get("predicted_seconds") is not None and run["command"] == "compile":
+    if run.get("best") is not None:
+        figure = FIGURES[run["objective"]]
+        result = f"best {figure.heading} {figure.human(run['best'])}"
+    elif run.get("predicted_seconds") is not None and run["command"] == "compile":
         result = f"step {human_seconds(run['predicted_seconds'])}"
     elif run.get("loss") is not None:
         result = f"loss {run['loss']:.4f}"

@@ -17,7 +17,6 @@ from .folders import METRICS, REPORT, SPEC, RunFolder, steps_in
 from .run_record import RECORD_FILE, RunRecord
 
 SWEEP_FILE, ROWS_FILE = "sweep.json", "sweep.jsonl"  # of a sweep
-SWEEP_SCHEMA_VERSION = 1  # of both
 TAIL_BYTES = 1 << 18  # read from the end of metrics.jsonl: some hundred steps
 FIRST_LOG = "logs/process-0.log"
 

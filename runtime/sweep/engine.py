@@ -27,7 +27,7 @@ from meshloom.compiler.declare.sweep_request import SweepRequest, value_of
 
 from ..core.exclusive import alone
 from ..core.files import replace_json, replace_text
-from ..rundir.find_runs import ROWS_FILE, SWEEP_FILE, SWEEP_SCHEMA_VERSION
+from ..rundir.find_runs import ROWS_FILE, SWEEP_FILE
 from ..rundir.run_dir import as_typed
 from .figures import find_figure
 from .page import PAGE, render_sweep
@@ -35,6 +35,7 @@ from .pool import Pool
 from .read import Sweep, as_glob, find_unfinished, identity_of, num_left, read_sweep, versions
 from .rows import (
     INTERRUPTED,
+    SCHEMA_VERSION,
     Outcome,
     Point,
     Row,
@@ -251,7 +252,7 @@ def open_sweep(
 
 def _sweep_file(command: SweepCommand, asked: SweepRequest, objective: str, identity: str) -> SweepFile:
     return SweepFile(
-        schema_version=SWEEP_SCHEMA_VERSION,
+        schema_version=SCHEMA_VERSION,
         command=command,
         overrides=tuple(text for text in asked.fixed if not overridden_key(text).startswith("hydra.")),
         axes={key: [value_of(text) for text in values] for key, values in asked.axes.items()},

@@ -24,10 +24,10 @@ from meshloom.compiler.declare.sweep_request import SweepRequest
 
 from ..core.exclusive import is_held
 from ..core.files import parse_json
-from ..rundir.find_runs import ROWS_FILE, SWEEP_FILE, SWEEP_SCHEMA_VERSION, check_directory
+from ..rundir.find_runs import ROWS_FILE, SWEEP_FILE, check_directory
 from ..rundir.folders import METRICS, SPEC, steps_in
 from .figures import find_figure
-from .rows import Row, SweepCommand, SweepFile
+from .rows import SCHEMA_VERSION, Row, SweepCommand, SweepFile
 
 _AGAIN = "type the sweep's command again: it does what is missing"
 NUM_SAMPLES = 120_000  # in all curves together: a page of some megabytes
@@ -101,8 +101,8 @@ def _check_version(path: Path, content: bytes) -> None:
     found = value.get("schema_version") if isinstance(value, dict) else None
     if found is None:
         raise ConfigError([_damaged(path, "it has no schema_version")])
-    if found != SWEEP_SCHEMA_VERSION:
-        what = f"schema_version is {found}, and this version of meshloom reads {SWEEP_SCHEMA_VERSION}"
+    if found != SCHEMA_VERSION:
+        what = f"schema_version is {found}, and this version of meshloom reads {SCHEMA_VERSION}"
         raise ConfigError([Problem(str(path), what, "make the sweep again, or use the version that wrote it")])
 
 

@@ -17,6 +17,8 @@ from meshloom.compiler.declare.application import register_function
 from meshloom.compiler.declare.compose import Request
 from meshloom.models.record import Record
 
+SCHEMA_VERSION = 1  # of sweep.json and sweep.jsonl
+
 # done: the point has figures. refused: its declaration is wrong. does_not_fit: it needs more memory than a chip has.
 # failed: the compiler or the run failed. aborted: its process died. timed_out: it took longer than allowed.
 # out_of_memory: this machine ran out of memory. running: it has not ended; only the page of a running sweep has such

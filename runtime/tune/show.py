@@ -27,9 +27,8 @@ from meshloom.compiler.tune.answer import Answer, Estimated, WhatIf, cost_per_mi
 from meshloom.compiler.tune.space import MeshCandidate
 from meshloom.compiler.work import StepWork
 
-from ..rundir.find_runs import SWEEP_SCHEMA_VERSION
 from ..sweep.read import versions
-from ..sweep.rows import Figures, Point, Row, SweepFile, row_of
+from ..sweep.rows import SCHEMA_VERSION, Figures, Point, Row, SweepFile, row_of
 from .variants import Space
 from .workers import CompiledCandidate
 
@@ -182,7 +181,7 @@ def sweep_file(space: Space, rows: Sequence[Row], objective: str) -> SweepFile:
             if value not in axes.setdefault(key, []):
                 axes[key].append(value)
     return SweepFile(
-        schema_version=SWEEP_SCHEMA_VERSION,
+        schema_version=SCHEMA_VERSION,
         command="tune",
         overrides=space.request.overrides,
         axes={key: sorted(values, key=lambda x: (isinstance(x, str), x)) for key, values in axes.items()},

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from meshloom.runtime.rundir.find_runs import ROWS_FILE, SWEEP_FILE, SWEEP_SCHEMA_VERSION
-from meshloom.runtime.sweep.rows import Figures, Row, SweepFile
+from meshloom.runtime.rundir.find_runs import ROWS_FILE, SWEEP_FILE
+from meshloom.runtime.sweep.rows import SCHEMA_VERSION, Figures, Row, SweepFile
 
 GIB = 2**30
 
@@ -42,7 +42,7 @@ def sweep_file(
         key: list({repr(row.swept[key]): row.swept[key] for row in rows if key in row.swept}.values()) for key in keys
     }
     values: dict[str, Any] = {
-        "schema_version": SWEEP_SCHEMA_VERSION, "command": command, "overrides": ("model=llama3_8b",), "axes": axes,
+        "schema_version": SCHEMA_VERSION, "command": command, "overrides": ("model=llama3_8b",), "axes": axes,
         "num_points": len(rows), "objective": "step_seconds", "versions": {"jax": "0.10.2"},
     }  # fmt: skip
     return SweepFile(**(values | changed))

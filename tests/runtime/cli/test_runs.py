@@ -73,10 +73,11 @@ def test_runs_and_sweeps_are_found_with_their_states(capsys):
     states = {name: (line["state"], line["why"]) for name, line in found.items()}
     assert states == {
         "10-00-00": ("done", None), "10-00-01": ("failed", "the loss is NaN"), "10-00-02": ("running", None),
-        "11-00-00": ("done", "1 did not fit"),
+        "11-00-00": ("done", "1 does not fit"),
     }  # fmt: skip
     assert (found["10-00-00"]["step"], found["10-00-00"]["num_steps"], found["10-00-00"]["loss"]) == (10, 10, 2.5)
     assert found["11-00-00"]["statuses"] == {"done": 2, "does_not_fit": 1}
+    assert found["11-00-00"]["best"] == 1.0
 
 
 @pytest.mark.usefixtures("place")
@@ -87,11 +88,11 @@ def test_the_table_says_the_same_to_people(capsys):
     assert lines[0] == ["state", "command", "when", "last", "result", "directory"]
     sweep = next(line for line in lines if "compile" in line)
     assert sweep[:3] == ["done", "compile", "-m"]
-    assert " ".join(sweep[5:]) == "2 of 3 points multirun/2026-11-23/11-00-00"
+    assert " ".join(sweep[5:]) == "2 of 3 points best step 1.00 s multirun/2026-11-23/11-00-00"
     failed = next(line for line in lines if line[0] == "failed")
     assert " ".join(failed[4:]) == "step 3 of 10 loss 2.5000 outputs/2026-11-23/10-00-01"
     assert "failed outputs/2026-11-23/10-00-01: the loss is NaN" in out.splitlines()
-    assert "done multirun/2026-11-23/11-00-00: 1 did not fit" in out.splitlines()
+    assert "done multirun/2026-11-23/11-00-00: 1 does not fit" in out.splitlines()
 
 
 @pytest.mark.usefixtures("place")
@@ -111,14 +112,15 @@ def test_a_sweep_that_was_stopped_and_one_that_is_damaged_say_so(capsys):
     declared = json.loads((newer / "sweep.json").read_text()) | {"schema_version": 2}
     (newer / "sweep.json").write_text(json.dumps(declared))
     found = _by_directory(capsys, "multirun")
-    assert found["wrong"]["why"] == "its files are damaged: a value has another type"
-    assert found["newer"]["why"] == "its files are damaged: schema_version is 2, not 1"
+    assert found["wrong"]["why"].startswith("multirun/wrong/sweep.jsonl: is damaged: ")
+    assert found["newer"]["why"].startswith("multirun/newer/sweep.json: schema_version is 2")
     assert (found[sweep.name]["state"], found[sweep.name]["why"]) == (
         "stopped",
         "2 points left: the same command goes on",
     )
-    assert found["damaged"]["state"] == "failed"
-    assert found["damaged"]["why"].startswith("its files are damaged: ")
+    assert (found["damaged"]["state"], found["damaged"]["why"]) == (
+        "failed", "multirun/damaged/sweep.json: is damaged: it is not valid JSON",
+    )  # fmt: skip
 
 
 def test_where_there_is_nothing_it_says_where_it_looked(tmp_path, monkeypatch, capsys):
