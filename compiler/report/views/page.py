@@ -41,6 +41,7 @@ from .timeline import by_stage, hidden_behind, lay_out, layer_views, left_out
 
 NUM_EVENTS = 4000  # the longest events; timeline.json has all
 FOLDED_ROWS = 24  # a longer table of arrays is closed at first
+TOO_SMALL = "it is zero, or too small to be shown"
 
 
 def render_page(report: Report, events: Sequence[Event], plan: Plan | None = None) -> str:
@@ -49,9 +50,10 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan | None = Non
     reasons = list(dict.fromkeys(reason for _, reason in unknown_values(report)))
     numbers = {reason: number for number, reason in enumerate(reasons, start=1)}
 
-    def unknown(value: Unknown | str) -> dict[str, Any]:
-        """Returns the text in place of an unknown value, or of one that is unknown for this reason."""
-        reason = value.why if isinstance(value, Unknown) else value
+    def unknown(value: Unknown | str | float) -> dict[str, Any]:
+        """Returns the text in place of an unknown value, or of one that is unknown for this reason. A number is known,
+        and too small to be shown."""
+        reason = value.why if isinstance(value, Unknown) else value if isinstance(value, str) else TOO_SMALL
         return {"reason": reason, "number": numbers.get(reason)}
 
     environment = template_environment()

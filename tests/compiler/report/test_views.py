@@ -22,7 +22,7 @@ from meshloom.compiler.core.known import Unknown, why_unknown
 from meshloom.compiler.core.traffic import TrafficSource
 from meshloom.compiler.report.views.charts import memory_bar
 from meshloom.compiler.report.views.facts import sums, unknown_values, verdict, why_exposed
-from meshloom.compiler.report.views.page import compact_timeline, render_page
+from meshloom.compiler.report.views.page import TOO_SMALL, compact_timeline, render_page
 from meshloom.compiler.report.views.summary import show_summary
 from meshloom.compiler.report.views.timeline import by_stage, chrome_trace
 from meshloom.compiler.schema import Event, Report, by_exposed
@@ -368,6 +368,15 @@ def test_arrows_lead_from_a_collective_to_the_compute_that_hides_it():
             kinds[phase] = within[0]
         assert kinds["f"]["cat"] in ("matmul", "attention", "other")
         assert kinds["f"]["name"] in kinds["s"]["args"]["hidden_behind"]
+
+
+def test_a_plot_that_is_not_there_has_words_as_its_reason():
+    """Peak and roofline are known, and no part computes."""
+    report = reports.fits()[0]
+    idle = tuple(part.model_copy(update={"flops": 0}) for part in report.roofline)
+    page = render_page(report.model_copy(update={"roofline": idle}), ())
+    assert not isinstance(report.step.roofline_seconds, Unknown)
+    assert f'No plot: <span class="unknown" tabindex="0" title="{TOO_SMALL}">' in page
 
 
 def test_the_three_files_are_written_and_say_the_same(tmp_path):
