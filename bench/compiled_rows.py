@@ -44,7 +44,7 @@ def make_rows(
     facts_of: Callable[[Facts], Facts],
     make: Callable[[Overrides], tuple[Facts, float | None]] | None = None,
 ) -> int:
-    """Makes the rows, by name, that are asked for and not kept yet; returns the number of those that failed. make:
+    """Makes the requested rows that are not kept yet, and returns how many failed. make:
     returns a report, of which facts_of says what is kept, and its seconds; `compile_report` by default."""
     kept = read_kept(given.file)
     asked = [] if given.show else [row for row in rows if given.rows.lower() in row[0].lower()]

@@ -95,7 +95,7 @@ def takers_of(root: Path, kind: str, folders: tuple[str, ...] = FOLDERS) -> dict
 
 
 def files_naming(root: Path, name: str, folders: tuple[str, ...] = FOLDERS) -> list[str]:
-    """Returns the files that have a name in code, by itself or as a word of a text, or in conf; not in docs."""
+    """Returns the files of code and conf that use a name, alone or as a word in a string; docs do not count."""
     word = re.compile(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])")
     python = [file for file, tree in _trees(root, folders) if any(word.search(each) for each in _texts(tree))]
     conf = (path for path in (root / "conf").rglob("*.yaml") if word.search(re.sub("#.*", "", path.read_text())))

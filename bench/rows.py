@@ -239,8 +239,8 @@ PIPELINES = Table(
 )  # fmt: skip
 
 
-# 1F1B beside GPipe: how much more memory a chip takes, by the slots of the tables and compiled. Four layers of width
-# 512 over four stages: a slot holds the input of a chunk and that of its one layer, or a gradient of its result.
+# 1F1B against GPipe: how much more memory a chip takes, by the slots of the tables and compiled. Four layers of width
+# 512 over four stages: a slot holds the input of a chunk and of its one layer, or a gradient of its result.
 
 STAGES, WIDTH, LENGTH, SEQUENCES = 4, 512, 2048, 2  # sequences of a microbatch on a chip
 SMALL: Overrides = (
@@ -407,7 +407,7 @@ CONTEXT_COMPILED = Table(
 )
 
 
-# LoRA and DoRA beside full fine-tuning of Llama 3: first where both fit, then where LoRA alone does.
+# LoRA and DoRA against full fine-tuning of Llama 3: first where both fit, then where LoRA alone does.
 
 FULL, LORA, DORA = "full", "lora", "dora"
 CELLS = [

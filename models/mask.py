@@ -35,7 +35,7 @@ class Mask:
         return Mask() if self.window is not None and self.window >= length else self
 
     def sees(self, distance: Any) -> Any:
-        """Returns True where the distance is that of a key that its query sees."""
+        """Returns True where a query sees a key at this distance."""
         return distance >= 0 if self.window is None else (distance >= 0) & (distance < self.window)
 
     def __call__(self, queries: Any, keys: Any) -> Any:

@@ -98,7 +98,7 @@ class Traffic(Crossing):
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """The time of collectives with their links to themselves, and what of it runs beside compute or is waited for."""
+    """The time of collectives alone on their links, the part hidden behind compute, and the exposed part."""
 
     alone_seconds: OrUnknown[NotNegative]
     hidden_seconds: OrUnknown[NotNegative]

@@ -413,7 +413,7 @@ def _independent_problems(spec: RunSpec, then: Callable[[RunSpec], Any], dropped
 
 
 def _roots(overrides: Iterable[str]) -> set[str]:
-    """Returns the top-level keys of overrides, and those that a misspelled one may have meant."""
+    """Returns the top-level keys of overrides, and the keys that misspelled ones may have meant."""
     roots = {re.split(r"[.=@/]", text.lstrip("+~"))[0] for text in overrides}
     return roots | {near for root in roots for near in get_close_matches(root, RunSpec.model_fields, n=1)}
 

@@ -27,7 +27,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class PublishedFolder:
-    """The folder of a published model. A file that is missing or damaged raises ConfigError when it is asked for."""
+    """The folder of a published model. Reading a missing or damaged file raises ConfigError."""
 
     path: Path
 
@@ -75,7 +75,7 @@ class PublishedFolder:
 
     @property
     def tokenizer(self) -> tuple[Path, ...]:
-        """Returns the files of the tokenizer, and those that say how text is generated."""
+        """Returns the files of the tokenizer and of the settings for generating text."""
         return tuple(self.path / name for name in TOKENIZER_FILES if (self.path / name).is_file())
 
 

@@ -86,7 +86,7 @@ def plan_cache(plan: Plan, shape: BatchShape) -> tuple[Cache, Any]:
 
 
 def build_working(weights: Params) -> Callable[[Params], Params]:
-    """Returns a function from the parameters of the state to those that the programs take.
+    """Returns a function that turns the parameters of the state into the ones that programs take.
 
     weights: the plans of the parameters, in a tree.
     """

@@ -117,12 +117,12 @@ def ours(**values: Any) -> Table:
 
 
 def unread(*names: str, written: Callable[[Any], Values] = lambda config: {}) -> Entry:
-    """Returns the entry of keys that transformers does not read. written: those that are written for others."""
+    """Returns the entry of keys that transformers does not read. written: the keys that are written for others."""
     return Entry(names, (), lambda reader, before: {}, written)
 
 
 def changed(table: Table, *entries: Entry) -> Table:
-    """Returns a table with other entries, which replace those of the same keys."""
+    """Returns a table in which these entries replace entries of the same keys."""
     names = {name for entry in entries for name in entry.names}
     keys = {our for entry in entries for our in entry.ours}
     return tuple(entry for entry in table if names.isdisjoint(entry.names) and keys.isdisjoint(entry.ours)) + entries

@@ -36,8 +36,8 @@ def checkpoint_folder(run_dir: Path, spec: RunSpec) -> Folder:
 
 
 def check_is_there(place: str, key: str) -> tuple[Folder, list[Folder]]:
-    """Returns the folder of the checkpoints at a place, and those that it names, newest first. Raises ConfigError if
-    there is none. key: the place of mistakes."""
+    """Returns the folder of checkpoints at a place, and the checkpoints that the place names, newest first. Raises
+    ConfigError if there is none. key: the place of mistakes."""
     directory, step = parse_place(place)
     paths = list(finished(directory))
     if step is None and not paths:

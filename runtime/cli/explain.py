@@ -17,8 +17,8 @@ from ..start.start import Start, declared_start
 
 
 def explain_command(request: Request, flags: argparse.Namespace) -> int:
-    """Prints the plan, and that of a restore. Returns the exit code: 3 if the estimate does not fit and `--check` is
-    given. Raises ConfigError for a declaration that cannot be planned, or a checkpoint that it cannot restore."""
+    """Prints the plan and what would be restored. Returns the exit code: 3 if the estimate does not fit and `--check`
+    is given. Raises ConfigError for a declaration that cannot be planned, or a checkpoint that it cannot restore."""
     plan, start = read_spec(request, then=_plan)
     console, estimate = Console(off_terminal_width=240), estimate_step(plan)
     lines = start.lines()

@@ -1,4 +1,4 @@
-"""Opens the directory of a run: each of its files by one property, when it is asked for.
+"""Opens the directory of a run: each property reads one file when it is first used.
 
     RunFolder(path).record     run.json: the command, its beginning and its end
     RunFolder(path).spec       spec.yaml: the resolved declaration
@@ -7,7 +7,7 @@
     RunFolder(path).steps      metrics.jsonl, line by line
     RunFolder(path).checkpoints    the place of its checkpoints, which may be elsewhere
 
-A file that is missing or damaged raises ConfigError; `declared` is for readers that can do without the declaration.
+Reading a missing or damaged file raises ConfigError; `declared` is for readers that can do without a declaration.
 """
 
 import json
@@ -60,7 +60,7 @@ class RunFolder:
 
     @cached_property
     def spec(self) -> Mapping[str, Any]:
-        """Returns the declaration as it was written, which may be that of an older version."""
+        """Returns the declaration as it was written, perhaps by an older version."""
         path = self.path / SPEC
         try:
             spec = yaml.safe_load(_text(path))

@@ -171,7 +171,7 @@ class Replay(Observer):
         devices = self._devices_of_shards(_unlike(odd.metrics[LOSS_BY_SHARD], right.metrics[LOSS_BY_SHARD]))
         if not 0 < len(devices) < self._mesh.size:
             devices = list(self._mesh.devices.flat[np.flatnonzero(_unlike(odd.digest, right.digest).any(axis=1))])
-        return self._named(devices) if 0 < len(devices) < self._mesh.size else "on which device cannot be told"
+        return self._named(devices) if 0 < len(devices) < self._mesh.size else "on which device is unknown"
 
     def _devices_of_shards(self, is_unlike: np.ndarray) -> list[Any]:
         """Returns the devices of some shards of the batch. is_unlike: marks them, in the order of the mesh axes that
