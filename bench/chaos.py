@@ -69,7 +69,7 @@ PHASES = {
     "compile": "compile.run_programs:build",
     "step": "train.feed:Feed.next",
     "save": "checkpoint.checkpoints:Checkpoints.save",
-    "evaluation": "train.loop:Loop._evaluate",
+    "evaluation": "train.loop:TrainingLoop._evaluate",
 }
 SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "freeze": signal.SIGSTOP,
            "truncate": signal.SIGKILL, "flip": signal.SIGKILL, "restart coordinator": signal.SIGKILL}  # fmt: skip

@@ -22,7 +22,7 @@ from meshloom.compiler.xla.programs import build, lower
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.stop import StopRequest
-from meshloom.runtime.train.loop import Loop
+from meshloom.runtime.train.loop import TrainingLoop
 from meshloom.runtime.train.observer import ObservedRun, Observers
 from meshloom.runtime.train.observers import add_observers
 from meshloom.runtime.train.time_spent import Stopwatch
@@ -66,7 +66,7 @@ def main() -> None:
         ):
             run = ObservedRun(plan, programs, job.data, Path(folder), Processes(), console, observers, first_step=0)
             add_observers(run)
-            loop = Loop(
+            loop = TrainingLoop(
                 plan,
                 programs,
                 batches=iter(train),

@@ -37,7 +37,7 @@ logging.getLogger("absl").setLevel(
 BATCH_SIZE = "global_batch_size"  # a key of an identity; if only it differs, a place in the data can be converted
 
 
-class Placed(Protocol):
+class DataIterator(Protocol):
     """An iterator over batches, as far as checkpoints need it: a place in the data, and the identity of the data."""
 
     identity: dict[str, Any]
@@ -101,7 +101,7 @@ class Checkpoints:
         newest = next(finished(self.directory), None)
         return int(newest.name) if newest else None
 
-    def save(self, step: int, state: Any, batches: Placed, *, num_tokens: int, eval_loss: float | None) -> None:
+    def save(self, step: int, state: Any, batches: DataIterator, *, num_tokens: int, eval_loss: float | None) -> None:
         """Saves the state after `step` steps over `num_tokens` tokens, once per step. The state may be donated to the
         next step at once.
 
@@ -183,7 +183,7 @@ class Checkpoints:
             raise RunFailed(Problem(str(self.directory), f"{what}; {good}", fix), STORAGE) from error
 
 
-def restore(start: Checkpoint, state: Any, batches: Placed) -> Restored:
+def restore(start: Checkpoint, state: Any, batches: DataIterator) -> Restored:
     """Returns a checkpoint, laid out like the abstract `state`, on any mesh, and moves `batches` to its place in the
     data."""
     with context_for(start.path):

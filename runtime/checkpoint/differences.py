@@ -31,7 +31,7 @@ def first_lines(lines: list[str]) -> list[str]:
     return lines[:MOST_SHOWN] + more
 
 
-def shown(differences: list[str]) -> str:
+def listed(differences: list[str]) -> str:
     """Returns the first differences as indented lines, and the number of those that are left out."""
     return "".join(f"\n    {line}" for line in first_lines(differences))
 

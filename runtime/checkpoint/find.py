@@ -10,7 +10,7 @@ from meshloom.compiler.declare.run_spec import RunSpec
 
 from ..core.failures import STORAGE, RunFailed
 from ..core.files import Folder, absolute, folder_at, is_remote
-from ..core.manifest import FILE, Compared, damage_in
+from ..core.manifest import FILE, VerifiedBy, damage_in
 from ..rundir.folders import CHECKPOINTS
 
 RESTORE_FROM = "checkpoint.restore_from"
@@ -74,7 +74,7 @@ def describe_damage(damaged: dict[Folder, str]) -> str:
     return "; ".join(f"checkpoint {path.name}: {what}" for path, what in damaged.items())
 
 
-def newest_good(directory: Folder, paths: list[Folder], *, is_own: bool, compare: Compared = "content") -> Checkpoint:
+def newest_good(directory: Folder, paths: list[Folder], *, is_own: bool, compare: VerifiedBy = "content") -> Checkpoint:
     """Returns the first of these checkpoints that is as it was saved. Raises RunFailed if none is."""
     damaged: dict[Folder, str] = {}
     for path in paths:

@@ -12,7 +12,7 @@ from orbax.checkpoint import v1 as ocp
 from meshloom.compiler.core.errors import ConfigError, Problem
 
 from ..core.files import Folder, check_bucket, folder_at
-from .differences import shown, tree_differences
+from .differences import listed, tree_differences
 from .find import Checkpoint, check_is_there, newest_good, saved_tree
 from .orbax_context import context_for
 
@@ -47,7 +47,7 @@ def load_parameters(start: Checkpoint, params: Any) -> Any:
 def _check_same_parameters(path: Folder, params: Any) -> None:
     saved = saved_tree(path)["params"]
     if differences := tree_differences(*({"params": jax.tree.map(_untyped, tree)} for tree in (saved, params))):
-        what = f"{path} holds the parameters of another model:{shown(differences)}"
+        what = f"{path} holds the parameters of another model:{listed(differences)}"
         raise ConfigError([Problem("model", what, "choose the model that was saved, or another checkpoint")])
 
 

@@ -21,11 +21,11 @@ from meshloom.compiler.declare.data_spec import ChatsSource, HuggingFaceTokenize
 from meshloom.compiler.declare.overrides import override
 from meshloom.compiler.declare.run_spec import RunSpec
 
-from ..core.exclusive import LOCK, alone
+from ..core.exclusive import LOCK, locked
 from ..core.files import replace_json
 from ..data.chats import SIDES, chat_reader, how_masked
 from ..data.corpus import no_documents
-from ..data.documents import Part, num_text_bytes, parts_of
+from ..data.documents import CorpusPart, corpus_parts, num_text_bytes
 from ..data.progress import TextProgress
 from ..data.shards import INDEX, PROGRESS, Index, StoredTokenizer, read_index
 from ..data.show import show_document
@@ -36,7 +36,7 @@ from ..data.write import CorpusProgress, ShardWriter
 from ..processes.distributed import Processes
 from ..processes.process_log import say_command
 from ..processes.stop import StopRequest
-from ..train.display import say, show_summary
+from ..train.display import say, show_rows
 
 WHERE = "shards.directory"
 BPE_FILE = "tokenizer.json"
@@ -49,7 +49,7 @@ class CorpusJob:
     done: the index, if all shards are written. started: the progress of an earlier start, if any."""
 
     spec: RunSpec
-    parts: list[Part]
+    parts: list[CorpusPart]
     tokenizer: Tokenizer | None
     corpus: dict[str, Any]
     done: Index | None
@@ -87,7 +87,7 @@ def tokenize_corpus(job: CorpusJob, console: Console) -> int:
     start = time.perf_counter()
     job.folder.mkdir(parents=True, exist_ok=True)
     busy = Problem(WHERE, f"another process writes into {job.folder}", "wait for it, or name another directory")
-    with alone(job.folder, busy), StopRequest(Processes(), waits_for=DOCUMENTS) as stop:
+    with locked(job.folder, busy), StopRequest(Processes(), waits_for=DOCUMENTS) as stop:
         job = prepare_corpus(job.spec)  # another process may have written meanwhile
         if job.done:
             _show(job, job.done, console, ("nothing to do", f"{job.folder} is finished"))
@@ -106,21 +106,21 @@ class _StoppedError(Exception):
     """Raised when a signal has asked to stop, after all progress was written."""
 
 
-def _text_source(spec: RunSpec) -> tuple[OneSource, list[Part]]:
+def _text_source(spec: RunSpec) -> tuple[OneSource, list[CorpusPart]]:
     source = spec.data.source
     if source.kind == "mixture":
         fix = "write each part by itself, and train on a mixture of sources of kind tokens"
         raise ConfigError([Problem("data.source", "is a mixture", fix)])
-    return source, parts_of(source, "data.source")
+    return source, corpus_parts(source, "data.source")
 
 
-def _chats_of(source: OneSource, tokenizer: Tokenizer | None) -> list[Part]:
+def _chats_of(source: OneSource, tokenizer: Tokenizer | None) -> list[CorpusPart]:
     """Returns the parts of a source of chats, which the tokenizer renders; none of another source. Raises ConfigError
     for a tokenizer that knows no chats."""
     if not isinstance(source, ChatsSource):
         return []
     chat_reader(source, "data.source", tokenizer)
-    return parts_of(source, "data.source", tokenizer)
+    return corpus_parts(source, "data.source", tokenizer)
 
 
 def _tokenizer(spec: RunSpec) -> Tokenizer | None:
@@ -135,7 +135,9 @@ def _tokenizer(spec: RunSpec) -> Tokenizer | None:
     return None
 
 
-def _declaration(spec: RunSpec, source: OneSource, parts: list[Part], tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _declaration(
+    spec: RunSpec, source: OneSource, parts: list[CorpusPart], tokenizer: Tokenizer | None
+) -> dict[str, Any]:
     """Returns all that the bytes of the shards depend on, by key, as flat JSON."""
     files = hashlib.sha256(os.fsencode("".join(f"{part.name}\0{part.num_bytes}\0" for part in parts))).hexdigest()
     declared = {f"data.source.{key}": value for key, value in source.model_dump(mode="json").items() if key != "paths"}
@@ -239,7 +241,7 @@ def _show(job: CorpusJob, index: Index, console: Console, first: tuple[str, str]
     tokenizer = f"{index.tokenizer.kind}, {size:,} tokens"
     rows = [first, ("written", counts), *([("left out", left_out)] if index.num_empty else [])]
     rows += [("trained on", how_masked(index.masked_by))] if index.masked_by else []
-    show_summary(console, [*rows, ("tokenizer", tokenizer), ("directory", str(job.folder))])
+    show_rows(console, [*rows, ("tokenizer", tokenizer), ("directory", str(job.folder))])
     words = ["data=tokens", override("data.source.directory", str(job.folder)), f"model.vocab_size={size}"]
     words += ["data.packing=first_fit", "data.isolate_documents=true"] if index.masked_by else []
     say_command(console, "train on it", ["meshloom", "train", *words])

@@ -13,7 +13,7 @@ from meshloom.compiler.report.explain import explain
 
 from ..processes.devices import plan_without_devices
 from ..start.find import check_checkpoint
-from ..start.start import Start, declared_start
+from ..start.start import RunStart, declared_start
 
 
 def explain_command(request: Request, flags: argparse.Namespace) -> int:
@@ -31,7 +31,7 @@ def explain_command(request: Request, flags: argparse.Namespace) -> int:
     return DOES_NOT_FIT if flags.check and does_not_fit else 0
 
 
-def _plan(spec: RunSpec) -> tuple[Plan, Start]:
+def _plan(spec: RunSpec) -> tuple[Plan, RunStart]:
     plan_without_devices(spec.target)
     plan, _ = all_of(lambda: plan_run(spec), lambda: check_checkpoint(spec))
     return plan, declared_start(plan)

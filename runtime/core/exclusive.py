@@ -13,7 +13,7 @@ SECONDS_OF_A_LOOK = 0.2  # `is_held` takes the lock for an instant; a run must n
 
 
 @contextmanager
-def alone(folder: Path, busy: Problem) -> Iterator[None]:
+def locked(folder: Path, busy: Problem) -> Iterator[None]:
     """Locks the folder within the `with`; the system releases it when this process dies. Raises ConfigError with `busy`
     if another process holds it."""
     lock = FileLock(folder / LOCK, timeout=SECONDS_OF_A_LOOK)

@@ -20,7 +20,7 @@ FILE = "manifest.json"
 WRITTEN_LAST = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # by Orbax, after the manifest; no array needs them
 
 
-Compared = Literal["content", "sizes"]
+VerifiedBy = Literal["content", "sizes"]
 
 
 class FileEntry(Record):
@@ -50,7 +50,7 @@ def write_manifest(folder: Folder, *, step: int | None = None) -> None:
 
 
 def damage_in(
-    folder: Folder, *, expected: Collection[str], step: int | None = None, compare: Compared = "content"
+    folder: Folder, *, expected: Collection[str], step: int | None = None, compare: VerifiedBy = "content"
 ) -> str | None:
     """Returns the first difference from what was saved, as a phrase; None if there is none.
 

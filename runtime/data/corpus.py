@@ -16,7 +16,7 @@ from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.sharding.batch import batch_arrays
 
 from .chats import how_masked
-from .documents import Part, num_text_bytes, parts_of
+from .documents import CorpusPart, corpus_parts, num_text_bytes
 from .download import local_copy
 from .packing import ConcatenatedSequences, PackedSequences, num_cut_turns
 from .pairs import PairedSequences
@@ -103,12 +103,14 @@ def open_store(data: DataSpec, source: OneSource, where: str, tokenizer: Tokeniz
         raise ConfigError([Problem("data.tokenizer", what, "choose one: data/tokenizer=bytes")])
     if isinstance(source, PythonStdlibSource | SyntheticSource) and isinstance(tokenizer, Bytes):
         return _built_in(source.kind)
-    parts = parts_of(source, where, tokenizer)
+    parts = corpus_parts(source, where, tokenizer)
     _check_size(sum(part.num_bytes for part in parts), data, source, where)
     return _tokenized(parts, tokenizer, data, source, where)
 
 
-def _tokenized(parts: list[Part], tokenizer: Tokenizer, data: DataSpec, source: OneSource, where: str) -> TokenStore:
+def _tokenized(
+    parts: list[CorpusPart], tokenizer: Tokenizer, data: DataSpec, source: OneSource, where: str
+) -> TokenStore:
     total = 0
     with TextProgress(Console(), "tokenising", total=num_text_bytes(parts)) as progress:
 
@@ -136,20 +138,20 @@ def _built_in(kind: str) -> TokenStore:
     """Returns the corpus of a built-in source, whose content does not change while a process runs."""
     is_stdlib = kind == "python_stdlib"
     source = PythonStdlibSource(kind="python_stdlib") if is_stdlib else SyntheticSource(kind="synthetic")
-    return tokens_in_memory(parts_of(source, ""), Bytes(), "", advance=lambda _: None)
+    return tokens_in_memory(corpus_parts(source, ""), Bytes(), "", advance=lambda _: None)
 
 
 def _check_size(num_bytes: int, data: DataSpec, source: OneSource, where: str) -> None:
     if num_bytes <= data.max_text_bytes:
         return
     what = f"has more than data.max_text_bytes={data.max_text_bytes:,} bytes of text to tokenise at the start of each run"  # fmt: skip  # noqa: E501
-    line = shlex.join(["meshloom", "data", *overrides_of(source, data), "shards.directory=tokens"])
+    line = shlex.join(["meshloom", "data", *source_overrides(source, data), "shards.directory=tokens"])
     fix = f"tokenise it once: {line}, then train with data=tokens data.source.directory=tokens"
     fix += " data.packing=first_fit data.isolate_documents=true" if source.kind == "chats" else ""
     raise ConfigError([Problem(where, what, fix)])
 
 
-def overrides_of(source: OneSource, data: DataSpec) -> list[str]:
+def source_overrides(source: OneSource, data: DataSpec) -> list[str]:
     """Returns the overrides that select this source and tokenizer."""
     words = [f"data={source.kind}"]
     declared = source.model_dump(exclude={"kind"}).items()

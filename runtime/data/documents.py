@@ -42,7 +42,7 @@ class Document(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class CorpusPart:
     """A file of a corpus. read(n): yields its documents from number n on, and a Problem for one that cannot be read.
 
     num_bytes: the size of the file; 0 if it is not a file. is_plain: that is about the size of its texts.
@@ -54,7 +54,7 @@ class Part:
     read: Callable[[int], Iterator[Document | Problem]]
 
 
-def parts_of(source: OneSource, where: str, tokenizer: Tokenizer | None = None) -> list[Part]:
+def corpus_parts(source: OneSource, where: str, tokenizer: Tokenizer | None = None) -> list[CorpusPart]:
     """Returns the parts of a corpus in a fixed order. where: the key of the source, for messages. tokenizer: needed to
     read chats.
 
@@ -63,7 +63,7 @@ def parts_of(source: OneSource, where: str, tokenizer: Tokenizer | None = None) 
     if source.kind == "python_stdlib":
         return _python_stdlib()
     if source.kind == "synthetic":
-        return [Part("synthetic", 0, False, _synthetic)]
+        return [CorpusPart("synthetic", 0, False, _synthetic)]
     if source.kind == "python":
         return [_user_documents(source, where)]
     if source.kind == "tokens":
@@ -71,7 +71,7 @@ def parts_of(source: OneSource, where: str, tokenizer: Tokenizer | None = None) 
     files = find_files(source.paths, f"{where}.paths")
     chats = chat_reader(source, where, tokenizer) if isinstance(source, ChatsSource) and tokenizer else None
     return [
-        Part(file.name, file.num_bytes, _is_plain(source, file), partial(_read_file, source, where, file, chats))
+        CorpusPart(file.name, file.num_bytes, _is_plain(source, file), partial(_read_file, source, where, file, chats))
         for file in files
     ]
 
@@ -81,7 +81,7 @@ def _is_plain(source: OneSource, file: SourceFile) -> bool:
     return source.kind in ("text_files", "jsonl", "chats", "preferences") and not file.is_compressed and is_known
 
 
-def num_text_bytes(parts: Sequence[Part]) -> int:
+def num_text_bytes(parts: Sequence[CorpusPart]) -> int:
     """Returns the approximate bytes of text in a corpus; 0 if unknown before it is read."""
     return sum(part.num_bytes for part in parts) if all(part.is_plain for part in parts) else 0
 
@@ -129,14 +129,14 @@ def without_mark(text: bytes) -> bytes:
     return text.removeprefix(codecs.BOM_UTF8)
 
 
-def _python_stdlib() -> list[Part]:
+def _python_stdlib() -> list[CorpusPart]:
     """Returns the source files of the running Python's standard library, without installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     names = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*.py"))]
     source = TextFilesSource(kind="text_files", paths=(str(root),))
     own = [name for name in names if "site-packages" not in name and "__pycache__" not in name]
     files = [local_file(root / name, name) for name in own]
-    return [Part(file.name, file.num_bytes, True, partial(_read_file, source, "", file, None)) for file in files]
+    return [CorpusPart(file.name, file.num_bytes, True, partial(_read_file, source, "", file, None)) for file in files]
 
 
 def _synthetic(first: int) -> Iterator[Document]:
@@ -148,7 +148,7 @@ def _synthetic(first: int) -> Iterator[Document]:
             yield Document(f"synthetic/{number}", b"".join(b"%d + %d = %d\n" % (a, b, a + b) for a, b in pairs))
 
 
-def _user_documents(source: PythonSource, where: str) -> Part:
+def _user_documents(source: PythonSource, where: str) -> CorpusPart:
     documents = load_documents(source, where)
 
     def read(first: int) -> Iterator[Document | Problem]:
@@ -159,4 +159,4 @@ def _user_documents(source: PythonSource, where: str) -> Part:
             else:
                 yield Document(str(number), without_mark(content) if isinstance(content, bytes) else content)
 
-    return Part(source.object, 0, False, read)
+    return CorpusPart(source.object, 0, False, read)

@@ -8,7 +8,7 @@ from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.declare.data_spec import OneSource
 
-from .documents import Document, parts_of
+from .documents import Document, corpus_parts
 from .tokenize import is_empty
 from .tokenizers import Tokenizer
 
@@ -56,7 +56,7 @@ def names_of(
     wanted = sorted(set(numbers))
     if not wanted or source.kind == "tokens" or (source.kind == "python" and source.items == "sequences"):
         return {}
-    every = (one for part in parts_of(source, where, tokenizer) for one in part.read(0))
+    every = (one for part in corpus_parts(source, where, tokenizer) for one in part.read(0))
     documents = (one for one in every if isinstance(one, Problem) or not is_empty(one))
     first = list(islice(documents, wanted[-1] + 1))
     return {number: one.name for number in wanted if isinstance(one := first[number], Document)}

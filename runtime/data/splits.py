@@ -16,7 +16,7 @@ from meshloom.compiler.plan import Plan
 
 from .batches import NEXT_BATCH, Batches, BatchSource, shuffled
 from .corpus import SPLITS, Corpus, Sequences, open_corpus
-from .documents import parts_of
+from .documents import corpus_parts
 from .locate import LocatedRow, Places, names_of
 from .pairs import ItemsOfPairs, PairedSequences, PairsOf
 from .store import Split
@@ -157,7 +157,7 @@ def _open_corpora(spec: RunSpec, sources: list[WeightedSource]) -> list[Corpus]:
         tokenizer = open_tokenizer(declared) if declared else None
     except ConfigError as error:
         of_text = [s for s in sources if s.source.kind not in ("tokens", "python")]
-        all_of(partial(_raise, error), *(partial(parts_of, s.source, s.where) for s in of_text))
+        all_of(partial(_raise, error), *(partial(corpus_parts, s.source, s.where) for s in of_text))
         raise
     return list(all_of(*(partial(open_corpus, spec, s.source, s.where, tokenizer) for s in sources)))
 

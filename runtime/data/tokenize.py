@@ -11,7 +11,7 @@ from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
 from .chat_template import Chat, ChatError
 from .chat_tokens import chat_tokens
 from .chats import TODAY
-from .documents import Document, Part
+from .documents import CorpusPart, Document
 from .store import Shard, TokenStore, name_hash
 from .tokenizers import HuggingFace, Tokenizer
 
@@ -37,7 +37,7 @@ class Encoded:
 
 
 def encode_corpus(
-    parts: Sequence[Part], tokenizer: Tokenizer, *, part: int = 0, document: int = 0, where: str
+    parts: Sequence[CorpusPart], tokenizer: Tokenizer, *, part: int = 0, document: int = 0, where: str
 ) -> Iterator[Encoded]:
     """Yields the corpus from a document of a part on, in order, about BATCH_BYTES of text at a time.
 
@@ -54,7 +54,7 @@ def encode_corpus(
 
 
 def tokens_in_memory(
-    parts: Sequence[Part], tokenizer: Tokenizer, where: str, advance: Callable[[int], None]
+    parts: Sequence[CorpusPart], tokenizer: Tokenizer, where: str, advance: Callable[[int], None]
 ) -> TokenStore:
     """Returns a whole corpus. advance: takes the number of bytes of text after each batch. Raises ConfigError with the
     first MOST_PROBLEMS documents that are wrong."""

@@ -27,7 +27,7 @@ from .harness import TaskResults, check_harness, run_tasks, without_packing
 from .open_weights import Session, compile_programs, open_weights, place_of_weights, start_session
 
 EVALUATE = "evaluate"
-Unit = Literal["byte", "token"]
+TargetUnit = Literal["byte", "token"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PartLoss:
     loss: float | None
     num_targets: int
     num_sequences: int
-    unit: Unit
+    unit: TargetUnit
 
     @property
     def perplexity(self) -> float | None:
@@ -62,7 +62,7 @@ class PartLoss:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationResult:
     """An evaluation of weights. place, step: where they came from. losses: of the whole, then of each source of a
     mixture."""
 
@@ -101,7 +101,7 @@ class Evaluation:
         return tuple(f"{self.split if each.name == 'data' else each.name}: {each}" for each in self.losses)
 
     def __repr__(self) -> str:
-        return f"<Evaluation: {self.lines[0]}>"
+        return f"<EvaluationResult: {self.lines[0]}>"
 
 
 def _finite(value: float | None) -> float | None:
@@ -139,7 +139,7 @@ def prepare_evaluation(spec: RunSpec, warn: Callable[[str], None] = write_error)
     return EvaluationJob(session, data, tokenizer)
 
 
-def evaluate_weights(job: EvaluationJob, console: Console) -> Evaluation | TaskResults:
+def evaluate_weights(job: EvaluationJob, console: Console) -> EvaluationResult | TaskResults:
     """Opens the weights, compiles one program, and returns the losses, the same in all processes, or the results of
     tasks. Raises RunFailed if a loss is not finite."""
     if job.data is None:
@@ -148,7 +148,7 @@ def evaluate_weights(job: EvaluationJob, console: Console) -> Evaluation | TaskR
     return _evaluate_data(job, job.data, console)
 
 
-def _evaluate_data(job: EvaluationJob, data: EvaluatedData, console: Console) -> Evaluation:
+def _evaluate_data(job: EvaluationJob, data: EvaluatedData, console: Console) -> EvaluationResult:
     session, began = job.session, time.perf_counter()
     weights = open_weights(session, console)
     plan = session.plan
@@ -156,7 +156,9 @@ def _evaluate_data(job: EvaluationJob, data: EvaluatedData, console: Console) ->
         session, lambda: lower(plan, session.mesh, (EVALUATE,)), "compiling the evaluation", console
     )
     losses = tuple(_loss(part, weights.params, job, data.unit, programs, console) for part in data.parts)
-    found = Evaluation(weights.place, weights.step, plan.spec.evaluation.split, losses, time.perf_counter() - began)
+    found = EvaluationResult(
+        weights.place, weights.step, plan.spec.evaluation.split, losses, time.perf_counter() - began
+    )
     for each in losses:
         if each.loss is not None and not math.isfinite(each.loss):
             what = f"the loss of {each.name} is {each.loss}"
@@ -166,7 +168,7 @@ def _evaluate_data(job: EvaluationJob, data: EvaluatedData, console: Console) ->
 
 
 def _loss(
-    part: EvaluatedPart, params: Any, job: EvaluationJob, unit: Unit, programs: Programs, console: Console
+    part: EvaluatedPart, params: Any, job: EvaluationJob, unit: TargetUnit, programs: Programs, console: Console
 ) -> PartLoss:
     plan, batch = job.session.plan, programs.batch
     rows = local_rows(batch)

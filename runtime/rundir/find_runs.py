@@ -20,7 +20,7 @@ SWEEP_FILE, ROWS_FILE = "sweep.json", "sweep.jsonl"  # of a sweep
 TAIL_BYTES = 1 << 18  # read from the end of metrics.jsonl: some hundred steps
 FIRST_LOG = "logs/process-0.log"
 
-State = Literal["running", "done", "stopped", "failed", "killed"]
+RunState = Literal["running", "done", "stopped", "failed", "killed"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class FoundRun:
 
     directory: Path
     command: str
-    state: State
+    state: RunState
     why: str | None
     step: int | None
     num_steps: int | None
@@ -88,7 +88,9 @@ def read_run(directory: Path) -> FoundRun:
     )  # fmt: skip
 
 
-def _state(directory: Path, record: RunRecord | None, *, is_running: bool, is_done: bool) -> tuple[State, str | None]:
+def _state(
+    directory: Path, record: RunRecord | None, *, is_running: bool, is_done: bool
+) -> tuple[RunState, str | None]:
     if is_running:
         return "running", None
     if record is not None and record.state != "running":

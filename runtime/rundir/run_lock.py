@@ -9,7 +9,7 @@ import jax
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.places import is_url
 
-from ..core.exclusive import LOCK, alone
+from ..core.exclusive import LOCK, locked
 
 
 @contextmanager
@@ -18,14 +18,14 @@ def only_run_in(run_dir: Path) -> Iterator[None]:
     if jax.process_index() != 0:
         yield
         return
-    with alone(run_dir, _busy(run_dir)):
+    with locked(run_dir, _busy(run_dir)):
         yield
 
 
 def check_is_free(run_dir: Path) -> None:
     """Raises ConfigError if a run or a compile holds the directory. Creates nothing."""
     if (run_dir / LOCK).exists():
-        with alone(run_dir, _busy(run_dir)):
+        with locked(run_dir, _busy(run_dir)):
             pass
 
 
@@ -42,7 +42,7 @@ def only_run_that_saves_in(directory: str | None) -> Iterator[None]:
         what = f"{folder} cannot be made: {error.strerror}"
         raise ConfigError([Problem("checkpoint.directory", what, "name a folder that this process may make")]) from None
     fix = "wait for its end, or name another folder"
-    with alone(folder, Problem("checkpoint.directory", f"another run saves its checkpoints in {folder}", fix)):
+    with locked(folder, Problem("checkpoint.directory", f"another run saves its checkpoints in {folder}", fix)):
         yield
 
 

@@ -8,7 +8,7 @@ from meshloom.compiler.core.format import counted
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.models.adapter import saved_part
 
-from ..checkpoint.differences import shown, tree_differences
+from ..checkpoint.differences import listed, tree_differences
 from ..checkpoint.find import (
     RESTORE_FROM,
     Checkpoint,
@@ -106,6 +106,6 @@ def _link_problem(path: Folder) -> Problem:
 def _check_same_tree(path: Folder, state: Any) -> None:
     """Raises ConfigError with the arrays that differ; Orbax's own message would not name them."""
     if differences := tree_differences(saved_tree(path), saved_part(state)):
-        what = f"{path} holds another model or optimizer:{shown(differences)}"
+        what = f"{path} holds another model or optimizer:{listed(differences)}"
         fix = "choose the model and optimizer that were saved, or another hydra.run.dir"
         raise ConfigError([Problem("model", what, fix)])

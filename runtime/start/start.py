@@ -20,7 +20,7 @@ from meshloom.compiler.plan import Plan
 from ..checkpoint.find import Checkpoint
 from ..checkpoint.restore_plan import plan_restore
 from ..processes.distributed import Processes
-from ..weights.find import Weights, describe_weights, find_weights
+from ..weights.find import StoredWeights, describe_weights, find_weights
 from .find import find_restorable
 
 if TYPE_CHECKING:  # what makes a state imports Orbax and Grain, and what shows a start has no need of them
@@ -57,7 +57,7 @@ class FromWeights:
     """Weights take the place of the parameters that were drawn."""
 
     plan: Plan[RunSpec]
-    weights: Weights
+    weights: StoredWeights
     step: int = 0
     is_own: bool = False
 
@@ -81,7 +81,7 @@ class Resumed:
 
     plan: Plan[RunSpec]
     checkpoint: Checkpoint
-    weights: Weights | None
+    weights: StoredWeights | None
 
     @property
     def step(self) -> int:
@@ -106,10 +106,10 @@ class Resumed:
         return resumed_state(self, programs, batches, console, processes)
 
 
-Start = Fresh | FromWeights | Resumed
+RunStart = Fresh | FromWeights | Resumed
 
 
-def declared_start(plan: Plan[RunSpec]) -> Start:
+def declared_start(plan: Plan[RunSpec]) -> RunStart:
     """Returns where the declaration says that a new run starts, as far as can be seen without reading arrays. Raises
     ConfigError for what it cannot start from."""
     checkpoint, weights = find_restorable(plan.spec, plan.abstract), find_weights(plan)
@@ -117,8 +117,8 @@ def declared_start(plan: Plan[RunSpec]) -> Start:
 
 
 def find_start(
-    run_dir: Path, plan: Plan[RunSpec], weights: Weights | None, console: Console, processes: Processes
-) -> Start:
+    run_dir: Path, plan: Plan[RunSpec], weights: StoredWeights | None, console: Console, processes: Processes
+) -> RunStart:
     """Returns where a run starts, the same in all processes: from a checkpoint of its directory, if there is one.
 
     weights: of `declared_start`. Process 0 reads each byte of the checkpoint once, and warns about a lack of disk
@@ -129,7 +129,7 @@ def find_start(
     return _start(plan, find_shared(run_dir, plan, console, processes), weights)
 
 
-def check_steps_left(start: Start, spec: RunSpec) -> None:
+def check_steps_left(start: RunStart, spec: RunSpec) -> None:
     """Raises ConfigError if the checkpoint of another run has done all the steps of this one."""
     if isinstance(start, Resumed) and start.step >= spec.num_steps:
         done = f"{counted(spec.num_steps, 'step')} leave nothing to do after the {start.step:,}"
@@ -137,7 +137,7 @@ def check_steps_left(start: Start, spec: RunSpec) -> None:
         raise ConfigError([Problem("num_steps", f"{done} of {start.checkpoint.path}", fix)])
 
 
-def _start(plan: Plan[RunSpec], checkpoint: Checkpoint | None, weights: Weights | None) -> Start:
+def _start(plan: Plan[RunSpec], checkpoint: Checkpoint | None, weights: StoredWeights | None) -> RunStart:
     if checkpoint is not None:
         return Resumed(plan, checkpoint, weights)
     return Fresh(plan) if weights is None else FromWeights(plan, weights)

@@ -18,7 +18,7 @@ from ..checkpoint.restore_plan import plan_restore
 from ..data import BatchIterator
 from ..processes.distributed import Processes
 from ..processes.process_log import say
-from ..weights.find import Weights, check_content, describe_weights, find_weights
+from ..weights.find import StoredWeights, check_content, describe_weights, find_weights
 from ..weights.load import with_weights
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Started:
 
 
 def fresh_state(
-    plan: Plan[RunSpec], weights: Weights | None, programs: Programs, console: Console, processes: Processes
+    plan: Plan[RunSpec], weights: StoredWeights | None, programs: Programs, console: Console, processes: Processes
 ) -> Started:
     """Returns the state before the first step. Raises RunFailed in all processes if the weights are damaged."""
     state = _drawn(plan, weights, programs, console, processes)
@@ -76,7 +76,7 @@ def resumed_state(
 
 
 def _drawn(
-    plan: Plan[RunSpec], weights: Weights | None, programs: Programs, console: Console, processes: Processes
+    plan: Plan[RunSpec], weights: StoredWeights | None, programs: Programs, console: Console, processes: Processes
 ) -> Any:
     """Returns a drawn state, with weights in the place of its parameters."""
     state = programs["init"]()

@@ -25,7 +25,7 @@ from meshloom.compiler.declare.hydra_settings import (
 from meshloom.compiler.declare.overrides import overridden_key
 from meshloom.compiler.declare.sweep_request import SweepRequest, value_of
 
-from ..core.exclusive import alone
+from ..core.exclusive import locked
 from ..core.files import replace_json, replace_text
 from ..rundir.find_runs import ROWS_FILE, SWEEP_FILE
 from ..rundir.run_dir import as_typed
@@ -234,7 +234,7 @@ def open_sweep(
     own = directory if process == 0 else directory / PROCESSES / str(process)
     own.mkdir(parents=True, exist_ok=True)
     fix = f"wait for its end, stop it, or choose another {SWEEP_DIR}"
-    with alone(own, Problem(SWEEP_DIR, f"another sweep is in progress in {own}", fix)):
+    with locked(own, Problem(SWEEP_DIR, f"another sweep is in progress in {own}", fix)):
         rows = dict[int, Row]()
         if earlier:  # its rows that are not run again
             rows = {row.index: row for row in read_sweep(directory).rows if row.status not in sweep_spec.retry}

@@ -91,7 +91,7 @@ def _not_counted(plan: Plan[RunSpec]) -> tuple[Problem, ...]:
     return tuple(Problem("model.family", what, one.fix) for one, what in why)
 
 
-def show_summary(console: Console, rows: list[tuple[str, str]]) -> None:
+def show_rows(console: Console, rows: list[tuple[str, str]]) -> None:
     """Shows names and values, one per line."""
     for name, value in rows:
         say(console, f"{name}: {value}", is_shown=not console.is_terminal)

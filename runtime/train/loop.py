@@ -37,7 +37,7 @@ class Running:
     input_wait_seconds: float
 
 
-class Loop:
+class TrainingLoop:
     """One run of compiled programs over batches. held_out: the same batches each time it is iterated. latest_eval_loss:
     the last held-out loss, in nats per token; None before the first."""
 

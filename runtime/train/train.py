@@ -45,13 +45,13 @@ from ..rundir.run_dir import write_declaration
 from ..rundir.run_lock import only_run_in, only_run_that_saves_in
 from ..rundir.run_record import recorded_run
 from ..start.find import check_checkpoint
-from ..start.start import Resumed, Start, check_steps_left, declared_start, find_start
+from ..start.start import Resumed, RunStart, check_steps_left, declared_start, find_start
 from ..start.state import Started
-from ..weights.find import Weights
+from ..weights.find import StoredWeights
 from .decisions import NonFinite
-from .display import next_steps, show_header, show_summary
+from .display import next_steps, show_header, show_rows
 from .feed import local_rows, sequences_of
-from .loop import Loop
+from .loop import TrainingLoop
 from .observer import ObservedRun, Observers
 from .observers import add_observers
 from .profiler import check_profile
@@ -75,7 +75,7 @@ class Job:
     said: tuple[str, ...] = ()
     model: str | None = None
     request: Request | None = None
-    weights: Weights | None = None
+    weights: StoredWeights | None = None
 
 
 def prepare(spec: RunSpec, warn: Callable[[str], None] = write_error) -> Job:
@@ -153,7 +153,7 @@ def _train(
     start = find_start(run_dir, plan, job.weights, console, processes)
     if start.is_own and start.step >= num_steps:
         enough = f"{counted(start.step, 'step')} {be(start.step)} done already, num_steps is {num_steps}"
-        show_summary(console, [("nothing to do", enough), *_where(plan, run_dir, start.step)])
+        show_rows(console, [("nothing to do", enough), *_where(plan, run_dir, start.step)])
         return 0
     with StopRequest(processes) as stop:
         ended = _run(job, start, run_dir, watch, stop=stop, console=console, processes=processes)
@@ -161,7 +161,7 @@ def _train(
     if stop.signal and ended.step < num_steps:
         stopped = ("stopped", f"by {stop.signal.name} after step {ended.step} of {num_steps}")
         how = ("continue", _how_to_continue(overrides, run_dir, ended.saved))
-        show_summary(console, [stopped, *time_rows(watch), *where, how])
+        show_rows(console, [stopped, *time_rows(watch), *where, how])
         return stop.exit_code
     loss = "none: no held-out token has a target"
     if not plan.spec.data.held_out_fraction:
@@ -169,7 +169,7 @@ def _train(
     if ended.eval_loss is not None:
         loss = f"{ended.eval_loss:.3f} nats per {job.data.token_unit}"
     more = next_steps(run_dir, overrides, is_saved=ended.saved is not None, is_terminal=console.is_terminal)
-    show_summary(console, [("held-out loss", loss), *time_rows(watch), *where, *more])
+    show_rows(console, [("held-out loss", loss), *time_rows(watch), *where, *more])
     return 0
 
 
@@ -185,7 +185,7 @@ class EndedRun:
 
 def _run(
     job: Job,
-    start: Start,
+    start: RunStart,
     run_dir: Path,
     watch: Stopwatch,
     *,
@@ -213,7 +213,7 @@ def _run(
             )  # fmt: skip
             add_observers(run)
             held_out = job.data["held_out"].of_rows(rows)
-            loop = Loop(
+            loop = TrainingLoop(
                 plan, programs, batches=batches, held_out=held_out, checkpoints=checkpoints, stop=stop,
                 observers=observers,
             )  # fmt: skip
@@ -226,7 +226,7 @@ def _run(
 
 def _started(
     job: Job,
-    start: Start,
+    start: RunStart,
     programs: Programs,
     batches: BatchIterator,
     run_dir: Path,

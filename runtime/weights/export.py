@@ -25,14 +25,14 @@ from meshloom.models.contract import Params
 from meshloom.models.published import PublishedTensor, tensors, tensors_in, write_config
 
 from ..checkpoint.parameters import find_saved
-from ..core.exclusive import LOCK, alone
+from ..core.exclusive import LOCK, locked
 from ..core.failures import STORAGE, RunFailed, storage_reason
 from ..core.files import file_sha256, parse_json, replace_json
 from ..core.manifest import FILE as MANIFEST
 from ..data.progress import TextProgress
 from .folder import INDEX, SINGLE, WeightsFolder, open_folder
 from .match import FROM, match_folder, match_saved
-from .origin import origin_of
+from .origin import published_origin
 from .saved import SavedParams
 from .write import OutTensor, WriteFailed, shards_of, sync_folder, write_tensors
 
@@ -41,7 +41,7 @@ UNFINISHED = ".unfinished"  # ends the name of a folder that is being written
 LARGEST_FLOAT16 = float(np.finfo(np.float16).max)
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Parameters by their paths: their shapes in `arrays`, and their values in pieces."""
 
     arrays: dict[str, Any]
@@ -110,7 +110,7 @@ def prepare_export(spec: RunSpec, open_merged: Callable[[RunSpec], Params]) -> E
     if export.directory is None:
         raise ConfigError([Problem(f"{EXPORT}.directory", "is missing", "name a new folder: directory=OUT")])
     directory = Path(export.directory).absolute()
-    origin = origin_of(place)
+    origin = published_origin(place)
     dtype = np.dtype(jnp.dtype(export.dtype or _known(origin and origin.dtype) or "bfloat16"))
     if is_published(place):
         folder = open_folder(place)
@@ -165,7 +165,7 @@ def _of_folder(folder: WeightsFolder, spec: RunSpec, dtype: np.dtype[Any]) -> li
     ]
 
 
-def _of_checkpoint(saved: Source, place: str, spec: RunSpec, dtype: np.dtype[Any]) -> list[OutTensor]:
+def _of_checkpoint(saved: TensorSource, place: str, spec: RunSpec, dtype: np.dtype[Any]) -> list[OutTensor]:
     """Returns the tensors to make of a checkpoint's parameters."""
     match_saved(place, saved.arrays, leaves_by_path(spec.model.build().abstract()), ())
     if spec.export.format != "huggingface":
@@ -178,13 +178,13 @@ def _of_checkpoint(saved: Source, place: str, spec: RunSpec, dtype: np.dtype[Any
     ]
 
 
-def published_values(tensor: PublishedTensor, source: Source) -> np.ndarray:
+def published_values(tensor: PublishedTensor, source: TensorSource) -> np.ndarray:
     """Returns the values of a published tensor, made of our parameters, in float32."""
     ours = tuple(source.read(slot.path, slot.index).astype(np.float32) for slot in tensor.slots)
     return np.asarray(tensor.to_published(ours))  # type: ignore[arg-type]  # as the contract says
 
 
-def _whole(path: str, saved: Source, dtype: np.dtype[Any]) -> OutTensor:
+def _whole(path: str, saved: TensorSource, dtype: np.dtype[Any]) -> OutTensor:
     """Returns a parameter as a tensor, which is read by its first dimension."""
     shape, name = tuple(saved.arrays[path].shape), path.replace("/", ".")
 
@@ -217,7 +217,7 @@ def run_export(job: ExportJob, console: Console) -> None:
     with _storage_failures(unfinished):
         unfinished.mkdir(parents=True, exist_ok=True)
         busy = Problem(str(unfinished), "another export is writing it", "wait for it, or choose another directory")
-        with alone(unfinished, busy):
+        with locked(unfinished, busy):
             _write(job, unfinished, console)
             (unfinished / LOCK).unlink(missing_ok=True)
             sync_folder(unfinished)

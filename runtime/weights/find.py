@@ -70,10 +70,10 @@ class SavedWeights:
         return f"{self.place}: {counted(len(self.taken), 'parameter')} of {human_bytes(self.num_bytes)}"
 
 
-Weights = PublishedWeights | SavedWeights
+StoredWeights = PublishedWeights | SavedWeights
 
 
-def find_weights(plan: Plan[RunSpec], place: str | None = None) -> Weights | None:
+def find_weights(plan: Plan[RunSpec], place: str | None = None) -> StoredWeights | None:
     """Returns the weights that a new run starts from; None if they are drawn. Reads headers alone. place: of others
     than the declaration's.
 
@@ -135,7 +135,7 @@ def _same(a: Any, b: Any) -> bool:
     return list(a) == list(b) if isinstance(a, list | tuple) and isinstance(b, list | tuple) else a == b
 
 
-def check_content(weights: Weights, processes: Processes) -> None:
+def check_content(weights: StoredWeights, processes: Processes) -> None:
     """Raises RunFailed in all processes if a checkpoint is not as it was saved. Process 0 reads every byte of it; a
     published file has no hashes to compare with."""
 
@@ -149,7 +149,7 @@ def check_content(weights: Weights, processes: Processes) -> None:
     together("content of the weights", check, processes=processes)
 
 
-def describe_weights(weights: Weights) -> list[str]:
+def describe_weights(weights: StoredWeights) -> list[str]:
     """Returns the lines that say what is read, and what is not."""
     fresh = [path for path in weights.fresh if not is_adapter(path)]
     drawn = [f"drawn anew: {human_names(fresh)}"] if fresh else []

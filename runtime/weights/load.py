@@ -26,11 +26,13 @@ from ..checkpoint.orbax_context import context_for
 from ..checkpoint.parameters import READ_AT_ONCE_BYTES, load_parameters
 from ..data.progress import TextProgress
 from ..processes.process_log import say
-from .find import PublishedWeights, SavedWeights, Weights, describe_weights, find_weights
-from .read import Arrays, read_into
+from .find import PublishedWeights, SavedWeights, StoredWeights, describe_weights, find_weights
+from .read import ArraysByPath, read_into
 
 
-def with_weights(state: dict[str, Any], weights: Weights, plan: Plan[RunSpec], console: Console) -> dict[str, Any]:
+def with_weights(
+    state: dict[str, Any], weights: StoredWeights, plan: Plan[RunSpec], console: Console
+) -> dict[str, Any]:
     """Replaces the random weights of a fresh state; their buffers are donated. The optimizer begins from the weights,
     as it does in a run that draws them."""
     params, masters = leaves_by_path(state["params"]), leaves_by_path(state.get("master", {}))
@@ -43,7 +45,7 @@ def with_weights(state: dict[str, Any], weights: Weights, plan: Plan[RunSpec], c
     return state | {"optimizer": _fresh_optimizer(state, plan)}
 
 
-def load_params(plan: Plan[RunSpec], mesh: Mesh, weights: Weights | None, console: Console) -> Any:
+def load_params(plan: Plan[RunSpec], mesh: Mesh, weights: StoredWeights | None, console: Console) -> Any:
     """Returns the parameters alone, laid out on a mesh by the plan. What no weights are read for is drawn."""
     specs = plan.specs["params"]
     shardings = jax.tree.map(
@@ -73,7 +75,7 @@ def load_adapted(plan: Plan[RunSpec], mesh: Mesh, start: Checkpoint, console: Co
     return params
 
 
-def _drawn(plan: Plan, weights: Weights | None) -> Any:
+def _drawn(plan: Plan, weights: StoredWeights | None) -> Any:
     """Returns parameters as they are drawn where they stay so, and zeros elsewhere."""
     fresh = weights.fresh if weights else tuple(leaves_by_path(plan.abstract["params"]))
     drawn = plan.model.init(jax.random.key(plan.spec.seed)) if fresh else plan.abstract["params"]
@@ -92,7 +94,7 @@ def _mesh_of(state: Any) -> Mesh:
     return sharding.mesh
 
 
-def _read(arrays: Arrays, weights: Weights, mesh: Mesh, console: Console) -> Arrays:
+def _read(arrays: ArraysByPath, weights: StoredWeights, mesh: Mesh, console: Console) -> ArraysByPath:
     """Returns the arrays with the weights, and says how long it took."""
     began = time.perf_counter()
     with TextProgress(console, "reading weights", total=weights.num_bytes) as progress:
@@ -107,7 +109,7 @@ def _read(arrays: Arrays, weights: Weights, mesh: Mesh, console: Console) -> Arr
     return arrays
 
 
-def _restored(arrays: Arrays, weights: SavedWeights) -> Arrays:
+def _restored(arrays: ArraysByPath, weights: SavedWeights) -> ArraysByPath:
     """Returns the arrays that a checkpoint has, in the layouts and types of those here, which are freed first."""
     wanted = {path: arrays[path][-1] for path in weights.taken}  # the master weights, where there are some
     layouts = {path: [(x.dtype, x.sharding) for x in arrays[path]] for path in weights.taken}

@@ -12,14 +12,14 @@ from meshloom.compiler.core.format import counted
 from meshloom.models.adapter import is_adapter
 from meshloom.models.published import PublishedTensor
 
-from ..checkpoint.differences import MOST_SHOWN, shown
+from ..checkpoint.differences import MOST_SHOWN, listed
 from .folder import FLOATS, FileTensor, WeightsFolder
 
 SKIP, FROM = "checkpoint.weights_skip", "checkpoint.weights_from"
 
 
 @dataclass(frozen=True)
-class Taken:
+class MatchedTensor:
     """A tensor of a file, and the slots that it fills, by their places among `tensor.slots`."""
 
     tensor: PublishedTensor
@@ -32,7 +32,7 @@ class Matched:
     """taken: the tensors to read, in the order in which they lie in the files. fresh: the parameters that stay as they
     were drawn."""
 
-    taken: tuple[Taken, ...]
+    taken: tuple[MatchedTensor, ...]
     fresh: tuple[str, ...]
 
     @property
@@ -50,7 +50,7 @@ def match_folder(
     `checkpoint.weights_skip`. unused: the tensors of the folder that no parameter needs.
     """
     patterns = Patterns(skip)
-    taken, lines = list[Taken](), list[str]()
+    taken, lines = list[MatchedTensor](), list[str]()
     names = {tensor.name for tensor in expected}
     extra = [name for name in folder.tensors if name not in names]
     extra = [name for name in extra if name not in unused and not patterns.take(name)]
@@ -68,7 +68,7 @@ def match_folder(
             lines.append(f"{tensor.name} is {there} there, {list(tensor.shape)} of {', '.join(FLOATS)} here")
         else:
             slots = tuple(n for n, is_skipped in enumerate(skipped) if not is_skipped)
-            taken.append(Taken(tensor, there, slots))
+            taken.append(MatchedTensor(tensor, there, slots))
     missing = sorted(names - folder.tensors.keys())
     lines += [
         f"{name} {folder.tensors[name]} is there, not here{_nearest(name, missing, len(lines) + n)}"
@@ -134,7 +134,7 @@ def _raise_differences(place: str, lines: Sequence[str], patterns: Patterns) -> 
     problems = patterns.problems(place)
     if lines:
         what = (
-            f"{place} holds other weights than the model takes, in {counted(len(lines), 'place')}:{shown(list(lines))}"
+            f"{place} holds other weights than the model takes, in {counted(len(lines), 'place')}:{listed(list(lines))}"
         )
         fix = f"choose the model of these weights, or leave some out by patterns: {SKIP}=[head/*]"
         problems.append(Problem(FROM, what, fix))

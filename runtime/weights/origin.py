@@ -10,7 +10,7 @@ from ..rundir.folders import RunFolder
 MOST_RUNS = 100  # one after the other
 
 
-def origin_of(place: str) -> PublishedFolder | None:
+def published_origin(place: str) -> PublishedFolder | None:
     """Returns the folder that the weights at a place began from; None if they were drawn, or nothing says so."""
     for _ in range(MOST_RUNS):
         if is_published(place):

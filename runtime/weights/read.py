@@ -17,14 +17,14 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.stderr_capture import captured_native_stderr
-from .match import Matched, Taken
+from .match import Matched, MatchedTensor
 
 BYTES_IN_FLIGHT = 2**26  # of tensors that are read while the devices still put others into their places
 
-Arrays = dict[str, tuple[Array, ...]]  # by the path of the parameter: it, and perhaps its master weights
+ArraysByPath = dict[str, tuple[Array, ...]]  # by the path of the parameter: it, and perhaps its master weights
 
 
-def read_into(arrays: Arrays, matched: Matched, mesh: Mesh, advance: Callable[[int], None]) -> Arrays:
+def read_into(arrays: ArraysByPath, matched: Matched, mesh: Mesh, advance: Callable[[int], None]) -> ArraysByPath:
     """Returns the arrays with the weights that were matched. The given ones are donated. advance: takes the bytes of
     each tensor that is done."""
     arrays, waiting = dict(arrays), deque[tuple[Any, int]]()
@@ -44,7 +44,7 @@ def _finish(waiting: deque[tuple[Any, int]], advance: Callable[[int], None]) -> 
     advance(num_bytes)
 
 
-def _read_one(arrays: Arrays, taken: Taken, mesh: Mesh) -> Any:
+def _read_one(arrays: ArraysByPath, taken: MatchedTensor, mesh: Mesh) -> Any:
     """Puts a tensor into its places. Returns what is ready once the tensor has been read."""
     values = taken.file.values()
     read = jax.make_array_from_callback(values.shape, file_sharding(values.shape, mesh), lambda index: values[index])

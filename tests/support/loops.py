@@ -11,7 +11,7 @@ from meshloom.compiler.plan import Plan
 from meshloom.compiler.xla.programs import Programs
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
 from meshloom.runtime.processes.stop import StopRequest
-from meshloom.runtime.train.loop import Loop
+from meshloom.runtime.train.loop import TrainingLoop
 from meshloom.runtime.train.metrics import Metrics
 from meshloom.runtime.train.observer import Observer, Observers
 from meshloom.runtime.train.time_spent import Stopwatch
@@ -31,7 +31,7 @@ class NoData:
 
 
 class Batches(NoData):
-    """Gives the same batch again and again, as `Loop` reads them."""
+    """Gives the same batch again and again, as `TrainingLoop` reads them."""
 
     def __init__(self, batch: dict[str, np.ndarray]):
         super().__init__()
@@ -66,9 +66,9 @@ def loop_over(
     checkpoints: Checkpoints,
     stop: StopRequest,
     observers: Observers,
-) -> Loop:
+) -> TrainingLoop:
     """Returns a loop that trains on one batch again and again, and evaluates on it."""
     batches: Any = Batches(batch)
-    return Loop(
+    return TrainingLoop(
         plan, programs, batches=batches, held_out=[batch], checkpoints=checkpoints, stop=stop, observers=observers
     )

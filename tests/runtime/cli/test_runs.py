@@ -12,7 +12,7 @@ import pytest
 from conftest import LINEAR_STACK, SMALL
 from meshloom.compiler.core.errors import Problem
 from meshloom.runtime.cli.main import run
-from meshloom.runtime.core.exclusive import alone
+from meshloom.runtime.core.exclusive import locked
 from meshloom.runtime.rundir.run_record import recorded_run
 from support.commands import run_python
 from support.forked import start
@@ -67,7 +67,7 @@ def test_runs_with_a_directory_of_their_own_name_are_found(capsys):
 
 @pytest.mark.usefixtures("place")
 def test_runs_and_sweeps_are_found_with_their_states(capsys):
-    with alone(Path("outputs/2026-11-23/10-00-02"), BUSY):
+    with locked(Path("outputs/2026-11-23/10-00-02"), BUSY):
         found = _by_directory(capsys)
         assert json.loads(_told(capsys, "--json")[1])[0]["directory"] == "outputs/2026-11-23/10-00-02"
     states = {name: (line["state"], line["why"]) for name, line in found.items()}

@@ -11,7 +11,7 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.declare.compose import Request
 from meshloom.runtime.cli.main import run
 from meshloom.runtime.compile.compile_command import CompileJob, compile_step
-from meshloom.runtime.core.exclusive import LOCK, alone
+from meshloom.runtime.core.exclusive import LOCK, locked
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.rundir.run_lock import check_is_free
 from meshloom.runtime.train.train import Job, run_training
@@ -28,7 +28,7 @@ def test_a_run_directory_in_use_is_refused_and_left_as_it_is(tmp_path, monkeypat
     run_dir = tmp_path / "run"
     (run_dir / ".hydra").mkdir(parents=True)
     (run_dir / ".hydra" / "config.yaml").write_text("of the run that is going on")
-    with alone(run_dir, BUSY):
+    with locked(run_dir, BUSY):
         before = _content(run_dir)
         line = [*SMALL, *LINEAR_STACK, "target=cpu-2", "model.num_layers=1"]
         if named_by == "a file":
@@ -45,9 +45,9 @@ def test_a_run_directory_in_use_is_refused_and_left_as_it_is(tmp_path, monkeypat
 
 def test_a_compile_holds_its_run_directory_as_a_run_does(tmp_path):
     plan, nothing = plan_of("target=cpu-2"), Console(is_quiet=True)
-    with alone(tmp_path, BUSY), pytest.raises(ConfigError, match="another run is in progress"):
+    with locked(tmp_path, BUSY), pytest.raises(ConfigError, match="another run is in progress"):
         compile_step(CompileJob(plan, []), tmp_path, request=Request(()), model=None, console=nothing)
-    with alone(tmp_path, BUSY), pytest.raises(ConfigError, match="another run is in progress"):
+    with locked(tmp_path, BUSY), pytest.raises(ConfigError, match="another run is in progress"):
         run_training(Job(plan, NO_DATA), tmp_path, overrides=(), console=nothing, processes=Processes())
 
 
@@ -56,13 +56,13 @@ def _content(folder: Path) -> dict[Path, bytes]:
 
 
 def test_a_folder_is_held_within_the_with_and_no_longer(tmp_path):
-    with alone(tmp_path, BUSY):
-        with pytest.raises(ConfigError, match="is busy"), alone(tmp_path, BUSY):
+    with locked(tmp_path, BUSY):
+        with pytest.raises(ConfigError, match="is busy"), locked(tmp_path, BUSY):
             pass
         with pytest.raises(ConfigError, match="another run is in progress"):
             check_is_free(tmp_path)
     check_is_free(tmp_path)
-    with alone(tmp_path, BUSY):
+    with locked(tmp_path, BUSY):
         pass
 
 

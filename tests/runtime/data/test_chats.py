@@ -17,7 +17,7 @@ from meshloom.runtime.data import open_data
 from meshloom.runtime.data import tokenize as tokenize_module
 from meshloom.runtime.data.chat_tokens import ChatTokens, chat_tokens
 from meshloom.runtime.data.chats import ChatReader
-from meshloom.runtime.data.documents import parts_of
+from meshloom.runtime.data.documents import corpus_parts
 from meshloom.runtime.data.show import show_document
 from meshloom.runtime.data.store import TokenStream
 from support import chats
@@ -532,7 +532,7 @@ def test_colours_tell_trained_and_special_tokens_from_others(bytes_folders, tmp_
     path = write_lines(tmp_path / "x.jsonl", {"messages": turns("<|im_end|>", "b")})
     data = spec_of(*_words(bytes_folders["chatml"], path)).data
     tokenizer, out = tokenizer_of(data), io.StringIO()
-    parts = parts_of(chats_of(data), "data.source", tokenizer)
+    parts = corpus_parts(chats_of(data), "data.source", tokenizer)
     show_document(Console(out, is_terminal=True, width=200), parts[0].read(0), tokenizer, "data.source")
     text = out.getvalue()
     assert "\n<|im_end|>\x1b[1;36m<|im_end|>\x1b[0m\n" in text  # the user's, and the template's

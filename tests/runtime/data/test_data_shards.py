@@ -17,7 +17,7 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.runtime.cli import data as command
 from meshloom.runtime.cli.data import prepare_corpus, tokenize_corpus
-from meshloom.runtime.core.exclusive import alone
+from meshloom.runtime.core.exclusive import locked
 from meshloom.runtime.data import open_data, write
 from meshloom.runtime.data import tokenize as tokenize_module
 from meshloom.runtime.data.corpus import open_store
@@ -284,7 +284,7 @@ def test_a_document_that_cannot_be_read_stops_it_and_can_be_mended(corpus, tmp_p
 def test_one_process_at_a_time_writes_into_a_directory(corpus, tmp_path):
     job = prepare_corpus(spec_of(*_declared(corpus, tmp_path / "tokens")))
     job.folder.mkdir()
-    with alone(job.folder, Problem("", "", "")), pytest.raises(ConfigError, match="another process"):
+    with locked(job.folder, Problem("", "", "")), pytest.raises(ConfigError, match="another process"):
         tokenize_corpus(job, Console(is_quiet=True))
 
 
@@ -300,7 +300,7 @@ def test_a_signal_stops_it_in_order_and_it_goes_on(corpus, written, tmp_path, mo
     spec = spec_of(*_declared(corpus, tmp_path / "tokens", *chosen))
     job = prepare_corpus(spec)
     slow = [replace(part, read=_signalling(part.read, with_signal)) for part in job.parts]
-    monkeypatch.setattr(command, "parts_of", lambda source, where: slow)
+    monkeypatch.setattr(command, "corpus_parts", lambda source, where: slow)
     assert tokenize_corpus(job, Console(is_quiet=True)) == 128 + with_signal
     assert f"stopped by {with_signal.name}" in capsys.readouterr().err
     monkeypatch.undo()

@@ -21,7 +21,7 @@ from meshloom.compiler.core.user_imports import code_allowed_from
 from meshloom.models import IGNORED_TARGET, PADDING_TARGET
 from meshloom.runtime.data import open_data
 from meshloom.runtime.data.corpus import open_store
-from meshloom.runtime.data.documents import find_files, parts_of
+from meshloom.runtime.data.documents import corpus_parts, find_files
 from meshloom.runtime.data.store import name_hash
 from meshloom.runtime.data.tokenizers import open_tokenizer, train_bpe
 from support.wrong_data import write_wrong_data
@@ -98,7 +98,7 @@ def test_every_format_gives_the_texts_that_were_written(corpus, kind):  # noqa: 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_part_is_read_from_any_document_on(corpus, kind):  # noqa: ARG001
     source: Any = spec_of(*KINDS[kind]).data.source
-    part = parts_of(source, "data.source")[-1]
+    part = corpus_parts(source, "data.source")[-1]
     every = list(part.read(0))
     for first in {0, 1, 29, 30, 31, 150, len(every)}:
         assert list(part.read(first)) == every[first:]
@@ -131,7 +131,7 @@ def test_a_file_that_two_patterns_match_is_taken_once(corpus):
 
 def test_the_stdlib_is_real_text_and_only_the_stdlib():
     source: Any = spec_of("data=python_stdlib").data.source
-    names = [part.name for part in parts_of(source, "data.source")]
+    names = [part.name for part in corpus_parts(source, "data.source")]
     assert len(names) > 500
     assert "argparse.py" in names
     assert not [name for name in names if "site-packages" in name]

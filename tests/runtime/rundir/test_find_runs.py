@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshloom.compiler.core.errors import Problem
-from meshloom.runtime.core.exclusive import alone
+from meshloom.runtime.core.exclusive import locked
 from meshloom.runtime.rundir.find_runs import find_directories, read_run
 from meshloom.runtime.rundir.run_record import RunRecord, recorded_run
 
@@ -26,7 +26,7 @@ def test_a_run_that_goes_on_is_running_whatever_its_record_says(tmp_path):
     _written(tmp_path, num_rows=5)
     with recorded_run(tmp_path, "train"):
         pass
-    with alone(tmp_path, BUSY):
+    with locked(tmp_path, BUSY):
         run = read_run(tmp_path)
     assert (run.state, run.why, run.command) == ("running", None, "train")
     assert (run.step, run.num_steps, run.loss, run.eval_loss) == (5, 10, 4.0, 5.5)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshloom.compiler.core.errors import ConfigError, Problem
-from meshloom.runtime.core.exclusive import alone, is_held
+from meshloom.runtime.core.exclusive import is_held, locked
 from meshloom.runtime.sweep.read import MOST, read_curves, read_sweep, thinned
 from support.sweeps import point, sweep_file, write_sweep
 
@@ -60,7 +60,7 @@ def test_a_row_that_came_twice_is_shown_once_and_noted(tmp_path):
 def test_a_sweep_that_runs_says_how_much_is_left(tmp_path):
     directory = write_sweep(tmp_path / "sweep", ROWS[:1], sweep_file(ROWS))
     assert not read_sweep(directory).is_running
-    with alone(directory, Problem("here", "is busy", "wait")):
+    with locked(directory, Problem("here", "is busy", "wait")):
         sweep = read_sweep(directory)
         assert is_held(directory)
     assert sweep.is_running

@@ -22,7 +22,7 @@ from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.process_log import process_log
 from meshloom.runtime.processes.stop import StopRequest
 from meshloom.runtime.train import observers
-from meshloom.runtime.train.loop import Loop
+from meshloom.runtime.train.loop import TrainingLoop
 from meshloom.runtime.train.observer import Observer
 from meshloom.runtime.train.train import plan_and_check, run_training
 from support.loops import Batches, loop_over, observers_of
@@ -161,7 +161,7 @@ def test_a_line_of_the_table_is_all_that_a_new_observer_needs(tmp_path, monkeypa
 
 
 def test_the_loop_and_its_functions_stay_small():
-    assert len(inspect.signature(Loop).parameters) <= 7
+    assert len(inspect.signature(TrainingLoop).parameters) <= 7
     for path in Path(train_folder.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):

@@ -14,7 +14,7 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.driver import plan_run
-from meshloom.runtime.weights.find import Weights, describe_weights, find_weights
+from meshloom.runtime.weights.find import StoredWeights, describe_weights, find_weights
 from meshloom.runtime.weights.load import load_params, with_weights
 from meshloom.runtime.weights.read import file_sharding
 from support.programs import programs_of
@@ -42,7 +42,7 @@ def _plan(folder: Path | str, *overrides: str) -> Any:
     return plan_run(spec_of(*LLAMA, *overrides, f"checkpoint.weights_from={place}"))
 
 
-def _found(plan: Any) -> Weights:
+def _found(plan: Any) -> StoredWeights:
     weights = find_weights(plan)
     assert weights is not None
     return weights
