@@ -24,7 +24,6 @@ from .analysis.compiled_step import CompiledStep, find_findings, read_text
 from .core.errors import all_of
 from .core.trees import like
 from .estimate.estimate import estimate_declared
-from .jaxpr.flops import count_model_flops
 from .parallel.choose import plan_operations
 from .parallel.operation import OpInputs, OpPlan, ParallelOp, per_token_operation
 from .parallel.pipeline_plan import PipelinePlan, plan_pipeline
@@ -82,7 +81,6 @@ def plan_run(spec: AnyPlanSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan[
         gather=gather,
         weights=like(abstract["params"], plan_weights(layout.inputs, operations, gather)),
         memory=memory,
-        model_flops=count_model_flops(model, spec, ops, sharding.frozen),
         preset_options=layout.preset_options,
     )
 

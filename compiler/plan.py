@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic
 
 import jax
@@ -16,7 +17,7 @@ from .core.format import counted
 from .core.known import each_known, or_unknown
 from .core.partition_spec import axes_of
 from .core.trees import leaves_by_path, like, nested_dict, pick
-from .jaxpr.flops import ModelFlops
+from .jaxpr.flops import ModelFlops, count_model_flops
 from .parallel.operation import OpPlan, ParallelOp
 from .parallel.pipeline_plan import PipelinePlan, warnings_of_pipeline
 from .parallel.stage_gather import StageGather
@@ -84,7 +85,6 @@ class Plan(Generic[AnyPlanSpec]):
     gather: StageGather | None  # of the weights of a stage's layers; None without stages
     weights: Params  # of WeightPlan, as a tree like the parameters
     memory: MemoryPlan
-    model_flops: ModelFlops
     preset_options: Options  # of overlap.flag_presets, for the target's compiler, and those that it fails without
 
     def operations_of(self, kind: str) -> tuple[OpPlan, ...]:
@@ -119,6 +119,11 @@ class Plan(Generic[AnyPlanSpec]):
             num_chips=self.target.num_chips,
             peak_flops_per_second=each_known(peak, lambda of_one: of_one * self.target.num_devices),
         )
+
+    @cached_property
+    def model_flops(self) -> ModelFlops:
+        """Returns the FLOPs of a step, remat excluded. Counting traces the model, so it is done for those who ask."""
+        return count_model_flops(self.model, self.spec, self.ops, self.sharding.frozen)
 
     @property
     def model_flops_per_step(self) -> int | None:

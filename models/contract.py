@@ -277,7 +277,7 @@ class Stack:
     measures: Mapping[str, Measure] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Model:
     """embed: tokens_BT -> x_BTE; each stack's layer: x_BTE -> x_BTE; head: x_BTE -> logits_BTV. A layer and the head
     may also return losses and statistics (`Aux`).

@@ -6,6 +6,7 @@ P positions.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ WHOLE = ("batch", "length", "embed")  # the residual stream as matmuls read it
 WITHIN_MLP = ("batch", "length", "mlp")
 
 
+@lru_cache(maxsize=32)
 def build_decoder(config: DecoderConfig) -> Model:
     """Returns the pieces of the decoder. A layer of its stack is one round through the masks."""
     return Model(

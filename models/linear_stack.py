@@ -3,6 +3,8 @@
 Shapes: B batch, T length, E embed, M mlp (as wide as embed), V vocab.
 """
 
+from functools import lru_cache
+
 import jax
 from flax import nnx
 from jax import Array
@@ -11,6 +13,7 @@ from .contract import Context, Model, Stack, build_piece
 from .family_configs import LinearStackConfig
 
 
+@lru_cache(maxsize=32)
 def build_linear_stack(config: LinearStackConfig) -> Model:
     """Returns tokens -> table -> x W ... W -> logits, without nonlinearity, so that gradients can be checked by
     hand."""

@@ -8,7 +8,7 @@ Shapes: B batch, T length, E embed, M mlp, X experts, K experts of a token.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ TOKENS = "expert_tokens"  # the total of a layer: how many tokens chose each exp
 MEASURES = {"expert_load": Measure(TOKENS, expert_load), "expert_entropy": Measure(TOKENS, expert_entropy)}
 
 
+@lru_cache(maxsize=32)
 def build_moe(config: MoeConfig) -> Model:
     """Returns the pieces of the model. Dense layers are a stack of their own, `dense_layers`."""
     num_dense = config.num_dense_layers

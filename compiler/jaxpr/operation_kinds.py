@@ -74,7 +74,7 @@ def equation_kind(equation: Any) -> Kind:
         return "collective"
     if name in _MOVES or (name == "broadcast_in_dim" and equation.invars[0].aval.size == equation.outvars[0].aval.size):
         return "move"
-    if name in REDUCTIONS | _CUMULATIVE:
+    if name in REDUCTIONS or name in _CUMULATIVE:
         return "reduce"
     if name in _OTHERS:
         return "other"

@@ -19,8 +19,10 @@ DimAxes = tuple[Axes, ...]  # the mesh axes of each dimension
 def propagate(equation: Any, layouts: Sequence[DimAxes], num_shards: Callable[[Axes], int]) -> tuple[DimAxes, Axes]:
     """Returns (layout of the result, mesh axes over which the partial results must be reduced)."""
     name, params = equation.primitive.name, equation.params
-    shapes = [tuple(x.aval.shape) for x in equation.invars]
     out = tuple(equation.outvars[0].aval.shape)
+    if not any(map(any, layouts)):
+        return ((),) * len(out), ()
+    shapes = [tuple(x.aval.shape) for x in equation.invars]
     reduced: Axes = ()
     if name == "dot_general":
         result, reduced = _dot(params["dimension_numbers"], *layouts[:2])

@@ -8,6 +8,7 @@ dimension brings an all-reduce.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -99,14 +100,15 @@ class _Reader:
         dtype = getattr(aval, "dtype", None)
         itemsize = getattr(dtype, "itemsize", 0) or 0
         shape = getattr(aval, "shape", ())
-        layout = tuple(tuple(axis for axis in axes if self.mesh_sizes[axis] > 1) for axes in layout)
-        shards = self.num_shards(tuple(axis for axes in layout for axis in axes))
-        num_bytes = math.prod(shape) * itemsize // shards
+        num_bytes = math.prod(shape) * itemsize
+        if any(layout):  # most values of a step are whole where they are made
+            layout = tuple(tuple(axis for axis in axes if self.mesh_sizes[axis] > 1) for axes in layout)
+            num_bytes //= self.num_shards(tuple(axis for axes in layout for axis in axes))
         is_on_host = getattr(aval, "memory_space", None) == jax.memory.Space.Host
         self.sizes.append(0 if is_on_host else num_bytes)
         self.host_sizes.append(num_bytes if is_on_host else 0)
         self.widths.append(shape[-1] if shape else 0)
-        self.dtypes.append(str(dtype))
+        self.dtypes.append(_name_of(dtype))
         self.layouts.append(layout)
         return len(self.sizes) - 1
 
@@ -288,6 +290,8 @@ class _Reader:
         is unknown."""
         layouts = [self.layouts[i] for i in operands]
         found = list(operands)
+        if not any(map(any, layouts)):
+            return found
         for place, (old, new) in enumerate(zip(layouts, taken(equation, layouts, is_known=is_known), strict=True)):
             if lost := tuple(axis for before, after in zip(old, new, strict=True) for axis in before if not after):
                 aval, name = equation.invars[place].aval, equation.primitive.name
@@ -520,6 +524,12 @@ def _hangs(branch: Program) -> Iterator[Problem]:
             what = f"{operation.name} in {operation.scope} is among stages, in a branch that not all of them take"
             fix = "run it outside of the branch, or choose the branch by a value that is the same on all stages"
             yield Problem("train step", what, fix)
+
+
+@cache
+def _name_of(dtype: Any) -> str:
+    """Returns the name of a type, which NumPy takes long to put together."""
+    return str(dtype)
 
 
 def _like_operands(out: Any, equation: Any, layouts: Sequence[DimAxes]) -> DimAxes:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any, Literal
 
 import jax
@@ -166,17 +167,12 @@ def find_arrays(spec: StepSpec, model: Model) -> Arrays:
     """Returns the arrays of a run, by tracing the model once; nothing is allocated. Raises ConfigError where that fails
     in a user's model."""
     family = spec.model.family
+    batch = max(1, spec.global_batch_size // spec.num_microbatches)
+    length = min(spec.sequence_length, model.max_length or spec.sequence_length)  # check_length refuses a longer one
     with blamed_on_user("model.family", f"tracing {family}", is_theirs=":" in family):
-        recorder = _Recorder(spec.precision.compute)
-        in_layers = _trace(model, spec, recorder)
-    return Arrays(
-        _parameters(model, spec),
-        tuple(recorder.activations.values()),
-        in_layers,
-        {kind: frozenset(names) for kind, names in recorder.result_names.items()},
-        tuple(recorder.sites.values()),
-        (*recorder.auxiliary, *(f"head/{name}" for name in PAIR_METRICS if spec.has_pairs)),
-    )
+        traced = _trace(model, batch, length, spec.model.vocab_size, spec.precision.compute)
+    of_pairs = [f"head/{name}" for name in PAIR_METRICS if spec.has_pairs]
+    return replace(traced, parameters=_parameters(model, spec), auxiliary=(*traced.auxiliary, *of_pairs))
 
 
 def _parameters(model: Model, spec: StepSpec) -> tuple[Array, ...]:
@@ -198,12 +194,11 @@ def _parameters(model: Model, spec: StepSpec) -> tuple[Array, ...]:
     )
 
 
-def _trace(model: Model, spec: StepSpec, recorder: "_Recorder") -> dict[str, tuple[str, ...]]:
-    """Traces embed, one layer of each stack and head with the recorder, at the size of one global microbatch. Returns
-    the names of activations by stack."""
-    in_layers: dict[str, tuple[str, ...]] = {}
-    batch = max(1, spec.global_batch_size // spec.num_microbatches)
-    length = min(spec.sequence_length, model.max_length or spec.sequence_length)  # check_length refuses a longer one
+@lru_cache(maxsize=32)  # a search, and a process with tests, plans many layouts of a model
+def _trace(model: Model, batch: int, length: int, vocab_size: int, dtype: str) -> Arrays:
+    """Traces embed, one layer of each stack and head with a recorder, at the size of one global microbatch. Returns
+    the arrays without the parameters."""
+    recorder, in_layers = _Recorder(dtype), dict[str, tuple[str, ...]]()
     tokens_BT = jax.ShapeDtypeStruct((batch, length), jnp.int32)
 
     def forward(params: Any, tokens_BT: jax.Array) -> jax.Array:
@@ -224,14 +219,21 @@ def _trace(model: Model, spec: StepSpec, recorder: "_Recorder") -> dict[str, tup
         output = model.head.apply(model.head_params(params["head"], params["embed"]), x_BTE, context)
         check_of_head(model.head.name, output)
         logits_BTV = recorder.without_aux(model.head.name, output)
-        expected = (*tokens_BT.shape, spec.model.vocab_size)
+        expected = (*tokens_BT.shape, vocab_size)
         check_output(model.head.name, logits_BTV, expected, is_last_more=True)
         return logits_BTV
 
     pieces = {"embed": model.embed, "head": model.head, **{stack.name: stack.layer for stack in model.stacks}}
     params = {name: piece.abstract_in(recorder.dtype) for name, piece in pieces.items()}
     jax.eval_shape(forward, params, tokens_BT)
-    return in_layers
+    return Arrays(
+        (),
+        tuple(recorder.activations.values()),
+        in_layers,
+        {kind: frozenset(names) for kind, names in recorder.result_names.items()},
+        tuple(recorder.sites.values()),
+        tuple(recorder.auxiliary),
+    )
 
 
 @dataclass
