@@ -47,26 +47,6 @@ def load_class(path: str, where: str, base: type[T]) -> type[T]:
     Raises ConfigError at `where` if there is no such class, it may not be imported, its import fails,
     or it does not derive from `base`: a declaration can name classes of the declared kinds and call nothing else.
     """
-    loaded = _load(path, where, base)
-    if _derives(loaded, base):
-        return loaded
-    what = f"'{path}' is not a class that derives from {base.__name__}"
-    raise ConfigError([Problem(where, what, f"derive it from {_public_name(base)}")])
-
-
-def _public_name(base: type) -> str:
-    """Returns the shortest name that a class is imported by: meshloom.models.ModelConfig, not
-    meshloom.models.config."""
-    package, _, _ = base.__module__.rpartition(".")
-    is_exported = getattr(sys.modules.get(package), base.__name__, None) is base
-    return f"{package if is_exported else base.__module__}.{base.__name__}"
-
-
-def _derives(value: Any, base: type) -> bool:
-    return isinstance(value, type) and issubclass(value, base) and value is not base
-
-
-def _load(path: str, where: str, base: type) -> Any:
     module_name, _, name = path.partition(":")
     if not (module_name and name):
         raise ConfigError([Problem(where, f"'{path}' names no class", "write module:Class, as my_package.module:Name")])
@@ -84,7 +64,23 @@ def _load(path: str, where: str, base: type) -> Any:
         classes = [key for key, value in vars(module).items() if _derives(value, base) and key[0] != "_"]
         fix = use_one_of(name, classes) if classes else f"define it there, derived from {_public_name(base)}"
         raise ConfigError([Problem(where, f"module '{module_name}' has no '{name}'", fix)])
-    return getattr(module, name)
+    loaded = getattr(module, name)
+    if _derives(loaded, base):
+        return loaded
+    what = f"'{path}' is not a class that derives from {base.__name__}"
+    raise ConfigError([Problem(where, what, f"derive it from {_public_name(base)}")])
+
+
+def _public_name(base: type) -> str:
+    """Returns the shortest name that a class is imported by: meshloom.models.ModelConfig, not
+    meshloom.models.config."""
+    package, _, _ = base.__module__.rpartition(".")
+    is_exported = getattr(sys.modules.get(package), base.__name__, None) is base
+    return f"{package if is_exported else base.__module__}.{base.__name__}"
+
+
+def _derives(value: Any, base: type) -> bool:
+    return isinstance(value, type) and issubclass(value, base) and value is not base
 
 
 @contextmanager
@@ -131,7 +127,10 @@ def check_importable(module: str, where: str) -> None:
     top = module.partition(".")[0]
     if top in OUR_MODULES or any(f"{module}.".startswith(f"{name}.") for name in _ALLOWED.get()):
         return
-    spec = _spec_of(top)
+    try:
+        spec = find_spec(top)  # imports nothing
+    except (ValueError, ImportError):  # a module that was created in memory
+        spec = None
     if not (spec and all(_is_installed(place) for place in _places(spec))):
         raise ConfigError([_refusal(module, top, spec, where)])
 
@@ -145,25 +144,14 @@ def _refusal(module: str, top: str, spec: ModuleSpec | None, where: str) -> Prob
         what = f"there is no module '{top}', neither installed nor in the working directory"
         return Problem(where, what, "install its package, or start Meshloom in the directory that has it")
     place = next(place for place in _places(spec) if not _is_installed(place))
-    what = f"'{module}' is not from an installed package ({_as_seen(place)}), and importing it would run its code"
+    seen = place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place
+    what = f"'{module}' is not from an installed package ({seen}), and importing it would run its code"
     return Problem(where, what, f"if you trust that code, add {FLAG}={top} to the command line")
-
-
-def _as_seen(place: Path) -> Path:
-    return place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place
 
 
 def _is_module_name(text: str) -> bool:
     parts = text.split(".")
     return all(part.isidentifier() for part in parts) and "__main__" not in parts
-
-
-def _spec_of(top: str) -> ModuleSpec | None:
-    """Returns how Python would find a top-level module, without importing it."""
-    try:
-        return find_spec(top)
-    except (ValueError, ImportError):  # a module that was created in memory
-        return None
 
 
 def _places(spec: ModuleSpec) -> list[Path]:
@@ -174,15 +162,12 @@ def _places(spec: ModuleSpec) -> list[Path]:
 
 
 def _is_installed(place: Path) -> bool:
-    return any(place.is_relative_to(root) or place.resolve().is_relative_to(root) for root in _installed_roots())
-
-
-def _installed_roots() -> list[Path]:
-    """Returns the folders of site-packages, and of projects that are installed there as editable."""
+    """Returns True for a place in site-packages, or in a project that is installed there as editable."""
     scheme = sysconfig.get_paths()
     folders = [scheme["purelib"], scheme["platlib"], *site.getsitepackages()]
     folders += [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
-    return [*map(Path, folders), *_editable_projects(tuple(dict.fromkeys(folders)))]
+    roots = [*map(Path, folders), *_editable_projects(tuple(dict.fromkeys(folders)))]
+    return any(place.is_relative_to(root) or place.resolve().is_relative_to(root) for root in roots)
 
 
 @cache

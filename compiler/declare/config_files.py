@@ -1,18 +1,9 @@
-"""Settings that a config file may not make, because they run or load code; the command line may make all of them.
+"""Reads config files, and refuses the settings that they may not make: only the command line sets those of TYPED_ONLY.
 
-    hydra.callbacks, hydra.job_logging, hydra.launcher, ...   Hydra calls what they name
-    hydra.searchpath: [pkg://a.b]                             Hydra imports a.b: only what user_imports.py allows
-    artifact, compilation_cache                               programs are loaded from there
-    evaluation.tasks_path                                     a task of lm-evaluation-harness may name code
-    compiler_options: {xla_gpu_cuda_data_dir: ...}            XLA runs files there, or writes there
-    distributed.coordinator_address                           every process connects to it
-    data.source.paths: ["https://host/${oc.env:TOKEN}"]       a value would be sent there; put together, too
-    logging.mlflow.uri: https://host, checkpoint.directory: s3://bucket, ...     what a run makes would be sent there
-
-A config file here is one that is not Meshloom's own: from --config-dir, --config-path or hydra.searchpath.
+A config file here is one that is not Meshloom's own: from --config-dir, --config-path or hydra.searchpath. It may not
+run or load code, send values away, or use up the machine by expanding to a large declaration (docs/security.md).
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +30,6 @@ from . import hydra_private
 from .hydra_settings import SEARCH_PATH
 from .overrides import parsed_or_none
 
-OWN_FILES = ("config.yaml", "logging/_base.yaml")  # with the values that a file may repeat
 OWN_SOURCES = {("pkg", "hydra.conf"), ("pkg", "meshloom.conf"), ("meshloom", "targets"), ("structured", "")}
 
 # The part of Hydra's own node that a config file may set: names of folders, and text that is shown.
@@ -51,9 +41,8 @@ _NAMES_A_PLACE = re.compile(r"dump|file|path|(^|_)dir|_to$|_from$|denylist|plugi
 _OF_VARIABLE = re.compile(r"\$\{oc\.env:\w+\}(/[^$]*)?")
 _OF_KEY = re.compile(r"\$\{([A-Za-z_][\w.]*)\}(/[^$]*)?")
 
-# docs/security.md promises that no file uses up the machine by expanding to a large declaration. OmegaConf copies what
-# an alias names, and resolves each reference anew: ten lines of ten each become 10^10 values. So a file is counted
-# while it is parsed, and references are counted before one is resolved.
+# OmegaConf copies what an alias names, and resolves each reference anew: ten lines of ten each become 10^10 values. So
+# a file is counted while it is parsed, and references are counted before one is resolved.
 MOST_VALUES = 10_000
 MOST_NESTED = 50
 MOST_CHARACTERS = 1_000_000  # of a text that is made of interpolations
@@ -79,15 +68,13 @@ class CheckedPackages(hydra_private.ImportlibResourcesConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         if (self.scheme(), self.path) not in OWN_SOURCES:
             return super().load_config(config_path)
-        name = self._normalize_file_name(config_path)
-        if (self.path, name) not in _parsed_files:
-            text = (files(self.path) / name).read_text(encoding="utf-8")
-            _parsed_files[self.path, name] = hydra_private.parse_config(text)
-        header, values = _parsed_files[self.path, name]
+        header, values = _own_file(self.path, self._normalize_file_name(config_path))
         return ConfigResult(self.provider, f"pkg://{self.path}", OmegaConf.create(values), dict(header))
 
 
-_parsed_files: dict[tuple[str, str], tuple[dict[str, str | None], Any]] = {}
+@cache
+def _own_file(package: str, name: str) -> tuple[dict[str, str | None], Any]:
+    return hydra_private.parse_config((files(package) / name).read_text(encoding="utf-8"))
 
 
 class StructuredConfigSource(hydra_private.StructuredConfigSource):
@@ -160,7 +147,8 @@ def register_sources() -> None:
 
 @dataclass(frozen=True)
 class FileValue:
-    """A value of a declaration, unresolved. composed: all of it. values: all of it without interpolations resolved."""
+    """A value that a config file sets, unresolved. composed: the whole declaration. values: the same as plain values
+    with their interpolations unresolved."""
 
     composed: DictConfig
     values: dict[str, Any]
@@ -169,12 +157,17 @@ class FileValue:
 
     @property
     def is_set(self) -> bool:
-        """Returns True unless it is null, missing, or the value of Meshloom's own files."""
-        return self.value not in (None, "???", value_at(_own_values(), self.key))
+        return self.value not in (None, "???")
 
     @property
     def names_a_place(self) -> bool:
         return bool(_NAMES_A_PLACE.search(self.key.partition(".")[2]))
+
+    @property
+    def may_be_url(self) -> bool:
+        """Returns True for a URL to which a run would send what it makes. An interpolation may be one, too."""
+        text = self.value if isinstance(self.value, str) else ""
+        return "${" in text or (is_url(text) and not text.startswith("sqlite:"))
 
     @property
     def carries(self) -> bool:
@@ -184,7 +177,7 @@ class FileValue:
         texts = [text for text in found if isinstance(text, str) and "${" in text]
         if any("://" in text for text in texts):
             return True
-        if all(_is_below_one(self.values, text) for text in texts):
+        if all(self._is_below_one(text) for text in texts):
             return False
         check_references(self.values)
         try:
@@ -193,101 +186,72 @@ class FileValue:
         except OmegaConfBaseException:  # reported where all values are resolved
             return False
 
-    @property
-    def may_be_url(self) -> bool:
-        """Returns True for a URL to which a run would send what it makes. An interpolation may be one, too."""
-        text = self.value if self.is_set and isinstance(self.value, str) else ""
-        return "${" in text or (is_url(text) and not text.startswith("sqlite:"))
+    def _is_below_one(self, text: str) -> bool:
+        """Returns True for `${oc.env:NAME}/path`, and for `${a.b}/path` where a.b is text without interpolations."""
+        if _OF_VARIABLE.fullmatch(text):
+            return True
+        key = _OF_KEY.fullmatch(text)
+        return bool(key) and isinstance(value := value_at(self.values, key[1]), str) and "${" not in value
 
 
 TRUSTED, WANTED = "if you trust that place", "if you want it"
 CARRIED = "its URL would carry the value of an interpolation to that place"
-# What only the command line may set: a key, or all keys below it; why; which of its values.
+# What only the command line may set: a key, and all keys below it; why; which of its values; when to type it.
 TYPED_ONLY: tuple[tuple[str, str, Callable[[FileValue], bool], str], ...] = (
     ("artifact", "its programs are loaded, which runs code", lambda each: each.is_set, TRUSTED),
     ("evaluation.tasks_path", "a task may name code, which runs", lambda each: each.is_set, TRUSTED),
     ("compilation_cache", "the programs in it are loaded, which runs code", lambda each: each.is_set, TRUSTED),
     ("distributed.coordinator_address", "every process connects to it", lambda each: each.is_set, TRUSTED),
-    ("compiler_options.*", "XLA may write to the place that it names, or run files there",
+    ("compiler_options", "XLA may write to the place that it names, or run files there",
      lambda each: each.names_a_place, WANTED),
-    ("data.*", CARRIED, lambda each: each.carries, TRUSTED),
-    ("checkpoint.restore_from.*", CARRIED, lambda each: each.carries, TRUSTED),
-    ("checkpoint.weights_from.*", CARRIED, lambda each: each.carries, TRUSTED),
+    ("data", CARRIED, lambda each: each.carries, TRUSTED),
+    ("checkpoint.restore_from", CARRIED, lambda each: each.carries, TRUSTED),
+    ("checkpoint.weights_from", CARRIED, lambda each: each.carries, TRUSTED),
     ("checkpoint.directory", "the state of the run would be saved there", lambda each: each.may_be_url, TRUSTED),
     ("shards.directory", "the tokens would be written there", lambda each: each.may_be_url, TRUSTED),
     ("logging.mlflow.uri", "the declaration and the metrics would be sent there", lambda each: each.may_be_url,
      TRUSTED),
+    ("hydra", "Hydra's own settings may run code",
+     lambda each: not any(is_within(each.key, f"hydra.{free}") for free in FREE_OF_HYDRA), WANTED),
 )  # fmt: skip
 
 
 def problems_of_files(composed: DictConfig, overrides: Sequence[str]) -> list[Problem]:
     """Returns the forbidden settings of config files. composed: with Hydra's node, unresolved. overrides: as typed."""
-    typed, values, problems = _parsed(overrides), _plain(composed), list[Problem]()
-    for pattern, why, is_one, fix in TYPED_ONLY:
-        top = pattern.removesuffix(".*")
-        value = value_at(values, top)
-        for key, found in [(top, value)] if top == pattern else leaves(value, top):
-            each = FileValue(composed, values, key, found)
-            if is_one(each) and not any(_sets(one, key) for one in typed):
-                what = f"a config file sets it, and {why}"
-                problems.append(Problem(key, what, f"remove it from the file, and type {key}=... {fix}"))
-    sources = composed.hydra.runtime.config_sources
-    if any((source.schema, source.path) not in OWN_SOURCES for source in sources):
-        problems += _of_hydra(values["hydra"], overrides)
-    return problems
-
-
-@cache
-def _own_values() -> dict[str, Any]:
-    texts = ((files("meshloom.conf") / name).read_text() for name in OWN_FILES)
-    config, logging = (hydra_private.parse_config(text)[1] for text in texts)
-    return config | {"logging": logging}
-
-
-def _is_below_one(values: dict[str, Any], text: str) -> bool:
-    """Returns True for `${oc.env:NAME}/path`, and for `${a.b}/path` where a.b is text without interpolations."""
-    if _OF_VARIABLE.fullmatch(text):
-        return True
-    key = _OF_KEY.fullmatch(text)
-    return bool(key) and isinstance(value := value_at(values, key[1]), str) and "${" not in value
-
-
-def _of_hydra(found: dict[str, Any], overrides: Sequence[str]) -> Iterator[Problem]:
-    """Yields the settings that neither Meshloom's own configs nor the command line made."""
-    try:
-        own = _own_hydra(overrides)
+    if all((source.schema, source.path) in OWN_SOURCES for source in composed.hydra.runtime.config_sources):
+        return []
+    typed = [parsed for parsed in map(parsed_or_none, overrides) if parsed]
+    of_hydra = [each for each in typed if each.is_hydra_override() and each.key_or_group != SEARCH_PATH]
+    try:  # what Meshloom's own files and the command line set
+        own = hydra_private.compose_from("pkg://meshloom.conf", [each.input_line or "" for each in of_hydra])
     except HydraException:  # a choice of hydra/... that only a folder of configs has
-        yield Problem("hydra", "Hydra's own settings are chosen from a folder of configs, and may run code",
-                      "type them key by key, such as hydra.job_logging.root.level=INFO")  # fmt: skip
-        return
-    known = _as_json(own)
-    for key, value in _as_json(found).items():
-        is_free = any(is_within(key, free) for free in FREE_OF_HYDRA)
-        if not is_free and known.get(key) != value:
-            what = "a config file sets it, and Hydra's own settings may run code"
-            yield Problem(f"hydra.{key}", what, f"remove it from the file, and type 'hydra.{key}=...' if you want it")
+        what, fix = "Hydra's own settings are chosen from a folder of configs, and may run code", "type them key by key"
+        return [Problem("hydra", what, f"{fix}, such as hydra.job_logging.root.level=INFO")]
+    own_values, values = dict(leaves(_plain(own))), _plain(composed)
+    theirs = [(key, value) for key, value in leaves(values) if key not in own_values or own_values[key] != value]
+    return [
+        problem
+        for key, value in theirs
+        if (problem := _problem_of_value(FileValue(composed, values, key, value)))
+        and not any(_sets(one, key) for one in typed)
+    ]
 
 
-def _own_hydra(overrides: Sequence[str]) -> dict[str, Any]:
-    """Returns Hydra's node as composed from Meshloom's configs alone. Raises HydraException if they lack a chosen
-    option."""
-    typed = [each for each in _parsed(overrides) if each.is_hydra_override() and each.key_or_group != SEARCH_PATH]
-    kept = [each.input_line for each in typed if each.input_line]
-    return _plain(hydra_private.compose_from("pkg://meshloom.conf", kept).hydra)
+def _problem_of_value(each: FileValue) -> Problem | None:
+    for top, why, is_forbidden, condition in TYPED_ONLY:
+        if is_within(each.key, top) and is_forbidden(each):
+            typed = f"'{each.key}=...'" if top == "hydra" else f"{each.key}=..."
+            fix = f"remove it from the file, and type {typed} {condition}"
+            return Problem(each.key, f"a config file sets it, and {why}", fix)
+        if is_within(top, each.key) and each.key != top and isinstance(each.value, str):
+            what = f"a config file sets it to '{each.value}', which may set {top}"
+            return Problem(each.key, what, "write its keys out in the file")
+    return None
 
 
 def _plain(node: DictConfig) -> dict[str, Any]:
-    values = OmegaConf.to_container(node, resolve=False)
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
-
-
-def _parsed(overrides: Sequence[str]) -> list[Override]:
-    return [parsed for parsed in map(parsed_or_none, overrides) if parsed]
-
-
-def _as_json(values: Mapping[str, Any]) -> dict[str, str]:
-    return {key: json.dumps(value, default=str) for key, value in leaves(values)}
+    values: Any = OmegaConf.to_container(node, resolve=False)
+    return values
 
 
 def _sets(override: Override, key: str) -> bool:

@@ -1,8 +1,6 @@
 """Values that a declaration takes from environment variables (`${oc.env:NAME}`), which may be secrets.
 
-Files of a run, checkpoints, logs and messages show the interpolation instead of the value. Where two declarations are
-compared, a slow digest of the value is added. All of this is promised by docs/security.md, "Secrets", which also says
-what it does not cover.
+docs/security.md, "Secrets", says what is promised of them, and what is not covered.
 """
 
 import os
@@ -20,7 +18,6 @@ from ..spec.secrets import Sources, joined
 # Defaults in conf/ read these variables; they are no secrets. One that is set to nothing counts as not set.
 IN_DEFAULTS = ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME", "WANDB_PROJECT", "WANDB_MODE", "MLFLOW_EXPERIMENT_NAME")
 NOT_IF_EMPTY = (*IN_DEFAULTS, "MLFLOW_TRACKING_URI")  # in a default, too, but a server's address may hold a password
-
 
 _reads: list[str] = []
 _is_masked = False

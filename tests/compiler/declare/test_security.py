@@ -190,6 +190,14 @@ def test_a_source_that_is_taken_from_another_key_carries_no_secret():
 
 
 @pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("group", ["checkpoint", "distributed"])
+def test_a_group_of_keys_that_is_taken_from_another_key_is_refused(group):
+    there = "{directory: 's3://evil/x', coordinator_address: 'evil:1'}"
+    (problem,) = problems_of(text=f"{group}: '${{run.extra.theirs}}'\nrun: {{extra: {{theirs: {there}}}}}")
+    assert (problem.where, "which may set" in problem.what) == (group, True)
+
+
+@pytest.mark.usefixtures("folder")
 def test_a_config_file_may_name_files_below_a_place_that_the_user_names(monkeypatch):
     monkeypatch.setenv("CORPUS", "https://mine.example/a")
     paths = "['${oc.env:CORPUS}', '${oc.env:CORPUS}/*.txt', '${run.notes}/b.txt']"
