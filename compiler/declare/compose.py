@@ -11,7 +11,7 @@ import re
 import shlex
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import chain
@@ -33,7 +33,7 @@ from ..core.user_imports import FLAG
 from ..core.visible import visible_line
 from ..spec import target_names
 from ..spec.secrets import Sources
-from .compositions import compose_kept, kept_groups
+from .compositions import compose_kept, compositions_kept, kept_groups
 from .config_files import TargetNames, plain_values, problems_of_files, register_sources
 from .environment import IN_DEFAULTS, find_sources, register_resolver
 from .hydra_private import IConfigRepository, config_repository
@@ -49,7 +49,7 @@ from .hydra_settings import (
     with_home,
     without_plugin,
 )
-from .overrides import overridden_key, parse_override, parsed_or_none, quoted, shortened, with_quoted_homes
+from .overrides import overridden_key, parse_override, quoted, shortened, with_quoted_homes
 from .problems import MOST_SHOWN, ConfigGroups, reported, validation_problems
 from .published_model import with_published_model
 from .run_spec import RunSpec
@@ -108,7 +108,9 @@ def _groups(request: Request) -> ConfigGroups:
     inner = [f"{group}/{part}" for group in outer for part in _options(group, configs, ObjectType.GROUP)]
     found = ((group, _options(group, configs)) for group in sorted(outer + inner))
     groups = ConfigGroups({group: options for group, options in found if options})
-    groups.appended = _appended(groups, request)
+    if theirs := {group for group in groups if group.split("/")[0] not in RunSpec.model_fields} - set(OPTIONAL):
+        with suppress(ConfigError), reported(groups):  # composing the whole request reports it
+            groups.appended = frozenset(theirs - set(chosen_options(request)))
     return groups
 
 
@@ -130,16 +132,24 @@ class Reading:
 
 def read_request(request: Request) -> Reading:
     """Returns what a request declares, and what is wrong with it."""
-    with hydra_session(request) as groups:
-        judged = [(text, _problems_of_override(text, request, groups)) for text in request.overrides]
-        problems = list(chain.from_iterable(found for _, found in judged))
-        kept = [text for text, found in judged if not found]
+    with compositions_kept(), hydra_session(request) as groups:
+        kept, problems = list[Override](), list[Problem]()
+        for text in request.overrides:
+            found = _problems_of_override(text, request, groups)
+            problems += found
+            kept += [] if found else [parse_override(text)]
         spec, wrong = _validate(kept, request, groups)
         problems += wrong
         if wrong:
-            kept = [text for text in kept if not any(_concerns(text, problem) for problem in wrong)]
+            kept = [each for each in kept if not any(_concerns(each.key_or_group, p.where) for p in wrong)]
             spec, _ = _validate(kept, request, groups)
-    return Reading(spec, tuple(problems), tuple(text for text in request.overrides if text not in kept))
+    valid = {each.input_line for each in kept}
+    return Reading(spec, tuple(problems), tuple(text for text in request.overrides if text not in valid))
+
+
+def _concerns(key: str, where: str) -> bool:
+    """Returns True if an override of the key sets the place of a problem, a key below it or a node that holds it."""
+    return is_within(where, key) or is_within(key, where)
 
 
 def read_spec(request: Request, then: Callable[[RunSpec], T]) -> T:
@@ -153,29 +163,37 @@ def read_spec(request: Request, then: Callable[[RunSpec], T]) -> T:
         return then(reading.spec)
     if reading.spec is None or reading.is_refused:
         raise ConfigError(reading.problems)
-    raise ConfigError([*reading.problems, *_independent_problems(reading.spec, then, reading.dropped)])
+    more, dropped = list[Problem](), _roots(reading.dropped)
+    try:
+        then(reading.spec)
+    except ConfigError as error:
+        more = [problem for problem in error.problems if not dropped & _rests_on(problem)]
+    raise ConfigError([*reading.problems, *more])
 
 
 def check_config_files(request: Request) -> None:
     """Raises ConfigError for settings that config files may not make; checks nothing else."""
     with hydra_session(request) as groups:
-        forced = _all_forced(request.overrides, request, groups)
-        composed = compose(request.config_name, overrides=forced, return_hydra_config=True)
-        raise_if_any(problems_of_files(composed, request.overrides))
+        composed = _compose(request, groups)
+        raise_if_any(problems_of_files(composed, list(map(parse_override, request.overrides))))
 
 
 def compose_hydra(request: Request) -> DictConfig:
     """Returns Hydra's own node of the request, unresolved. Raises ConfigError for overrides that it does not take."""
     with hydra_session(request) as groups, reported(groups):
         raise_if_any(chain.from_iterable(_problems_of_override(text, request, groups) for text in request.overrides))
-        forced = _all_forced(request.overrides, request, groups)
-        return compose(request.config_name, overrides=forced, return_hydra_config=True).hydra
+        return _compose(request, groups).hydra
 
 
 def hydra_arguments(request: Request) -> list[str]:
     """Returns the overrides in a form for which Hydra refuses no key: the spec checks all keys at once."""
     with hydra_session(request) as groups:
-        return _all_forced(request.overrides, request, groups)
+        return _all_forced(list(map(parse_override, request.overrides)), request, groups)
+
+
+def _compose(request: Request, groups: ConfigGroups, *more: str) -> DictConfig:
+    forced = _all_forced(list(map(parse_override, request.overrides)), request, groups)
+    return compose(request.config_name, overrides=[*forced, *more], return_hydra_config=True)
 
 
 def hydra_run_dir(request: Request) -> Path:
@@ -197,23 +215,12 @@ def hydra_sweep_subdir(request: Request, index: int) -> str:
 def _resolved(request: Request, key: str, *more: str) -> str:
     """Returns one of Hydra's own settings, with today's date and time in it."""
     with hydra_session(request) as groups:
-        overrides = _all_forced(request.overrides, request, groups)
-        composed = compose(request.config_name, overrides=[*overrides, *more], return_hydra_config=True)
-        return str(OmegaConf.select(composed, key))
+        return str(OmegaConf.select(_compose(request, groups, *more), key))
 
 
 def _repository(request: Request) -> IConfigRepository:
     """Returns Hydra's view of all places that hold the request's configs."""
     return config_repository(request.config_name, request.search_path)
-
-
-def _appended(groups: ConfigGroups, request: Request) -> frozenset[str]:
-    theirs = {group for group in groups if group.split("/")[0] not in RunSpec.model_fields} - set(OPTIONAL)
-    try:
-        with reported(groups):
-            return frozenset(theirs - set(chosen_options(request))) if theirs else frozenset()
-    except ConfigError:  # composing the whole request reports it
-        return frozenset()
 
 
 def config_sources(request: Request) -> Sequence[ConfigSource]:
@@ -240,21 +247,24 @@ def _options(group: str, configs: IConfigRepository, kind: ObjectType = ObjectTy
     return [name for name in names if not name.startswith("_")]
 
 
-def _validate(overrides: Sequence[str], request: Request, groups: ConfigGroups) -> tuple[RunSpec | None, list[Problem]]:
+def _validate(
+    overrides: Sequence[Override], request: Request, groups: ConfigGroups
+) -> tuple[RunSpec | None, list[Problem]]:
     try:
         with reported(groups):
             forced = _all_forced(overrides, request, groups)
             composed = compose_kept(request.config_name, request.config_path, forced, groups)
             problems = problems_of_files(composed, overrides) + problems_of_settings(composed)
-            declared = _without_hydra(composed)
-            values, not_plain = plain_values(declared)
-            sources = find_sources(declared)
+            with open_dict(composed):
+                del composed["hydra"]
+            values, not_plain = plain_values(composed)
+            sources = find_sources(composed)
     except ConfigError as error:
         return None, list(error.problems)
     problems += not_plain
     if problems:  # nothing that the files name is imported
         return None, problems
-    values, problems = with_published_model(values, [overridden_key(text) for text in overrides])
+    values, problems = with_published_model(values, [each.key_or_group for each in overrides])
     spec_type, not_loaded = spec_class(values)
     problems += not_loaded
     try:
@@ -264,12 +274,12 @@ def _validate(overrides: Sequence[str], request: Request, groups: ConfigGroups) 
     except ValidationError as error:
         own_groups = [group for group in groups if "/" not in group]
         found = validation_problems(error, spec_type, own_groups)
-        typed = {overridden_key(text): text for text in overrides}
-        found = [_as_typed(problem, typed.get(problem.where, "")) for problem in found]
+        typed = {each.key_or_group: str(each.input_line) for each in overrides}
+        found = [_with_typed_fix(problem, typed.get(problem.where, "")) for problem in found]
         return None, problems + [_without_values(problem, values, sources) for problem in found]
 
 
-def _as_typed(problem: Problem, text: str) -> Problem:
+def _with_typed_fix(problem: Problem, text: str) -> Problem:
     """Returns the problem of an override whose value is of another type, with the word that works as its fix."""
     key, _, value = text.partition("=")
     if text and problem.kind == "string_type":
@@ -294,16 +304,10 @@ def _without_values(problem: Problem, values: dict[str, Any], sources: Sources) 
     return problem
 
 
-def _without_hydra(composed: DictConfig) -> DictConfig:
-    with open_dict(composed):
-        del composed["hydra"]
-    return composed
-
-
-def _all_forced(overrides: Sequence[str], request: Request, groups: ConfigGroups) -> list[str]:
+def _all_forced(overrides: Sequence[Override], request: Request, groups: ConfigGroups) -> list[str]:
     """Returns the overrides as Hydra takes them, with a mesh for a typed sharding that names none."""
-    forced = [_forced(text, groups) for text in overrides]
-    typed = {parsed.key_or_group: str(parsed.value()) for text in overrides if (parsed := parsed_or_none(text))}
+    forced = [_forced(each, groups) for each in overrides]
+    typed = {each.key_or_group: str(each.value()) for each in overrides}
     name, meshes = typed.get("sharding", ""), groups.get("mesh", [])
     if "mesh" in typed or name not in groups.get("sharding", ()):
         return forced
@@ -322,30 +326,26 @@ def mesh_for(sharding: Mapping[Any, Any]) -> str:
 
     Of several axes it is the first one of fsdp, data and tensor; how many devices the others get is the user's choice.
     """
-    named = {axis for table in sharding.values() for axis in _axes_of_table(table)}
+    tables = [table for table in sharding.values() if isinstance(table, list)]
+    rules = [rule for table in tables for rule in table if isinstance(rule, Mapping)]
+    # Every mesh splits the batch.
+    named = {axis for rule in rules if "batch" not in (rule.get("logical") or ()) for axis in rule.get("mesh") or ()}
     used = sharding.get("mesh_axes")
     named &= set(used) if isinstance(used, list) else named
     return next((mesh for axis, mesh in MESHES.items() if axis in named), NO_AXIS)
 
 
-def _axes_of_table(table: Any) -> Iterable[str]:
-    """Yields the mesh axes of a table of rules, but for those of the batch, which every mesh splits."""
-    for rule in table if isinstance(table, list) else ():
-        if isinstance(rule, Mapping) and "batch" not in (rule.get("logical") or ()):
-            yield from rule.get("mesh") or ()
-
-
-def _forced(text: str, groups: ConfigGroups) -> str:
+def _forced(override: Override, groups: ConfigGroups) -> str:
     """Returns `key=value` as `++key=value`; choices of groups, deletions and Hydra's own settings stay as they are."""
-    parsed = parsed_or_none(text)
-    if parsed is None or parsed.is_delete():
+    text, key = str(override.input_line), override.key_or_group
+    if override.is_delete():
         return text
-    if parsed.key_or_group in DIRECTORIES:
+    if key in DIRECTORIES:
         return with_home(text)
-    if parsed.is_hydra_override():  # Hydra refuses a new key below, which is what this one is for
-        return "++" + text.lstrip("+") if parsed.key_or_group.startswith(SWEEPER_PARAMS) else text
-    if _is_choice(parsed, groups):
-        return f"+{text}" if text[0].isalpha() and parsed.key_or_group in groups.appended else text
+    if override.is_hydra_override():  # Hydra refuses a new key below, which is what this one is for
+        return "++" + text.lstrip("+") if key.startswith(SWEEPER_PARAMS) else text
+    if _is_choice(override, groups):
+        return f"+{text}" if text[0].isalpha() and key in groups.appended else text
     return "++" + text.lstrip("+")
 
 
@@ -391,25 +391,10 @@ def _problems_of_override(text: str, request: Request, groups: ConfigGroups) -> 
     return [Problem(group, f"there is no '{name}' in this group", use_one_of(name, options))]
 
 
-def _concerns(text: str, problem: Problem) -> bool:
-    """Returns True if the override sets the key of the problem, a key below it or a node that holds it."""
-    key = overridden_key(text)
-    return is_within(problem.where, key) or is_within(key, problem.where)
-
-
 # Keys that a pass's finding depends on: it means nothing while one of these is wrong. Every finding but those about the
 # target depends on the keys of the mesh.
 _RESTS_ON = {"target": {"target"}, "mesh": {"mesh", "target", "sharding"}}
 _RESTS_ON_PLAN = {"mesh", "target", "sharding", "model", "experiment", "num_microbatches"}
-
-
-def _independent_problems(spec: RunSpec, then: Callable[[RunSpec], Any], dropped: Sequence[str]) -> list[Problem]:
-    """Returns problems that `then` finds in the spec without the dropped overrides, and would find with them too."""
-    try:
-        then(spec)
-    except ConfigError as error:
-        return [problem for problem in error.problems if not _roots(dropped) & _rests_on(problem)]
-    return []
 
 
 def _roots(overrides: Iterable[str]) -> set[str]:
@@ -420,10 +405,6 @@ def _roots(overrides: Iterable[str]) -> set[str]:
 
 def _rests_on(problem: Problem) -> set[str]:
     """Returns the top-level keys that the problem depends on. A place that is not a key is a file of the data."""
-    root = _root(problem)
+    root = re.split(r"[.\[]", problem.where)[0]
     data = set() if root in RunSpec.model_fields else {"data"}
     return {root} | data | _RESTS_ON.get(root, _RESTS_ON_PLAN)
-
-
-def _root(problem: Problem) -> str:
-    return re.split(r"[.\[]", problem.where)[0]

@@ -28,7 +28,6 @@ from ..core.user_imports import check_importable
 from ..spec import target_names
 from . import hydra_private
 from .hydra_settings import SEARCH_PATH
-from .overrides import parsed_or_none
 
 OWN_SOURCES = {("pkg", "hydra.conf"), ("pkg", "meshloom.conf"), ("meshloom", "targets"), ("structured", "")}
 
@@ -216,11 +215,10 @@ TYPED_ONLY: tuple[tuple[str, str, Callable[[FileValue], bool], str], ...] = (
 )  # fmt: skip
 
 
-def problems_of_files(composed: DictConfig, overrides: Sequence[str]) -> list[Problem]:
-    """Returns the forbidden settings of config files. composed: with Hydra's node, unresolved. overrides: as typed."""
+def problems_of_files(composed: DictConfig, typed: Sequence[Override]) -> list[Problem]:
+    """Returns the forbidden settings of config files. composed: with Hydra's node, unresolved. typed: the overrides."""
     if all((source.schema, source.path) in OWN_SOURCES for source in composed.hydra.runtime.config_sources):
         return []
-    typed = [parsed for parsed in map(parsed_or_none, overrides) if parsed]
     of_hydra = [each for each in typed if each.is_hydra_override() and each.key_or_group != SEARCH_PATH]
     try:  # what Meshloom's own files and the command line set
         own = hydra_private.compose_from("pkg://meshloom.conf", [each.input_line or "" for each in of_hydra])

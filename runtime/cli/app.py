@@ -37,7 +37,8 @@ from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
 
 from ..inference.run_request import request_of_run
-from .commands import CHECK, SWEEP, Command
+from .commands import SWEEP, Command
+from .words import no_flag
 
 _PART = re.compile(r"(?:\S*[=/])?_[\w.-]*$")  # model=_llama, data/_base: names with a first `_`
 RESUMES = ("resume", "continue", "restart", "restore")  # what other trainers call it
@@ -115,8 +116,8 @@ def parse_flags(command: Command, args: Sequence[str]) -> tuple[argparse.Namespa
     parser = hydra_flags()
     parser.add_argument(FLAG, action="append", default=[], metavar="MODULE")
     parser.set_defaults(check=False, show=False, place=None)
-    for flag, _ in command.flags:
-        parser.add_argument(flag, action="store_true")
+    for flag in command.flags:
+        parser.add_argument(flag.name, action="store_true")
     parser.prog, parser.error = f"meshloom {command.name}", _refuse  # type: ignore[method-assign]
     flags, rest = parser.parse_known_args(list(args))
     flags.overrides += [text for text in rest if not text.startswith("-")]  # argparse takes only those before a flag
@@ -182,7 +183,7 @@ def _problems_of_values(flags: argparse.Namespace) -> list[Problem]:
         problems.append(Problem("--package", "chooses a part of what --cfg shows", "add --cfg job, or leave it out"))
     if flags.check and flags.multirun:
         what = "checks a single plan; the table of a sweep shows which points do not fit"
-        problems.append(Problem(CHECK, what, "leave out --check, or -m"))
+        problems.append(Problem("--check", what, "leave out --check, or -m"))
     return problems
 
 
@@ -196,15 +197,14 @@ def _unknown_flags(args: Sequence[str], unknown: Set[str]) -> Iterator[tuple[str
 
 
 def _unknown_flag(command: str, name: str, value: str) -> Problem:
-    what, bare = f"there is no flag '{name}'", name.lstrip("-").replace("-", "_")
+    bare = name.lstrip("-").replace("-", "_")
     if bare.startswith(RESUMES) and command in ("train", "data"):
         where = " with hydra.run.dir=RUN_DIR of the run" if command == "train" else ""
-        return Problem(COMMAND_LINE, what, f"type the same line again{where}: it goes on from where that stopped")
+        return no_flag(name, f"type the same line again{where}: it goes on from where that stopped")
     keys = _keys_like(bare)
     shown = f"{keys[0] if keys else 'key'}={value or '...'}"
-    if keys:
-        return Problem(COMMAND_LINE, what, f"settings have no dashes: {shown}")
-    return Problem(COMMAND_LINE, what, f"settings have no dashes: write {shown}; `--cfg job` prints all keys")
+    more = "" if keys else "; `--cfg job` prints all keys"
+    return no_flag(name, f"settings have no dashes: {shown}{more}")
 
 
 def _keys_like(name: str) -> list[str]:
@@ -225,8 +225,8 @@ def show_help(command: Command, request: Request) -> None:
     if command.opens_weights:
         write_out("       RUN: a run directory, or RUN/checkpoints/STEP; DIR: a folder of published weights")
     write_out("       flags are those of Hydra: -m, --cfg job, ...")
-    for flag, does in command.flags:
-        write_out(f"       {flag}: {does}")
+    for flag in command.flags:
+        write_out(f"       {flag}: {flag.does}")
     if command.section:
         _, keys = SECTIONS[command.section]
         _write_wrapped(f"       keys of its own: {', '.join(keys)}", indent=7)

@@ -8,42 +8,60 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
+from typing import Any
 
-CHECK = "--check"  # a flag of explain
-SHOW = "--show"  # a flag of data
-JSON = "--json"  # a flag of evaluate and generate
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag of a command. value: the name of its value; empty if it takes none."""
+
+    name: str
+    does: str
+    value: str = ""
+    is_required: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.value}".rstrip()
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command. place: the function that runs it, as module:function of this package; it returns the exit code.
-    takes_overrides: it is called with the request and Hydra's flags, else with the words after its name. opens_weights:
-    its first word is a run or a folder of published weights, which the overrides change. joins_processes: it may run in
-    several processes, which stop together. flags: its own flags, each with what it does, besides those of Hydra.
-    section: the section of the config whose keys it takes without its name."""
+    """A command. place: the function that runs it, as module:function of this package. about: what its help says below
+    the usage. paths: the names of the paths that it takes: `RUN_A RUN_B`, `[DIR]`, `RUN...`, and `target=NAME` if it
+    takes overrides too. Such a command is called with its Words; any other is called with the request and Hydra's
+    flags, and returns the exit code. opens_weights: its first word is a run or a folder of published weights, which the
+    overrides change. joins_processes: it may run in several processes, which stop together. flags: its own flags,
+    besides those of Hydra. section: the section of the config whose keys it takes without its name."""
 
     name: str
     description: str
     place: str
-    takes_overrides: bool = True
+    about: str = ""
+    paths: str = ""
     opens_weights: bool = False
     joins_processes: bool = False
-    flags: tuple[tuple[str, str], ...] = ()
+    flags: tuple[Flag, ...] = ()
     section: str = ""
 
-    def load(self) -> Callable[..., int]:
+    @property
+    def line(self) -> str:
+        """Returns the command with all that it needs, on one line."""
+        return " ".join(["meshloom", self.name, self.paths, *(str(flag) for flag in self.flags if flag.is_required)])
+
+    def load(self) -> Callable[..., Any]:
         """Imports the command's module, and returns the function that runs it."""
         module, _, function = self.place.partition(":")
         return getattr(import_module(f".{module}", __package__), function)
 
 
+JSON = Flag("--json", "print one JSON object instead of text")
 _ALL = (
     Command("train", "compile for the attached devices, and run", "train:train_command", joins_processes=True),
     Command(
         "explain",
         "show the plan in seconds, without compiling: layouts, memory, time",
         "explain:explain_command",
-        flags=((CHECK, "exit code 3 if the step does not fit, by the estimate"),),
+        flags=(Flag("--check", "exit code 3 if the step does not fit, by the estimate"),),
     ),
     Command("compile", "compile ahead of time, without the hardware: report and artifact", "compile:compile_command"),
     Command(
@@ -52,44 +70,117 @@ _ALL = (
         "evaluate:evaluate_command",
         opens_weights=True,
         joins_processes=True,
-        flags=((JSON, "print the losses as one JSON object"),),
+        flags=(Flag("--json", "print the losses as one JSON object"),),
         section="evaluation",
     ),
     Command(
         "inspect",
         "report on any compiled JAX program, whoever compiled it",
         "inspect:inspect_command",
-        takes_overrides=False,
+        """\
+Reports what a compiled step does, whoever wrote and compiled it: memory,
+collectives with their links, hidden and exposed time, the predicted step,
+findings. PROGRAM is one of
+
+  FILE   the text that `compiled.as_text()` returns
+  DIR    a dump of XLA (--xla_dump_to=DIR); its largest program is read
+  RUN    a directory of `meshloom compile`, or its artifact; it has its target
+
+target=NAME names the chips that it was compiled for, such as v5p-128 or
+h100-64; target.num_slices=2 and calibration=NAME work too. Writes report.json,
+timeline.json and report.html; `meshloom diff` compares two such directories.
+""",
+        "PROGRAM target=NAME",
+        flags=(
+            Flag("--module", "the program to read, if there are several; without it, the largest", "NAME"),
+            Flag("--trips", "iterations of one loop, or of all whose number is not stated; without it, 1", "[LOOP=]N"),
+            Flag(
+                "--taken",
+                "share of executions, 0 to 1, in which a conditional takes the branch that ends last; without it, 1",
+                "[NAME=]P",
+            ),
+            Flag("--to", "where the files go; without it, a new directory in outputs/", "DIR"),
+            Flag("--json", "print report.json instead of the summary"),
+            Flag("--config-dir", "your own configs: targets, calibrations", "DIR"),
+        ),
     ),
     Command(
         "diff",
         "compare two runs: config, step, memory, collectives, layouts",
         "diff:diff_command",
-        takes_overrides=False,
+        """\
+Shows what changed from one run to another: config, predicted step, memory,
+collectives, layouts. Each is a run directory with spec.yaml and plan.json; if
+both have report.json, which meshloom compile writes, the compiled programs are
+compared too. A directory that meshloom inspect wrote has report.json alone.
+""",
+        "RUN_A RUN_B",
+        flags=(JSON,),
     ),
     Command(
         "profile",
         "compare traced steps of a run with their prediction",
         "profile:profile_command",
-        takes_overrides=False,
+        """\
+Compares the steps that a run traced (meshloom train profile.steps=[10,13]) with
+what the schedule of its program predicts: the step, each kind of compute and of
+collectives, and the operations that differ most. Writes profile.json and
+profile.html into RUN; the page shows both steps on one time axis.
+""",
+        "RUN",
+        flags=(Flag("--hlo", "list each operation, with the name of its HLO instruction"), JSON),
     ),
     Command(
         "calibrate",
         "correct later predictions for a chip by traced runs",
         "profile:calibrate_command",
-        takes_overrides=False,
+        """\
+Finds how much longer each kind of compute, and each kind of link, takes on a
+chip than predicted, from runs that traced steps on it (meshloom train
+profile.steps=[10,13]). Writes a config, which later predictions take by name:
+
+    meshloom explain --config-dir DIR calibration=NAME ...
+""",
+        "RUN...",
+        flags=(
+            Flag("--to", "a folder of your own configs; writes DIR/calibration/NAME.yaml", "DIR", is_required=True),
+            Flag("--name", "the name of the config; without it, the name of the chip", "NAME"),
+        ),
     ),
     Command(
         "sweep",
         "show a sweep, also while it runs: table, page, CSV, Parquet, JSON",
         "show_sweep:sweep_command",
-        takes_overrides=False,
+        """\
+Shows the table of a sweep, the best point first, and writes a page with heat
+map, parallel coordinates, Pareto front and, for runs, loss curves. DIR is what
+`meshloom explain -m`, `compile -m`, `train -m` or `meshloom tune` wrote; the
+sweep may still be running.
+""",
+        "DIR",
+        flags=(
+            Flag("--sort", "sort by a figure other than the objective: step_seconds, mfu, peak_bytes, ...", "FIGURE"),
+            Flag("--all", "show every point; without it, the best 20"),
+            Flag("--csv", "write the rows as CSV, with a column for each field", "FILE"),
+            Flag("--parquet", "write the rows as Parquet", "FILE"),
+            Flag("--json", "print sweep and rows as one JSON object; no table, no page"),
+            Flag("--page", "write the page to FILE; without it, to DIR/sweep.html", "FILE"),
+            Flag("--open", "open the page in a browser"),
+        ),
     ),
     Command(
         "runs",
         "list runs and sweeps on this machine: state, last step, loss",
         "runs:runs_command",
-        takes_overrides=False,
+        """\
+Lists the runs and sweeps at and below DIR, the newest first: whether they are
+running, done, stopped, failed or killed, and why; the last step, the loss, the
+directory. If DIR is itself a sweep, its points are listed. Without DIR, those
+in outputs/ and multirun/ of the working directory are listed, and others up to
+two levels below it, such as hydra.run.dir=my-run or runs/first.
+""",
+        "[DIR]",
+        flags=(Flag("--all", "list every run; without it, the newest 30"), Flag("--json", "print a JSON list")),
     ),
     Command(
         "generate",
@@ -97,7 +188,7 @@ _ALL = (
         "generate:generate_command",
         opens_weights=True,
         joins_processes=True,
-        flags=((JSON, "a JSON line for each prompt, when its text is complete"),),
+        flags=(Flag("--json", "a JSON line for each prompt, when its text is complete"),),
         section="generate",
     ),
     Command(
@@ -113,7 +204,7 @@ _ALL = (
         "data",
         "tokenise a corpus into shards, once, for data=tokens to read",
         "data:data_command",
-        flags=((SHOW, "show the first document and what of it is trained on, and write nothing"),),
+        flags=(Flag("--show", "show the first document and what of it is trained on, and write nothing"),),
     ),
 )
 SWEEP = Command("-m", "run a command for each combination of values", "sweep:run_sweep")

@@ -1,7 +1,6 @@
 """Runs `meshloom diff RUN_A RUN_B`: shows what changed between two run directories, or two inspected programs."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,28 +12,11 @@ from meshloom.compiler.report.views.diff_text import show_diff
 
 from ..rundir.find_runs import check_directory
 from ..rundir.folders import RunFolder
-from .words import Syntax, Words, run_words
-
-USAGE = """\
-usage: meshloom diff RUN_A RUN_B [--json]
-
-Shows what changed from one run to another: config, predicted step, memory,
-collectives, layouts. Each is a run directory with spec.yaml and plan.json; if
-both have report.json, which meshloom compile writes, the compiled programs are
-compared too. A directory that meshloom inspect wrote has report.json alone.
-
-  --json   print the differences as one JSON object
-"""
-LINE = "meshloom diff RUN_A RUN_B"
-SYNTAX = Syntax(LINE, USAGE, {"--json": ""}, num_paths=range(2, 3))
+from .words import Words
 
 
-def diff_command(args: Sequence[str]) -> int:
-    """Runs the command line. Returns the exit code: 0, or 2 if there is nothing to compare."""
-    return run_words(args, _diff, SYNTAX)
-
-
-def _diff(words: Words) -> None:
+def diff_command(words: Words) -> None:
+    """Compares two runs. Raises ConfigError if there is nothing to compare."""
     diff = diff_runs(*all_of(*(lambda path=path: read_run_for_diff(path) for path in words.paths)))
     if "--json" in words.flags:
         write_out(json.dumps(asdict(diff), indent=1))

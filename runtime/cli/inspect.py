@@ -1,7 +1,7 @@
 """Runs `meshloom inspect PROGRAM target=...`: reports on any compiled JAX program, ours or not."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
@@ -14,51 +14,13 @@ from meshloom.compiler.report.views.summary import show_summary
 from meshloom.compiler.xla.schedule.steps import Choices
 
 from ..api.inspected import Inspection, inspect_path
-from .words import Syntax, Words, run_words
+from .words import Words
 
 T = TypeVar("T", int, float)
-LINE = "meshloom inspect PROGRAM target=v5p-128"
-USAGE = """\
-usage: meshloom inspect PROGRAM target=NAME [--module NAME] [--trips N]
-                [--taken P] [--to DIR] [--json] [--config-dir DIR]
-
-Reports what a compiled step does, whoever wrote and compiled it: memory,
-collectives with their links, hidden and exposed time, the predicted step,
-findings. PROGRAM is one of
-
-  FILE   the text that `compiled.as_text()` returns
-  DIR    a dump of XLA (--xla_dump_to=DIR); its largest program is read
-  RUN    a directory of `meshloom compile`, or its artifact; it has its target
-
-target=NAME names the chips that it was compiled for, such as v5p-128 or
-h100-64; target.num_slices=2 and calibration=NAME work too. Writes report.json,
-timeline.json and report.html; `meshloom diff` compares two such directories.
-
-  --module NAME      the program to read, if there are several; without it, the
-                     largest
-  --trips [LOOP=]N   iterations of a loop, or of all loops whose number the
-                     program does not state; without it, 1
-  --taken [NAME=]P   share of executions, 0 to 1, in which a conditional takes
-                     the branch that ends last; without it, 1
-  --to DIR           where the files go; without it, a new directory in outputs/
-  --json             print report.json instead of the summary
-  --config-dir DIR   your own configs: targets, calibrations
-"""
-SYNTAX = Syntax(
-    LINE,
-    USAGE,
-    {"--module": "NAME", "--trips": "N", "--taken": "P", "--to": "DIR", "--json": "", "--config-dir": "DIR"},
-    num_paths=range(1, 2),
-    has_overrides=True,
-)
 
 
-def inspect_command(args: Sequence[str]) -> int:
-    """Runs the command line. Returns the exit code: 0, or 2 if there is no program for the target."""
-    return run_words(args, _inspect, SYNTAX)
-
-
-def _inspect(words: Words) -> None:
+def inspect_command(words: Words) -> None:
+    """Reports on a program. Raises ConfigError if there is none for the target."""
     overrides = search_path_override(words.overrides, words.flags.get("--config-dir"))
     found = inspect_path(words.paths[0], overrides, words.flags.get("--module"), _choices(words.flags))
     files = _write(found, Path(words.flags["--to"]) if "--to" in words.flags else _new_directory(datetime.now()))

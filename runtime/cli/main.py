@@ -136,8 +136,10 @@ def run(args: list[str]) -> int:
 
 def run_command(command: Command, args: list[str]) -> int:
     """Runs an existing command with the words after its name; returns the exit code."""
-    if not command.takes_overrides:
-        return command.load()(args)
+    if command.paths:
+        from .words import run_words
+
+        return run_words(command, args)
     from .app import run_declared
 
     return run_declared(command, args)
@@ -153,7 +155,7 @@ def complete_command() -> Command | None:
         return None
     program, name = words[:2]
     command = COMMANDS.get(name)
-    if command is None or not command.takes_overrides:  # the shell itself completes directories
+    if command is None or command.paths:  # the shell itself completes directories
         return None
     rest = line[line.index(name, len(program)) + len(name) :]
     if command.opens_weights:  # Hydra completes overrides; the shell itself completes the folder

@@ -20,34 +20,16 @@ from ..sweep.figures import FIGURES, best_of, value_of
 from ..sweep.read import read_sweep
 from ..sweep.rows import Status
 from ..sweep.table import came_to
-from .words import Syntax, Words, run_words
+from .words import Words
 
 MARKERS = (SWEEP_FILE, RECORD_FILE, METRICS, SPEC)
 NUM_SHOWN = 30
 PLACES = ("outputs", "multirun")  # where Hydra puts runs and sweeps, in the working directory
-LINE = "meshloom runs [DIR]"
-USAGE = """\
-usage: meshloom runs [DIR] [--all] [--json]
-
-Lists the runs and sweeps at and below DIR, the newest first: whether they are
-running, done, stopped, failed or killed, and why; the last step, the loss, the
-directory. If DIR is itself a sweep, its points are listed. Without DIR, those
-in outputs/ and multirun/ of the working directory are listed, and others up to
-two levels below it, such as hydra.run.dir=my-run or runs/first.
-
-  --all    list every run; without it, the newest 30
-  --json   print a JSON list
-"""
-SYNTAX = Syntax(LINE, USAGE, {"--all": "", "--json": ""}, num_paths=range(2))
 STYLES = {"running": "bold cyan", "done": "green", "stopped": "yellow", "failed": "bold red", "killed": "bold red"}
 
 
-def runs_command(args: Sequence[str]) -> int:
-    """Runs the command line. Returns the exit code: 0, or 2 if DIR is not a directory."""
-    return run_words(args, _show_runs, SYNTAX)
-
-
-def _show_runs(words: Words) -> None:
+def runs_command(words: Words) -> None:
+    """Lists runs. Raises ConfigError if a path is not a directory."""
     runs = find_runs(words.paths)
     if "--json" in words.flags:
         write_out(json.dumps(runs, indent=1))
@@ -124,7 +106,8 @@ def show_runs(runs: Sequence[dict[str, Any]], paths: Sequence[Path], console: Co
         if run["why"]:
             console.wrapped((run["state"], STYLES[run["state"]]), f" {run['directory']}: {run['why']}")
     if len(shown) < len(runs):
-        console.wrapped(f"... {counted(len(runs) - len(shown), 'older one')}: `{LINE} --all` shows them")
+        line = " ".join(["meshloom runs", *map(str, paths), "--all"])
+        console.wrapped(f"... {counted(len(runs) - len(shown), 'older one')}: `{line}` shows them")
 
 
 def _cells(run: dict[str, Any]) -> list[Part]:

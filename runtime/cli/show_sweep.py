@@ -2,7 +2,7 @@
 
 import json
 import webbrowser
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from meshloom.compiler.core.console import Console
@@ -13,56 +13,15 @@ from ..sweep.figures import best_first, find_figure
 from ..sweep.page import PAGE, render_sweep
 from ..sweep.read import Sweep, read_sweep
 from ..sweep.table import show_table, write_csv, write_file, write_parquet
-from .words import Syntax, Words, run_words
-
-LINE = "meshloom sweep DIR"
-USAGE = """\
-usage: meshloom sweep DIR [--sort FIGURE] [--all] [--csv FILE] [--parquet FILE]
-                [--json] [--page FILE] [--open]
-
-Shows the table of a sweep, the best point first, and writes a page with heat
-map, parallel coordinates, Pareto front and, for runs, loss curves. DIR is what
-`meshloom explain -m`, `compile -m`, `train -m` or `meshloom tune` wrote; the
-sweep may still be running.
-
-  --sort FIGURE    sort by a figure other than the sweep's objective:
-                   step_seconds, mfu, peak_bytes, ...
-  --all            show every point; without it, the best 20
-  --csv FILE       write the rows as CSV, with a column for each field
-  --parquet FILE   write the rows as Parquet
-  --json           print sweep and rows as one JSON object; no table, no page
-  --page FILE      write the page to FILE; without it, to DIR/sweep.html
-  --open           open the page in a browser
-"""
-SYNTAX = Syntax(
-    LINE,
-    USAGE,
-    {
-        "--sort": "FIGURE",
-        "--all": "",
-        "--csv": "FILE",
-        "--parquet": "FILE",
-        "--json": "",
-        "--page": "FILE",
-        "--open": "",
-    },
-    num_paths=range(1, 2),
-)
+from .words import Words
 
 
-def sweep_command(args: Sequence[str]) -> int:
-    """Runs the command line. Returns the exit code: 0, or 2 if there is no sweep, or a file cannot be written."""
-    return run_words(args, _show_sweep, SYNTAX)
-
-
-def _show_sweep(words: Words) -> None:
-    if "--sort" in words.flags:
-        find_figure(words.flags["--sort"], where="--sort")
-    _show(read_sweep(words.paths[0]), words)
-
-
-def _show(sweep: Sweep, words: Words) -> None:
+def sweep_command(words: Words) -> None:
+    """Shows a sweep. Raises ConfigError if there is none, or a file cannot be written."""
     flags = words.flags
+    if "--sort" in flags:
+        find_figure(flags["--sort"], where="--sort")
+    sweep = read_sweep(words.paths[0])
     if "--json" in flags:
         write_out(json.dumps(sweep_as_json(sweep, sort=flags.get("--sort")), indent=1))
     else:

@@ -2,7 +2,8 @@
 
 import argparse
 import re
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,25 +12,11 @@ from meshloom.compiler.core.errors import COMMAND_LINE, MISTAKE, ConfigError, Pr
 from meshloom.compiler.core.format import be, counted
 from meshloom.compiler.core.visible import write_error, write_out
 
+from .commands import Command
+
 HELP = ("-h", "--help")
-
+WIDTH = 80
 _OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+)*=")
-
-
-@dataclass(frozen=True)
-class Syntax:
-    """The words that a command takes.
-
-    line: the command on one line, for the fix of a mistake. usage: the text that `--help` prints. flags: each flag with
-    the name of its value, "" if it takes none: {"--csv": "FILE", "--json": ""}. num_paths: the allowed numbers of
-    paths. has_overrides: words such as `target=v5p-128` are overrides.
-    """
-
-    line: str
-    usage: str
-    flags: Mapping[str, str]
-    num_paths: range
-    has_overrides: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,25 +28,41 @@ class Words:
     overrides: tuple[str, ...] = ()
 
 
-def run_words(args: Sequence[str], run: Callable[[Words], object], syntax: Syntax) -> int:
-    """Runs a command that Hydra does not read. Returns the exit code: 0, or that of a mistake, which is printed."""
+def run_words(command: Command, args: Sequence[str]) -> int:
+    """Runs a command that Hydra does not read. Returns the exit code: 0, or MISTAKE for a mistake, which is printed."""
     if set(args) & set(HELP):
-        write_out(syntax.usage, end="")
+        _show_help(command)
         return 0
     try:
-        run(_parse(args, syntax))
+        command.load()(_parse(command, args))
     except ConfigError as error:
         write_error(str(error))
         return MISTAKE
     return 0
 
 
-def _parse(args: Sequence[str], syntax: Syntax) -> Words:
+def no_flag(name: str, fix: str) -> Problem:
+    """Returns the Problem of a flag that does not exist."""
+    return Problem(COMMAND_LINE, f"there is no flag '{name}'", fix)
+
+
+def _show_help(command: Command) -> None:
+    flags = [str(flag) if flag.is_required else f"[{flag}]" for flag in command.flags]
+    usage = f"usage: meshloom {command.name} {command.paths} {' '.join(flags)}"
+    write_out("\n".join(textwrap.wrap(usage, WIDTH, subsequent_indent=" " * 16, break_on_hyphens=False)))
+    write_out(f"\n{command.about}")
+    width = max(len(str(flag)) for flag in command.flags) + 5
+    for flag in command.flags:
+        text = f"  {flag!s:<{width - 2}}{flag.does}"
+        write_out("\n".join(textwrap.wrap(text, WIDTH, subsequent_indent=" " * width, break_on_hyphens=False)))
+
+
+def _parse(command: Command, args: Sequence[str]) -> Words:
     """Returns paths, flags and overrides. Raises ConfigError with all problems."""
-    flags = syntax.flags
+    flags = {flag.name: flag.value for flag in command.flags}
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for name in flags:  # a missing value becomes "", and is reported below with all other problems
-        takes: dict[str, Any] = {"nargs": "?"} if flags[name] else {"action": "store_const"}
+    for name, value in flags.items():  # a missing value becomes "", and is reported below with all other problems
+        takes: dict[str, Any] = {"nargs": "?"} if value else {"action": "store_const"}
         parser.add_argument(name, dest=name, const="", **takes)
     problems: list[Problem] = []
     words: list[str] = []
@@ -71,21 +74,22 @@ def _parse(args: Sequence[str], syntax: Syntax) -> Words:
             words.append(word)
     parsed, rest = parser.parse_known_args(words)
     given = vars(parsed)
-    problems += [_unknown_flag(word, flags) for word in rest if word.startswith("-")]
-    for name in given:
-        if flags[name] and not given[name]:
-            problems.append(Problem(COMMAND_LINE, f"{name} lacks its value", f"type {name} {flags[name]}"))
-    overrides = tuple(word for word in rest if syntax.has_overrides and _OVERRIDE.match(word))
+    for word in rest:
+        if word.startswith("-"):
+            name = word.partition("=")[0]
+            problems.append(no_flag(name, f"{use_one_of(name, [*flags, *HELP])}, or ./{word} for a path"))
+    for flag in command.flags:
+        if flag.value and given.get(flag.name) == "":
+            problems.append(Problem(COMMAND_LINE, f"{flag.name} lacks its value", f"type {flag}"))
+        if flag.is_required and flag.name not in given:
+            problems.append(Problem(COMMAND_LINE, f"{flag.name} is missing: {flag.does}", f"type: {command.line}"))
+    names = [name for name in command.paths.split() if "=" not in name]
+    overrides = tuple(word for word in rest if "=" in command.paths and _OVERRIDE.match(word))
     paths = tuple(Path(word) for word in rest if not word.startswith("-") and word not in overrides)
-    if len(paths) not in syntax.num_paths:
+    is_list, num_required = command.paths.endswith("..."), sum(not name.startswith("[") for name in names)
+    if len(paths) < num_required or (len(paths) > len(names) and not is_list):
         what = f"{counted(len(paths), 'path')} {be(len(paths))} given"
-        problems.append(Problem(COMMAND_LINE, what, f"type: {syntax.line}"))
+        problems.append(Problem(COMMAND_LINE, what, f"type: {command.line}"))
     if problems:
         raise ConfigError(problems)
     return Words(paths, given, overrides)
-
-
-def _unknown_flag(word: str, flags: Mapping[str, str]) -> Problem:
-    name = word.partition("=")[0]
-    fix = f"{use_one_of(name, [*flags, *HELP])}, or ./{word} for a path"
-    return Problem(COMMAND_LINE, f"there is no flag '{name}'", fix)

@@ -32,7 +32,7 @@ def test_help_imports_nothing_heavy():
     assert all(command in done.stdout for command in COMMANDS)
 
 
-@pytest.mark.parametrize("command", [None, *(name for name, one in COMMANDS.items() if not one.takes_overrides)])
+@pytest.mark.parametrize("command", [None, *(name for name, one in COMMANDS.items() if one.paths)])
 def test_help_fits_80_columns(capsys, command):
     assert run([*([command] if command else []), "--help"]) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
@@ -45,9 +45,9 @@ def test_every_command_of_the_registry_is_there_and_is_told_alike_everywhere():
     for name, command in COMMANDS.items():
         assert re.search(rf"^  {name} +{re.escape(command.description)}$", usage, re.M)
         first = run_in_process(name, "--help").stdout.splitlines()[0]
-        assert first == f"meshloom {name}: {command.description}" or not command.takes_overrides
+        assert first == f"meshloom {name}: {command.description}" or command.paths
         parameters = [*inspect.signature(command.load()).parameters]
-        assert parameters == (["request", "flags"] if command.takes_overrides else ["args"])
+        assert parameters == (["words"] if command.paths else ["request", "flags"])
 
 
 def test_a_reader_that_has_gone_away_is_no_crash():

@@ -144,7 +144,7 @@ def test_a_long_list_shows_its_newest(tmp_path, monkeypatch, capsys):
         os.utime(Path(f"outputs/{n:02}/spec.yaml"), (1e9, 1e9))
     lines = _told(capsys)[1].splitlines()
     assert "outputs/34" in lines[1]
-    assert lines[-1] == "... 5 older ones: `meshloom runs [DIR] --all` shows them"
+    assert lines[-1] == "... 5 older ones: `meshloom runs --all` shows them"
     lines = _told(capsys, "--all")[1].splitlines()
     assert [line.split()[-1] for line in lines[1:36]] == [f"outputs/{n:02}" for n in reversed(range(35))]
 
