@@ -10,7 +10,7 @@ No other file uses one. If a release drops a name:
       create_config_search_path
     _apply_overrides_to_config                      `hydra.compose` of every declaration, a quarter of a second each
     _instances, _resolvers                          `Singleton.get_state` and `set_state`, which copy every instance
-    _create_interpolation_map                       Hydra's own, which takes a seventh of the time of a composition
+    defaults_list._create_interpolation_map         Hydra's own, which takes a seventh of the time of a composition
     get_args_parser                                 a parser of our own with the flags of Hydra's applications
     get_yaml_loader, ConfigSource._get_header_dict  `load_config` of Hydra's own source, which parses YAML in Python
 """
