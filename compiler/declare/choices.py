@@ -127,10 +127,10 @@ def chosen_model(composed: DictConfig, hydra: HydraConf) -> str | None:
         return None
     if model["family"] == FAMILY:
         option, plain = folder_name(str(model.get("path"))), plain | {"path": model.get("path")}
-    changes = [f"{key}={_as_typed(value)}" for key, value in model.items() if key not in plain or plain[key] != value]
+    changes = [
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in model.items()
+        if key not in plain or plain[key] != value
+    ]
     changes += [f"~{key}" for key in plain if key not in model]
     return f"{option} ({human_names(changes, NUM_CHANGES)})" if changes else str(option)
-
-
-def _as_typed(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

@@ -44,7 +44,7 @@ def problems_of_settings(composed: DictConfig) -> list[Problem]:
         if not directory.strip() or "\0" in directory:
             what = "contains a control character" if directory.strip() else "is empty"
             problems.append(Problem(key, what, f"give a directory: {key}=runs/first"))
-        elif directory.startswith("~") and _exists_home(directory):  # typed ones are expanded before
+        elif directory.startswith("~") and _problem_of_place("", directory) is None:  # typed ones are expanded before
             what = f"'{directory}' of a config file would be a folder named ~"
             problems.append(Problem(key, what, "write ${oc.env:HOME} in the file, or type the key"))
         elif problem := _problem_of_place(key, directory):
@@ -64,10 +64,6 @@ def with_home(text: str) -> str:
     except PlaceError:
         return text
     return text if path == place else f"{parsed.key_or_group}={in_quotes(path)}"
-
-
-def _exists_home(directory: str) -> bool:
-    return _problem_of_place("", directory) is None
 
 
 def _problem_of_place(key: str, directory: str) -> Problem | None:
@@ -120,12 +116,9 @@ def search_path_override(overrides: Sequence[str], config_dir: str | None) -> li
             config_dir = local_path(config_dir)  # shells leave the ~ of --config-dir=~/configs to us
         except PlaceError as error:
             raise ConfigError([Problem("--config-dir", error.what, error.fix)]) from error
-        if not _is_directory(config_dir):
-            what, fix = (
-                f"there is no directory {config_dir or repr(config_dir)}",
-                "name a folder with groups in it: model/mine.yaml",
-            )
-            raise ConfigError([Problem("--config-dir", what, fix)])
+        if not config_dir or "\0" in config_dir or not Path(config_dir).is_dir():
+            what = f"there is no directory {config_dir or repr(config_dir)}"
+            raise ConfigError([Problem("--config-dir", what, "name a folder with groups in it: model/mine.yaml")])
         places.append(f"file://{os.path.realpath(config_dir)}")
     if len(kept) == len(overrides) and config_dir is None:
         return kept
@@ -141,7 +134,3 @@ def _places(value: object) -> list[str]:
 def _text(place: object) -> object:
     """Returns a quoted text without its quotes."""
     return getattr(place, "text", place)
-
-
-def _is_directory(path: str) -> bool:
-    return bool(path) and "\0" not in path and Path(path).is_dir()

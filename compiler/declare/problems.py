@@ -72,7 +72,12 @@ def composition_problem(error: Exception, groups: ConfigGroups) -> Problem:
         return Problem("configs", what, "check the files that you chose last, and break the cycle")
     text = str(error) or str(error.__cause__ or type(error).__name__)
     if match := re.search(r"Error merging override (?P<override>.*)", text, re.S):
-        return _merge_problem(match["override"], error.__cause__)
+        override = match["override"]
+        parsed = parsed_or_none(override)
+        why = shortened(str(error.__cause__).partition("\n")[0] or type(error.__cause__).__name__, 200)
+        what = f"'{visible_line(shortened(override.lstrip('+')))}' cannot be set: {why}"
+        fix = r"write \${ for text with ${ in it" if "${" in override else LOOK
+        return Problem(parsed.key_or_group if parsed else COMMAND_LINE, what, fix)
     if match := re.search(r"Could not delete from config. '(?P<key>[^']+)'", text):
         return Problem(match["key"], "does not exist, so it cannot be deleted", "leave the ~ override out")
     if match := re.search(r"Could not find '(?P<group>[^/']+)/(?P<option>[^']+)'", text):
@@ -83,14 +88,6 @@ def composition_problem(error: Exception, groups: ConfigGroups) -> Problem:
         fix = f"export {variable[1]}=..., or give a default: ${{oc.env:{variable[1]},...}}"
         return Problem(key[1] if key else COMMAND_LINE, what, fix)
     return Problem(key[1] if key else COMMAND_LINE, shortened(text.partition("\n")[0], 300), LOOK)
-
-
-def _merge_problem(override: str, cause: BaseException | None) -> Problem:
-    parsed = parsed_or_none(override)
-    why = shortened(str(cause).partition("\n")[0] or type(cause).__name__, 200)
-    what = f"'{visible_line(shortened(override.lstrip('+')))}' cannot be set: {why}"
-    fix = r"write \${ for text with ${ in it" if "${" in override else LOOK
-    return Problem(parsed.key_or_group if parsed else COMMAND_LINE, what, fix)
 
 
 def _no_such_option(group: str, option: str, groups: ConfigGroups) -> Problem:
@@ -172,7 +169,9 @@ def _problem(detail: ErrorDetails, spec_type: type[RunSpec], groups: Sequence[st
     if kind == "too_short":
         return Problem(key, "is empty", f"give at least {context['min_length']}")
     if kind == "string_too_short":
-        return Problem(key, "is empty", "give text, or null" if _may_be_none(node, path[-1]) else "give text")
+        field = node.model_fields.get(str(path[-1])) if node else None
+        or_null = ", or null" if field is not None and NoneType in _members(field.annotation) else ""
+        return Problem(key, "is empty", f"give text{or_null}")
     where = f"{key}.{context['key']}" if "key" in context else key
     return Problem(where, detail["msg"], str(context.get("fix", "see the file in conf/ that sets it")))
 
@@ -221,11 +220,6 @@ def _tags(config: Any) -> list[object]:
     """Returns the tags that distinguish a class from the others of its union: fields with one allowed value."""
     literals = [field.annotation for field in getattr(config, "model_fields", {}).values()]
     return [get_args(kind)[0] for kind in literals if get_origin(kind) is Literal and len(get_args(kind)) == 1]
-
-
-def _may_be_none(holder: type[BaseModel] | None, name: int | str) -> bool:
-    field = holder.model_fields.get(str(name)) if holder else None
-    return field is not None and NoneType in _members(field.annotation)
 
 
 def _choices(holder: type[BaseModel] | None, name: int | str) -> str | None:

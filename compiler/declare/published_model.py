@@ -95,7 +95,8 @@ def _with_folder(values: dict[str, Any], folder: Path, typed: Collection[str]) -
     if isinstance(checkpoint, dict) and WEIGHTS not in typed:
         named = checkpoint.get("weights_from") or checkpoint.get("restore_from")
         changes["checkpoint"] = checkpoint if named else checkpoint | {"weights_from": f"{PUBLISHED}{folder}"}
-    tokenizer = None if _names_tokenizer(typed) else _tokenizer(folder)
+    is_typed = any(key.replace("/", ".").startswith("data.tokenizer") for key in typed)
+    tokenizer = None if is_typed else _tokenizer(folder)
     if tokenizer and isinstance(data, dict) and data.get("tokenizer") == BYTES:
         changes["data"] = data | {"tokenizer": tokenizer}
     return values | changes
@@ -108,10 +109,6 @@ def _tokenizer(folder: Path) -> dict[str, Any] | None:
     if (file := folder / "tokenizer.model").is_file():
         return {"kind": "sentencepiece", "path": str(file), "end_of_document": None}
     return None
-
-
-def _names_tokenizer(typed: Collection[str]) -> bool:
-    return any(key.replace("/", ".").startswith("data.tokenizer") for key in typed)
 
 
 @cache

@@ -14,10 +14,8 @@ from ..core.places import PUBLISHED, is_published
 from ..spec.plan_spec import PlanSpec
 from ..spec.step_spec import ReplayCheck
 from .data_spec import DataSpec, ShardsSpec
-from .evaluation_spec import EvaluationSpec
-from .export_spec import ExportSpec
-from .generate_spec import GenerateSpec
 from .launch_spec import LaunchSpec
+from .sections import EvaluationSpec, ExportSpec, GenerateSpec
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 

@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from hydra.core.override_parser.types import Glob, Override
+from hydra.core.override_parser.types import Glob
 from omegaconf import DictConfig, OmegaConf
 
 from ..core.errors import COMMAND_LINE, ConfigError, Problem, raise_if_any
+from ..core.key_paths import is_within, leaves
 from .compose import Request, compose_hydra, hydra_session, read_spec
 from .compositions import compositions_kept
 from .hydra_settings import SEARCH_PATH, SWEEPER_PARAMS, check_subdirectories
-from .overrides import MOST_POINTS, parse_override, parsed_or_none, sweep_values
+from .overrides import MOST_POINTS, overridden_key, parse_override, parsed_or_none, sweep_values
 from .run_spec import RunSpec
 
 MOST_CHECKED = 40  # values of one key, spread over all that there are; each takes 0.05 s, or 0.3 s for a group
@@ -67,7 +68,11 @@ def read_sweep_request(request: Request) -> SweepRequest:
     """Returns the sweep of a request. Raises ConfigError with everything that is wrong with any of its values."""
     with compositions_kept():
         typed = [text for text in request.overrides if not _is_of_sweeper(text)]
-        hydra, problems = _hydra_of(request)
+        try:
+            hydra = compose_hydra(_replaced(request, [text for text in request.overrides if _is_of_hydra(text)]))
+            problems = list[Problem]()
+        except ConfigError as error:  # the other problems are found without these settings
+            hydra, problems = compose_hydra(_replaced(request, request.search_path)), list(error.problems)
         is_grid = str(hydra.sweeper.get("_target_")) in GRIDS
         written = list[str]()
         axes, base = dict[str, tuple[str, ...]](), list[str]()
@@ -93,7 +98,7 @@ def read_sweep_request(request: Request) -> SweepRequest:
         raise_if_any(problems)
         if num_points > 1:
             check_subdirectories(_unresolved(hydra.sweep)["subdir"])
-    fixed = tuple(text for text in base if not _is_of_hydra(text) or _is_search_path(text))
+    fixed = tuple(text for text in base if not _is_of_hydra(text) or overridden_key(text) == SEARCH_PATH)
     asked = [text for text in request.overrides if _is_of_sweeper(text) and not is_grid]
     return SweepRequest(_replaced(request, [*asked, *written]), fixed, tuple(base), axes, first[0], hydra, is_grid)
 
@@ -108,35 +113,20 @@ def _replaced(request: Request, overrides: Sequence[str]) -> Request:
     return replace(request, overrides=tuple(overrides))
 
 
-def _hydra_of(request: Request) -> tuple[DictConfig, list[Problem]]:
-    """Returns Hydra's own node and the problems in it; a node with problems is composed without these settings."""
-    typed = [text for text in request.overrides if _is_of_hydra(text)]
-    try:
-        return compose_hydra(_replaced(request, typed)), []
-    except ConfigError as error:
-        return compose_hydra(_replaced(request, request.search_path)), list(error.problems)
-
-
 def _is_of_hydra(text: str) -> bool:
-    parsed = parsed_or_none(text)
-    return parsed is not None and parsed.is_hydra_override()
+    return overridden_key(text).startswith(("hydra.", "hydra/"))
 
 
 def _is_of_sweeper(text: str) -> bool:
     """Returns True for the sweeper's own parameters, which are read after they are composed."""
-    parsed = parsed_or_none(text)
-    return parsed is not None and f"{parsed.key_or_group}.".startswith(f"{SWEEPER_PARAMS}.")
-
-
-def _is_search_path(text: str) -> bool:
-    parsed = parsed_or_none(text)
-    return parsed is not None and parsed.key_or_group == SEARCH_PATH
+    return is_within(overridden_key(text), SWEEPER_PARAMS)
 
 
 def _params(hydra: DictConfig, request: Request) -> Iterator[str]:
     """Returns `hydra.sweeper.params` as overrides, without those that are typed too."""
     typed = {_name(text) for text in request.overrides}
-    for key, value in _flat(_unresolved(hydra.sweeper).get("params") or {}):
+    params = _unresolved(hydra.sweeper).get("params")
+    for key, value in leaves(params) if params else ():
         if _name(text := f"{key}={value}") not in typed:
             yield text
 
@@ -144,15 +134,6 @@ def _params(hydra: DictConfig, request: Request) -> Iterator[str]:
 def _unresolved(node: DictConfig) -> dict[str, Any]:
     values: Any = OmegaConf.to_container(node, resolve=False)
     return values
-
-
-def _flat(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields nested parameters by their keys: {"mesh": {"tensor": "1,2"}} -> ("mesh.tensor", "1,2")."""
-    for key, value in params.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _name(text: str) -> str:
@@ -168,14 +149,11 @@ def _values(text: str, request: Request, *, is_grid: bool) -> tuple[str, ...] | 
         return None
     if parsed.is_interval_sweep() and not is_grid:
         return ()
-    return tuple(sweep_values(parsed, _options(parsed, request)))
-
-
-def _options(parsed: Override, request: Request) -> list[str]:
-    if not isinstance(parsed.value(), Glob):
-        return []
-    with hydra_session(request) as groups:
-        return groups.get(parsed.key_or_group, [])
+    options: list[str] = []
+    if isinstance(parsed.value(), Glob):
+        with hydra_session(request) as groups:
+            options = groups.get(parsed.key_or_group, [])
+    return tuple(sweep_values(parsed, options))
 
 
 def _written(text: str, values: Sequence[str]) -> str:
@@ -194,15 +172,10 @@ def _check_values(
     points = [base + first]
     for values in filter(None, axes):
         rest = [value for value in first if value != values[0]]
-        points += [[*base, *rest, value] for value in _some(values[1:])]
+        every = math.ceil(len(values[1:]) / MOST_CHECKED) or 1  # evenly spread, with the last one
+        points += [[*base, *rest, value] for value in values[1:][::-every][::-1]]
     for point in points:
         try:
             read_spec(_replaced(request, point), then=read.append)
         except ConfigError as error:
             yield from error.problems
-
-
-def _some(values: Sequence[str]) -> Sequence[str]:
-    """Returns at most MOST_CHECKED values, evenly spread."""
-    step = math.ceil(len(values) / MOST_CHECKED) or 1
-    return values[::-step][::-1]

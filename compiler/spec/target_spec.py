@@ -168,7 +168,8 @@ class TpuTarget(Config):
     @model_validator(mode="after")
     def _exists(self) -> Self:
         if self.shape not in self.network.shapes():
-            raise _no_such_slice(self.chip, self.network, self.shape)
+            what = f"there is no slice of {'x'.join(map(str, self.shape))} chips of {self.chip.name}"
+            raise mistake(what, f"use one of {slices_that_exist(self.chip, self.network)}", "shape")
         return self
 
 
@@ -210,8 +211,9 @@ def slices_that_exist(chip: ChipSpec, network: TorusSpec) -> str:
     named = ", ".join(torus_name(chip, network, shape) for shape in network.small_shapes)
     if not network.cube_size:
         return named
-    cube, most = network.cube_size, torus_name(chip, network, _largest(network))
-    return f"{named}, and {chip.name}:AxBxC of multiples of {cube}, each no smaller than the one before, up to {most}"
+    largest = min((s for s in network.shapes() if math.prod(s) == network.most_chips), key=sum)
+    cubes = f"{chip.name}:AxBxC of multiples of {network.cube_size}, each no smaller than the one before"
+    return f"{named}, and {cubes}, up to {torus_name(chip, network, largest)}"
 
 
 def nearest_slices(chip: ChipSpec, network: TorusSpec, num_cores: int) -> list[str]:
@@ -220,12 +222,3 @@ def nearest_slices(chip: ChipSpec, network: TorusSpec, num_cores: int) -> list[s
     below = [size for size in sizes if size < num_cores][-1:]
     above = [size for size in sizes if size > num_cores][:1]
     return [f"{chip.name}-{size}" for size in below + above]
-
-
-def _largest(network: TorusSpec) -> ChipShape:
-    return min((s for s in network.shapes() if math.prod(s) == network.most_chips), key=sum)
-
-
-def _no_such_slice(chip: ChipSpec, network: TorusSpec, shape: ChipShape) -> Exception:
-    what = f"there is no slice of {'x'.join(map(str, shape))} chips of {chip.name}"
-    return mistake(what, f"use one of {slices_that_exist(chip, network)}", "shape")

@@ -4,8 +4,8 @@ from os import PathLike, fspath
 
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.declare.compose import read_spec
-from meshloom.compiler.declare.evaluation_spec import in_evaluation
 from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.declare.sections import EVALUATION, in_section
 
 from ..inference.evaluate import EvaluationJob, EvaluationResult, evaluate_weights, prepare_evaluation
 from ..inference.harness import TaskResults
@@ -21,7 +21,7 @@ def evaluate(place: str | PathLike[str], *overrides: str) -> EvaluationResult | 
     ConfigError with all problems, and its subclass RunFailed for a loss that is not finite.
     """
     with settings_put_back(), as_guest():
-        job = read_spec(request_of_run(fspath(place), in_evaluation(overrides)), then=_prepare)
+        job = read_spec(request_of_run(fspath(place), in_section(EVALUATION, overrides)), then=_prepare)
         return evaluate_weights(job, Console(is_quiet=True))
 
 

@@ -6,7 +6,7 @@ from typing import overload
 
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.declare.compose import read_spec
-from meshloom.compiler.declare.generate_spec import in_generate_section
+from meshloom.compiler.declare.sections import GENERATE, in_section
 
 from ..inference.generate import Completion
 from ..inference.generation_job import prepare_generation
@@ -28,7 +28,7 @@ def generate(place: str | PathLike[str], prompt: str | Sequence[str], *overrides
     """
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     with settings_put_back(), as_guest():
-        request = request_of_run(fspath(place), in_generate_section(overrides))
+        request = request_of_run(fspath(place), in_section(GENERATE, overrides))
         job = read_spec(request, then=lambda spec: prepare_generation(spec, prompts, warn))
         completions = [each for each in job.run(Console(is_quiet=True)) if isinstance(each, Completion)]
     completions.sort(key=lambda each: each.number)

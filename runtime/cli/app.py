@@ -21,20 +21,18 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NoReturn
 
-from meshloom.compiler.core.errors import COMMAND_LINE, MISTAKE, ConfigError, Problem
+from meshloom.compiler.core.errors import COMMAND_LINE, MISTAKE, ConfigError, Problem, all_of, raise_if_any
 from meshloom.compiler.core.user_imports import FLAG, VARIABLE, code_allowed_from, parse_allowed
 from meshloom.compiler.core.visible import write_error, write_out
-from meshloom.compiler.declare import evaluation_spec
 from meshloom.compiler.declare.application import run_application
 from meshloom.compiler.declare.choices import all_keys, described_groups
 from meshloom.compiler.declare.compose import Request, check_config_files, read_request, read_spec
 from meshloom.compiler.declare.compositions import compositions_kept
 from meshloom.compiler.declare.environment import masked
-from meshloom.compiler.declare.export_spec import EXPORT, ExportSpec, in_export
-from meshloom.compiler.declare.generate_spec import SECTION, GenerateSpec, in_generate_section
 from meshloom.compiler.declare.hydra_private import hydra_flags
 from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
+from meshloom.compiler.declare.sections import SECTION_KEYS, in_section
 
 from ..inference.run_request import request_of_run
 from .commands import SWEEP, Command
@@ -49,8 +47,10 @@ def run_declared(command: Command, args: list[str]) -> int:
     try:
         flags, problems = parse_flags(command, args)
         with code_allowed_from(_allowed(flags)):
-            if problems:
-                raise ConfigError([*problems, *_problems_beside(flags)])
+            if problems:  # those of the overrides, too
+                all_of(
+                    lambda: raise_if_any(problems), lambda: read_spec(request_of_flags(flags), then=lambda spec: spec)
+                )
             return _run(command, flags)
     except BrokenPipeError:  # not a mistake: main.py ends the command
         raise
@@ -93,23 +93,6 @@ def _run(command: Command, flags: argparse.Namespace) -> int:
     return 0
 
 
-def _problems_beside(flags: argparse.Namespace) -> tuple[Problem, ...]:
-    """Returns the problems of the overrides of a line whose flags have problems."""
-    try:
-        read_spec(request_of_flags(flags), then=lambda spec: spec)
-    except MISTAKES as error:
-        return as_config_error(error).problems
-    return ()
-
-
-# The sections of the config whose name a command leaves out: how it is added to words, and the keys.
-SECTIONS = {
-    SECTION: (in_generate_section, GenerateSpec.model_fields),
-    EXPORT: (in_export, ExportSpec.model_fields),
-    evaluation_spec.SECTION: (evaluation_spec.in_evaluation, evaluation_spec.OF_THE_COMMAND),
-}
-
-
 def parse_flags(command: Command, args: Sequence[str]) -> tuple[argparse.Namespace, list[Problem]]:
     """Returns the flags with the overrides, and their problems; `place` is the folder of weights that the line names.
     Raises ConfigError if a known flag lacks its value."""
@@ -132,8 +115,7 @@ def parse_flags(command: Command, args: Sequence[str]) -> tuple[argparse.Namespa
     if command.opens_weights:
         problems += _take_place(command, flags)
     if command.section:
-        with_section, _ = SECTIONS[command.section]
-        flags.overrides = with_section(flags.overrides)
+        flags.overrides = in_section(command.section, flags.overrides)
     return flags, problems
 
 
@@ -141,7 +123,7 @@ def _take_place(command: Command, flags: argparse.Namespace) -> list[Problem]:
     """Moves the word that names a folder of weights from the overrides to `flags.place`. Returns the problems."""
     if flags.help or flags.hydra_help or flags.shell_completion:
         return []
-    places = [word for word in flags.overrides if _is_path(word)]
+    places = [word for word in flags.overrides if "=" not in word and not re.match("~(?!/)", word)]  # ~key deletes it
     if not places and flags.overrides and Path(flags.overrides[0]).is_dir():  # a point of a sweep: seed=1,sharding=ddp
         places = flags.overrides[:1]
     line = f"type: meshloom {command.name} RUN|DIR [group=option ...] [key=value ...]"
@@ -153,11 +135,6 @@ def _take_place(command: Command, flags: argparse.Namespace) -> list[Problem]:
     flags.overrides.remove(places[0])
     flags.place = places[0]
     return []
-
-
-def _is_path(word: str) -> bool:
-    """Returns True for a word that is neither key=value nor the deletion of a key."""
-    return "=" not in word and not (word.startswith("~") and not word.startswith("~/"))
 
 
 def request_of_flags(flags: argparse.Namespace) -> Request:
@@ -228,8 +205,7 @@ def show_help(command: Command, request: Request) -> None:
     for flag in command.flags:
         write_out(f"       {flag}: {flag.does}")
     if command.section:
-        _, keys = SECTIONS[command.section]
-        _write_wrapped(f"       keys of its own: {', '.join(keys)}", indent=7)
+        _write_wrapped(f"       keys of its own: {', '.join(SECTION_KEYS[command.section])}", indent=7)
     write_out("")
     for group, options in described_groups(request).items():
         write_out(f"{group}=")

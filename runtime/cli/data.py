@@ -17,7 +17,15 @@ from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.declare.compose import Request, read_spec
-from meshloom.compiler.declare.data_spec import ChatsSource, HuggingFaceTokenizer, OneSource
+from meshloom.compiler.declare.data_spec import (
+    ChatsSource,
+    DataSpec,
+    HuggingFaceTokenizer,
+    OneSource,
+    ShardsSpec,
+    Source,
+    TokenizerSpec,
+)
 from meshloom.compiler.declare.overrides import override
 from meshloom.compiler.declare.run_spec import RunSpec
 
@@ -62,7 +70,7 @@ class CorpusJob:
 
 def prepare_corpus(spec: RunSpec) -> CorpusJob:
     """Checks all that can be checked before the first text is read. Raises ConfigError with all problems."""
-    (source, parts), tokenizer = all_of(lambda: _text_source(spec), lambda: _tokenizer(spec))
+    (source, parts), tokenizer = _text_and_tokenizer(spec.data, spec.shards)
     if source.kind == "preferences":
         what = "holds pairs, and shards hold documents: a run would learn the rejected answers, too"
         raise ConfigError([Problem("data.source", what, "train on the files: objective=dpo data=preferences")])
@@ -106,8 +114,12 @@ class _StoppedError(Exception):
     """Raised when a signal has asked to stop, after all progress was written."""
 
 
-def _text_source(spec: RunSpec) -> tuple[OneSource, list[CorpusPart]]:
-    source = spec.data.source
+def _text_and_tokenizer(data: DataSpec, shards: ShardsSpec) -> tuple[Any, ...]:
+    """Returns the source of documents with its parts, and the tokenizer; None for one that is to be trained."""
+    return all_of(lambda: _text_source(data.source), lambda: _tokenizer(data.tokenizer, shards.bpe_vocab_size))
+
+
+def _text_source(source: Source) -> tuple[OneSource, list[CorpusPart]]:
     if source.kind == "mixture":
         fix = "write each part by itself, and train on a mixture of sources of kind tokens"
         raise ConfigError([Problem("data.source", "is a mixture", fix)])
@@ -123,8 +135,7 @@ def _chats_of(source: OneSource, tokenizer: Tokenizer | None) -> list[CorpusPart
     return corpus_parts(source, "data.source", tokenizer)
 
 
-def _tokenizer(spec: RunSpec) -> Tokenizer | None:
-    declared, vocab_size = spec.data.tokenizer, spec.shards.bpe_vocab_size
+def _tokenizer(declared: TokenizerSpec | None, vocab_size: int | None) -> Tokenizer | None:
     if declared is None:
         raise ConfigError([Problem("data.tokenizer", "there is none", "choose one: data/tokenizer=bytes")])
     if vocab_size is None:
@@ -187,7 +198,7 @@ def _write(job: CorpusJob, console: Console, stop: StopRequest) -> Index:
                     writer.commit()
                     raise _StoppedError
         if writer.done.total_documents == 0:
-            raise ConfigError([no_documents(_text_source(job.spec)[0], "data.source")])
+            raise ConfigError([no_documents(_text_source(job.spec.data.source)[0], "data.source")])
         return writer.finish()
 
 
@@ -249,7 +260,7 @@ def _show(job: CorpusJob, index: Index, console: Console, first: tuple[str, str]
 
 def show_example(spec: RunSpec) -> None:
     """Shows a document of the corpus, or a pair. Raises ConfigError if there is none that can be read."""
-    (source, parts), tokenizer = all_of(lambda: _text_source(spec), lambda: _tokenizer(spec))
+    (source, parts), tokenizer = _text_and_tokenizer(spec.data, spec.shards)
     if tokenizer is None:
         raise ConfigError([Problem("shards.bpe_vocab_size", "there is no BPE yet to show tokens of", "leave it out")])
     parts = _chats_of(source, tokenizer) or parts

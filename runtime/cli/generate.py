@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict
 
@@ -11,52 +10,32 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.core.visible import write_out
 from meshloom.compiler.declare.compose import Request, read_spec
-from meshloom.compiler.declare.problems import MISTAKES, as_config_error
 
-from ..core.failures import is_of_one_process
 from ..inference.generate import Completion, Piece, Prompt
 from ..inference.generation_job import GenerationJob, prepare_generation
 from ..processes import distributed
-from .app import show_mistake
+from .in_directory import run_together
 
 Events = Iterator[Piece | Completion]
 ENDED_BY = {"positions": "the model has no position for another token"}
 
 
 def generate_command(request: Request, flags: argparse.Namespace) -> int:
-    """Writes completions to standard output, and all else to standard error. Returns the exit code, the same in every
-    process: a mistake that one process finds ends all."""
-    try:
-        _generate_together(request, flags)
-    except MISTAKES as error:
-        mistake = as_config_error(error)
-        if is_of_one_process(error):
-            distributed.crash(mistake)
-        return show_mistake(mistake) if distributed.current().is_first else mistake.exit_code
-    except BaseException as error:
-        distributed.crash(error)
-        raise
-    distributed.leave()
-    return 0
+    """Writes completions to standard output, and all else to standard error. Returns the exit code."""
 
+    def run() -> int:
+        job = distributed.together("declaration", lambda: read_spec(request, then=prepare_generation))
+        is_first = job.session.processes.is_first
+        console = Console(is_error=True, is_quiet=not is_first)
+        events = job.run(console)
+        if is_first and not flags.json:
+            _write_text(events, job, console)
+        for event in events:
+            if is_first and isinstance(event, Completion):
+                write_out(json.dumps(asdict(event), ensure_ascii=False))
+        return 0
 
-def _generate_together(request: Request, flags: argparse.Namespace) -> None:
-    job = distributed.together("declaration", lambda: read_spec(request, then=prepare_generation))
-    is_first = job.session.processes.is_first
-    console = Console(is_error=True, is_quiet=not is_first)
-    events = job.run(console)
-    if is_first:
-        (_write_json if flags.json else _write_text)(events, job, console)
-    else:
-        deque(events, maxlen=0)
-
-
-def _write_json(events: Events, job: GenerationJob, console: Console) -> None:
-    """Writes a JSON line for each completion."""
-    del job, console
-    for event in events:
-        if isinstance(event, Completion):
-            write_out(json.dumps(asdict(event), ensure_ascii=False))
+    return run_together(run)
 
 
 def _write_text(events: Events, job: GenerationJob, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""Runs a command in a run directory that Hydra makes."""
+"""Runs a command in a run directory that Hydra makes, or in all processes of a run."""
 
 import argparse
 import logging
@@ -10,6 +10,8 @@ from meshloom.compiler.declare.application import HydraJob, run_application
 from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
 
+from ..core.failures import is_of_one_process
+from ..processes import distributed
 from ..processes.distributed import Processes
 from ..processes.process_log import process_log
 from ..rundir.run_dir import as_typed, check_run_dir
@@ -30,7 +32,11 @@ def run_in_directory(request: Request, flags: argparse.Namespace, run: Callable[
         run_dir, model = as_typed(job.directory), job.model()
         try:
             with process_log(run_dir, Processes()):
-                exit_codes[0] = _run_logged(lambda: run(run_dir, model))
+                try:
+                    exit_codes[0] = run(run_dir, model)
+                except MISTAKES as error:
+                    LOG.error(error, exc_info=isinstance(error, OSError))
+                    exit_codes[0] = show_mistake(as_config_error(error))
         except OSError as error:  # of the log itself
             exit_codes[0] = show_mistake(as_config_error(error))
 
@@ -39,9 +45,23 @@ def run_in_directory(request: Request, flags: argparse.Namespace, run: Callable[
     return exit_codes[0]
 
 
-def _run_logged(run: Callable[[], int]) -> int:
+def run_together(run: Callable[[], int]) -> int:
+    """Runs a task in every process. Returns the exit code, the same in each: a mistake that one process finds ends
+    all."""
     try:
-        return run()
+        exit_code = run()
     except MISTAKES as error:
-        LOG.error(error, exc_info=isinstance(error, OSError))
-        return show_mistake(as_config_error(error))
+        if is_of_one_process(error):
+            distributed.crash(as_config_error(error))
+        exit_code = show_once(error)
+    except BaseException as error:
+        distributed.crash(error)
+        raise
+    distributed.leave()
+    return exit_code
+
+
+def show_once(error: Exception) -> int:
+    """Prints the mistake in process 0 alone. Returns the exit code, in each process."""
+    mistake = as_config_error(error)
+    return show_mistake(mistake) if distributed.current().is_first else mistake.exit_code

@@ -13,7 +13,7 @@ from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.compiler.report.views.summary import show_summary
 from meshloom.compiler.xla.schedule.steps import Choices
 
-from ..api.inspected import Inspection, inspect_path
+from ..api.inspected import inspect_path
 from .words import Words
 
 T = TypeVar("T", int, float)
@@ -23,7 +23,12 @@ def inspect_command(words: Words) -> None:
     """Reports on a program. Raises ConfigError if there is none for the target."""
     overrides = search_path_override(words.overrides, words.flags.get("--config-dir"))
     found = inspect_path(words.paths[0], overrides, words.flags.get("--module"), _choices(words.flags))
-    files = _write(found, Path(words.flags["--to"]) if "--to" in words.flags else _new_directory(datetime.now()))
+    directory = Path(words.flags["--to"]) if "--to" in words.flags else _new_directory(datetime.now())
+    try:
+        files = found.write(directory)
+    except OSError as error:
+        what = f"{directory} cannot be written: {error.strerror}"
+        raise ConfigError([Problem("--to", what, "name another directory")]) from None
     if found.note:
         write_error(f"{found.source}: {found.note}")
     if "--json" in words.flags:
@@ -61,15 +66,7 @@ def _numbers(
 
 
 def _new_directory(now: datetime) -> Path:
-    """Returns a new directory beside those of runs."""
+    """Returns a new directory in the place of runs."""
     first = Path("outputs") / f"{now:%Y-%m-%d}" / f"{now:%H-%M-%S}"
     names = (first if not number else first.with_name(f"{first.name}-{number}") for number in itertools.count())
     return next(path for path in names if not path.exists())
-
-
-def _write(found: Inspection, directory: Path) -> tuple[Path, ...]:
-    try:
-        return found.write(directory)
-    except OSError as error:
-        what = f"{directory} cannot be written: {error.strerror}"
-        raise ConfigError([Problem("--to", what, "name another directory")]) from None

@@ -68,7 +68,10 @@ def main() -> NoReturn:
     except ValueError as error:
         if not _is_jax_variable(error):
             raise
-        exit_code = _show_jax_variable(error)
+        said = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("JAX_"))
+        write_error(f"error: environment: JAX cannot read one of its variables: {error}")
+        write_error(f"  fix: correct or unset one of {', '.join(said)}")
+        exit_code = MISTAKE
     except BrokenPipeError:  # the reader of our output has gone: `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest when it ends
         exit_code = 1
@@ -96,13 +99,6 @@ def _is_jax_variable(error: ValueError) -> bool:
     return Path(frames[-1].filename).parts[-3:] == ("jax", "_src", "config.py") and any(
         frame.line and frame.line.startswith(("import jax", "from jax")) for frame in frames
     )
-
-
-def _show_jax_variable(error: ValueError) -> int:
-    said = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("JAX_"))
-    write_error(f"error: environment: JAX cannot read one of its variables: {error}")
-    write_error(f"  fix: correct or unset one of {', '.join(said)}")
-    return MISTAKE
 
 
 def _show_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -16,7 +16,7 @@ from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.declare.application import HydraJob, run_application
 from meshloom.compiler.declare.choices import model_of
 from meshloom.compiler.declare.compose import Request, read_spec
-from meshloom.compiler.declare.problems import MISTAKES, as_config_error
+from meshloom.compiler.declare.problems import MISTAKES
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.spec.target_spec import LocalTarget
@@ -32,24 +32,14 @@ from ..processes.process_log import process_log
 from ..rundir.run_dir import as_typed, check_run_dir, in_shared_run_dir
 from ..train.time_spent import process_began
 from ..train.train import Job, prepare, run_training
-from .app import show_mistake
+from .in_directory import run_together, show_once
 
 LOG = logging.getLogger("meshloom")
 
 
 def train_command(request: Request, flags: argparse.Namespace) -> int:
-    """Trains, and returns the exit code, the same in every process: a mistake that one process finds ends all."""
-    try:
-        exit_code = _train_together(request, flags)
-    except MISTAKES as error:
-        if is_of_one_process(error):
-            distributed.crash(as_config_error(error))
-        exit_code = _show_once(error)
-    except BaseException as error:
-        distributed.crash(error)
-        raise
-    distributed.leave()
-    return exit_code
+    """Trains, and returns the exit code."""
+    return run_together(lambda: _train_together(request, flags))
 
 
 def _train_together(request: Request, flags: argparse.Namespace) -> int:
@@ -76,7 +66,7 @@ def _train_together(request: Request, flags: argparse.Namespace) -> int:
             LOG.error(error, exc_info=isinstance(error, OSError))
             if is_of_one_process(error) and processes.count > 1:
                 distributed.crash(error, shown)
-            return _show_once(error)
+            return show_once(error)
         except BaseException as error:
             LOG.error("crashed", exc_info=True)
             distributed.crash(error, shown)
@@ -89,30 +79,24 @@ def _train_together(request: Request, flags: argparse.Namespace) -> int:
                 exit_codes[0] = run(shown, hydra_job)
         except OSError as error:  # of the log itself
             distributed.crash(error, shown)
-            exit_codes[0] = _show_once(error)
+            exit_codes[0] = show_once(error)
 
     run_application(in_shared_run_dir(request, processes), flags, task)
     return exit_codes[0]
 
 
-def _show_once(error: Exception) -> int:
-    """Prints the mistake in process 0 alone. Returns the exit code, in each process."""
-    mistake = as_config_error(error)
-    return show_mistake(mistake) if distributed.current().is_first else mistake.exit_code
-
-
 def launch_command(request: Request, flags: argparse.Namespace) -> int:  # noqa: ARG001 (as all commands)
     """Starts the run, or prints the commands that would. Raises ConfigError if the hosts would refuse the
     declaration."""
-    spec = read_spec(request, then=lambda spec: _checked(spec, request))
+
+    def checked(spec: RunSpec) -> RunSpec:
+        all_of(lambda: _plan(spec, request, "run"), lambda: _check_plan(spec))
+        return spec
+
+    spec = read_spec(request, then=checked)
     model, _, _ = (model_of(request) or spec.model.family).partition(" (")
     label = spec.run.name or f"{model}-{spec.target.name}"
     return run_launch(spec, _plan(spec, request, label))
-
-
-def _checked(spec: RunSpec, request: Request) -> RunSpec:
-    all_of(lambda: _plan(spec, request, "run"), lambda: _check_plan(spec))
-    return spec
 
 
 def _plan(spec: RunSpec, request: Request, label: str) -> LaunchPlan:

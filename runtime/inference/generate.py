@@ -18,8 +18,8 @@ import numpy as np
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.format import counted
-from meshloom.compiler.declare.generate_spec import GenerateSpec
 from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.declare.sections import GenerateSpec
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.step.decode import BatchShape
 from meshloom.compiler.step.sampling import Sampling

@@ -19,8 +19,8 @@ import numpy as np
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from meshloom.compiler.core.format import counted
-from meshloom.compiler.declare.evaluation_spec import SECTION
 from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.declare.sections import EVALUATION
 from meshloom.compiler.xla.programs import Programs, lower
 from meshloom.models import IGNORED_TARGET
 
@@ -135,19 +135,19 @@ def _tasks(spec: RunSpec) -> Any:
     settings = spec.evaluation
     if settings.tasks_path is not None and not Path(settings.tasks_path).is_dir():
         what = f"there is no directory {settings.tasks_path}"
-        raise ConfigError([Problem(f"{SECTION}.tasks_path", what, "name a folder of task files in YAML")])
+        raise ConfigError([Problem(f"{EVALUATION}.tasks_path", what, "name a folder of task files in YAML")])
     try:
         of_tasks: Any = import_module("lm_eval.tasks")
     except ImportError as error:
         what = f"the tasks are lm-evaluation-harness's, and it is not installed: {error}"
-        raise ConfigError([Problem(f"{SECTION}.tasks", what, "pip install 'meshloom[evals]'")]) from error
+        raise ConfigError([Problem(f"{EVALUATION}.tasks", what, "pip install 'meshloom[evals]'")]) from error
     with captured_stderr():
         manager = of_tasks.TaskManager(include_path=settings.tasks_path, include_defaults=settings.tasks_path is None)
         if not set(settings.tasks) <= set(manager.all_tasks):
             manager = of_tasks.TaskManager(include_path=settings.tasks_path)  # reads thousands of files
     known = manager.all_tasks
     raise_if_any(
-        Problem(f"{SECTION}.tasks", f"there is no task '{task}'", _nearest(task, known))
+        Problem(f"{EVALUATION}.tasks", f"there is no task '{task}'", _nearest(task, known))
         for task in settings.tasks
         if task not in known
     )
@@ -156,7 +156,7 @@ def _tasks(spec: RunSpec) -> Any:
 
 def _nearest(task: str, known: Sequence[str]) -> str:
     nearest = use_one_of(task, known).partition("use one of")[0]
-    return f"{nearest}`lm_eval ls tasks` lists all; {SECTION}.tasks_path=DIR adds your own"
+    return f"{nearest}`lm_eval ls tasks` lists all; {EVALUATION}.tasks_path=DIR adds your own"
 
 
 def run_tasks(session: Session, tokenizer: Tokenizer, console: Console) -> TaskResults:
@@ -180,7 +180,7 @@ def run_tasks(session: Session, tokenizer: Tokenizer, console: Console) -> TaskR
     except OSError as error:  # all that `datasets` raises for data that are not there
         what = f"the data of a task cannot be read: {str(error).splitlines()[0]}"
         fix = "let this machine reach the Hugging Face Hub once, or name tasks of files of your own by tasks_path"
-        raise ConfigError([Problem(f"{SECTION}.tasks", what, fix)]) from error
+        raise ConfigError([Problem(f"{EVALUATION}.tasks", what, fix)]) from error
     if scorer.num_cut:
         rows = counted(scorer.num_cut, "request")
         say(console, f"warning: {rows} cut at the left to sequence_length={plan.spec.sequence_length}")

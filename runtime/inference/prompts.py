@@ -10,8 +10,8 @@ from typing import Any, Self
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
 from meshloom.compiler.core.places import is_published
 from meshloom.compiler.declare.data_spec import ChatsSource
-from meshloom.compiler.declare.generate_spec import SECTION
 from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.declare.sections import GENERATE
 
 from ..data.chat_template import ChatError, ChatTemplate, Messages
 from ..data.chat_tokens import chat_tokens
@@ -37,20 +37,20 @@ def declared_prompts(spec: RunSpec) -> list[Given]:
     given = [key for key in ("prompt", "chat", "prompts") if getattr(settings, key) is not None]
     if len(given) > 1:
         raise ConfigError(
-            [Problem(f"{SECTION}.{given[1]}", f"there is a {SECTION}.{given[0]}, too", "give one of them")]
+            [Problem(f"{GENERATE}.{given[1]}", f"there is a {GENERATE}.{given[0]}, too", "give one of them")]
         )
     if settings.prompt is not None:
-        return [Given(f"{SECTION}.prompt", settings.prompt)]
+        return [Given(f"{GENERATE}.prompt", settings.prompt)]
     if settings.chat is not None:
-        return [Given(f"{SECTION}.chat", [{"role": "user", "content": settings.chat}])]
+        return [Given(f"{GENERATE}.chat", [{"role": "user", "content": settings.chat}])]
     if settings.prompts is None:
         fix = 'give one: prompt="Once upon a time", or a file of prompts: prompts=FILE'
-        raise ConfigError([Problem(f"{SECTION}.prompt", "there is no prompt", fix)])
+        raise ConfigError([Problem(f"{GENERATE}.prompt", "there is no prompt", fix)])
     return _read_prompts(Path(settings.prompts))
 
 
 def _read_prompts(path: Path) -> list[Given]:
-    where = f"{SECTION}.prompts"
+    where = f"{GENERATE}.prompts"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:

@@ -18,9 +18,9 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import counted, human_bytes
 from meshloom.compiler.core.places import PUBLISHED, is_published
 from meshloom.compiler.core.trees import leaves_by_path, nested_dict
-from meshloom.compiler.declare.export_spec import EXPORT
 from meshloom.compiler.declare.published_folder import CONFIG, PublishedFolder, understood
 from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.declare.sections import EXPORT
 from meshloom.models.contract import Params
 from meshloom.models.published import PublishedTensor, tensors, tensors_in, write_config
 

@@ -13,9 +13,9 @@ import numpy as np
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.places import PUBLISHED
 from meshloom.compiler.core.trees import leaves_by_path
-from meshloom.compiler.declare.export_spec import EXPORT
 from meshloom.compiler.declare.published_folder import understood
 from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.declare.sections import EXPORT
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.sharding.arrays import build_model
 from meshloom.models.adapter import is_adapter

@@ -11,8 +11,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.declare.compose import Request, read_spec
-from meshloom.compiler.declare.generate_spec import GenerateSpec
 from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.declare.sections import GenerateSpec
 from meshloom.compiler.optim.contract import OptimizerConfig
 from meshloom.models.config import Config, divisors
 

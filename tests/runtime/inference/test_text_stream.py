@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from meshloom.compiler.declare.generate_spec import in_generate_section
 from meshloom.compiler.declare.overrides import parse_override
 from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.declare.sections import GENERATE, in_section
 from meshloom.runtime.data.tokenizers import Bytes
 from meshloom.runtime.inference.text_stream import Stops, TextStream
 
@@ -54,7 +54,7 @@ def test_a_stop_is_never_shown_however_the_text_is_cut(stops, expected):
     "text", ["", "12", "null", "a, 'b' = {c} [d", 'say "hi"', "${oc.env:HOME}", "a\\", "l\nm", "=", "~/x"]
 )
 def test_a_prompt_is_text_as_it_stands(text):
-    (word,) = in_generate_section([f"prompt={text}"])
+    (word,) = in_section(GENERATE, [f"prompt={text}"])
     parsed = parse_override(word)
     assert parsed.key_or_group == "generate.prompt"
     value = parsed.value()
@@ -72,13 +72,13 @@ def test_keys_of_generation_need_no_section():
         "model.seed=2",
         "max_tokens=4",
     ]
-    assert in_generate_section(words) == [
+    assert in_section(GENERATE, words) == [
         "generate.top_k=5", "generate.stop=[a,b]", "generate.stop=['###']", "target=cpu-1", "generate.seed=3",
         "generate.top_p=1", "model.seed=2", "generate.max_tokens=4",
     ]  # fmt: skip
 
 
 def test_no_other_key_is_taken_for_one_of_generation():
-    assert in_generate_section([f"{key}=1" for key in RunSpec.model_fields if key != "seed"]) == [
+    assert in_section(GENERATE, [f"{key}=1" for key in RunSpec.model_fields if key != "seed"]) == [
         f"{key}=1" for key in RunSpec.model_fields if key != "seed"
     ]
