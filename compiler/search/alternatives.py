@@ -28,17 +28,19 @@ def find_alternatives(plan: Plan, estimate: StepEstimate, replan: Replan) -> tup
     own = _alternative(Candidate(()), plan, evaluate_estimate(estimate))
     if own is None:
         return ()
-    others = [other for overrides in (*_of_remat(plan), *_of_sharding(plan)) if (other := _allowed(overrides, replan))]
-    overlaps = [other for overrides in OVERLAPS if (other := _allowed(overrides, replan))]
-    others += [other for other in overlaps if other.seconds != own.seconds]
-    others += [usual] if (usual := _at_usual_imbalance(plan)) else []
-    return (own, *others) if others else ()
 
+    def judged(overrides: tuple[str, ...]) -> Alternative | None:
+        one = Candidate(overrides)
+        found = evaluate_allowed(one, replan)
+        return _alternative(one, *found) if found else None
 
-def _allowed(overrides: tuple[str, ...], replan: Replan) -> Alternative | None:
-    one = Candidate(overrides)
-    found = evaluate_allowed(one, replan)
-    return _alternative(one, *found) if found else None
+    remats = ((f"remat={policy}",) for policy in POLICIES if policy != plan.spec.remat.policy)
+    others = [judged(overrides) for overrides in (*remats, *_of_sharding(plan))]
+    others += [one for one in map(judged, OVERLAPS) if one and one.seconds != own.seconds]
+    if usual := plan_usual_imbalance(plan):
+        others.append(_alternative(Candidate(overrides_of_imbalance(usual)), usual, evaluate_plan(usual)))
+    found = tuple(filter(None, others))
+    return (own, *found) if found else ()
 
 
 def _alternative(one: Candidate, plan: Plan, found: Evaluation) -> Alternative | None:
@@ -51,15 +53,6 @@ def _alternative(one: Candidate, plan: Plan, found: Evaluation) -> Alternative |
         peak_bytes_per_chip=found.peak_bytes * used_devices_per_chip(plan.target),
         fits=or_unknown(found.fits, NO_LIMIT),
     )
-
-
-def _at_usual_imbalance(plan: Plan) -> Alternative | None:
-    usual = plan_usual_imbalance(plan)
-    return usual and _alternative(Candidate(overrides_of_imbalance(usual)), usual, evaluate_plan(usual))
-
-
-def _of_remat(plan: Plan) -> Iterator[tuple[str, ...]]:
-    return ((f"remat={policy}",) for policy in POLICIES if policy != plan.spec.remat.policy)
 
 
 def _of_sharding(plan: Plan) -> Iterator[tuple[str, ...]]:

@@ -13,7 +13,6 @@ import jax
 
 from ..analysis.compiled_step import used_devices_per_chip
 from ..core.errors import ConfigError, Problem
-from ..estimate.communication import PlannedCollective
 from ..estimate.estimate import StepEstimate
 from ..parallel.weight_plan import WeightPlan
 from ..plan import Plan
@@ -64,11 +63,13 @@ def overrides_of_way(way: OverlapConfig, declared: PlanSpec) -> tuple[str, ...]:
     differ."""
     layers, loop = way.layers.model_dump(), declared.overlap.layers.model_dump()
     keys = [f"overlap.layers.{key}={str(value).lower()}" for key, value in layers.items() if value != loop[key]]
-    others = ((kind, choice) for kind, choice in way.parallel.items() if choice != declared.parallel.get(kind))
-    strategies = [f"parallel.{kind}={_typed(choice)}" for kind, choice in others]
-    is_same = tuple(way.flag_presets) == tuple(declared.overlap.flag_presets)
-    presets = [] if is_same else [f"overlap.flag_presets=[{','.join(way.flag_presets)}]"]
-    return (*keys, *strategies, *presets, "overlap.search=null")
+    for kind, choice in way.parallel.items():
+        if choice != declared.parallel.get(kind):  # plain, or {attention_output:plain,mlp_output:collective_matmul}
+            typed = choice if isinstance(choice, str) else f"{{{','.join(f'{k}:{v}' for k, v in choice.items())}}}"
+            keys.append(f"parallel.{kind}={typed}")
+    if tuple(way.flag_presets) != tuple(declared.overlap.flag_presets):
+        keys.append(f"overlap.flag_presets=[{','.join(way.flag_presets)}]")
+    return (*keys, "overlap.search=null")
 
 
 def check_can_judge(plan: Plan) -> None:
@@ -86,7 +87,9 @@ def overlap_candidates(plan: Plan, estimate: StepEstimate) -> tuple[OverlapCandi
     in two: only a schedule shows what those cost matmuls.
     """
     overlap, presets = plan.spec.overlap, plan.target.flag_presets
-    choices = list(_strategies(plan))
+    # The combinations of the strategies that operations ask to try, those of the plan first.
+    each_op = ([(op.kind, choice) for choice in op.candidates(plan.operations_of(op.kind))] for op in plan.ops)
+    choices: list[dict[str, StrategyChoice]] = [dict(chosen) for chosen in product(*filter(None, each_op))]
     declared = OverlapConfig(layers=overlap.layers, parallel=choices[0], flag_presets=overlap.flag_presets)
     ways = (
         OverlapConfig(layers=loop, parallel=strategies, flag_presets=sets)
@@ -131,12 +134,15 @@ def expected_wait(plan: Plan, estimate: StepEstimate, way: OverlapConfig) -> Exp
     passes = max((op.beside_compute.get(name, 0) for op in plan.ops for name in way.strategies), default=0)
     turns = 1 if loop.unroll % (loop.prefetch + 1) else loop.prefetch + 1
     is_copied = plan.target.compiler.copies_loop_carry and loop.prefetch
-    behind = {} if loop.reduce_in_backward else _reduced_behind(plan)
+    # The mesh axes over which the gradient of a parameter is reduced after the whole backward pass.
+    layouts: list[WeightPlan] = [] if loop.reduce_in_backward else jax.tree.leaves(plan.weights)
+    behind = {each.path: (each.reduced, *(axes for _, axes in each.split_late)) for each in layouts}
     unknown_bytes, exposed, link_seconds, passed_bytes = 0.0, 0.0, 0.0, 0.0
     of_layers = [one for one in estimate.communication if one.origin.parameter.split("/")[0] in stacks]
     for one in estimate.communication:
         seconds = plan.mesh.alone_seconds(one.kind, one.bytes_each, one.mesh_axes)
         is_gather = one.kind == "all-gather"
+        is_late = not is_gather and one.mesh_axes in behind.get(one.origin.parameter, ())
         share = 0.0  # the exposed fraction of its time
         if one.kind == "collective-permute":
             if passes:
@@ -146,7 +152,7 @@ def expected_wait(plan: Plan, estimate: StepEstimate, way: OverlapConfig) -> Exp
         elif not one.origin.parameter:
             if one.kind not in hidden["activations"]:
                 share = 1 / loop.batch_split if one.kind in hidden["weights"] else 1.0
-        elif one.kind not in hidden["weights"] or one not in of_layers or _is_behind(one, behind):
+        elif one.kind not in hidden["weights"] or one not in of_layers or is_late:
             share = 1.0
         elif not begins_early and not (loop.prefetch if is_gather else loop.deferred_reduce_scatter):
             share = 1 / sum((other.kind, other.origin.in_pass) == (one.kind, one.origin.in_pass) for other in of_layers)
@@ -160,16 +166,6 @@ def expected_wait(plan: Plan, estimate: StepEstimate, way: OverlapConfig) -> Exp
     compute = sum(max(part.flops_seconds or 0.0, part.hbm_seconds or 0.0) for part in estimate.roofline)
     bandwidth = plan.target.hbm_bytes_per_second_per_device or float("inf")
     return ExpectedWait(unknown_bytes, max(exposed, link_seconds - compute) + passed_bytes / bandwidth)
-
-
-def _is_behind(one: PlannedCollective, behind: Mapping[str, tuple[tuple[str, ...], ...]]) -> bool:
-    return one.kind != "all-gather" and one.mesh_axes in behind.get(one.origin.parameter, ())
-
-
-def _reduced_behind(plan: Plan) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """Returns, by parameter, the mesh axes over which its gradient is reduced after the whole backward pass."""
-    layouts: list[WeightPlan] = jax.tree.leaves(plan.weights)
-    return {each.path: (each.reduced, *(axes for _, axes in each.split_late)) for each in layouts}
 
 
 def tried_report(way: OverlapConfig, found: Evaluation, target: TargetPlan, compile_seconds: float) -> TriedReport:
@@ -265,17 +261,6 @@ def _can_reduce_early(plan: Plan, loop: LayerLoop) -> bool:
     except ConfigError:
         return False
     return any(layout.is_reduced_once for layout in jax.tree.leaves(plan.weights))
-
-
-def _strategies(plan: Plan) -> Iterator[dict[str, StrategyChoice]]:
-    """Yields combinations of the strategies that operations ask to try, those of the plan first."""
-    each_op = ([(op.kind, choice) for choice in op.candidates(plan.operations_of(op.kind))] for op in plan.ops)
-    return (dict(chosen) for chosen in product(*filter(None, each_op)))
-
-
-def _typed(choice: StrategyChoice) -> str:
-    """Returns a choice as it is typed: plain, or {attention_output:plain,mlp_output:collective_matmul}."""
-    return choice if isinstance(choice, str) else f"{{{','.join(f'{k}:{v}' for k, v in choice.items())}}}"
 
 
 def _flag_presets(plan: Plan) -> Iterator[tuple[str, ...]]:

@@ -131,7 +131,10 @@ def tune(variants: Sequence[Variant], run: Runner) -> Answer:
     target = variants[0].target()
     limit = limit_of(variants[0])
     candidates, refused = find_candidates(variants)
-    _check_any(candidates, refused)
+    if not candidates:
+        reason, count = refused.counts.most_common(1)[0] if refused.counts else ("the space is empty", 0)
+        what = f"no candidate is left: {count:,} of {refused.total:,} are refused by {reason}"
+        raise ConfigError([Problem("tune", what, "widen tune.groups or tune.mesh, or remove a pin")])
     families = find_families(group_candidates(candidates), run.trace)
     prices = price_candidates(candidates, families)
     best = _estimate_best(prices, limit, spec, run)
@@ -146,7 +149,8 @@ def find_changes(
 ) -> tuple[WhatIf, ...]:
     """Returns the winners, by prices alone, with faster links, more memory, or half the batch."""
     spec = variants[0].spec
-    now = winner(prices, limit, spec.tune.objective)
+    objective = spec.tune.objective
+    now = winner(prices, limit, objective)
     if now is None:
         return ()
     fast = price_candidates(prices.candidates, families, link_speed=2.0)
@@ -159,7 +163,15 @@ def find_changes(
         known = [one for one in find_candidates(halved)[0] if family_key(one, families)]
         if known:
             worlds.append(("half the global batch", price_candidates(known, families), limit))
-    return tuple(_change(what, prices, now, other, room, spec.tune.objective) for what, other, room in worlds)
+    before, seconds_before = prices.candidates[now], float(prices.time.seconds[now])
+
+    def change(what: str, other: Prices, room: int) -> WhatIf:
+        then = winner(other, room, objective)
+        if then is None:
+            return WhatIf(what, before, None, seconds_before, None)
+        return WhatIf(what, before, other.candidates[then], seconds_before, float(other.time.seconds[then]))
+
+    return tuple(change(*world) for world in worlds)
 
 
 def winner(prices: Prices, limit: float, objective: Objective) -> int | None:
@@ -170,14 +182,6 @@ def winner(prices: Prices, limit: float, objective: Objective) -> int | None:
     return int(np.argmin(np.where(fits, merit(prices, objective), np.inf)))
 
 
-def _change(what: str, prices: Prices, now: int, other: Prices, limit: int, objective: Objective) -> WhatIf:
-    then = winner(other, limit, objective)
-    before = prices.candidates[now]
-    best = None if then is None else other.candidates[then]
-    seconds = None if then is None else float(other.time.seconds[then])
-    return WhatIf(what, before, best, float(prices.time.seconds[now]), seconds)
-
-
 def limit_of(variant: Variant) -> int:
     """Returns the memory of a device that a candidate may take. Raises ConfigError if the target's is not known."""
     target = variant.target()
@@ -186,13 +190,6 @@ def limit_of(variant: Variant) -> int:
         what = f"nothing is known of the speed and the memory of {target.name}"
         raise ConfigError([Problem("target", what, "name chips, such as target=v5p-128 or target=h100-64")])
     return int(variant.spec.tune.max_memory_share * memory)
-
-
-def _check_any(candidates: Sequence[MeshCandidate], refused: Refused) -> None:
-    if not candidates:
-        reason, count = refused.counts.most_common(1)[0] if refused.counts else ("the space is empty", 0)
-        what = f"no candidate is left: {count:,} of {refused.total:,} are refused by {reason}"
-        raise ConfigError([Problem("tune", what, "widen tune.groups or tune.mesh, or remove a pin")])
 
 
 def _nothing_fits(prices: Prices, limit: int) -> Problem:

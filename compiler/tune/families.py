@@ -42,7 +42,6 @@ from ..parallel.registry import OPERATIONS
 from ..sharding.roles import plan_roles
 from ..spec.overlap_spec import StrategyChoice
 from ..spec.plan_spec import PlanSpec
-from ..target.target import TargetPlan
 from .pipeline_costs import shape_of, slots_of
 from .space import MeshCandidate, Sizes, Variant, with_layout
 
@@ -125,7 +124,8 @@ class Family:
         """Returns the overlap to assume for each candidate; some have no compute to hide activations behind. The
         family's own hiding is for an even number of sequences."""
         target = candidates[0].variant.target()
-        can_hide = [_computes_beside_activations(one, target) for one in candidates]
+        # A device's sequences can be split, or a matmul runs in a ring.
+        can_hide = [_has_rings(one) or can_split_batch(one.sequences_of_device, target) for one in candidates]
         shares = [self.hiding.activations_exposed if can else 1.0 for can in can_hide]
         return replace(self.hiding, activations_exposed=np.array(shares))
 
@@ -138,8 +138,15 @@ def find_families(
     A group whose meshes turn out to have programs of different shapes is as many families as it has meshes.
     """
     traced = _trace_groups({key: choose_points(ones) for key, ones in groups.items()}, run)
-    traced |= _trace_apart(groups, traced, run)
-    alike = {key: references for key, references in traced.items() if _are_alike(references)}
+    # Where the counts do not follow from a reference on another mesh: one for the mesh, and one for the counts.
+    others = {key: ones for key, ones in traced.items() if _is_at_once(ones) and _exponents_at_once(ones) is None}
+    points = {key: choose_points(groups[key], at_once=False)[len(ones) - 1 :] for key, ones in others.items()}
+    traced |= {key: [*others[key][:-1], *more] for key, more in _trace_groups(points, run).items()}
+    alike = dict[Key, list[Reference]]()
+    for key, (first, *others) in traced.items():  # are the programs of all meshes of one shape?
+        meshes = (one for one in others if one.point.sizes != first.point.sizes)
+        if all(one.shape.operations == first.shape.operations for one in meshes):
+            alike[key] = [first, *others]
     apart: dict[Key, list[MeshCandidate]] = defaultdict(list)
     for key, ones in groups.items():
         for one in ones if key not in alike else ():
@@ -148,30 +155,11 @@ def find_families(
     return {key: fit_family(references) for key, references in (alike | _trace_groups(of_meshes, run)).items()}
 
 
-def _trace_apart(
-    groups: Mapping[Key, Sequence[MeshCandidate]],
-    traced: Mapping[Key, list[Reference]],
-    run: ParallelMap[TracePoint, Reference],
-) -> dict[Key, list[Reference]]:
-    """Returns the references of groups whose counts were to follow from a reference on another mesh, and do not: with
-    one for the mesh and one for the counts instead."""
-    others = {key: ones for key, ones in traced.items() if _is_at_once(ones) and _exponents_at_once(ones) is None}
-    points = {key: choose_points(groups[key], at_once=False)[len(ones) - 1 :] for key, ones in others.items()}
-    return {key: [*others[key][:-1], *more] for key, more in _trace_groups(points, run).items()}
-
-
 def _trace_groups(
     points: Mapping[Key, Sequence[TracePoint]], run: ParallelMap[TracePoint, Reference]
 ) -> dict[Key, list[Reference]]:
     traced = iter(list(run(trace, [point for ones in points.values() for point in ones])))
     return {key: [next(traced) for _ in ones] for key, ones in points.items()}
-
-
-def _are_alike(references: Sequence[Reference]) -> bool:
-    """Returns True if the programs of all meshes are of one shape."""
-    first, *others = references
-    meshes = (one for one in others if one.point.sizes != first.point.sizes)
-    return all(one.shape.operations == first.shape.operations for one in meshes)
 
 
 def group_candidates(candidates: Iterable[MeshCandidate]) -> dict[Key, list[MeshCandidate]]:
@@ -257,15 +245,8 @@ def choose_points(candidates: Sequence[MeshCandidate], *, at_once: bool = True) 
     if len(counts) == 1 and not is_staged:
         only = TracePoint(candidates[0].variant, sizes[0], *counts.pop(), strategies, None)
         return [only, *(replace(only, sizes=other) for other in sizes[1:])]
-    first = TracePoint(
-        candidates[0].variant,
-        sizes[0],
-        num_microbatches,
-        sequences,
-        NUM_CHUNKS,
-        strategies,
-        tables.get(num_microbatches),
-    )
+    pipeline, variant = tables.get(num_microbatches), candidates[0].variant
+    first = TracePoint(variant, sizes[0], num_microbatches, sequences, NUM_CHUNKS, strategies, pipeline)
     more_sequences, more_chunks, more_microbatches = COUNT_RATIOS
     others = replace(
         first,
@@ -286,17 +267,14 @@ def _with_counts(first: TracePoint, sizes: Sizes, is_counted: bool) -> TracePoin
     more_sequences, more_microbatches = RATIOS_AT_ONCE
     growths = _mesh_growths(first.sizes, sizes)
     num_chunks = first.num_loss_chunks * 2 ** (int(2 * max(growths)) + 1)
-    length = first.variant.spec.sequence_length // math.prod(size for _, size in sizes)
-    return (
-        None
-        if num_chunks > length
-        else replace(
-            first,
-            sizes=sizes,
-            sequences_of_device=first.sequences_of_device * more_sequences,
-            num_loss_chunks=num_chunks,
-            num_microbatches=first.num_microbatches * (more_microbatches if is_counted else 1),
-        )
+    if num_chunks > first.variant.spec.sequence_length // math.prod(size for _, size in sizes):
+        return None
+    return replace(
+        first,
+        sizes=sizes,
+        sequences_of_device=first.sequences_of_device * more_sequences,
+        num_loss_chunks=num_chunks,
+        num_microbatches=first.num_microbatches * (more_microbatches if is_counted else 1),
     )
 
 
@@ -389,11 +367,6 @@ def _exponents_at_once(references: Sequence[Reference]) -> Numbers | None:
     if np.abs(every[nearest] - grown).max() > PRODUCT_TOLERANCE:
         return None
     return choices[order[nearest] // len(growths)].T.astype(float)
-
-
-def _computes_beside_activations(one: MeshCandidate, target: TargetPlan) -> bool:
-    """Returns True if a device's sequences can be split, or a matmul runs in a ring."""
-    return _has_rings(one) or can_split_batch(one.sequences_of_device, target)
 
 
 def _logarithms(one: Reference) -> Numbers:

@@ -57,7 +57,10 @@ def price_candidates(
         family, ones = families[key], [candidates[place] for place in own]
         rates = plan_rates(ones[0].variant.target(), family.head_dim)
         assert rates is not None, "a variant without is refused by the rules"
-        for some in _of_one_table(ones):
+        tables: dict[int, list[int]] = {}  # candidates that are priced at once: of a pipeline those with one table
+        for place, one in enumerate(ones):
+            tables.setdefault(one.num_microbatches if one.pipeline else 0, []).append(place)
+        for some in tables.values():
             alike, at = [ones[place] for place in some], [own[place] for place in some]
             costs, links, hiding = family.costs(alike), _link_times(alike, family, link_speed), family.hiding_of(alike)
             peak[at], host[at] = costs.peak_bytes(), costs.host_bytes()
@@ -66,15 +69,6 @@ def price_candidates(
             for axes, seconds in time.exposed.items():
                 exposed.setdefault(axes, np.zeros(count))[at] += seconds
     return Prices(tuple(candidates), peak, host, StepTime(compute, exposed, bubble))
-
-
-def _of_one_table(candidates: Sequence[MeshCandidate]) -> list[list[int]]:
-    """Returns the places of candidates of a family that are priced at once: all, or of a pipeline those with as many
-    microbatches."""
-    groups: dict[int, list[int]] = {}
-    for place, one in enumerate(candidates):
-        groups.setdefault(one.num_microbatches if one.pipeline else 0, []).append(place)
-    return list(groups.values())
 
 
 def _link_times(candidates: Sequence[MeshCandidate], family: Family, speed: float) -> LinkTimes:

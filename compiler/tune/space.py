@@ -104,13 +104,6 @@ class Refused:
         return self.counts.total()
 
 
-def _check_size(number: int, most: int) -> None:
-    if number > most:
-        what = f"one variant has {number:,} candidates, more than tune.max_candidates={most:,}"
-        fix = "narrow tune.mesh or tune.microbatches, pin an axis, or set tune.max_candidates"
-        raise ConfigError([Problem("tune", what, fix)])
-
-
 def with_layout(
     spec: PlanSpec, sizes: Mapping[str, int], num_microbatches: int, device_order: Sequence[str] | None = None
 ) -> PlanSpec:
@@ -129,10 +122,16 @@ def find_candidates(variants: Sequence[Variant]) -> tuple[list[MeshCandidate], R
     known: dict[str, dict[MeshPoint, Layout | ConfigError | None]] = {}  # None: not planned yet
     unstaged: dict[tuple[GroupChoices, MeshPoint], Variant] = {}  # the first variant without stages, whatever pipeline
     for variant in variants:
-        rules, key = _Rules(variant), _layout_key(variant)
+        rules, most = _Rules(variant), variant.spec.tune.max_candidates
+        # Layouts do not depend on the optimizer, and without stages not on remat, which a pipeline's table depends on.
+        unused = {"optimizer", "schedule", *(() if STAGE in variant.axes else ("remat",))}
+        key = json.dumps(variant.spec.model_dump(mode="json", exclude=unused), sort_keys=True)
         if key not in known:
             known[key] = dict.fromkeys(rules.points())
-            _check_size(len(known[key]), variant.spec.tune.max_candidates)
+            if (number := len(known[key])) > most:
+                what = f"one variant has {number:,} candidates, more than tune.max_candidates={most:,}"
+                fix = "narrow tune.mesh or tune.microbatches, pin an axis, or set tune.max_candidates"
+                raise ConfigError([Problem("tune", what, fix)])
         layouts = known[key]
         if (refusal := rules.refusal()) is not None:
             refused.add(reason_of(refusal), tuple(f"{k}={v}" for k, v in variant.choices), len(layouts))
@@ -263,10 +262,11 @@ class _Rules:
 def _candidate(variant: Variant, layout: Layout, device_order: tuple[str, ...], num_microbatches: int) -> MeshCandidate:
     shards = layout.mesh.num_shards(layout.sharding.roles.sequence)
     sequences = variant.spec.global_batch_size // num_microbatches // shards
-    loss = loop_trips(layout.operations)
     declared = (each for each in layout.operations if each.op.is_declared)
     strategies = tuple((each.op.kind, each.site.path, each.chosen.name) for each in declared)
-    values = _values(variant, layout.mesh, device_order, num_microbatches)
+    axes = {f"mesh.{axis}": layout.mesh.sizes[axis] for axis in variant.axes}
+    placed = {"device_order": f"[{','.join(device_order)}]"} if variant.spec.tune.device_orders == "all" else {}
+    values = {**dict(variant.choices), **axes, **placed, "num_microbatches": num_microbatches}
     return MeshCandidate(
         overrides=tuple(f"{key}={value}" for key, value in values.items()),
         values=values,
@@ -276,19 +276,10 @@ def _candidate(variant: Variant, layout: Layout, device_order: tuple[str, ...], 
         device_order=device_order,
         num_microbatches=num_microbatches,
         sequences_of_device=sequences,
-        num_loss_chunks=loss,
+        num_loss_chunks=loop_trips(layout.operations),
         strategies=strategies,
         pipeline=layout.pipeline,
     )
-
-
-def _values(
-    variant: Variant, mesh: MeshPlan, device_order: Sequence[str], num_microbatches: int
-) -> dict[str, str | int]:
-    """Returns the searched keys with the values of one candidate."""
-    axes = {f"mesh.{axis}": mesh.sizes[axis] for axis in variant.axes}
-    placed = {"device_order": f"[{','.join(device_order)}]"} if variant.spec.tune.device_orders == "all" else {}
-    return {**dict(variant.choices), **axes, **placed, "num_microbatches": num_microbatches}
 
 
 def _pinned_sizes(spec: PlanSpec) -> dict[str, tuple[int, ...]]:
@@ -304,13 +295,6 @@ def _microbatches(spec: PlanSpec, shards: int) -> Sequence[int]:
     numbers = divisors(spec.global_batch_size // shards) if spec.global_batch_size % shards == 0 else [1]
     wanted = spec.tune.microbatches
     return [n for n in numbers if wanted is None or n in wanted]
-
-
-def _layout_key(variant: Variant) -> str:
-    """Returns the part of a declaration that layouts depend on: variants that differ in the optimizer share them, and
-    without stages those that differ in remat, which a pipeline's table depends on."""
-    unused = {"optimizer", "schedule", *(() if STAGE in variant.axes else ("remat",))}
-    return json.dumps(variant.spec.model_dump(mode="json", exclude=unused), sort_keys=True)
 
 
 def check_pins(pins: Mapping[str, Any], groups: Sequence[str]) -> None:

@@ -64,7 +64,10 @@ def search_into(space: Space, run_dir: Path, model: str, console: Console) -> No
     show_answer(answer, console)
     found = Found(space, answer, compile_best(space, answer, run_dir, console))
     _show_compiled(found, console)
-    path = _write(found, run_dir, model)
+    rows = list(rows_of(answer, model, found.compiled))
+    write_table(space, rows, run_dir, OBJECTIVES[space.spec.tune.objective])
+    replace_json(run_dir / "tune.json", answer_as_json(found))
+    path = write_winner(found, run_dir, model)
     console.line()
     say(console, f"written: {run_dir}: {path.relative_to(run_dir)}, {PAGE}, {ROWS_FILE}, tune.json")
     words = ["meshloom", "compile", "--config-dir", str(run_dir), f"experiment={path.stem}"]
@@ -78,15 +81,6 @@ def write_table(space: Space, rows: Sequence[Row], run_dir: Path, objective: str
     # The sweep is complete, though this process holds its directory.
     sweep = replace(read_sweep(run_dir), is_running=False, notes=())
     replace_text(run_dir / PAGE, render_sweep(sweep, run_dir / PAGE))
-
-
-def _write(found: Found, run_dir: Path, model: str) -> Path:
-    """Writes the table, the answer and the winner's experiment. Returns the file of the experiment."""
-    answer = found.answer
-    rows = list(rows_of(answer, model, found.compiled))
-    write_table(found.space, rows, run_dir, OBJECTIVES[found.space.spec.tune.objective])
-    replace_json(run_dir / "tune.json", answer_as_json(found))
-    return write_winner(found, run_dir, model)
 
 
 def write_winner(found: Found, run_dir: Path, model: str) -> Path:
@@ -191,13 +185,14 @@ def compare_targets(space: Space, request: Request, run_dir: Path, model: str, c
     objective = "training_cost" if tune.tokens and tune.objective == "cost" else objective
     write_table(space, [one.row for one in ones], run_dir, objective)
     sweep = read_sweep(run_dir)
-    tied = [one for one in ones if one.row in tied_with_best(sweep.rows, FIGURES[objective])]
-    show_table(console, sweep.file, sweep.rows, directory=run_dir, is_tie=len(tied) > 1)
+    tied = tied_with_best(sweep.rows, FIGURES[objective])
+    names = [one.name for one in ones if one.row in tied]
+    show_table(console, sweep.file, sweep.rows, directory=run_dir, is_tie=len(names) > 1)
     console.line()
     console.table(_ranges(ones))
-    if len(tied) > 1:
+    if len(names) > 1:
         near = f"their ranges overlap, or on one chip they are within {human_share(SAME_CHIP)}"
-        say(console, f"a tie: {', '.join(one.name for one in tied)}: {near}, so none is called the best")
+        say(console, f"a tie: {', '.join(names)}: {near}, so none is called the best")
     for one in ones:
         if one.found:
             if too_fast := above_published(one.found.answer):
@@ -207,7 +202,8 @@ def compare_targets(space: Space, request: Request, run_dir: Path, model: str, c
     for missing in ([] if tune.tokens else [NO_TOKENS]) + ([] if tune.price_per_chip_hour else [NO_PRICE]):
         console.wrapped(missing)
     paths = [write_winner(one.found, run_dir, model) for one in ones if one.found]
-    replace_json(run_dir / "tune.json", _as_json(ones, objective, tied))
+    targets = [_target_as_json(one) for one in ones]  # each in the form of a single answer
+    replace_json(run_dir / "tune.json", {"objective": objective, "tied_with_best": names, "targets": targets})
     written = ", ".join(str(path.relative_to(run_dir)) for path in paths)
     say(console, f"written: {run_dir}: {written}, {PAGE}, sweep.jsonl, tune.json")
 
@@ -247,15 +243,6 @@ def _between(one: OnTarget, value: float | None) -> str:
         return "unknown"
     ends = one.range_of(value)
     return " to ".join(map(three_digits, ends)) if ends else three_digits(value)
-
-
-def _as_json(ones: Sequence[OnTarget], objective: str, tied: Sequence[OnTarget]) -> dict[str, Any]:
-    """Returns the comparison for tune.json: an answer for each target, in the form of a single one."""
-    return {
-        "objective": objective,
-        "tied_with_best": [one.name for one in tied],
-        "targets": [_target_as_json(one) for one in ones],
-    }
 
 
 def _target_as_json(one: OnTarget) -> dict[str, Any]:

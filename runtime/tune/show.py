@@ -87,14 +87,13 @@ def why_it_wins(best: Sequence[Estimated]) -> list[str]:
     room = first.peak_bytes - second.peak_bytes
     told.append(f"memory {'-' if room < 0 else '+'}{human_bytes(abs(room))}")
     share = second.seconds / first.seconds - 1
-    differ = _difference(first, second)
+    differ = _difference(first.candidate, second.candidate)
     return [f"it wins over the second ({differ}) by {human_share(share)}: {', '.join(told)}"]
 
 
-def _difference(first: Estimated, second: Estimated) -> str:
+def _difference(first: MeshCandidate, second: MeshCandidate) -> str:
     """Returns the overrides of the second that the first does not share."""
-    own, others = first.candidate.values, second.candidate.values
-    return " ".join(f"{key}={value}" for key, value in others.items() if own.get(key) != value)
+    return " ".join(f"{key}={value}" for key, value in second.values.items() if first.values.get(key) != value)
 
 
 def _counts(answer: Answer) -> str:
@@ -107,8 +106,9 @@ def _counts(answer: Answer) -> str:
 
 def _table(answer: Answer, width: int) -> Table:
     """Returns a table with a column for each key that varies; one for all of them if the terminal is too narrow."""
-    keys = _varying(answer.best)
-    shown = answer.best[:NUM_LINES]
+    keys = list(dict.fromkeys(key for one in answer.best for key in one.candidate.values))
+    varying = [key for key in keys if len({one.candidate.values.get(key) for one in answer.best}) > 1]
+    keys, shown = varying or keys, answer.best[:NUM_LINES]
     named = [_figures(answer, one) for one in shown]
     names = [name for name in named[0] if any(each[name] for each in named)]
     figures = [[each[name] for name in names] for each in named]
@@ -136,18 +136,12 @@ def _figures(answer: Answer, one: Estimated) -> dict[str, str]:
     }
 
 
-def _varying(best: Sequence[Estimated]) -> list[str]:
-    keys = dict.fromkeys(key for one in best for key in one.candidate.values)
-    return [key for key in keys if len({one.candidate.values.get(key) for one in best}) > 1] or list(keys)
-
-
 def _changed(change: WhatIf) -> str:
     if change.best is None:
         return f"with {change.what}: nothing fits"
     if not change.is_other:
         return f"with {change.what}: the same choice"
-    before, then = change.before.values, change.best.values
-    differ = " ".join(f"{key}={value}" for key, value in then.items() if before.get(key) != value)
+    differ = _difference(change.before, change.best)
     assert change.seconds is not None
     then_and_now = f"{human_seconds(change.seconds)} a step (now {human_seconds(change.seconds_before)})"
     return f"with {change.what}: {differ}, {then_and_now}"
@@ -240,12 +234,24 @@ def _row_of_price(index: int, answer: Answer, place: int, model: str) -> Row:
 
 def _figures_of_candidate(answer: Answer, one: MeshCandidate, found: Evaluation, work: StepWork, model: str) -> Figures:
     """Returns the figures of a candidate whose time and memory are known."""
-    target, accuracy = answer.target, accuracy_of(answer.target, "estimated")
+    target, spec, accuracy = answer.target, one.variant.spec, accuracy_of(answer.target, "estimated")
     assert found.seconds is not None, "a space has only candidates whose time is known"
     assert found.peak_bytes is not None, "an estimate has a peak"
+    cost, tokens = cost_per_million_tokens(spec, target, found.seconds), spec.tune.tokens
     return Figures(
-        **_common(answer, one, model),
-        **_for_training(answer, one, found.seconds),
+        basis="estimate",
+        model=model,
+        target=target.name,
+        chip=target.chip.name if target.chip else "",
+        num_chips=target.num_chips,
+        mesh=str(one.mesh),
+        global_batch_size=spec.global_batch_size,
+        num_microbatches=one.num_microbatches,
+        tokens_per_step=spec.tokens_per_step,
+        limit_bytes=answer.limit_bytes * target.devices_per_chip,
+        cost_per_million_tokens=cost,
+        training_seconds=None if tokens is None else tokens / spec.tokens_per_step * found.seconds,
+        training_cost=None if tokens is None or cost is None else tokens / 1e6 * cost,
         step_seconds=found.seconds,
         range_factor=accuracy.factor if accuracy else None,
         compute_seconds=found.compute_seconds,
@@ -256,30 +262,3 @@ def _figures_of_candidate(answer: Answer, one: MeshCandidate, found: Evaluation,
         peak_bytes=found.peak_bytes * target.devices_per_chip,
         fits=found.runs,
     )
-
-
-def _common(answer: Answer, one: MeshCandidate, model: str) -> dict[str, Any]:
-    target, spec = answer.target, one.variant.spec
-    return {
-        "basis": "estimate",
-        "model": model,
-        "target": target.name,
-        "chip": target.chip.name if target.chip else "",
-        "num_chips": target.num_chips,
-        "mesh": str(one.mesh),
-        "global_batch_size": spec.global_batch_size,
-        "num_microbatches": one.num_microbatches,
-        "tokens_per_step": spec.tokens_per_step,
-        "limit_bytes": answer.limit_bytes * target.devices_per_chip,
-    }
-
-
-def _for_training(answer: Answer, one: MeshCandidate, seconds: float) -> dict[str, Any]:
-    """Returns the cost of a million tokens, and the time and cost of the whole training."""
-    spec = one.variant.spec
-    cost, tokens = cost_per_million_tokens(spec, answer.target, seconds), spec.tune.tokens
-    return {
-        "cost_per_million_tokens": cost,
-        "training_seconds": None if tokens is None else tokens / spec.tokens_per_step * seconds,
-        "training_cost": None if tokens is None or cost is None else tokens / 1e6 * cost,
-    }

@@ -75,7 +75,8 @@ def find_space(request: Request) -> Space:
     declared = read_spec(request, then=lambda spec: spec)
     groups = dict(declared.tune.groups)
     typed = _typed_pins(request, groups)
-    pinned = _joined(declared.tune.pin, typed)
+    mesh = {**dict(declared.tune.pin.get("mesh", {})), **typed.get("mesh", {})}
+    pinned = {**declared.tune.pin, **typed, **({"mesh": mesh} if mesh else {})}
     check_pins(pinned, tuple(groups))
     options = {group: (str(pinned[group]),) if group in pinned else found for group, found in groups.items()}
     kept = tuple(text for text in request.overrides if not _is_pin(text, groups))
@@ -124,11 +125,6 @@ def _typed_pins(request: Request, groups: Mapping[str, Sequence[str]]) -> dict[s
     return found
 
 
-def _joined(pinned: Mapping[str, Any], typed: Mapping[str, Any]) -> dict[str, Any]:
-    mesh = {**dict(pinned.get("mesh", {})), **typed.get("mesh", {})}
-    return {**pinned, **typed, **({"mesh": mesh} if mesh else {})}
-
-
 def write_experiment(space: Space, winner: Estimated, path: Path, why: str) -> None:
     """Writes the declaration of the winner: the typed overrides, and the searched ones."""
     typed = [text for text in space.request.overrides if not text.startswith(("hydra.", "tune."))]
@@ -144,7 +140,7 @@ def choose_variants(space: Space, run: Runner, run_dir: Path, console: Console) 
     tune = space.spec.tune
     number = min(tune.num_trials, len(space.choices))
     study = _open_study(space, run_dir / JOURNAL)
-    values = _known_values(study)
+    values = {_choices(one.params): one.value for one in study.trials if one.value is not None}
     say(console, f"about {space.about_num_candidates:,} candidates: Optuna tries {number:,} of {len(space.choices):,} "
         f"combinations of {', '.join(space.groups)}" + f"; {len(values):,} are known" * bool(values))  # fmt: skip
     with compositions_kept():
@@ -199,10 +195,6 @@ def _identity(space: Space) -> str:
         del declared["tune"][limit]
     text = json.dumps([declared, [list(choices) for choices in space.choices]], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _known_values(study: "optuna.Study") -> dict[GroupChoices, float]:
-    return {_choices(one.params): one.value for one in study.trials if one.value is not None}
 
 
 def _choices(parameters: dict[str, str]) -> GroupChoices:

@@ -62,6 +62,7 @@ def workers(target: TargetSpec, console: Console) -> Iterator[Runner]:
     count = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     initargs = (os.getpid(), target, allowed_modules())
     pool = ProcessPool(count, initializer=_start, initargs=initargs, context=context)
+    pool.schedule(os.getpid)  # they start now, and import while this process applies the rules
 
     def over(doing: str) -> Callable[[Callable[[T], R], Sequence[T]], Iterator[R]]:
         def mapped(function: Callable[[T], R], values: Sequence[T]) -> Iterator[R]:
