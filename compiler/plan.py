@@ -197,7 +197,9 @@ def plan_memory(
         master=size(abstract["master"], specs["master"]) if "master" in abstract else 0,
         optimizer=size(abstract["optimizer"], specs["optimizer"]) - scalars_of_optimizer,
         scalars=scalars,
-        gradients=size(_typed(trained, precision.gradients), gradients_specs),
+        gradients=size(
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, precision.gradients), trained), gradients_specs
+        ),
         working_parameters=size(nested_dict(working), pick(specs["params"], working, is_spec)),
         prefetched_weights=_prefetched_bytes(spec, mesh, sharding),
         batch=batch.bytes_of_device,
@@ -216,10 +218,6 @@ def _prefetched_bytes(spec: PlanSpec, mesh: MeshPlan, sharding: ShardingPlan) ->
             ahead = min(spec.overlap.layers.prefetch, num_layers)
             sizes[stack] = sizes.get(stack, 0) + ahead * gathered_bytes(plan, mesh, sharding.roles) // num_layers
     return max(sizes.values(), default=0)
-
-
-def _typed(params: Any, dtype: str) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), params)
 
 
 def plan_state_arrays(

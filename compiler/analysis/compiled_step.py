@@ -1,21 +1,21 @@
 """Holds a compiled step with everything that was read from it, and the verdicts that follow."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..core.errors import raise_if_any
 from ..core.known import Unknown
 from ..estimate.communication import PlannedCollective
 from ..estimate.estimate import StepEstimate, fits_host
+from ..parallel.pipeline_plan import PipelinePlan
 from ..plan import Plan
 from ..schema import Event, Finding
 from ..target.target import TargetPlan
 from ..xla.aot import Built, LoweredStep
 from ..xla.hlo import parse_module
 from ..xla.schedule.stage_clocks import StagedDevices
-from .bubble_limit import find_too_much_bubble
 from .divergent_branches import find_hangs
-from .lint import find_too_exposed, lint
+from .lint import find_too_exposed, find_too_much_bubble, lint
 from .program_devices import stages_of
 from .program_memory import PeakMemory, needed_bytes, read_peak
 from .program_text import read_part
@@ -98,17 +98,21 @@ def read_text(
     hangs = read_part(lambda: tuple(find_hangs(module, plan.mesh.sizes)))
     raise_if_any(() if isinstance(hangs, Unknown) else hangs)
     return (
-        read_part(lambda: analyse_schedule(module, plan, planned, stages=_stages(plan, module.num_devices))),
+        read_part(
+            lambda: analyse_schedule(
+                module, plan, planned, stages=_stages(plan.pipeline, plan.mesh.sizes, module.num_devices)
+            )
+        ),
         read_part(lambda: read_peak(module)),
     )
 
 
-def _stages(plan: Plan, num_devices: int) -> StagedDevices | None:
-    """Returns the ticks of the plan's pipeline, and the stage of each device; None without a pipeline. num_devices:
-    those that the program names."""
-    if plan.pipeline is None:
+def _stages(pipeline: PipelinePlan | None, mesh_sizes: Mapping[str, int], num_devices: int) -> StagedDevices | None:
+    """Returns the ticks of a pipeline, and the stage of each device; None without a pipeline. num_devices: the devices
+    that the program names."""
+    if pipeline is None:
         return None
-    table, layers = plan.pipeline.table, plan.pipeline.layers
+    table = pipeline.table
     rows = [
         [
             [(slot.op.value, table.placement.virtual(stage, slot.chunk)) for slot in slots]
@@ -116,7 +120,7 @@ def _stages(plan: Plan, num_devices: int) -> StagedDevices | None:
         ]
         for row in table.rows
     ]
-    return StagedDevices(rows, layers.kind_of, stages_of(plan.mesh.sizes), num_devices)
+    return StagedDevices(rows, pipeline.layers.kind_of, stages_of(mesh_sizes), num_devices)
 
 
 def find_findings(step: CompiledStep, *, is_searched: bool) -> tuple[Finding, ...]:
@@ -128,7 +132,7 @@ def find_findings(step: CompiledStep, *, is_searched: bool) -> tuple[Finding, ..
     unmet: list[Finding | None] = []
     if step.built.text:
         unmet.append(find_too_exposed(step.plan, analysis.step, analysis.collectives, is_searched=is_searched))
-        unmet.append(find_too_much_bubble(step.plan, analysis.step))
+        unmet.append(find_too_much_bubble(step.plan.spec.pipeline.max_bubble, step.plan.pipeline, analysis.step))
     found = lint(
         step.plan,
         analysis.collectives,

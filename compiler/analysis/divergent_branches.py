@@ -23,7 +23,10 @@ def find_hangs(module: Module, mesh_sizes: Mapping[str, int]) -> Iterator[Proble
     for each in find_divergent(module, stages_of(mesh_sizes)):
         of.setdefault(each.conditional.name, []).append(each)
     for name, found in of.items():
-        named = [f"{each.collective.name} ({_scope(each)})" for each in found]
+        named = [
+            f"{each.collective.name} ({(OperationName(each.collective.op_name).own or each.collective.opcode)})"
+            for each in found
+        ]
         stages = sorted({stage for each in found for stage in each.stages})
         are = "is a collective" if len(found) == 1 else "are collectives"
         yield Problem(
@@ -32,7 +35,3 @@ def find_hangs(module: Module, mesh_sizes: Mapping[str, int]) -> Iterator[Proble
             "some of them may not take: those that do would wait forever",
             "run it outside of the branch, or choose the branch by a value that is the same on all stages",
         )
-
-
-def _scope(each: Divergent) -> str:
-    return OperationName(each.collective.op_name).own or each.collective.opcode

@@ -8,6 +8,7 @@ OPERATION-fallback          the strategy that a user would expect was refused: a
 gathered-whole              the compiler itself reports that it gathers a whole array
 held-whole                  an array that a rule splits is whole in memory throughout a loop that does not need it
 too-exposed                 compute waits longer for communication than `overlap.max_exposed` allows
+too-much-bubble             stages of a pipeline wait longer for each other than `pipeline.max_bubble` allows
 
 Findings with the same text at several places become one: "9 places: a; b; c and 6 more".
 """
@@ -16,23 +17,30 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ..core.collectives import CollectiveKind
 from ..core.float_types import NARROW
 from ..core.format import human_names, human_seconds, human_share
 from ..core.known import Unknown, first_unknown
+from ..core.partition_spec import Axes
 from ..estimate.communication import PlannedCollective
+from ..parallel.operation import OpPlan
+from ..parallel.pipeline_plan import PipelinePlan
 from ..plan import Plan
 from ..schema import CollectiveReport, Finding, StepReport, by_exposed, total
 from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import accumulated_layouts
+from ..spec.sharding_spec import ShardingRules
 from ..target.compiler_options import hidden_kinds, presets_for
+from ..target.mesh import MeshPlan
+from ..target.target import TargetPlan
 from ..xla.aot import REMATERIALIZATION
 from .finding_sizes import LEAST_BYTES, NUM_PLACES
 from .match import Match
 from .program_memory import HeldArray
 
-TOO_EXPOSED = "too-exposed"
+TOO_EXPOSED, TOO_MUCH_BUBBLE = "too-exposed", "too-much-bubble"
 NUM_WORST = 3  # collectives that TOO_EXPOSED names
 
 _SIZE = re.compile(r"([\d,.]+) MiB")
@@ -59,10 +67,10 @@ MORE_TOKENS = "give each device more tokens with a larger global_batch_size: thi
 FULL_REMAT = Advice("remat=full", lambda plan: plan.spec.remat.policy == "full")
 
 
-def with_preset_for(plan: Plan, kind: CollectiveKind) -> Advice | None:
+def with_preset_for(target: TargetPlan, kind: CollectiveKind) -> Advice | None:
     """Returns the advice to use the flag preset of the target that runs collectives of weights of this kind beside
     compute; None if there is none."""
-    tried = ((name, one) for name, one in presets_for(plan.target).items() if "weights" in one.tried_for)
+    tried = ((name, one) for name, one in presets_for(target).items() if "weights" in one.tried_for)
     name = next((name for name, one in tried if kind in one.hides), None)
     if name is None:
         return None
@@ -112,7 +120,7 @@ def lint(
         for each in large
         for finding in _of_collective(plan, each, matches.get(each.name, ()), planned, narrower)
     ]
-    others = (*_missed(plan), *map(_gathered_whole, notes), *_held_whole(plan, held))
+    others = (*_missed(plan.operations), *map(_gathered_whole, notes), *_held_whole(plan, held))
     merged = _merged([*found, *(Costly(0, finding) for finding in others)])
     return tuple(each.finding for each in sorted(merged, key=lambda each: -each.cost))
 
@@ -146,18 +154,18 @@ def _at_all_places(group: Sequence[Costly]) -> Finding:
     first = group[0].finding
     if len(group) == 1:
         return first
+
+    def mebibytes(what: str) -> float:
+        size = _SIZE.search(what)
+        return float(size[1].replace(",", "")) if size else 0.0
+
     dearest = sorted(group, key=lambda each: (-each.cost, each.finding.where))  # independent of the compiler's order
     places = list(dict.fromkeys(each.finding.where for each in dearest))
     where = f"{len(group)} places: {human_names(places, NUM_PLACES, between='; ')}"
-    what = max((each.finding.what for each in group), key=_mebibytes)
+    what = max((each.finding.what for each in group), key=mebibytes)
     if len({each.finding.what for each in group}) > 1:
         what = _SIZE.sub(r"up to \g<0>", what)
     return first.model_copy(update={"where": where, "what": what})
-
-
-def _mebibytes(what: str) -> float:
-    size = _SIZE.search(what)
-    return float(size[1].replace(",", "")) if size else 0.0
 
 
 def _of_collective(
@@ -173,13 +181,18 @@ def _of_collective(
         return [_not_scattered(plan, each, scattered, narrower)]
     match = _closest(each, planned) or next(iter(alike), None)
     if match is None:
-        return [_unplanned(plan, each)]
-    findings = []
+        return [_unplanned(plan.spec.sharding, each)]
+    findings, it = [], f"{_a(each.kind)} of {_size(each)}"
     if each.dtype == "f32" and (narrow := NARROW.get(match.dtype)):
-        findings.append(_wide(each, narrow))
-    is_larger = each.count > match.count and each.bytes // each.count >= match.bytes_each
-    if each.kind == "all-gather" and plan.spec.num_microbatches > 1 and is_larger:
-        findings.append(_repeated(plan, each, match))
+        what, fix = f"{it} in f32 where the plan has {narrow}", "report it: the step casts before it"
+        findings.append(_costly(each, each.bytes // 2, "wide-collective", what, each.source, fix))
+    number, is_larger = plan.spec.num_microbatches, each.bytes // each.count >= match.bytes_each
+    if each.kind == "all-gather" and number > 1 and each.count > match.count and is_larger:
+        what = f"{it} runs {each.count} times, once for each of {number} microbatches; {match.count} would do"
+        cost = each.bytes * (each.count - match.count) // each.count
+        larger = Advice("use remat=full with larger microbatches", FULL_REMAT.is_followed)
+        fix = unfollowed(plan, "lower num_microbatches", larger)
+        findings.append(_costly(each, cost, "repeated-gather", what, each.source, fix))
     return findings
 
 
@@ -202,19 +215,18 @@ def _not_scattered(
     what = f"an all-reduce of {_size(each)} where the plan has reduce-scatters: half of the traffic is redundant"
     rules = dict.fromkeys(p.rule for p in scattered if p.rule)
     is_of_head = all(_is_of_head(p.origin.name) for p in scattered)
-    in_parts, preset = [HEAD_IN_CHUNKS] if is_of_head else [], with_preset_for(plan, "reduce-scatter")
+    in_parts, preset = [HEAD_IN_CHUNKS] if is_of_head else [], with_preset_for(plan.target, "reduce-scatter")
     fix = unfollowed(plan, *in_parts, *([preset] if preset else []), narrower, SPLIT_THE_GROUP) or MORE_TOKENS
     return _costly(each, each.bytes // 2, "gradient-not-scattered", what, ", ".join((each.source, *rules)), fix)
 
 
-def _unplanned(plan: Plan, each: CollectiveReport) -> Costly:
+def _unplanned(declared: ShardingRules, each: CollectiveReport) -> Costly:
     over = ", ".join(each.mesh_axes) or "all devices"
     what = f"{_a(each.kind)} of {_size(each)} over {over} that the plan does not have"
-    tables = ("parameters", "activations")
     rules = [
         f"sharding.{table}[{index}]"
-        for table in tables
-        for index, rule in enumerate(getattr(plan.spec.sharding, table))
+        for table in ("parameters", "activations")
+        for index, rule in enumerate(getattr(declared, table))
         if set(rule.mesh) & set(each.mesh_axes)
     ]
     by = f"; rules over these axes: {', '.join(rules)}" if rules else ""
@@ -222,21 +234,7 @@ def _unplanned(plan: Plan, each: CollectiveReport) -> Costly:
     return _costly(each, each.bytes, "unplanned-collective", what, f"{each.source}{by}", fix)
 
 
-def _wide(each: CollectiveReport, narrow: str) -> Costly:
-    what = f"{_a(each.kind)} of {_size(each)} in f32 where the plan has {narrow}"
-    return _costly(each, each.bytes // 2, "wide-collective", what, each.source, "report it: the step casts before it")
-
-
-def _repeated(plan: Plan, each: CollectiveReport, planned: PlannedCollective) -> Costly:
-    what = f"{_a(each.kind)} of {_size(each)} runs {each.count} times, once for each of {plan.spec.num_microbatches}"
-    what += f" microbatches; {planned.count} would do"
-    cost = each.bytes * (each.count - planned.count) // each.count
-    larger = Advice("use remat=full with larger microbatches", FULL_REMAT.is_followed)
-    fix = unfollowed(plan, "lower num_microbatches", larger)
-    return _costly(each, cost, "repeated-gather", what, each.source, fix)
-
-
-def _missed(plan: Plan) -> list[Finding]:
+def _missed(operations: Sequence[OpPlan]) -> list[Finding]:
     """Returns findings for strategies that the plan preferred but had to refuse at a cost."""
     found = [
         Finding(
@@ -246,7 +244,7 @@ def _missed(plan: Plan) -> list[Finding]:
             where=f"parallel.{each.op.kind}",
             fix=f"change what it names, or set parallel.{each.op.kind}={each.chosen.name} if this is intended",
         )
-        for each in plan.operations
+        for each in operations
         if (missed := each.missed)
     ]
     return list(dict.fromkeys(found))  # sites of several pieces
@@ -268,39 +266,37 @@ def _held_whole(plan: Plan, held: Sequence[HeldArray]) -> list[Finding]:
     found: dict[tuple[str, str], tuple[int, Finding]] = {}
     for each in held:
         layouts = gradients if each.kind == "gradients" else plan.sharding.parameters
-        array = _whole_of(each, layouts, plan)
+        array = _whole_of(each, layouts, plan.roles.tokens, plan.mesh)
         if array is None or each.num_bytes < plan.spec.sharding.replicated_bytes_threshold:
             continue
-        if finding := _held(plan, each, array):
-            key = (array.array.path, each.kind)
-            found[key] = max(found.get(key, (0, finding)), (each.num_bytes, finding), key=lambda one: one[0])
+        what = f"{'the gradient of ' * (each.kind == 'gradients')}{array.array.path} is whole in memory"
+        size = f"{each.num_bytes / 2**20:,.1f} MiB on every device"
+        severity: Literal["warning", "note"] = "warning" if each.over_microbatches else "note"
+        if each.over_microbatches:
+            what += f" for all microbatches: {size}"
+            fewer = "num_microbatches=1 with fewer sequences"
+            fix = unfollowed(plan, fewer, FULL_REMAT, SPLIT_OVER_TENSOR, WIDER_TENSOR)
+        elif each.kind == "gradients" or not each.over_others:
+            continue  # accumulated chunk by chunk in its own loop, or used in it
+        else:
+            what += f" throughout a loop that does not read it: {size}"
+            in_parts = [HEAD_IN_CHUNKS] if _is_of_head(array.array.path) else []
+            advice = unfollowed(plan, *in_parts, SPLIT_OVER_TENSOR, WIDER_TENSOR)
+            fix = f"none is needed if the step fits; otherwise {advice}"
+        where = f"{array.table}: {array.reason} ({each.name})"
+        finding = Finding(rule="held-whole", severity=severity, what=what, where=where, fix=fix)
+        key = (array.array.path, each.kind)
+        found[key] = max(found.get(key, (0, finding)), (each.num_bytes, finding), key=lambda one: one[0])
     return [finding for _, finding in sorted(found.values(), key=lambda one: -one[0])]
-
-
-def _held(plan: Plan, each: HeldArray, array: ArrayPlan) -> Finding | None:
-    what = "the gradient of " * (each.kind == "gradients") + array.array.path
-    where = f"{array.table}: {array.reason} ({each.name})"
-    size = f"{each.num_bytes / 2**20:,.1f} MiB on every device"
-    if each.over_microbatches:
-        text = f"{what} is whole in memory for all microbatches: {size}"
-        fewer = "num_microbatches=1 with fewer sequences"
-        fix = unfollowed(plan, fewer, FULL_REMAT, SPLIT_OVER_TENSOR, WIDER_TENSOR)
-        return Finding(rule="held-whole", severity="warning", what=text, where=where, fix=fix)
-    if each.kind == "gradients" or not each.over_others:
-        return None  # accumulated chunk by chunk in its own loop, or used in it
-    text = f"{what} is whole in memory throughout a loop that does not read it: {size}"
-    in_parts = [HEAD_IN_CHUNKS] if _is_of_head(array.array.path) else []
-    fix = f"none is needed if the step fits; otherwise {unfollowed(plan, *in_parts, SPLIT_OVER_TENSOR, WIDER_TENSOR)}"
-    return Finding(rule="held-whole", severity="note", what=text, where=where, fix=fix)
 
 
 def _is_of_head(path: str) -> bool:
     return path.split("/")[0] == "head"
 
 
-def _whole_of(each: HeldArray, layouts: Sequence[ArrayPlan], plan: Plan) -> ArrayPlan | None:
-    """Returns the planned array of which this is the whole, if a rule splits it over the batch axes. It is matched by
-    name, or by sizes if the compiler dropped the name, preferably in the same order."""
+def _whole_of(each: HeldArray, layouts: Sequence[ArrayPlan], tokens: Axes, mesh: MeshPlan) -> ArrayPlan | None:
+    """Returns the planned array of which this is the whole, if a rule splits it over the axes of tokens. It is matched
+    by name, or by sizes if the compiler dropped the name, preferably in the same order."""
     moved = {path for name in each.names for path in name.parameters([array.array.path for array in layouts])}
     named = [array for array in layouts if array.array.path in moved]
     if not named:
@@ -308,8 +304,8 @@ def _whole_of(each: HeldArray, layouts: Sequence[ArrayPlan], plan: Plan) -> Arra
         named.sort(key=lambda array: array.array.shape != each.shape)
     for array in named:
         axes = {axis for dimension in array.dimensions for axis in dimension.axes}
-        over_tokens = axes & set(plan.roles.tokens)
-        num_others = plan.mesh.num_shards(tuple(axes - over_tokens))
+        over_tokens = axes & set(tokens)
+        num_others = mesh.num_shards(tuple(axes - over_tokens))
         if over_tokens and math.prod(each.shape) == math.prod(array.array.shape) // num_others:
             return array
     return None
@@ -346,6 +342,16 @@ def find_too_exposed(
         return Finding(rule=TOO_EXPOSED, severity="warning", what=what, where="step.exposed_fraction", fix=fix)
     if share <= limit:
         return None
+    compute, alone = step.compute_seconds or 0.0, total(each.alone_seconds for each in collectives)
+    batch = least_batch(plan, compute, collectives, limit)
+    if batch is None:
+        fix = "no schedule hides it at any batch; shard over fewer devices, or along faster links"
+    elif batch > plan.spec.global_batch_size:
+        fix = f"no schedule hides it; global_batch_size={batch} could"
+    elif is_searched:
+        fix = "a better schedule could hide it; try a larger overlap.search.max_candidates, or other compiler_options"
+    else:
+        fix = "a better schedule could hide it; try overlap=auto"
     worst = by_exposed(collectives)[:NUM_WORST]
     named = [f"{each.kind} of {each.source}, {human_seconds(each.exposed_seconds or 0.0)}" for each in worst]
     return Finding(
@@ -353,7 +359,7 @@ def find_too_exposed(
         severity="warning",
         what=f"{human_share(share)} of the step is exposed, and overlap.max_exposed allows {human_share(limit)}",
         where="; ".join(named),
-        fix=_fix(plan, step, collectives, limit, is_searched),
+        fix=f"communication takes {human_seconds(alone or 0.0)} by itself and compute {human_seconds(compute)}: {fix}",
     )
 
 
@@ -381,13 +387,24 @@ def least_batch(
     return math.ceil(max(factors) * plan.spec.global_batch_size / shards) * shards
 
 
-def _fix(plan: Plan, step: StepReport, collectives: Sequence[CollectiveReport], limit: float, is_searched: bool) -> str:
-    compute, alone = step.compute_seconds or 0.0, total(each.alone_seconds for each in collectives)
-    batch = least_batch(plan, compute, collectives, limit)
-    takes = f"communication takes {human_seconds(alone or 0.0)} by itself and compute {human_seconds(compute)}"
-    if batch is None:
-        return f"{takes}: no schedule hides it at any batch; shard over fewer devices, or along faster links"
-    if batch > plan.spec.global_batch_size:
-        return f"{takes}: no schedule hides it; global_batch_size={batch} could"
-    choice = "a larger overlap.search.max_candidates, or other compiler_options" if is_searched else "overlap=auto"
-    return f"{takes}: a better schedule could hide it; try {choice}"
+def find_too_much_bubble(limit: float | None, pipeline: PipelinePlan | None, step: StepReport) -> Finding | None:
+    """Returns the finding that stages wait longer than the limit, `pipeline.max_bubble`, allows; None without a limit
+    or without stages, or if the schedule meets it. An unknown bubble does not meet it."""
+    share = step.bubble_fraction
+    if limit is None or pipeline is None:
+        return None
+    allowed = f"pipeline.max_bubble allows {human_share(limit)} of the step"
+    where = "step.bubble_fraction"
+    if isinstance(share, Unknown):
+        fix = "see the reason in `unknown` of report.json; choose another target, or set pipeline.max_bubble=null"
+        what = f"{allowed}, and the bubble is not known"
+        return Finding(rule=TOO_MUCH_BUBBLE, severity="warning", what=what, where=where, fix=fix)
+    if share <= limit:
+        return None
+    table = pipeline.table
+    waits = human_seconds(step.bubble_seconds or 0.0)
+    what = f"stages wait {human_share(share)} of the step for each other, {waits} of {table.name}, and {allowed}"
+    fix = f"use more than num_microbatches={table.num_microbatches}, fewer stages, or another schedule: pipeline=zb_h1"
+    if table.name.startswith(("zb", "dualpipe")):
+        fix = f"use more than num_microbatches={table.num_microbatches}, or fewer stages"
+    return Finding(rule=TOO_MUCH_BUBBLE, severity="warning", what=what, where=where, fix=fix)

@@ -126,7 +126,14 @@ def place_collective(collective: Collective, placement: Placement) -> Placed:
     if not groups:
         return Placed(None, (), placement.link_of(()).kind, why=NO_GROUPS)
     if collective.kind in ("collective-permute", "send"):
-        return _sent(collective, placement)
+        # Groups are pairs: along all axes that any of them crosses.
+        crossed = {axis for pair in collective.groups for axis in placement.axes_of(pair)}
+        axes = tuple(name for name in placement.sizes if name in crossed)
+        size = placement.group_size(axes)
+        if not placement.is_known:
+            return Placed(None, ("memory",), "memory", axes, size, NO_LINKS)
+        sent = send_between(placement, collective.groups, collective.num_bytes)
+        return Placed(sent.seconds, tuple(map(_name, sent.tracks)), sent.kind, axes, size)
     axes, size = placement.axes_of(groups[0]), len(groups[0])
     whole = placement.link_of(axes)
     if not placement.is_known:
@@ -138,18 +145,6 @@ def place_collective(collective: Collective, placement: Placement) -> Placed:
         return Placed(sent.seconds, links, sent.kind, axes, size, is_certain=False)
     seconds = collective_seconds(collective.kind, collective.num_bytes, size, link.over(collective.num_axes))
     return Placed(seconds, _links_of(link), link.kind, axes, size)
-
-
-def _sent(collective: Collective, placement: Placement) -> Placed:
-    """Returns the placement of a permute, whose groups are pairs: along all axes that any pair crosses."""
-    names = tuple(placement.sizes)
-    crossed = {axis for pair in collective.groups for axis in placement.axes_of(pair)}
-    axes = tuple(name for name in names if name in crossed)
-    size = placement.group_size(axes)
-    if not placement.is_known:
-        return Placed(None, ("memory",), "memory", axes, size, NO_LINKS)
-    sent = send_between(placement, collective.groups, collective.num_bytes)
-    return Placed(sent.seconds, tuple(map(_name, sent.tracks)), sent.kind, axes, size)
 
 
 def _across_slices(collective: Collective, num_slices: int, placement: Placement) -> Placed:

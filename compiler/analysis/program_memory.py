@@ -171,7 +171,8 @@ class _Names:
             for writer in gradient.writers
             if instruction_kind(writer, self.module, OPERATIONS) == "other"
             for each in self._read_by[id(writer)]
-            if _sizes(each) == _sizes(gradient) or (_is_move(writer) and _is_part(each, gradient))
+            if _sizes(each) == _sizes(gradient)
+            or ((OperationName(writer.op_name).last in MOVES) and _is_part(each, gradient))
         ]
 
     def _names(
@@ -189,10 +190,6 @@ class _Names:
                         seen.add(id(each))
                         waiting.append(each)
         return names
-
-
-def _is_move(instruction: Instruction) -> bool:
-    return OperationName(instruction.op_name).last in MOVES
 
 
 def _is_part(a: Buffer, b: Buffer) -> bool:

@@ -143,13 +143,10 @@ def _loop_name(loop: Loop) -> str:
     if any(slot_of(each) for each in every(loop.body, Branches)):
         return "ticks"
     names = [OperationName(step.op_name) for step in loop.body if isinstance(step, Compute) and step.op_name]
-    found = Counter((name.of_loop or loop.name, _direction(name)) for name in names)
+    found = Counter(
+        (name.of_loop or loop.name, ("backward" if name.in_pass == "recomputed" else name.in_pass)) for name in names
+    )
     if not found:
         return loop.name
     (scope, direction), _ = found.most_common(1)[0]
     return f"{scope}, {direction}"
-
-
-def _direction(name: OperationName) -> str:
-    """Returns the pass in whose loop an operation is; recomputation belongs to the backward pass."""
-    return "backward" if name.in_pass == "recomputed" else name.in_pass

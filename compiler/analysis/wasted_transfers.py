@@ -114,7 +114,9 @@ class _Transfers:
             and use.reader.arrays[0].num_elements * num_layers == array.num_elements
             for use in gathered
         )  # fmt: skip
-        if not is_sliced or not self._is_argument(origin):
+        if not is_sliced or not (
+            origin.instruction.opcode == "parameter" and origin.computation.name == self.module.entry
+        ):
             return None
         named = origin.instruction.op_name.replace("\\'", "'") or origin.instruction.name
         held = "" if is_within else ", and then lies whole on each device throughout the loop"
@@ -201,9 +203,6 @@ class _Transfers:
 
     def _uses_of(self, moved: MovedArray, *, through: frozenset[str] = SAME_ELEMENTS) -> list[ValueUse]:
         return self.flow.uses(moved.result, through=through)
-
-    def _is_argument(self, place: ModuleValue) -> bool:
-        return place.instruction.opcode == "parameter" and place.computation.name == self.module.entry
 
     def _at(self, instruction: Instruction) -> str:
         lines = self._lines(instruction)

@@ -53,13 +53,13 @@ class ConfigError(Exception):
     def _render_traceback_(self) -> list[str]:
         """Returns the lines that IPython shows in place of a traceback: the caller's, and the problems. The frames
         inside of Meshloom tell a user nothing about their mistake."""
-        frames = takewhile(lambda frame: not _is_ours(frame.filename), traceback.extract_tb(self.__traceback__))
+
+        def is_theirs(frame: traceback.FrameSummary) -> bool:
+            return not any(Path(frame.filename).is_relative_to(folder) for folder in FOLDERS)
+
+        frames = takewhile(is_theirs, traceback.extract_tb(self.__traceback__))
         called = [f"line {frame.lineno}: {frame.line}" for frame in frames if "IPython" not in frame.filename]
         return [*called, f"{type(self).__name__}:", *visible(str(self)).splitlines()]
-
-
-def _is_ours(file: str) -> bool:
-    return any(Path(file).is_relative_to(folder) for folder in FOLDERS)
 
 
 def all_of(*steps: Callable[[], Any]) -> tuple[Any, ...]:

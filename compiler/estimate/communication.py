@@ -7,6 +7,7 @@ over auto axes follow from matmuls and sums over a split dimension (propagate.py
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ..core.collectives import MOVING
@@ -16,6 +17,8 @@ from ..core.traffic import Traffic, TrafficSource
 from ..jaxpr.program import Operation
 from ..parallel.operation import find_source
 from ..plan import Plan
+from ..sharding.sharding import ShardingPlan
+from ..spec.sharding_spec import Rule
 from .regions import Region, largest_sum
 
 
@@ -42,7 +45,7 @@ def plan_communication(plan: Plan, step: Region) -> tuple[PlannedCollective, ...
         origin = TrafficSource(
             path or "", "" if path else activation, in_pass=_direction(name, is_gradient=is_gradient)
         )
-        rule = _rule(plan, collective.kind, collective.mesh_axes, path)
+        rule = _rule(plan.sharding, plan.spec.sharding.activations, collective.kind, collective.mesh_axes, path)
         found[PlannedCollective(**vars(replace(collective, origin=origin)), rule=rule)].append((region, 1))
     counts = {one: round(largest_sum(terms)) for one, terms in found.items()}
     return tuple(one.times(count) for one, count in counts.items() if count)
@@ -69,9 +72,9 @@ def _operation_name(operation: Operation) -> str:
     return f"{part}: {operation.name} over a split dimension"
 
 
-def _rule(plan: Plan, kind: str, axes: Axes, path: str | None) -> str | None:
+def _rule(sharding: ShardingPlan, activations: Sequence[Rule], kind: str, axes: Axes, path: str | None) -> str | None:
     """Returns the rule that splits the parameter over these axes, or else the activations' rule."""
-    tables = (plan.sharding.parameters, plan.sharding.optimizer) if path and kind != "all-reduce" else ()
+    tables = (sharding.parameters, sharding.optimizer) if path and kind != "all-reduce" else ()
     for table in tables:
         for array in table:
             if array.array.path != path:
@@ -79,7 +82,7 @@ def _rule(plan: Plan, kind: str, axes: Axes, path: str | None) -> str | None:
             for dimension in array.dimensions:
                 if set(axes) & set(dimension.axes):
                     return f"sharding.{array.table}[{dimension.rule}]"
-    for index, rule in enumerate(plan.spec.sharding.activations):
+    for index, rule in enumerate(activations):
         if set(axes) & set(rule.mesh):
             return f"sharding.activations[{index}]"
     return None

@@ -107,9 +107,9 @@ def estimate_declared(plan: Plan) -> StepEstimate:
         host_bytes=host_bytes(step),
         host_limit_bytes=plan.target.host_bytes_per_device,
     )
-    unknown = find_unknown(plan, step)
+    unknown = find_unknown(plan.model.stacks, step)
     time = None if any(one.why for one in unknown) else estimate_time(plan, step)
     communication = plan_communication(plan, step)
-    roofline = plan_roofline(plan, step, why_uncounted(unknown))
+    roofline = plan_roofline(plan.model.stacks, plan.mesh, step, why_uncounted(unknown))
     buffers = read_stage_buffers(plan.pipeline.table, step) if plan.pipeline else ()
     return StepEstimate(memory, communication, roofline, time, unknown, plan.spec.overlap, buffers)

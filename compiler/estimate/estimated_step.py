@@ -99,15 +99,15 @@ def can_split_batch(num_sequences: int, target: TargetPlan) -> bool:
     return num_sequences % BATCH_SPLIT == 0 and why_permutes_wait(target) is None
 
 
-def overrides_of_imbalance(plan: Plan) -> tuple[str, ...]:
-    """Returns the overrides that declare the room for experts of this plan."""
-    return (f"{MAX_IMBALANCE}={json.dumps(plan.spec.moe.max_imbalance)}",)
+def overrides_of_imbalance(max_imbalance: float | None) -> tuple[str, ...]:
+    """Returns the overrides that declare this room for experts."""
+    return (f"{MAX_IMBALANCE}={json.dumps(max_imbalance)}",)
 
 
 def plan_usual_imbalance(plan: Plan) -> Plan | None:
     """Returns the plan with room for the usual imbalance of experts; None where the declared one has no room for any
     imbalance."""
-    has_room = any(each.op.has_spare_room(each) for each in plan.operations)
+    has_room = any(each.chosen.has_spare_room for each in plan.operations)
     if plan.spec.moe.max_imbalance is not None or not has_room:
         return None
     usual = {"max_imbalance": cost_model().usual_imbalance}

@@ -7,8 +7,7 @@ from typing import Literal
 
 from ..core.scopes import OperationName
 from ..jaxpr.fusion import FusedStep
-from ..jaxpr.in_place import origin_of
-from ..jaxpr.program import Operation, Program
+from ..jaxpr.program import Operation, Program, origin_of
 from .regions import Region
 
 MemoryClass = Literal["working_parameters", "gathered_weights", "gradients", "activations", "temporaries"]

@@ -19,14 +19,18 @@ collectives, activations in memory) is in its roofline, which another program ca
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, get_args
+
+from meshloom.models import Stack
 
 from ..core.known import Unknown, all_known, each_known, or_unknown
 from ..core.scopes import ATTENTION, UPDATE, OperationName
 from ..jaxpr.unknown import UnknownPrimitive
 from ..plan import Plan
 from ..schema import RooflinePart, total
+from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
 from .communication import sent_bytes
 from .regions import Region, largest_sum
@@ -38,11 +42,11 @@ LINKS_UNKNOWN = "simulated devices, or of unknown links"
 Term = tuple[Region, float | None]  # a figure of one execution of a region; None: unknown
 
 
-def plan_roofline(plan: Plan, step: Region, why: str | None) -> tuple[RooflinePart, ...]:
+def plan_roofline(stacks: Sequence[Stack], mesh: MeshPlan, step: Region, why: str | None) -> tuple[RooflinePart, ...]:
     """Returns a row for embed, each stack of layers without its attention, attention, head and optimizer: the figures
     of a device, on the stage of the mesh where each is largest. why: the reason why something of the step is not
     counted; None if everything is."""
-    names = {stack.name: f"{stack.name} (x{stack.num_layers})" for stack in plan.model.stacks}
+    names = {stack.name: f"{stack.name} (x{stack.num_layers})" for stack in stacks}
     terms: dict[str, dict[Figure, list[Term]]] = defaultdict(lambda: {name: [] for name in get_args(Figure)})
     for region in step.walk():
         if region.stacked_bytes:
@@ -52,16 +56,16 @@ def plan_roofline(plan: Plan, step: Region, why: str | None) -> tuple[RooflinePa
         of_part["flops"].append((region, one.operation.flops))
         of_part["hbm_bytes"].append((region, one.hbm_bytes))
         if collective is not None and collective.mesh_axes:
-            seconds = plan.mesh.alone_seconds(collective.kind, collective.bytes, collective.mesh_axes)
+            seconds = mesh.alone_seconds(collective.kind, collective.bytes, collective.mesh_axes)
             of_part["link_bytes"].append((region, sent_bytes(collective)))
             of_part["link_seconds"].append((region, seconds))
     parts = (part for part in ("embed", *names, "attention", "head", "optimizer") if part in terms)
-    return tuple(_row(names.get(part, part), terms[part], plan.target, why) for part in parts)
+    return tuple(_row(names.get(part, part), terms[part], mesh.placement.target, why) for part in parts)
 
 
-def find_unknown(plan: Plan, step: Region) -> tuple[UnknownPrimitive, ...]:
+def find_unknown(stacks: Sequence[Stack], step: Region) -> tuple[UnknownPrimitive, ...]:
     """Returns the unknown primitives of a step, each once, with the part of the step that first contains it."""
-    names = {stack.name: stack.name for stack in plan.model.stacks}
+    names = {stack.name: stack.name for stack in stacks}
     found: dict[tuple[str, str, str | None], UnknownPrimitive] = {}
     for one in (each.operation.unknown for _, each in step.each()):
         if one is not None:

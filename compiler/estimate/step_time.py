@@ -128,15 +128,10 @@ def time_step(costs: Costs, rates: Rates, links: LinkTimes, hiding: Hiding) -> S
         of_regions.append(StepTime(compute * 0 + alone, waited).seconds)
     whole = StepTime(compute, exposed).seconds
     if costs.shape.ticks is None:
-        return _on_slowest(compute, exposed, whole)
+        slowest = whole.argmax(axis=0), np.arange(whole.shape[1])
+        each = {axes: np.broadcast_to(seconds, whole.shape)[slowest] for axes, seconds in exposed.items()}
+        return StepTime(np.broadcast_to(compute, whole.shape)[slowest], each)
     return _of_pipeline(costs, costs.shape.ticks, StepTime(compute, exposed), of_regions, links)
-
-
-def _on_slowest(compute: Numbers, exposed: Mapping[Axes, Numbers], whole: Numbers) -> StepTime[Numbers]:
-    """Returns the time of the stage whose whole time is longest."""
-    slowest = whole.argmax(axis=0), np.arange(whole.shape[1])
-    each = {axes: np.broadcast_to(seconds, whole.shape)[slowest] for axes, seconds in exposed.items()}
-    return StepTime(np.broadcast_to(compute, whole.shape)[slowest], each)
 
 
 def _of_pipeline(

@@ -150,14 +150,6 @@ def _marking_masks(
     return jax.jit(masked)(*operands)
 
 
-def _masked(name: str, inside: FlopCount) -> FlopCount:
-    """Returns what a call of this name takes, with what its mask hides."""
-    if not name.startswith(_MASKED):
-        return inside
-    hidden, _, whole = name.removeprefix(f"{_MASKED}_").partition("_of_")
-    return replace(inside, masked=inside.products * int(hidden) // int(whole))
-
-
 def _count_with_frozen(model: Model, spec: StepSpec, ops: Sequence[CountedOp], frozen: Collection[str]) -> FlopCount:
     """Returns the FLOPs of each piece's forward pass for one sequence, and of its derivative by what is trained."""
 
@@ -228,7 +220,12 @@ def _count(equation: Any, part: str, within: tuple[Any, ...], ops: Sequence[Kern
         own = (unknown_of(equation, part, TRIPS, within),) if body.known else ()  # no FLOPs in any number of trips
         return FlopCount(unknown=(*body.unknown, *own))
     if name == "shard_map" or calls_one(equation):
-        return _masked(params.get("name", ""), count(next(subprograms(params))))
+        name = params.get("name", "")
+        inside = count(next(subprograms(params)))
+        if not name.startswith(_MASKED):
+            return inside
+        hidden, _, whole = name.removeprefix(f"{_MASKED}_").partition("_of_")
+        return replace(inside, masked=inside.products * int(hidden) // int(whole))
     cost = kernel_cost_of(equation, "", ops) or cost_of(equation)
     if isinstance(cost, str):
         return FlopCount(unknown=(unknown_of(equation, part, cost, within),))

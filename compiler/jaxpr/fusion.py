@@ -11,7 +11,7 @@ What XLA does on accelerators, as rules:
    the end of their loop.
 5. A pointwise result takes the place of an operand of its size that nothing reads any more, and so does an array of
    which a slice is written again; a value that a trip hands on takes the place of the one that it was handed. What a
-   loop or a branch writes in place (in_place.py) is not moved at its border.
+   loop or a branch writes in place (`origins_of`) is not moved at its border.
 6. On TPUs a result that only matmuls read is computed inside of them, and crosses the memory no more than its operands
    do. (It is counted in memory all the same: where several matmuls read it, XLA may also write it.)
 7. On TPUs a value that a loop stacks for the backward pass is copied into the stack, and copied out of it there.
@@ -26,8 +26,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from ..core.scopes import OperationName
-from .in_place import origins_of
-from .program import Operation, Program
+from .program import Operation, Program, origins_of
 
 _FUSED = ("pointwise", "reduce")
 _IN_PLACE = ("dynamic_update_slice", "optimization_barrier")

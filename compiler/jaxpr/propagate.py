@@ -44,8 +44,12 @@ def propagate(equation: Any, layouts: Sequence[DimAxes], num_shards: Callable[[A
         result = _gather(params, shapes, out, layouts)
         collapsed = params["dimension_numbers"].collapsed_slice_dims
         reduced = tuple(axis for d in collapsed for axis in layouts[0][d])  # each device has some of the rows
-    else:
-        result = _alike(shapes, out, layouts)
+    else:  # the layout of each dimension in the first operand of this rank in which it has this length and is split
+        same_rank = [(shape, layout) for shape, layout in zip(shapes, layouts, strict=True) if len(shape) == len(out)]
+        result = tuple(
+            next((layout[d] for shape, layout in same_rank if layout[d] and shape[d] == size), ())
+            for d, size in enumerate(out)
+        )
     used: set[str] = set()
     return tuple(_first_time(axes, used) for axes in result), tuple(dict.fromkeys(reduced))
 
@@ -161,16 +165,6 @@ def _gather(params: Any, shapes: Sequence[tuple[int, ...]], out: Sequence[int], 
     for place, axes in zip(others, layouts[1], strict=False):
         result[place] = axes
     return tuple(result)
-
-
-def _alike(shapes: Sequence[tuple[int, ...]], out: Sequence[int], layouts: Sequence[DimAxes]) -> DimAxes:
-    """Returns each dimension's layout in the first operand of the same rank in which it has this length and is
-    split."""
-    same_rank = [(shape, layout) for shape, layout in zip(shapes, layouts, strict=True) if len(shape) == len(out)]
-    return tuple(
-        next((layout[d] for shape, layout in same_rank if layout[d] and shape[d] == size), ())
-        for d, size in enumerate(out)
-    )
 
 
 def _first_time(axes: Axes, used: set[str]) -> Axes:

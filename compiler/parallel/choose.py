@@ -56,7 +56,10 @@ def choice_of(plans: Sequence[OpPlan]) -> dict[str, str]:
     """Returns the strategies of the sites that have a choice, as a declaration names them: by the name of a site, or by
     its path where the sites of that name have several."""
     open_ones = [each for each in plans if each.has_choice]
-    chosen = {name: {one.chosen.name for one in open_ones if one.site.name == name} for name in _names(open_ones)}
+    chosen = {
+        name: {one.chosen.name for one in open_ones if one.site.name == name}
+        for name in {each.site.name for each in open_ones}
+    }
     return {
         each.site.name if len(chosen[each.site.name]) == 1 else each.site.path: each.chosen.name for each in open_ones
     }
@@ -70,10 +73,6 @@ def chosen_or_fallback(plans: Sequence[OpPlan]) -> Sequence[StrategyChoice]:
     is_fallback = all(each.chosen.name == fallback for each in plans)
     is_other = any(each.is_auto and each.chosen.name != fallback for each in plans)
     return (fallback if is_fallback else choice_of(plans), *((fallback,) if is_other else ()))
-
-
-def _names(plans: Sequence[OpPlan]) -> set[str]:
-    return {each.site.name for each in plans}
 
 
 def _problems(op: ParallelOp, key: str, ways: Sequence[SiteStrategies], declared: StrategyChoice) -> list[Problem]:

@@ -51,7 +51,7 @@ class LmHeadOp(ParallelOp):
             WHOLE,
             "of the whole vocabulary",
             (spec.model.vocab_size,),
-            _moved([size for _, size in gathers], axes, inputs.mesh.num_shards(axes)) if axes else (),
+            _moved([size for _, size in gathers], axes, mesh.num_shards(axes)) if axes else (),
             reason="in one matmul",
         )
         if refusal := _cannot_be_cut(spec, model, sharding):
@@ -63,11 +63,22 @@ class LmHeadOp(ParallelOp):
             VOCAB_CHUNKS,
             f"in chunks of {shown} entries of the vocabulary",
             sizes,
-            _moved([num_bytes * size // vocab_size for size in sizes], axes, inputs.mesh.num_shards(axes)),
+            _moved([num_bytes * size // vocab_size for size in sizes], axes, mesh.num_shards(axes)),
             refusal=refused(_objection(inputs), is_hard=False),
             weights="chunked",
         )
-        return _with_costs(inputs, chunks, whole, num_bytes, axes)
+        # The gather of the whole head, which nothing hides; for chunks, the added passes over the head's input.
+        gather = mesh.alone_seconds("all-gather", num_bytes, axes)
+        bandwidth = inputs.target.hbm_bytes_per_second_per_device
+        if gather is None or bandwidth is None:
+            return replace(chunks, reason="how long the head's gather takes is not known"), whole
+        input_bytes = inputs.batch.tokens_of_device * num_bytes // vocab_size
+        passes = cost_model().head_chunk_passes * (len(sizes) - 1) * input_bytes / bandwidth
+        figures = f"{human_seconds(gather)} of gather, {human_seconds(passes)} for its input read more often"
+        return (
+            replace(chunks, cost=Cost(passes, "seconds"), reason=figures),
+            replace(whole, cost=Cost(gather, "seconds"), reason=figures),
+        )
 
     def weight_use(self, plan: OpPlan, weight: ArrayPlan) -> WeightUse | None:
         is_of_vocabulary = weight.array.path.startswith("head/") and VOCAB in weight.array.logical_axes
@@ -91,26 +102,6 @@ def _objection(inputs: OpInputs) -> str | None:
     if loss.chosen.parameters > 1:
         return f"each of {loss.chosen.parameters} chunks of tokens needs the whole vocabulary"
     return None
-
-
-def _with_costs(
-    inputs: OpInputs, chunks: Strategy, whole: Strategy, num_bytes: int, axes: Axes
-) -> tuple[Strategy, Strategy]:
-    """Returns both strategies with their costs: for the whole head its gather, which nothing hides; for chunks the
-    passes over the head's input that are added."""
-    gather, bandwidth = (
-        inputs.mesh.alone_seconds("all-gather", num_bytes, axes),
-        inputs.target.hbm_bytes_per_second_per_device,
-    )
-    if gather is None or bandwidth is None:
-        return replace(chunks, reason="how long the head's gather takes is not known"), whole
-    input_bytes = inputs.batch.tokens_of_device * num_bytes // sum(chunks.parameters)
-    passes = cost_model().head_chunk_passes * (len(chunks.parameters) - 1) * input_bytes / bandwidth
-    figures = f"{human_seconds(gather)} of gather, {human_seconds(passes)} for its input read more often"
-    return (
-        replace(chunks, cost=Cost(passes, "seconds"), reason=figures),
-        replace(whole, cost=Cost(gather, "seconds"), reason=figures),
-    )
 
 
 def chunk_sizes(vocab_size: int, max_odd_factor: int | None) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ The head is run on a part of the tokens at a time, forward and again backward: l
 gradient is added up in float32 over the parts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -51,9 +51,8 @@ class LossOp(ParallelOp):
         num_chunks = next(fitting, most_chunks)
         logits = f"float32 logits of {human_bytes(length * per_token)}"
         limit = f"loss.max_logits_bytes and max_logits_share allow {human_bytes(int(most))}"
-        chunked = Strategy(
-            SEQUENCE_CHUNKS, f"in {num_chunks} chunks of tokens", num_chunks, reason=f"{logits}, {limit}"
-        )
+        what, reason = f"in {num_chunks} chunks of tokens", f"{logits}, {limit}"
+        chunked = Strategy(SEQUENCE_CHUNKS, what, num_chunks, reason=reason, num_trips=num_chunks)
         refusal = Refusal(f"{logits} are held at once, and {limit}") if num_chunks > 1 else None
         return Strategy(AT_ONCE, "of all tokens at once", 1, reason=logits, refusal=refusal), chunked
 
@@ -66,21 +65,13 @@ class LossOp(ParallelOp):
         del plan
         return None
 
-    def num_trips(self, plan: OpPlan) -> int:
-        return plan.chosen.parameters
-
 
 def sum_losses_in_blocks(
     head: Head, parts: VocabChunks, x_BTE: Array, targets_BT: Array, *, num_blocks: int, **options: Any
 ) -> tuple[Array, Aux]:
-    """Returns what `models.loss.sum_losses` does, of as many parts of the tokens one after the other."""
+    """Returns what `models.loss.sum_losses` does, of as many parts of the tokens one after the other. The backward
+    pass computes logits again."""
     of_block = partial(sum_losses, head, **options)
-    return _blocked(of_block)(parts, _blocks(x_BTE, num_blocks), _blocks(targets_BT, num_blocks))
-
-
-def _blocked(of_block: Callable[[VocabChunks, Array, Array], Any]) -> Callable[[VocabChunks, Array, Array], Any]:
-    """Returns a function that sums `of_block` over the first dimension of x and targets, and computes logits again in
-    the backward pass."""
 
     @jax.custom_vjp
     def total(parts: VocabChunks, x: Array, targets: Array) -> Any:
@@ -106,7 +97,7 @@ def _blocked(of_block: Callable[[VocabChunks, Array, Array], Any]) -> Callable[[
         return jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, parts), of_x, None
 
     total.defvjp(forward, backward)
-    return total
+    return total(parts, _blocks(x_BTE, num_blocks), _blocks(targets_BT, num_blocks))
 
 
 def _blocks(x_BT: Array, num_blocks: int) -> Array:

@@ -97,7 +97,30 @@ class MatmulOp(ParallelOp):
         plain = Strategy(PLAIN, f"partial results summed over {over} after the matmul", None, _summed(site, inputs))
         if refusal := _refusal(site, inputs, split_over):
             return Strategy(COLLECTIVE_MATMUL, f"summed in a ring over {over}", refusal=Refusal(refusal)), plain
-        return _ring_and_plain(site, inputs, split_over[0], plain)
+        # A ring costs what does not run beside its matmuls, a plain matmul its reduce-scatter. Where the batch has
+        # several parts, only the reduce-scatter of one has nothing beside it.
+        axis, mesh, target = split_over[0], inputs.mesh, inputs.target
+        n, num_parts, ways = mesh.sizes[axis], inputs.spec.overlap.layers.batch_split, 2 if _both_ways(inputs) else 1
+        result_bytes = _result_bytes(site, inputs)
+        sent = moved("collective-permute", (axis,), n, result_bytes // n // ways, num_parts * (n - 1) * ways, "forward")
+        what = f"partial results summed in a ring over {axis}"
+        ring = Strategy(COLLECTIVE_MATMUL, what, MatmulRing(axis, ways == 2), (sent,))
+        if objection := why_permutes_wait(target):
+            return replace(ring, refusal=Refusal(objection, is_hard=False)), plain
+        scatter = mesh.alone_seconds("reduce-scatter", result_bytes, (axis,))
+        transfer = mesh.alone_seconds("collective-permute", result_bytes / n / 2, (axis,))
+        peak, bandwidth = target.peak_flops_per_second, target.hbm_bytes_per_second_per_device
+        if scatter is None or transfer is None or peak is None or bandwidth is None:
+            return replace(ring, refusal=Refusal("how long its transfers take is not known", is_hard=False)), plain
+        tokens, product = inputs.batch.tokens_of_device // num_parts, _product(site)
+        multiplied = 2 * (tokens / n) * (product.depth / n) * product.width / peak
+        sums = cost_model().ring_matmul_passes * result_bytes / n / bandwidth
+        in_ring = num_parts * (n - 1) * (max(0.0, transfer - multiplied) + sums)
+        figures = f"{human_seconds(in_ring)} of a ring not beside matmuls, {human_seconds(scatter)} of a reduce-scatter"
+        return (
+            replace(ring, cost=Cost(in_ring, "seconds"), reason=figures),
+            replace(plain, cost=Cost(scatter, "seconds"), reason=figures),
+        )
 
     def lower(self, plan: OpPlan) -> Lowered | None:
         if plan.chosen.name == PLAIN:
@@ -176,33 +199,6 @@ def _summed(site: OpSite, inputs: OpInputs) -> tuple[Traffic, ...]:
     kind = "reduce-scatter" if is_scattered else "all-reduce"
     num_parts, group_size = inputs.spec.overlap.layers.batch_split, inputs.mesh.num_shards(split_over)
     return (moved(kind, split_over, group_size, _result_bytes(site, inputs), num_parts, "forward"),)
-
-
-def _ring_and_plain(site: OpSite, inputs: OpInputs, axis: str, plain: Strategy) -> tuple[Strategy, Strategy]:
-    """Returns both strategies with their costs: for a ring, what does not run beside its matmuls; for a plain matmul,
-    its reduce-scatter. Where the batch has several parts, only the reduce-scatter of one has nothing beside it."""
-    spec, mesh, target = inputs.spec, inputs.mesh, inputs.target
-    n, num_parts, ways = mesh.sizes[axis], spec.overlap.layers.batch_split, 2 if _both_ways(inputs) else 1
-    result_bytes = _result_bytes(site, inputs)
-    sent = moved("collective-permute", (axis,), n, result_bytes // n // ways, num_parts * (n - 1) * ways, "forward")
-    what = f"partial results summed in a ring over {axis}"
-    ring = Strategy(COLLECTIVE_MATMUL, what, MatmulRing(axis, ways == 2), (sent,))
-    if objection := why_permutes_wait(target):
-        return replace(ring, refusal=Refusal(objection, is_hard=False)), plain
-    scatter = mesh.alone_seconds("reduce-scatter", result_bytes, (axis,))
-    transfer = mesh.alone_seconds("collective-permute", result_bytes / n / 2, (axis,))
-    peak, bandwidth = target.peak_flops_per_second, target.hbm_bytes_per_second_per_device
-    if scatter is None or transfer is None or peak is None or bandwidth is None:
-        return replace(ring, refusal=Refusal("how long its transfers take is not known", is_hard=False)), plain
-    tokens, product = inputs.batch.tokens_of_device // num_parts, _product(site)
-    multiplied = 2 * (tokens / n) * (product.depth / n) * product.width / peak
-    sums = cost_model().ring_matmul_passes * result_bytes / n / bandwidth
-    in_ring = num_parts * (n - 1) * (max(0.0, transfer - multiplied) + sums)
-    figures = f"{human_seconds(in_ring)} of a ring not beside matmuls, {human_seconds(scatter)} of a reduce-scatter"
-    return (
-        replace(ring, cost=Cost(in_ring, "seconds"), reason=figures),
-        replace(plain, cost=Cost(scatter, "seconds"), reason=figures),
-    )
 
 
 def _matmul_in_ring(x: Array, weight: Array, ring: MatmulRing, plain: Callable[[Array, Array], Array]) -> Array:

@@ -19,7 +19,6 @@ from fractions import Fraction
 from typing import Any, ClassVar, Literal
 
 import jax
-from jax.sharding import PartitionSpec
 
 from meshloom.models import Model
 
@@ -95,6 +94,9 @@ class Strategy:
     refusal: why it is not used here; None: it may be.
     is_trivial: `explain` has nothing to show of a site that is run so.
     weights: how it gets at the weights of its site (weight_plan.py), whatever its name.
+    num_trips: how many times a loop of its own runs; 1: it has none.
+    head_dim: the size of the heads that its kernels compute, which their rate depends on; None: it has none.
+    has_spare_room: its buffers have room for any imbalance, so that the usual one leaves some of it empty.
     """
 
     name: str
@@ -106,6 +108,9 @@ class Strategy:
     refusal: Refusal | None = None
     is_trivial: bool = False
     weights: WeightUse = "gathered"
+    num_trips: int = 1
+    head_dim: int | None = None
+    has_spare_room: bool = False
 
     @property
     def can_run(self) -> bool:
@@ -186,10 +191,6 @@ class OpInputs:
     def activation(self, name: str | None) -> ArrayPlan | None:
         """Returns the layout of the activation of this name; None where the model has none of this name."""
         return next((plan for plan in self.sharding.activations if plan.array.path == name), None)
-
-    def auto_spec(self, *logical: str | None) -> PartitionSpec:
-        """Returns `ShardingPlan.auto_spec`."""
-        return self.sharding.auto_spec(*logical)
 
 
 @dataclass(frozen=True)
@@ -287,21 +288,6 @@ class ParallelOp(ABC):
         del plans
         return ()
 
-    def num_trips(self, plan: OpPlan) -> int:
-        """Returns how many times a loop of the operation's own runs; 1: it has none."""
-        del plan
-        return 1
-
-    def head_dim(self, plan: OpPlan) -> int | None:
-        """Returns the size of the heads that its kernels compute, which their rate depends on; None: it has none."""
-        del plan
-        return None
-
-    def has_spare_room(self, plan: OpPlan) -> bool:
-        """Returns True where its buffers have room for any imbalance, so that the usual one leaves some of it empty."""
-        del plan
-        return False
-
     def source(self, name: OperationName) -> str | None:
         """Returns what a collective of the operation moves, for tables, by its name; None for collectives of others."""
         site = name.fact(self.kind)
@@ -355,12 +341,12 @@ def exposed_by_source(plans: Iterable[OpPlan], target: TargetPlan) -> dict[str, 
 
 def head_dim_of(plans: Iterable[OpPlan]) -> int | None:
     """Returns the size of the heads of the first operation that has some; None where none has."""
-    return next((size for plan in plans if (size := plan.op.head_dim(plan)) is not None), None)
+    return next((plan.chosen.head_dim for plan in plans if plan.chosen.head_dim is not None), None)
 
 
 def loop_trips(plans: Iterable[OpPlan]) -> int:
     """Returns how many times the loops that operations add to the step run, together."""
-    return math.prod(plan.op.num_trips(plan) for plan in plans)
+    return math.prod(plan.chosen.num_trips for plan in plans)
 
 
 def runs_beside_compute(ops: Iterable[ParallelOp], names: Iterable[tuple[str, str]]) -> bool:

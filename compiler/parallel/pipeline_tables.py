@@ -74,7 +74,11 @@ def _own(spec: PlanSpec, mesh: MeshPlan) -> TablesByLabel:
     path, ticks = str(spec.pipeline.table), spec.pipeline.ticks
     form = None if ticks == "auto" else TickForm(ticks)
     if is_class_path(path):
-        tables = _of_class(path, spec, mesh, form)
+        kind: Any = load_class(path, TABLE, OwnSchedule)
+        size = (mesh.sizes[STAGE], spec.pipeline.num_chunks, spec.num_microbatches)
+        with blamed_on_user(TABLE, f"{path}().orders{size}", is_theirs=True):
+            made = kind().orders(*size)
+        tables = own_tables(made, StagePlacement(*size[:2], kind.is_v), path, TABLE, form)
     else:
         tables = {f"pipeline.table={path}": read_table(Path(path), form)}
     table, problems = next(iter(tables.values())), list[Problem]()
@@ -87,15 +91,6 @@ def _own(spec: PlanSpec, mesh: MeshPlan) -> TablesByLabel:
         problems.append(Problem(TABLE, what, fix))
     raise_if_any(problems)
     return tables
-
-
-def _of_class(path: str, spec: PlanSpec, mesh: MeshPlan, form: TickForm | None) -> TablesByLabel:
-    """Returns the tables that the user's class makes for the declared numbers."""
-    kind: Any = load_class(path, TABLE, OwnSchedule)
-    size = (mesh.sizes[STAGE], spec.pipeline.num_chunks, spec.num_microbatches)
-    with blamed_on_user(TABLE, f"{path}().orders{size}", is_theirs=True):
-        made = kind().orders(*size)
-    return own_tables(made, StagePlacement(*size[:2], kind.is_v), path, TABLE, form)
 
 
 def _problems_of_model(spec: PlanSpec, mesh: MeshPlan, model: Model, num_chunks: int) -> Iterator[Problem]:

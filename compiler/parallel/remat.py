@@ -6,7 +6,7 @@ derivative reads: a policy that saves the activation which the model makes of it
 nothing of attention runs again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -52,7 +52,10 @@ def policy_of(spec: RematSpec, stack: str) -> str:
 
 def build_policy(spec: RematSpec, stack: str, arrays: Arrays) -> Policy:
     """Returns what `jax.checkpoint` asks about each operation of the stack's layers."""
-    policies, names = jax.checkpoint_policies, _marks_of(spec.names, arrays)
+    policies, names = jax.checkpoint_policies, list(spec.names)
+    others = [name for name in names if name not in arrays.results.get("attention", ())]
+    if len(others) < len(names):
+        names = [*others, ATTENTION_RESULT, ATTENTION_LSE]
     match policy_of(spec, stack):
         case "none":
             return _all_but_moved
@@ -68,12 +71,6 @@ def build_policy(spec: RematSpec, stack: str, arrays: Arrays) -> Policy:
                 offload_dst="pinned_host",
             )
     return policies.nothing_saveable
-
-
-def _marks_of(names: Sequence[str], arrays: Arrays) -> list[str]:
-    """Returns the names by which the arrays of these activations are saved."""
-    kept = [name for name in names if name not in arrays.results.get("attention", ())]
-    return kept if len(kept) == len(names) else [*kept, ATTENTION_RESULT, ATTENTION_LSE]
 
 
 def marked(name: str, x: Array) -> Array:

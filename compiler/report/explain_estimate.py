@@ -51,7 +51,7 @@ def _usual(plan: Plan) -> str:
     """Returns a line about the step with room for the usual imbalance of experts."""
     found = estimate_step(plan)
     assert found.time is not None, "the declared step has one, on the same chips"
-    (limit,) = overrides_of_imbalance(plan)
+    (limit,) = overrides_of_imbalance(plan.spec.moe.max_imbalance)
     return (f"estimated step with room for {plan.spec.moe.max_imbalance:g} times the mean rows of experts ({limit}, "
             f"which drops what is more), {human_bytes(found.memory.peak_bytes)} per device: "
             f"{_time(plan, found.time)}")  # fmt: skip
@@ -121,7 +121,7 @@ def _usual_as_json(plan: Plan) -> dict[str, Any]:
     found = estimate_step(usual)
     return {
         "usual_imbalance": {
-            "overrides": list(overrides_of_imbalance(usual)),
+            "overrides": list(overrides_of_imbalance(usual.spec.moe.max_imbalance)),
             "peak_bytes_per_device": found.memory.peak_bytes,
             "time": _time_as_json(usual, found.time),
         }

@@ -38,7 +38,9 @@ def find_alternatives(plan: Plan, estimate: StepEstimate, replan: Replan) -> tup
     others = [judged(overrides) for overrides in (*remats, *_of_sharding(plan))]
     others += [one for one in map(judged, OVERLAPS) if one and one.seconds != own.seconds]
     if usual := plan_usual_imbalance(plan):
-        others.append(_alternative(Candidate(overrides_of_imbalance(usual)), usual, evaluate_plan(usual)))
+        others.append(
+            _alternative(Candidate(overrides_of_imbalance(usual.spec.moe.max_imbalance)), usual, evaluate_plan(usual))
+        )
     found = tuple(filter(None, others))
     return (own, *found) if found else ()
 

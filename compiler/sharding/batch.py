@@ -210,19 +210,15 @@ def check_token_order(spec: PlanSpec, mesh: MeshPlan, roles: AxisRoles, target: 
     over = " x ".join(f"{axis}={mesh.sizes[axis]}" for axis in axes)
     of_each = f", {order.chunks_per_shard} chunks for each shard" if order.chunks_per_shard > 1 else ""
     what = f"{length} tokens cannot be cut in {order.name} order over {over}: they are not divisible by {num_chunks}"
-    fixes = [f"use sequence_length={' or '.join(map(str, _lengths(spec, num_chunks, target)))}"]
+    step = num_chunks * LANES if target.platform == "tpu" else num_chunks
+    below = spec.sequence_length // step * step
+    lengths = " or ".join(str(length) for length in (below, below + step) if length)
+    fixes = [f"use sequence_length={lengths}"]
     if order.chunks_per_shard > 1 and length % order.num_shards == 0:
         fixes.append("token_order=contiguous")
     if len(axes) == 1 and (sizes := _mesh_sizes(spec, mesh, target, axes[0])):
         fixes.append(f"mesh.{axes[0]}={nearest(order.num_shards, sizes)}")
     raise_if_any([Problem("sequence_length", what + of_each, ", or ".join(fixes))])
-
-
-def _lengths(spec: StepSpec, num_chunks: int, target: TargetPlan) -> list[int]:
-    """Returns the nearest below and above; on TPUs those that kernels take."""
-    step = num_chunks * LANES if target.platform == "tpu" else num_chunks
-    below = spec.sequence_length // step * step
-    return [length for length in (below, below + step) if length]
 
 
 def _mesh_sizes(spec: PlanSpec, mesh: MeshPlan, target: TargetPlan, axis: str) -> list[int]:

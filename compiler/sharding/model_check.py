@@ -46,7 +46,11 @@ def _wrong(model: Model) -> Iterator[tuple[str, str]]:
     if model.max_length is not None and (type(model.max_length) is not int or model.max_length < 1):
         yield f"max_length is {model.max_length!r}", "give the longest sequence in tokens, or None for any"
     yield from _wrong_ties(model)
-    yield from _wrong_rules(model)
+    for stack in model.stacks:
+        parameters = leaves_by_path(stack.layer.abstract)
+        for path in stack.rules:
+            if path not in parameters:
+                yield f"stack '{stack.name}' has a rule for '{path}'", f"use one of {', '.join(parameters)}"
 
 
 def _wrong_ties(model: Model) -> Iterator[tuple[str, str]]:
@@ -57,14 +61,6 @@ def _wrong_ties(model: Model) -> Iterator[tuple[str, str]]:
         for name, known, piece in ((own, axes[0], "head"), (shared, axes[1], "embed")):
             if name not in known:
                 yield f"tied names '{name}', which {piece} does not have", f"use one of {', '.join(known)}"
-
-
-def _wrong_rules(model: Model) -> Iterator[tuple[str, str]]:
-    for stack in model.stacks:
-        parameters = leaves_by_path(stack.layer.abstract)
-        for path in stack.rules:
-            if path not in parameters:
-                yield f"stack '{stack.name}' has a rule for '{path}'", f"use one of {', '.join(parameters)}"
 
 
 def check_totals(stack: Stack, aux: Aux) -> None:

@@ -38,6 +38,17 @@ class KernelShares(Config):
     memory: UpToOne
 
 
+class Processor(Config):
+    """What XLA's compiler and the kernels of libraries ask of a GPU."""
+
+    compute_capability: tuple[int, int]  # major, minor
+    num_multiprocessors: PositiveInt
+    fpus_per_multiprocessor: PositiveInt
+    shared_memory_bytes: NumBytes  # of a multiprocessor
+    shared_memory_per_block_bytes: NumBytes  # the most that a block may ask for
+    l2_cache_bytes: NumBytes
+
+
 class ChipSpec(Config):
     name: Text
     device_kind: Text  # JAX's name of its devices
@@ -50,6 +61,7 @@ class ChipSpec(Config):
     host_bytes: NumBytes | None  # the chip's share of its host's memory; None: hosts differ
     vector_memory_bytes: NumBytes  # on the chip: a TPU's VMEM, a GPU's shared memory
     clock_hz: PositiveFloat  # clock of the cycles that XLA estimates
+    processor: Processor | None  # of a GPU
     power_watts: PositiveFloat | None  # its limit as sold; None: not published
     power_limit_watts: PositiveFloat | None  # that your operator set (nvidia-smi -q -d POWER); None: as sold
     efficiency: Efficiency

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from meshloom.models import Context, LogicalAxes, Params, split_aux, split_output
+from meshloom.models import Context, LogicalAxes, Model, Params, split_aux, split_output
 from meshloom.models.contract import Piece
 
 from ..core.errors import Problem, raise_if_any
@@ -102,7 +102,7 @@ def build_prefill(plan: Plan, cache: Cache) -> Callable[[Params, Array, Array], 
 
     padding_B: how many of the first tokens of each sequence are padding. cache: its shapes.
     """
-    run = _Runner(plan)
+    run = _Runner(plan.model, _Layout(plan.spec.sharding, plan.mesh))
 
     def prefill(params: Params, tokens_BT: Array, padding_B: Array) -> tuple[Array, Cache]:
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache)
@@ -118,7 +118,7 @@ def build_decode(plan: Plan, num_slots: int) -> Callable[[Params, Cache, Array, 
     """Returns a function (parameters, cache, token_B, slot, padding_B) -> (float32 logits_BV after it, cache).
 
     slot: the place of the newest tokens in the cache, whose length is num_slots."""
-    run = _Runner(plan)
+    run = _Runner(plan.model, _Layout(plan.spec.sharding, plan.mesh))
 
     def decode(params: Params, cache: Cache, token_B: Array, slot: Array, padding_B: Array) -> tuple[Array, Cache]:
         slots_T = slot + jnp.arange(1)
@@ -149,11 +149,12 @@ class _Tokens:
         )
 
 
+@dataclass(frozen=True)
 class _Runner:
-    """Runs a plan's model over the tokens at hand, and writes what it remembers into the cache."""
+    """Runs a model over the tokens at hand, and writes what it remembers into the cache."""
 
-    def __init__(self, plan: Plan):
-        self.model, self.layout = plan.model, _Layout(plan.spec.sharding, plan.mesh)
+    model: Model
+    layout: "_Layout"
 
     def forward(self, params: Params, tokens_BT: Array, tokens: _Tokens, cache: Cache) -> tuple[Array, Cache]:
         model = self.model

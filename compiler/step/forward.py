@@ -94,8 +94,12 @@ def build_functions(
             (objective, loss), aux = summed
         return HeadOutput(objective / jnp.maximum(num_targets, 1), loss, aux)
 
+    def over_batch(tree: Any) -> Any:
+        """Sums a tree of arrays over all devices that hold tokens of a microbatch. The sum has no gradient."""
+        tree, axes = jax.tree.map(jax.lax.stop_gradient, tree), plan.roles.tokens
+        return jax.lax.psum(tree, axes) if axes else tree
+
     before = itertools.accumulate((stack.num_layers for stack in model.stacks), initial=1)
-    over_batch = _over_batch(plan.roles.tokens)
     stacks = (
         _stack(stack, build_policy(spec.remat, stack.name, plan.arrays), make_context, over_batch, first, num_tokens)
         for stack, first in zip(model.stacks, before, strict=False)
@@ -123,17 +127,6 @@ def _stack(
 
 def _sum_of(trees: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *values: sum(values[1:], start=values[0]), *trees)
-
-
-def _over_batch(axes: Axes) -> Callable[[Any], Any]:
-    """Returns a function that sums a tree of arrays over all devices that hold tokens of a microbatch; the sum has no
-    gradient."""
-
-    def summed(tree: Any) -> Any:
-        tree = jax.tree.map(jax.lax.stop_gradient, tree)
-        return jax.lax.psum(tree, axes) if axes else tree
-
-    return summed
 
 
 def _is_token(spec: StepSpec, targets_BT: Array) -> Array | None:

@@ -38,7 +38,8 @@ class PipelineHead:
     @cached_property
     def is_shared(self) -> bool:
         """Returns True if all stages run it, each with its part of the vocabulary."""
-        return _is_shared(self.weights.layouts)
+        ends = jax.tree.leaves((self.weights.layouts["embed"], self.weights.layouts["head"]))
+        return any(layout.over_stages is not None for layout in ends)
 
     @property
     def accumulators(self) -> tuple[Any, Any]:
@@ -108,12 +109,6 @@ def with_whole_vocabulary(embed: Weights) -> Weights:
     return replace(
         embed, accumulators=zeros_of(jax.eval_shape(whole, embed.accumulators)), working=whole(embed.working)
     )
-
-
-def _is_shared(layouts: Params) -> bool:
-    """Returns True if stages share the head. layouts: a WeightPlan for each weight, by piece."""
-    ends = jax.tree.leaves((layouts["embed"], layouts["head"]))
-    return any(layout.over_stages is not None for layout in ends)
 
 
 def _only_shared(layouts: Params, tree: Any) -> Any:

@@ -6,7 +6,7 @@ devices split the length of sequences, each has a part of every sum, and its sha
 Shapes: B sequences of a microbatch on a device, P pairs, T tokens.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -53,12 +53,9 @@ def compare_pairs(spec: StepSpec, mesh: MeshPlan, axes: Axes) -> PairObjective:
             case _:
                 raise ValueError(f"objective={declared.kind} compares no pairs")
         loss = jnp.sum(losses_P) / num_shards
-        means = _part_of_means(margins_P, log_probs_B, num_pairs * num_shards)
+        count = num_pairs * num_shards
+        values = zip(PAIR_METRICS, (margins_P > 0, margins_P, log_probs_B[0::2], log_probs_B[1::2]), strict=True)
+        means = {name: jax.lax.stop_gradient(jnp.sum(x) / count).astype(jnp.float32) for name, x in values}
         return HeadOutput(loss / num_pairs, loss, Aux(aux.losses, {**aux.statistics, **means}, aux.totals))
 
     return compare
-
-
-def _part_of_means(margins_P: Array, log_probs_B: Array, count: int) -> Mapping[str, Array]:
-    values = zip(PAIR_METRICS, (margins_P > 0, margins_P, log_probs_B[0::2], log_probs_B[1::2]), strict=True)
-    return {name: jax.lax.stop_gradient(jnp.sum(x) / count).astype(jnp.float32) for name, x in values}

@@ -92,26 +92,22 @@ class SequentialSchedule:
         at once."""
 
         def forward(accumulators: Params) -> tuple[Array, Sums]:
-            return self._forward(model, weights.bound(accumulators, before, is_last=is_last), microbatch)
+            bound, auxiliary = weights.bound(accumulators, before, is_last=is_last), dict[str, Aux]()
+            prepared = model.prepare(microbatch)
+            x, tied = model.embed(bound.piece("embed"), prepared)
+            for stack in model.stacks:
+                with jax.named_scope(piece_scope(stack.name)):
+                    stacked = hoist(bound.piece(stack.name))
+                    x, auxiliary[stack.name] = self.run_stack(stack, stacked, prepared.layers, x)
+            output = model.head(bound.piece("head"), tied, x, prepared)
+            auxiliary["head"] = output.aux
+            return objective(output, auxiliary), Sums(output.loss, auxiliary)
 
         accumulators = weights.gradient_accumulators(is_last=is_last)
         if gradient_scale is None:
             return forward(accumulators)[1], None
         _, pull_back, sums = jax.vjp(forward, accumulators, has_aux=True)
         return sums, pull_back(gradient_scale)[0]
-
-    def _forward(self, model: ModelFunctions, weights: Weights, microbatch: Batch) -> tuple[Array, Sums]:
-        """Returns (the value to differentiate, the values to report)."""
-        auxiliary = dict[str, Aux]()
-        prepared = model.prepare(microbatch)
-        x, tied = model.embed(weights.piece("embed"), prepared)
-        for stack in model.stacks:
-            with jax.named_scope(piece_scope(stack.name)):
-                stacked = hoist(weights.piece(stack.name))
-                x, auxiliary[stack.name] = self.run_stack(stack, stacked, prepared.layers, x)
-        output = model.head(weights.piece("head"), tied, x, prepared)
-        auxiliary["head"] = output.aux
-        return objective(output, auxiliary), Sums(output.loss, auxiliary)
 
 
 def _sum_over(one: Callable[[Batch], Any], batch: Batch, num_microbatches: int) -> Any:

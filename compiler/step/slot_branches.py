@@ -32,7 +32,11 @@ class SlotBranches:
             for number, run in enumerate(runs, start=1):
                 state, nothing = _at_most_once(branch == number, run, state, nothing)
             return state, nothing
-        return _one_of(branch, [lambda state: (state, nothing), *runs], state)
+        ended = [_ended(run) for run in [lambda state: (state, nothing), *runs]]
+        if len(ended) == 2:
+            leave, run = ended
+            return jax.lax.cond(branch > 0, run, leave, state)
+        return jax.lax.switch(branch, ended, state)
 
     def run_if(self, is_on: Array, run: Changes, state: Any, nothing: Any) -> tuple[Any, Any]:
         """Returns what a function makes of the state, if it is on."""
@@ -42,14 +46,6 @@ class SlotBranches:
 def either(is_on: Array, run: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
     """Returns what one of two functions gives, by a conditional: for small results."""
     return jax.lax.cond(is_on, _ended(run), _ended(otherwise))
-
-
-def _one_of(branch: Array, runs: Sequence[Changes], state: Any) -> tuple[Any, Any]:
-    ended = [_ended(run) for run in runs]
-    if len(ended) == 2:
-        leave, run = ended
-        return jax.lax.cond(branch > 0, run, leave, state)
-    return jax.lax.switch(branch, ended, state)
 
 
 def _at_most_once(is_on: Array, run: Changes, state: Any, nothing: Any) -> tuple[Any, Any]:

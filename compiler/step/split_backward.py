@@ -15,7 +15,7 @@ cut is 14 times as large as x, and with them it would be 22 times.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -391,7 +391,8 @@ def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
             return [atom.val if isinstance(atom, Literal) else made[atom] for atom in atoms]
 
         for equation in jaxpr.eqns:
-            with _scope_of(equation), equation.ctx.manager:
+            own = str(equation.source_info.name_stack)
+            with jax.named_scope(nested_scope("", own)) if own else nullcontext(), equation.ctx.manager:
                 results = operate(equation, values(equation.invars))
             made.update(zip(equation.outvars, results, strict=True))
         return values(jaxpr.outvars)
@@ -405,18 +406,9 @@ def _inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
         results = primitive.bind(*operands, **primitive.get_bind_params(equation.params))
         return results if primitive.multiple_results else [results]
 
-    shapes = [_shape_of(var) for var in closed.jaxpr.invars]
+    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]
     return jax.make_jaxpr(lambda *arguments: run(closed.jaxpr, closed.consts, arguments))(*shapes)
-
-
-def _scope_of(equation: JaxprEqn) -> AbstractContextManager[Any]:
-    own = str(equation.source_info.name_stack)
-    return jax.named_scope(nested_scope("", own)) if own else nullcontext()
 
 
 def _held(aval: Any) -> Residual:
     return Residual(aval.shape, aval.dtype, is_on_host=aval.memory_space == jax.memory.Space.Host)
-
-
-def _shape_of(var: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)

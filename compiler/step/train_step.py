@@ -24,6 +24,8 @@ from ..parallel.weights import Reduction
 from ..plan import Plan
 from ..sharding.batch import REFERENCE
 from ..sharding.state import State, initial_loss_scale, update_layouts
+from ..spec.step_spec import PrecisionSpec
+from ..target.mesh import MeshPlan
 from .forward import build_functions
 from .schedule import Batch, ModelWeights
 from .sequential import choose_schedule
@@ -61,12 +63,6 @@ def build_train_step(plan: Plan) -> TrainStep:
     return train_step
 
 
-def build_eval_step(plan: Plan) -> Callable[[Params, Batch], Array]:
-    """Returns a function (params, batch) -> float32 [summed loss, number of targets or pairs] of one global batch: of
-    cross-entropy in nats, or of an objective of pairs."""
-    return build_loss(plan, with_gradients=False)
-
-
 def build_init(plan: Plan) -> Callable[[], State]:
     """Returns a function that makes the state before the first step. Compile it with output shardings: every device
     makes its own shards."""
@@ -94,8 +90,29 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
     name, if they are due. dropout_key: None for no dropout. Gradients are accumulated in `precision.gradients` over the
     microbatches.
     """
-    of_update = update_layouts(plan.model, plan.sharding) if with_gradients else None
-    split = _over_the_mesh(plan, _build_local_loss(plan, with_gradients=with_gradients), of_update)
+    spec, tokens, schedule = plan.spec, plan.roles.tokens, choose_schedule(plan)
+    over_batch = partial(jax.lax.psum, axis_name=tokens) if tokens else lambda x: x
+    by_shard = partial(jax.lax.all_gather, axis_name=tokens) if tokens else lambda x: x[None]
+
+    def local(params: Params, batch: Batch, dropout_key: Array | None, scale: Array) -> Any:
+        weights = _model_weights(spec.precision, plan.weights, plan.mesh, params)
+        num_targets = num_compared = over_batch(jnp.sum(has_loss(batch["targets"])))
+        num_tokens: Array | float = float(spec.tokens_per_step)  # it may exceed int32
+        more = dict[str, Array]()
+        if spec.data.may_pad:
+            more[NUM_PADDING] = over_batch(jnp.sum(batch["targets"] == PADDING_TARGET))
+            num_tokens = jnp.maximum(num_tokens - more[NUM_PADDING].astype(jnp.float32), 1)
+        if spec.has_pairs:
+            more[NUM_TARGETS], num_compared = num_targets, jnp.asarray(spec.global_batch_size // 2, jnp.int32)
+        functions = build_functions(plan, num_targets, num_tokens, dropout_key)
+        sums, grads = schedule.run(functions, weights, batch, gradient_scale=scale if with_gradients else None)
+        loss = jnp.stack([over_batch(sums.loss), num_compared.astype(jnp.float32)])
+        if not with_gradients:
+            return loss
+        grads, auxiliary = pick(grads, plan.sharding.trained), jax.tree.map(over_batch, sums.auxiliary)
+        return loss, grads, auxiliary, more | ({LOSS_BY_SHARD: by_shard(sums.loss)} if spec.keeps_state else {})
+
+    split = _over_the_mesh(plan, local, update_layouts(plan.model, plan.sharding) if with_gradients else None)
 
     def over_the_mesh(params: Params, batch: Batch, dropout_key: Array | None = None, scale: Any = 1.0) -> Any:
         return split(params, batch, dropout_key, jnp.asarray(scale, jnp.float32))
@@ -103,17 +120,23 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
     return over_the_mesh
 
 
-def build_log_probs(plan: Plan) -> Callable[[Params, Batch], Array]:
+def build_log_probs(plan: Plan, *, counts_misses: bool = False) -> Callable[[Params, Batch], Array]:
     """Returns a function (params, batch) -> float32 (global_batch_size,): the sum of the log-probabilities of each
-    sequence's targets, by the number of the sequence in the global batch."""
-    split = _over_the_mesh(plan, _build_local_log_probs(plan), None, without=[REFERENCE])
-    return lambda params, batch: split(params, batch, None, jnp.zeros(()))
+    sequence's targets, by the number of the sequence in the global batch. With `counts_misses` it is float32
+    (2, global_batch_size): below them the number of targets of each sequence that another token is likelier than."""
+    tokens, schedule = plan.roles.tokens, choose_schedule(plan)
 
+    def local(params: Params, batch: Batch, dropout_key: Array | None, scale: Array) -> Array:
+        del scale
+        weights = _model_weights(plan.spec.precision, plan.weights, plan.mesh, params)
+        num_tokens = float(plan.spec.tokens_per_step)  # scales losses of layers, which are not returned
+        functions = build_functions(
+            plan, jnp.ones(()), num_tokens, dropout_key, is_by_sequence=True, counts_misses=counts_misses
+        )
+        sums, _ = schedule.run(functions, weights, batch, gradient_scale=None)
+        return jax.lax.psum(sums.loss, tokens) if tokens else sums.loss
 
-def build_scores(plan: Plan) -> Callable[[Params, Batch], Array]:
-    """Returns a function (params, batch) -> float32 (2, global_batch_size): `build_log_probs`, and the number of
-    targets of each sequence that another token is likelier than."""
-    split = _over_the_mesh(plan, _build_local_log_probs(plan, counts_misses=True), None, without=[REFERENCE])
+    split = _over_the_mesh(plan, local, None, without=[REFERENCE])
     return lambda params, batch: split(params, batch, None, jnp.zeros(()))
 
 
@@ -129,7 +152,9 @@ def _over_the_mesh(
     specs = {name: spec for name, (_, spec) in plan.batch.shapes.items() if name not in without}
     if roles.manual:
         params_specs, update_specs = (
-            jax.tree.map(lambda p: keep_axes(p, roles.manual), specs, is_leaf=_is_spec)
+            jax.tree.map(
+                lambda p: keep_axes(p, roles.manual), specs, is_leaf=lambda node: isinstance(node, PartitionSpec)
+            )
             for specs in (plan.specs["params"], of_update)
         )
         split = jax.shard_map(
@@ -150,57 +175,12 @@ def _over_the_mesh(
     return with_rows
 
 
-def _build_local_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
-    """Returns the same function for this device's part of the batch and its shards of the parameters."""
-    tokens, schedule = plan.roles.tokens, choose_schedule(plan)
-    over_batch = partial(jax.lax.psum, axis_name=tokens) if tokens else lambda x: x
-    by_shard = partial(jax.lax.all_gather, axis_name=tokens) if tokens else lambda x: x[None]
-
-    def local(params: Params, batch: Batch, dropout_key: Array | None, scale: Array) -> Any:
-        weights = _model_weights(plan, params)
-        num_targets = num_compared = over_batch(jnp.sum(has_loss(batch["targets"])))
-        num_tokens: Array | float = float(plan.spec.tokens_per_step)  # it may exceed int32
-        more = dict[str, Array]()
-        if plan.spec.data.may_pad:
-            more[NUM_PADDING] = over_batch(jnp.sum(batch["targets"] == PADDING_TARGET))
-            num_tokens = jnp.maximum(num_tokens - more[NUM_PADDING].astype(jnp.float32), 1)
-        if plan.spec.has_pairs:
-            more[NUM_TARGETS], num_compared = num_targets, jnp.asarray(plan.spec.global_batch_size // 2, jnp.int32)
-        functions = build_functions(plan, num_targets, num_tokens, dropout_key)
-        sums, grads = schedule.run(functions, weights, batch, gradient_scale=scale if with_gradients else None)
-        loss = jnp.stack([over_batch(sums.loss), num_compared.astype(jnp.float32)])
-        if not with_gradients:
-            return loss
-        grads, auxiliary = pick(grads, plan.sharding.trained), jax.tree.map(over_batch, sums.auxiliary)
-        return loss, grads, auxiliary, more | ({LOSS_BY_SHARD: by_shard(sums.loss)} if plan.spec.keeps_state else {})
-
-    return local
-
-
-def _build_local_log_probs(plan: Plan, *, counts_misses: bool = False) -> Callable[..., Any]:
-    """Returns the function of `build_log_probs` for this device's part of the batch and its shards of the
-    parameters."""
-    tokens, schedule = plan.roles.tokens, choose_schedule(plan)
-
-    def local(params: Params, batch: Batch, dropout_key: Array | None, scale: Array) -> Array:
-        del scale
-        num_tokens = float(plan.spec.tokens_per_step)  # scales losses of layers, which are not returned
-        functions = build_functions(
-            plan, jnp.ones(()), num_tokens, dropout_key, is_by_sequence=True, counts_misses=counts_misses
-        )
-        sums, _ = schedule.run(functions, _model_weights(plan, params), batch, gradient_scale=None)
-        return jax.lax.psum(sums.loss, tokens) if tokens else sums.loss
-
-    return local
-
-
-def _model_weights(plan: Plan, params: Params) -> ModelWeights:
-    """Returns this device's shards as the weights of a pass, as they are gathered."""
-    precision = plan.spec.precision
+def _model_weights(precision: PrecisionSpec, weights: Params, mesh: MeshPlan, params: Params) -> ModelWeights:
+    """Returns this device's shards as the weights of a pass, as they are gathered. weights: their plans, as a tree."""
     reduction = Reduction(jnp.dtype(precision.gradient_reduction), precision.gradients, is_last=False)
     with jax.named_scope(WORKING_PARAMETERS):
-        working = jax.tree.map(lambda weight, x: weight.encoding.encode(x), plan.weights, params)
-    return ModelWeights(params, working, plan.weights, reduction, plan.mesh.num_shards)
+        working = jax.tree.map(lambda weight, x: weight.encoding.encode(x), weights, params)
+    return ModelWeights(params, working, weights, reduction, mesh.num_shards)
 
 
 def _auxiliary_metrics(model: Model, auxiliary: dict[str, Aux]) -> dict[str, Array]:
@@ -216,7 +196,3 @@ def _auxiliary_metrics(model: Model, auxiliary: dict[str, Aux]) -> dict[str, Arr
         for stack in model.stacks
         for name, measure in stack.measures.items()
     }
-
-
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, PartitionSpec)

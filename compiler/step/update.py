@@ -18,8 +18,6 @@ import optax
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from meshloom.models import Model
-
 from ..core.partition_spec import keep_axes
 from ..core.trees import combined, leaves_by_path, nested_dict, pick
 from ..parallel.weights import assemble, is_assembled
@@ -56,7 +54,12 @@ def build_update(plan: Plan) -> Update:
         params = jax.tree.map(lambda x, stored: x.astype(stored.dtype), masters, stored_types)
         params = _assembled(plan.weights, plan.sharding, of_update, plan.specs["params"], params)
         params = combined(state["params"], params)  # frozen parameters stay
-        params = combined(params, _ruled(plan.model, plan.sharding, params, totals))
+        ruled = [p.array.path for p in plan.sharding.parameters if p.array.updated_by == "rule"]
+        now, made = leaves_by_path(params), dict[str, Array]()
+        for path in ruled:
+            rule = plan.model.rules[path]
+            made[path] = jax.vmap(rule.update)(now[path], totals[path.split("/")[0]][rule.total])
+        params = combined(params, nested_dict(made))
         new = state | {"step": state["step"] + 1, "params": params, "optimizer": optimizer}
         new |= {"master": masters} if "master" in state else {}
         is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -70,16 +73,6 @@ def build_update(plan: Plan) -> Update:
         return new, metrics
 
     return update
-
-
-def _ruled(model: Model, sharding: ShardingPlan, params: Any, totals: Totals) -> Any:
-    """Returns the parameters that rules update, after a step; a frozen parameter is not updated."""
-    ruled = [p.array.path for p in sharding.parameters if p.array.updated_by == "rule"]
-    now, made = leaves_by_path(params), dict[str, Array]()
-    for path in ruled:
-        rule = model.rules[path]
-        made[path] = jax.vmap(rule.update)(now[path], totals[path.split("/")[0]][rule.total])
-    return nested_dict(made)
 
 
 def next_loss_scale(spec: LossScaleSpec, state: dict[str, Array], is_finite: Array) -> dict[str, Array]:

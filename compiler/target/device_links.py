@@ -87,7 +87,13 @@ def _rows(placement: Placement, boxes: Sequence[Box]) -> Callable[[Box], dict[st
     on_link: Counter[tuple[int, Coordinates, int]] = Counter()
 
     def arc_of(box: Box, axis: int) -> list[int]:
-        return _arc(box[axis], sizes[names[axis]], wraps=rings[names[axis]])
+        # Along the shortest stretch of the axis that holds them all: 0, 1, 15 on a ring of 16 are 15, 16, 17.
+        members, size = box[axis], sizes[names[axis]]
+        if not rings[names[axis]]:
+            return list(members)
+        gaps = [(after - place) % size for place, after in zip(members, (*members[1:], members[0]), strict=True)]
+        first = (max(range(len(gaps)), key=lambda i: (gaps[i], i)) + 1) % len(gaps)  # after the longest gap
+        return [*members[first:], *(place + size for place in members[:first])]
 
     for box in boxes:
         for axis in _torus_axes(names, box):
@@ -127,16 +133,6 @@ def _torus_axes(names: Sequence[str], box: Box) -> list[int]:
 def _lines(box: Box, axis: int) -> Iterator[Coordinates]:
     """Yields the lines along an axis on which a box has members, as their places along the other axes."""
     return product(*(places for i, places in enumerate(box) if i != axis))
-
-
-def _arc(members: tuple[int, ...], size: int, *, wraps: bool) -> list[int]:
-    """Returns the members in order along the shortest stretch of the axis that holds them all: (0, 1, 15) on a ring of
-    16 is 15, 16, 17."""
-    if not wraps:
-        return list(members)
-    gaps = [(after - place) % size for place, after in zip(members, (*members[1:], members[0]), strict=True)]
-    first = (max(range(len(gaps)), key=lambda i: (gaps[i], i)) + 1) % len(gaps)  # after the longest gap
-    return [*members[first:], *(place + size for place in members[:first])]
 
 
 def _links(arc: list[int], size: int) -> Iterator[int]:

@@ -1,13 +1,12 @@
 """Finds the devices that a step is compiled for: this machine's, or chips that need not be attached.
 
-An NVIDIA GPU is described to XLA's compiler as a GpuTargetConfigProto in text form. Figures of `ChipSpec` are in
-`conf/target/`; those that only the compiler needs are here. Source of all of them: openxla/xla,
-xla/backends/gpu/target_config/specs, which XLA's own tools read from real devices.
+An NVIDIA GPU is described to XLA's compiler as a GpuTargetConfigProto in text form, with the figures of conf/target and
+with limits that all of these GPUs share: openxla/xla, xla/backends/gpu/target_config/specs, which XLA's own tools read
+from real devices.
 """
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -28,7 +27,7 @@ CUDA_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "-1"}
 
 # XLA finds the fastest Triton tiling by running them, which requires a device.
 WITHOUT_DEVICE: dict[str, dict[str, CompilerOption]] = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
-KIB, MIB = 2**10, 2**20
+KIB = 2**10
 
 
 def find_devices(spec: TargetSpec, target: TargetPlan) -> Sequence[Any]:
@@ -37,7 +36,12 @@ def find_devices(spec: TargetSpec, target: TargetPlan) -> Sequence[Any]:
     Raises ConfigError if the compiler for the chip is not installed, or if too few devices are attached.
     """
     if target.is_attached:
-        return _attached(target)
+        devices = jax.devices()
+        if len(devices) < target.num_devices:
+            found = f"{counted(len(devices), 'device')} {be(len(devices))} attached"
+            what = f"target {target.name} has {counted(target.num_devices, 'device')}, but {found}"
+            raise ConfigError([Problem("target", what, "use target=local for all of them")])
+        return devices[: target.num_devices]
     check_compiler(target)
     if isinstance(spec, TpuTarget):
         os.environ.update(LIBTPU_ENVIRONMENT)
@@ -67,15 +71,6 @@ def installed_compilers() -> dict[str, str]:
 def options_without_device(target: TargetPlan) -> dict[str, CompilerOption]:
     """Returns the options for compiling for chips that are not attached; the declaration's options take precedence."""
     return {} if target.is_attached else WITHOUT_DEVICE.get(target.platform, {})
-
-
-def _attached(target: TargetPlan) -> Sequence[Any]:
-    devices = jax.devices()
-    if len(devices) < target.num_devices:
-        found = f"{counted(len(devices), 'device')} {be(len(devices))} attached"
-        what = f"target {target.name} has {counted(target.num_devices, 'device')}, but {found}"
-        raise ConfigError([Problem("target", what, "use target=local for all of them")])
-    return devices[: target.num_devices]
 
 
 def _described(target: TargetPlan, platform: str, name: str, arguments: Mapping[str, Any]) -> Sequence[Any]:
@@ -109,32 +104,10 @@ _COMPILERS: dict[str, tuple[Callable[[], bool], str, str]] = {
 }
 
 
-@dataclass(frozen=True)
-class Processor:
-    """The processor of a GPU. compute_capability: (major, minor). shared_memory_bytes: the shared memory of a
-    multiprocessor. shared_memory_per_block_bytes: the most that a block may ask for."""
-
-    compute_capability: tuple[int, int]
-    num_multiprocessors: int
-    fpus_per_multiprocessor: int
-    shared_memory_bytes: int
-    shared_memory_per_block_bytes: int
-    l2_cache_bytes: int
-
-
-_HOPPER = Processor((9, 0), 132, 128, 228 * KIB, 227 * KIB, 50 * MIB)
-PROCESSORS = {
-    "a100": Processor((8, 0), 108, 64, 164 * KIB, 163 * KIB, 40 * MIB),
-    "h100": _HOPPER,
-    "h200": _HOPPER,
-    "b200": Processor((10, 0), 148, 128, 228 * KIB, 227 * KIB, 132_644_864),
-}
-
-
 def gpu_target_config(chip: ChipSpec) -> str:
-    """Returns the description of one of PROCESSORS. Its memory is the part that programs may use, as a real device
-    reports it."""
-    processor = PROCESSORS[chip.name]
+    """Returns the description of a GPU. Its memory is the part that programs may use, as a real device reports it."""
+    processor = chip.processor
+    assert processor is not None, f"{chip.name} is described as a GPU and has no processor"
     major, minor = processor.compute_capability
     fields = {
         "threads_per_block_limit": 1024,

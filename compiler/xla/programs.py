@@ -13,8 +13,9 @@ from ..sharding.batch import REFERENCE, BatchPlan
 from ..sharding.state import State
 from ..step.decode import BatchShape, batch_spec, build_decode, build_prefill, build_working, plan_cache
 from ..step.sampling import Sampling, sample
-from ..step.train_step import build_eval_step, build_init, build_log_probs, build_scores, build_train_step
+from ..step.train_step import build_init, build_log_probs, build_loss, build_train_step
 from ..target.compiler_options import Options, refused_options
+from ..target.target import TargetPlan
 from ..target.topology import options_without_device
 
 
@@ -67,39 +68,36 @@ def is_finite(state: Any) -> jax.Array:
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats]))
 
 
-def _lowerings(plan: Plan, operands: _Operands) -> dict[str, Callable[[], Any]]:
-    """Returns a function for each program, by name, that lowers it.
+PROGRAMS = ("init", "train", "evaluate", "is_finite")  # of every run; others are asked for by name
+
+
+def lower(plan: Plan, mesh: Mesh, names: Collection[str] = PROGRAMS) -> Programs:
+    """Traces and lowers the plan's programs for a mesh of devices; each is a `jax.stages.Lowered`.
 
     init: () -> state. train: (state, batch) -> (state, metrics); the state is donated unless `StepSpec.keeps_state`.
     evaluate: (params, batch) -> [summed loss, number of targets]. is_finite: state -> boolean. log_probs: (params,
     batch) -> log-probabilities of the sequences, by their numbers in the batch. scores: the same, and below them how
     many targets of each sequence are not the likeliest.
     """
-    state, one = operands.state, operands.replicated
-    tokens = {name: x for name, x in operands.batch.items() if name != REFERENCE}
-    donated = () if plan.spec.keeps_state else (0,)
-    step_layouts = (operands.shardings, one)
-    return {
-        "init": lambda: jax.jit(build_init(plan), out_shardings=operands.shardings).lower(),
-        "train": lambda: jax.jit(build_train_step(plan), donate_argnums=donated, out_shardings=step_layouts).lower(
-            state, operands.batch
-        ),
-        "evaluate": lambda: jax.jit(build_eval_step(plan), out_shardings=one).lower(state["params"], operands.batch),
-        "is_finite": lambda: jax.jit(is_finite, out_shardings=one).lower(state),
-        "log_probs": lambda: jax.jit(build_log_probs(plan), out_shardings=one).lower(state["params"], tokens),
-        "scores": lambda: jax.jit(build_scores(plan), out_shardings=one).lower(state["params"], tokens),
-    }
-
-
-PROGRAMS = ("init", "train", "evaluate", "is_finite")  # of every run; others are asked for by name
-
-
-def lower(plan: Plan, mesh: Mesh, names: Collection[str] = PROGRAMS) -> Programs:
-    """Traces and lowers the plan's programs for a mesh of devices; each is a `jax.stages.Lowered`."""
     operands = _operands(plan.abstract, plan.specs, plan.batch, mesh)
+    state, params, batch, one = operands.state, operands.state["params"], operands.batch, operands.replicated
+    tokens = {name: x for name, x in batch.items() if name != REFERENCE}
+    of_step = {"donate_argnums": () if plan.spec.keeps_state else (0,), "out_shardings": (operands.shardings, one)}
+
+    def jitted(function: Callable[..., Any], out: Any = one) -> Any:
+        return jax.jit(function, out_shardings=out)
+
+    lowerings: dict[str, Callable[[], Any]] = {
+        "init": lambda: jitted(build_init(plan), operands.shardings).lower(),
+        "train": lambda: jax.jit(build_train_step(plan), **of_step).lower(state, batch),
+        "evaluate": lambda: jitted(build_loss(plan, with_gradients=False)).lower(params, batch),
+        "is_finite": lambda: jitted(is_finite).lower(state),
+        "log_probs": lambda: jitted(build_log_probs(plan)).lower(params, tokens),
+        "scores": lambda: jitted(build_log_probs(plan, counts_misses=True)).lower(params, tokens),
+    }
     with jax.set_mesh(mesh):
-        programs = {name: lower_one() for name, lower_one in _lowerings(plan, operands).items() if name in names}
-    return _of_plan(plan, mesh, programs, operands)
+        programs = {name: lower_one() for name, lower_one in lowerings.items() if name in names}
+    return _programs(plan.preset_options, plan.spec.compiler_options, plan.target, mesh, programs, operands)
 
 
 def lower_generation(
@@ -151,7 +149,7 @@ def lower_generation(
             ),
         }
         programs = {name: lower_one() for name, lower_one in lowerings.items() if name in names}
-    return _of_plan(plan, mesh, programs, operands)
+    return _programs(plan.preset_options, plan.spec.compiler_options, plan.target, mesh, programs, operands)
 
 
 def _operands(abstract: State, specs: State, batch: BatchPlan, mesh: Mesh) -> _Operands:
@@ -160,10 +158,17 @@ def _operands(abstract: State, specs: State, batch: BatchPlan, mesh: Mesh) -> _O
     return _Operands(state, arrays, NamedSharding(mesh, PartitionSpec()))
 
 
-def _of_plan(plan: Plan, mesh: Mesh, programs: Mapping[str, Any], operands: _Operands) -> Programs:
-    left_out = refused_options(plan.preset_options, mesh.devices.flat[0])
-    options = {k: v for k, v in plan.preset_options.items() if k not in left_out} | plan.spec.compiler_options
-    without_device = {k: v for k, v in options_without_device(plan.target).items() if k not in options}
+def _programs(
+    of_presets: Options,
+    declared: Options,
+    target: TargetPlan,
+    mesh: Mesh,
+    programs: Mapping[str, Any],
+    operands: _Operands,
+) -> Programs:
+    left_out = refused_options(of_presets, mesh.devices.flat[0])
+    options = {k: v for k, v in of_presets.items() if k not in left_out} | declared
+    without_device = {k: v for k, v in options_without_device(target).items() if k not in options}
     return Programs(programs, operands.state, operands.batch, options, without_device, tuple(left_out))
 
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshloom.compiler.analysis.bubble_limit import TOO_MUCH_BUBBLE
 from meshloom.compiler.analysis.compiled_step import CompiledStep
-from meshloom.compiler.analysis.lint import TOO_EXPOSED
+from meshloom.compiler.analysis.lint import TOO_EXPOSED, TOO_MUCH_BUBBLE
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, EXPOSED, ConfigError, Problem, all_of
 from meshloom.compiler.core.format import human_bytes, human_share

@@ -98,10 +98,11 @@ class AttentionOp(ParallelOp):
     after = ("context",)
 
     def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
-        heads, platform = inputs.auto_spec(None, None, "heads", None), inputs.target.platform
+        heads, platform = inputs.sharding.auto_spec(None, None, "heads", None), inputs.target.platform
         (contexts,) = inputs.after
         exchange = next((each.chosen.parameters for each in contexts if each.site.path == site.path), None)
-        merit, budget = f"the kernel for {platform}", _budget(inputs.target, site.operands[0].shape[-1])
+        merit, head_dim = f"the kernel for {platform}", site.operands[0].shape[-1]
+        budget = _budget(inputs.target, head_dim)
         kernels = [
             Strategy(
                 name,
@@ -112,15 +113,14 @@ class AttentionOp(ParallelOp):
                     _refusal(name, site, inputs, exchange),
                     loss="attention keeps all scores in memory" if PLATFORM_OF[name] == platform else "",
                 ),
+                head_dim=head_dim,
             )
             for name in (CUDNN, SPLASH)
         ]
-        plain = Strategy(XLA, f"by {XLA}", Kernel(XLA, heads, exchange, inputs.roles.partitioner), reason=merit)
+        kernel = Kernel(XLA, heads, exchange, inputs.roles.partitioner)
+        plain = Strategy(XLA, f"by {XLA}", kernel, reason=merit, head_dim=head_dim)
         own, others = ([k for k in kernels if (PLATFORM_OF[k.name] == platform) is is_own] for is_own in (True, False))
         return (*own, plain, *others)
-
-    def head_dim(self, plan: OpPlan) -> int | None:
-        return plan.site.operands[0].shape[-1]
 
     def lower(self, plan: OpPlan) -> Lowered:
         return build_attend(plan.chosen.parameters)
@@ -174,7 +174,7 @@ def plan_backward(site: OpSite, inputs: OpInputs, exchange: Exchange | None) -> 
     """Returns how many kernels compute the gradients of splash attention, and why."""
     spec, mesh, budget = inputs.spec, inputs.mesh, _budget(inputs.target, site.operands[0].shape[-1])
     heads, head_dim = site.operands[0].shape[2:]
-    heads //= mesh.num_shards(axes_of(inputs.auto_spec(None, None, "heads", None)[2]))
+    heads //= mesh.num_shards(axes_of(inputs.sharding.auto_spec(None, None, "heads", None)[2]))
     if exchange is not None and exchange.name != ULYSSES:
         order = exchange.order
         num_queries = spec.sequence_length // (order.num_chunks if exchange.name == RING else order.num_shards)
@@ -197,14 +197,16 @@ def plan_backward(site: OpSite, inputs: OpInputs, exchange: Exchange | None) -> 
 
 def _refusal(name: str, site: OpSite, inputs: OpInputs, exchange: Exchange | None) -> str | None:
     """Returns why the kernel cannot do this run; None where it can."""
-    spec, target = inputs.spec, inputs.target
+    length, target = inputs.spec.sequence_length, inputs.target
     if PLATFORM_OF[name] != target.platform:
         return f"it does not run on {target.platform} (target {target.name})"
     if name == SPLASH:
         if exchange is not None and exchange.name != ULYSSES:
-            chunk = spec.sequence_length // exchange.order.num_chunks
-            return _chunk_refusal(chunk, exchange) if chunk % LANES else None
-        length = spec.sequence_length
+            num_chunks = exchange.order.num_chunks
+            if (chunk := length // num_chunks) % LANES == 0:
+                return None
+            why = f"chunks of {chunk} tokens are not a multiple of {LANES}"
+            return f"{why}: sequence_length has to be a multiple of {num_chunks * LANES}"
         return f"sequence_length={length} is not a multiple of {LANES}" if length % LANES else None
     return cudnn_refusal(site, inputs, None if exchange is None else exchange.name)
 
@@ -233,11 +235,6 @@ def cudnn_refusal(site: OpSite, inputs: OpInputs, exchange: ExchangeName | None)
     if spec.data.isolate_documents:
         return f"it knows no documents between parts of a sequence; {instead}"
     return None
-
-
-def _chunk_refusal(chunk: int, exchange: Exchange) -> str:
-    parts = exchange.order.num_chunks * LANES
-    return f"chunks of {chunk} tokens are not a multiple of {LANES}: sequence_length has to be a multiple of {parts}"
 
 
 def build_attend(kernel: Kernel) -> Callable[..., Array]:

@@ -161,7 +161,8 @@ def _local(site: OpSite, inputs: OpInputs, order: TokenOrder) -> _Local:
     spec, mesh = inputs.spec, inputs.mesh
     (_, _, heads, head_dim), (_, _, kv_heads, _) = (site.operands[i].shape for i in (0, 1))
     split = {
-        name: mesh.num_shards(axes_of(inputs.auto_spec(None, None, name, None)[2])) for name in ("heads", "kv_heads")
+        name: mesh.num_shards(axes_of(inputs.sharding.auto_spec(None, None, name, None)[2]))
+        for name in ("heads", "kv_heads")
     }
     length = inputs.batch.length_of_device
     return _Local(

@@ -26,7 +26,6 @@ from meshloom.models.mask import Mask, is_same_document
 from ...jax_private import cudnn, cudnn_backward_p, cudnn_forward_p
 from ...sharding.batch import TokenOrder
 from ...target.target import TargetPlan
-from ...target.topology import PROCESSORS
 from ..remat import ATTENTION_LSE, ATTENTION_RESULT, marked
 from .blocks import (
     HIDDEN,
@@ -60,7 +59,7 @@ def takes_other_values(target: TargetPlan) -> bool:
 
 
 def _is_hopper_or_later(target: TargetPlan) -> bool:
-    processor = PROCESSORS.get(target.chip.name) if target.chip else None
+    processor = target.chip.processor if target.chip else None
     return processor is not None and processor.compute_capability >= _HOPPER
 
 

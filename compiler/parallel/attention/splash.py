@@ -118,13 +118,6 @@ def _table_bytes(cut: Cut, length: int, mask: Mask) -> int:
     return 3 * max(cut.part // cut.block * (reach + 1), rows * min(cut.part // cut.block, reach + 1))
 
 
-def _used_blocks(cut: Cut, first: int, mask: Mask) -> tuple[int, int]:
-    """Returns the blocks that the kernel of these queries computes, and all of them."""
-    rows, num_keys = np.arange(first, first + cut.part, cut.block) // cut.block, (first + cut.part) // cut.block
-    num_used = int((np.minimum(rows, mask.reach(cut.block, num_keys)) + 1).sum())
-    return num_used, len(rows) * num_keys
-
-
 def _tables(cut: Cut, first: int, mask: Mask) -> Tables:
     """Returns the tables of the kernel whose first query this is."""
     queries_first, keys_first = (
@@ -133,7 +126,9 @@ def _tables(cut: Cut, first: int, mask: Mask) -> Tables:
     )
     keys_first = keys_first._replace(q_sequence=queries_first.q_sequence)  # one constant of the program
     seen = seen_blocks(np.arange(first, first + cut.part, cut.block)[None], cut.block, first + cut.part, mask)
-    return Tables(cut.block, queries_first, keys_first, mask, *_used_blocks(cut, first, mask), seen)
+    rows, num_keys = np.arange(first, first + cut.part, cut.block) // cut.block, (first + cut.part) // cut.block
+    num_used = int((np.minimum(rows, mask.reach(cut.block, num_keys)) + 1).sum())
+    return Tables(cut.block, queries_first, keys_first, mask, num_used, len(rows) * num_keys, seen)
 
 
 def mask_info(first: int, last: int, block: int, mask: Mask, *, keys_first: bool) -> MaskInfo:
@@ -199,18 +194,14 @@ def shard_tables(chunks: np.ndarray, shard: Array, queries: Array, num_keys: int
     """
     chunk = queries.shape[0] // chunks.shape[1]
     sizes = [block_size(chunk, num_keys, most=most) for most in BLOCKS]
-    made = [_tables_of_shards(chunks, chunk, num_keys, size, mask) for size in dict.fromkeys(sizes)]
+    made = [
+        (size, *tables_of(_places(chunks, chunk, size), num_keys // size, size, mask)) for size in dict.fromkeys(sizes)
+    ]
     block, forward, backward, num_used = next((each for each in made if _fits(*each[1:3])), made[-1])
     first, other = (_info([jnp.asarray(x)[shard] for x in table], queries) for table in (forward, backward))
     num_blocks = queries.shape[0] // block * (num_keys // block)
     seen = seen_blocks(_places(chunks, chunk, block) * block, block, num_keys, mask)
     return Tables(block, first, other, mask, num_used, num_blocks, seen, shard)
-
-
-def _tables_of_shards(
-    chunks: np.ndarray, chunk: int, num_keys: int, block: int, mask: Mask
-) -> tuple[int, "BlockTable", "BlockTable", int]:
-    return block, *tables_of(_places(chunks, chunk, block), num_keys // block, block, mask)
 
 
 def _places(chunks: np.ndarray, chunk: int, block: int) -> np.ndarray:

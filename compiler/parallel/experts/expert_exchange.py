@@ -122,7 +122,10 @@ def exchange_time(legs: Sequence[Leg], site: OpSite, inputs: OpInputs, num_runs:
     """Returns the time of an exchange; None where that of a collective is not known. num_runs: C above."""
     spec, sent, waited = inputs.spec, 0.0, 0.0
     is_recomputed = spec.remat.stacks.get(site.piece, spec.remat.policy) != "none"
-    hidden = _hidden_kinds(inputs)
+    overlap, target = spec.overlap, inputs.target
+    # With the declared presets, or with the one that `overlap.search` is taken to find.
+    names = overlap.flag_presets if overlap.search is None else assumed_weight_presets(overlap.flag_presets, target)
+    hidden = hidden_kinds(names, "weights", target) | hidden_kinds(names, "activations", target)
     for each in legs:
         one = each.sent
         seconds = inputs.mesh.alone_seconds(one.kind, one.bytes_each, one.mesh_axes)
@@ -132,17 +135,6 @@ def exchange_time(legs: Sequence[Leg], site: OpSite, inputs: OpInputs, num_runs:
             if wait is None:
                 continue
             sent += one.count * seconds
-            waited += one.count * seconds * (_share(wait, num_runs) if one.kind in hidden else 1.0)
+            share = 1.0 if one.kind not in hidden else 0.0 if wait in ("input", "weights") else 1.0 / num_runs
+            waited += one.count * seconds * share
     return ExchangeTime(sent, waited)
-
-
-def _share(wait: Wait, num_runs: int) -> float:
-    return 0.0 if wait in ("input", "weights") else 1.0 / num_runs
-
-
-def _hidden_kinds(inputs: OpInputs) -> frozenset[CollectiveKind]:
-    """Returns the kinds of collectives that the compiler overlaps with compute, with the declared presets, or with the
-    one that `overlap.search` is taken to find."""
-    overlap, target = inputs.spec.overlap, inputs.target
-    names = overlap.flag_presets if overlap.search is None else assumed_weight_presets(overlap.flag_presets, target)
-    return hidden_kinds(names, "weights", target) | hidden_kinds(names, "activations", target)

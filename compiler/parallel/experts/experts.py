@@ -125,7 +125,8 @@ class ExpertsOp(ParallelOp):
             none = "no mesh axis of the batch splits the experts"
             exchanges = (Strategy(name, "", refusal=Refusal(none)) for name in (RAGGED, GATHERED))
             plan = _plan(PADDED, site, inputs, sizes, rows=0, most_rows=0, filled=1.0)
-            return Strategy(PADDED, "on each device by itself", plan, is_trivial=True), *exchanges, capacity
+            alone = Strategy(PADDED, "on each device by itself", plan, is_trivial=True, has_spare_room=plan.is_dropless)
+            return alone, *exchanges, capacity
         return (*(_exchange(name, site, inputs, sizes) for name in (RAGGED, GATHERED, PADDED)), capacity)
 
     def lower(self, plan: OpPlan) -> Lowered:
@@ -152,9 +153,6 @@ class ExpertsOp(ParallelOp):
 
     def scope(self, plan: OpPlan) -> str:
         return experts_scope(plan.site.name, plan.chosen.parameters.filled)
-
-    def has_spare_room(self, plan: OpPlan) -> bool:
-        return plan.chosen.parameters.is_dropless
 
     def hiding(self, plan: OpPlan, target: TargetPlan) -> Exposed:
         del target
@@ -207,7 +205,7 @@ def _expert_axes(site: OpSite, inputs: OpInputs) -> Axes:
 def _layout(site: OpSite, inputs: OpInputs) -> ExpertLayout:
     into, out_of = (PartitionSpec(*plan.spec[-3:]) for plan in _weights(site, inputs))
     axes = inputs.roles.partitioner
-    tokens = inputs.auto_spec("batch", "sequence_parallel_length", None)
+    tokens = inputs.sharding.auto_spec("batch", "sequence_parallel_length", None)
     return ExpertLayout(tokens, keep_axes(into, axes), keep_axes(out_of, axes), axes)
 
 
@@ -243,7 +241,8 @@ def _exchange(name: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -
         GATHERED: f"all tokens gathered over {over}, {rows:,} rows of them taken: {buffer}",
     }
     legs = exchange_legs(name, sizes, rows)
-    strategy = Strategy(name, words[name], plan, sent_once(legs), refusal=refused(_refusal(name, inputs, experts)))
+    refusal = refused(_refusal(name, inputs, experts))
+    strategy = Strategy(name, words[name], plan, sent_once(legs), refusal=refusal, has_spare_room=plan.is_dropless)
     time = exchange_time(legs, site, inputs, sizes.num_runs)
     if time is None:
         return replace(strategy, reason="the first that runs here; the time of its exchanges is not known")
@@ -281,7 +280,7 @@ def _capacity(site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -> Strategy:
     plan = _plan(CAPACITY, site, inputs, sizes, rows=rows, most_rows=sizes.tokens, filled=filled)
     collectives = sent_once(exchange_legs(CAPACITY, sizes, rows)) if experts.axes else ()
     what = f"{rows:,} rows for each expert from each device, what is more is dropped"
-    return Strategy(CAPACITY, what, plan, collectives, refusal=refusal)
+    return Strategy(CAPACITY, what, plan, collectives, refusal=refusal, has_spare_room=plan.is_dropless)
 
 
 def apply_planned(

@@ -176,22 +176,18 @@ class Flow:
         if each.opcode == "while" and self.is_kept(each, path):
             return ModuleValue(of, of.by_name[each.operands[0]], path)
         if each.opcode == "parameter":
-            return self._given(value)
+            if len(callers := self.module.callers.get(value.computation.name, ())) != 1:
+                return None
+            ((around, each),) = callers
+            place = int(value.instruction.argument)
+            if each.opcode == "while":
+                place = 0 if self.is_kept(each, value.path) else -1
+            elif each.opcode == "conditional":
+                place = 1 + list(each.called).index(value.computation.name)
+            elif each.opcode not in ("call", "fusion"):
+                place = -1
+            return None if place < 0 else ModuleValue(around, around.by_name[each.operands[place]], value.path)
         return None
-
-    def _given(self, value: ModuleValue) -> ModuleValue | None:
-        """Returns the place of the argument that a parameter of a computation is, if it has one caller."""
-        if len(callers := self.module.callers.get(value.computation.name, ())) != 1:
-            return None
-        ((around, each),) = callers
-        place = int(value.instruction.argument)
-        if each.opcode == "while":
-            place = 0 if self.is_kept(each, value.path) else -1
-        elif each.opcode == "conditional":
-            place = 1 + list(each.called).index(value.computation.name)
-        elif each.opcode not in ("call", "fusion"):
-            place = -1
-        return None if place < 0 else ModuleValue(around, around.by_name[each.operands[place]], value.path)
 
     def is_kept(self, loop: Instruction, path: Path) -> bool:
         """Returns whether each iteration of a loop hands on an element of its state as it is."""

@@ -184,11 +184,15 @@ class Module:
         return found
 
     def all_within(self, name: str) -> Iterator[Instruction]:
-        """Returns the instructions of a computation and of all that it calls, each computation once."""
+        """Yields the instructions of a computation and of all that it calls, each computation once."""
+        return (each for computation in self.computations_within(name) for each in computation.instructions)
+
+    def computations_within(self, name: str) -> Iterator[Computation]:
+        """Yields a computation and all that it calls, each once."""
         seen, waiting = {name}, [name]
         while waiting:
-            for instruction in self.computations[waiting.pop()].instructions:
-                yield instruction
+            yield (computation := self.computations[waiting.pop()])
+            for instruction in computation.instructions:
                 called = [each for each in instruction.called if each in self.computations and each not in seen]
                 seen.update(called)
                 waiting += called
@@ -246,9 +250,22 @@ class _Reader:
                 raise HloError("the text does not begin with HloModule")
             self.header = line.strip()
         elif self.name:
-            self._inside(line)
+            if _END.match(line):
+                found = tuple(_instruction("\n".join(lines), at) for at, lines in self.body)
+                self.computations[self.name] = _checked(Computation(self.name, found))
+                self.name = ""
+            elif _INSTRUCTION.match(line):
+                self.body.append((self.number, [line]))
+                self._count(line)
+            else:
+                raise self._error(f"this is not read: {line.strip()[:80]}")
         elif head := _COMPUTATION.match(line):
-            self._begin(head)
+            if head[2] in self.computations:
+                raise self._error(f"there is a computation {head[2]} already")
+            self.name, self.body = head[2], []
+            if head[1] and self.entry:
+                raise self._error("there is an ENTRY already")
+            self.entry = self.name if head[1] else self.entry
         elif _TABLE.match(line):
             self.tables.append(line)
         else:
@@ -266,25 +283,6 @@ class _Reader:
         return Module(
             module_name(self.header), self.header, tuple(self.tables), MappingProxyType(self.computations), self.entry
         )
-
-    def _inside(self, line: str) -> None:
-        if _END.match(line):
-            found = tuple(_instruction("\n".join(lines), at) for at, lines in self.body)
-            self.computations[self.name] = _checked(Computation(self.name, found))
-            self.name = ""
-        elif _INSTRUCTION.match(line):
-            self.body.append((self.number, [line]))
-            self._count(line)
-        else:
-            raise self._error(f"this is not read: {line.strip()[:80]}")
-
-    def _begin(self, head: re.Match[str]) -> None:
-        if head[2] in self.computations:
-            raise self._error(f"there is a computation {head[2]} already")
-        self.name, self.body = head[2], []
-        if head[1] and self.entry:
-            raise self._error("there is an ENTRY already")
-        self.entry = self.name if head[1] else self.entry
 
     def _count(self, line: str) -> None:
         """Counts brackets, so that an instruction is open until all of its own are closed: attributes and constants run

@@ -212,8 +212,14 @@ class _Walk:
             return self._conditional(each, operands, times)
         if opcode in ("call", "fusion"):
             return self.run(self._called(each), operands, times=times)
-        if opcode == "custom-call":
-            return self._custom(each, around, values, operands, times)
+        # On TPUs what starts or ends a transfer is a custom call, with the collective among its operands.
+        target = each.attribute("custom_call_target") or ""
+        moved = [name for name in each.operands if around.by_name[name].opcode in COLLECTIVES]
+        if target == "AsyncCollectiveDone" and moved:
+            return values[moved[0]]
+        if target == "AsyncCollectiveStart" and moved:
+            others = len(elements_of(each.type_text) or ()) - 2
+            return [operands[0], values[moved[0]], *([self.different] * max(0, others))]
         return self._computed(each, around, operands, times)
 
     def _conditional(self, each: Instruction, operands: Sequence[Value], times: float) -> Value:
@@ -237,25 +243,6 @@ class _Walk:
             one = Repeated(each, self._within, flops, classes)
             _add({(id(each), self._within, id(classes)): one}, self.found, times)
         return classes
-
-    def _custom(
-        self,
-        each: Instruction,
-        around: Computation,
-        values: Mapping[str, Value],
-        operands: Sequence[Value],
-        times: float,
-    ) -> Value:
-        """Returns the value of a custom call. What starts or ends a transfer on TPUs has the collective among its
-        operands."""
-        target = each.attribute("custom_call_target") or ""
-        moved = [name for name in each.operands if around.by_name[name].opcode in COLLECTIVES]
-        if target == "AsyncCollectiveDone" and moved:
-            return values[moved[0]]
-        if target == "AsyncCollectiveStart" and moved:
-            others = len(elements_of(each.type_text) or ()) - 2
-            return [operands[0], values[moved[0]], *([self.different] * max(0, others))]
-        return self._computed(each, around, operands, times)
 
     def _loop(self, each: Instruction, around: Computation, given: Value, times: float) -> Value:
         """Returns the state of a loop: what is the same at its start and stays the same in each iteration."""

@@ -8,7 +8,7 @@ All devices of a group have to come to a collective. Within one stage they take 
 where the predicate is the same on all of them, which has to follow from the text (alike.py).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..hlo import Computation, HloError, Instruction, Module
@@ -34,33 +34,17 @@ def find_divergent(module: Module, stage_of: Sequence[int]) -> tuple[Divergent, 
     Raises HloError for an unknown form of replica groups."""
     predicates = find_predicates(module)
     found: dict[tuple[str, str], Divergent] = {}
-    for conditional in _conditionals(module):
-        for name in conditional.called:
-            for collective, around in _collectives(module, name):
-                for group in _groups(collective, around, module, len(stage_of)):
-                    stages = sorted({stage_of[device] for device in group})
-                    if len(stages) > 1 and not _is_same(predicates.get(conditional.name), group):
-                        key = collective.name, conditional.name
-                        found.setdefault(key, Divergent(collective, conditional, tuple(stages)))
+    instructions = (each for computation in module.computations.values() for each in computation.instructions)
+    for conditional in (each for each in instructions if each.opcode == "conditional"):
+        within = (around for name in conditional.called for around in module.computations_within(name))
+        collectives = ((each, around) for around in within for each in around.instructions)
+        for collective, around in ((each, around) for each, around in collectives if collective_kind(each.opcode)):
+            for group in _groups(collective, around, module, len(stage_of)):
+                stages = sorted({stage_of[device] for device in group})
+                if len(stages) > 1 and not _is_same(predicates.get(conditional.name), group):
+                    key = collective.name, conditional.name
+                    found.setdefault(key, Divergent(collective, conditional, tuple(stages)))
     return tuple(found.values())
-
-
-def _conditionals(module: Module) -> Iterator[Instruction]:
-    for computation in module.computations.values():
-        yield from (each for each in computation.instructions if each.opcode == "conditional")
-
-
-def _collectives(module: Module, name: str) -> Iterator[tuple[Instruction, Computation]]:
-    """Yields the collectives of a computation and of all that it calls, each where it begins."""
-    seen, waiting = {name}, [name]
-    while waiting:
-        computation = module.computations[waiting.pop()]
-        for each in computation.instructions:
-            if collective_kind(each.opcode):
-                yield each, computation
-            called = [one for one in each.called if one in module.computations and one not in seen]
-            seen.update(called)
-            waiting += called
 
 
 def _groups(collective: Instruction, around: Computation, module: Module, num_devices: int) -> ReplicaGroups:

@@ -155,7 +155,16 @@ def _moved_bytes(instruction: Instruction, around: Computation, module: Module) 
         return instruction.num_bytes + sum(_bytes_of(name, around) for name in instruction.operands)
     inner = module.computations[instruction.called[0]]
     flow = Flow(module)
-    return sum(_read_of(parameter, inner, flow) for parameter in inner.parameters) + _written(inner, flow)
+    root = inner.root
+    paths = [(place,) for place in range(len(root.operands))] if root.opcode == "tuple" else [()]
+    outputs = (flow.origin(ModuleValue(inner, root, path), through=NAMES_IN_FUSION, within=inner) for path in paths)
+    moved = sum(_read_of(parameter, inner, flow) for parameter in inner.parameters)
+    for each in outputs:
+        if each.instruction.opcode == "dynamic-update-slice":  # it writes the update of an array alone
+            moved += _bytes_of(each.instruction.operands[1], each.computation)
+        else:
+            moved += each.array.num_bytes if each.array else each.instruction.num_bytes
+    return moved
 
 
 def _read_of(parameter: Instruction, inner: Computation, flow: Flow) -> int:
@@ -171,21 +180,6 @@ def _read_of(parameter: Instruction, inner: Computation, flow: Flow) -> int:
         elif use.reader.opcode != "dynamic-update-slice":
             return parameter.num_bytes
     return read if uses else parameter.num_bytes
-
-
-def _written(inner: Computation, flow: Flow) -> int:
-    """Returns the bytes that a fusion writes: the update of an array that it updates in place."""
-    root = inner.root
-    paths = [(place,) for place in range(len(root.operands))] if root.opcode == "tuple" else [()]
-    outputs = (flow.origin(ModuleValue(inner, root, path), through=NAMES_IN_FUSION, within=inner) for path in paths)
-    return sum(
-        _bytes_of(each.instruction.operands[1], each.computation)
-        if each.instruction.opcode == "dynamic-update-slice"
-        else each.array.num_bytes
-        if each.array
-        else each.instruction.num_bytes
-        for each in outputs
-    )
 
 
 def instruction_kind(instruction: Instruction, module: Module, ops: Sequence[KernelOwner] = ()) -> ComputeKind:

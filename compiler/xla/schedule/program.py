@@ -234,7 +234,9 @@ class _Reader:
             seen.add(name)
             if each.opcode == "fusion" and self._targets(each) & {"AsyncCollectiveStart"}:
                 return name
-            if each.opcode in SAME_ELEMENTS | {"get-tuple-element", "tuple", "while"} or self._inside_fusion(each):
+            if each.opcode in SAME_ELEMENTS | {"get-tuple-element", "tuple", "while"} or (
+                each.opcode == "fusion" and self._inside(each) is not None
+            ):
                 names += each.operands
         return done.name
 
@@ -243,9 +245,6 @@ class _Reader:
         result = ModuleValue(inner.computation, inner.instruction)
         uses = Flow(self.module).uses(result, within=inner.computation)
         return bool(uses) and all(use.reader.opcode in BLOCKS and not use.is_result for use in uses)
-
-    def _inside_fusion(self, instruction: Instruction) -> bool:
-        return instruction.opcode == "fusion" and self._inside(instruction) is not None
 
     def _targets(self, instruction: Instruction) -> set[str | None]:
         computations = [self.module.computations[name] for name in instruction.called]

@@ -3,7 +3,7 @@
 import pytest
 
 from conftest import plan_of
-from meshloom.compiler.analysis.bubble_limit import TOO_MUCH_BUBBLE, find_too_much_bubble
+from meshloom.compiler.analysis.lint import TOO_MUCH_BUBBLE, find_too_much_bubble
 from meshloom.compiler.core.known import Unknown, each_known
 from support import reports
 
@@ -15,11 +15,15 @@ def waiting(share: float | Unknown):
     return reports.fits()[0].step.model_copy(update={"bubble_fraction": share, "bubble_seconds": seconds})
 
 
+def bubble_finding(plan, step):
+    return find_too_much_bubble(plan.spec.pipeline.max_bubble, plan.pipeline, step)
+
+
 def test_only_a_bubble_above_the_limit_is_a_finding():
     plan = plan_of(*STAGED, "pipeline.max_bubble=0.2")
-    assert find_too_much_bubble(plan, waiting(0.2)) is None
-    assert find_too_much_bubble(plan_of(*STAGED), waiting(0.9)) is None
-    found = find_too_much_bubble(plan, waiting(0.21))
+    assert bubble_finding(plan, waiting(0.2)) is None
+    assert bubble_finding(plan_of(*STAGED), waiting(0.9)) is None
+    found = bubble_finding(plan, waiting(0.21))
     assert found is not None
     assert found.rule == TOO_MUCH_BUBBLE
     assert "21.0 %" in found.what
@@ -27,7 +31,7 @@ def test_only_a_bubble_above_the_limit_is_a_finding():
 
 
 def test_a_bubble_that_is_not_known_does_not_meet_a_limit():
-    found = find_too_much_bubble(plan_of(*STAGED, "pipeline.max_bubble=0.2"), waiting(Unknown("no table")))
+    found = bubble_finding(plan_of(*STAGED, "pipeline.max_bubble=0.2"), waiting(Unknown("no table")))
     assert found is not None
     assert "not known" in found.what
 
@@ -36,4 +40,4 @@ def test_a_bubble_that_is_not_known_does_not_meet_a_limit():
 def test_a_setting_without_stages_is_told(setting):
     plan = plan_of(f"pipeline.{setting}")
     assert [problem.where for problem in plan.warnings] == [f"pipeline.{setting.split('=')[0]}"]
-    assert find_too_much_bubble(plan, waiting(0.9)) is None
+    assert bubble_finding(plan, waiting(0.9)) is None

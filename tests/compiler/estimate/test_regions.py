@@ -73,7 +73,7 @@ def matmuls_then_sum(t, x, w):
 
 def test_each_branch_counts_in_the_trips_that_run_it(plan):
     step = regions_of(plan, loop(matmuls_then_sum))
-    (part,) = plan_roofline(plan, step, None)
+    (part,) = plan_roofline(plan.model.stacks, plan.mesh, step, None)
     assert (part.name, part.flops) == ("layers (x3)", 3 * MATMUL)
     assert part.hbm_bytes == 3 * (3 * SQUARE) + 2 * SQUARE + TRIPS * COUNTER
     assert part.link_bytes == 2 * SQUARE * (FSDP - 1) // FSDP
@@ -132,7 +132,7 @@ def test_stages_run_what_is_theirs_and_the_slowest_counts(plan):
     step = regions_of(plan, loop(trip), num_stages=2)
     executions = [region.executions for region in step.walk()]
     assert executions == [(1,), (TRIPS,), (0, TRIPS), (TRIPS, 0)]
-    (part,) = plan_roofline(plan, step, None)
+    (part,) = plan_roofline(plan.model.stacks, plan.mesh, step, None)
     assert part.flops == TRIPS * MATMUL
     assert [one.count for one in plan_communication(plan, step)] == [TRIPS]
     compute, exposed = time_of(step)
@@ -155,7 +155,7 @@ def test_stages_run_what_a_table_says(plan):
     found = regions_of(plan, step, num_stages=2)
     (_, _, _, forward, _, backward) = (region.executions for region in found.walk())
     assert (forward, backward) == (pytest.approx((3, 2)), pytest.approx((1, 1)))
-    assert find_unknown(plan, found) == ()
+    assert find_unknown(plan.model.stacks, found) == ()
 
 
 def time_of_matmuls(costs: Costs, permute: float = 0.0) -> StepTime[float]:
@@ -239,9 +239,9 @@ def test_a_branch_that_data_chooses_counts_as_often_as_the_others_and_is_named(p
         return lax.switch(x[0, 0].astype(int), [lambda: x @ w, lambda: x @ w @ w, lambda: x])
 
     step = regions_of(plan, loop(trip))
-    (part,) = plan_roofline(plan, step, None)
+    (part,) = plan_roofline(plan.model.stacks, plan.mesh, step, None)
     assert part.flops == TRIPS * (1 + 2) * MATMUL // 3
-    (one,) = find_unknown(plan, step)
+    (one,) = find_unknown(plan.model.stacks, step)
     assert str(one).startswith("cond at tests/compiler/estimate/test_regions.py:")
     assert str(one).endswith("in layers: which of its 3 branches runs depends on data; "
                              "each is counted as often as the others")  # fmt: skip

@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec
 
 from conftest import plan_of
 from meshloom.compiler.core.trees import leaves_by_path
-from meshloom.compiler.optim.optimizers import stored_in
-from meshloom.compiler.optim.parameter_kinds import parameter_kind
+from meshloom.compiler.optim.optimizers import parameter_kind, stored_in
 
 RATE, NUM_STEPS = 0.01, 4
 FIXED = ("schedule=constant", "schedule.num_warmup_steps=0", f"optimizer.learning_rate={RATE}",
