@@ -167,7 +167,7 @@ def _programs(
     operands: _Operands,
 ) -> Programs:
     left_out = refused_options(of_presets, mesh.devices.flat[0])
-    options = {k: v for k, v in of_presets.items() if k not in left_out} | declared
+    options = {**{k: v for k, v in of_presets.items() if k not in left_out}, **declared}
     without_device = {k: v for k, v in options_without_device(target).items() if k not in options}
     return Programs(programs, operands.state, operands.batch, options, without_device, tuple(left_out))
 
