@@ -16,7 +16,6 @@ from pathlib import Path
 import chaos
 import faults
 import memory_accuracy
-import peer
 import pipelines
 import playbook
 import published
@@ -33,8 +32,9 @@ def _published(table: Callable[..., str], *files: Path) -> Callable[[], str]:
 
 
 OF_ROWS = {  # the mark in a page, and the name of rows.py
-    "context-estimates": "context", "adapters-estimates": "adapters",
-    **{name.replace("_", "-"): name for name in rows.TABLES if name not in ("context", "adapters")},
+    "adapters-estimates": "adapters", "adapters-compiled": "adapters_compiled",
+    "pipelines-compiled": "pipelines_compiled", "pipelines-memory": "pipelines_memory",
+    "published-pipelines": "published_pipelines",
 }  # fmt: skip
 TABLES: dict[str, Callable[[], str]] = {
     "published-errors": _published(published.errors_table, published.KEPT),
@@ -43,7 +43,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "published-declarations": published.declarations_table,
     "estimates": _published(published.estimates_table, published.KEPT, published.ESTIMATES),
     "playbook": lambda: playbook.table(read_kept(playbook.KEPT), is_staged=True),
-    "peer": lambda: peer.table(read_lines(peer.KEPT)),
     "tune": lambda: tune.table(read_kept(tune.KEPT)),
     "memory": lambda: memory_accuracy.table(read_lines(memory_accuracy.KEPT)),
     "chaos": lambda: chaos.table(read_lines(chaos.KEPT)),

@@ -136,29 +136,28 @@ def facts_of(report: dict[str, Any]) -> dict[str, Any]:
 
 def table(kept: Rows) -> str:
     columns = (
-        "model, target, batch", "candidates", "searched in", "the first", "estimated", "compiled", "GiB estimated",
-        "compiled", "fits", "behind the best compiled", "too large: GiB estimated", "compiled",
+        "model, target, batch", "candidates", "the first", "GiB estimated", "compiled", "fits",
+        "too large: GiB estimated", "compiled",
     )  # fmt: skip
     return markdown(columns, (_cells(row, kept[row.overrides], kept) for row in ROWS if row.overrides in kept))
 
 
 def _cells(row: Row, answer: Facts, kept: Rows) -> list[str]:
     first, too_large = answer["best"][0], answer["too_large"]
-    compiled = [kept.get(as_compiled(row, one)) for one in answer["best"]]
-    own = compiled[0]
-    known = [one["predicted_seconds"] for one in compiled if one and one["fits"] and one["predicted_seconds"]]
-    step = f"{own['predicted_seconds']:.2f} s" if own and own["predicted_seconds"] else "" if own is None else "none"
-    behind = f"{own['predicted_seconds'] / min(known) - 1:.1%}" if own and own["predicted_seconds"] and known else ""
+    own = kept.get(as_compiled(row, first))
     per_chip = 2 if "tpu7x" in row.target else 1  # its devices: reports count memory by chip
-    fits = "" if own is None else "yes" if own["fits"] else "no"
     chosen = " ".join(filter(None, map(_short, first["overrides"])))
     refused = kept.get(as_compiled(row, too_large)) if too_large else None
-    return [row.name, f"{answer['num_candidates']:,}", f"{answer['search_seconds']:.0f} s", f"`{chosen}`",
-             f"{first['compute_seconds'] + sum(first['exposed_seconds'].values()):.2f} s", step,
-             f"{gib(first['peak_bytes'])}", _gib(own, per_chip), fits,
-             f"{behind} of {len(known)}" * (len(known) > 1),
-             f"{gib(too_large['peak_bytes'])}" if too_large else "none",
-             _gib(refused, per_chip) + (", fits" if refused and refused["fits"] else "")]  # fmt: skip
+    return [
+        row.name,
+        f"{answer['num_candidates']:,}",
+        f"`{chosen}`",
+        gib(first["peak_bytes"]),
+        _gib(own, per_chip),
+        "" if own is None else "yes" if own["fits"] else "no",
+        gib(too_large["peak_bytes"]) if too_large else "none",
+        _gib(refused, per_chip) + (", fits" if refused and refused["fits"] else ""),
+    ]
 
 
 def _short(text: str) -> str:
