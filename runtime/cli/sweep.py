@@ -26,9 +26,10 @@ from ..processes.process_log import say
 from ..rundir.run_lock import only_run_in
 from ..rundir.run_record import link_latest
 from ..sweep.engine import Engine, open_sweep
-from ..sweep.hydra_points import launching, subdirectory
-from ..sweep.rows import SWEEP_COMMANDS, SweepCommand
-from ..sweep.settings import cluster_settings, pool_settings
+from ..sweep.hydra_points import launching
+from ..sweep.pool import pool_settings
+from ..sweep.rows import POINT_NAME, SWEEP_COMMANDS, SweepCommand
+from ..sweep.submitted import cluster_settings
 from ..tune.search import compare_targets, search_into
 from ..tune.variants import find_space
 from .in_directory import run_in_directory
@@ -82,7 +83,8 @@ def _run(engine: Engine, flags: argparse.Namespace) -> None:
     asked = engine.asked
     named = [override(SWEEP_DIR, str(engine.directory.absolute()))]
     if not engine.is_named_by_user:
-        named.append(f"{SUBDIRECTORY}={in_quotes(subdirectory(list(asked.axes)))}")
+        by_overrides = f'${{{POINT_NAME}:${{hydra.overrides.task}},"{" ".join(asked.axes)}"}}'
+        named.append(f"{SUBDIRECTORY}={in_quotes(by_overrides)}")
     kept = [text for text in asked.request.overrides if overridden_key(text) != SWEEP_DIR]
     request = Request((*kept, *named), asked.request.config_name, asked.request.config_path)
     with launching(engine) as task:

@@ -94,6 +94,12 @@ def value_of(row: Row, figure: Figure) -> float | None:
     return figure.of(row.figures) if row.figures else None
 
 
+def text_of(row: Row, figure: Figure) -> str:
+    """Returns the figure of a point as text; "" if it is unknown."""
+    value = value_of(row, figure)
+    return "" if value is None else figure.human(value)
+
+
 def best_first(rows: Iterable[Row], figure: Figure) -> list[Row]:
     """Returns the points that are done, the best first; then the others.
 

@@ -28,6 +28,7 @@ from .figures import (
     name_of,
     pareto_front,
     swept_keys,
+    text_of,
     typed_value,
     value_of,
 )
@@ -47,19 +48,26 @@ def render_sweep(sweep: Sweep, page: Path, *, sort: str | None = None) -> str:
     environment = _environment()
     script = "\n".join(template_source(environment, name) for name in SCRIPTS)
     style = "\n".join(template_source(environment, name) for name in ("page.css", "sweep.css"))
-    best = best_of(sweep.rows, figure)
+    best, keys = best_of(sweep.rows, figure), swept_keys(sweep.file, sweep.rows)
     data = page_data(sweep, page, figure)
+    over = ", ".join(keys) if 0 < len(keys) <= 3 else counted(len(keys), "key")
+    done = [row.figures for row in sweep.rows if row.status == "done" and row.figures]
+    values = [key["values"] for key in data["keys"]]
+    has_numbers = any(len(each) > 1 and all(map(_is_number, each)) for each in values)
     return environment.get_template("sweep.html.jinja").render(
         sweep=sweep,
-        title=_title(sweep),
+        title=f"{counted(len(sweep.rows), 'point')} over {over}",
         figure=figure,
         best=best,
         best_name=name_of(best) if best else "",
-        best_value=_text(best, figure),
+        best_value=text_of(best, figure) if best else "unknown",
         facts=_facts(sweep, best, figure),
         reasons=[(STATUS_TEXT[status], why, number) for status, why, number in count_reasons(sweep.rows)],
         has={name: bool(data[name]) for name in ("keys", "curves", "front", "chips")}
-        | {"bars": _has_bars(sweep.rows), "numbers": bool(data["figures"]) and any(map(_is_of_numbers, data["keys"]))},
+        | {
+            "bars": any(figures.compute_seconds is not None for figures in done),
+            "numbers": bool(data["figures"]) and has_numbers,
+        },
         data=data,
         script=script,
         style=style,
@@ -77,6 +85,7 @@ def page_data(sweep: Sweep, page: Path, figure: Figure) -> dict[str, Any]:
     values = {key: [typed_value(row, key) for row in rows] for key in keys}
     as_typed = sorted(rows, key=lambda row: row.index)
     order = {key: in_value_order([typed_value(row, key) for row in as_typed]) for key in keys}
+    place_in = {key: {value: place for place, value in enumerate(order[key])} for key in keys}
     reasons = list(dict.fromkeys(row.why or "" for row in rows))
     number_of = {reason: number for number, reason in enumerate(reasons)}
     place_of = {row.index: place for place, row in enumerate(rows)}
@@ -92,7 +101,7 @@ def page_data(sweep: Sweep, page: Path, figure: Figure) -> dict[str, Any]:
         "reasons": reasons,
         "points": {
             "index": [row.index for row in rows],
-            "values": [_numbers(values[key], order[key]) for key in keys],
+            "values": [[place_in[key][value] for value in values[key]] for key in keys],
             "status": [row.status for row in rows],
             "why": [number_of[row.why or ""] for row in rows],
             "link": [_link(row, page.parent, directories) for row in rows],
@@ -110,10 +119,6 @@ def page_data(sweep: Sweep, page: Path, figure: Figure) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _is_of_numbers(key: Mapping[str, Any]) -> bool:
-    return len(key["values"]) > 1 and all(map(_is_number, key["values"]))
-
-
 def _is_number(text: str) -> bool:
     try:
         return math.isfinite(float(text))
@@ -123,13 +128,11 @@ def _is_number(text: str) -> bool:
 
 def front_of(rows: Sequence[Row]) -> list[Row]:
     """Returns the points that no other point beats in both step time and memory, the fastest first."""
-    step, memory = FIGURES["step_seconds"], FIGURES["peak_bytes"]
     known = [
-        (row, (seconds, num_bytes))
+        (row, (row.figures.step_seconds, row.figures.peak_bytes))
         for row in rows
-        if row.status == "done"
-        and (seconds := value_of(row, step)) is not None
-        and (num_bytes := value_of(row, memory)) is not None
+        if row.status == "done" and row.figures
+        if row.figures.step_seconds is not None and row.figures.peak_bytes is not None
     ]
     return [known[index][0] for index in pareto_front([place for _, place in known])]
 
@@ -143,11 +146,6 @@ def in_value_order(values: Sequence[str]) -> list[str]:
         return once
 
 
-def _numbers(values: Sequence[str], order: Sequence[str]) -> list[int]:
-    number_of = {value: number for number, value in enumerate(order)}
-    return [number_of[value] for value in values]
-
-
 def _rounded(value: float | None) -> float | None:
     return value if value is None or isinstance(value, int) else float(f"{value:.6g}")
 
@@ -155,11 +153,10 @@ def _rounded(value: float | None) -> float | None:
 def _link(row: Row, start: Path, directories: Mapping[int, Path]) -> str | None:
     """Returns the address of a point's report, or of the report of the point that compiled the same program; if there
     is none, that of its directory. None if there is neither. start: the page's directory."""
-    indices = (index for index in (row.index, row.same_as) if index is not None)
+    indices = (row.index, row.index if row.same_as is None else row.same_as)
     places = [directories[index] for index in indices if index in directories]
-    reports = [place / REPORT for place in places if (place / REPORT).is_file()]
-    found = next(iter([*reports, *(place for place in places[:1] if place.is_dir())]), None)
-    if found is None:
+    found = next((place / REPORT for place in places if (place / REPORT).is_file()), places[0] if places else None)
+    if found is None or not found.exists():
         return None
     address = quote(Path(os.path.relpath(found.resolve(), start.resolve())).as_posix())
     return f"./{address}{'/' if found.is_dir() else ''}"  # ./: so that a name with a colon is not read as a protocol
@@ -169,49 +166,27 @@ def _facts(sweep: Sweep, best: Row | None, figure: Figure) -> list[tuple[str, st
     """Returns names, values and details of the facts that a reader wants first."""
     done = sum(row.status == "done" for row in sweep.rows)
     short = sum(row.status == "does_not_fit" for row in sweep.rows)
-    total = sweep.file.num_points or len(sweep.rows)
-    left = total - len(sweep.rows)
-    rest = len(sweep.rows) - done - short
-    parts = [f"{short:,} too large for their chips", f"{rest:,} not done for other reasons", f"{left:,} left"]
-    said = ", ".join(text for text, number in zip(parts, (short, rest, left), strict=True) if number) or "all of them"
+    total, rest = sweep.file.num_points or len(sweep.rows), len(sweep.rows) - done - short
+    parts = {"too large for their chips": short, "not done for other reasons": rest, "left": total - len(sweep.rows)}
+    said = ", ".join(f"{number:,} {text}" for text, number in parts.items() if number) or "all of them"
     facts = [("Points done", f"{done:,} of {total:,}", said)]
-    if best is None or best.figures is None:
+    rate = ("tokens_per_second_per_chip", "tokens/s per chip")
+    details = {  # of the figures of the best point: another figure, and what it is
+        "step_seconds": ("step", *rate),
+        "mfu": ("MFU", *rate),
+        "exposed_share": ("exposed communication", "exposed_seconds", "of a step"),
+        "peak_bytes": ("memory", "memory_share", "of the limit of one chip"),
+        "evaluation_loss": ("held-out loss", "", ""),
+        "cost_per_million_tokens": ("cost of a million tokens", "", ""),
+    }
+    if best is None:
         return facts
-    for name in ("step_seconds", "mfu", "exposed_share", "peak_bytes", "evaluation_loss", "cost_per_million_tokens"):
-        one = FIGURES[name]
-        if one is not figure and value_of(best, one) is not None and len(facts) < 4:
-            facts.append((f"Its {_TITLES[name]}", _text(best, one), _detail(best, name)))
+    for name, (title, other, words) in details.items():
+        if name != figure.name and (text := text_of(best, FIGURES[name])) and len(facts) < 4:
+            facts.append(
+                (f"Its {title}", text, f"{text_of(best, FIGURES[other]) or 'unknown'} {words}" if other else "")
+            )
     return facts
-
-
-_TITLES = {"step_seconds": "step", "mfu": "MFU", "exposed_share": "exposed communication", "peak_bytes": "memory",
-           "evaluation_loss": "held-out loss", "cost_per_million_tokens": "cost of a million tokens"}  # fmt: skip
-
-
-def _detail(row: Row, name: str) -> str:
-    """Returns the context of a figure of the best point, such as the memory limit."""
-    if name == "peak_bytes":
-        return f"{_text(row, FIGURES['memory_share'])} of the limit of one chip"
-    if name == "exposed_share":
-        return f"{_text(row, FIGURES['exposed_seconds'])} of a step"
-    if name in ("mfu", "step_seconds"):
-        return f"{_text(row, FIGURES['tokens_per_second_per_chip'])} tokens/s per chip"
-    return ""
-
-
-def _text(row: Row | None, figure: Figure) -> str:
-    value = value_of(row, figure) if row else None
-    return "unknown" if value is None else figure.human(value)
-
-
-def _has_bars(rows: Sequence[Row]) -> bool:
-    return any(row.status == "done" and row.figures and row.figures.compute_seconds is not None for row in rows)
-
-
-def _title(sweep: Sweep) -> str:
-    keys = swept_keys(sweep.file, sweep.rows)
-    over = ", ".join(keys) if 0 < len(keys) <= 3 else counted(len(keys), "key")
-    return f"{counted(len(sweep.rows), 'point')} over {over}"
 
 
 @cache

@@ -8,7 +8,8 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -48,6 +49,11 @@ class Sweep:
     is_running: bool
     notes: tuple[str, ...]
 
+    @property
+    def num_left(self) -> int:
+        """Returns how many points have no row yet."""
+        return max(0, (self.file.num_points or 0) - len(self.rows))
+
 
 def read_sweep(directory: Path) -> Sweep:
     """Returns the sweep of a directory. Raises ConfigError if there is none, or its files are damaged.
@@ -58,42 +64,19 @@ def read_sweep(directory: Path) -> Sweep:
     file = _sweep_file(directory / SWEEP_FILE)
     find_figure(file.objective, where=f"{directory / SWEEP_FILE}: objective")
     rows, notes = _rows(directory / ROWS_FILE)
-    is_running = is_held(directory)
-    num_left = (file.num_points or 0) - len(rows)
-    if is_running:
-        notes.append("the sweep is running" + (f", {counted(num_left, 'point')} left" if num_left > 0 else ""))
-    elif num_left > 0:
-        verb = "has" if num_left == 1 else "have"
-        notes.append(f"{counted(num_left, 'point')} {verb} no row: the sweep was stopped; {_AGAIN}")
-    return Sweep(directory, file, rows, is_running, tuple(notes))
+    sweep = Sweep(directory, file, rows, is_held(directory), ())
+    left = counted(sweep.num_left, "point")
+    if sweep.is_running:
+        notes.append("the sweep is running" + (f", {left} left" if sweep.num_left else ""))
+    elif sweep.num_left:
+        notes.append(f"{left} {'has' if sweep.num_left == 1 else 'have'} no row: the sweep was stopped; {_AGAIN}")
+    return replace(sweep, notes=tuple(notes))
 
 
 def _sweep_file(path: Path) -> SweepFile:
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise ConfigError([_no_sweep(path)]) from None
-    except OSError as error:
-        raise ConfigError([Problem(str(path), f"cannot be read: {error.strerror}", "make it readable")]) from None
-    _check_version(path, content)
-    try:
-        return SweepFile.model_validate_json(content)
-    except ValidationError as error:
-        raise ConfigError([_damaged(path, _first(error))]) from None
-
-
-def _no_sweep(path: Path) -> Problem:
-    directory = path.parent
-    what = f"there is no {SWEEP_FILE} in it, so this is not the directory of a sweep"
-    if (directory / SPEC).exists():
-        return Problem(str(directory), f"{what}: it is that of one run", f"try `meshloom runs {directory}`")
-    below = sorted(found.parent for found in directory.glob(f"*/{SWEEP_FILE}"))
-    below = below or sorted(found.parent for found in directory.glob(f"*/*/{SWEEP_FILE}"))
-    near = f"the newest sweep in it is {below[-1]}" if below else "`meshloom runs` lists the sweeps of this machine"
-    return Problem(str(directory), what, near)
-
-
-def _check_version(path: Path, content: bytes) -> None:
+    content = _content(path)
+    if content is None:
+        raise ConfigError([_no_sweep(path.parent)])
     try:
         value = parse_json(content)
     except ValueError:
@@ -104,36 +87,48 @@ def _check_version(path: Path, content: bytes) -> None:
     if found != SCHEMA_VERSION:
         what = f"schema_version is {found}, and this version of meshloom reads {SCHEMA_VERSION}"
         raise ConfigError([Problem(str(path), what, "make the sweep again, or use the version that wrote it")])
+    try:
+        return SweepFile.model_validate_json(content)
+    except ValidationError as error:
+        raise ConfigError([_damaged(path, _first(error))]) from None
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError([Problem(str(path), f"cannot be read: {error.strerror}", "make it readable")]) from None
+
+
+def _no_sweep(directory: Path) -> Problem:
+    what = f"there is no {SWEEP_FILE} in it, so this is not the directory of a sweep"
+    if (directory / SPEC).exists():
+        return Problem(str(directory), f"{what}: it is that of one run", f"try `meshloom runs {directory}`")
+    below = sorted(directory.glob(f"*/{SWEEP_FILE}")) or sorted(directory.glob(f"*/*/{SWEEP_FILE}"))
+    newest = f"the newest sweep in it is {below[-1].parent}" if below else ""
+    return Problem(str(directory), what, newest or "`meshloom runs` lists the sweeps of this machine")
 
 
 def _rows(path: Path) -> tuple[tuple[Row, ...], list[str]]:
     """Returns the last row of each index, in order, and notes about other lines."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return (), []
-    except OSError as error:
-        raise ConfigError([Problem(str(path), f"cannot be read: {error.strerror}", "make it readable")]) from None
-    whole, _, rest = content.rpartition(b"\n")
-    found = list(_whole_rows(path, whole))
-    notes = []
-    if rest:
+    lines = (_content(path) or b"").split(b"\n")
+    found, notes = list[Row](), list[str]()
+    for number, line in enumerate(lines, start=1):
+        is_last = number == len(lines)
+        if is_last and not line:
+            break
         try:
-            found.append(Row.model_validate_json(rest))
-        except ValidationError:
+            found.append(Row.model_validate_json(line))
+        except ValidationError as error:
+            if not is_last:
+                raise ConfigError([_damaged(path, f"line {number}: {_first(error)}")]) from None
             notes.append(f"the last row of {path} is cut off, and left out")
     rows = {row.index: row for row in found}
     if len(rows) < len(found):
         notes.append(f"{counted(len(found) - len(rows), 'row')} of {path} came again later; the latest ones are shown")
     return tuple(rows[index] for index in sorted(rows)), notes
-
-
-def _whole_rows(path: Path, content: bytes) -> Iterator[Row]:
-    for number, line in enumerate(content.split(b"\n") if content else (), start=1):
-        try:
-            yield Row.model_validate_json(line)
-        except ValidationError as error:
-            raise ConfigError([_damaged(path, f"line {number}: {_first(error)}")]) from None
 
 
 def _first(error: ValidationError) -> str:
@@ -165,9 +160,8 @@ def running_rows(directory: Path, rows: Sequence[Row]) -> tuple[Row, ...]:
     values: "optimizer.learning_rate=0.001,seed=1"."""
     ended = {row.directory for row in rows}
     found = sorted(path.parent.name for path in directory.glob(f"*/{METRICS}") if path.parent.name not in ended)
-    first = max((row.index for row in rows), default=-1) + 1
     running = []
-    for index, name in enumerate(found, start=first):
+    for index, name in enumerate(found, start=max((row.index for row in rows), default=-1) + 1):
         words = tuple(text for text in name.split(",") if "=" in text)
         swept = {key: value for key, _, value in (text.partition("=") for text in words)}
         running.append(Row(index=index, overrides=words, swept=swept, status="running", directory=name))
@@ -179,24 +173,18 @@ def read_curves(directory: Path, rows: Sequence[Row]) -> tuple[Curve, ...]:
     found = [(row, directory / row.directory / METRICS) for row in rows if row.directory is not None]
     found = [(row, path) for row, path in found if path.is_file()]
     most = max(LEAST, min(MOST, NUM_SAMPLES // max(1, len(found))))
-    curves = (_curve(row, path, most) for row, path in found)
-    return tuple(curve for curve in curves if curve is not None)
-
-
-def _curve(row: Row, path: Path, most: int) -> Curve | None:
-    steps: list[int] = []
-    losses: list[float | None] = []
-    held_out: list[tuple[int, float]] = []
-    for value in steps_in(path.read_bytes()):
-        steps.append(value["step"])
-        losses.append(_number(value.get("loss")))
-        if (evaluated := _number(value.get("eval_loss"))) is not None:
-            held_out.append((value["step"], evaluated))
-    if not steps:
-        return None
-    kept = thinned(losses, most)
-    tokens = row.figures.tokens_per_step if row.figures else None
-    return Curve(row.index, tokens, tuple(steps[n] for n in kept), tuple(losses[n] for n in kept), tuple(held_out))
+    curves = []
+    for row, path in found:
+        made = list(steps_in(path.read_bytes()))
+        if not made:
+            continue
+        losses = [_number(step.get("loss")) for step in made]
+        evaluated = ((step["step"], _number(step.get("eval_loss"))) for step in made)
+        held_out = tuple((number, loss) for number, loss in evaluated if loss is not None)
+        kept = thinned(losses, most)
+        steps, shown = tuple(made[n]["step"] for n in kept), tuple(losses[n] for n in kept)
+        curves.append(Curve(row.index, row.figures and row.figures.tokens_per_step, steps, shown, held_out))
+    return tuple(curves)
 
 
 def _number(value: object) -> float | None:
@@ -222,10 +210,8 @@ def versions() -> dict[str, str]:
     """Returns the versions that figures depend on."""
     found = {"meshloom": __version__}
     for name in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -241,53 +227,36 @@ def identity_of(command: SweepCommand, asked: SweepRequest) -> str:
         "config": [request.config_name, request.config_path],
         "allowed": allow_words(),
         "first": asked.spec.as_compared() | {"sweep": None, "distributed": None, "launch": None},
-        "files": dict(_users_files(asked)),
+        "files": {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in _users_files(asked)},
         "versions": versions(),
     }
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
-def find_unfinished(pattern: str, identity: str) -> Sweep | None:
-    """Returns the newest sweep of this identity in a directory that the pattern of `hydra.sweep.dir` may have named;
-    None if there is none.
-
-    pattern: such as "multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}"; an interpolation matches any text without a slash.
-    """
-    found = [sweep for sweep in _sweeps(as_glob(pattern)) if sweep.file.identity == identity]
-    return found[0] if found else None
-
-
-def as_glob(pattern: str) -> str:
-    """Returns the pattern with `*` for each interpolation: "multirun/*/*". Without an interpolation it names a
-    directory."""
-    while (replaced := re.sub(r"\$\{[^${}]*\}", "*", pattern)) != pattern:
-        pattern = replaced
-    return pattern
-
-
-def num_left(sweep: Sweep) -> int:
-    """Returns how many points have no row yet."""
-    return max(0, (sweep.file.num_points or 0) - len(sweep.rows))
-
-
-def _sweeps(glob: str) -> Iterator[Sweep]:
-    """Yields the sweeps in the directories that match, the newest first; damaged ones are left out."""
-    root = Path(glob)
-    base = Path(*(part for part in root.parts[: next(i for i, part in enumerate(root.parts) if "*" in part)]))
-    places = base.glob(str(root.relative_to(base) / SWEEP_FILE)) if base.is_dir() else []
-    for place in sorted(places, key=lambda path: path.stat().st_mtime, reverse=True):
-        try:
-            yield read_sweep(place.parent)
-        except ConfigError:
-            continue
-
-
-def _users_files(asked: SweepRequest) -> Iterator[tuple[str, str]]:
-    """Yields the path and a hash of each config of the user."""
+def _users_files(asked: SweepRequest) -> Iterator[Path]:
+    """Yields each config of the user."""
     request = asked.request
     places = [request.config_path] if request.config_path else []
     for text in request.search_path:
         places += re.findall(r"file://([^,'\]]+)", text.removeprefix(f"{SEARCH_PATH}="))
     for place in places:
-        for path in sorted(Path(place).rglob("*.yaml")):
-            yield str(path), hashlib.sha256(path.read_bytes()).hexdigest()
+        yield from sorted(Path(place).rglob("*.yaml"))
+
+
+def as_glob(pattern: str) -> str:
+    """Returns the pattern of `hydra.sweep.dir` with `*` for each interpolation, which matches any text without a slash:
+    "multirun/*/*". Without an interpolation it names a directory."""
+    while (replaced := re.sub(r"\$\{[^${}]*\}", "*", pattern)) != pattern:
+        pattern = replaced
+    return pattern
+
+
+def sweeps_in(pattern: str) -> Iterator[Sweep]:
+    """Yields the sweeps in the directories that match a pattern with `*`, the newest first; damaged ones are left
+    out."""
+    root = Path(pattern)
+    base = Path(*(part for part in root.parts[: next(i for i, part in enumerate(root.parts) if "*" in part)]))
+    places = base.glob(str(root.relative_to(base) / SWEEP_FILE)) if base.is_dir() else []
+    for place in sorted(places, key=lambda path: path.stat().st_mtime, reverse=True):
+        with suppress(ConfigError):
+            yield read_sweep(place.parent)

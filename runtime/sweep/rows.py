@@ -23,9 +23,7 @@ SCHEMA_VERSION = 1  # of sweep.json and sweep.jsonl
 # failed: the compiler or the run failed. aborted: its process died. timed_out: it took longer than allowed.
 # out_of_memory: this machine ran out of memory. running: it has not ended; only the page of a running sweep has such
 # rows.
-Status = Literal[
-    "done", "refused", "does_not_fit", "failed", "aborted", "timed_out", "out_of_memory", "running"
-]  # fmt: skip
+Status = Literal["done", "refused", "does_not_fit", "failed", "aborted", "timed_out", "out_of_memory", "running"]
 Basis = Literal["estimate", "schedule", "measured"]  # no compiler ran; the compiled program was read; a run was timed
 SweepCommand = Literal["explain", "compile", "train"]
 SWEEP_COMMANDS: tuple[SweepCommand, ...] = ("explain", "compile", "train")
@@ -138,21 +136,11 @@ class Outcome(Record):
     fingerprint: str | None = None
     figures: Figures | None = None
 
-
-def row_of(point: Point, outcome: Outcome, *, has_directory: bool) -> Row:
-    """Returns the row of a point that has ended."""
-    return Row(
-        index=point.index,
-        overrides=point.overrides,
-        swept=point.swept,
-        status=outcome.status,
-        why=outcome.why,
-        directory=point.directory if has_directory else None,
-        exit_code=outcome.exit_code,
-        seconds=outcome.seconds,
-        fingerprint=outcome.fingerprint,
-        figures=outcome.figures,
-    )
+    def row(self, point: Point, *, has_directory: bool) -> Row:
+        """Returns the row of a point that has ended so."""
+        directory = point.directory if has_directory else None
+        own = {name: getattr(self, name) for name in Outcome.model_fields}
+        return Row(index=point.index, overrides=point.overrides, swept=point.swept, directory=directory, **own)
 
 
 def directory_name(overrides: Sequence[str]) -> str:
@@ -171,9 +159,5 @@ def swept_of(overrides: Sequence[str], swept_keys: Sequence[str]) -> list[str]:
     return [text.lstrip("+") for text in overrides if text.lstrip("+").partition("=")[0] in swept_keys]
 
 
-def _point_name(overrides: Sequence[str], swept_keys: str) -> str:
-    return directory_name(swept_of(list(overrides), swept_keys.split(" ")))
-
-
 # Hydra names the directories of other launchers' jobs, sometimes in a process that imports this module for one job.
-register_function(POINT_NAME, _point_name)
+register_function(POINT_NAME, lambda overrides, keys: directory_name(swept_of(list(overrides), keys.split(" "))))

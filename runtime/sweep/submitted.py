@@ -13,24 +13,22 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
 from meshloom.compiler.core.user_imports import code_allowed_from
 from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.declare.choices import model_of
 from meshloom.compiler.declare.compose import read_spec
-from meshloom.compiler.declare.launch_spec import JobSetLaunch, SlurmLaunch
+from meshloom.compiler.declare.launch_spec import JobSetLaunch, LaunchSpec, SlurmLaunch
 from meshloom.compiler.declare.overrides import override
-from meshloom.compiler.declare.run_spec import RunSpec
 
 from ..core.failures import FINAL
 from ..core.files import replace_text
-from ..launch.clusters import render_jobset, render_slurm_array
+from ..launch.engines import render_jobset, render_slurm_array
 from ..launch.plan import LaunchPlan, plan_launch
 from .outcomes import outcome_of_error, outcome_of_run
-from .rows import PRINTED, Outcome, Point, Task
-from .settings import ClusterSettings
+from .rows import PRINTED, Outcome, Point, SweepCommand, Task
 
 _POLL_SECONDS = 2.0
 POLLS_UNTIL_LOST = 5  # a job is gone, and its files may still be on their way over a network disk
@@ -41,12 +39,33 @@ EXIT_CODES = "--output=jsonpath={.items[*].status.containerStatuses[*].state.ter
 
 
 @dataclass(frozen=True)
-class PlannedPoint:
-    """A point, with its declaration and the plan of its job."""
+class ClusterSettings:
+    """The settings of a cluster's launcher. engine: as in `launch`. num_at_once: the most points that run at once;
+    None: as many as the cluster has room for."""
 
-    point: Point
-    spec: RunSpec
-    plan: LaunchPlan
+    engine: str
+    num_at_once: int | None
+
+
+def cluster_settings(launcher: Mapping[str, Any], command: SweepCommand, launch: LaunchSpec) -> ClusterSettings | None:
+    """Returns the settings of a cluster's launcher; None if another launcher was chosen. Raises ConfigError if it
+    cannot run this sweep."""
+    engine = next((name for name, each in ENGINES.items() if launcher.get("_target_") == each.target), None)
+    if engine is None:
+        return None
+    num_at_once = launcher.get("num_at_once")
+    problems = list[Problem]()
+    if command != "train":
+        what = f"meshloom_{engine} runs sweeps of train, and {command} needs no other machine"
+        problems.append(Problem("hydra/launcher", what, "leave it out"))
+    if launch.engine != engine:
+        what = f"hydra/launcher=meshloom_{engine} submits what launch={engine} says, and launch is {launch.engine}"
+        problems.append(Problem("launch", what, f"add launch={engine}, with what your cluster needs"))
+    if num_at_once is not None and num_at_once < 1:
+        what, fix = f"{num_at_once} is not a number of jobs", "give 1 or more, or null: as many as there is room for"
+        problems.append(Problem("hydra.launcher.num_at_once", what, fix))
+    raise_if_any(problems)
+    return ClusterSettings(engine, num_at_once)
 
 
 @dataclass
@@ -60,22 +79,20 @@ class SubmittedPoints(ABC):
     ended: Callable[[Point, Outcome], object]
     told: Callable[[int], None]
     jobs: dict[int, str] = field(default_factory=dict, init=False)  # the job of each point, by index
-    _missed: dict[int, int] = field(default_factory=dict, init=False)
 
     def __enter__(self) -> Self:
         self.scratch.mkdir(parents=True, exist_ok=True)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:  # noqa: B027 (there is nothing to end)
         """Leaves the files, by which the same command finds jobs that still run."""
-        self.jobs.clear()
 
     @abstractmethod
     def find(self, points: Mapping[int, Point]) -> dict[int, str]:
         """Returns the jobs that an earlier start has submitted, by index of their points."""
 
     @abstractmethod
-    def submit(self, points: Sequence[PlannedPoint]) -> dict[int, str]:
+    def submit(self, plans: Mapping[int, tuple[LaunchPlan, LaunchSpec]]) -> dict[int, str]:
         """Submits points. Returns their jobs by index; nothing waits for a point without a job."""
 
     @abstractmethod
@@ -97,49 +114,46 @@ class SubmittedPoints(ABC):
         """Runs all points. Ctrl-C cancels the jobs that have not ended, and is raised again."""
         left = {point.index: point for point in points}
         self.jobs = self.find(left)
+        missed = dict.fromkeys(left, 0)
         try:
-            new = [point for index, point in left.items() if index not in self.jobs]
-            planned = [one for one in map(self._plan, new) if one]
-            self.jobs |= self.submit(planned) if planned else {}
+            new = {index: plan for index in left if index not in self.jobs and (plan := self._plan(left[index]))}
+            self.jobs |= self.submit(new) if new else {}
             left = {index: point for index, point in left.items() if index in self.jobs}
             while left:
                 self.told(len(left))
                 alive = self.alive({self.jobs[index] for index in left})
-                for index in [index for index in left if self._has_ended(index, alive)]:
-                    self._end(left.pop(index))
-                    self.forget(index)
+                for index in list(left):
+                    exit_code = self.exit_code(index)
+                    missed[index] = 0 if self.jobs[index] in alive else missed[index] + 1
+                    if exit_code is not None or missed[index] >= POLLS_UNTIL_LOST:
+                        self._end(left.pop(index), exit_code)
+                        self.forget(index)
                 time.sleep(_POLL_SECONDS if left else 0)
         except BaseException:
             if jobs := {self.jobs[index] for index in left if index in self.jobs}:
                 self.cancel(sorted(jobs))
             raise
 
-    def _plan(self, point: Point) -> PlannedPoint | None:
-        """Returns the plan of a point. A point that cannot run ends at once, and has none."""
+    def _plan(self, point: Point) -> tuple[LaunchPlan, LaunchSpec] | None:
+        """Returns the plan of a point's job. A point that cannot run ends at once, and has none."""
         task = self.task_of(point)
         here = override("hydra.run.dir", str(task.directory))
         request = replace(task.request, overrides=(*task.request.overrides, here))
         try:
             with code_allowed_from(task.allowed):
                 spec = read_spec(request, then=lambda spec: spec)
-            plan = plan_launch(spec, request, label=spec.run.name or spec.model.family, allowed=task.allowed)
+            label = spec.run.name or spec.model.family
+            return plan_launch(spec, request, label=label, allowed=task.allowed), spec.launch
         except ConfigError as error:
             self.ended(point, outcome_of_error(error))
             return None
-        return PlannedPoint(point, spec, plan)
 
-    def _has_ended(self, index: int, alive: Set[str]) -> bool:
-        if self.exit_code(index) is not None:
-            return True
-        self._missed[index] = 0 if self.jobs[index] in alive else self._missed.get(index, 0) + 1
-        return self._missed[index] >= POLLS_UNTIL_LOST
-
-    def _end(self, point: Point) -> None:
-        task, exit_code = self.task_of(point), self.exit_code(point.index)
+    def _end(self, point: Point, exit_code: int | None) -> None:
         if exit_code is None:
             why = f"job {self.jobs[point.index]} is gone, and left no exit code: it was cancelled, or lost"
             self.ended(point, Outcome(status="aborted", exit_code=1, why=why))
             return
+        task = self.task_of(point)
         printed = task.directory / PRINTED
         said = printed.read_text(errors="replace") if printed.exists() else ""
         with code_allowed_from(task.allowed):
@@ -166,6 +180,8 @@ class SlurmArrays(SubmittedPoints):
     Each element leaves its exit code in a file of `scratch`, which all hosts see.
     """
 
+    target = "hydra_plugins.meshloom_sweeps.clusters.SlurmLauncher"
+
     def find(self, points: Mapping[int, Point]) -> dict[int, str]:
         found = {}
         for path in self.scratch.glob(ARRAY_FILE.format("*")):
@@ -176,30 +192,32 @@ class SlurmArrays(SubmittedPoints):
                     found[index] = told["job"]
         return found
 
-    def submit(self, points: Sequence[PlannedPoint]) -> dict[int, str]:
-        groups: dict[object, list[PlannedPoint]] = defaultdict(list)
-        for one in points:
-            groups[one.plan.hosts, one.spec.launch.model_dump_json()].append(one)
-        return {index: job for n, group in enumerate(groups.values()) for index, job in self._submit(n, group).items()}
-
-    def _submit(self, number: int, group: Sequence[PlannedPoint]) -> dict[int, str]:
-        elements, launch = [], group[0].spec.launch
-        assert isinstance(launch, SlurmLaunch)
-        for one in group:
-            directory, exit_file = Path(one.plan.run_dir), self._exit_file(one.point.index)
-            directory.mkdir(parents=True, exist_ok=True)
-            exit_file.unlink(missing_ok=True)
-            elements.append((one.plan, str(directory / PRINTED), str(exit_file)))
-        log = str(self.scratch / "slurm-%A_%a.log")
-        script = self.scratch / f"array-{number}.sbatch"
-        script.write_text(render_slurm_array(elements, launch, num_at_once=self.settings.num_at_once, log=log))
-        job = run_tool("sbatch", "--parsable", str(script)).partition(";")[0]
-        indices = [one.point.index for one in group]
-        replace_text(self.scratch / ARRAY_FILE.format(job), json.dumps({"job": job, "points": indices}))
-        return dict.fromkeys(indices, job)
+    def submit(self, plans: Mapping[int, tuple[LaunchPlan, LaunchSpec]]) -> dict[int, str]:
+        groups: dict[object, list[int]] = defaultdict(list)
+        for index, (plan, launch) in plans.items():
+            groups[plan.hosts, launch.model_dump_json()].append(index)
+        jobs = {}
+        for number, indices in enumerate(groups.values()):
+            elements, launch = [], plans[indices[0]][1]
+            assert isinstance(launch, SlurmLaunch)
+            for index in indices:
+                directory, exit_file = Path(plans[index][0].run_dir), self._exit_file(index)
+                directory.mkdir(parents=True, exist_ok=True)
+                exit_file.unlink(missing_ok=True)
+                elements.append((plans[index][0], str(directory / PRINTED), str(exit_file)))
+            log = str(self.scratch / "slurm-%A_%a.log")
+            script = self.scratch / f"array-{number}.sbatch"
+            script.write_text(render_slurm_array(elements, launch, num_at_once=self.settings.num_at_once, log=log))
+            job = run_tool("sbatch", "--parsable", str(script)).partition(";")[0]
+            replace_text(self.scratch / ARRAY_FILE.format(job), json.dumps({"job": job, "points": indices}))
+            jobs |= dict.fromkeys(indices, job)
+        return jobs
 
     def alive(self, jobs: Set[str]) -> Set[str]:
-        return {job for job in jobs if _is_queued(job)}
+        """Returns the arrays of which any element waits or runs. `squeue` fails for a job that it has forgotten."""
+        words = {job: ["squeue", "--noheader", f"--jobs={job}"] for job in jobs}
+        done = {job: subprocess.run(words[job], capture_output=True, text=True, check=False) for job in jobs}
+        return {job for job, each in done.items() if each.returncode == 0 and each.stdout.strip()}
 
     def exit_code(self, index: int) -> int | None:
         try:
@@ -217,12 +235,7 @@ class SlurmArrays(SubmittedPoints):
         return self.scratch / f"{index}.exit"
 
 
-def _is_queued(job: str) -> bool:
-    """Returns True if any element of an array waits or runs. `squeue` fails for a job that it has forgotten."""
-    done = subprocess.run(["squeue", "--noheader", f"--jobs={job}"], capture_output=True, text=True, check=False)
-    return done.returncode == 0 and bool(done.stdout.strip())
-
-
+@dataclass
 class JobSets(SubmittedPoints):
     """Applies a JobSet of Kubernetes for each point: `hydra/launcher=meshloom_jobset`. scratch: takes the manifests.
 
@@ -230,26 +243,25 @@ class JobSets(SubmittedPoints):
     how the same command finds those that run or have ended.
     """
 
-    _namespaces: dict[str, tuple[str, ...]]
+    target = "hydra_plugins.meshloom_sweeps.clusters.JobSetLauncher"
+    _namespaces: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False)
 
     def find(self, points: Mapping[int, Point]) -> dict[int, str]:  # noqa: ARG002 (applying again finds them)
-        self._namespaces = {}
         return {}
 
-    def submit(self, points: Sequence[PlannedPoint]) -> dict[int, str]:
+    def submit(self, plans: Mapping[int, tuple[LaunchPlan, LaunchSpec]]) -> dict[int, str]:
         jobs = {}
-        for one in points:
-            launch = one.spec.launch
+        for index, (plan, launch) in plans.items():
             assert isinstance(launch, JobSetLaunch)
-            manifest = self.scratch / f"{one.plan.name}.yaml"
-            manifest.write_text(render_jobset(one.plan, launch))
+            manifest = self.scratch / f"{plan.name}.yaml"
+            manifest.write_text(render_jobset(plan, launch))
             if launch.dry_run or (launch.dry_run is None and shutil.which(KUBECTL) is None):
                 why = "launch.dry_run=true" if launch.dry_run else f"{KUBECTL} is not installed here"
                 write_error(f"not applied, as {why}: {manifest}")
                 continue
-            self._namespaces[one.plan.name] = (f"--namespace={launch.namespace}",) if launch.namespace else ()
+            self._namespaces[plan.name] = (f"--namespace={launch.namespace}",) if launch.namespace else ()
             run_tool(KUBECTL, "apply", f"--filename={manifest}")
-            jobs[one.point.index] = one.plan.name
+            jobs[index] = plan.name
         return jobs
 
     def alive(self, jobs: Set[str]) -> Set[str]:
@@ -261,18 +273,20 @@ class JobSets(SubmittedPoints):
         return jobs & listed
 
     def exit_code(self, index: int) -> int | None:
-        name = self.jobs[index]
-        words = (KUBECTL, "get", "jobset", name, "--ignore-not-found", STATE, *self._namespaces[name])
-        state = run_tool(*words)
-        return 0 if state == "Completed" else self._failed_with(name) if state == "Failed" else None
-
-    def _failed_with(self, name: str) -> int:
         """Returns the exit code of the pod that decided. Pods of earlier restarts are gone."""
+        name = self.jobs[index]
+        namespace = self._namespaces[name]
+        state = run_tool(KUBECTL, "get", "jobset", name, "--ignore-not-found", STATE, *namespace)
+        if state != "Failed":
+            return 0 if state == "Completed" else None
         selector = f"--selector=jobset.sigs.k8s.io/jobset-name={name}"
-        told = run_tool(KUBECTL, "get", "pods", selector, EXIT_CODES, *self._namespaces[name])
-        codes = [code for code in map(int, told.split()) if code]
-        return next((code for code in codes if code in FINAL), codes[0] if codes else 1)
+        printed = run_tool(KUBECTL, "get", "pods", selector, EXIT_CODES, *namespace)
+        failed = [code for code in map(int, printed.split()) if code]
+        return next((code for code in failed if code in FINAL), failed[0] if failed else 1)
 
     def cancel(self, jobs: Sequence[str]) -> None:
         for job in jobs:
             run_tool(KUBECTL, "delete", "jobset", job, "--ignore-not-found", *self._namespaces[job])
+
+
+ENGINES = {"slurm": SlurmArrays, "jobset": JobSets}  # by the engine of `launch`

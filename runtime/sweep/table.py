@@ -11,7 +11,6 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,18 +20,7 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import counted, human_seconds
 
 from ..core.files import replace_bytes
-from .figures import (
-    FIGURES,
-    SHOWN,
-    Figure,
-    best_first,
-    best_of,
-    find_figure,
-    name_of,
-    swept_keys,
-    typed_value,
-    value_of,
-)
+from .figures import FIGURES, SHOWN, Figure, best_first, best_of, find_figure, name_of, swept_keys, text_of, typed_value
 from .rows import Figures, Row, Status, SweepFile
 
 NUM_SHOWN = 20  # the best points of a longer sweep
@@ -40,10 +28,15 @@ NUM_REASONS = 12
 MOST_POINT_WIDTH = 36  # a wider point is folded if the figures leave no more room
 LEFT_OUT_FIRST = ("tokens_per_second_per_chip", "peak_bytes", "mfu", "evaluation_loss")  # on a narrow terminal
 STATUS_TEXT: dict[Status, str] = {
-    "done": "done", "refused": "refused", "does_not_fit": "does not fit", "failed": "failed", "aborted": "aborted",
-    "timed_out": "timed out", "out_of_memory": "out of this machine's memory",
+    "done": "done",
+    "refused": "refused",
+    "does_not_fit": "does not fit",
+    "failed": "failed",
+    "aborted": "aborted",
+    "timed_out": "timed out",
+    "out_of_memory": "out of this machine's memory",
     "running": "running",
-}  # fmt: skip
+}
 SECONDS_BETWEEN_LINES = 30.0  # without a terminal
 MOST_LINES = 200  # for points that are done; the others are always shown
 
@@ -75,7 +68,7 @@ def show_table(
     best = best_of(rows, figure)
     if file.overrides:
         console.wrapped(f"every point of meshloom {file.command} has ", (" ".join(file.overrides), "bold"))
-    console.table(_table(file, rows, shown, best, figure, console.width))
+    console.table(_table(swept_keys(file, rows), shown, best, figure, console.width))
     if len(shown) < len(ordered):
         how = f"`meshloom sweep {directory or 'DIR'} --all` shows them"
         console.wrapped(f"... {counted(len(ordered) - len(shown), 'more point')}: {how}")
@@ -83,80 +76,55 @@ def show_table(
     if best and is_tie:
         return
     if best:
-        value = value_of(best, figure)
-        assert value is not None
         place = f", in {directory / best.directory if directory else best.directory}" if best.directory else ""
-        console.wrapped("best by ", (figure.name, "bold"), ": ", (name_of(best), "bold green"),
-                     f" at {figure.human(value)}{place}")  # fmt: skip
+        named = (name_of(best), "bold green")
+        console.wrapped("best by ", (figure.name, "bold"), ": ", named, f" at {text_of(best, figure)}{place}")
     else:
         console.wrapped(f"no point is done with {figure.name}")
 
 
-def _table(
-    file: SweepFile, rows: Sequence[Row], shown: Sequence[Row], best: Row | None, figure: Figure, width: int
-) -> Table:
+def _table(keys: Sequence[str], shown: Sequence[Row], best: Row | None, figure: Figure, width: int) -> Table:
     """Returns a table with a column for each key if the terminal is wide enough; else with one folded column for all
     keys, and fewer figures."""
-    keys = swept_keys(file, rows)
-    tail = _tail(shown, figure)
+    tail = dict[str, tuple[Column, Callable[[Row], str]]]()  # the columns after those of the keys, by name
+    for name in dict.fromkeys([*SHOWN, figure.name]):
+        if any(text_of(row, FIGURES[name]) for row in shown):
+            tail[name] = Column(FIGURES[name].heading, "right"), partial(text_of, figure=FIGURES[name])
+    if len({row.figures.basis for row in shown if row.figures}) > 1:
+        tail["basis"] = Column("by"), lambda row: row.figures.basis if row.figures else ""
+    if any(row.status != "done" for row in shown):
+        tail["status"] = Column("status"), lambda row: STATUS_TEXT[row.status]
 
     def cells(row: Row, names: Sequence[str]) -> list[tuple[str, str]]:
         style = "bold green" if row is best else "" if row.status == "done" else "dim"
-        texts = ["*" if row is best else "", *names, *(one.text(row) for one in tail)]
+        texts = ["*" if row is best else "", *names, *(text(row) for _, text in tail.values())]
         return [(text, style) for text in texts]
 
-    columns = [Column(), *(Column(key) for key in keys), *(one.column for one in tail)]
+    columns = [Column(), *(Column(key) for key in keys), *(column for column, _ in tail.values())]
     made = [cells(row, [typed_value(row, key) for key in keys]) for row in shown]
-    if _width(columns, made) <= width:
+    if _width(columns, [[text for text, _ in row] for row in made]) <= width:
         return Table(columns, made)
-    longest = max(len(f"{key}={typed_value(row, key)}") for row in shown for key in keys or [""])
-    least = min(longest, MOST_POINT_WIDTH)
+    points = {row.index: " ".join(f"{key}={typed_value(row, key)}" for key in keys) for row in shown}
+    least = min(max(len(f"{key}={typed_value(row, key)}") for row in shown for key in keys or [""]), MOST_POINT_WIDTH)
     for name in LEFT_OUT_FIRST:
-        texts = [[(one.text(row), "") for one in tail] for row in shown]
-        if _width([one.column for one in tail], texts) + least + 5 > width and name != figure.name:
-            tail = [one for one in tail if one.name != name]
+        texts = [[text(row) for _, text in tail.values()] for row in shown]
+        if _width([column for column, _ in tail.values()], texts) + least + 5 > width and name != figure.name:
+            tail.pop(name, None)
     point = Column("point", overflow="fold", min_width=least)
-    folded = [cells(row, [" ".join(f"{key}={typed_value(row, key)}" for key in keys)]) for row in shown]
-    return Table([Column(), point, *(one.column for one in tail)], folded)
+    folded = [cells(row, [points[row.index]]) for row in shown]
+    return Table([Column(), point, *(column for column, _ in tail.values())], folded)
 
 
-@dataclass(frozen=True)
-class _Tail:
-    """A column after those of the keys. name: the name of its figure, or of what else it shows."""
-
-    name: str
-    column: Column
-    text: Callable[[Row], str]
-
-
-def _tail(shown: Sequence[Row], figure: Figure) -> list[_Tail]:
-    names = [*SHOWN, *([figure.name] if figure.name not in SHOWN else [])]
-    figures = [FIGURES[name] for name in names if any(value_of(row, FIGURES[name]) is not None for row in shown)]
-    tail = [_Tail(one.name, Column(one.heading, "right"), partial(_figure_text, figure=one)) for one in figures]
-    if len({row.figures.basis for row in shown if row.figures}) > 1:
-        tail.append(_Tail("basis", Column("by"), lambda row: row.figures.basis if row.figures else ""))
-    if any(row.status != "done" for row in shown):
-        tail.append(_Tail("status", Column("status"), lambda row: STATUS_TEXT[row.status]))
-    return tail
-
-
-def _figure_text(row: Row, figure: Figure) -> str:
-    value = value_of(row, figure)
-    return "" if value is None else figure.human(value)
-
-
-def _width(columns: Sequence[Column], rows: Sequence[Sequence[tuple[str, str]]]) -> int:
-    longest = [max(len(column.name), *(len(row[n][0]) for row in rows)) for n, column in enumerate(columns)]
+def _width(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> int:
+    longest = [max(len(column.name), *(len(row[n]) for row in rows)) for n, column in enumerate(columns)]
     return sum(longest) + 2 * (len(columns) - 1)
 
 
 def _show_counts(console: Console, rows: Sequence[Row]) -> None:
     """Shows the number of points of each status, and why points are not done, the most frequent reason first."""
     statuses = Counter(row.status for row in rows)
-    counts = ", ".join(
-        f"{number:,} {came_to(status, number)}" for status in STATUS_TEXT if (number := statuses[status])
-    )
-    console.wrapped(f"{counted(len(rows), 'point')}: {counts}")
+    counts = [f"{number:,} {came_to(status, number)}" for status in STATUS_TEXT if (number := statuses[status])]
+    console.wrapped(f"{counted(len(rows), 'point')}: {', '.join(counts)}")
     reasons = count_reasons(rows)
     for status, why, number in reasons[:NUM_REASONS]:
         console.wrapped(f"  {number:,} {came_to(status, number)}: {why}")
@@ -172,17 +140,14 @@ def came_to(status: Status, number: int) -> str:
 def count_reasons(rows: Sequence[Row]) -> list[tuple[Status, str, int]]:
     """Returns status, reason and number of points that are not done, the most frequent first. Reasons that differ only
     in their numbers count as one, and the first is shown: "30.1 GiB of 15.75 GiB" and "17.2 GiB of 15.75 GiB"."""
-    first: dict[tuple[Status, str], str] = {}
-    counts: Counter[tuple[Status, str]] = Counter()
+    found: dict[tuple[Status, str], list[str]] = {}
     for row in rows:
         if row.status != "done":
             why = row.why or "no reason is recorded"
-            key = row.status, re.sub(r"[\d.,]+", "0", why)
-            first.setdefault(key, why)
-            counts[key] += 1
+            found.setdefault((row.status, re.sub(r"[\d.,]+", "0", why)), []).append(why)
     return [
-        (key[0], first[key] + (", and alike" if number > 1 and first[key] != key[1] else ""), number)
-        for key, number in counts.most_common()
+        (status, whys[0] + (", and alike" if len(whys) > 1 and whys[0] != pattern else ""), len(whys))
+        for (status, pattern), whys in sorted(found.items(), key=lambda each: -len(each[1]))
     ]
 
 
@@ -193,9 +158,10 @@ def flat_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     made = []
     for row in rows:
         plain = row.model_dump(exclude={"swept", "figures", "overrides"})
-        swept = {f"swept.{key}": _plain(row.swept.get(key)) for key in keys}
-        figures = row.figures.model_dump() if row.figures else {}
-        parts = {f"figures.{name}": figures.get(name) for name in Figures.model_fields}
+        values = {f"swept.{key}": row.swept.get(key) for key in keys}
+        is_plain = {key: value is None or isinstance(value, str | int | float) for key, value in values.items()}
+        swept = {key: value if is_plain[key] else json.dumps(value) for key, value in values.items()}
+        parts = {f"figures.{name}": getattr(row.figures, name, None) for name in Figures.model_fields}
         made.append({"index": row.index, "overrides": json.dumps(row.overrides)} | plain | swept | parts)
     return made
 
@@ -237,10 +203,6 @@ def write_file(path: Path, content: bytes, *, flag: str) -> None:
         raise ConfigError([Problem(str(path), f"cannot be written: {error.strerror}", fix)]) from None
 
 
-def _plain(value: Any) -> Any:
-    return value if value is None or isinstance(value, str | int | float) else json.dumps(value)
-
-
 def _one_type(values: list[Any]) -> list[Any]:
     """Returns the values with one type: unchanged if they share one, integers among floats as floats, else as JSON."""
     types = {type(value) for value in values if value is not None}
@@ -271,35 +233,27 @@ class SweepProgress:
     def ended(self, row: Row) -> None:
         """Shows the outcome of a point."""
         self._counts[row.status] += 1
+        told = row.why or ""
         if row.status == "done":
             self._num_said += 1
             if self._num_said > MOST_LINES:
                 return
-        text = shlex.join(row.overrides) or "the point"
+            value = text_of(row, self._figure)
+            taken = f"in {human_seconds(row.seconds)}" if row.seconds is not None else ""
+            told = f"{self._figure.heading} {value}, {taken}" if value else taken
         style = "green" if row.status == "done" else "red"
-        self._console.line((STATUS_TEXT[row.status], style), f"  {text}  ", (self._result(row), "dim"))
+        point = shlex.join(row.overrides) or "the point"
+        self._console.line((STATUS_TEXT[row.status], style), f"  {point}  ", (told, "dim"))
 
     def update(self, num_running: int) -> None:
-        """Shows the counts."""
-        num_ended = self._counts.total()
-        self._bar.update(num_ended, total=self._num_points, numbers=self.numbers(num_running))
-        if not self._console.is_terminal and time.monotonic() - self._last_line > SECONDS_BETWEEN_LINES:
-            self._last_line = time.monotonic()
-            self._console.line(self.numbers(num_running))
-
-    def numbers(self, num_running: int) -> str:
-        """Returns "12 done, 1 failed, 2 running, 85 left"; a point that does not fit has not failed."""
-        done, does_not_fit = self._counts["done"], self._counts["does_not_fit"]
-        failed = self._counts.total() - done - does_not_fit
+        """Shows the counts: "12 done, 1 failed, 2 running, 85 left"; a point that does not fit has not failed."""
+        num_ended, done, does_not_fit = self._counts.total(), self._counts["done"], self._counts["does_not_fit"]
+        failed = num_ended - done - does_not_fit
         parts = [f"{done:,} done", *([f"{does_not_fit:,} not fitting"] if does_not_fit else []), f"{failed:,} failed"]
         parts.append(f"{num_running:,} running")
         if self._num_points is not None:
-            parts.append(f"{max(0, self._num_points - self._counts.total() - num_running):,} left")
-        return ", ".join(parts)
-
-    def _result(self, row: Row) -> str:
-        if row.status != "done":
-            return row.why or ""
-        value = value_of(row, self._figure)
-        taken = f"in {human_seconds(row.seconds)}" if row.seconds is not None else ""
-        return taken if value is None else f"{self._figure.heading} {self._figure.human(value)}, {taken}"
+            parts.append(f"{max(0, self._num_points - num_ended - num_running):,} left")
+        self._bar.update(num_ended, total=self._num_points, numbers=", ".join(parts))
+        if not self._console.is_terminal and time.monotonic() - self._last_line > SECONDS_BETWEEN_LINES:
+            self._last_line = time.monotonic()
+            self._console.line(", ".join(parts))

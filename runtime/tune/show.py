@@ -28,7 +28,7 @@ from meshloom.compiler.tune.space import MeshCandidate
 from meshloom.compiler.work import StepWork
 
 from ..sweep.read import versions
-from ..sweep.rows import SCHEMA_VERSION, Figures, Point, Row, SweepFile, row_of
+from ..sweep.rows import SCHEMA_VERSION, Figures, Point, Row, SweepFile
 from .variants import Space
 from .workers import CompiledCandidate
 
@@ -215,7 +215,7 @@ def row_of_compiled(index: int, each: CompiledCandidate) -> Row:
     """Returns the row of a compiled candidate."""
     candidate = each.one.candidate
     point = Point(index, candidate.overrides, dict(candidate.values), each.directory)
-    return row_of(point, each.outcome, has_directory=True)
+    return each.outcome.row(point, has_directory=True)
 
 
 def _row_of_price(index: int, answer: Answer, place: int, model: str) -> Row:

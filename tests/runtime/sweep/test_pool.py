@@ -12,9 +12,8 @@ import psutil
 import pytest
 
 from meshloom.compiler.declare.compose import Request
-from meshloom.runtime.sweep.pool import Pool, prepare_worker
+from meshloom.runtime.sweep.pool import Pool, PoolSettings, prepare_worker
 from meshloom.runtime.sweep.rows import Outcome, Point, Task
-from meshloom.runtime.sweep.settings import PoolSettings
 from support.sweep_work import work
 
 MB = 10**6
