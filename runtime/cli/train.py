@@ -23,8 +23,8 @@ from meshloom.compiler.spec.target_spec import LocalTarget
 
 from ..core.failures import is_of_one_process
 from ..data.splits import warnings_of_demo_data
-from ..launch.engines import run_launch
-from ..launch.plan import LaunchPlan, flags_of_artifact, plan_launch
+from ..launch.local import run_launch
+from ..launch.plan import plan_launch
 from ..processes import distributed
 from ..processes.agreement import check_same_data
 from ..processes.devices import plan_without_devices
@@ -90,18 +90,14 @@ def launch_command(request: Request, flags: argparse.Namespace) -> int:  # noqa:
     declaration."""
 
     def checked(spec: RunSpec) -> RunSpec:
-        all_of(lambda: _plan(spec, request, "run"), lambda: _check_plan(spec))
+        all_of(lambda: plan_launch(spec, request, label="run", allowed=allowed_modules()), lambda: _check_plan(spec))
         return spec
 
     spec = read_spec(request, then=checked)
     model, _, _ = (model_of(request) or spec.model.family).partition(" (")
     label = spec.run.name or f"{model}-{spec.target.name}"
-    return run_launch(spec, _plan(spec, request, label))
-
-
-def _plan(spec: RunSpec, request: Request, label: str) -> LaunchPlan:
-    variables = flags_of_artifact(spec.artifact) if spec.artifact else {}
-    return plan_launch(spec, request, label=label, allowed=allowed_modules(), environment=variables)
+    plan = plan_launch(spec, request, label=label, allowed=allowed_modules())
+    return run_launch(spec.launch, spec.distributed, plan)
 
 
 def _check_plan(spec: RunSpec) -> None:

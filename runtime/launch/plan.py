@@ -12,9 +12,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path, PurePath
-from types import MappingProxyType
 from typing import Any
 
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of
@@ -24,12 +22,12 @@ from meshloom.compiler.core.places import PlaceError, local_path
 from meshloom.compiler.core.user_imports import FLAG
 from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.declare.hydra_settings import RUN_DIR
-from meshloom.compiler.declare.launch_spec import LocalLaunch, SlurmLaunch
+from meshloom.compiler.declare.launch_spec import LaunchSpec, LocalLaunch, SlurmLaunch
 from meshloom.compiler.declare.overrides import overridden_key, override, parse_override
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.spec.flag_presets import read_environment
 from meshloom.compiler.spec.own_config import own_config
-from meshloom.compiler.spec.target_spec import CpuTarget, GpuTarget, LocalTarget, TargetSpec, TpuTarget
+from meshloom.compiler.spec.target_spec import CpuTarget, GpuTarget, TargetSpec, TpuTarget
 from meshloom.compiler.xla.fingerprint import FLAGS, UNSET
 from meshloom.models.record import Record
 
@@ -43,7 +41,6 @@ NUM_DIGITS = 6  # of the hash
 NOT_IN_NAME = (
     "run", "watchdog", "profile", "launch", "distributed", "logging", "compilation_cache", "artifact", "sweep", "tune",
 )  # fmt: skip
-NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -68,6 +65,11 @@ class Hosts:
     def count(self) -> int:
         return self.num_slices * self.per_slice
 
+    @property
+    def topology(self) -> str:
+        """Returns the shape of a slice as text: "4x4x4"."""
+        return "x".join(map(str, self.shape or ()))
+
     def __str__(self) -> str:
         of = f" with {counted(self.chips, 'chip')} of {self.kind} each" if self.chips else ""
         slices = f"{counted(self.num_slices, 'slice')} of " if self.num_slices > 1 else ""
@@ -91,124 +93,99 @@ class LaunchPlan:
         return " ".join([shlex.join([*self.program, *self.words]), *more])
 
 
-def plan_launch(
-    spec: RunSpec,
-    request: Request,
-    *,
-    label: str,
-    allowed: Sequence[str] = (),
-    environment: Mapping[str, str] = NO_VARIABLES,
-) -> LaunchPlan:
-    """Returns the plan. Raises ConfigError if the requested hosts are not those of the target, or no directory that all
-    hosts share is named.
+def plan_launch(spec: RunSpec, request: Request, *, label: str, allowed: Sequence[str] = ()) -> LaunchPlan:
+    """Returns the plan. Raises ConfigError if the requested hosts are not those of the target, no directory that all
+    hosts share is named, or a declared artifact is damaged.
 
     request: declares the run. label: the readable part of the job's name. allowed: modules whose code the run may use.
-    environment: variables besides those of the target; launch.environment takes precedence.
     """
     declared = {key: value for key, value in spec.as_compared().items() if key not in NOT_IN_NAME}
     typed = [text for text in request.overrides if overridden_key(text) == RUN_DIR]  # another directory is another run
     name = job_name(label, [declared, typed])
-    hosts, run_dir = all_of(lambda: find_hosts(spec), lambda: _run_dir(spec, request, name))
-    typed = [text for text in request.overrides if not _is_of_launch(overridden_key(text))]
-    words = words_of_train(replace(request, overrides=tuple(typed)), allowed, override(RUN_DIR, run_dir))
+    hosts, run_dir = all_of(lambda: find_hosts(spec.launch, spec.target), lambda: _run_dir(spec.launch, typed, name))
+
+    def is_for_hosts(text: str) -> bool:
+        key = overridden_key(text)
+        return not (is_within(key, "launch") or key.startswith("launch@") or key == RUN_DIR)
+
+    on_hosts = replace(request, overrides=tuple(filter(is_for_hosts, request.overrides)))
+    variables = dict[str, str]()  # compile options are passed to the compiler instead
+    if isinstance(spec.target, TpuTarget | GpuTarget):
+        variables = read_environment("tpu" if isinstance(spec.target, TpuTarget) else "gpu", spec.target.chip.name)
+    if spec.artifact and Path(spec.artifact).exists():  # it may be on the hosts alone
+        compiled_with = read_artifact(Path(spec.artifact)).fingerprint.environment
+        variables |= {name: compiled_with[name] for name in FLAGS if compiled_with.get(name, UNSET) != UNSET}
     return LaunchPlan(
         name=name,
         hosts=hosts,
         program=tuple(shlex.split(spec.launch.program)),
-        words=("train", *words),
-        environment={**_environment(spec.target), **environment, **spec.launch.environment},
+        words=("train", *words_of_train(on_hosts, allowed, override(RUN_DIR, run_dir))),
+        environment={**variables, **spec.launch.environment},
         run_dir=run_dir,
     )
 
 
-def find_hosts(spec: RunSpec) -> Hosts:
-    """Returns the hosts of the declared target. Raises ConfigError if other hosts were requested."""
-    launch, target = spec.launch, spec.target
+def find_hosts(launch: LaunchSpec, target: TargetSpec) -> Hosts:
+    """Returns the hosts of the target; in a rehearsal each is played by one process. Raises ConfigError if other hosts
+    were requested, or simulated devices do not divide over them."""
     if isinstance(launch, LocalLaunch):
-        return _hosts_here(launch, target)
-    asked = launch.num_hosts
-    match target:
-        case TpuTarget():
-            host = [min(size, most) for size, most in zip(target.shape, target.network.chips_per_host, strict=True)]
-            chips, num_slices = math.prod(host), target.num_slices
-            is_usual = target.network.shape_of(math.prod(target.shape)) == target.shape
-            hosts = Hosts(
-                num_slices, math.prod(target.shape) // chips, chips, target.chip.name, target.shape,
-                is_usual_shape=is_usual, cores=target.chip.num_cores,
-            )  # fmt: skip
-        case GpuTarget():
-            num_nodes, chips = target.shape
-            hosts = Hosts(1, num_nodes, chips, target.chip.name, target.shape, is_gpu=True)
-        case _:
-            hosts = Hosts(1, asked or 1)
+        per_slice, rest = divmod(launch.num_processes, launch.num_slices)
+        if rest:
+            asked = counted(launch.num_processes, "process", "processes")
+            what = f"{asked} cannot be {launch.num_slices} slices of equal size"
+            raise ConfigError([Problem("launch.num_processes", what, f"use a multiple of {launch.num_slices}")])
+        if not isinstance(target, CpuTarget):
+            what = f"launch=local rehearses on simulated devices, and the target is {target.name}"
+            fix = "use target=cpu-8; `meshloom train` needs no launch on one machine"
+            raise ConfigError([Problem("target", what, fix)])
+        hosts = Hosts(launch.num_slices, per_slice)
+    elif isinstance(target, TpuTarget):
+        network, size = target.network, math.prod(target.shape)
+        chips = math.prod(min(size, most) for size, most in zip(target.shape, network.chips_per_host, strict=True))
+        hosts = Hosts(
+            target.num_slices,
+            size // chips,
+            chips,
+            target.chip.name,
+            target.shape,
+            is_usual_shape=network.shape_of(size) == target.shape,
+            cores=target.chip.num_cores,
+        )
+    elif isinstance(target, GpuTarget):
+        hosts = Hosts(1, target.shape[0], target.shape[1], target.chip.name, target.shape, is_gpu=True)
+    else:
+        hosts = Hosts(1, launch.num_hosts or 1)
+    asked = hosts.count if isinstance(launch, LocalLaunch) else launch.num_hosts
     if asked is not None and asked != hosts.count:
         what = f"{counted(asked, 'host')} {be(asked)} not {target.name}, which is {hosts}"
         raise ConfigError([Problem("launch.num_hosts", what, "leave it out, or choose another target")])
-    _check_divides(target, hosts.count)
+    if isinstance(target, CpuTarget) and target.num_devices % hosts.count:
+        do = "does" if target.num_devices == 1 else "do"
+        what = f"{counted(target.num_devices, 'simulated device')} {do} not divide over {hosts.count} processes"
+        more = hosts.count * (target.num_devices // hosts.count + 1)
+        raise ConfigError([Problem("target", what, f"use cpu-{more}, or another number of processes")])
     return hosts
 
 
-def _hosts_here(launch: LocalLaunch, target: TargetSpec) -> Hosts:
-    """Returns the hosts of a rehearsal, each played by one process."""
-    per_slice, rest = divmod(launch.num_processes, launch.num_slices)
-    if rest:
-        asked = counted(launch.num_processes, "process", "processes")
-        what = f"{asked} cannot be {launch.num_slices} slices of equal size"
-        raise ConfigError([Problem("launch.num_processes", what, f"use a multiple of {launch.num_slices}")])
-    if not isinstance(target, CpuTarget):
-        what = f"launch=local rehearses on simulated devices, and the target is {target.name}"
-        raise ConfigError(
-            [Problem("target", what, "use target=cpu-8; `meshloom train` needs no launch on one machine")]
-        )
-    _check_divides(target, launch.num_processes)
-    return Hosts(launch.num_slices, per_slice)
-
-
-def _check_divides(target: TargetSpec, num_processes: int) -> None:
-    if isinstance(target, CpuTarget) and target.num_devices % num_processes:
-        do = "does" if target.num_devices == 1 else "do"
-        what = f"{counted(target.num_devices, 'simulated device')} {do} not divide over {num_processes} processes"
-        more = num_processes * (target.num_devices // num_processes + 1)
-        raise ConfigError([Problem("target", what, f"use cpu-{more}, or another number of processes")])
-
-
-def _environment(target: TargetSpec) -> dict[str, str]:
-    """Returns the variables that a process needs; compile options are passed to the compiler instead."""
-    match target:
-        case TpuTarget():
-            return read_environment("tpu", target.chip.name)
-        case GpuTarget():
-            return read_environment("gpu", target.chip.name)
-        case CpuTarget() | LocalTarget():
-            return {}
-
-
-def _run_dir(spec: RunSpec, request: Request, name: str) -> str:
-    """Returns one directory for all hosts and restarts: the typed one, or one with the name of the run."""
-    typed = [text for text in request.overrides if overridden_key(text) == RUN_DIR]
+def _run_dir(launch: LaunchSpec, typed: Sequence[str], name: str) -> str:
+    """Returns one directory for all hosts and restarts: the typed one, or one with the name of the run. `~` is this
+    machine's home directory if the hosts share it."""
+    key, place = "launch.directory", launch.directory
     if typed:
-        run_dir = str(parse_override(typed[-1]).value())
-        if "${" in run_dir:
-            what = f"{run_dir} is another directory on each host and at each restart"
+        key, place = RUN_DIR, str(parse_override(typed[-1]).value())
+        if "${" in place:
+            what = f"{place} is another directory on each host and at each restart"
             raise ConfigError([Problem(RUN_DIR, what, f"name one, or leave it out: it is launch.directory/{name}")])
-        return _on_hosts(spec, RUN_DIR, run_dir.strip("'\""))
-    if spec.launch.directory is None:
+        place = place.strip("'\"")
+    if place is None:
         what = "is not set: all hosts write one run directory, and a restart continues there"
         raise ConfigError([Problem("launch.directory", what, "name a folder that all hosts see: /mnt/runs")])
-    return str(PurePath(_on_hosts(spec, "launch.directory", spec.launch.directory)) / name)
-
-
-def _on_hosts(spec: RunSpec, key: str, text: str) -> str:
-    """Returns a folder as the hosts see it: `~` is this machine's home directory if they share it."""
     try:
-        path = local_path(text)
+        path = local_path(place)
     except PlaceError as error:
         raise ConfigError([Problem(key, error.what, error.fix)]) from error
-    return path if isinstance(spec.launch, LocalLaunch | SlurmLaunch) else text
-
-
-def _is_of_launch(key: str) -> bool:
-    return is_within(key, "launch") or key.startswith("launch@") or key == RUN_DIR
+    path = path if isinstance(launch, LocalLaunch | SlurmLaunch) else place
+    return path if typed else str(PurePath(path) / name)
 
 
 def job_name(label: str, declaration: Any) -> str:
@@ -221,15 +198,6 @@ def job_name(label: str, declaration: Any) -> str:
     words = re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")
     words = words if words[:1].isalpha() else f"run-{words}"
     return f"{words[: MOST_CHARACTERS - NUM_DIGITS - 1].strip('-')}-{digest}"
-
-
-def flags_of_artifact(artifact: str) -> dict[str, str]:
-    """Returns the variables that an artifact was compiled with; none if it is not on this machine, as it may be on the
-    hosts alone. Raises ConfigError for a damaged artifact."""
-    if not Path(artifact).exists():
-        return {}
-    environment = read_artifact(Path(artifact)).fingerprint.environment
-    return {name: environment[name] for name in FLAGS if environment.get(name, UNSET) != UNSET}
 
 
 def words_of_train(request: Request, allowed: Sequence[str], *more: str) -> list[str]:
@@ -248,15 +216,10 @@ class ChipNames(Record):
     sky: str | None
 
 
-@cache
-def _all_chips() -> dict[str, ChipNames]:
-    found = own_config("launch/_chips.yaml")
-    return {chip: ChipNames.model_validate(names) for chip, names in found.items()}
-
-
 def chip_names(chip: str) -> ChipNames:
     """Returns the names that engines have for a chip. Raises ConfigError if there are none."""
-    if chip not in _all_chips():
+    found = own_config("launch/_chips.yaml")
+    if chip not in found:
         what = f"the engines have no known name for {chip}"
-        raise ConfigError([Problem("launch", what, f"choose a target of {', '.join(_all_chips())}")])
-    return _all_chips()[chip]
+        raise ConfigError([Problem("launch", what, f"choose a target of {', '.join(found)}")])
+    return ChipNames.model_validate(found[chip])

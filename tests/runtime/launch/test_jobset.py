@@ -8,7 +8,7 @@ import yaml
 
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.runtime.core.failures import FINAL, HUNG, LOST, PREEMPTED, STORAGE
-from meshloom.runtime.launch.clusters import schema_problems
+from meshloom.runtime.launch.engines import schema_problems
 from support.launch import launched, rendered
 
 NEEDED = ("launch=jobset", "launch.image=registry/image:1", "launch.directory=/mnt/runs",
