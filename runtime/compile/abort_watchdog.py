@@ -67,20 +67,16 @@ def _watch(log: str, start: int, during: str, kept_in: str | None) -> None:
         why = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in fatal["why"])
         print(f"\nerror: the compiler: aborted while {during}: {why}\n  fix: {fix}", file=sys.stderr)
         if kept_in:
-            _keep(fatal["why"], Path(kept_in))
+            try:
+                Path(kept_in).parent.mkdir(parents=True, exist_ok=True)
+                Path(kept_in).write_text(fatal["why"])
+            except OSError as error:
+                print(f"warning: not kept in {Path(kept_in).parent}: {error.strerror}", file=sys.stderr)
     if sys.stdin.read() != ENDED_WELL:
         if not fatal:
             print(f"\nthe process was ended while {during}", file=sys.stderr)
         if sys.stderr.isatty():
             print(SHOW_CURSOR, file=sys.stderr)
-
-
-def _keep(why: str, kept_in: Path) -> None:
-    try:
-        kept_in.parent.mkdir(parents=True, exist_ok=True)
-        kept_in.write_text(why)
-    except OSError as error:
-        print(f"warning: not kept in {kept_in.parent}: {error.strerror}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from jax.sharding import Mesh
 
@@ -49,16 +48,22 @@ def write_artifact(place: Path, fingerprint: Fingerprint, built: Built, override
     place.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
     try:
-        unfinished.chmod(0o777 & ~_umask())
+        umask = os.umask(0)
+        os.umask(umask)
+        unfinished.chmod(0o777 & ~umask)
         told = asdict(fingerprint) | {"digest": fingerprint.digest, "overrides": list(overrides)}
         replace_json(unfinished / "fingerprint.json", {"schema_version": SCHEMA_VERSION} | told)
-        replace_json(unfinished / "built.json", _as_json(built))
+        saved = ("memory", "out_of_memory", "not_serialised", "compile_seconds", "notes")
+        fields = asdict(replace(built, executables={})).items()
+        replace_json(unfinished / "built.json", {name: value for name, value in fields if name in saved})
         if built.text is not None:
             (unfinished / TEXT).write_text(built.text)
         for name, executable in built.executables.items():
             (unfinished / f"{name}.executable").write_bytes(executable)
         write_manifest(unfinished)
-        _replace_folder(unfinished, place)
+        if place.exists():  # for a moment there is none
+            shutil.rmtree(place)
+        os.rename(unfinished, place)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return Artifact(place, fingerprint, built, overrides)
@@ -87,7 +92,18 @@ def _read(place: Path) -> Artifact:
         raise ValueError
     del told["digest"]
     overrides = tuple(told.pop("overrides"))
-    return Artifact(place, Fingerprint(**told), _built_of(place), overrides)
+    made = parse_json((place / "built.json").read_bytes())
+    files = {name: place / f"{name}.executable" for name in PROGRAMS}
+    built = Built(
+        text=(place / TEXT).read_text() if (place / TEXT).exists() else None,
+        memory=made["memory"] and ProgramMemory(**made["memory"]),
+        out_of_memory=made["out_of_memory"] and OutOfMemory(**made["out_of_memory"]),
+        executables={name: path.read_bytes() for name, path in files.items() if path.exists()},
+        not_serialised=made["not_serialised"],
+        compile_seconds=made["compile_seconds"],
+        notes=tuple(made["notes"]),
+    )
+    return Artifact(place, Fingerprint(**told), built, overrides)
 
 
 def find_artifact(fingerprint: Fingerprint, places: Iterable[Path]) -> Artifact | None:
@@ -123,35 +139,3 @@ def load_programs(
     rest = compile_(missing) if missing else missing
     loaded = {name: load_program(data, lowered[name], mesh) for name, data in executables.items()}
     return replace(rest, by_name={**rest, **loaded})
-
-
-def _as_json(built: Built) -> dict[str, Any]:
-    fields = ("memory", "out_of_memory", "not_serialised", "compile_seconds", "notes")
-    return {name: value for name, value in asdict(replace(built, executables={})).items() if name in fields}
-
-
-def _built_of(place: Path) -> Built:
-    told = parse_json((place / "built.json").read_bytes())
-    files = {name: place / f"{name}.executable" for name in PROGRAMS}
-    return Built(
-        text=(place / TEXT).read_text() if (place / TEXT).exists() else None,
-        memory=told["memory"] and ProgramMemory(**told["memory"]),
-        out_of_memory=told["out_of_memory"] and OutOfMemory(**told["out_of_memory"]),
-        executables={name: path.read_bytes() for name, path in files.items() if path.exists()},
-        not_serialised=told["not_serialised"],
-        compile_seconds=told["compile_seconds"],
-        notes=tuple(told["notes"]),
-    )
-
-
-def _replace_folder(new: Path, place: Path) -> None:
-    """Renames a folder after removing the old one; for a moment there is none."""
-    if place.exists():
-        shutil.rmtree(place)
-    os.rename(new, place)
-
-
-def _umask() -> int:
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask

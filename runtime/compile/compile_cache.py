@@ -25,7 +25,6 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.places import is_url
-from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.xla.fingerprint import Fingerprint
 
 from ..core.failures import RunFailed
@@ -36,23 +35,22 @@ REQUEST, HIT = (f"/jax/compilation_cache/{event}" for event in ("compile_request
 FAILED = re.compile(r"Error (reading|writing) persistent compilation cache entry for '(.*?)': (.*)", re.S)
 
 
-def store_of(spec: RunSpec, fingerprint: Fingerprint) -> Path | None:
+def store_of(cache: str | None, fingerprint: Fingerprint) -> Path | None:
     """Returns the folder in which programs of this fingerprint are saved between runs; None if they are not saved."""
-    folder = cache_folder(spec)
+    folder = cache_folder(cache)
     return folder and folder / "artifacts" / fingerprint.digest
 
 
-def cache_folder(spec: RunSpec) -> Path | None:
+def cache_folder(cache: str | None) -> Path | None:
     """Returns `compilation_cache` as a folder; None if it is null, or a URL, which only JAX's own cache can use."""
-    place = spec.compilation_cache
-    return None if place is None or is_url(place) else Path(place).absolute()
+    return None if cache is None or is_url(cache) else Path(cache).absolute()
 
 
-def unkept(spec: RunSpec) -> tuple[str, ...]:
+def unkept(cache: str | None) -> tuple[str, ...]:
     """Returns a warning if programs are to be saved behind a URL, which only a run of one process can do."""
-    if spec.compilation_cache is None or not is_url(spec.compilation_cache):
+    if cache is None or not is_url(cache):
         return ()
-    return (f"programs are not saved in {spec.compilation_cache}: a folder is needed, except to train in one process",)
+    return (f"programs are not saved in {cache}: a folder is needed, except to train in one process",)
 
 
 @contextmanager
@@ -126,7 +124,13 @@ def cached_compilation(directory: str | None) -> Iterator[CacheUse]:
     for warning in caught:
         failed = FAILED.match(str(warning.message))
         if failed and place:
-            use.warnings.append(_failure(place, *failed.groups()))
+            action, program, reason = failed.groups()
+            how = f"cannot be saved in compilation_cache {place}: {reason}"
+            if action == "reading":
+                how = f"was damaged in compilation_cache {place} and compiled again; the next start keeps it"
+                for entry in place.glob(f"{program}-*"):  # JAX does not say which of them is damaged
+                    entry.unlink(missing_ok=True)
+            use.warnings.append(f"{program} {how}")
         else:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
@@ -146,11 +150,3 @@ def _prepared(directory: str | None, use: CacheUse) -> epath.Path | None:
         use.warnings.append(f"{place} cannot be used as compilation_cache ({why}): compiling without it")
         return None
     return place
-
-
-def _failure(place: epath.Path, action: str, program: str, reason: str) -> str:
-    if action == "writing":
-        return f"{program} cannot be saved in compilation_cache {place}: {reason}"
-    for entry in place.glob(f"{program}-*"):  # JAX does not say which of them is damaged
-        entry.unlink(missing_ok=True)
-    return f"{program} was damaged in compilation_cache {place} and compiled again; the next start keeps it"

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshloom.compiler.analysis.compiled_step import CompiledStep
 from meshloom.compiler.analysis.lint import TOO_EXPOSED, TOO_MUCH_BUBBLE
 from meshloom.compiler.core.console import Console
-from meshloom.compiler.core.errors import DOES_NOT_FIT, EXPOSED, ConfigError, Problem, all_of
+from meshloom.compiler.core.errors import DOES_NOT_FIT, EXPOSED, Problem, all_of, raise_if_any
 from meshloom.compiler.core.format import human_bytes, human_share
 from meshloom.compiler.core.known import Unknown, text_of
 from meshloom.compiler.core.user_imports import allow_words
@@ -19,10 +18,10 @@ from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.overrides import override
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.driver import plan_run, report_of
-from meshloom.compiler.estimate.estimate import StepEstimate, estimate_step
+from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.views.summary import show_summary as show_report
-from meshloom.compiler.schema import MemoryChange, Report, SearchReport
+from meshloom.compiler.schema import Alternative, MemoryChange, Report
 from meshloom.compiler.search.alternatives import find_alternatives, suggest_changes
 from meshloom.compiler.search.evaluation import Replan
 from meshloom.compiler.search.overlap import check_can_judge
@@ -86,8 +85,7 @@ def find_job(spec: RunSpec, make_plan: Callable[[], Plan[RunSpec]]) -> CompileJo
         plan, devices, *_ = all_of(
             make_plan,
             lambda: find_devices(spec.target, plan_target(spec.target, spec.precision.compute)),
-            lambda: _check_makes_artifact(spec),
-            lambda: _check_budget(spec),
+            lambda: _check_files(spec),
         )
         check_can_judge(plan)
         check_compiler_options(spec.compiler_options, devices[0])
@@ -148,12 +146,22 @@ def compile_job(
     overrides, model: as for a report. replan: plans the declaration with more overrides; None if none can be suggested.
     words: the arguments of `meshloom compile` before the overrides.
     """
-    stored, searched = _compiled(job, StepCompiler(job.devices, run_dir, console, words), overrides)
+    compiler, searched = StepCompiler(job.devices, run_dir, console, words), None
+    with compiler_errors_reported(run_dir / COMPILER_LOG), cached_compilation(None):
+        if job.plan.spec.overlap.search is not None:
+            stored, searched = search_overlap(job.plan, compiler, overrides)
+        else:
+            stored = compiler.compile(job.plan, overrides, "compiling the train step")
     raise_if_interrupted()
+    step, changes, alternatives = stored.step, tuple[MemoryChange, ...](), tuple[Alternative, ...]()
     with Phases(console, "alternatives") as phases:
         phases.begin("estimating")
-        changes = _savings(stored.step, replan) if replan and stored.step.fits is False else ()
-        alternatives = find_alternatives(job.plan, _estimate_of(job.plan, stored.step), replan) if replan else ()
+        needed, limit = step.needed_bytes, step.plan.target.hbm_bytes_per_device
+        if replan and step.fits is False and needed is not None and limit is not None:
+            changes = suggest_changes(step.plan, needed, limit, replan)
+        if replan:  # alternatives to the declaration, of which the step is another if a search chose it
+            estimate = step.estimate if step.plan is job.plan else estimate_step(job.plan)
+            alternatives = find_alternatives(job.plan, estimate, replan)
     report = report_of(
         stored.step,
         overrides=stored.overrides,
@@ -165,62 +173,32 @@ def compile_job(
     return Compiled(stored, report)
 
 
-def _estimate_of(declared: Plan[RunSpec], step: CompiledStep) -> StepEstimate:
-    """Returns the estimate of the declaration: the compiled step's, unless a search chose another step."""
-    return step.estimate if step.plan is declared else estimate_step(declared)
-
-
 def write_compiled(compiled: Compiled, run_dir: Path) -> tuple[Path, ...]:
     """Writes the declaration, the report and, if the step is accepted, the artifact. Returns their paths, beginning
     with the one to open."""
     step = compiled.stored.step
     write_declaration(step.plan, run_dir)
     place = None if compiled.refusal else run_dir / FOLDER
-    if place:
-        _put(compiled.stored, place)
+    made = compiled.stored.artifact
+    if place and made is None:
+        write_artifact(place, step.lowered.fingerprint, step.built, compiled.stored.overrides)
+    elif place and made and made.place != place:  # it shares files with the stored one if they are on the same disk
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(made.place, place, copy_function=_linked)
     files = write_report(compiled.report, step.plan, run_dir, events=step.events)
     return (*files, *([place] if place else []))
 
 
-def _compiled(
-    job: CompileJob, compiler: StepCompiler, overrides: tuple[str, ...]
-) -> tuple[StoredStep, SearchReport | None]:
-    """Returns the declared step, or the best one that a declared search finds."""
-    with compiler_errors_reported(compiler.run_dir / COMPILER_LOG), cached_compilation(None):
-        if job.plan.spec.overlap.search is not None:
-            return search_overlap(job.plan, compiler, overrides)
-        return compiler.compile(job.plan, overrides, "compiling the train step"), None
-
-
-def _savings(step: CompiledStep, replan: Replan) -> tuple[MemoryChange, ...]:
-    """Returns changes that would make the step fit; none if it is unknown how much memory it lacks."""
-    plan = step.plan
-    needed, limit = step.needed_bytes, plan.target.hbm_bytes_per_device
-    if needed is None or limit is None:
-        return ()
-    return suggest_changes(plan, needed, limit, replan)
-
-
-def _check_makes_artifact(spec: RunSpec) -> None:
+def _check_files(spec: RunSpec) -> None:
+    problems = []
     if spec.artifact is not None:
         what = f"compile writes an artifact and cannot load one, but artifact={spec.artifact}"
-        raise ConfigError([Problem("artifact", what, "leave it out; hydra.run.dir= says where the new one goes")])
-
-
-def _check_budget(spec: RunSpec) -> None:
-    if spec.compile.timeout_seconds is not None and cache_folder(spec) is None:
+        problems.append(Problem("artifact", what, "leave it out; hydra.run.dir= says where the new one goes"))
+    if spec.compile.timeout_seconds is not None and cache_folder(spec.compilation_cache) is None:
         place = "null" if spec.compilation_cache is None else "a URL"
         what = f"the process that is ended then leaves what it compiled in compilation_cache, which is {place}"
-        raise ConfigError([Problem("compile.timeout_seconds", what, "set a directory as compilation_cache")])
-
-
-def _put(made: StoredStep, place: Path) -> None:
-    """Writes the artifact of the run directory; it shares files with the stored one if they are on the same disk."""
-    if made.artifact is None:
-        write_artifact(place, made.step.lowered.fingerprint, made.step.built, made.overrides)
-    elif made.artifact.place != place:
-        shutil.rmtree(place, ignore_errors=True)
-        shutil.copytree(made.artifact.place, place, copy_function=_linked)
+        problems.append(Problem("compile.timeout_seconds", what, "set a directory as compilation_cache"))
+    raise_if_any(problems)
 
 
 def _linked(source: str, target: str) -> str:
@@ -258,18 +236,14 @@ def _show_result(console: Console, compiled: Compiled, files: Sequence[Path], ru
         unknown = ", ".join(build.compiler_options_left_out)
         say(console, f"left out of overlap.flag_presets, as this compiler does not know it: {unknown}")
     show_report(report, console, files=files)
-    _show_unread(console, compiled.stored.step, run_dir / FOLDER if run_dir else kept.place if kept else None)
+    step, place = compiled.stored.step, run_dir / FOLDER if run_dir else kept.place if kept else None
+    parts = {"memory by class": step.peak, "the schedule": step.schedule}
+    reasons = {part.why: name for name, part in parts.items() if isinstance(part, Unknown) and step.built.text}
+    for why, name in reasons.items():
+        say(console, f"warning: {name} is unknown: {why}{f'; it is kept as {place / TEXT}' if place else ''}")
     if why := why_refused(compiled):
         console.wrapped((why, "bold red"))
     if run_dir:
         typed = [text for text in report.overrides if not text.startswith("hydra.")]
         words = [*allow_words(), *typed, override("artifact", str(run_dir))]
         say_command(console, "train it", ["meshloom", "train", *words])
-
-
-def _show_unread(console: Console, step: CompiledStep, place: Path | None) -> None:
-    """Warns about the parts of a program that could not be read. place: the folder with its text."""
-    parts = {"memory by class": step.peak, "the schedule": step.schedule}
-    reasons = {part.why: name for name, part in parts.items() if isinstance(part, Unknown) and step.built.text}
-    for why, name in reasons.items():
-        say(console, f"warning: {name} is unknown: {why}{f'; it is kept as {place / TEXT}' if place else ''}")

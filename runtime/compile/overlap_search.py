@@ -34,7 +34,7 @@ from meshloom.compiler.search.overlap import (
     overlap_candidates,
     tried_report,
 )
-from meshloom.compiler.spec.overlap_spec import OverlapConfig, OverlapSearch
+from meshloom.compiler.spec.overlap_spec import OverlapConfig
 from meshloom.compiler.xla.fingerprint import sha256
 
 from ..core.files import replace_text
@@ -72,7 +72,11 @@ def search_overlap(
     best, report = _try_in_turn(plan, candidates, declared, compiled, compiler.console, begun)
     report = report.model_copy(update={"cache": "miss" if decision else "off"})
     if decision:
-        _write(decision, report, compiler)
+        try:
+            decision.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(decision, report.model_dump_json(indent=1) + "\n")
+        except OSError as error:
+            say(compiler.console, f"warning: the decision could not be saved in {decision.parent}: {error.strerror}")
     return best, report
 
 
@@ -105,7 +109,10 @@ def _try_in_turn(
         if not could_gain(one.way, tried, bounds.min_gain, max_exposed):
             rest["num_ruled_out"] += 1
             continue
-        bound = bound or _reached(bounds, len(tried), time.monotonic() - begun)
+        if len(tried) >= bounds.max_candidates:
+            bound = bound or f"max_candidates={bounds.max_candidates}"
+        elif time.monotonic() - begun > bounds.budget_seconds:
+            bound = bound or f"budget_seconds={bounds.budget_seconds:g}"
         if bound:
             rest["num_untried"] += 1
             continue
@@ -124,13 +131,6 @@ def _try_in_turn(
     )
 
 
-def _reached(bounds: OverlapSearch, num_tried: int, seconds: float) -> str | None:
-    """Returns the bound that ends the search, as its key and value; None if none is reached."""
-    if num_tried >= bounds.max_candidates:
-        return f"max_candidates={bounds.max_candidates}"
-    return f"budget_seconds={bounds.budget_seconds:g}" if seconds > bounds.budget_seconds else None
-
-
 def _attempt(compile_it: Callable[[], StoredStep]) -> tuple[StoredStep | None, Evaluation, float]:
     """Returns a compiled candidate, its evaluation and the seconds of its compile; None as the candidate if the
     compiler fails or refuses the options."""
@@ -146,7 +146,7 @@ def _attempt(compile_it: Callable[[], StoredStep]) -> tuple[StoredStep | None, E
 def _decision_file(plan: Plan[RunSpec], declared: StoredStep, candidates: Sequence[OverlapCandidate]) -> Path | None:
     """Returns the file of a decision, named by everything that it depends on: the program, the candidates and their
     order, the bounds and limits, the figures of the chip, and the code that judges."""
-    folder = cache_folder(plan.spec)
+    folder = cache_folder(plan.spec.compilation_cache)
     if folder is None:
         return None
     bounds = plan.spec.overlap.search
@@ -177,11 +177,3 @@ def _read(decision: Path) -> SearchReport | None:
         return SearchReport.model_validate_json(decision.read_bytes()).model_copy(update={"cache": "hit"})
     except (OSError, ValidationError):
         return None
-
-
-def _write(decision: Path, report: SearchReport, compiler: StepCompiler) -> None:
-    try:
-        decision.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(decision, report.model_dump_json(indent=1) + "\n")
-    except OSError as error:
-        say(compiler.console, f"warning: the decision could not be saved in {decision.parent}: {error.strerror}")

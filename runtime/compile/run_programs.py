@@ -101,7 +101,19 @@ def make_programs(
         mesh = mesh_of(plan)
         lowered = precompiled.lowered if precompiled else lower(plan, mesh)
         check_same_program(lowered, processes)
-        ready = _ready(plan, precompiled, lowered, mesh, compile_, processes)
+        start = time.perf_counter()
+        if precompiled:
+            artifact = precompiled.artifact
+            programs = meet(plan, lambda: load_programs(artifact, lowered, mesh, compile_), processes)
+            loaded, seconds = ", ".join(artifact.built.executables), time.perf_counter() - start
+            how = f"compiled before: {loaded} loaded from {artifact.place}, ready in {seconds:.1f} s"
+            ready = Ready(programs, how)
+        elif processes.count > 1:
+            ready = compile_together(plan, lowered, mesh, compile_, processes)
+        else:
+            with cached_compilation(plan.spec.compilation_cache) as cache:
+                programs = meet(plan, lambda: compile_(lowered), processes)
+            ready = Ready(programs, cache.describe(time.perf_counter() - start), tuple(cache.warnings))
     say(console, ready.how)
     for warning in ready.warnings:
         say(console, f"warning: {warning}")
@@ -118,27 +130,6 @@ def compiler_log(run_dir: Path, processes: Processes) -> Path:
 def mesh_of(plan: Plan[RunSpec]) -> Mesh:
     """Returns the plan's mesh of attached devices."""
     return plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
-
-
-def _ready(
-    plan: Plan[RunSpec],
-    precompiled: Precompiled | None,
-    lowered: Programs,
-    mesh: Mesh,
-    compile_: Compile,
-    processes: Processes,
-) -> Ready:
-    start = time.perf_counter()
-    if precompiled:
-        artifact = precompiled.artifact
-        programs = meet(plan, lambda: load_programs(artifact, lowered, mesh, compile_), processes)
-        loaded, seconds = ", ".join(artifact.built.executables), time.perf_counter() - start
-        return Ready(programs, f"compiled before: {loaded} loaded from {artifact.place}, ready in {seconds:.1f} s")
-    if processes.count > 1:
-        return compile_together(plan, lowered, mesh, compile_, processes)
-    with cached_compilation(plan.spec.compilation_cache) as cache:
-        programs = meet(plan, lambda: compile_(lowered), processes)
-    return Ready(programs, cache.describe(time.perf_counter() - start), tuple(cache.warnings))
 
 
 def meet(plan: Plan[RunSpec], make: Callable[[], Programs], processes: Processes) -> Programs:
@@ -159,8 +150,7 @@ def compile_together(
     """Returns programs that all processes load, if each has them stored, or that all compile and store."""
     start = time.perf_counter()
     fingerprint = fingerprint_of(plan, lowered, mesh)
-    place = store_of(plan.spec, fingerprint)
-    not_kept = unkept(plan.spec)
+    place = store_of(plan.spec.compilation_cache, fingerprint)
     kept = find_artifact(fingerprint, [place]) if place else None
     have = processes.gather("kept programs", ",".join(kept.built.executables) if kept else "")
     if kept and all(have):
@@ -173,7 +163,7 @@ def compile_together(
     warnings = keep() if processes.is_first else ()
     processes.gather("programs of process 0", "")  # which the others find, where they share its disk
     warnings = warnings if processes.is_first else keep()
-    return Ready(programs, f"compiled in {seconds:.1f} s", (*warnings, *not_kept))
+    return Ready(programs, f"compiled in {seconds:.1f} s", (*warnings, *unkept(plan.spec.compilation_cache)))
 
 
 def _keep(place: Path | None, fingerprint: Fingerprint, programs: Programs, seconds: float) -> tuple[str, ...]:

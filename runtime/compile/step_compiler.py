@@ -11,7 +11,6 @@ from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.driver import compile_plan
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.xla.aot import REMATERIALIZATION, Built, LoweredStep, compile_ahead
-from meshloom.compiler.xla.fingerprint import Fingerprint
 
 from ..core.stderr_capture import Captured, captured_stderr
 from ..processes.process_log import say
@@ -40,8 +39,7 @@ class StepCompiler:
     """Compiles steps for the same devices.
 
     run_dir: a folder whose artifact is looked at first, and which takes the compiler's log. words: arguments of
-    `meshloom compile` before the overrides. known: compiled programs by
-    fingerprint, so that none is compiled twice.
+    `meshloom compile` before the overrides. known: compiled programs by fingerprint, so that none is compiled twice.
     """
 
     devices: Sequence[Any]
@@ -78,50 +76,35 @@ class _StoredCompile:
     def __call__(self, lowered: LoweredStep) -> Built:
         digest, known = lowered.fingerprint.digest, self.compiler.known
         if digest not in known:
-            built = self._found_or_compiled(lowered)
-            known[digest] = built, self.artifact
+            known[digest] = self._found_or_compiled(lowered)
         built, self.artifact = known[digest]
         return built
 
-    def _found_or_compiled(self, lowered: LoweredStep) -> Built:
-        store = store_of(self.spec, lowered.fingerprint)
-        for warning in unkept(self.spec):
+    def _found_or_compiled(self, lowered: LoweredStep) -> tuple[Built, Artifact | None]:
+        log, store = self.compiler.run_dir / COMPILER_LOG, store_of(self.spec.compilation_cache, lowered.fingerprint)
+        for warning in unkept(self.spec.compilation_cache):
             say(self.compiler.console, f"warning: {warning}")
         places = (self.compiler.run_dir / FOLDER, *([store] if store else []))
         by_child = self.spec.compile.timeout_seconds is not None and not find_artifact(lowered.fingerprint, places)
         if by_child:
             self.phases.begin(COMPILE)
             words = (*self.compiler.words, *self.overrides)
-            compile_in_child(self.spec, words, log=self.compiler.run_dir / COMPILER_LOG)
+            compile_in_child(self.spec, words, log=log)
         with one_compiles(store):
-            self.artifact = find_artifact(lowered.fingerprint, places)
-            if self.artifact:
-                return replace(self.artifact.built, cache="miss" if by_child else "hit")
+            if found := find_artifact(lowered.fingerprint, places):
+                return replace(found.built, cache="miss" if by_child else "hit"), found
             check_did_not_abort(aborted := store and store.with_name(f"{store.name}.aborted"))
             if by_child:
                 say(self.compiler.console, f"warning: {NOT_BY_CHILD}")
-            built = self._compiled(lowered, aborted)
+            terminal, phases = self.captured.terminal, self.phases
+            built = watched(lambda: compile_ahead(lowered), log=log, terminal=terminal, phases=phases, kept_in=aborted)
+            phases.begin(READ)
+            built = replace(built, notes=tuple(line for line in self.captured.read() if REMATERIALIZATION in line))
             if store is None:
-                return built
-            self.artifact = self._stored(store, lowered.fingerprint, built)
-            return replace(built, cache="miss")
-
-    def _compiled(self, lowered: LoweredStep, aborted: Path | None) -> Built:
-        """Returns the compiled step. aborted: the file that takes the reason of an abort."""
-        built = watched(
-            lambda: compile_ahead(lowered),
-            log=self.compiler.run_dir / COMPILER_LOG,
-            terminal=self.captured.terminal,
-            phases=self.phases,
-            kept_in=aborted,
-        )
-        self.phases.begin(READ)
-        return replace(built, notes=tuple(line for line in self.captured.read() if REMATERIALIZATION in line))
-
-    def _stored(self, store: Path, fingerprint: Fingerprint, built: Built) -> Artifact | None:
-        """Returns the stored step; a store that cannot be written is a warning."""
-        try:
-            return write_artifact(store, fingerprint, built, self.overrides)
-        except OSError as error:
-            say(self.compiler.console, f"warning: not kept in {store.parent}: {error.strerror}")
-            return None
+                return built, None
+            artifact = None
+            try:
+                artifact = write_artifact(store, lowered.fingerprint, built, self.overrides)
+            except OSError as error:
+                say(self.compiler.console, f"warning: not kept in {store.parent}: {error.strerror}")
+            return replace(built, cache="miss"), artifact

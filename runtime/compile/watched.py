@@ -31,7 +31,7 @@ from meshloom.compiler.core.format import human_bytes, human_names, human_second
 from meshloom.compiler.core.user_imports import allow_words
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.target.compiler_options import option_problem
-from meshloom.compiler.xla.aot import OutOfMemory, parse_out_of_memory
+from meshloom.compiler.xla.aot import parse_out_of_memory
 
 from ..core.failures import RunFailed
 from ..core.interruptible import before_leaving, interruptibly, leave_now
@@ -53,7 +53,7 @@ class Phases:
         self._console = console
         self._stack = ExitStack()
         self._phase, self._began = "", time.monotonic()
-        self._changed, self._is_over = threading.Event(), False
+        self._changed, self._over = threading.Event(), threading.Event()
         self._bar = console.bar(what, "spinner", "doing", "elapsed", is_transient=True)
 
     def __enter__(self) -> "Phases":
@@ -64,7 +64,8 @@ class Phases:
             thread = threading.Thread(target=self._tell, daemon=True)
             thread.start()
             self._stack.callback(thread.join)
-            self._stack.callback(self._end_telling)
+            self._stack.callback(self._changed.set)
+            self._stack.callback(self._over.set)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -80,13 +81,9 @@ class Phases:
         """Ends the line, so that other output can follow."""
         self._stack.close()
 
-    def _end_telling(self) -> None:
-        self._is_over = True
-        self._changed.set()
-
     def _tell(self) -> None:
         due = FIRST_SECONDS
-        while not self._is_over:
+        while not self._over.is_set():
             elapsed = time.monotonic() - self._began
             if self._changed.wait(max(0.0, due - elapsed)):
                 self._changed.clear()
@@ -133,7 +130,12 @@ def compile_in_child(spec: RunSpec, words: Sequence[str], *, log: Path) -> None:
         try:
             child.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise RunFailed(_too_long(spec, seconds), exit_code=1) from None
+            options = [f"{name}={value}" for name, value in spec.compiler_options.items()]
+            at_work = [*options, *(f"overlap.flag_presets={name}" for name in spec.overlap.flag_presets)]
+            with_what = human_names(at_work, most=6) if at_work else "its default options"
+            what = f"the compiler is still at work after {human_seconds(seconds)}, with {with_what}"
+            fix = "leave out one of these options at a time, or set a longer compile.timeout_seconds"
+            raise RunFailed(Problem("compile.timeout_seconds", what, fix), exit_code=1) from None
         finally:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
@@ -153,38 +155,20 @@ def compiler_errors_reported(log: Path) -> Iterator[None]:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a") as file:
             file.write(f"{said}\n")
-        raise _reported(said, log) from error
-
-
-def _reported(said: str, log: Path) -> ConfigError:
-    if refused := parse_out_of_memory(said):
-        fix = "choose a smaller model or batch, more remat, or more devices; `meshloom compile` says what would help"
-        return RunFailed(Problem("target", _lack(refused), fix), DOES_NOT_FIT)
-    if problem := option_problem(said, "this target"):
-        return ConfigError([problem])
-    what = f"failed, and not for memory: {_reason(said)}"
-    fix = f"see {log}; other compiler_options or another version of it may do"
-    return RunFailed(Problem("the compiler", what, fix), exit_code=1)
-
-
-def _reason(said: str) -> str:
-    """Returns the line with the reason: the first one, or the exception of Python code that the compiler called."""
-    lines = said.splitlines() or ["it did not say why"]
-    raised = [line for line in lines if _EXCEPTION.match(line)] if "Traceback" in lines[0] else []
-    return raised[-1] if raised else lines[0]
-
-
-def _lack(refused: OutOfMemory) -> str:
-    if refused.needed_bytes is None or refused.available_bytes is None:
-        return f"the train step does not fit the memory of a device: {refused.said}"
-    needed, available = human_bytes(refused.needed_bytes), human_bytes(refused.available_bytes)
-    return f"the train step does not fit: {needed} are needed on each device, and {available} are available"
-
-
-def _too_long(spec: RunSpec, seconds: float) -> Problem:
-    options = [f"{name}={value}" for name, value in spec.compiler_options.items()]
-    at_work = [*options, *(f"overlap.flag_presets={name}" for name in spec.overlap.flag_presets)]
-    what = f"the compiler is still at work after {human_seconds(seconds)}"
-    with_what = f", with {human_names(at_work, most=6)}" if at_work else ", with its default options"
-    fix = "leave out one of these options at a time, or set a longer compile.timeout_seconds"
-    return Problem("compile.timeout_seconds", what + with_what, fix)
+        if refused := parse_out_of_memory(said):
+            what = f"the train step does not fit the memory of a device: {refused.said}"
+            if refused.needed_bytes is not None and refused.available_bytes is not None:
+                needed, available = human_bytes(refused.needed_bytes), human_bytes(refused.available_bytes)
+                what = f"the train step does not fit: {needed} are needed on each device, and {available} are available"
+            fix = (
+                "choose a smaller model or batch, more remat, or more devices; `meshloom compile` says what would help"
+            )
+            raise RunFailed(Problem("target", what, fix), DOES_NOT_FIT) from error
+        if problem := option_problem(said, "this target"):
+            raise ConfigError([problem]) from error
+        # The first line has the reason, unless Python code that the compiler called raised an exception.
+        lines = said.splitlines() or ["it did not say why"]
+        raised = [line for line in lines if _EXCEPTION.match(line)] if "Traceback" in lines[0] else []
+        what = f"failed, and not for memory: {raised[-1] if raised else lines[0]}"
+        fix = f"see {log}; other compiler_options or another version of it may do"
+        raise RunFailed(Problem("the compiler", what, fix), exit_code=1) from error

@@ -77,7 +77,13 @@ def _find_attached(processes: Processes, warn: Warn = write_error) -> tuple[str,
         platform = _start_jax()
     if platform != "cpu":
         return captured.lines
-    warning = _only_processor(installed_compilers(), is_chip_seen=has_chip())
+    compilers, why = installed_compilers(), "no GPU or TPU was found"
+    if has_chip():
+        why = "there is a GPU or TPU that JAX does not use, as it says above"
+    elif compilers:
+        are = "is" if len(compilers) == 1 else "are"
+        why = f"{' and '.join(compilers.values())} {are} installed, but no {' or '.join(compilers)} was found"
+    warning = f"warning: {why}: target=local is this machine's processor"
     if processes.is_first:
         warn(warning)
     return (warning, *captured.lines)
@@ -99,18 +105,6 @@ def _start_jax() -> str:
         raise ConfigError([Problem("target", what, fix)]) from error
 
 
-def _only_processor(compilers: dict[str, str], *, is_chip_seen: bool) -> str:
-    """Returns the warning that JAX uses the CPU. compilers: the installed packages, by the kind of their devices."""
-    if is_chip_seen:
-        why = "there is a GPU or TPU that JAX does not use, as it says above"
-    elif compilers:
-        are = "is" if len(compilers) == 1 else "are"
-        why = f"{' and '.join(compilers.values())} {are} installed, but no {' or '.join(compilers)} was found"
-    else:
-        why = "no GPU or TPU was found"
-    return f"warning: {why}: target=local is this machine's processor"
-
-
 def _simulate(num_devices: int, processes: Processes) -> None:
     num_local, rest = divmod(num_devices, processes.count)
     if rest:
@@ -120,13 +114,21 @@ def _simulate(num_devices: int, processes: Processes) -> None:
         raise ConfigError([Problem("target", what, f"use cpu-{fitting}, or another number of processes")])
     if num_local > MOST_SIMULATED:
         what = f"{num_local} simulated devices are too many to run in one process"
-        raise ConfigError([Problem("target", what, f"plan them with `meshloom explain`, run at most cpu-{MOST_SIMULATED * processes.count}")])  # fmt: skip  # noqa: E501
+        most = MOST_SIMULATED * processes.count
+        raise ConfigError([Problem("target", what, f"plan them with `meshloom explain`, run at most cpu-{most}")])
     _give_threads(num_local)
     try:
         jax.config.update("jax_num_cpu_devices", num_local)
         jax.config.update("jax_platforms", "cpu")
     except RuntimeError:  # JAX has started: a notebook may have used it, or simulated devices before
-        _check_simulated(num_local)
+        devices = jax.devices()
+        if devices[0].platform == "cpu" and len(devices) >= num_local:
+            return
+        has = f"{counted(len(devices), 'device')} ({devices[0].device_kind})"
+        what = f"JAX has started in this process with {has}, and {num_local} can be simulated only before it starts"
+        begin = f"begin with cpu-{num_local} or more, before JAX is first used"
+        fix = f"restart Python (the kernel of a notebook) and {begin}"
+        raise TooFewSimulated([Problem("target", what, fix)]) from None
 
 
 def _give_threads(num_local: int) -> None:
@@ -139,17 +141,6 @@ def _give_threads(num_local: int) -> None:
     """
     if not {"NPROC", "PJRT_NPROC"} & os.environ.keys():
         os.environ["PJRT_NPROC"] = str(max(os.cpu_count() or 1, THREADS_OF_A_DEVICE * num_local))
-
-
-def _check_simulated(num_local: int) -> None:
-    """Raises TooFewSimulated if JAX has started with fewer simulated devices."""
-    devices = jax.devices()
-    if devices[0].platform == "cpu" and len(devices) >= num_local:
-        return
-    has = f"{counted(len(devices), 'device')} ({devices[0].device_kind})"
-    what = f"JAX has started in this process with {has}, and {num_local} can be simulated only before it starts"
-    fix = f"restart Python (the kernel of a notebook) and begin with cpu-{num_local} or more, before JAX is first used"
-    raise TooFewSimulated([Problem("target", what, fix)])
 
 
 def _check_attached(target: TpuTarget | GpuTarget) -> tuple[str, ...]:

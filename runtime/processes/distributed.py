@@ -42,13 +42,8 @@ SECONDS_UNTIL_NOTE = 20  # of waiting for the others
 COMPILED = "compiled programs"  # the meeting of processes after the compile
 USUAL_TIMEOUT = "distributed.initialization_timeout_seconds"
 TIMEOUT_OF = {COMPILED: "distributed.compile_timeout_seconds"}  # of meetings with their own time limit
-TOO_LITTLE_KNOWN = (
-    ValueError,
-    LookupError,
-    RuntimeError,
-    ImportError,
-    OSError,
-)  # JAX's errors if a cluster tells it too little
+# JAX's errors if a cluster tells it too little.
+TOO_LITTLE_KNOWN = (ValueError, LookupError, RuntimeError, ImportError, OSError)
 
 
 class Disagreement(ConfigError):
@@ -150,8 +145,13 @@ def join(spec: RunSpec) -> Processes:
     arguments = plan_start(spec.distributed, spec.target, os.environ)
     if arguments is None:
         return _joined
-    timeouts = spec.distributed
-    note = threading.Timer(SECONDS_UNTIL_NOTE, _say_waiting, [timeouts.initialization_timeout_seconds])
+    timeouts, seconds = spec.distributed, spec.distributed.initialization_timeout_seconds
+
+    def say_waiting() -> None:  # JAX waits in silence, and ends the process when the time is up
+        where = f"process {joined().process_id}: waiting for the others at {joined().coordinator_address}"
+        write_error(f"{where}, at most {seconds} s")
+
+    note = threading.Timer(SECONDS_UNTIL_NOTE, say_waiting)
     note.daemon = True
     note.start()
     _held.enter_context(captured_native_stderr())
@@ -169,7 +169,7 @@ def join(spec: RunSpec) -> Processes:
         raise ConfigError([Problem("distributed", what, fix)]) from error
     finally:
         note.cancel()
-    state, seconds = joined(), timeouts.initialization_timeout_seconds
+    state = joined()
     _joined = Processes(state.process_id, state.num_processes, seconds, state.client, lookout=lookout)
     hosts = tuple(_joined.gather("hosts", socket.gethostname()))
     _joined = replace(_joined, num_on_host=hosts.count(socket.gethostname()), hosts=hosts)
@@ -209,13 +209,6 @@ def together(
     return result  # type: ignore[return-value]
 
 
-def _say_waiting(timeout_seconds: int) -> None:
-    """Says that this process waits for the others: JAX waits in silence, and ends the process when the time is up."""
-    state = joined()
-    where = f"process {state.process_id}: waiting for the others at {state.coordinator_address}"
-    write_error(f"{where}, at most {timeout_seconds} s")
-
-
 def leave() -> None:
     """Leaves the other processes, once all are done."""
     global _joined
@@ -236,8 +229,14 @@ def crash(error: BaseException, run_dir: Path | None = None) -> None:
     """
     if _joined.count == 1:
         return
-    if is_of_another(error):
-        _await_reason()
+    lookout, is_of_another = _joined.lookout, isinstance(error, jax.errors.JaxRuntimeError)
+    if lookout and is_of_another and COMMUNICATION.search(str(error)):
+        # Another process is gone. It says why, or JAX finds that it is gone; either ends this process.
+        deadline = time.monotonic() + lookout.group.timeouts.heartbeat_timeout_seconds + SECONDS_OVER_HEARTBEAT
+        while time.monotonic() < deadline:
+            lookout.ask_reasons()
+            lookout.tell_reason_of_another()
+            time.sleep(SECONDS_BETWEEN_LOOKS)
     why = str(error) if isinstance(error, ConfigError) else traceback.format_exception_only(error)[-1]
     tell_reason(_joined.client, _joined.index, why.strip())
     if isinstance(error, KeyboardInterrupt):
@@ -256,23 +255,6 @@ def crash(error: BaseException, run_dir: Path | None = None) -> None:
     if isinstance(error, KeyboardInterrupt):
         os._exit(128 + signal.SIGINT)
     os._exit(error.exit_code if isinstance(error, ConfigError) else 1)
-
-
-def is_of_another(error: BaseException) -> bool:
-    """Returns True for an error of communication: another process is gone, and JAX will find out which."""
-    return isinstance(error, jax.errors.JaxRuntimeError) and bool(COMMUNICATION.search(str(error)))
-
-
-def _await_reason() -> None:
-    """Waits until another process says why it ended, or JAX finds that one is gone; either ends this process."""
-    lookout = _joined.lookout
-    if lookout is None:
-        return
-    deadline = time.monotonic() + lookout.group.timeouts.heartbeat_timeout_seconds + SECONDS_OVER_HEARTBEAT
-    while time.monotonic() < deadline:
-        lookout.ask_reasons()
-        lookout.tell_reason_of_another()
-        time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
 def name_processes(indices: list[int], count: int) -> str:

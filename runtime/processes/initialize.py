@@ -9,7 +9,7 @@ import errno
 import os
 import socket
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -134,7 +134,9 @@ def _launched(launcher: Launcher, keys: Arguments, environment: Mapping[str, str
     count = int(environment[launcher.num_processes])
     if count == 1 and not keys:
         return None
-    if all(name in environment for name in launcher.needs) and _is_whole_step(environment, count):
+    # In a shell that SLURM runs as a step of its own, SLURM_NTASKS is the number of tasks of the whole job.
+    is_whole_step = int(environment.get("SLURM_STEP_NUM_TASKS", count)) == count
+    if all(name in environment for name in launcher.needs) and is_whole_step:
         return {"cluster_detection_method": launcher.name, **keys}
     if "coordinator_address" in keys and launcher.process_id in environment:
         told = {"num_processes": count, "process_id": int(environment[launcher.process_id])}
@@ -145,12 +147,6 @@ def _launched(launcher: Launcher, keys: Arguments, environment: Mapping[str, str
     what = f"{launcher.num_processes} says that {count} processes were started, and nothing says where the first is"
     fix = f"set distributed.coordinator_address=HOST:PORT, a free port on the first host, {ALONE}"
     raise ConfigError([Problem("distributed", what, fix)])
-
-
-def _is_whole_step(environment: Mapping[str, str], count: int) -> bool:
-    """Returns False in a shell that SLURM runs as a step of its own, whose SLURM_NTASKS is that of the job around
-    it."""
-    return int(environment.get("SLURM_STEP_NUM_TASKS", count)) == count
 
 
 def _found(
@@ -188,17 +184,6 @@ def initialize(arguments: Mapping[str, Any], timeouts: DistributedSpec, lookout:
     arguments: the result of `plan_start`. Raises RunFailed if process 0 cannot listen at its port, and whatever JAX
     raises.
     """
-    with _own_parts(timeouts, lookout):
-        jax.distributed.initialize(
-            **arguments,
-            initialization_timeout=timeouts.initialization_timeout_seconds + SECONDS_FOR_ANSWER,
-            heartbeat_timeout_seconds=timeouts.heartbeat_timeout_seconds,
-            shutdown_timeout_seconds=timeouts.shutdown_timeout_seconds,
-        )
-
-
-def _own_parts(timeouts: DistributedSpec, lookout: Lookout) -> AbstractContextManager[None]:
-    """Within the `with`, `jax.distributed.initialize` starts its service and its client with additional arguments."""
 
     def service(start_service: Starter, address: str, count: int, **options: Any) -> Any:
         check_port_is_free(address)
@@ -209,7 +194,13 @@ def _own_parts(timeouts: DistributedSpec, lookout: Lookout) -> AbstractContextMa
         lookout.start(Group(index, joined().num_processes, address, timeouts))
         return make_client(address, index, **options)
 
-    return started_by(service, client)
+    with started_by(service, client):
+        jax.distributed.initialize(
+            **arguments,
+            initialization_timeout=timeouts.initialization_timeout_seconds + SECONDS_FOR_ANSWER,
+            heartbeat_timeout_seconds=timeouts.heartbeat_timeout_seconds,
+            shutdown_timeout_seconds=timeouts.shutdown_timeout_seconds,
+        )
 
 
 def check_port_is_free(address: str) -> None:
@@ -221,9 +212,8 @@ def check_port_is_free(address: str) -> None:
     host = host.strip("[]")
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-            listener.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # a connection that has ended does not hold the port
+            # A connection that has ended does not hold the port.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if ":" in host:
                 with suppress(OSError):
                     listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)

@@ -19,7 +19,8 @@ from meshloom.compiler.declare.run_spec import RunSpec
 from ..core.stderr_capture import captured_native_stderr, captured_tail
 from .distributed import Processes
 
-LOG = logging.getLogger("meshloom")  # runtime/processes/process_log.py gives it a file
+LOG = logging.getLogger("meshloom")
+FOLDER = "logs"
 
 
 def say(console: Console, text: str, *, is_shown: bool = True) -> None:
@@ -41,10 +42,6 @@ def say_labels(console: Console, spec: RunSpec) -> None:
     labels = {key: value for key, value in spec.run.model_dump(mode="json").items() if value}
     if labels:
         say(console, f"run: {json.dumps(labels, ensure_ascii=False)}")
-
-
-FOLDER = "logs"
-LOG = logging.getLogger("meshloom")
 
 
 class _Visible(logging.Formatter):
@@ -90,38 +87,26 @@ def process_log(run_dir: Path, processes: Processes) -> Iterator[Path]:
                 file.write(captured_tail())  # printed before there was a log
             held.enter_context(captured_native_stderr(path))
             processes.lookout.has_log = True
-        held.enter_context(_logged_to(path, processes))
+        stream = held.enter_context(path.open("a", encoding="utf-8"))
+        file = logging.StreamHandler(stream)
+        file.setFormatter(_Visible("%(asctime)s %(levelname)s %(message)s"))
+        terminal = logging.StreamHandler(sys.stderr)
+        terminal.setFormatter(_Visible())
+        terminal.setLevel(logging.WARNING)
+        terminal.addFilter(lambda record: record.name != LOG.name)  # our own messages are on the terminal already
+        root = logging.getLogger()
+        held.callback(root.setLevel, root.level)
+        root.setLevel(logging.WARNING)
+        LOG.setLevel(logging.INFO)
+        for handler in (file, terminal) if processes.is_first else (file,):
+            root.addHandler(handler)
+            held.callback(root.removeHandler, handler)
+        logging.captureWarnings(True)
+        held.callback(logging.captureWarnings, False)
+        faulthandler.enable(stream)  # the coordination service ends a process whose peers are lost by SIGABRT
+        held.callback(faulthandler.disable)
+        LOG.info(
+            f"meshloom {__version__}, process {processes.index} of {processes.count} on {socket.gethostname()}, "
+            f"pid {os.getpid()}: {shlex.join(sys.argv)}"
+        )
         yield path
-
-
-@contextmanager
-def _logged_to(path: Path, processes: Processes) -> Iterator[None]:
-    stream = path.open("a", encoding="utf-8")
-    file = logging.StreamHandler(stream)
-    file.setFormatter(_Visible("%(asctime)s %(levelname)s %(message)s"))
-    terminal = logging.StreamHandler(sys.stderr)
-    terminal.setFormatter(_Visible())
-    terminal.setLevel(logging.WARNING)
-    terminal.addFilter(lambda record: record.name != LOG.name)  # our own messages are on the terminal already
-    handlers = [file, terminal] if processes.is_first else [file]
-    root = logging.getLogger()
-    level = root.level
-    root.setLevel(logging.WARNING)
-    LOG.setLevel(logging.INFO)
-    for handler in handlers:
-        root.addHandler(handler)
-    logging.captureWarnings(True)
-    faulthandler.enable(stream)  # the coordination service ends a process whose peers are lost by SIGABRT
-    LOG.info(
-        f"meshloom {__version__}, process {processes.index} of {processes.count} on {socket.gethostname()}, "
-        f"pid {os.getpid()}: {shlex.join(sys.argv)}"
-    )
-    try:
-        yield
-    finally:
-        faulthandler.disable()
-        logging.captureWarnings(False)
-        for handler in handlers:
-            root.removeHandler(handler)
-        stream.close()
-        root.setLevel(level)

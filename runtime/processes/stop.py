@@ -140,16 +140,12 @@ class StopRequest:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if self._can_be_left and not self._is_shared:
             raise KeyboardInterrupt(self.signal)
-        self._answer()
-        if self._is_shared:
-            signal.raise_signal(signal.SIGTERM)
-
-    def _answer(self) -> None:
-        """Answers the signal on the terminal. Not by `print`, which the signal may have interrupted."""
         name = "Ctrl-C" if self.signal == signal.SIGINT else "SIGTERM"
         who = "all processes stop" if self._is_shared else "stopping"
         what = f"{name}: {who}; waiting for {self._waits_for}"
         os.write(self._terminal, f"\n{what}. Another Ctrl-C ends at once and loses what is not saved.\n".encode())
+        if self._is_shared:
+            signal.raise_signal(signal.SIGTERM)
 
     @property
     def exit_code(self) -> int:
