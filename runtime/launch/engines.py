@@ -44,12 +44,12 @@ SECONDS_BETWEEN_STARTS = 30  # until the last coordinator has released its port
 
 @dataclass(frozen=True)
 class Rendering:
-    """The commands and the file that an engine gets. tool: the program that runs the commands. commands: run in order,
-    in a directory with the file. file: the name of the file. text: its contents. folders: made first, for the engine's
-    own files. notes: printed as well."""
+    """The command and the file that an engine gets. tool: the program that has to be installed. command: run in a
+    directory with the file. file: the name of the file. text: its contents. folders: made first, for the engine's own
+    files. notes: printed as well."""
 
     tool: str
-    commands: tuple[tuple[str, ...], ...]
+    command: tuple[str, ...]
     file: str | None = None
     text: str = ""
     folders: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class Rendering:
 
 
 def render(launch: LaunchSpec, plan: LaunchPlan) -> Rendering:
-    """Returns the commands and the file for the declared engine. Raises ConfigError if something is missing."""
+    """Returns the command and the file for the declared engine. Raises ConfigError if something is missing."""
     name = plan.name
     match launch:
         case SlurmLaunch():
@@ -72,7 +72,7 @@ def render(launch: LaunchSpec, plan: LaunchPlan) -> Rendering:
         case TpuVmLaunch():
             return replace(_of_file("bash", f"{name}.sh", render_tpu_vm(plan, launch)), tool="gcloud")
         case XpkLaunch():
-            return Rendering("xpk", (xpk_command(plan, launch),))
+            return Rendering("xpk", xpk_command(plan, launch))
         case SkyPilotLaunch():
             return _of_file(f"sky jobs launch --yes --name {name}", f"{name}.yaml", render_skypilot(plan, launch))
         case LocalLaunch():
@@ -82,7 +82,7 @@ def render(launch: LaunchSpec, plan: LaunchPlan) -> Rendering:
 def _of_file(command: str, file: str, text: str) -> Rendering:
     """Returns the rendering of a command that takes one file as its last word."""
     words = (*command.split(), file)
-    return Rendering(words[0], (words,), file, text)
+    return Rendering(words[0], words, file, text)
 
 
 def render_slurm(plan: LaunchPlan, launch: SlurmLaunch) -> str:

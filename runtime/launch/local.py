@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.visible import write_error, write_out
 from meshloom.compiler.declare.launch_spec import LaunchSpec, LocalLaunch
 from meshloom.compiler.declare.overrides import override
@@ -49,54 +50,42 @@ class LocalProcess:
 
 
 def run_launch(launch: LaunchSpec, timeouts: DistributedSpec, plan: LaunchPlan) -> int:
-    """Starts the run, or shows the commands that would. Returns the exit code."""
-    if isinstance(launch, LocalLaunch) and not launch.dry_run:
-        write_error(f"launch: {plan.name}: {plan.hosts}, in {plan.run_dir}")
-        return run_local(plan, launch, timeouts)
-    rendering = None if isinstance(launch, LocalLaunch) else render(launch, plan)
-    for note in rendering.notes if rendering else ():
+    """Starts the run, or shows the command that would. Returns the exit code. Raises ConfigError if the engine's tool
+    is not installed, and launch.dry_run=false."""
+    made = None if isinstance(launch, LocalLaunch) else render(launch, plan)
+    for note in made.notes if made else ():
         write_error(f"launch: {note}")
-    why = "launch.dry_run=true" if launch.dry_run else None
-    if launch.dry_run is None and rendering and shutil.which(rendering.tool) is None:
-        why = f"{rendering.tool} is not installed here"
-    if rendering and why is None:
+    missing = f"{made.tool} is not installed here" if made and shutil.which(made.tool) is None else None
+    if launch.dry_run is False and missing:
+        raise ConfigError([Problem("launch", missing, "install it, or set launch.dry_run=true to see what would run")])
+    if not launch.dry_run and not missing:
         write_error(f"launch: {plan.name}: {plan.hosts}, in {plan.run_dir}")
-        return _submit(rendering)
-    if rendering is None:
+        return run_local(plan, launch, timeouts) if isinstance(launch, LocalLaunch) else _submit(render(launch, plan))
+    if made is None:
         for process in local_processes(plan, PORT):
             write_out(str(process))
-    elif rendering.file:  # unchanged, so that standard output can be saved as that file; the commands are comments
-        write_out(rendering.text.rstrip("\n"))
+    else:  # the file is unchanged, so that standard output can be saved as that file, and commands are its comments
+        if made.file:
+            write_out(made.text.rstrip("\n"))
         # SLURM opens a job's log before the script runs, and ends the job if it cannot.
-        folders = [("mkdir", "-p", *rendering.folders)] if rendering.folders else []
-        for command in [*folders, *rendering.commands]:
-            write_out(f"# {shlex.join(command)}")
-    else:
-        for command in rendering.commands:
-            write_out(shlex.join(command))
+        for command in [*(("mkdir", "-p", folder) for folder in made.folders), made.command]:
+            write_out(f"{'# ' if made.file else ''}{shlex.join(command)}")
+    why = "launch.dry_run=true" if launch.dry_run else missing
     write_error(f"launch: {plan.name}: {plan.hosts}; nothing was started: {why}")
     return 0
 
 
-def _submit(rendering: Rendering) -> int:
-    """Returns the exit code of the first command that fails, else 0."""
-    for folder in rendering.folders:
+def _submit(made: Rendering) -> int:
+    for folder in made.folders:
         Path(folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="meshloom-launch-") as folder:
-        if rendering.file:
-            (Path(folder) / rendering.file).write_text(rendering.text)
-        for command in rendering.commands:
-            argv = [str(Path(folder) / word) if word == rendering.file else word for word in command]
-            try:
-                code = as_shell(subprocess.run(argv, check=False).returncode)
-            except FileNotFoundError:
-                write_error(f"error: launch: {rendering.tool} is not installed here")
-                write_error("  fix: install it, or set launch.dry_run=true to see what would run")
-                return 2
-            if code:
-                write_error(f"error: launch: {shlex.join(command)} failed with exit code {code}")
-                return code
-    return 0
+        if made.file:
+            (Path(folder) / made.file).write_text(made.text)
+        argv = [str(Path(folder) / word) if word == made.file else word for word in made.command]
+        code = as_shell(subprocess.run(argv, check=False).returncode)
+    if code:
+        write_error(f"error: launch: {shlex.join(made.command)} failed with exit code {code}")
+    return code
 
 
 def local_processes(plan: LaunchPlan, port: int | str) -> list[LocalProcess]:

@@ -84,7 +84,7 @@ def test_each_host_starts_again_unless_the_exit_code_is_final(tmp_path, codes, l
 
 def test_xpk_gets_the_slices_and_the_command():
     xpk = ("launch=xpk", "launch.cluster=c", "launch.image=i:1", RUNS, "launch.max_restarts=7")
-    (command,) = rendered(*xpk, *TWO_SLICES, "launch.environment={A: 3}", "launch.setup=['cd /work']").commands
+    command = rendered(*xpk, *TWO_SLICES, "launch.environment={A: 3}", "launch.setup=['cd /work']").command
     assert command[:3] == ("xpk", "workload", "create")
     assert {
         "--tpu-type=v5p-4x4x4",
@@ -95,7 +95,7 @@ def test_xpk_gets_the_slices_and_the_command():
         "--cluster=c",
     } <= set(command)
     assert command[-1].startswith("--command=cd /work && meshloom train ")
-    (other,) = rendered(*xpk, "target=v5e-256").commands
+    other = rendered(*xpk, "target=v5e-256").command
     assert "--tpu-type=v5litepod-256" in other
 
 
