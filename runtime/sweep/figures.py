@@ -94,7 +94,7 @@ def value_of(row: Row, figure: Figure) -> float | None:
     return figure.of(row.figures) if row.figures else None
 
 
-def text_of(row: Row, figure: Figure) -> str:
+def figure_text(row: Row, figure: Figure) -> str:
     """Returns the figure of a point as text; "" if it is unknown."""
     value = value_of(row, figure)
     return "" if value is None else figure.human(value)

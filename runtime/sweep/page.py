@@ -23,12 +23,12 @@ from .figures import (
     best_first,
     best_of,
     chip_panels,
+    figure_text,
     find_figure,
     influence,
     name_of,
     pareto_front,
     swept_keys,
-    text_of,
     typed_value,
     value_of,
 )
@@ -60,7 +60,7 @@ def render_sweep(sweep: Sweep, page: Path, *, sort: str | None = None) -> str:
         figure=figure,
         best=best,
         best_name=name_of(best) if best else "",
-        best_value=text_of(best, figure) if best else "unknown",
+        best_value=figure_text(best, figure) if best else "unknown",
         facts=_facts(sweep, best, figure),
         reasons=[(STATUS_TEXT[status], why, number) for status, why, number in count_reasons(sweep.rows)],
         has={name: bool(data[name]) for name in ("keys", "curves", "front", "chips")}
@@ -182,9 +182,9 @@ def _facts(sweep: Sweep, best: Row | None, figure: Figure) -> list[tuple[str, st
     if best is None:
         return facts
     for name, (title, other, words) in details.items():
-        if name != figure.name and (text := text_of(best, FIGURES[name])) and len(facts) < 4:
+        if name != figure.name and (text := figure_text(best, FIGURES[name])) and len(facts) < 4:
             facts.append(
-                (f"Its {title}", text, f"{text_of(best, FIGURES[other]) or 'unknown'} {words}" if other else "")
+                (f"Its {title}", text, f"{figure_text(best, FIGURES[other]) or 'unknown'} {words}" if other else "")
             )
     return facts
 

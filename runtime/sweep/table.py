@@ -20,7 +20,18 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import counted, human_seconds
 
 from ..core.files import replace_bytes
-from .figures import FIGURES, SHOWN, Figure, best_first, best_of, find_figure, name_of, swept_keys, text_of, typed_value
+from .figures import (
+    FIGURES,
+    SHOWN,
+    Figure,
+    best_first,
+    best_of,
+    figure_text,
+    find_figure,
+    name_of,
+    swept_keys,
+    typed_value,
+)
 from .rows import Figures, Row, Status, SweepFile
 
 NUM_SHOWN = 20  # the best points of a longer sweep
@@ -78,7 +89,7 @@ def show_table(
     if best:
         place = f", in {directory / best.directory if directory else best.directory}" if best.directory else ""
         named = (name_of(best), "bold green")
-        console.wrapped("best by ", (figure.name, "bold"), ": ", named, f" at {text_of(best, figure)}{place}")
+        console.wrapped("best by ", (figure.name, "bold"), ": ", named, f" at {figure_text(best, figure)}{place}")
     else:
         console.wrapped(f"no point is done with {figure.name}")
 
@@ -88,8 +99,8 @@ def _table(keys: Sequence[str], shown: Sequence[Row], best: Row | None, figure: 
     keys, and fewer figures."""
     tail = dict[str, tuple[Column, Callable[[Row], str]]]()  # the columns after those of the keys, by name
     for name in dict.fromkeys([*SHOWN, figure.name]):
-        if any(text_of(row, FIGURES[name]) for row in shown):
-            tail[name] = Column(FIGURES[name].heading, "right"), partial(text_of, figure=FIGURES[name])
+        if any(figure_text(row, FIGURES[name]) for row in shown):
+            tail[name] = Column(FIGURES[name].heading, "right"), partial(figure_text, figure=FIGURES[name])
     if len({row.figures.basis for row in shown if row.figures}) > 1:
         tail["basis"] = Column("by"), lambda row: row.figures.basis if row.figures else ""
     if any(row.status != "done" for row in shown):
@@ -238,7 +249,7 @@ class SweepProgress:
             self._num_said += 1
             if self._num_said > MOST_LINES:
                 return
-            value = text_of(row, self._figure)
+            value = figure_text(row, self._figure)
             taken = f"in {human_seconds(row.seconds)}" if row.seconds is not None else ""
             told = f"{self._figure.heading} {value}, {taken}" if value else taken
         style = "green" if row.status == "done" else "red"
