@@ -52,7 +52,7 @@ def recomputed() -> str:
         (name, form, *(f"{_over_work(build(4, 8), recompute=1.0):.1%}" for build in (within, apart)))
         for (name, form, within), (_, _, apart) in zip(_builds(), _builds(recomputes=True), strict=True)
     ]
-    return markdown(["schedule", "ticks", "recomputed in B or BW", "R of its own"], rows)
+    return markdown(["schedule", "ticks", "recomputed in B or BW", "R separate"], rows)
 
 
 def permutes() -> str:
