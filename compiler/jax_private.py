@@ -11,17 +11,26 @@ If a release drops a name:
                                                      `jax.checkpoint` around it: a layer's forward pass runs again
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from jax._src.cudnn import fused_attention_stablehlo
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+from .core.deferred import Deferred
 
 cudnn: Any = fused_attention_stablehlo  # without types
 cudnn_forward_p: Any = cudnn._dot_product_attention_fwd_p_wrapper
 cudnn_backward_p: Any = cudnn._dot_product_attention_bwd_p_wrapper
-splash_dq: Callable[..., Any] = splash_attention_kernel._splash_attention_bwd_dq
-splash_dkv: Callable[..., Any] = splash_attention_kernel._splash_attention_bwd_dkv
+splash: Any = Deferred("jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel")
+
+
+def splash_dq(*operands: Any, **options: Any) -> Any:
+    """Returns the gradient of the queries."""
+    return splash._splash_attention_bwd_dq(*operands, **options)
+
+
+def splash_dkv(*operands: Any, **options: Any) -> Any:
+    """Returns the gradients of the queries in parts, if one kernel makes both, of the keys and of the values."""
+    return splash._splash_attention_bwd_dkv(*operands, **options)
 
 
 def residuals_of(pull_back: Any) -> list[Any]:

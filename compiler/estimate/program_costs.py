@@ -12,10 +12,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from scipy.sparse import csr_array
 
 from ..core.collectives import CollectiveKind
 from ..core.partition_spec import Axes
@@ -27,6 +26,9 @@ from ..parallel.operation import ParallelOp, find_source
 from ..pipeline.makespan import Numbers, TickLoop, TickPart, TickPermute, TickSlot
 from .liveness import host_sets, live_sets
 from .regions import Region
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 
 WorkKind = Literal["matmul", "attention", "merged", "other"]  # merged: sums of ring attention outside its kernels
 
@@ -84,12 +86,12 @@ class ProgramShape:
         return tuple(dict.fromkeys((each.kind, each.mesh_axes) for each in self.transfers))
 
     @cached_property
-    def membership(self) -> csr_array:
+    def membership(self) -> "csr_array":
         """Returns the sets in the memory of the device as a matrix."""
         return _membership(self.live, self.num_numbers)
 
     @cached_property
-    def membership_on_host(self) -> csr_array:
+    def membership_on_host(self) -> "csr_array":
         return _membership(self.on_host, self.num_numbers)
 
 
@@ -156,15 +158,17 @@ class Costs:
         return RegionCosts(dict(flops), dict(num_bytes), transfers)
 
 
-def _membership(sets: tuple[tuple[int, ...], ...], num_numbers: int) -> csr_array:
+def _membership(sets: tuple[tuple[int, ...], ...], num_numbers: int) -> "csr_array":
     """Returns a matrix with a row for each set, which has a one for each member of the set."""
+    from scipy.sparse import csr_array
+
     sizes = [len(one) for one in sets]
     members = np.fromiter((i for one in sets for i in one), np.int64, sum(sizes))
     starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
     return csr_array((np.ones(len(members)), members, starts), shape=(len(sets), num_numbers))
 
 
-def _largest(sets: csr_array, numbers: Numbers) -> Numbers:
+def _largest(sets: "csr_array", numbers: Numbers) -> Numbers:
     return np.asarray(sets @ numbers).max(axis=0, initial=0.0)
 
 

@@ -11,16 +11,16 @@ they still would not, the queries are cut in parts, and each part is a kernel of
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
 from meshloom.models.mask import Mask
 
+from ...core.deferred import Deferred
 from ...sharding.batch import TokenOrder
 from .blocks import Attended, Gradient, Gradients, Keys, Queries, Sight, attend_with
 from .splash_kernels import (
@@ -37,6 +37,11 @@ from .splash_kernels import (
     gradients,
     seen_blocks,
 )
+
+if TYPE_CHECKING:
+    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
+
+tables_of_jax: Any = Deferred("jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info")
 
 
 def attend_splash(
@@ -131,7 +136,7 @@ def _tables(cut: Cut, first: int, mask: Mask) -> Tables:
     return Tables(cut.block, queries_first, keys_first, mask, num_used, len(rows) * num_keys, seen)
 
 
-def mask_info(first: int, last: int, block: int, mask: Mask, *, keys_first: bool) -> MaskInfo:
+def mask_info(first: int, last: int, block: int, mask: Mask, *, keys_first: bool) -> "MaskInfo":
     """Returns the tables of one kernel, for all heads: of the queries first .. last, and the keys 0 .. last.
 
     They are (1, queries, entries), or with keys_first (1, entries, keys), in blocks. Query block i sees the key blocks
@@ -156,12 +161,13 @@ def mask_info(first: int, last: int, block: int, mask: Mask, *, keys_first: bool
     block_mask = np.where(is_used, np.where(is_whole, WHOLE, PARTLY), 0)
     tables = [(x.T if keys_first else x)[None] for x in (data_next, block_mask)]
     data_next, block_mask = (x.astype(np.min_scalar_type(-1 - x.max())) for x in tables)
-    return MaskInfo(data_next, None, block_mask, None, np.arange(first, last, dtype=np.int32))
+    return tables_of_jax.MaskInfo(data_next, None, block_mask, None, np.arange(first, last, dtype=np.int32))
 
 
 def whole_tables(num_queries: int, num_keys: int) -> Tables:
     """Returns the tables where every query sees every key: none, and no mask."""
-    block, nothing = block_size(num_queries, num_keys, most=BLOCKS[0]), MaskInfo(None, None, None, None, None)
+    block = block_size(num_queries, num_keys, most=BLOCKS[0])
+    nothing = tables_of_jax.MaskInfo(None, None, None, None, None)
     num_blocks = (num_queries // block) * (num_keys // block)
     seen = all_blocks(num_queries, block, num_keys)
     return Tables(block, nothing, nothing, None, num_blocks, num_blocks, seen)
@@ -213,12 +219,12 @@ def _fits(*tables: "BlockTable") -> bool:
     return all(sum(x[0].nbytes for x in table) <= TABLE_BYTES for table in tables)
 
 
-def _info(table: Any, queries: Array) -> MaskInfo:
+def _info(table: Any, queries: Array) -> "MaskInfo":
     """Returns the kernel's own form of tables. table: which blocks entries are, and how much of each the mask leaves;
     None: all blocks, in order."""
     data, used = (None, None) if table is None else map(jnp.asarray, table)
     places: Any = queries
-    return MaskInfo(data, None, used, None, places)
+    return tables_of_jax.MaskInfo(data, None, used, None, places)
 
 
 BlockTable = tuple[np.ndarray, np.ndarray]  # which block an entry is; how much of it the mask leaves

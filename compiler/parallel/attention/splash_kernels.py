@@ -19,23 +19,24 @@ block that is hidden is skipped, but its partial sum is written.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from meshloom.models.mask import Mask
 
 from ...core.format import human_bytes
-from ...jax_private import splash_dkv, splash_dq
+from ...jax_private import splash, splash_dkv, splash_dq
 from ...jaxpr.operation_kinds import LANES
 from ...target.target import TargetPlan
 from .blocks import Attended, Gradient, Gradients, Keys, Queries, blocks_scope, both_ids
+
+if TYPE_CHECKING:
+    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
 KEYS_BLOCKS = (512, 1024, 2048)  # tokens
 # Tokens of a block of keys times the size of a head: 2,048 x 256 take 18.6 of the 16 MiB of vector memory on v5p.
@@ -185,15 +186,15 @@ class Tables:
     its shards this device is."""
 
     block: int
-    queries_first: MaskInfo
-    keys_first: MaskInfo
+    queries_first: "MaskInfo"
+    keys_first: "MaskInfo"
     mask: Mask | None
     num_used: int
     num_blocks: int
     seen: Seen
     shard: Array | int = 0
 
-    def in_blocks_of_keys(self, size: int) -> MaskInfo:
+    def in_blocks_of_keys(self, size: int) -> "MaskInfo":
         """Returns the tables of the one backward kernel; where the others have none, it needs none."""
         if self.keys_first.data_next is None:
             return self.keys_first

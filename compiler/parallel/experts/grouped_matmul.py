@@ -23,10 +23,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
-from jax.experimental.pallas.ops.tpu.megablox import ops
 
+from ...core.deferred import Deferred
 from ...core.kernels import KernelCall, KernelCost
 
 # A tile: 3 stages of bfloat16 take 96 KiB of the 163 that A100's blocks have.
@@ -34,7 +32,9 @@ ROWS, COLUMNS, DEPTH = 128, 128, 64
 _ROW_DEPTH = 64  # rows that are contracted at once
 _NEIGHBOURS = 8  # tiles of rows that follow one another on the same columns, whose matrix then is in the L2 cache
 _LEAST = 16  # the least that a tensor core takes
-_PARAMETERS = triton.CompilerParams(num_warps=8, num_stages=3)
+_PARAMETERS = {"num_warps": 8, "num_stages": 3}
+pl: Any = Deferred("jax.experimental.pallas")
+triton: Any = Deferred("jax.experimental.pallas.triton")
 
 
 class Tiles(NamedTuple):
@@ -61,7 +61,7 @@ def multiply_rows(
         partial(_multiply, num_tiles=num_tiles, tile=tile, is_transposed=is_transposed),
         out_shape=jax.ShapeDtypeStruct((rows, columns), x_RE.dtype),
         grid=(num_tiles * (columns // tile[0]),),
-        compiler_params=_PARAMETERS,
+        compiler_params=triton.CompilerParams(**_PARAMETERS),
         interpret=interpret,
         name="grouped_matmul",
         cost_estimate=_cost(x_RE, w_GEM, columns),
@@ -80,7 +80,7 @@ def multiply_groups(x_RE: Array, g_RM: Array, sizes_G: Array, dtype: Any, *, int
         partial(_contract_rows, tile=tile),
         out_shape=jax.ShapeDtypeStruct(shape, dtype),
         grid=(shape[1] // tile[0], shape[2] // tile[1], shape[0]),
-        compiler_params=_PARAMETERS,
+        compiler_params=triton.CompilerParams(**_PARAMETERS),
         interpret=interpret,
         name="grouped_matmul_of_rows",
         cost_estimate=_cost(x_RE, g_RM, shape[2]),
@@ -171,7 +171,7 @@ def padded(x: Array, *multiples: int) -> Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - len(extra)) + extra)
 
 
-def _cost(left: Array, right: Array, num_columns: int) -> pl.CostEstimate:
+def _cost(left: Array, right: Array, num_columns: int) -> Any:
     """Returns the cost of a kernel that counts each row of the left once, against one matrix, as if all rows were
     filled; the scope says how many are."""
     num_bytes = left.nbytes + right.nbytes + left.shape[0] * num_columns * left.dtype.itemsize
@@ -180,11 +180,9 @@ def _cost(left: Array, right: Array, num_columns: int) -> pl.CostEstimate:
 
 Kernels = Literal["megablox", "triton", "none"]
 
-megablox: Any = ops.backend  # pyright: ignore[reportPrivateImportUsage] (gmm and tgmm without `ops.gmm`'s derivatives)
+# gmm and tgmm without the derivatives of `ops.gmm`
+megablox: Any = Deferred("jax.experimental.pallas.ops.tpu.megablox.gmm")
 TILE = (512, 1024, 1024)  # rows, what is contracted, columns: of 16384 x 4096 x 14336 on v5p (docs/experts.md)
-# The kernels ask the attached device whether it multiplies bfloat16, which starts JAX while a step is only planned, and
-# may not be the target. Every TPU from v4 on does, and so do the others.
-megablox.common.supports_bfloat16_matmul = lambda: True
 _MIN_ROWS = 128  # the entries that the kernels take at once
 _ROWS_ARE_CONTRACTED = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
@@ -233,6 +231,9 @@ def _by_megablox(x_RE: Array, w_GEM: Array, sizes_G: Array, g_RM: Array, interpr
     x_RE, g_RM = (padded(x, _MIN_ROWS, 1) for x in (x_RE, g_RM))
     rows = next(size for size in (TILE[0], 256, _MIN_ROWS) if x_RE.shape[0] % size == 0)
     tile = (rows, *TILE[1:])
+    # The kernels ask the attached device whether it multiplies bfloat16, which starts JAX while a step is only planned,
+    # and may not be the target. Every TPU from v4 on does, and so do the others.
+    megablox.common.supports_bfloat16_matmul = lambda: True
     dx_RE = megablox.gmm(g_RM, w_GEM, sizes_G, x_RE.dtype, tile, transpose_rhs=True, interpret=interpret)
     dw_GEM = megablox.tgmm(x_RE.swapaxes(0, 1), g_RM, sizes_G, w_GEM.dtype, tile, interpret=interpret)
     return dx_RE[:num_rows], dw_GEM

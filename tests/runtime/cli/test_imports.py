@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 COMPUTING = ("jax", "flax", "optax")
-RUNNING = ("orbax", "grain", "tensorboardX", "jinja2")
+RUNNING = ("orbax", "grain", "tensorboardX", "jinja2", "scipy", "jax.experimental.pallas")
 
 # Each line is run by the same process; what one imports stays for the next.
 LINES = """
