@@ -85,7 +85,7 @@ def find_job(spec: RunSpec, make_plan: Callable[[], Plan[RunSpec]]) -> CompileJo
         plan, devices, *_ = all_of(
             make_plan,
             lambda: find_devices(spec.target, plan_target(spec.target, spec.precision.compute)),
-            lambda: _check_files(spec),
+            lambda: _check_files(spec.artifact, spec.compile.timeout_seconds, spec.compilation_cache),
         )
         check_can_judge(plan)
         check_compiler_options(spec.compiler_options, devices[0])
@@ -189,13 +189,13 @@ def write_compiled(compiled: Compiled, run_dir: Path) -> tuple[Path, ...]:
     return (*files, *([place] if place else []))
 
 
-def _check_files(spec: RunSpec) -> None:
+def _check_files(artifact: str | None, timeout_seconds: float | None, cache: str | None) -> None:
     problems = []
-    if spec.artifact is not None:
-        what = f"compile writes an artifact and cannot load one, but artifact={spec.artifact}"
+    if artifact is not None:
+        what = f"compile writes an artifact and cannot load one, but artifact={artifact}"
         problems.append(Problem("artifact", what, "leave it out; hydra.run.dir= says where the new one goes"))
-    if spec.compile.timeout_seconds is not None and cache_folder(spec.compilation_cache) is None:
-        place = "null" if spec.compilation_cache is None else "a URL"
+    if timeout_seconds is not None and cache_folder(cache) is None:
+        place = "null" if cache is None else "a URL"
         what = f"the process that is ended then leaves what it compiled in compilation_cache, which is {place}"
         problems.append(Problem("compile.timeout_seconds", what, "set a directory as compilation_cache"))
     raise_if_any(problems)
@@ -215,7 +215,7 @@ def _show_header(console: Console, job: CompileJob) -> None:
         LOG.info(line)
     say(console, f"meshloom compile: {plan.num_parameters / 1e6:,.1f} M parameters, {plan.mesh} on {target.name}, "
         f"{plan.spec.tokens_per_step:,} tokens per step")  # fmt: skip
-    say_labels(console, plan.spec)
+    say_labels(console, plan.spec.run)
     if plan.flag_presets:
         say(console, f"flag presets: {plan.flag_presets}")
     for warning in plan.warnings:

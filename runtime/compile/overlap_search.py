@@ -34,7 +34,8 @@ from meshloom.compiler.search.overlap import (
     overlap_candidates,
     tried_report,
 )
-from meshloom.compiler.spec.overlap_spec import OverlapConfig
+from meshloom.compiler.spec.overlap_spec import OverlapConfig, OverlapSpec
+from meshloom.compiler.target.target import TargetPlan
 from meshloom.compiler.xla.fingerprint import sha256
 
 from ..core.files import replace_text
@@ -64,12 +65,24 @@ def search_overlap(
         return compiler.compile(plan_run(applied(one.way, plan.spec)), (*overrides, *one.overrides), status)
 
     declared = compiled(candidates[0], 1)
-    decision = _decision_file(plan, declared, candidates)
+    folder, decision = cache_folder(plan.spec.compilation_cache), None
+    if folder:  # a decision is named by everything that it depends on
+        rests_on = [
+            declared.step.lowered.fingerprint.digest,
+            plan.spec.target.model_dump_json(),
+            plan.target.compiler.model_dump_json(),
+            json.dumps({name: asdict(one) for name, one in plan.target.flag_presets.items()}),
+            bounds.model_dump_json(),
+            str(plan.spec.overlap.max_exposed),
+            *(" ".join(one.overrides) for one in candidates),
+            _code_of_compiler(),
+        ]
+        decision = folder / "decisions" / f"{sha256(json.dumps(rests_on))}.json"
     if decision and (decided := _read(decision)):
         winner = next(one for one in candidates if one.overrides == decided.overrides)
         say(compiler.console, f"decided before: {winner.way.name}, by {decision}")
         return compiled(winner, 1) if decided.chosen else declared, decided
-    best, report = _try_in_turn(plan, candidates, declared, compiled, compiler.console, begun)
+    best, report = _try_in_turn(plan.spec.overlap, plan.target, candidates, declared, compiled, compiler.console, begun)
     report = report.model_copy(update={"cache": "miss" if decision else "off"})
     if decision:
         try:
@@ -81,7 +94,8 @@ def search_overlap(
 
 
 def _try_in_turn(
-    plan: Plan[RunSpec],
+    overlap: OverlapSpec,
+    target: TargetPlan,
     candidates: Sequence[OverlapCandidate],
     declared: StoredStep,
     compiled: Callable[[OverlapCandidate, int], StoredStep],
@@ -92,14 +106,14 @@ def _try_in_turn(
 
     declared: the step of the first candidate. begun: the time of `time.monotonic` before that step was compiled.
     """
-    bounds, max_exposed = plan.spec.overlap.search, plan.spec.overlap.max_exposed
+    bounds, max_exposed = overlap.search, overlap.max_exposed
     assert bounds is not None
     tried, rows, programs = list[Tried](), list[TriedReport](), {declared.step.lowered.fingerprint.digest}
 
     def add(one: OverlapCandidate, found: Evaluation, seconds: float) -> bool:
         """Adds and shows the result of a candidate. Returns True if it is the best so far."""
         tried.append((one.way, found))
-        rows.append(tried_report(one.way, found, plan.target, seconds))
+        rows.append(tried_report(one.way, found, target, seconds))
         say(console, line_of(rows[-1]))
         return best_of([each for _, each in tried], max_exposed) == len(tried) - 1
 
@@ -141,27 +155,6 @@ def _attempt(compile_it: Callable[[], StoredStep]) -> tuple[StoredStep | None, E
         why = error.problems[0].what if isinstance(error, ConfigError) else str(error).splitlines()[0]
         return None, unknown(why), time.perf_counter() - start
     return made, evaluate_step(made.step), made.step.built.compile_seconds
-
-
-def _decision_file(plan: Plan[RunSpec], declared: StoredStep, candidates: Sequence[OverlapCandidate]) -> Path | None:
-    """Returns the file of a decision, named by everything that it depends on: the program, the candidates and their
-    order, the bounds and limits, the figures of the chip, and the code that judges."""
-    folder = cache_folder(plan.spec.compilation_cache)
-    if folder is None:
-        return None
-    bounds = plan.spec.overlap.search
-    rests_on = [
-        declared.step.lowered.fingerprint.digest,
-        plan.spec.target.model_dump_json(),
-        plan.target.compiler.model_dump_json(),
-        json.dumps({name: asdict(one) for name, one in plan.target.flag_presets.items()}),
-        bounds.model_dump_json() if bounds else "",
-        str(plan.spec.overlap.max_exposed),
-        *(" ".join(one.overrides) for one in candidates),
-        _code_of_compiler(),
-    ]
-    digest = sha256(json.dumps(rests_on))
-    return folder / "decisions" / f"{digest}.json"
 
 
 @cache

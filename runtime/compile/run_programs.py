@@ -178,57 +178,56 @@ def _keep(place: Path | None, fingerprint: Fingerprint, programs: Programs, seco
     return ()
 
 
-REGARDLESS = "on_out_of_memory=try goes on regardless"
-
-
 def check_state_memory(plan: Plan[RunSpec], processes: Processes) -> None:
     """Raises RunFailed if parameters, optimizer state and batch alone need more memory than there is, or if the host of
     an accelerator lacks the memory for the copy that a save makes of them."""
-    needed = plan.memory.state_bytes + plan.memory.batch
-    check_devices(plan, needed, "for parameters, optimizer state and batch alone", processes)
-    if plan.spec.checkpoint.is_saving and plan.target.platform != "cpu":
+    if plan.spec.on_out_of_memory == "try":
+        return
+    target, state_bytes = plan.target, plan.memory.state_bytes
+    purpose = "for parameters, optimizer state and batch alone"
+    check_devices(target, state_bytes + plan.memory.batch, purpose, processes)
+    if plan.spec.checkpoint.is_saving and target.platform != "cpu":
         whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(plan.abstract))
-        saved = min(
-            whole, plan.memory.state_bytes * _devices_of_host(plan.target, processes)
-        )  # replicas are saved once
-        _check_host(plan.spec, saved, "a save copies the state to the memory of its host")
+        saved = min(whole, state_bytes * _devices_of_host(target, processes))  # replicas are saved once
+        _check_host(saved, "a save copies the state to the memory of its host")
 
 
 def check_program_memory(plan: Plan[RunSpec], compiled: Any, processes: Processes, program: str = "train step") -> None:
     """Raises RunFailed if the compiled program needs more memory than devices or host have."""
+    if plan.spec.on_out_of_memory == "try":
+        return
     memory = memory_of(compiled)
     needed = memory.needed_bytes(plan.target.platform)
     if needed is not None:  # else only the compiler knows, and it has accepted the program
-        check_devices(plan, needed, f"for the compiled {program}", processes)
+        check_devices(plan.target, needed, f"for the compiled {program}", processes)
     if memory.host_bytes:
         on_host = memory.host_bytes * _devices_of_host(plan.target, processes)
-        _check_host(plan.spec, on_host, f"the compiled {program} keeps arrays in the memory of its host")
+        _check_host(on_host, f"the compiled {program} keeps arrays in the memory of its host")
 
 
-def check_devices(plan: Plan[RunSpec], bytes_per_device: int, purpose: str, processes: Processes) -> None:
+def check_devices(target: TargetPlan, bytes_per_device: int, purpose: str, processes: Processes) -> None:
     """Raises RunFailed if each device needs more memory than it has; simulated devices share that of their host."""
     each = f"{human_bytes(bytes_per_device)} are needed on each"
-    if plan.target.platform == "cpu":
-        num_devices = _devices_of_host(plan.target, processes)
+    if target.platform == "cpu":
+        num_devices = _devices_of_host(target, processes)
         who = f"of {counted(num_devices, 'simulated device')} {purpose}; the memory is this machine's"
-        _check_host(plan.spec, bytes_per_device * num_devices, f"{each} {who}")
+        _check_host(bytes_per_device * num_devices, f"{each} {who}")
         return
     stats = jax.local_devices()[0].memory_stats() or {}  # what the runtime gives programs, if it says
-    available = stats.get("bytes_limit", plan.target.hbm_bytes_per_device)
+    available = stats.get("bytes_limit", target.hbm_bytes_per_device)
     if available is not None and bytes_per_device > available:
-        _refuse(plan.spec, f"{each} device of {plan.target.name} {purpose}, and {human_bytes(available)} are available")
+        raise _too_little(f"{each} device of {target.name} {purpose}, and {human_bytes(available)} are available")
 
 
-def _check_host(spec: RunSpec, needed: int, why: str) -> None:
+def _check_host(needed: int, why: str) -> None:
     available = available_bytes()
     if needed > available:
-        _refuse(spec, f"{why}: {human_bytes(needed)} are needed, {human_bytes(available)} are available")
+        raise _too_little(f"{why}: {human_bytes(needed)} are needed, {human_bytes(available)} are available")
 
 
-def _refuse(spec: RunSpec, what: str) -> None:
-    if spec.on_out_of_memory == "refuse":
-        fix = "choose a smaller model or batch, or more devices (`meshloom explain` plans without any)"
-        raise RunFailed(Problem("target", what, f"{fix}; {REGARDLESS}"), DOES_NOT_FIT)
+def _too_little(what: str) -> RunFailed:
+    fix = "choose a smaller model or batch, or more devices (`meshloom explain` plans without any)"
+    return RunFailed(Problem("target", what, f"{fix}; on_out_of_memory=try goes on regardless"), DOES_NOT_FIT)
 
 
 def _devices_of_host(target: TargetPlan, processes: Processes) -> int:

@@ -85,11 +85,14 @@ class _StoredCompile:
         for warning in unkept(self.spec.compilation_cache):
             say(self.compiler.console, f"warning: {warning}")
         places = (self.compiler.run_dir / FOLDER, *([store] if store else []))
-        by_child = self.spec.compile.timeout_seconds is not None and not find_artifact(lowered.fingerprint, places)
-        if by_child:
+        seconds = self.spec.compile.timeout_seconds
+        by_child = seconds is not None and not find_artifact(lowered.fingerprint, places)
+        if by_child and seconds is not None:
             self.phases.begin(COMPILE)
             words = (*self.compiler.words, *self.overrides)
-            compile_in_child(self.spec, words, log=log)
+            options = [f"{name}={value}" for name, value in self.spec.compiler_options.items()]
+            at_work = [*options, *(f"overlap.flag_presets={name}" for name in self.spec.overlap.flag_presets)]
+            compile_in_child(words, seconds=seconds, at_work=at_work, log=log)
         with one_compiles(store):
             if found := find_artifact(lowered.fingerprint, places):
                 return replace(found.built, cache="miss" if by_child else "hit"), found

@@ -29,7 +29,6 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, ConfigError, Problem
 from meshloom.compiler.core.format import human_bytes, human_names, human_seconds
 from meshloom.compiler.core.user_imports import allow_words
-from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.target.compiler_options import option_problem
 from meshloom.compiler.xla.aot import parse_out_of_memory
 
@@ -112,16 +111,14 @@ def watched(compile_programs: Callable[[], T], *, log: Path, terminal: int, phas
         raise
 
 
-def compile_in_child(spec: RunSpec, words: Sequence[str], *, log: Path) -> None:
+def compile_in_child(words: Sequence[str], *, seconds: float, at_work: Sequence[str], log: Path) -> None:
     """Waits for a child, `meshloom compile` of the same declaration, which leaves the step in `compilation_cache`.
 
     If the child fails, this returns all the same: the caller then warns, and compiles the step itself.
 
-    words: its arguments, the overrides last. log: the file that the child's output is appended to. Raises RunFailed,
-    after ending the child, if the budget is spent.
+    words: its arguments, the overrides last. seconds: the budget. at_work: options that may take the time. log: takes
+    the child's output. Raises RunFailed, after ending the child, if the budget is spent.
     """
-    seconds = spec.compile.timeout_seconds
-    assert seconds is not None
     words = [word for word in words if not word.startswith(NOT_OF_CHILD)]
     with tempfile.TemporaryDirectory() as run_dir, log.open("ab") as printed:
         own = ("compile.timeout_seconds=null", "overlap.search=null", f"hydra.run.dir={run_dir}")
@@ -130,8 +127,6 @@ def compile_in_child(spec: RunSpec, words: Sequence[str], *, log: Path) -> None:
         try:
             child.wait(seconds)
         except subprocess.TimeoutExpired:
-            options = [f"{name}={value}" for name, value in spec.compiler_options.items()]
-            at_work = [*options, *(f"overlap.flag_presets={name}" for name in spec.overlap.flag_presets)]
             with_what = human_names(at_work, most=6) if at_work else "its default options"
             what = f"the compiler is still at work after {human_seconds(seconds)}, with {with_what}"
             fix = "leave out one of these options at a time, or set a longer compile.timeout_seconds"

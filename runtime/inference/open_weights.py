@@ -71,7 +71,7 @@ def start_session(spec: RunSpec, warn: Callable[[str], None] = write_error) -> S
     warn: takes a warning about attached devices.
     """
     try:
-        processes = join(spec)
+        processes = join(spec.distributed, spec.target)
     except ConfigError:
         plan_run(spec)  # raises its own problems, which explain more
         raise
@@ -79,7 +79,9 @@ def start_session(spec: RunSpec, warn: Callable[[str], None] = write_error) -> S
     said = start_devices(spec.target, processes, warn)
     place_of_weights(spec)
     plan = plan_run(spec)
-    check_devices(plan, plan.memory.parameters + plan.memory.batch, "for parameters and batch alone", processes)
+    if spec.on_out_of_memory == "refuse":
+        needed = plan.memory.parameters + plan.memory.batch
+        check_devices(plan.target, needed, "for parameters and batch alone", processes)
     return Session(plan, mesh_of(plan), processes, said)
 
 

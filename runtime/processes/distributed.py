@@ -25,7 +25,8 @@ import jax
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
-from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.declare.run_spec import DistributedSpec
+from meshloom.compiler.spec.target_spec import TargetSpec
 
 from ..core.failures import LOST, RunFailed
 from ..core.interruptible import interruptibly
@@ -139,13 +140,13 @@ def current() -> Processes:
     return _joined
 
 
-def join(spec: RunSpec) -> Processes:
+def join(timeouts: DistributedSpec, target: TargetSpec) -> Processes:
     """Joins the other processes of the run, if any. Raises ConfigError if they cannot be found."""
     global _joined
-    arguments = plan_start(spec.distributed, spec.target, os.environ)
+    arguments = plan_start(timeouts, target, os.environ)
     if arguments is None:
         return _joined
-    timeouts, seconds = spec.distributed, spec.distributed.initialization_timeout_seconds
+    seconds = timeouts.initialization_timeout_seconds
 
     def say_waiting() -> None:  # JAX waits in silence, and ends the process when the time is up
         where = f"process {joined().process_id}: waiting for the others at {joined().coordinator_address}"

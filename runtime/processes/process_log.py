@@ -14,7 +14,7 @@ from pathlib import Path
 from meshloom import __version__
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.visible import visible
-from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.declare.run_spec import RunLabels
 
 from ..core.stderr_capture import captured_native_stderr, captured_tail
 from .distributed import Processes
@@ -37,9 +37,9 @@ def say_command(console: Console, label: str, words: Sequence[str]) -> None:
     console.command(label, words)
 
 
-def say_labels(console: Console, spec: RunSpec) -> None:
+def say_labels(console: Console, run: RunLabels) -> None:
     """Shows and logs the user's labels of the run, if it has any."""
-    labels = {key: value for key, value in spec.run.model_dump(mode="json").items() if value}
+    labels = {key: value for key, value in run.model_dump(mode="json").items() if value}
     if labels:
         say(console, f"run: {json.dumps(labels, ensure_ascii=False)}")
 

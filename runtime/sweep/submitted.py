@@ -180,7 +180,7 @@ class SlurmArrays(SubmittedPoints):
     Each element leaves its exit code in a file of `scratch`, which all hosts see.
     """
 
-    target = "hydra_plugins.meshloom_sweeps.clusters.SlurmLauncher"
+    target = "hydra_plugins.meshloom_sweeps.launcher.SlurmLauncher"
 
     def find(self, points: Mapping[int, Point]) -> dict[int, str]:
         found = {}
@@ -243,7 +243,7 @@ class JobSets(SubmittedPoints):
     how the same command finds those that run or have ended.
     """
 
-    target = "hydra_plugins.meshloom_sweeps.clusters.JobSetLauncher"
+    target = "hydra_plugins.meshloom_sweeps.launcher.JobSetLauncher"
     _namespaces: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False)
 
     def find(self, points: Mapping[int, Point]) -> dict[int, str]:  # noqa: ARG002 (applying again finds them)

@@ -84,7 +84,7 @@ def prepare(spec: RunSpec, warn: Callable[[str], None] = write_error) -> Job:
     warn: takes a warning about attached devices.
     """
     try:
-        processes = join(spec)
+        processes = join(spec.distributed, spec.target)
     except ConfigError:
         plan_and_check(spec)  # raises the same, with all other problems
         raise
@@ -256,7 +256,7 @@ def _show_job(job: Job, console: Console) -> None:
     for line in job.said:
         say(console, line, is_shown=False)
     show_header(console, job.plan)
-    say_labels(console, job.plan.spec)
+    say_labels(console, job.plan.spec.run)
     say(console, job.data.summary)
 
 

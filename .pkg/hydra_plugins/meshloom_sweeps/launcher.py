@@ -1,4 +1,7 @@
-"""Adds `hydra/launcher=meshloom_pool`: points of a sweep run in worker processes that stay warm (docs/sweeps.md)."""
+"""Adds launchers of sweeps: `hydra/launcher=meshloom_pool`, and for clusters `meshloom_slurm` and `meshloom_jobset`.
+
+Points run in worker processes that stay warm (docs/sweeps.md), or as jobs that `launch` declares (docs/launch.md).
+"""
 
 # Hydra executes this before it is in sys.modules: with `from __future__ import annotations` a dataclass would fail.
 from collections.abc import Sequence
@@ -24,7 +27,24 @@ class PoolConf:
     worker_bytes: Optional[int] = None  # noqa: UP045
 
 
-ConfigStore.instance().store(group="hydra/launcher", name="meshloom_pool", node=PoolConf, provider="meshloom")
+@dataclass
+class SlurmConf:
+    """The settings of meshloom_slurm. num_at_once: the most points that run at once; null: as many as SLURM has room
+    for."""
+
+    _target_: str = "hydra_plugins.meshloom_sweeps.launcher.SlurmLauncher"
+    num_at_once: Optional[int] = None  # noqa: UP045
+
+
+@dataclass
+class JobSetConf:
+    """The settings of meshloom_jobset: none, as Kueue decides how many points run at once."""
+
+    _target_: str = "hydra_plugins.meshloom_sweeps.launcher.JobSetLauncher"
+
+
+for name, conf in {"meshloom_pool": PoolConf, "meshloom_slurm": SlurmConf, "meshloom_jobset": JobSetConf}.items():
+    ConfigStore.instance().store(group="hydra/launcher", name=name, node=conf, provider="meshloom")
 
 
 class PoolLauncher(Launcher):
@@ -45,3 +65,11 @@ class PoolLauncher(Launcher):
         for returned, value in zip(returns, values, strict=True):
             returned.return_value = value
         return returns
+
+
+class SlurmLauncher(PoolLauncher):
+    """Submits an array of jobs for the points of each kind of hosts."""
+
+
+class JobSetLauncher(PoolLauncher):
+    """Applies a JobSet for each point."""

@@ -486,9 +486,7 @@ def test_a_process_with_a_budget_may_run_the_code_that_this_one_may(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     Path("theirs_in_a_child.py").write_text("from pathlib import Path\nPath('imported').touch()\n")
     with code_allowed_from(("theirs_in_a_child",)):
-        compile_in_child(
-            spec_of("compile.timeout_seconds=99"), ("model.family=theirs_in_a_child:Mine",), log=Path("log")
-        )
+        compile_in_child(("model.family=theirs_in_a_child:Mine",), seconds=99, at_work=(), log=Path("log"))
     assert Path("imported").exists(), Path("log").read_text()
 
 
