@@ -110,7 +110,12 @@ def search_path_override(overrides: Sequence[str], config_dir: str | None) -> li
         if parsed is None or parsed.key_or_group != SEARCH_PATH or parsed.is_delete():
             kept.append(text)
             continue
-        places += _places(parsed.value() if not parsed.is_sweep_override() else None)
+        value = None if parsed.is_sweep_override() else parsed.value()
+        found = list(map(_text, value)) if isinstance(value, list) else [None]
+        if not all(isinstance(place, str) and place for place in found):
+            fix = f"write {SEARCH_PATH}=[file://my/configs]"
+            raise ConfigError([Problem(SEARCH_PATH, "is not a list of places", fix)])
+        places += map(str, found)
     if config_dir is not None:
         try:
             config_dir = local_path(config_dir)  # shells leave the ~ of --config-dir=~/configs to us
@@ -123,12 +128,6 @@ def search_path_override(overrides: Sequence[str], config_dir: str | None) -> li
     if len(kept) == len(overrides) and config_dir is None:
         return kept
     return [*kept, f"{SEARCH_PATH}=[{','.join(map(in_quotes, dict.fromkeys(places)))}]"]
-
-
-def _places(value: object) -> list[str]:
-    if isinstance(value, list) and all(isinstance(place, str) and place for place in map(_text, value)):
-        return [str(_text(place)) for place in value]
-    raise ConfigError([Problem(SEARCH_PATH, "is not a list of places", f"write {SEARCH_PATH}=[file://my/configs]")])
 
 
 def _text(place: object) -> object:

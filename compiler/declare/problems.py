@@ -81,22 +81,19 @@ def composition_problem(error: Exception, groups: ConfigGroups) -> Problem:
     if match := re.search(r"Could not delete from config. '(?P<key>[^']+)'", text):
         return Problem(match["key"], "does not exist, so it cannot be deleted", "leave the ~ override out")
     if match := re.search(r"Could not find '(?P<group>[^/']+)/(?P<option>[^']+)'", text):
-        return _no_such_option(match["group"], match["option"], groups)
+        group, option = match["group"], match["option"]
+        if group == "target":
+            return target_names.problem_of(option, groups.get("target", []))
+        if group not in groups:
+            return Problem(group, "there is no such group", use_one_of(group, groups) if groups else LOOK)
+        fix = f"choose {group}=...: {use_one_of(option, groups[group])}"
+        return Problem(group, f"there is no '{option}' in this group", fix)
     key = re.search(r"full_key: (\S+)", text)
     if variable := re.search(r"Environment variable '([^']*)' not found", text):
         what = f"the environment variable {variable[1]} is not set"
         fix = f"export {variable[1]}=..., or give a default: ${{oc.env:{variable[1]},...}}"
         return Problem(key[1] if key else COMMAND_LINE, what, fix)
     return Problem(key[1] if key else COMMAND_LINE, shortened(text.partition("\n")[0], 300), LOOK)
-
-
-def _no_such_option(group: str, option: str, groups: ConfigGroups) -> Problem:
-    if group == "target":
-        return target_names.problem_of(option, groups.get("target", []))
-    if group not in groups:
-        return Problem(group, "there is no such group", use_one_of(group, groups) if groups else LOOK)
-    fix = f"choose {group}=...: {use_one_of(option, groups[group])}"
-    return Problem(group, f"there is no '{option}' in this group", fix)
 
 
 MOST_SHOWN = 60  # characters of a value

@@ -88,7 +88,9 @@ def read_sweep_request(request: Request) -> SweepRequest:
             else:
                 axes[_name(text)] = values
             if is_grid or text not in params:  # another sweeper reads its parameters itself
-                written.append(text if values is None else _written(text, values))
+                if values is not None and isinstance((parsed := parse_override(text)).value(), Glob):  # its options
+                    text = f"{parsed.get_key_element()}=choice({','.join(each.partition('=')[2] for each in values)})"
+                written.append(text)
         num_points = math.prod(map(len, axes.values()))
         if num_points > MOST_POINTS:
             what = f"the sweep has {num_points:,} points, more than the maximum of {MOST_POINTS:,}"
@@ -154,14 +156,6 @@ def _values(text: str, request: Request, *, is_grid: bool) -> tuple[str, ...] | 
         with hydra_session(request) as groups:
             options = groups.get(parsed.key_or_group, [])
     return tuple(sweep_values(parsed, options))
-
-
-def _written(text: str, values: Sequence[str]) -> str:
-    """Returns the override for Hydra, with a `glob` replaced by its options."""
-    parsed = parse_override(text)
-    if not isinstance(parsed.value(), Glob):
-        return text
-    return f"{parsed.get_key_element()}=choice({','.join(value.partition('=')[2] for value in values)})"
 
 
 def _check_values(

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, NonNegativeInt, PositiveFloat, PositiveInt
 from meshloom.models.config import Config, mistake
 
 from ..core.config_types import Fraction, Text
-from .narrow import Narrow
+from .program_keys import ProgramKeys
 
 AUTO = "auto"  # a strategy, or flag presets, that the plan chooses
 
@@ -81,7 +81,7 @@ class OverlapSearch(Config):
     min_gain: Fraction  # share of the shortest step so far; a candidate that could not save it is not compiled
 
 
-class StepOverlap(Narrow):
+class StepOverlap(ProgramKeys):
     """How the loop over layers is written, so that communication overlaps with compute."""
 
     layers: LayerLoop

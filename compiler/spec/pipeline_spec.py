@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, NonNegativeInt, PositiveInt
 from meshloom.models.config import mistake
 
 from ..core.config_types import Fraction, LocalPath
-from .narrow import Narrow
+from .program_keys import ProgramKeys
 
 HeadPlace = Literal["last", "stages"]
 
@@ -25,7 +25,7 @@ def _stage_layers(value: Any) -> Any:
 StageLayersSpec = Annotated[Literal["even", "balanced"] | tuple[NonNegativeInt, ...], BeforeValidator(_stage_layers)]
 
 
-class StepPipeline(Narrow):
+class StepPipeline(ProgramKeys):
     """The schedule of a pipeline; without stages of the mesh nothing reads it.
 
     schedule: one of compiler/pipeline/schedules.py. num_chunks: the parts of the model that each stage holds.

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field, model_validator
 from meshloom.models.config import Config, mistake
 
 from ..core.config_types import NumBytes, Text
-from .narrow import Narrow
+from .program_keys import ProgramKeys
 
 # The axes that rules may name. Slowest link first: replicas across slices, tensor shards on neighbouring chips.
 MeshAxis = Literal["replica", "data", "fsdp", "context", "expert", "tensor"]
@@ -32,7 +32,7 @@ class Rule(Config):
     alternatives: tuple[Text, ...] = ()
 
 
-class ShardingRules(Narrow):
+class ShardingRules(ProgramKeys):
     """Ordered rules per kind of array: each dimension takes the first matching rule whose mesh axes are free.
 
     mesh_axes: the only mesh axes that rules split over; null: all that they name. optimizer: rules of optimizer state

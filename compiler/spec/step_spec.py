@@ -23,10 +23,10 @@ from ..core.config_types import Fraction, NumBytes, Seed, Text
 from ..core.float_types import ComputeType, FloatType
 from ..optim.configs import OptimizerConfig, ScheduleConfig
 from .calibration_spec import Calibration
-from .narrow import Narrow
 from .objective_spec import ObjectiveSpec, compares_pairs
 from .overlap_spec import StepOverlap, StrategyChoice
 from .pipeline_spec import StepPipeline
+from .program_keys import ProgramKeys
 from .secrets import Sources, as_compared, as_written
 from .sharding_spec import ShardingRules
 
@@ -108,7 +108,7 @@ class MoeSpec(Config):
     num_chunks: PositiveInt  # chunks of a device's tokens: one is sent while the experts of another run
 
 
-class BatchSpec(Narrow):
+class BatchSpec(ProgramKeys):
     """How documents lie in the sequences of a batch.
 
     packing: how documents are packed into sequences; pairs: each is a sequence, the
@@ -136,7 +136,7 @@ class BatchSpec(Narrow):
         return self.gives_sequences or self.packing != "concatenate"
 
 
-class ReplayCheck(Narrow):
+class ReplayCheck(ProgramKeys):
     """check_every_num_steps: how often a step that is not suspect runs twice, and replicas of the state are
     compared."""
 
@@ -160,7 +160,7 @@ else:
     AdapterSpec = Annotated[AnyAdapter | None, AfterValidator(_null_for_none)]
 
 
-class StepSpec(Narrow):
+class StepSpec(ProgramKeys):
     """Everything that the programs of a run depend on, except the devices that they are compiled for (PlanSpec). Its
     keys are those of the fingerprint. `global_batch_size` is in sequences, over all devices and microbatches."""
 

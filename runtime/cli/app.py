@@ -46,7 +46,8 @@ def run_declared(command: Command, args: list[str]) -> int:
     """Runs a command that takes overrides. Returns the exit code: 2 for the user's mistakes, which are all printed."""
     try:
         flags, problems = parse_flags(command, args)
-        with code_allowed_from(_allowed(flags)):
+        allowed = parse_allowed(flags.allow_code_from, FLAG) + parse_allowed([os.environ.get(VARIABLE, "")], VARIABLE)
+        with code_allowed_from(allowed):  # no config file can add a module
             if problems:  # those of the overrides, too
                 all_of(
                     lambda: raise_if_any(problems), lambda: read_spec(request_of_flags(flags), then=lambda spec: spec)
@@ -56,11 +57,6 @@ def run_declared(command: Command, args: list[str]) -> int:
         raise
     except MISTAKES as error:
         return show_mistake(as_config_error(error))
-
-
-def _allowed(flags: argparse.Namespace) -> tuple[str, ...]:
-    """Returns the modules whose code the user allows; no config file can add one."""
-    return (*parse_allowed(flags.allow_code_from, FLAG), *parse_allowed([os.environ.get(VARIABLE, "")], VARIABLE))
 
 
 def _run(command: Command, flags: argparse.Namespace) -> int:

@@ -1,7 +1,6 @@
 """Runs `meshloom export`: writes the weights of a run as others read them."""
 
 import argparse
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -21,16 +20,16 @@ from ..weights.peft import check_peft, write_adapter
 
 def export_command(request: Request, flags: argparse.Namespace) -> int:  # noqa: ARG001 (as all commands)
     """Writes the folder. Raises ConfigError for a mistake, before anything is written."""
-    export = read_spec(request, then=_prepared)
+    export = read_spec(
+        request,
+        then=lambda spec: (
+            partial(export_peft, spec, check_peft(spec))
+            if spec.export.format == "peft"
+            else partial(run_export, prepare_export(spec, open_merged))
+        ),
+    )
     export(Console())
     return 0
-
-
-def _prepared(spec: RunSpec) -> Callable[[Console], None]:
-    """Returns the export that the declaration names. Raises ConfigError for all that is wrong with it."""
-    if spec.export.format == "peft":
-        return partial(export_peft, spec, check_peft(spec))
-    return partial(run_export, prepare_export(spec, open_merged))
 
 
 def export_peft(spec: RunSpec, folder: Path, console: Console) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import webbrowser
-from collections.abc import Mapping
 from pathlib import Path
 
 from meshloom.compiler.core.console import Console
@@ -25,13 +24,22 @@ def sweep_command(words: Words) -> None:
     if "--json" in flags:
         write_out(json.dumps(sweep_as_json(sweep, sort=flags.get("--sort")), indent=1))
     else:
-        _show_on_terminal(sweep, flags.get("--sort"), is_whole="--all" in flags)
+        console, is_whole = Console(off_terminal_width=200), "--all" in flags
+        show_table(
+            console, sweep.file, sweep.rows, sort=flags.get("--sort"), is_whole=is_whole, directory=sweep.directory
+        )
+        for note in sweep.notes:
+            console.line(f"note: {note}")
     for flag, write in (("--csv", write_csv), ("--parquet", write_parquet)):
         if flag in flags:
             write(sweep.rows, Path(flags[flag]))
             write_error(f"{len(sweep.rows):,} rows: {flags[flag]}")
     if "--json" not in flags or "--page" in flags or "--open" in flags:
-        _write_page(sweep, Path(flags.get("--page", sweep.directory / PAGE)), flags)
+        page = Path(flags.get("--page", sweep.directory / PAGE))
+        write_file(page, render_sweep(sweep, page, sort=flags.get("--sort")).encode(), flag="--page")
+        write_error(f"page: {page}")  # standard output has the table, or JSON
+        if "--open" in flags and not webbrowser.open(page.resolve().as_uri()):
+            raise ConfigError([Problem("--open", "no browser was found", f"open {page.resolve()} in one")])
 
 
 def sweep_as_json(sweep: Sweep, *, sort: str | None) -> dict[str, object]:
@@ -43,18 +51,3 @@ def sweep_as_json(sweep: Sweep, *, sort: str | None) -> dict[str, object]:
         "notes": sweep.notes,
         "rows": [row.model_dump(mode="json") for row in rows],
     }
-
-
-def _show_on_terminal(sweep: Sweep, sort: str | None, *, is_whole: bool) -> None:
-    console = Console(off_terminal_width=200)
-    show_table(console, sweep.file, sweep.rows, sort=sort, is_whole=is_whole, directory=sweep.directory)
-    for note in sweep.notes:
-        console.line(f"note: {note}")
-
-
-def _write_page(sweep: Sweep, page: Path, flags: Mapping[str, str]) -> None:
-    """Writes the page, and its path to standard error; standard output has the table, or JSON."""
-    write_file(page, render_sweep(sweep, page, sort=flags.get("--sort")).encode(), flag="--page")
-    write_error(f"page: {page}")
-    if "--open" in flags and not webbrowser.open(page.resolve().as_uri()):
-        raise ConfigError([Problem("--open", "no browser was found", f"open {page.resolve()} in one")])
