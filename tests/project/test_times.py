@@ -1,6 +1,6 @@
 """The processor seconds of tests by folder, against the table of docs/testing.md."""
 
-from support.times import PAGE, by, folder_of, grown, read_table
+from support.times import PAGE, by, folder_of, grown, longest_first, read_table
 
 TABLE = """
 | folder | plain | ci |
@@ -26,6 +26,12 @@ def test_seconds_are_added_up_by_folder_and_file():
     assert by("folder", tests) == {"tests/models": 4.0, "tests/compiler/step": 3.0}
     assert by("file", tests) == {"tests/models/test_b.py": 4.0, "tests/compiler/step/test_a.py": 3.0}
     assert folder_of("tests/compiler/xla/deep/test_c.py::test_q") == "tests/compiler/xla"
+
+
+def test_tests_of_long_folders_run_first():
+    tests = ["tests/new/test_z.py::test_z", "tests/models/test_b.py::test_z", "tests/compiler/step/test_b.py::test_x",
+             "tests/compiler/step/test_a.py::test_y"]  # fmt: skip
+    assert longest_first(tests, read_table(TABLE)) == [2, 3, 1, 0]
 
 
 def test_the_page_has_what_both_tiers_take():
