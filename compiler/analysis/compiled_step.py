@@ -1,10 +1,13 @@
 """Holds a compiled step with everything that was read from it, and the verdicts that follow."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..core.errors import raise_if_any
+from ..core.errors import Problem, raise_if_any
+from ..core.format import counted, human_names
 from ..core.known import Unknown
+from ..core.partition_spec import STAGE
+from ..core.scopes import OperationName
 from ..estimate.communication import PlannedCollective
 from ..estimate.estimate import StepEstimate, fits_host
 from ..parallel.pipeline_plan import PipelinePlan
@@ -12,9 +15,9 @@ from ..plan import Plan
 from ..schema import Event, Finding
 from ..target.target import TargetPlan
 from ..xla.aot import Built, LoweredStep
-from ..xla.hlo import parse_module
+from ..xla.hlo import Module, parse_module
+from ..xla.schedule.divergent import Divergent, find_divergent
 from ..xla.schedule.stage_clocks import StagedDevices
-from .divergent_branches import find_hangs
 from .lint import find_too_exposed, find_too_much_bubble, lint
 from .program_devices import stages_of
 from .program_memory import PeakMemory, needed_bytes, read_peak
@@ -153,3 +156,31 @@ def limit_bytes(target: TargetPlan) -> int | None:
 def used_devices_per_chip(target: TargetPlan) -> int:
     """Returns the JAX devices per chip, which scale a device's figures to a chip's; 1 if a run uses part of a chip."""
     return max(1, target.num_devices // target.num_chips)
+
+
+COMPILED = "compiled program"  # the place of these problems
+NUM_NAMED = 3
+
+
+def find_hangs(module: Module, mesh_sizes: Mapping[str, int]) -> Iterator[Problem]:
+    """Yields a problem for each conditional of a program with collectives that hang: collectives among stages, in a
+    branch that not all of them take. Raises HloError for an unknown form of replica groups. mesh_sizes: the sizes of
+    the mesh axes, over the program's devices in order."""
+    if mesh_sizes.get(STAGE, 1) == 1:
+        return
+    of: dict[str, list[Divergent]] = {}
+    for each in find_divergent(module, stages_of(mesh_sizes)):
+        of.setdefault(each.conditional.name, []).append(each)
+    for name, found in of.items():
+        named = [
+            f"{each.collective.name} ({(OperationName(each.collective.op_name).own or each.collective.opcode)})"
+            for each in found
+        ]
+        stages = sorted({stage for each in found for stage in each.stages})
+        are = "is a collective" if len(found) == 1 else "are collectives"
+        yield Problem(
+            COMPILED,
+            f"{human_names(named, NUM_NAMED)} {are} among {counted(len(stages), 'stage')} in a branch of {name}, which "
+            "some of them may not take: those that do would wait forever",
+            "run it outside of the branch, or choose the branch by a value that is the same on all stages",
+        )

@@ -36,9 +36,9 @@ from ..target.compiler_options import hidden_kinds, presets_for
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
 from ..xla.aot import REMATERIALIZATION
-from .finding_sizes import LEAST_BYTES, NUM_PLACES
 from .match import Match
 from .program_memory import HeldArray
+from .program_text import LEAST_BYTES, NUM_PLACES
 
 TOO_EXPOSED, TOO_MUCH_BUBBLE = "too-exposed", "too-much-bubble"
 NUM_WORST = 3  # collectives that TOO_EXPOSED names
@@ -178,7 +178,13 @@ def _of_collective(
     alike = [candidate for match in matches for candidate in match.candidates]
     scattered = [candidate for candidate in alike if candidate.kind == "reduce-scatter"]
     if each.kind == "all-reduce" and scattered:
-        return [_not_scattered(plan, each, scattered, narrower)]
+        what = f"an all-reduce of {_size(each)} where the plan has reduce-scatters: half of the traffic is redundant"
+        rules = dict.fromkeys(p.rule for p in scattered if p.rule)
+        in_parts = [HEAD_IN_CHUNKS] if all(_is_of_head(p.origin.name) for p in scattered) else []
+        preset = with_preset_for(plan.target, "reduce-scatter")
+        fix = unfollowed(plan, *in_parts, *([preset] if preset else []), narrower, SPLIT_THE_GROUP) or MORE_TOKENS
+        where = ", ".join((each.source, *rules))
+        return [_costly(each, each.bytes // 2, "gradient-not-scattered", what, where, fix)]
     match = _closest(each, planned) or next(iter(alike), None)
     if match is None:
         return [_unplanned(plan.spec.sharding, each)]
@@ -207,17 +213,6 @@ def _closest(each: CollectiveReport, planned: Sequence[PlannedCollective]) -> Pl
     if each.dtype == "f32":  # a ring sends gradients in float32 beside keys and values
         alike = [p for p in alike if p.dtype == "float32" and p.origin.name == each.origin.name] or alike
     return min(alike, key=lambda p: abs(p.bytes - each.bytes), default=None)
-
-
-def _not_scattered(
-    plan: Plan, each: CollectiveReport, scattered: Sequence[PlannedCollective], narrower: Advice
-) -> Costly:
-    what = f"an all-reduce of {_size(each)} where the plan has reduce-scatters: half of the traffic is redundant"
-    rules = dict.fromkeys(p.rule for p in scattered if p.rule)
-    is_of_head = all(_is_of_head(p.origin.name) for p in scattered)
-    in_parts, preset = [HEAD_IN_CHUNKS] if is_of_head else [], with_preset_for(plan.target, "reduce-scatter")
-    fix = unfollowed(plan, *in_parts, *([preset] if preset else []), narrower, SPLIT_THE_GROUP) or MORE_TOKENS
-    return _costly(each, each.bytes // 2, "gradient-not-scattered", what, ", ".join((each.source, *rules)), fix)
 
 
 def _unplanned(declared: ShardingRules, each: CollectiveReport) -> Costly:

@@ -22,8 +22,8 @@ from ..target.target import TargetPlan
 from ..xla.hlo import Instruction, Module
 from ..xla.hlo.flow import Flow, ModuleValue, ValueUse
 from ..xla.hlo.opcodes import SAME_ELEMENTS
-from .finding_sizes import LEAST_BYTES, NUM_PLACES
 from .program_devices import ProgramDevices
+from .program_text import LEAST_BYTES, NUM_PLACES
 from .repeated_work import find_repeated_work
 from .schedule_analysis import ScheduleAnalysis
 from .wasted_transfers import find_wasted_transfers

@@ -1,4 +1,4 @@
-"""Reads a part of a compiled program's text, or says why it cannot be read."""
+"""Reads a part of a compiled program's text, or says why it cannot be read; and how much a finding on it says."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -7,6 +7,9 @@ from ..core.known import Unknown
 from ..xla.hlo import HloError
 
 T = TypeVar("T")
+
+LEAST_BYTES = 2**20  # per execution; a smaller collective costs only latency
+NUM_PLACES = 3  # places that one finding names
 
 
 def read_part(part: Callable[[], T]) -> T | Unknown:

@@ -10,8 +10,8 @@ from ..core.format import counted, human_count, human_names, human_seconds, huma
 from ..schema import Finding, StepReport
 from ..xla.hlo import Module
 from ..xla.schedule.alike import Repeated, find_repeated
-from .finding_sizes import NUM_PLACES
 from .program_devices import ProgramDevices
+from .program_text import NUM_PLACES
 from .source_lines import shown, source_finder
 
 LEAST_SHARE = 0.1  # the share of the arithmetic that would be saved if each result were computed once
@@ -34,7 +34,12 @@ def find_repeated_work(
     if seconds and step.least_seconds:
         of_step += f", {human_share(seconds / step.least_seconds)} of the step"
     alike = "all of them" if most == number else f"{most} at a time"
-    places = human_names(_places(module, repeated), NUM_PLACES, between="; ")
+    lines = source_finder(module)
+    named = (
+        f"{shown(at, each.instruction.op_name)} ({each.within})" if (at := lines(each.instruction)) else each.within
+        for each in repeated
+    )
+    places = human_names(list(dict.fromkeys(named)), NUM_PLACES, between="; ")
     yield Finding(
         rule="repeated-work",
         severity="warning",
@@ -58,15 +63,3 @@ def _seconds(found: Sequence[Repeated], compute_seconds: Mapping[str, float]) ->
         whole[each.within] += each.flops
         wasted[each.within] += _wasted(each)
     return sum(compute_seconds.get(name, 0.0) * wasted[name] / whole[name] for name in whole)
-
-
-def _places(module: Module, repeated: Sequence[Repeated]) -> list[str]:
-    """Returns the places of the arithmetic, the most repeated first."""
-    lines = source_finder(module)
-    named = (
-        f"{shown(found, each.instruction.op_name)} ({each.within})"
-        if (found := lines(each.instruction))
-        else each.within
-        for each in repeated
-    )
-    return list(dict.fromkeys(named))

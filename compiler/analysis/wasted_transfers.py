@@ -21,7 +21,7 @@ from ..xla.hlo import Computation, Instruction, Module
 from ..xla.hlo.flow import Flow, ModuleValue, ValueUse
 from ..xla.hlo.opcodes import BLOCKS, SAME_ELEMENTS, VIEWS
 from ..xla.hlo.types import ArrayType, bits_of
-from .finding_sizes import LEAST_BYTES, NUM_PLACES
+from .program_text import LEAST_BYTES, NUM_PLACES
 from .source_lines import shown, source_finder
 
 MOST_USED = 0.5  # the share of a gathered array; an operation that uses more needs it whole

@@ -34,7 +34,10 @@ def read_tables(spec: PlanSpec, mesh: MeshPlan, model: Model) -> TablesByLabel:
     if mesh.sizes[STAGE] == 1:
         return {}
     problems, tables = list(_unused(spec)), dict[str, PipelineTable]()
-    problems += [] if spec.pipeline.table else _problems_of_schedule(spec, mesh)
+    if not spec.pipeline.table:
+        numbers = (mesh.sizes[STAGE], spec.pipeline.num_chunks, spec.num_microbatches)
+        lacks = SCHEDULES[spec.pipeline.schedule].requirement(*numbers)
+        problems += [] if lacks is None else [Problem("pipeline.schedule", *lacks)]
     try:
         tables = _own(spec, mesh) if spec.pipeline.table else {} if problems else _candidates(spec, mesh)
     except ConfigError as error:
@@ -118,14 +121,6 @@ def _fewer_parts(spec: PlanSpec, mesh: MeshPlan, num_layers: int, num_chunks: in
         return f"use pipeline.num_chunks={fewer}, or fewer stages"
     fits = (size for size in range(num_layers // num_chunks, 1, -1) if mesh.num_devices % size == 0)
     return f"use {KEY}={next(fits, 1)}"
-
-
-def _problems_of_schedule(spec: PlanSpec, mesh: MeshPlan) -> Iterator[Problem]:
-    """Yields what a schedule needs and does not get."""
-    kind = SCHEDULES[spec.pipeline.schedule]
-    lacks = kind.requirement(mesh.sizes[STAGE], spec.pipeline.num_chunks, spec.num_microbatches)
-    if lacks is not None:
-        yield Problem("pipeline.schedule", *lacks)
 
 
 def _unused(spec: PlanSpec) -> Iterator[Problem]:

@@ -37,6 +37,7 @@ from ..plan import Plan
 from ..sharding.length_split import LENGTH, mixing_pieces
 from ..sharding.model_check import WHERE
 from ..spec.sharding_spec import Rule, ShardingRules
+from ..spec.step_spec import StepSpec
 from ..target.mesh import MeshPlan
 
 # By piece and name, such as layers/keys: (layers, sequences, slots, ...); `embed` has one layer.
@@ -53,13 +54,13 @@ class BatchShape:
     num_slots: int
 
 
-def check_generates(plan: Plan) -> None:
+def check_generates(spec: StepSpec, model: Model, ops: Sequence[ParallelOp]) -> None:
     """Raises ConfigError for a model of a user in which a token reads other tokens otherwise than by attention."""
-    if ":" not in plan.spec.model.family:
+    if ":" not in spec.model.family:
         return
     fix = "let tokens read one another through context.remember and context.attend alone (docs/generate.md)"
-    with blamed_on_user(WHERE, f"tracing {plan.spec.model.family}", is_theirs=True):
-        mixing = list(mixing_pieces(plan.spec, plan.model, per_token_operation(plan.ops)))
+    with blamed_on_user(WHERE, f"tracing {spec.model.family}", is_theirs=True):
+        mixing = list(mixing_pieces(spec, model, per_token_operation(ops)))
     what = "{} looks from one token at another otherwise than by attention, and could not be run token by token"
     raise_if_any(Problem(WHERE, what.format(name), fix) for name in mixing)
 
@@ -67,7 +68,7 @@ def check_generates(plan: Plan) -> None:
 def plan_cache(plan: Plan, shape: BatchShape) -> tuple[Cache, Any]:
     """Returns the cache as ShapeDtypeStructs, and its layout: what each piece remembers of one token, for all slots.
     Raises ConfigError where that fails in a user's model."""
-    check_generates(plan)
+    check_generates(plan.spec, plan.model, plan.ops)
     dtype = plan.spec.precision.compute
     layout, family = _Layout(plan.spec.sharding, plan.mesh), plan.spec.model.family
     pieces = {"embed": (plan.model.embed, 1)} | {s.name: (s.layer, s.num_layers) for s in plan.model.stacks}
@@ -97,12 +98,14 @@ def build_working(weights: Params) -> Callable[[Params], Params]:
     return lambda params: jax.tree.map(working, weights, params)
 
 
-def build_prefill(plan: Plan, cache: Cache) -> Callable[[Params, Array, Array], tuple[Array, Cache]]:
+def build_prefill(
+    model: Model, rules: ShardingRules, mesh: MeshPlan, cache: Cache
+) -> Callable[[Params, Array, Array], tuple[Array, Cache]]:
     """Returns a function (parameters, tokens_BT, padding_B) -> (float32 logits_BV after the last token, cache).
 
     padding_B: how many of the first tokens of each sequence are padding. cache: its shapes.
     """
-    run = _Runner(plan.model, _Layout(plan.spec.sharding, plan.mesh))
+    run = _Runner(model, _Layout(rules, mesh))
 
     def prefill(params: Params, tokens_BT: Array, padding_B: Array) -> tuple[Array, Cache]:
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache)
@@ -114,15 +117,17 @@ def build_prefill(plan: Plan, cache: Cache) -> Callable[[Params, Array, Array], 
     return prefill
 
 
-def build_decode(plan: Plan, num_slots: int) -> Callable[[Params, Cache, Array, Array, Array], tuple[Array, Cache]]:
+def build_decode(
+    model: Model, rules: ShardingRules, mesh: MeshPlan, ops: Sequence[ParallelOp], num_slots: int
+) -> Callable[[Params, Cache, Array, Array, Array], tuple[Array, Cache]]:
     """Returns a function (parameters, cache, token_B, slot, padding_B) -> (float32 logits_BV after it, cache).
 
     slot: the place of the newest tokens in the cache, whose length is num_slots."""
-    run = _Runner(plan.model, _Layout(plan.spec.sharding, plan.mesh))
+    run = _Runner(model, _Layout(rules, mesh))
 
     def decode(params: Params, cache: Cache, token_B: Array, slot: Array, padding_B: Array) -> tuple[Array, Cache]:
         slots_T = slot + jnp.arange(1)
-        operation = cached_operation(plan.ops, NewestTokens(slots_T, padding_B, num_slots))
+        operation = cached_operation(ops, NewestTokens(slots_T, padding_B, num_slots))
         return run.forward(params, token_B[:, None], _Tokens(slots_T, padding_B, operation, reads_cache=True), cache)
 
     return decode

@@ -6,7 +6,7 @@ from real devices.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -57,15 +57,17 @@ def check_compiler(target: TargetPlan) -> None:
     """Raises ConfigError if the compiler for the target's chip is not installed."""
     if target.is_attached:
         return
-    is_there, extra, library = _COMPILERS[target.platform]
-    if not is_there():
+    modules, extra, library = _COMPILERS[target.platform]
+    if not any(map(_is_installed, modules)):
         what = f"compiling for {target.name} needs {library}, which is not installed"
         raise ConfigError([Problem("target", what, f"pip install 'meshloom[{extra}]'")])
 
 
 def installed_compilers() -> dict[str, str]:
     """Returns the installed compilers for chips, by kind: {"GPU": "JAX's CUDA plugin", "TPU": "libtpu"}."""
-    return {platform.upper(): library for platform, (is_there, _, library) in _COMPILERS.items() if is_there()}
+    return {
+        name.upper(): library for name, (modules, _, library) in _COMPILERS.items() if any(map(_is_installed, modules))
+    }
 
 
 def options_without_device(target: TargetPlan) -> dict[str, CompilerOption]:
@@ -83,14 +85,6 @@ def _described(target: TargetPlan, platform: str, name: str, arguments: Mapping[
     return devices
 
 
-def _has_libtpu() -> bool:
-    return _is_installed("libtpu")
-
-
-def _has_cuda() -> bool:
-    return _is_installed("jax_plugins.xla_cuda13") or _is_installed("jax_plugins.xla_cuda12")
-
-
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
@@ -98,9 +92,10 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-_COMPILERS: dict[str, tuple[Callable[[], bool], str, str]] = {
-    "gpu": (_has_cuda, "cuda", "JAX's CUDA plugin"),
-    "tpu": (_has_libtpu, "tpu", "libtpu"),
+# By platform: the modules of which one has to be installed, the extra that installs it, and what it is called.
+_COMPILERS = {
+    "gpu": (("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"), "cuda", "JAX's CUDA plugin"),
+    "tpu": (("libtpu",), "tpu", "libtpu"),
 }
 
 

@@ -120,7 +120,8 @@ def lower_generation(
     scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=one)
     sampling = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), Sampling.abstract())
     layout = jax.tree.map(lambda x: x.sharding, cache)
-    run_prefill, run_decode = build_prefill(plan, cache), build_decode(plan, shape.num_slots)
+    layout_of = (plan.model, plan.spec.sharding, plan.mesh)
+    run_prefill, run_decode = build_prefill(*layout_of, cache), build_decode(*layout_of, plan.ops, shape.num_slots)
 
     def prefill(params: Any, tokens: Any, padding: Any, sampling: Any, numbers: Any) -> Any:
         logits, cache = run_prefill(params, tokens, padding)

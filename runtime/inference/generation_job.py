@@ -65,7 +65,7 @@ def prepare_generation(
 
 def _generating_plan(spec: RunSpec) -> Plan[RunSpec]:
     plan = plan_run(spec)
-    check_generates(plan)
+    check_generates(plan.spec, plan.model, plan.ops)
     return plan
 
 

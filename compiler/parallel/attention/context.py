@@ -132,7 +132,6 @@ class _Local:
     itemsize: int
     order: TokenOrder
     masks: tuple[Mask, ...]
-    has_ids: bool
 
     @property
     def kv_bytes(self) -> int:
@@ -174,7 +173,6 @@ def _local(site: OpSite, inputs: OpInputs, order: TokenOrder) -> _Local:
         itemsize=jnp.dtype(spec.precision.compute).itemsize,
         order=order,
         masks=tuple(mask.within(spec.sequence_length) for mask in site.options_of("mask")),
-        has_ids=spec.data.isolate_documents,
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from meshloom.compiler.analysis import compiled_step
-from meshloom.compiler.analysis.divergent_branches import find_hangs
+from meshloom.compiler.analysis.compiled_step import find_hangs
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.compiler.xla.schedule.divergent import find_divergent

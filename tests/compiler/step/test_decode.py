@@ -72,8 +72,9 @@ def padded(prompts, shape=SHAPE):
 def generated(plan, params, prompts):
     """The greedy tokens and their logits by the cache: (sequences, new tokens, vocabulary)."""
     with jax.set_mesh(plan.mesh.of_devices(jax.devices()[:1])):
-        prefill = jax.jit(build_prefill(plan, plan_cache(plan, SHAPE)[0]))
-        decode = jax.jit(build_decode(plan, SHAPE.num_slots), donate_argnums=1)
+        own = (plan.model, plan.spec.sharding, plan.mesh)
+        prefill = jax.jit(build_prefill(*own, plan_cache(plan, SHAPE)[0]))
+        decode = jax.jit(build_decode(*own, plan.ops, SHAPE.num_slots), donate_argnums=1)
         tokens, padding = padded(prompts)
         logits, cached = prefill(params, tokens, padding)
         steps = [logits]
