@@ -28,7 +28,7 @@ from ..processes.process_log import meshloom_log
 from ..rundir.folders import REPORT, RunFolder
 from ..rundir.run_lock import only_run_in
 from .declared import Plan, request_of_origin, shown_as, with_spec
-from .guest import as_guest, settings_put_back, start_for_compile
+from .library_call import library_call, settings_put_back, start_for_compile
 
 PAGE = "report.html"
 
@@ -80,7 +80,7 @@ def compile(*declared: str | RunSpec | Plan, run_dir: str | PathLike[str] | None
     """
     with settings_put_back():
         job = _find(declared)
-        with as_guest(job.plan.spec.origin.code_allowed_from), _folder(run_dir) as folder:
+        with library_call(job.plan.spec.origin.code_allowed_from), _folder(run_dir) as folder:
             compiled = _compile(job, folder)
             if run_dir is not None:
                 write_compiled(compiled, folder)

@@ -25,7 +25,7 @@ from meshloom.compiler.spec.target_spec import LocalTarget
 
 from ..processes.devices import start_devices
 from ..processes.distributed import Processes
-from .guest import as_guest, warn
+from .library_call import library_call, warn
 
 T = TypeVar("T")
 WIDTH = 200  # of tables, in characters
@@ -121,7 +121,7 @@ def with_spec(declared: Sequence[str | RunSpec | compiler_plan.Plan[RunSpec]], t
     spec = declared[0].spec if isinstance(declared[0], compiler_plan.Plan) else declared[0]
     if len(declared) > 1 or not isinstance(spec, RunSpec):
         raise TypeError("give either overrides, such as 'sharding=fsdp', or one declaration")
-    with as_guest(spec.origin.code_allowed_from):
+    with library_call(spec.origin.code_allowed_from):
         return then(spec)
 
 
@@ -134,7 +134,7 @@ def request_of_origin(origin: Origin) -> Request:
 def _read(origin: Origin, then: Callable[[RunSpec], T]) -> T:
     overrides, modules = origin.overrides or (), parse_allowed(origin.code_allowed_from, "allow_code_from")
     raise_if_any(_problem_of_hydra(text) for text in overrides if _is_of_hydra(text))
-    with as_guest(modules):
+    with library_call(modules):
         return read_spec(request_of_origin(origin), then=lambda spec: then(spec.with_origin(origin)))
 
 

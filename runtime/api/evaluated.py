@@ -10,7 +10,7 @@ from meshloom.compiler.declare.sections import EVALUATION, in_section
 from ..inference.evaluate import EvaluationJob, EvaluationResult, evaluate_weights, prepare_evaluation
 from ..inference.harness import TaskResults
 from ..inference.run_request import request_of_run
-from .guest import as_guest, settings_put_back, warn
+from .library_call import library_call, settings_put_back, warn
 
 
 def evaluate(place: str | PathLike[str], *overrides: str) -> EvaluationResult | TaskResults:
@@ -20,7 +20,7 @@ def evaluate(place: str | PathLike[str], *overrides: str) -> EvaluationResult | 
     overrides: as after `meshloom evaluate RUN`: "data=jsonl", "split=all", "target=cpu-1". Raises
     ConfigError with all problems, and its subclass RunFailed for a loss that is not finite.
     """
-    with settings_put_back(), as_guest():
+    with settings_put_back(), library_call():
         job = read_spec(request_of_run(fspath(place), in_section(EVALUATION, overrides)), then=_prepare)
         return evaluate_weights(job, Console(is_quiet=True))
 

@@ -11,7 +11,7 @@ from meshloom.compiler.declare.sections import GENERATE, in_section
 from ..inference.generate import Completion
 from ..inference.generation_job import prepare_generation
 from ..inference.run_request import request_of_run
-from .guest import as_guest, settings_put_back, warn
+from .library_call import library_call, settings_put_back, warn
 
 
 @overload
@@ -27,7 +27,7 @@ def generate(place: str | PathLike[str], prompt: str | Sequence[str], *overrides
     ConfigError with all problems.
     """
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-    with settings_put_back(), as_guest():
+    with settings_put_back(), library_call():
         request = request_of_run(fspath(place), in_section(GENERATE, overrides))
         job = read_spec(request, then=lambda spec: prepare_generation(spec, prompts, warn))
         completions = [each for each in job.run(Console(is_quiet=True)) if isinstance(each, Completion)]

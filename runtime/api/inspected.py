@@ -44,7 +44,7 @@ from meshloom.compiler.xla.schedule.steps import ALL, Choices
 from ..compile.artifact import FOLDER, TEXT, read_artifact
 from ..rundir.folders import SPEC, RunFolder
 from ..rundir.run_dir import write_report
-from .guest import as_guest
+from .library_call import library_call
 
 T = TypeVar("T", int, float)
 DUMPED = "*after_optimizations.txt"
@@ -125,7 +125,7 @@ def inspect(
     named = (*([] if target is None else [f"target={target}"]), *overrides)
     named = search_path_override(named, None if config_dir is None else fspath(config_dir))
     choices = None if trips is None and taken is None else Choices(_by_name(trips), _by_name(taken))
-    with as_guest():
+    with library_call():
         if isinstance(program, jax.stages.Lowered | jax.stages.Compiled):
             compiled = program.compile() if isinstance(program, jax.stages.Lowered) else program
             return _inspection(

@@ -22,7 +22,7 @@ from ..rundir.folders import METRICS
 from ..train.metrics import Metrics, read_metrics
 from ..train.train import Job, prepare, run_training
 from .declared import Plan, request_of_origin, shown_as, with_spec
-from .guest import as_guest, settings_put_back, warn
+from .library_call import library_call, settings_put_back, warn
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,7 +66,7 @@ def train(*declared: str | RunSpec | Plan, run_dir: str | PathLike[str] | None =
         job = with_spec(declared, _prepare_alone)
         spec = job.plan.spec
         job = replace(job, request=request_of_origin(spec.origin) if spec.origin.overrides is not None else None)
-        with as_guest(spec.origin.code_allowed_from), _folder(run_dir) as folder, meshloom_log(folder):
+        with library_call(spec.origin.code_allowed_from), _folder(run_dir) as folder, meshloom_log(folder):
             quiet, overrides = Console(is_quiet=True), spec.origin.overrides or ()
             alone = Processes()
             exit_code = run_training(job, folder, overrides=overrides, console=quiet, processes=alone, began=began)

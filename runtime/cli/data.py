@@ -44,7 +44,7 @@ from ..data.write import CorpusProgress, ShardWriter
 from ..processes.distributed import Processes
 from ..processes.process_log import say_command
 from ..processes.stop import StopRequest
-from ..train.display import say, show_rows
+from ..train.display import announce, show_rows
 
 WHERE = "shards.directory"
 BPE_FILE = "tokenizer.json"
@@ -175,7 +175,7 @@ def _write(job: CorpusJob, console: Console, stop: StopRequest) -> Index:
     )  # fmt: skip
     if job.started and progress.total_documents:
         done = f"{counted(progress.total_documents, 'document')}, {counted(progress.total_tokens, 'token')}"
-        say(console, f"going on after {done}")
+        announce(console, f"going on after {done}")
     if not job.started:
         replace_json(job.folder / PROGRESS, progress.model_dump())
     tokenizer = job.tokenizer or _trained_bpe(job, console, stop)
@@ -211,7 +211,7 @@ def _trained_bpe(job: CorpusJob, console: Console, stop: StopRequest) -> Tokeniz
         with TextProgress(console, "reading for the BPE", total=job.spec.shards.bpe_text_bytes) as shown:
             train_bpe(_texts_for_bpe(job, shown, problems, stop), vocab_size, path)
         raise_if_any(problems)
-        say(console, f"trained a BPE of {vocab_size:,} tokens: {path}")
+        announce(console, f"trained a BPE of {vocab_size:,} tokens: {path}")
     return open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path=str(path), end_of_document=END_OF_DOCUMENT))
 
 

@@ -22,7 +22,7 @@ from meshloom.compiler.declare.sweep_request import read_sweep_request
 from ..core.failures import RunFailed
 from ..processes.devices import plan_without_devices
 from ..processes.initialize import plan_start, process_index
-from ..processes.process_log import say
+from ..processes.process_log import announce
 from ..rundir.run_lock import only_run_in
 from ..rundir.run_record import link_latest
 from ..sweep.engine import Engine, open_sweep
@@ -102,7 +102,7 @@ def tune_command(request: Request, flags: argparse.Namespace) -> int:
         where = ", ".join(spec.tune.targets) or spec.target.name
         with only_run_in(run_dir):
             link_latest(run_dir)
-            say(console, f"meshloom tune: {model} on {where}, {counted(spec.global_batch_size, 'sequence')} of "
+            announce(console, f"meshloom tune: {model} on {where}, {counted(spec.global_batch_size, 'sequence')} of "
                 f"{counted(spec.sequence_length, 'token')}")  # fmt: skip
             if spec.tune.targets:
                 compare_targets(space, request, run_dir, model, console)

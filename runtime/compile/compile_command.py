@@ -33,7 +33,7 @@ from ..core.interruptible import raise_if_interrupted
 from ..core.stderr_capture import captured_stderr
 from ..processes.devices import plan_without_devices, start_devices
 from ..processes.distributed import Processes
-from ..processes.process_log import say, say_command, say_labels
+from ..processes.process_log import announce, say_command, say_labels
 from ..rundir.run_dir import write_declaration, write_report
 from ..rundir.run_lock import only_run_in
 from ..rundir.run_record import recorded_run
@@ -213,13 +213,13 @@ def _show_header(console: Console, job: CompileJob) -> None:
     plan, target = job.plan, job.plan.target
     for line in job.said:
         LOG.info(line)
-    say(console, f"meshloom compile: {plan.num_parameters / 1e6:,.1f} M parameters, {plan.mesh} on {target.name}, "
+    announce(console, f"meshloom compile: {plan.num_parameters / 1e6:,.1f} M parameters, {plan.mesh} on {target.name}, "
         f"{plan.spec.tokens_per_step:,} tokens per step")  # fmt: skip
     say_labels(console, plan.spec.run)
     if plan.flag_presets:
-        say(console, f"flag presets: {plan.flag_presets}")
+        announce(console, f"flag presets: {plan.flag_presets}")
     for warning in plan.warnings:
-        say(console, warning.as_warning())
+        announce(console, warning.as_warning())
 
 
 def _show_result(console: Console, compiled: Compiled, files: Sequence[Path], run_dir: Path | None) -> None:
@@ -228,19 +228,19 @@ def _show_result(console: Console, compiled: Compiled, files: Sequence[Path], ru
     build = report.build
     assert not isinstance(build, Unknown), "it was compiled here"
     if kept and build.cache == "hit":
-        say(console, f"compiled before, nothing to do: {kept.place} is of the same program, devices and versions")
+        announce(console, f"compiled before, nothing to do: {kept.place} is of the same program, devices and versions")
     else:
         by = f"jax {build.jax}" + (f", {build.plugin}" if build.plugin else "")
-        say(console, f"compiled in {build.compile_seconds:.1f} s, lowered in {build.lower_seconds:.1f} s, by {by}")
+        announce(console, f"compiled in {build.compile_seconds:.1f} s, lowered in {build.lower_seconds:.1f} s, by {by}")
     if build.compiler_options_left_out:
         unknown = ", ".join(build.compiler_options_left_out)
-        say(console, f"left out of overlap.flag_presets, as this compiler does not know it: {unknown}")
+        announce(console, f"left out of overlap.flag_presets, as this compiler does not know it: {unknown}")
     show_report(report, console, files=files)
     step, place = compiled.stored.step, run_dir / FOLDER if run_dir else kept.place if kept else None
     parts = {"memory by class": step.peak, "the schedule": step.schedule}
     reasons = {part.why: name for name, part in parts.items() if isinstance(part, Unknown) and step.built.text}
     for why, name in reasons.items():
-        say(console, f"warning: {name} is unknown: {why}{f'; it is kept as {place / TEXT}' if place else ''}")
+        announce(console, f"warning: {name} is unknown: {why}{f'; it is kept as {place / TEXT}' if place else ''}")
     if why := why_refused(compiled):
         console.wrapped((why, "bold red"))
     if run_dir:

@@ -39,7 +39,7 @@ from meshloom.compiler.target.target import TargetPlan
 from meshloom.compiler.xla.fingerprint import sha256
 
 from ..core.files import replace_text
-from ..processes.process_log import say
+from ..processes.process_log import announce
 from .compile_cache import cache_folder
 from .step_compiler import StepCompiler, StoredStep
 
@@ -80,7 +80,7 @@ def search_overlap(
         decision = folder / "decisions" / f"{sha256(json.dumps(rests_on))}.json"
     if decision and (decided := _read(decision)):
         winner = next(one for one in candidates if one.overrides == decided.overrides)
-        say(compiler.console, f"decided before: {winner.way.name}, by {decision}")
+        announce(compiler.console, f"decided before: {winner.way.name}, by {decision}")
         return compiled(winner, 1) if decided.chosen else declared, decided
     best, report = _try_in_turn(plan.spec.overlap, plan.target, candidates, declared, compiled, compiler.console, begun)
     report = report.model_copy(update={"cache": "miss" if decision else "off"})
@@ -89,7 +89,9 @@ def search_overlap(
             decision.parent.mkdir(parents=True, exist_ok=True)
             replace_text(decision, report.model_dump_json(indent=1) + "\n")
         except OSError as error:
-            say(compiler.console, f"warning: the decision could not be saved in {decision.parent}: {error.strerror}")
+            announce(
+                compiler.console, f"warning: the decision could not be saved in {decision.parent}: {error.strerror}"
+            )
     return best, report
 
 
@@ -114,7 +116,7 @@ def _try_in_turn(
         """Adds and shows the result of a candidate. Returns True if it is the best so far."""
         tried.append((one.way, found))
         rows.append(tried_report(one.way, found, target, seconds))
-        say(console, line_of(rows[-1]))
+        announce(console, line_of(rows[-1]))
         return best_of([each for _, each in tried], max_exposed) == len(tried) - 1
 
     winner, best, bound, rest = candidates[0], declared, None, Counter[Untried]()

@@ -36,7 +36,7 @@ from ..core.host_memory import available_bytes
 from ..core.stderr_capture import captured_stderr
 from ..processes.agreement import check_same_program
 from ..processes.distributed import COMPILED, Processes, together
-from ..processes.process_log import say
+from ..processes.process_log import announce
 from ..processes.stop import StopRequest
 from .artifact import Artifact, find_artifact, load_programs, write_artifact
 from .compile_cache import cached_compilation, store_of, unkept
@@ -104,7 +104,7 @@ def make_programs(
         start = time.perf_counter()
         if precompiled:
             artifact = precompiled.artifact
-            programs = meet(plan, lambda: load_programs(artifact, lowered, mesh, compile_), processes)
+            programs = made_together(plan, lambda: load_programs(artifact, lowered, mesh, compile_), processes)
             loaded, seconds = ", ".join(artifact.built.executables), time.perf_counter() - start
             how = f"compiled before: {loaded} loaded from {artifact.place}, ready in {seconds:.1f} s"
             ready = Ready(programs, how)
@@ -112,13 +112,13 @@ def make_programs(
             ready = compile_together(plan, lowered, mesh, compile_, processes)
         else:
             with cached_compilation(plan.spec.compilation_cache) as cache:
-                programs = meet(plan, lambda: compile_(lowered), processes)
+                programs = made_together(plan, lambda: compile_(lowered), processes)
             ready = Ready(programs, cache.describe(time.perf_counter() - start), tuple(cache.warnings))
-    say(console, ready.how)
+    announce(console, ready.how)
     for warning in ready.warnings:
-        say(console, f"warning: {warning}")
+        announce(console, f"warning: {warning}")
     for finding in find_gathered_whole([line for line in compile_.lines if REMATERIALIZATION in line]):
-        say(console, Problem(finding.where, finding.what, f"{finding.fix} (see {compile_.log})").as_warning())
+        announce(console, Problem(finding.where, finding.what, f"{finding.fix} (see {compile_.log})").as_warning())
     return ready.programs
 
 
@@ -132,7 +132,7 @@ def mesh_of(plan: Plan[RunSpec]) -> Mesh:
     return plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])
 
 
-def meet(plan: Plan[RunSpec], make: Callable[[], Programs], processes: Processes) -> Programs:
+def made_together(plan: Plan[RunSpec], make: Callable[[], Programs], processes: Processes) -> Programs:
     """Returns the programs of `make`, once all processes have theirs. Raises RunFailed in all of them if one fails to
     compile, or lacks the memory to run."""
 
@@ -154,10 +154,10 @@ def compile_together(
     kept = find_artifact(fingerprint, [place]) if place else None
     have = processes.gather("kept programs", ",".join(kept.built.executables) if kept else "")
     if kept and all(have):
-        programs = meet(plan, lambda: load_programs(kept, lowered, mesh, compile_), processes)
+        programs = made_together(plan, lambda: load_programs(kept, lowered, mesh, compile_), processes)
         return Ready(programs, f"compiled before: loaded in {time.perf_counter() - start:.1f} s")
     with cached_compilation(None):  # JAX's own cache serves only process 0
-        programs = meet(plan, lambda: compile_(lowered), processes)
+        programs = made_together(plan, lambda: compile_(lowered), processes)
     seconds = time.perf_counter() - start
     keep = partial(_keep, place, fingerprint, programs, seconds)
     warnings = keep() if processes.is_first else ()

@@ -13,7 +13,7 @@ from meshloom.compiler.plan import Plan
 from meshloom.compiler.xla.aot import REMATERIALIZATION, Built, LoweredStep, compile_ahead
 
 from ..core.stderr_capture import Captured, captured_stderr
-from ..processes.process_log import say
+from ..processes.process_log import announce
 from .artifact import FOLDER, Artifact, find_artifact, write_artifact
 from .compile_cache import check_did_not_abort, one_compiles, store_of, unkept
 from .watched import COMPILE, LOWER, READ, Phases, compile_in_child, watched
@@ -83,7 +83,7 @@ class _StoredCompile:
     def _found_or_compiled(self, lowered: LoweredStep) -> tuple[Built, Artifact | None]:
         log, store = self.compiler.run_dir / COMPILER_LOG, store_of(self.spec.compilation_cache, lowered.fingerprint)
         for warning in unkept(self.spec.compilation_cache):
-            say(self.compiler.console, f"warning: {warning}")
+            announce(self.compiler.console, f"warning: {warning}")
         places = (self.compiler.run_dir / FOLDER, *([store] if store else []))
         seconds = self.spec.compile.timeout_seconds
         by_child = seconds is not None and not find_artifact(lowered.fingerprint, places)
@@ -98,7 +98,7 @@ class _StoredCompile:
                 return replace(found.built, cache="miss" if by_child else "hit"), found
             check_did_not_abort(aborted := store and store.with_name(f"{store.name}.aborted"))
             if by_child:
-                say(self.compiler.console, f"warning: {NOT_BY_CHILD}")
+                announce(self.compiler.console, f"warning: {NOT_BY_CHILD}")
             terminal, phases = self.captured.terminal, self.phases
             built = watched(lambda: compile_ahead(lowered), log=log, terminal=terminal, phases=phases, kept_in=aborted)
             phases.begin(READ)
@@ -109,5 +109,5 @@ class _StoredCompile:
             try:
                 artifact = write_artifact(store, lowered.fingerprint, built, self.overrides)
             except OSError as error:
-                say(self.compiler.console, f"warning: not kept in {store.parent}: {error.strerror}")
+                announce(self.compiler.console, f"warning: not kept in {store.parent}: {error.strerror}")
             return replace(built, cache="miss"), artifact

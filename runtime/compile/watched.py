@@ -34,7 +34,7 @@ from meshloom.compiler.xla.aot import parse_out_of_memory
 
 from ..core.failures import RunFailed
 from ..core.interruptible import before_leaving, interruptibly, leave_now
-from ..processes.process_log import say
+from ..processes.process_log import announce
 from .abort_watchdog import abort_reported
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ class Phases:
                 self._changed.clear()
                 due = FIRST_SECONDS
             else:
-                say(self._console, f"{self.what}: {self._phase}, for {human_seconds(due)} so far")
+                announce(self._console, f"{self.what}: {self._phase}, for {human_seconds(due)} so far")
                 due *= 2
 
 

@@ -18,7 +18,7 @@ from ..data.shards import read_index
 from ..data.tokenizers import Bytes, HuggingFace, SentencePiece, Tokenizer, open_tokenizer
 from .generate import Completion, Generator, Piece, Prompt, problems_of_prompt
 from .open_weights import Session, open_weights, place_of_weights, start_session
-from .prompts import Given, PromptMaker, declared_prompts
+from .prompts import DeclaredPrompt, PromptMaker, declared_prompts
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,11 @@ def prepare_generation(
     plan, tokenizer, given, *_ = all_of(
         lambda: _generating_plan(spec),
         lambda: tokenizer_of(spec),
-        lambda: declared_prompts(spec) if texts is None else [Given(f"prompt {n}", t) for n, t in enumerate(texts, 1)],
+        lambda: (
+            declared_prompts(spec)
+            if texts is None
+            else [DeclaredPrompt(f"prompt {n}", t) for n, t in enumerate(texts, 1)]
+        ),
         lambda: place_of_weights(spec),
     )
     _check_vocabulary(plan, tokenizer)

@@ -26,11 +26,11 @@ from meshloom.models import IGNORED_TARGET
 
 from ..core.stderr_capture import captured_stderr
 from ..data.tokenizers import Tokenizer
-from ..processes.process_log import say
+from ..processes.process_log import announce
 from ..train.feed import in_token_order, local_rows, sequences_of, to_devices
 from .generate import Completion, Generator
 from .open_weights import OpenedWeights, Session, compile_programs, open_weights
-from .prompts import Given, PromptMaker
+from .prompts import DeclaredPrompt, PromptMaker
 
 SCORES = "scores"
 DEFAULT_MAX_TOKENS = 256  # of a completion, where a task names none; the harness's own
@@ -183,7 +183,7 @@ def run_tasks(session: Session, tokenizer: Tokenizer, console: Console) -> TaskR
         raise ConfigError([Problem(f"{EVALUATION}.tasks", what, fix)]) from error
     if scorer.num_cut:
         rows = counted(scorer.num_cut, "request")
-        say(console, f"warning: {rows} cut at the left to sequence_length={plan.spec.sequence_length}")
+        announce(console, f"warning: {rows} cut at the left to sequence_length={plan.spec.sequence_length}")
     return TaskResults(
         weights.place, weights.step, _metrics(found["results"]), scorer.num_cut, lm_eval.__version__,
         {"num_fewshot": settings.num_fewshot, "num_examples": settings.num_examples},
@@ -219,6 +219,6 @@ def complete(scorer: Scorer, tokenizer: Tokenizer, prompts: Sequence[str], wante
     maker = PromptMaker.of(session.plan.spec, tokenizer)
     ends, quiet = maker.ends(is_chat=False), Console(is_quiet=True)
     generator = Generator(session, scorer.weights.params, tokenizer, ends, quiet)
-    events = generator.run([maker.make(Given("a task", text)) for text in prompts], settings)
+    events = generator.run([maker.make(DeclaredPrompt("a task", text)) for text in prompts], settings)
     texts = {each.number: each.text for each in events if isinstance(each, Completion)}
     return [texts[number] for number in range(len(prompts))]

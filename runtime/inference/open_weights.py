@@ -36,7 +36,7 @@ from ..compile.watched import LOWER, Phases
 from ..processes.agreement import check_same_declaration, check_same_program
 from ..processes.devices import start_devices
 from ..processes.distributed import COMPILED, Processes, join, together
-from ..processes.process_log import say
+from ..processes.process_log import announce
 from ..start.shared import checkpoint_of_first
 from ..weights.find import describe_weights, find_weights
 from ..weights.load import load_adapted, load_params
@@ -104,13 +104,13 @@ def open_weights(session: Session, console: Console) -> OpenedWeights:
         published = together("published weights", lambda: find_weights(session.plan), processes=session.processes)
         assert published is not None
         for line in describe_weights(published):
-            say(console, line)
+            announce(console, line)
         return OpenedWeights(load_params(session.plan, session.mesh, published, console), place, None)
     start = checkpoint_of_first(lambda: find_saved(place, WEIGHTS_FROM), session.processes)
     assert start is not None
     if start.damaged:
-        say(console, f"warning: damaged, so an older one is used: {describe_damage(start.damaged)}")
-    say(console, f"weights: step {start.step} of {place}")
+        announce(console, f"warning: damaged, so an older one is used: {describe_damage(start.damaged)}")
+    announce(console, f"weights: step {start.step} of {place}")
     if session.plan.model.adapters:
         params = load_adapted(session.plan, session.mesh, start, console)
         return OpenedWeights(params, place, start.step, read_base(start)["place"])

@@ -23,14 +23,14 @@ GENERATION_CONFIG = "generation_config.json"  # of a published model: the tokens
 
 
 @dataclass(frozen=True)
-class Given:
+class DeclaredPrompt:
     """A prompt as it was given. where: its place, for messages. content: a text, or the messages of a chat."""
 
     where: str
     content: str | Messages
 
 
-def declared_prompts(spec: RunSpec) -> list[Given]:
+def declared_prompts(spec: RunSpec) -> list[DeclaredPrompt]:
     """Returns the prompts that the declaration names. Raises ConfigError where there is none, or for a file that cannot
     be read."""
     settings = spec.generate
@@ -40,16 +40,16 @@ def declared_prompts(spec: RunSpec) -> list[Given]:
             [Problem(f"{GENERATE}.{given[1]}", f"there is a {GENERATE}.{given[0]}, too", "give one of them")]
         )
     if settings.prompt is not None:
-        return [Given(f"{GENERATE}.prompt", settings.prompt)]
+        return [DeclaredPrompt(f"{GENERATE}.prompt", settings.prompt)]
     if settings.chat is not None:
-        return [Given(f"{GENERATE}.chat", [{"role": "user", "content": settings.chat}])]
+        return [DeclaredPrompt(f"{GENERATE}.chat", [{"role": "user", "content": settings.chat}])]
     if settings.prompts is None:
         fix = 'give one: prompt="Once upon a time", or a file of prompts: prompts=FILE'
         raise ConfigError([Problem(f"{GENERATE}.prompt", "there is no prompt", fix)])
     return _read_prompts(Path(settings.prompts))
 
 
-def _read_prompts(path: Path) -> list[Given]:
+def _read_prompts(path: Path) -> list[DeclaredPrompt]:
     where = f"{GENERATE}.prompts"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -60,11 +60,11 @@ def _read_prompts(path: Path) -> list[Given]:
     if not lines:
         raise ConfigError([Problem(where, f"{path} is empty", "write a prompt on each line")])
     if path.suffix != ".jsonl":
-        return [Given(f"{path}:{number}", line) for number, line in enumerate(lines, start=1)]
-    found, problems = list[Given](), list[Problem]()
+        return [DeclaredPrompt(f"{path}:{number}", line) for number, line in enumerate(lines, start=1)]
+    found, problems = list[DeclaredPrompt](), list[Problem]()
     for number, line in enumerate(lines, start=1):
         try:
-            found.append(Given(f"{path}:{number}", _content_of(json.loads(line))))
+            found.append(DeclaredPrompt(f"{path}:{number}", _content_of(json.loads(line))))
         except ChatError as error:
             problems.append(Problem(f"{path}:{number}", error.what, error.fix))
         except ValueError:
@@ -98,7 +98,7 @@ class PromptMaker:
         is_of_published = is_published(spec.checkpoint.weights_from or "")
         return cls(tokenizer, spec, has_start=is_of_published or spec.data.source.kind == "chats")
 
-    def make(self, given: Given) -> Prompt:
+    def make(self, given: DeclaredPrompt) -> Prompt:
         """Returns a prompt with its tokens. An empty one begins a document: it is the end of the one before. Raises
         ConfigError for a chat that cannot be written."""
         if isinstance(given.content, str):

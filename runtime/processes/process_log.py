@@ -23,7 +23,7 @@ LOG = logging.getLogger("meshloom")
 FOLDER = "logs"
 
 
-def say(console: Console, text: str, *, is_shown: bool = True) -> None:
+def announce(console: Console, text: str, *, is_shown: bool = True) -> None:
     """Shows and logs text; a terminal gets its lines wrapped between words."""
     LOG.info("%s", text)
     if is_shown:
@@ -41,7 +41,7 @@ def say_labels(console: Console, run: RunLabels) -> None:
     """Shows and logs the user's labels of the run, if it has any."""
     labels = {key: value for key, value in run.model_dump(mode="json").items() if value}
     if labels:
-        say(console, f"run: {json.dumps(labels, ensure_ascii=False)}")
+        announce(console, f"run: {json.dumps(labels, ensure_ascii=False)}")
 
 
 class _Visible(logging.Formatter):

@@ -20,7 +20,7 @@ from ..checkpoint.checkpoints import set_aside
 from ..checkpoint.find import Checkpoint, checkpoint_folder, describe_damage
 from ..core.files import Folder, absolute, check_writable, folder_at, is_remote
 from ..processes.distributed import Processes, together
-from ..processes.process_log import say
+from ..processes.process_log import announce
 from .find import find_checkpoint
 
 LEAST_COMPRESSED = 0.5  # Orbax compresses arrays with zstd; trained float32 shrinks by a tenth, never to half
@@ -63,10 +63,10 @@ def find_for_run(run_dir: Path, plan: Plan[RunSpec], console: Console) -> Checkp
     if plan.spec.checkpoint.is_saving:
         check_writable(folder, "checkpoint.directory")
     if warning := check_space(folder, plan.spec, plan.abstract):
-        say(console, f"warning: {warning}")
+        announce(console, f"warning: {warning}")
     if start and start.damaged:
         kept = f"; kept as {folder.name}/STEP.damaged" if start.is_own else ""
-        say(console, f"warning: damaged, so an older one is used: {describe_damage(start.damaged)}{kept}")
+        announce(console, f"warning: damaged, so an older one is used: {describe_damage(start.damaged)}{kept}")
         if start.is_own:
             set_aside(start.damaged)
     return start and replace(start, path=absolute(start.path))

@@ -17,7 +17,7 @@ from ..checkpoint.differences import describe_change
 from ..checkpoint.restore_plan import plan_restore
 from ..data import BatchIterator
 from ..processes.distributed import Processes
-from ..processes.process_log import say
+from ..processes.process_log import announce
 from ..weights.find import StoredWeights, check_content, describe_weights, find_weights
 from ..weights.load import with_weights
 
@@ -53,16 +53,16 @@ def resumed_state(
     if start.plan.model.adapters:
         read_base(start.checkpoint)  # raises for a whole model
     for line in plan_restore(start.checkpoint, start.plan).lines():
-        say(console, line)
+        announce(console, line)
     restored = restore(start.checkpoint, programs.state, batches)
-    say(console, f"continuing after step {restored.step}, from {start.checkpoint.path}")
+    announce(console, f"continuing after step {restored.step}, from {start.checkpoint.path}")
     for line in _changes(start.plan.spec, restored, batches):
-        say(console, line)
+        announce(console, line)
     num_tokens = restored.num_tokens
     if num_tokens is None:
         num_tokens = restored.step * start.plan.spec.tokens_per_step
         what = "the checkpoint has no num_tokens: they count on from steps x tokens of a step"
-        say(console, f"{what}, {num_tokens:,}")
+        announce(console, f"{what}, {num_tokens:,}")
     if restored.base is None:
         return Started(restored.state, restored.step, num_tokens, None)
     weights = start.weights
@@ -84,7 +84,7 @@ def _drawn(
         return state
     check_content(weights, processes)
     for line in describe_weights(weights):
-        say(console, line)
+        announce(console, line)
     return with_weights(state, weights, plan, console)
 
 

@@ -14,7 +14,7 @@ from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
 
 from ..data.splits import warnings_of_demo_data
-from ..processes.process_log import say
+from ..processes.process_log import announce
 from .metrics import Metrics
 from .observer import ObservedRun, Observer
 
@@ -57,22 +57,25 @@ class Display(Observer):
         if is_due:
             more = f"grad_norm {metrics.grad_norm:.2f}  learning_rate {metrics.learning_rate:.1e}"
             line = f"step {metrics.step}/{spec.num_steps}  {numbers}  {more}  {metrics.step_seconds * 1e3:.0f} ms"
-            say(self.console, line, is_shown=not self.console.is_terminal)
+            announce(self.console, line, is_shown=not self.console.is_terminal)
         if metrics.eval_loss is not None:
-            say(self.console, f"step {metrics.step}: held-out loss {metrics.eval_loss:.3f} nats per {self.token_unit}")
+            announce(
+                self.console, f"step {metrics.step}: held-out loss {metrics.eval_loss:.3f} nats per {self.token_unit}"
+            )
 
 
 def show_header(console: Console, plan: Plan[RunSpec]) -> None:
     """Shows the run that is about to start, in one line, and its warnings."""
-    say(console, f"meshloom train: {plan.num_parameters / 1e6:,.1f} M parameters, {plan.mesh} on {plan.target.name}, "
-        f"{counted(plan.spec.num_steps, 'step')} of {counted(plan.spec.tokens_per_step, 'token')}")  # fmt: skip
+    steps = f"{counted(plan.spec.num_steps, 'step')} of {counted(plan.spec.tokens_per_step, 'token')}"
+    model = f"{plan.num_parameters / 1e6:,.1f} M parameters"
+    announce(console, f"meshloom train: {model}, {plan.mesh} on {plan.target.name}, {steps}")
     if plan.adapter:
-        say(console, f"adapter: {plan.adapter}; the others are frozen")
+        announce(console, f"adapter: {plan.adapter}; the others are frozen")
     if plan.flag_presets:
-        say(console, f"flag presets: {plan.flag_presets}")
+        announce(console, f"flag presets: {plan.flag_presets}")
     own = (*warnings_of_demo_data(plan), *_not_judged(plan), *_not_counted(plan))
     for warning in (*plan.warnings, *own):
-        say(console, warning.as_warning())
+        announce(console, warning.as_warning())
 
 
 def _not_judged(plan: Plan[RunSpec]) -> tuple[Problem, ...]:
@@ -94,7 +97,7 @@ def _not_counted(plan: Plan[RunSpec]) -> tuple[Problem, ...]:
 def show_rows(console: Console, rows: list[tuple[str, str]]) -> None:
     """Shows names and values, one per line."""
     for name, value in rows:
-        say(console, f"{name}: {value}", is_shown=not console.is_terminal)
+        announce(console, f"{name}: {value}", is_shown=not console.is_terminal)
     if console.is_terminal:
         table = [[(name, "bold"), value] for name, value in rows]
         console.table(Table((Column(), Column(overflow="fold")), table))

@@ -26,7 +26,7 @@ from meshloom.compiler.xla.programs import Programs
 
 from ..data import Data, describe_documents
 from ..processes.distributed import Processes
-from ..processes.process_log import say
+from ..processes.process_log import announce
 from .metrics import Metrics
 from .time_spent import Stopwatch, TimeKind
 
@@ -162,13 +162,13 @@ class ObservedRun:
     def spec(self) -> RunSpec:
         return self.plan.spec
 
-    def say(self, text: str) -> None:
+    def announce(self, text: str) -> None:
         """Shows and logs a text."""
-        say(self.console, text)
+        announce(self.console, text)
 
     def warn(self, problem: Problem) -> None:
         """Shows and logs a problem that does not end the run."""
-        say(self.console, problem.as_warning())
+        announce(self.console, problem.as_warning())
 
     def documents(self, position: Mapping[str, Any], rows: Sequence[int] | None = None) -> str:
         """Returns a description of the documents in some rows of a batch, or in all. Only process 0 reads them, and

@@ -68,7 +68,13 @@ class Profiler(Observer):
         """Returns the profiler of this process."""
         files = partial(predicted_files, run.plan, run.programs, run.model)
         return cls(
-            run.spec, run.processes, run.run_dir, pause=run.observers.pause, files=files, say=run.say, warn=run.warn
+            run.spec,
+            run.processes,
+            run.run_dir,
+            pause=run.observers.pause,
+            files=files,
+            say=run.announce,
+            warn=run.warn,
         )
 
     def left(self, error: BaseException | None) -> None:  # noqa: ARG002

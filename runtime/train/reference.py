@@ -26,7 +26,7 @@ from ..core.failures import STORAGE, RunFailed
 from ..core.files import replace_bytes
 from ..data import Data
 from ..processes.distributed import Processes
-from ..processes.process_log import say
+from ..processes.process_log import announce
 from .feed import in_token_order, local_rows, sequences_of, to_devices
 
 FILE = "reference.npz"
@@ -53,7 +53,7 @@ def prepare_reference(
     file, identity = run_dir / FILE, _identity(data)
     if is_continued:
         tables = _read(file, identity)
-        say(console, f"reference: log-probabilities from {file}")
+        announce(console, f"reference: log-probabilities from {file}")
     else:
         tables = list(_computed(plan, programs, params, data, console))
         if processes.is_first:
@@ -88,7 +88,7 @@ def _computed(
             yield table
     finally:
         bar.stop()
-    say(console, f"reference: log-probabilities of {counted(num_rows // 2, 'pair')} by the weights at the start")
+    announce(console, f"reference: log-probabilities of {counted(num_rows // 2, 'pair')} by the weights at the start")
 
 
 def _identity(data: Data) -> str:

@@ -69,7 +69,7 @@ class MetricsLog(Observer):
             return None
         log, watch = cls(run.run_dir, first_step=run.first_step), run.observers.watch
         if log.warning:
-            run.say(f"warning: {log.warning}")
+            run.announce(f"warning: {log.warning}")
         watch.earlier = spent_by_earlier_starts(log.kept_line, log.last_line, watch.began)
         return log
 

@@ -38,7 +38,7 @@ from ..processes.agreement import check_same_declaration
 from ..processes.devices import start_devices
 from ..processes.distributed import Processes, join, together
 from ..processes.initialize import plan_start
-from ..processes.process_log import say, say_labels
+from ..processes.process_log import announce, say_labels
 from ..processes.stop import StopRequest
 from ..rundir.folders import CHECKPOINTS
 from ..rundir.run_dir import write_declaration
@@ -254,10 +254,10 @@ def _run_loop(run: Callable[[], int], checkpoints: Checkpoints, documents: Calla
 
 def _show_job(job: Job, console: Console) -> None:
     for line in job.said:
-        say(console, line, is_shown=False)
+        announce(console, line, is_shown=False)
     show_header(console, job.plan)
     say_labels(console, job.plan.spec.run)
-    say(console, job.data.summary)
+    announce(console, job.data.summary)
 
 
 def find_precompiled(plan: Plan[RunSpec], named: Path) -> Precompiled:

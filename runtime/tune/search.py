@@ -14,7 +14,7 @@ from meshloom.compiler.target.accuracy import accuracy_of, why_no_range
 from meshloom.compiler.tune.answer import Answer, Estimated, WhatIf, remembering, tune
 
 from ..core.files import replace_json, replace_text
-from ..processes.process_log import say, say_command
+from ..processes.process_log import announce, say_command
 from ..rundir.find_runs import ROWS_FILE, SWEEP_FILE
 from ..sweep.figures import FIGURES, SAME_CHIP, range_of, tied_with_best
 from ..sweep.page import PAGE, render_sweep
@@ -60,7 +60,7 @@ def search_into(space: Space, run_dir: Path, model: str, console: Console) -> No
     fits."""
     answer = search(space, run_dir, console)
     if space.pins:
-        say(console, f"not searched, as typed: {' '.join(space.pins)}")
+        announce(console, f"not searched, as typed: {' '.join(space.pins)}")
     show_answer(answer, console)
     found = Found(space, answer, compile_best(space, answer, run_dir, console))
     _show_compiled(found, console)
@@ -69,7 +69,7 @@ def search_into(space: Space, run_dir: Path, model: str, console: Console) -> No
     replace_json(run_dir / "tune.json", answer_as_json(found))
     path = write_winner(found, run_dir, model)
     console.line()
-    say(console, f"written: {run_dir}: {path.relative_to(run_dir)}, {PAGE}, {ROWS_FILE}, tune.json")
+    announce(console, f"written: {run_dir}: {path.relative_to(run_dir)}, {PAGE}, {ROWS_FILE}, tune.json")
     words = ["meshloom", "compile", "--config-dir", str(run_dir), f"experiment={path.stem}"]
     say_command(console, "compile it", words)
 
@@ -107,7 +107,7 @@ def _show_compiled(found: Found, console: Console) -> None:
             console.wrapped(text)
     best = best_compiled(found.compiled)
     if found.compiled and best is None:
-        say(console, "warning: none of the compiled ones fits; the winner is the best by its estimate")
+        announce(console, "warning: none of the compiled ones fits; the winner is the best by its estimate")
     elif best is not None and best.one is not found.answer.best[0]:
         first = found.compiled[0].seconds
         gain = f", {human_share(first / best.seconds - 1)} before the first" if first and best.seconds else ""
@@ -178,7 +178,7 @@ def compare_targets(space: Space, request: Request, run_dir: Path, model: str, c
     on which nothing can run is a row with the reason."""
     ones = []
     for index, target in enumerate(space.spec.tune.targets):
-        say(console, f"{target} ({index + 1} of {len(space.spec.tune.targets)})")
+        announce(console, f"{target} ({index + 1} of {len(space.spec.tune.targets)})")
         ones.append(_on_target(index, request, target, model, run_dir, console))
     tune = space.spec.tune
     objective = "training_seconds" if tune.tokens and tune.objective == "step_time" else OBJECTIVES[tune.objective]
@@ -192,7 +192,7 @@ def compare_targets(space: Space, request: Request, run_dir: Path, model: str, c
     console.table(_ranges(ones))
     if len(names) > 1:
         near = f"their ranges overlap, or on one chip they are within {human_share(SAME_CHIP)}"
-        say(console, f"a tie: {', '.join(names)}: {near}, so none is called the best")
+        announce(console, f"a tie: {', '.join(names)}: {near}, so none is called the best")
     for one in ones:
         if one.found:
             if too_fast := above_published(one.found.answer):
@@ -205,7 +205,7 @@ def compare_targets(space: Space, request: Request, run_dir: Path, model: str, c
     targets = [_target_as_json(one) for one in ones]  # each in the form of a single answer
     replace_json(run_dir / "tune.json", {"objective": objective, "tied_with_best": names, "targets": targets})
     written = ", ".join(str(path.relative_to(run_dir)) for path in paths)
-    say(console, f"written: {run_dir}: {written}, {PAGE}, sweep.jsonl, tune.json")
+    announce(console, f"written: {run_dir}: {written}, {PAGE}, sweep.jsonl, tune.json")
 
 
 def _on_target(index: int, request: Request, target: str, model: str, run_dir: Path, console: Console) -> OnTarget:

@@ -26,7 +26,7 @@ from meshloom.compiler.tune.answer import TOO_LARGE, Estimated, Runner, value_of
 from meshloom.compiler.tune.space import GroupChoices, Variant, check_pins, num_points, product_of
 
 from ..core.files import replace_text
-from ..processes.process_log import say
+from ..processes.process_log import announce
 
 if TYPE_CHECKING:
     import optuna
@@ -141,14 +141,15 @@ def choose_variants(space: Space, run: Runner, run_dir: Path, console: Console) 
     number = min(tune.num_trials, len(space.choices))
     study = _open_study(space, run_dir / JOURNAL)
     values = {_choices(one.params): one.value for one in study.trials if one.value is not None}
-    say(console, f"about {space.about_num_candidates:,} candidates: Optuna tries {number:,} of {len(space.choices):,} "
-        f"combinations of {', '.join(space.groups)}" + f"; {len(values):,} are known" * bool(values))  # fmt: skip
+    known = f"; {len(values):,} are known" * bool(values)
+    tried = f"Optuna tries {number:,} of {len(space.choices):,} combinations of {', '.join(space.groups)}{known}"
+    announce(console, f"about {space.about_num_candidates:,} candidates: {tried}")
     with compositions_kept():
         for _ in range(0, MOST_ASKED * tune.num_trials, PER_ROUND):
             if len(values) >= number:
                 break
             _run_round(study, space, values, run, min(PER_ROUND, number - len(values)))
-            say(console, f"{len(values):,} of {number:,} tried; the best so far: {_best(values, tune.objective)}")
+            announce(console, f"{len(values):,} of {number:,} tried; the best so far: {_best(values, tune.objective)}")
         return _chosen(space, values)
 
 

@@ -25,7 +25,7 @@ from meshloom.compiler.tune.answer import Answer, Estimated, Runner
 
 from ..core.failures import RunFailed
 from ..processes.devices import plan_without_devices
-from ..processes.process_log import say
+from ..processes.process_log import announce
 from ..sweep.pool import OwnProcess, end_with
 from ..sweep.rows import Outcome, Task, directory_name
 from .variants import Space
@@ -48,7 +48,7 @@ def progress(console: Console, doing: str, done: Iterable[T], total: int) -> Ite
             bar.update(number, total=total)
             now = time.monotonic()
             if not console.is_terminal and now - last >= SECONDS_PER_LINE:
-                say(console, f"{doing}: {number} of {total}, {human_seconds(now - start)}")
+                announce(console, f"{doing}: {number} of {total}, {human_seconds(now - start)}")
                 last = now
             yield result
     finally:

@@ -25,7 +25,7 @@ from ..checkpoint.find import Checkpoint
 from ..checkpoint.orbax_context import context_for
 from ..checkpoint.parameters import READ_AT_ONCE_BYTES, load_parameters
 from ..data.progress import TextProgress
-from ..processes.process_log import say
+from ..processes.process_log import announce
 from .find import PublishedWeights, SavedWeights, StoredWeights, describe_weights, find_weights
 from .read import ArraysByPath, read_into
 
@@ -65,7 +65,7 @@ def load_adapted(plan: Plan[RunSpec], mesh: Mesh, start: Checkpoint, console: Co
     base = read_base(start)
     weights = None if base["place"] is None else find_weights(plan, base["place"])
     for line in describe_weights(weights) if weights else ():
-        say(console, f"base {line}")
+        announce(console, f"base {line}")
     params = load_params(plan, mesh, weights, console)
     adapters = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), only_adapters(params)
@@ -105,7 +105,7 @@ def _read(arrays: ArraysByPath, weights: StoredWeights, mesh: Mesh, console: Con
             progress.advance(weights.num_bytes)
         jax.block_until_ready(arrays)
     seconds = time.perf_counter() - began
-    say(console, f"read in {seconds:.1f} s, {human_bytes(int(weights.num_bytes / max(seconds, 1e-3)))}/s")
+    announce(console, f"read in {seconds:.1f} s, {human_bytes(int(weights.num_bytes / max(seconds, 1e-3)))}/s")
     return arrays
 
 

@@ -29,8 +29,8 @@ from meshloom.compiler.report.views.summary import show_summary as show_report
 from meshloom.runtime.compile.watched import Phases
 from meshloom.runtime.data.progress import TextProgress
 from meshloom.runtime.processes.distributed import Processes
-from meshloom.runtime.processes.process_log import process_log, say
-from meshloom.runtime.train.display import show_summary
+from meshloom.runtime.processes.process_log import announce, process_log
+from meshloom.runtime.train.display import show_rows
 from support import reports
 
 ROOT = Path(__file__).parents[3]
@@ -133,8 +133,8 @@ VIEWS: dict[str, Callable[[Console], None]] = {
     "report": _report,
     "diff": _diff,
     "explain": _explain,
-    "summary of a run": lambda console: show_summary(console, [("run directory", NASTY)]),
-    "say": lambda console: say(console, NASTY),
+    "summary of a run": lambda console: show_rows(console, [("run directory", NASTY)]),
+    "say": lambda console: announce(console, NASTY),
     "progress": _progress,
     "phases": _phases,
     "bar": _bar,
@@ -170,7 +170,7 @@ def test_errors_and_logs_show_what_they_would_obey(tmp_path, capsys):
     write_error(str(Problem(NASTY, NASTY, NASTY)))
     assert capsys.readouterr().err == f"error: {SHOWN}: {SHOWN}\n  fix: {SHOWN}\n"
     with process_log(tmp_path, Processes()) as log:
-        say(Console(io.StringIO()), NASTY)
+        announce(Console(io.StringIO()), NASTY)
         logging.getLogger("a library").warning("%s", NASTY)
     assert log.read_text().count(SHOWN) == 2
     assert capsys.readouterr().err == f"{SHOWN}\n", "a library's warning is on the terminal too"

@@ -27,7 +27,7 @@ from meshloom.runtime.cli.commands import COMMANDS
 from meshloom.runtime.cli.main import _show_crash
 from meshloom.runtime.data import open_data
 from meshloom.runtime.processes.distributed import Processes
-from meshloom.runtime.processes.process_log import process_log, say
+from meshloom.runtime.processes.process_log import announce, process_log
 from meshloom.runtime.rundir.run_dir import write_declaration
 from support.commands import meshloom, run_in_process
 
@@ -86,7 +86,7 @@ def test_the_files_of_a_run_name_the_variable(folder):
     with Checkpoints(run_dir, plan.spec) as checkpoints:
         checkpoints.save(1, {"x": jnp.zeros(3)}, batches, num_tokens=0, eval_loss=None)
     with process_log(run_dir, Processes()):
-        say(Console(is_quiet=True), f"reading {SECRET}")
+        announce(Console(is_quiet=True), f"reading {SECRET}")
         logging.getLogger("a library").error("no access with %r", SECRET)
     assert sys.modules["remote_code"].Remote.seen[-1] == (SECRET, f"https://{SECRET}@example.com")
     assert (run_dir / "checkpoints/1/data").is_dir()

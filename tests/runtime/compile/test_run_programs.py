@@ -11,7 +11,7 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, ConfigError, Problem
 from meshloom.compiler.xla.programs import Programs, build
 from meshloom.runtime.compile import run_programs
-from meshloom.runtime.compile.run_programs import make_programs, meet
+from meshloom.runtime.compile.run_programs import made_together, make_programs
 from meshloom.runtime.core.failures import RunFailed
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.stop import StopRequest
@@ -84,6 +84,6 @@ def test_a_compile_that_fails_in_one_process_ends_the_others(monkeypatch):
         raise RunFailed(Problem("the compiler", "failed", "see its log"), exit_code=1)
 
     with pytest.raises(ConfigError, match="the compiler \\(process 0\\): failed") as raised:
-        meet(plan_of(*LINEAR_STACK), fail, Processes(0, 2))
+        made_together(plan_of(*LINEAR_STACK), fail, Processes(0, 2))
     assert raised.value.exit_code == 1
     assert "failed" in told[0]

@@ -7,7 +7,7 @@ import pytest
 from conftest import spec_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.runtime.data.tokenizers import Bytes, HuggingFace
-from meshloom.runtime.inference.prompts import Given, PromptMaker, declared_prompts
+from meshloom.runtime.inference.prompts import DeclaredPrompt, PromptMaker, declared_prompts
 from support.chats import TAGGED, tokenizer_of, untagged, write_folder
 
 CHAT = [{"role": "user", "content": "Hi <|im_end|>"}]
@@ -27,7 +27,7 @@ def test_a_chat_is_written_up_to_where_the_model_answers_and_ends_as_the_templat
     maker = maker_of(folder, "model.vocab_size=1100")
     assert isinstance(maker.tokenizer, HuggingFace)
     special = maker.tokenizer.special
-    prompt = maker.make(Given("a chat", CHAT))
+    prompt = maker.make(DeclaredPrompt("a chat", CHAT))
     assert prompt.text == "<|im_start|>user\nHi <|im_end|><|im_end|>\n<|im_start|>assistant\n"
     assert prompt.tokens.count(special["<|im_end|>"]) == 1, "what a user writes is text"
     assert special["<|im_end|>"] in maker.ends(is_chat=True)
@@ -40,16 +40,16 @@ def test_a_published_model_reads_the_tokens_that_its_tokenizer_puts_before_a_tex
     alone, published = maker_of(folder), maker_of(folder, f"checkpoint.weights_from=hf:{folder}")
     assert isinstance(published.tokenizer, HuggingFace)
     start = published.tokenizer.around[0]
-    text = alone.make(Given("a prompt", "Hi")).tokens
-    assert published.make(Given("a prompt", "Hi")).tokens == (*start, *text)
-    assert alone.make(Given("a prompt", "")).tokens == (alone.tokenizer.identity.end_of_document,)
+    text = alone.make(DeclaredPrompt("a prompt", "Hi")).tokens
+    assert published.make(DeclaredPrompt("a prompt", "Hi")).tokens == (*start, *text)
+    assert alone.make(DeclaredPrompt("a prompt", "")).tokens == (alone.tokenizer.identity.end_of_document,)
 
 
 def test_a_file_of_prompts_and_chats(tmp_path):
     file = tmp_path / "some.jsonl"
     file.write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps({"messages": CHAT}) + "\n")
     found = declared_prompts(spec_of(f"generate.prompts={file}"))
-    assert found == [Given(f"{file}:1", "a"), Given(f"{file}:2", CHAT)]
+    assert found == [DeclaredPrompt(f"{file}:1", "a"), DeclaredPrompt(f"{file}:2", CHAT)]
 
 
 def test_a_chat_without_a_template_is_an_error():

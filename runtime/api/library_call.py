@@ -30,7 +30,7 @@ CACHE_SETTINGS = (
 
 
 @contextmanager
-def as_guest(modules: Sequence[str] = ()) -> Iterator[None]:
+def library_call(modules: Sequence[str] = ()) -> Iterator[None]:
     """Within the `with`, declarations can be read, and code of these modules may run."""
     with hydra_state_put_back(), code_allowed_from(modules):
         try:
