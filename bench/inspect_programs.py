@@ -243,7 +243,7 @@ def table_row(path: Path) -> str:
     start = time.process_time()
     report = meshloom.inspect(path, target=TARGETS[path.stem]).report
     seconds = time.process_time() - start
-    step, memory = report.step, report.memory
+    step = report.compiled
     worst = [each for each in by_exposed(report.collectives) if each.exposed_seconds][:1]
     recorded = path.with_suffix(".json")
     peak = json.loads(recorded.read_text())["peak_bytes"] if recorded.exists() else 0
@@ -251,8 +251,8 @@ def table_row(path: Path) -> str:
         path.stem,
         report.target.name,
         f"{path.stat().st_size / 1e6:.2f} MB, {seconds:.2f} s",
-        f"{human_bytes(memory.peak_bytes_per_chip or 0)} ({human_bytes(peak)})",
-        human_seconds(step.predicted_seconds or 0.0),
+        f"{human_bytes(step.peak_bytes or 0)} ({human_bytes(peak)})",
+        human_seconds(step.step_seconds or 0.0),
         human_share(step.exposed_fraction or 0.0),
         f"{worst[0].kind}, {human_seconds(worst[0].exposed_seconds or 0.0)}, {worst[0].line}" if worst else "",
         ", ".join(dict.fromkeys(each.rule for each in report.findings)),

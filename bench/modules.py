@@ -25,7 +25,7 @@ FOLDERS = ("models", "compiler", "runtime")
 SMALL = 60  # lines
 EXAMPLES = {  # of each kind of thing one that is there: its name in code and conf
     "chip": "h100", "schedule": "zb_v", "family": "mixtral", "dtype": "float16", "mask": "window",
-    "mesh axis": "context", "figure of a step": "bubble_fraction",
+    "mesh axis": "context", "figure of a step": "memory_fraction",
 }  # fmt: skip
 
 

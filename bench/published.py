@@ -52,7 +52,7 @@ def mfu_of(tokens_per_second: float, flops_per_token: float, peak_flops_per_seco
 
 def facts_of(report: dict[str, Any]) -> dict[str, Any]:
     """exposed: what is waited for longest, each a kind and form of collective with its seconds in a step."""
-    step, program, target = report["step"], report["program"], report["target"]
+    step, program, target = report["compiled"], report["program"], report["target"]
     exposed: dict[tuple[str, ...], dict[str, Any]] = {}
     for each in report["collectives"]:
         of = {
@@ -66,17 +66,17 @@ def facts_of(report: dict[str, Any]) -> dict[str, Any]:
             sums[name] += each[name] or 0.0
     longest = sorted(exposed.values(), key=lambda sums: -sums["exposed_seconds"])
     return {
-        "predicted_mfu": step["predicted_mfu"],
+        "predicted_mfu": step["mfu"],
         "exposed_fraction": step["exposed_fraction"],
-        "predicted_seconds": step["predicted_seconds"],
+        "predicted_seconds": step["step_seconds"],
         "compute_seconds_by_kind": step["compute_seconds_by_kind"],
         "num_unpriced": step["num_unpriced"],
         "exposed": longest[:NUM_EXPOSED],
         "flops_per_token": program["model_flops_per_step"] / program["tokens_per_step"],
         "peak_flops_per_second": target["peak_flops_per_second"],
-        "fits": report["memory"]["fits"],
-        "peak_bytes": report["memory"]["peak_bytes_per_chip"],
-        "host_bytes": report["memory"]["host_bytes_per_chip"],
+        "fits": step["fits"],
+        "peak_bytes": step["peak_bytes"],
+        "host_bytes": step["host_bytes"],
         "versions": versions_of(report),
     }
 
@@ -85,8 +85,8 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     """Returns what a plan says without a compiler: the estimated step, the one that was published, and the bound."""
     plan = read_spec(Request(recipe.declaration), then=plan_run)
     plan_without_devices(plan.spec.target)
-    target, flops, time = plan.target, plan.model_flops_per_step, estimate_step(plan).time
-    assert time is not None
+    target, flops, step = plan.target, plan.model_flops_per_step, estimate_step(plan).figures
+    assert step.step_seconds
     assert flops is not None
     assert target.peak_flops_per_second is not None
     if recipe.tokens_per_second is None:
@@ -99,7 +99,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         "overrides": recipe.declaration,
         "kind": kind_of(plan),
         "published_seconds": published,
-        "estimated_seconds": time.seconds,
+        "estimated_seconds": step.step_seconds,
         "bound_seconds": least_step_seconds(plan),
     }
 
@@ -226,7 +226,8 @@ def again(run_dir: Path, declaration: Overrides) -> dict[str, Any]:
     if text.exists():
         plan = read_spec(Request(declaration), then=plan_run)
         found = analyse_schedule(parse_module(text.read_text()), plan, ())
-        report["step"] = found.step.model_dump()
+        of_memory = {key: value for key, value in report["compiled"].items() if "bytes" in key or "fits" in key}
+        report["compiled"] = found.step.model_dump() | of_memory
         report["collectives"] = TypeAdapter(list[CollectiveReport]).dump_python([*found.collectives], mode="json")
     return report
 

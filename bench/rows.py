@@ -31,6 +31,7 @@ from compiled_rows import (
 )
 
 from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.core.known import known
 from meshloom.compiler.core.partition_spec import STAGE
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.run_spec import RunSpec
@@ -39,14 +40,15 @@ from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.pipeline.buffers import LoweredTable, lower_table
 from meshloom.compiler.pipeline.schedules import build_table
 from meshloom.compiler.pipeline.ticks import TickForm
-from meshloom.compiler.schema import TriedReport
+from meshloom.compiler.spec.overlap_spec import OverlapConfig
 from meshloom.models.adapter import ADAPTER
 
 SUMS = ("reduce-scatter", "all-reduce")
-OF_STEP = (
-    "predicted_seconds", "compute_seconds", "exposed_seconds", "exposed_fraction", "bubble_fraction", "predicted_mfu",
-)  # fmt: skip
-OF_TRIED = ("predicted_seconds", "exposed_fraction", "peak_bytes_per_chip", "fits", "compile_seconds", "why_not")
+OF_STEP = {  # the figures that are kept of a step
+    "predicted_seconds": "step_seconds", "compute_seconds": "compute_seconds", "exposed_seconds": "exposed_seconds",
+    "exposed_fraction": "exposed_fraction", "bubble_fraction": "bubble_fraction", "predicted_mfu": "mfu",
+    "peak_bytes": "peak_bytes", "limit_bytes": "limit_bytes", "fits": "fits",
+}  # fmt: skip
 
 
 # What is kept of a row.
@@ -65,24 +67,25 @@ def estimated(overrides: Overrides) -> Facts:
 def _estimate(spec: RunSpec) -> Facts:
     plan = plan_run(spec)
     found, memory = estimate_step(plan), plan.memory
-    time, sent = found.time, found.communication
+    step, sent = found.figures, found.communication
     return {
         "why_not": "", "kernel": plan.operation("attention").chosen.name,
         "base": memory.parameters - memory.adapters, "adapters": memory.adapters, "optimizer": memory.optimizer,
-        "peak_bytes": found.memory.peak_bytes, "limit_bytes": found.memory.limit_bytes,
+        "peak_bytes": found.memory.peak_bytes, "limit_bytes": known(found.figures.limit_bytes),
         "num_trained": plan.num_trained_parameters, "flops": plan.model_flops_per_step,
         "gathered": sum(one.bytes for one in sent if one.kind == "all-gather"),
         "reduced": sum(one.bytes for one in sent if one.kind in SUMS),
         "tokens": spec.tokens_per_step, "num_chips": plan.target.num_chips, "jax": jax.__version__,
-        "step_seconds": time and time.seconds, "bubble_seconds": time and time.bubble_seconds,
-        "exposed": time and {"+".join(axes): seconds for axes, seconds in time.exposed.items()},
+        "step_seconds": known(step.step_seconds), "bubble_seconds": known(step.bubble_seconds),
+        "exposed": step.exposed_by_axes if step.step_seconds else None,
     }  # fmt: skip
 
 
 def compiled(report: Facts) -> Facts:
     """Returns what is kept of report.json: figures of the step; of each kind of collective the number and the bytes of
     its full arrays; of_base: the bytes of sums of gradients that are not of adapters."""
-    step, memory, search = report["step"] or {}, report["memory"], report["search"]
+    step, memory, search = report["compiled"], report["memory"], report["search"]
+    unknown = report["unknown"]
     kinds, exposed, of_base = dict[str, list[int]](), dict[str, float](), 0
     for one in report["collectives"]:
         total, axes = kinds.setdefault(one["kind"], [0, 0]), "+".join(one["mesh_axes"] or ["unknown"])
@@ -90,17 +93,20 @@ def compiled(report: Facts) -> Facts:
         exposed[axes] = exposed.get(axes, 0.0) + (one["exposed_seconds"] or 0.0)
         is_sum = one["kind"] in SUMS and "backward" in one["source"]
         of_base += one["bytes"] if is_sum and f"/{ADAPTER}/" not in one["source"] else 0
-    return {key: step.get(key) for key in OF_STEP} | {
-        "peak_bytes": memory["peak_bytes_per_chip"], "limit_bytes": memory["limit_bytes_per_chip"],
-        "fits": memory["fits"], "breakdown": memory["breakdown"], "exposed_over": exposed, "kinds": kinds,
+    return {key: step[name] for key, name in OF_STEP.items()} | {
+        "breakdown": memory["breakdown"], "exposed_over": exposed, "kinds": kinds,
         "of_base": of_base, "link_seconds": sum(part["link_seconds"] or 0.0 for part in report["roofline"]),
-        "tried": [_tried(one) for one in search["tried"]] if search else None,
+        "tried": [_tried(each, unknown) for each in enumerate(search["tried"])] if search else None,
         "chosen": search["chosen"] if search else None, "versions": versions_of(report),
     }  # fmt: skip
 
 
-def _tried(one: Facts) -> Facts:
-    return {"name": TriedReport.model_validate_json(json.dumps(one)).name} | {key: one[key] for key in OF_TRIED}
+def _tried(numbered: tuple[int, Facts], unknown: Facts) -> Facts:
+    place, one = numbered
+    way = OverlapConfig.model_validate_json(json.dumps({key: one[key] for key in OverlapConfig.model_fields}))
+    why = unknown.get(f"search.tried[{place}].figures.step_seconds")
+    kept = {key: one["figures"][name] for key, name in OF_STEP.items()}
+    return {"name": way.name, "compile_seconds": one["compile_seconds"], "why_not": why} | kept
 
 
 # Cells.
@@ -519,7 +525,7 @@ def _modes(kept: Rows) -> str:
 def _compared(name: str, by_mode: Mapping[str, Facts]) -> list[str]:
     auto = by_mode["auto"]
     chosen = auto["tried"][auto["chosen"]]
-    chosen = chosen | {"peak_bytes": chosen["peak_bytes_per_chip"]}
+    chosen = {"peak_bytes": chosen.get("peak_bytes_per_chip")} | chosen  # the name in rows of an older version
     share = auto["link_seconds"] / auto["compute_seconds"] if auto["compute_seconds"] else 0.0
     return [name, *map(figures, (by_mode.get("none"), by_mode.get("xla"), chosen)), chosen["name"], f"{share:.2f}"]
 

@@ -92,9 +92,21 @@ def search(row: Row) -> dict[str, Any] | None:
     refused = [one for one in priced if one["status"] == "does_not_fit"]
     return {
         "num_candidates": answer["num_candidates"],
-        "best": answer["best"][:MOST_COMPILED],
+        "best": [_kept(row, one) for one in answer["best"][:MOST_COMPILED]],
         "too_large": smallest_too_large(row, refused),
         "search_seconds": seconds,
+    }
+
+
+def _kept(row: Row, one: dict[str, Any]) -> dict[str, Any]:
+    """Returns what is kept of a candidate; bytes of a device."""
+    figures, per_chip = one["figures"], 2 if "tpu7x" in row.target else 1
+    return {
+        "overrides": one["overrides"],
+        "compile_overrides": one["compile_overrides"],
+        "compute_seconds": figures["compute_seconds"],
+        "exposed_seconds": figures["exposed_by_axes"],
+        "peak_bytes": figures["peak_bytes"] // per_chip,
     }
 
 
@@ -123,13 +135,11 @@ def as_compiled(row: Row, one: dict[str, Any]) -> Overrides:
 
 
 def facts_of(report: dict[str, Any]) -> dict[str, Any]:
-    step, memory = report["step"], report["memory"]
+    names = ("exposed_seconds", "peak_bytes", "limit_bytes", "fits")
+    step = report["compiled"]
     return {
-        "predicted_seconds": step["predicted_seconds"],
-        "exposed_seconds": step["exposed_seconds"],
-        "peak_bytes": memory["peak_bytes_per_chip"],
-        "limit_bytes": memory["limit_bytes_per_chip"],
-        "fits": memory["fits"],
+        "predicted_seconds": step["step_seconds"],
+        **{name: step[name] for name in names},
         "versions": versions_of(report),
     }
 

@@ -4,25 +4,26 @@ A program that nobody declared (`meshloom inspect`) has a report too, without wh
 
 Seconds are of one step; bytes and FLOPs of one chip unless a name says otherwise, those of the program of all chips.
 A value that cannot be known is an `Unknown` with its reason: null in the file, which has the reasons in `unknown`, by
-the path of the value ("step.predicted_mfu"), or of that value in all elements ("collectives[*].alone_seconds").
+the path of the value ("compiled.mfu"), or of that value in all elements ("collectives[*].alone_seconds").
 """
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from meshloom.models.record import Record
 
 from .core.collectives import ComputeKind
 from .core.known import OrUnknown, Reasoned, Unknown, all_known, each_known
 from .core.traffic import TimedTraffic
+from .figures import StepFigures
 from .spec.overlap_spec import OverlapConfig
 from .work import StepWork
 
-SCHEMA_VERSION = 16  # of report.json and plan.json
+SCHEMA_VERSION = 17  # of report.json and plan.json
 
 
 class TargetReport(Record):
@@ -64,34 +65,22 @@ MAX_IMBALANCE = "moe.max_imbalance"  # the key of an alternative with room for t
 
 
 class Alternative(Record):
-    """The estimate of a declaration, without a compiler. overrides: how it differs from the declared one; () for that
+    """A declaration, and its figures by the estimate. overrides: how it differs from the declared one; () for that
     itself."""
 
     overrides: tuple[str, ...]
-    seconds: NonNegativeFloat
-    exposed_seconds: NonNegativeFloat
-    peak_bytes_per_chip: NonNegativeInt
-    fits: OrUnknown[bool]
+    figures: StepFigures
 
 
 class MemoryReport(Record):
-    """The memory of a chip at the worst moment of a step.
+    """What fills the memory of a chip at the worst moment of a step.
 
     breakdown: bytes by class: parameters (with adapters: base, adapters), master, optimizer,
     working_parameters (cast for use), gathered_weights,
     gradients, activations, temporaries, code, reserved, where the compiled program tells them apart; `arguments`
-    instead of the first three if no plan names them. fits: whether it fits on the device. host: a chip's arrays in the
-    memory of its host, in none of the figures of the device."""
+    instead of the first three if no plan names them."""
 
-    peak_bytes_per_chip: OrUnknown[NonNegativeInt]
-    limit_bytes_per_chip: OrUnknown[NonNegativeInt]  # for a program: the chip's memory without the reserved part
-    fits: OrUnknown[bool]
     breakdown: dict[str, OrUnknown[NonNegativeInt]]
-    estimate_bytes_per_chip: OrUnknown[NonNegativeInt]  # without XLA
-    host_bytes_per_chip: OrUnknown[NonNegativeInt]
-    host_limit_bytes_per_chip: OrUnknown[PositiveInt]  # the chip's share of its host's memory
-    host_fits: OrUnknown[bool]
-    host_estimate_bytes_per_chip: OrUnknown[NonNegativeInt]  # without XLA
     changes: tuple[MemoryChange, ...]  # the cheapest first; empty where it fits
 
 
@@ -113,18 +102,11 @@ class CollectiveReport(TimedTraffic):
         object.__setattr__(self, "source", str(self.origin))
 
 
-class StepReport(Record):
-    compute_seconds: OrUnknown[NonNegativeFloat]
+class StepReport(StepFigures):
+    """The figures of a compiled step, and what they were read from in its schedule."""
+
     compute_seconds_by_kind: dict[ComputeKind, NonNegativeFloat]
-    exposed_seconds: OrUnknown[NonNegativeFloat]
-    exposed_fraction: OrUnknown[NonNegativeFloat]  # of predicted_seconds
-    bubble_seconds: OrUnknown[NonNegativeFloat]  # waits of a pipeline's stages for other stages; the mean over them
-    bubble_fraction: OrUnknown[NonNegativeFloat]  # of predicted_seconds
     least_seconds: OrUnknown[NonNegativeFloat]  # the sum of all parts whose time is known
-    predicted_seconds: OrUnknown[NonNegativeFloat]
-    predicted_range_seconds: OrUnknown[tuple[NonNegativeFloat, NonNegativeFloat]]
-    predicted_range_basis: OrUnknown[str]  # the published runs that give the range (target/accuracy.py)
-    predicted_mfu: OrUnknown[NonNegativeFloat]
     roofline_seconds: OrUnknown[NonNegativeFloat]  # of this program: the time of its own operations at the full rates
     bound_seconds: OrUnknown[NonNegativeFloat]  # of the declaration: no program of it takes less
     num_unpriced: NonNegativeInt  # kernels of an unknown time, which count with the least that they can take
@@ -196,15 +178,10 @@ class BuildReport(Record):
 
 
 class TriedReport(OverlapConfig):
-    """A program that `overlap.search` compiled. why_not: why other fields are None."""
+    """A program that `overlap.search` compiled."""
 
-    predicted_seconds: NonNegativeFloat | None
-    exposed_fraction: NonNegativeFloat | None
-    peak_bytes_per_chip: Annotated[int, Field(ge=0, lt=2**63)] | None
-    host_bytes_per_chip: Annotated[int, Field(ge=0, lt=2**63)] | None
-    fits: bool | None  # on the device and in the host's memory
+    figures: StepFigures
     compile_seconds: NonNegativeFloat
-    why_not: str | None  # its schedule is not known: the message of the compiler, or of the reader of its text
 
 
 class SearchReport(Record):
@@ -249,12 +226,13 @@ class Event(Record):
 
 
 class Report(Reasoned):
-    schema_version: Literal[16]
+    schema_version: Literal[17]
     target: TargetReport
     program: ProgramReport
+    estimated: OrUnknown[StepFigures]  # without a compiler
+    compiled: StepReport
     memory: MemoryReport
     collectives: tuple[CollectiveReport, ...]
-    step: StepReport
     pipeline: PipelineReport | None  # None: the mesh has no stages, or nobody declared the program
     roofline: tuple[RooflinePart, ...]
     findings: tuple[Finding, ...]

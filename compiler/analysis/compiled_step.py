@@ -2,18 +2,19 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..core.errors import Problem, raise_if_any
 from ..core.format import counted, human_names
-from ..core.known import Unknown
+from ..core.known import Unknown, known, or_unknown
 from ..core.partition_spec import STAGE
 from ..core.scopes import OperationName
 from ..estimate.communication import PlannedCollective
-from ..estimate.estimate import StepEstimate, fits_host
+from ..estimate.estimate import NO_LIMIT, StepEstimate, memory_figures
+from ..estimate.roofline import least_step_seconds, roofline_seconds
 from ..parallel.pipeline_plan import PipelinePlan
 from ..plan import Plan
-from ..schema import Event, Finding
-from ..target.target import TargetPlan
+from ..schema import Event, Finding, StepReport
 from ..xla.aot import Built, LoweredStep
 from ..xla.hlo import Module, parse_module
 from ..xla.schedule.divergent import Divergent, find_divergent
@@ -26,6 +27,7 @@ from .schedule_analysis import ScheduleAnalysis, analyse_schedule, nothing_timed
 from .timeline_events import with_memory
 
 NO_PROGRAM = Unknown("the step was not compiled: it does not fit")
+REFUSED = Unknown("the compiler refused the program")
 
 
 @dataclass(frozen=True)
@@ -52,27 +54,32 @@ class CompiledStep:
         """Returns the timeline of the step."""
         return with_memory(self.analysis.events, self.peak)
 
+    @cached_property
+    def figures(self) -> StepReport:
+        """Returns the figures of the step, with its memory and the bounds of its plan.
+
+        The TPU compiler itself decides whether a step fits. For other targets the program's size is compared, since
+        compilers for GPUs refuse nothing.
+        """
+        plan, memory, limit = self.plan, self.built.memory, self.plan.target.hbm_bytes_per_device
+        refused = f"{REFUSED.why} and did not say what it needs"
+        why = self.peak.why if memory and isinstance(self.peak, Unknown) else refused
+        fits: bool | Unknown = memory is not None
+        if memory and plan.target.platform != "tpu":
+            fits = Unknown(NO_LIMIT) if limit is None else memory.taken_bytes <= limit
+        found = memory_figures(
+            plan.target, or_unknown(self.needed_bytes, why), REFUSED if memory is None else memory.host_bytes, fits=fits
+        )
+        bounds = {
+            "roofline_seconds": roofline_seconds(self.estimate.roofline),
+            "bound_seconds": least_step_seconds(plan),
+        }
+        return self.analysis.step.model_copy(update=found | bounds).rated(plan.work)
+
     @property
     def fits(self) -> bool | None:
-        """Returns whether the step fits in a device's memory; None if that is unknown. The TPU compiler decides this
-        itself. For other targets the program's size is compared, since compilers for GPUs refuse nothing."""
-        if self.built.memory is None:
-            return False
-        if self.plan.target.platform == "tpu":
-            return True
-        per_device = self.plan.target.hbm_bytes_per_device
-        return None if per_device is None else self.built.memory.taken_bytes <= per_device
-
-    @property
-    def fits_host(self) -> bool | None:
-        """Returns whether the step's arrays in host memory fit in a device's share of it; None if that is unknown."""
-        num_bytes = self.host_bytes
-        return None if num_bytes is None else fits_host(num_bytes, self.plan.target.host_bytes_per_device)
-
-    @property
-    def host_bytes(self) -> int | None:
-        """Returns the bytes that the step keeps in host memory per device; None if the compiler refused the step."""
-        return None if self.built.memory is None else self.built.memory.host_bytes
+        """Returns whether the step fits in a device's memory; None if that is unknown."""
+        return known(self.figures.fits)
 
     @property
     def needed_bytes(self) -> int | None:
@@ -145,17 +152,6 @@ def find_findings(step: CompiledStep, *, is_searched: bool) -> tuple[Finding, ..
         held=() if isinstance(step.peak, Unknown) else step.peak.held,
     )
     return (*filter(None, unmet), *found)
-
-
-def limit_bytes(target: TargetPlan) -> int | None:
-    """Returns the bytes that a program may use on a chip."""
-    per_device = target.hbm_bytes_per_device
-    return per_device and per_device * used_devices_per_chip(target)
-
-
-def used_devices_per_chip(target: TargetPlan) -> int:
-    """Returns the JAX devices per chip, which scale a device's figures to a chip's; 1 if a run uses part of a chip."""
-    return max(1, target.num_devices // target.num_chips)
 
 
 COMPILED = "compiled program"  # the place of these problems

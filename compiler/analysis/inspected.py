@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from ..core.format import counted, human_bytes, human_names
-from ..core.known import Unknown
-from ..schema import Event, Finding
+from ..core.known import Unknown, or_unknown
+from ..estimate.estimate import memory_figures
+from ..schema import Event, Finding, StepReport
 from ..target.target import TargetPlan
 from ..xla.aot import ProgramMemory
 from ..xla.hlo import HloError, Module, module_name, parse_module
@@ -16,9 +17,10 @@ from .program_devices import ProgramDevices
 from .program_lint import lint_program
 from .program_memory import PeakMemory, needed_bytes, read_peak
 from .program_text import read_part
-from .schedule_analysis import ScheduleAnalysis, analyse_program
+from .schedule_analysis import UNDECLARED, ScheduleAnalysis, analyse_program
 from .timeline_events import with_memory
 
+NO_HOST = Unknown("the program's text does not say what lies in the host's memory")
 NAME_IT = "name the target that it was compiled for"
 COMPILED = "give the text of the compiled program: compiled.as_text() in Python, or *after_optimizations.txt of a dump"
 
@@ -56,6 +58,14 @@ class InspectedProgram:
     def needed_bytes(self) -> int | None:
         """Returns the bytes that the program needs on a device, as XLA counts them, or else as counted in the text."""
         return needed_bytes(self.memory, self.peak, self.devices.target)
+
+    @property
+    def figures(self) -> StepReport:
+        """Returns the figures of the program; what only a declaration says is unknown."""
+        why = self.peak.why if isinstance(self.peak, Unknown) else None
+        host = NO_HOST if self.memory is None else self.memory.host_bytes
+        found = memory_figures(self.devices.target, or_unknown(self.needed_bytes, why), host)
+        return self.analysis.step.model_copy(update=found).rated(UNDECLARED)
 
 
 def inspect_text(

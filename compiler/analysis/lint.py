@@ -334,7 +334,7 @@ def find_too_exposed(
     if isinstance(share, Unknown) or first_unknown(each.exposed_seconds for each in collectives) is not None:
         what = f"overlap.max_exposed allows {human_share(limit)} of the step, and the exposed time is not known"
         fix = "see the reason in `unknown` of report.json; choose another target, or set overlap.max_exposed=null"
-        return Finding(rule=TOO_EXPOSED, severity="warning", what=what, where="step.exposed_fraction", fix=fix)
+        return Finding(rule=TOO_EXPOSED, severity="warning", what=what, where="compiled.exposed_fraction", fix=fix)
     if share <= limit:
         return None
     compute, alone = step.compute_seconds or 0.0, total(each.alone_seconds for each in collectives)
@@ -389,7 +389,7 @@ def find_too_much_bubble(limit: float | None, pipeline: PipelinePlan | None, ste
     if limit is None or pipeline is None:
         return None
     allowed = f"pipeline.max_bubble allows {human_share(limit)} of the step"
-    where = "step.bubble_fraction"
+    where = "compiled.bubble_fraction"
     if isinstance(share, Unknown):
         fix = "see the reason in `unknown` of report.json; choose another target, or set pipeline.max_bubble=null"
         what = f"{allowed}, and the bubble is not known"

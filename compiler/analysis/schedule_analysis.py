@@ -16,11 +16,12 @@ from ..core.known import Unknown, each_known, or_unknown
 from ..core.scopes import OperationName, is_sum_of_matmul
 from ..core.traffic import Placed, TrafficSource
 from ..estimate.communication import PlannedCollective
+from ..figures import no_figures
 from ..parallel.operation import ParallelOp, find_source
 from ..parallel.registry import OPERATIONS
 from ..plan import Plan
 from ..schema import CollectiveReport, Event, StepReport
-from ..target.accuracy import CALIBRATED, accuracy_of
+from ..target.accuracy import range_figures
 from ..target.target import TargetPlan
 from ..work import StepWork
 from ..xla.hlo import Module
@@ -38,6 +39,7 @@ from .timeline_events import schedule_events
 NUM_SHOWN_BEHIND = 3
 NO_CHIP = "the target's chip is not known: simulated devices have neither links nor a clock"
 NOT_DECLARED = "no declaration says it: the program was inspected by itself"
+UNDECLARED = StepWork(Unknown(NOT_DECLARED), Unknown(NOT_DECLARED), 1, Unknown(NOT_DECLARED))
 
 
 @dataclass(frozen=True)
@@ -259,17 +261,9 @@ def nothing_timed(why: str) -> StepReport:
     """Returns the figures of a step of which nothing is known."""
     unknown = Unknown(why)
     return StepReport(
-        compute_seconds=unknown,
+        **dict(no_figures(why)),
         compute_seconds_by_kind={},
-        exposed_seconds=unknown,
-        exposed_fraction=unknown,
-        bubble_seconds=unknown,
-        bubble_fraction=unknown,
         least_seconds=unknown,
-        predicted_seconds=unknown,
-        predicted_range_seconds=unknown,
-        predicted_mfu=unknown,
-        predicted_range_basis=unknown,
         roofline_seconds=unknown,
         bound_seconds=unknown,
         num_unpriced=0,
@@ -280,35 +274,37 @@ def nothing_timed(why: str) -> StepReport:
 
 
 def _step(result: Simulation, placed: Mapping[str, Placed], target: TargetPlan, work: StepWork | None) -> StepReport:
+    """Returns the figures of the schedule, without those of memory."""
     if target.chip is None:
         return nothing_timed(NO_CHIP)
     left_out = "; ".join(_left_out(result, placed))
     whole = Unknown(left_out) if left_out else result.seconds
     is_timed = not _untimed(result)
-    accuracy = accuracy_of(target)
-
-    def share(seconds: float) -> float | Unknown:
-        return each_known(whole, lambda step: seconds / step if step else 0.0)
-
-    return StepReport(
-        compute_seconds=sum(result.compute_seconds.values()),
+    undeclared = Unknown(NOT_DECLARED)
+    exposed: dict[str, float] = {}
+    for name, totals in result.collectives.items() if is_timed else ():
+        axes = "+".join(placed[name].mesh_axes)
+        exposed[axes] = exposed.get(axes, 0.0) + totals.exposed_seconds
+    found = StepReport(
+        **dict(no_figures("the memory of a program is not in its schedule"))
+        | range_figures(target, whole)
+        | {
+            "step_seconds": whole,
+            "compute_seconds": sum(result.compute_seconds.values()),
+            "exposed_seconds": result.exposed_seconds if is_timed else whole,
+            "bubble_seconds": result.bubble_seconds if is_timed else whole,
+            "exposed_by_axes": {axes: seconds for axes, seconds in exposed.items() if seconds},
+        },
         compute_seconds_by_kind=dict(result.compute_seconds),
-        exposed_seconds=result.exposed_seconds if is_timed else whole,
-        exposed_fraction=share(result.exposed_seconds),
-        bubble_seconds=result.bubble_seconds if is_timed else whole,
-        bubble_fraction=share(result.bubble_seconds),
         least_seconds=result.seconds,
-        predicted_seconds=whole,
-        predicted_range_seconds=each_known(whole, accuracy.range_of) if accuracy else Unknown(CALIBRATED),
-        predicted_range_basis=each_known(whole, lambda _: str(accuracy)) if accuracy else Unknown(CALIBRATED),
-        predicted_mfu=work.mfu(whole) if work else Unknown(NOT_DECLARED),
-        roofline_seconds=Unknown(NOT_DECLARED),
-        bound_seconds=Unknown(NOT_DECLARED),
+        roofline_seconds=undeclared,
+        bound_seconds=undeclared,
         num_unpriced=len(result.unpriced),
         counted_once=tuple(sorted(result.unknown_loops)),
         num_bounded=len(result.bounded),
         bounded_seconds=sum(result.bounded.values()),
     )
+    return found.rated(work or UNDECLARED)
 
 
 def _untimed(result: Simulation) -> list[str]:

@@ -2,17 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
+from ..core.known import Unknown, all_known, each_known, or_unknown
+from ..figures import StepFigures
 from ..jaxpr.unknown import UnknownPrimitive
 from ..plan import Plan
 from ..schema import RooflinePart
 from ..spec.overlap_spec import OverlapSpec
+from ..target.accuracy import range_figures
+from ..target.target import TargetPlan
 from .communication import PlannedCollective, plan_communication
 from .estimated_step import plan_assumed, read_step
 from .liveness import MemoryClass, find_peak, host_bytes
 from .regions import price_regions
-from .roofline import find_unknown, plan_roofline
+from .roofline import NO_RATES, find_unknown, plan_roofline
 from .stage_buffers import StageBuffer, read_stage_buffers
 from .step_time import StepTime, estimate_time
 
@@ -37,42 +41,26 @@ class MemoryEstimate:
     activations: int
     temporaries: int
     part: str
-    limit_bytes: int | None  # what a program may use; None: unknown
     host_bytes: int
-    host_limit_bytes: int | None  # a device's share of the host's memory; None: unknown
 
     @property
     def peak_bytes(self) -> int:
         moving = self.working_parameters + self.gathered_weights + self.gradients + self.activations + self.temporaries
         return self.state_bytes + self.batch_bytes + moving
 
-    @property
-    def fits(self) -> bool | None:
-        return None if self.limit_bytes is None else self.peak_bytes <= self.limit_bytes
-
-    @property
-    def host_fits(self) -> bool | None:
-        return fits_host(self.host_bytes, self.host_limit_bytes)
-
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """The estimate of a step. time: None where figures of the target, or the arithmetic of an operation, are not known.
-    unknown: primitives of the step whose arithmetic, traffic, layout or number of executions is not known. overlap: the
-    overlap of the estimated step. stage_buffers: those of a pipeline's stages."""
+    """The estimate of a step. unknown: primitives of the step whose arithmetic, traffic, layout or number of executions
+    is not known. overlap: the overlap of the estimated step. stage_buffers: those of a pipeline's stages."""
 
     memory: MemoryEstimate
     communication: tuple[PlannedCollective, ...]
     roofline: tuple[RooflinePart, ...]
-    time: StepTime[float] | None
+    figures: StepFigures
     unknown: tuple[UnknownPrimitive, ...]
     overlap: OverlapSpec
     stage_buffers: tuple[StageBuffer, ...] = ()
-
-    @property
-    def why_uncounted(self) -> str | None:
-        """Returns why the step's bound is incomplete; None if every operation is counted."""
-        return why_uncounted(self.unknown)
 
 
 def why_uncounted(unknown: Sequence[UnknownPrimitive]) -> str | None:
@@ -80,9 +68,42 @@ def why_uncounted(unknown: Sequence[UnknownPrimitive]) -> str | None:
     return "; ".join(str(one) for one in unknown if one.why) or None
 
 
-def fits_host(num_bytes: int, limit_bytes: int | None) -> bool | None:
-    """Returns whether arrays fit in host memory; None if its size is unknown and there are any."""
-    return True if num_bytes == 0 else None if limit_bytes is None else num_bytes <= limit_bytes
+def memory_figures(
+    target: TargetPlan,
+    peak: int | Unknown,
+    host: int | Unknown,
+    *,
+    limit: int | None = None,
+    fits: bool | Unknown | None = None,
+) -> dict[str, Any]:
+    """Returns the figures of memory, as StepFigures has them. peak, host, limit: bytes of a device; the target has the
+    limit if none is given. fits: if the compiler says it."""
+    per_chip = target.used_devices_per_chip
+    most = or_unknown(target.hbm_bytes_per_device if limit is None else limit, NO_LIMIT)
+    host_limit = or_unknown(target.host_bytes_per_device, HOST_UNKNOWN)
+
+    def of_chip(of_device: int | Unknown) -> int | Unknown:
+        return each_known(of_device, lambda count: count * per_chip)
+
+    return {
+        "peak_bytes": of_chip(peak),
+        "limit_bytes": of_chip(most),
+        "fits": all_known((peak, most), lambda both: both[0] <= both[1]) if fits is None else fits,
+        "host_bytes": of_chip(host),
+        "host_limit_bytes": of_chip(host_limit),
+        "host_fits": True if host == 0 else all_known((host, host_limit), lambda both: both[0] <= both[1]),
+    }
+
+
+def time_figures(target: TargetPlan, time: StepTime[float] | Unknown) -> dict[str, Any]:
+    """Returns the figures of an estimated time, as StepFigures has them."""
+    return range_figures(target, each_known(time, lambda time: time.seconds), "estimated") | {
+        "step_seconds": each_known(time, lambda time: time.seconds),
+        "compute_seconds": each_known(time, lambda time: time.compute_seconds),
+        "exposed_seconds": each_known(time, lambda time: time.exposed_seconds),
+        "bubble_seconds": each_known(time, lambda time: time.bubble_seconds),
+        "exposed_by_axes": {"+".join(axes): seconds for axes, seconds in time.exposed.items()} if time else {},
+    }
 
 
 def estimate_step(plan: Plan) -> StepEstimate:
@@ -103,13 +124,15 @@ def estimate_declared(plan: Plan) -> StepEstimate:
         plan.memory.batch,
         **{name: peak.num_bytes.get(name, 0) for name in get_args(MemoryClass)},
         part=peak.at,
-        limit_bytes=plan.target.hbm_bytes_per_device,
         host_bytes=host_bytes(step),
-        host_limit_bytes=plan.target.host_bytes_per_device,
     )
     unknown = find_unknown(plan.model.stacks, step)
-    time = None if any(one.why for one in unknown) else estimate_time(plan, step)
+    why = why_uncounted(unknown)
+    time = Unknown(why) if why else or_unknown(estimate_time(plan, step), NO_RATES.why)
+    figures = StepFigures(
+        **memory_figures(plan.target, memory.peak_bytes, memory.host_bytes), **time_figures(plan.target, time)
+    ).rated(plan.work)
     communication = plan_communication(plan, step)
-    roofline = plan_roofline(plan.model.stacks, plan.mesh, step, why_uncounted(unknown))
+    roofline = plan_roofline(plan.model.stacks, plan.mesh, step, why)
     buffers = read_stage_buffers(plan.pipeline.table, step) if plan.pipeline else ()
-    return StepEstimate(memory, communication, roofline, time, unknown, plan.spec.overlap, buffers)
+    return StepEstimate(memory, communication, roofline, figures, unknown, plan.spec.overlap, buffers)

@@ -35,7 +35,7 @@ from ..target.target import TargetPlan
 from .communication import sent_bytes
 from .regions import Region, largest_sum
 
-Figure = Literal["flops", "hbm_bytes", "link_bytes", "link_seconds"]
+Quantity = Literal["flops", "hbm_bytes", "link_bytes", "link_seconds"]
 Bound = Literal["flops", "hbm", "link"]
 NO_RATES = Unknown("the target's peak or bandwidths are not known")
 LINKS_UNKNOWN = "simulated devices, or of unknown links"
@@ -47,7 +47,7 @@ def plan_roofline(stacks: Sequence[Stack], mesh: MeshPlan, step: Region, why: st
     of a device, on the stage of the mesh where each is largest. why: the reason why something of the step is not
     counted; None if everything is."""
     names = {stack.name: f"{stack.name} (x{stack.num_layers})" for stack in stacks}
-    terms: dict[str, dict[Figure, list[Term]]] = defaultdict(lambda: {name: [] for name in get_args(Figure)})
+    terms: dict[str, dict[Quantity, list[Term]]] = defaultdict(lambda: {name: [] for name in get_args(Quantity)})
     for region in step.walk():
         if region.stacked_bytes:
             terms[_part(region.scope, names)]["hbm_bytes"].append((region, sum(region.stacked_bytes)))
@@ -80,7 +80,7 @@ def _sum(terms: list[Term]) -> float | None:
     return largest_sum(known) if len(known) == len(terms) else None
 
 
-def _row(name: str, terms: dict[Figure, list[Term]], target: TargetPlan, why: str | None) -> RooflinePart:
+def _row(name: str, terms: dict[Quantity, list[Term]], target: TargetPlan, why: str | None) -> RooflinePart:
     flops, num_bytes, sent = (_whole(_sum(terms[each]), why) for each in ("flops", "hbm_bytes", "link_bytes"))
     peak, bandwidth = target.peak_flops_per_second, target.hbm_bytes_per_second_per_device
     seconds: dict[Bound, float | Unknown] = {

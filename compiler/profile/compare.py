@@ -108,7 +108,7 @@ def compare(traces: Sequence[Trace], prediction: Prediction) -> ProfileReport:
         num_executions=len(executions),
         num_devices=len({(each.process, each.device) for each in executions}),
         num_processes=len({each.process for each in executions}),
-        step=compared(statistics.median(seconds), prediction.step.predicted_seconds),
+        step=compared(statistics.median(seconds), prediction.step.step_seconds),
         fastest_seconds=min(seconds),
         slowest_seconds=max(seconds),
         kinds=(*_compute_kinds(accounts, prediction), *_collective_kinds(accounts, prediction)),

@@ -1,11 +1,10 @@
 """Builds the Report of a compiled step for people and tools. Facts that cannot be read in its text are unknown."""
 
-from ..analysis.compiled_step import CompiledStep, limit_bytes, used_devices_per_chip
+from ..analysis.compiled_step import REFUSED, CompiledStep
 from ..core.format import human_bytes
 from ..core.known import Unknown, each_known, or_unknown
-from ..estimate.estimate import HOST_UNKNOWN, NO_LIMIT
+from ..estimate.estimate import NO_LIMIT
 from ..estimate.liveness import MemoryClass
-from ..estimate.roofline import least_step_seconds, roofline_seconds
 from ..estimate.stage_buffers import WHAT, bytes_in_use
 from ..plan import Plan
 from ..schema import (
@@ -29,7 +28,6 @@ from ..target.target import TargetPlan
 TOLD_APART: tuple[MemoryClass, ...] = ("working_parameters", "gathered_weights", "gradients", "activations")
 NO_PEAK = Unknown("the compiler refused the program: what it would keep at its peak is not known")
 NO_CHIP = "the chip is not known"
-REFUSED = Unknown("the compiler refused the program")
 LARGEST_ERROR = 0.1  # the largest difference from XLA's peak, relative to it
 
 
@@ -46,16 +44,15 @@ def build_report(
     """Returns the report. overrides: the overrides of the declaration. model: the declaration's name for its model, if
     it has one. changes: changes that would make the step fit. search: the search that chose this program. alternatives:
     other declarations, by the estimate."""
-    plan, analysis, estimate = step.plan, step.analysis, step.estimate
-    target = target_report(plan.mesh.placement)
-    bounds = {"roofline_seconds": roofline_seconds(estimate.roofline), "bound_seconds": least_step_seconds(plan)}
+    plan, estimate = step.plan, step.estimate
     return Report(
         schema_version=SCHEMA_VERSION,
-        target=target,
-        program=_program(plan, model),
-        memory=_memory(step, changes),
-        collectives=analysis.collectives,
-        step=analysis.step.model_copy(update=bounds),
+        target=target_report(plan.mesh.placement),
+        program=program_report(plan, model),
+        estimated=estimate.figures,
+        compiled=step.figures,
+        memory=MemoryReport(breakdown=_breakdown(step), changes=changes),
+        collectives=step.analysis.collectives,
         pipeline=_pipeline(step),
         roofline=estimate.roofline,
         findings=findings,
@@ -71,7 +68,7 @@ def _pipeline(step: CompiledStep) -> PipelineReport | None:
     plan, buffers = step.plan.pipeline, step.estimate.stage_buffers
     if plan is None:
         return None
-    per_chip = used_devices_per_chip(step.plan.target)
+    per_chip = step.plan.target.used_devices_per_chip
     return PipelineReport(
         schedule=plan.table.name,
         num_stages=plan.num_stages,
@@ -92,14 +89,12 @@ def _pipeline(step: CompiledStep) -> PipelineReport | None:
     )
 
 
-def _memory(step: CompiledStep, changes: tuple[MemoryChange, ...]) -> MemoryReport:
-    """Returns the memory of the compiled program; if the compiler refused it, the memory that it says the program
-    needs."""
-    plan, built, peak, estimate = step.plan, step.built, step.peak, step.estimate.memory
-    per_chip = used_devices_per_chip(plan.target)
-    refused = f"{REFUSED.why} and did not say what it needs"
-    needed = or_unknown(step.needed_bytes, peak.why if built.memory and isinstance(peak, Unknown) else refused)
-    planned = plan.memory
+def _breakdown(step: CompiledStep) -> dict[str, int | Unknown]:
+    """Returns the memory of the compiled program by class; if the compiler refused it, the memory that it says the
+    program needs."""
+    built, planned, target = step.built, step.plan.memory, step.plan.target
+    per_chip = target.used_devices_per_chip
+    needed = each_known(step.figures.peak_bytes, lambda of_chip: of_chip // per_chip)
     found: dict[str, int | Unknown] = {
         **planned.by_role,
         "master": planned.master,
@@ -115,20 +110,8 @@ def _memory(step: CompiledStep, changes: tuple[MemoryChange, ...]) -> MemoryRepo
         "temporaries": each_known(rest, lambda count: count - sum(n for n in within.values() if n)),
         "code": built.memory.code_bytes if built.memory is not None else REFUSED,
     }
-    host, host_limit = or_unknown(step.host_bytes, REFUSED.why), plan.target.host_bytes_per_device
-    return MemoryReport(
-        peak_bytes_per_chip=each_known(needed, lambda count: count * per_chip),
-        limit_bytes_per_chip=or_unknown(limit_bytes(plan.target), NO_LIMIT),
-        fits=or_unknown(step.fits, NO_LIMIT),
-        breakdown={name: each_known(count, lambda count: count * per_chip) for name, count in found.items()}
-        | {"reserved": reserved_bytes(plan.target)},
-        estimate_bytes_per_chip=estimate.peak_bytes * per_chip,
-        host_bytes_per_chip=each_known(host, lambda count: count * per_chip),
-        host_limit_bytes_per_chip=host_limit * per_chip if host_limit else Unknown(HOST_UNKNOWN),
-        host_fits=host if isinstance(host, Unknown) else or_unknown(step.fits_host, HOST_UNKNOWN),
-        host_estimate_bytes_per_chip=estimate.host_bytes * per_chip,
-        changes=changes,
-    )
+    of_chip = {name: each_known(count, lambda count: count * per_chip) for name, count in found.items()}
+    return of_chip | {"reserved": reserved_bytes(target)}
 
 
 def _classes(step: CompiledStep, rest: int | Unknown) -> dict[str, int | Unknown]:
@@ -154,8 +137,10 @@ def _classes(step: CompiledStep, rest: int | Unknown) -> dict[str, int | Unknown
 
 def reserved_bytes(target: TargetPlan) -> int | Unknown:
     """Returns the bytes of a chip that no program may use."""
-    limit, whole = limit_bytes(target), target.hbm_bytes_per_chip
-    return Unknown(NO_LIMIT) if limit is None or whole is None else whole - limit
+    limit, whole = target.hbm_bytes_per_device, target.hbm_bytes_per_chip
+    if limit is None or whole is None:
+        return Unknown(NO_LIMIT)
+    return whole - limit * target.used_devices_per_chip
 
 
 def target_report(placement: Placement) -> TargetReport:
@@ -169,13 +154,13 @@ def target_report(placement: Placement) -> TargetReport:
         num_slices=target.num_slices,
         hbm_bytes_per_chip=or_unknown(target.hbm_bytes_per_chip, NO_CHIP),
         hbm_bytes_per_second=target.chip.hbm_bytes_per_second if target.chip else Unknown(NO_CHIP),
-        peak_flops_per_second=peak * used_devices_per_chip(target) if peak else Unknown(NO_CHIP),
+        peak_flops_per_second=peak * target.used_devices_per_chip if peak else Unknown(NO_CHIP),
         calibration=target.calibration.describe() if target.calibration else "",
         placement=placement.describe(),
     )
 
 
-def _program(plan: Plan, model: str | None) -> ProgramReport:
+def program_report(plan: Plan, model: str | None) -> ProgramReport:
     return ProgramReport(
         model=model or plan.spec.model.family,
         num_parameters=plan.num_parameters,

@@ -125,7 +125,7 @@ def diff_runs(a: Run, b: Run) -> Diff:
             *(f"{run.name} has no declaration: programs are compared alone" for run in (a, b) if not run.is_declared),
         ),
         step=of_reports(_step),
-        compute=of_reports(lambda report: report.step.compute_seconds_by_kind),
+        compute=of_reports(lambda report: report.compiled.compute_seconds_by_kind),
         memory=of_reports(lambda report: report.memory.model_dump(mode="json", exclude={"changes"})),
         collectives=_collectives(both[0].collectives, both[1].collectives) if both else (),
         findings=_findings(*both, _parameters(a.plan) | _parameters(b.plan)) if both else (),
@@ -141,8 +141,8 @@ def diff_runs(a: Run, b: Run) -> Diff:
 
 def _step(report: Report) -> dict[str, Any]:
     """Returns the figures of a step, with the least time only if it is not the whole step."""
-    step, parts = report.step, {"compute_seconds_by_kind"}
-    is_whole = step.least_seconds == step.predicted_seconds
+    step, parts = report.compiled, {"compute_seconds_by_kind"}
+    is_whole = step.least_seconds == step.step_seconds
     return step.model_dump(mode="json", exclude=parts | ({"least_seconds"} if is_whole else set()))
 
 

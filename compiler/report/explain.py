@@ -131,6 +131,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "pipeline": _pipeline(estimate, plan.pipeline, plan.gather) if plan.pipeline and plan.gather else None,
             "operations": [_operation(each) for each in plan.operations],
             "memory_bytes_per_device": asdict(plan.memory),
+            "estimated": estimate.figures,
             "estimate": estimate_as_json(plan, estimate),
             "arrays": {
                 "parameters": [_row(each) | _updated(each.array) for each in plan.sharding.parameters],

@@ -7,17 +7,16 @@ from typing import Any
 
 from ..core.console import Column, Console, Line, Part, Table
 from ..core.format import human_bytes, human_count, human_range, human_seconds
-from ..core.known import Unknown, all_known, or_unknown, text_of
+from ..core.known import Unknown, all_known, text_of
 from ..core.traffic import Traffic
 from ..estimate.communication import PlannedCollective, sent_bytes
-from ..estimate.estimate import HOST_UNKNOWN, MemoryEstimate, StepEstimate, estimate_step
+from ..estimate.estimate import HOST_UNKNOWN, StepEstimate, estimate_step
 from ..estimate.estimated_step import overrides_of, overrides_of_imbalance, plan_usual_imbalance
-from ..estimate.roofline import NO_RATES, least_step_seconds, roofline_seconds
-from ..estimate.step_time import StepTime
+from ..estimate.roofline import least_step_seconds, roofline_seconds
+from ..figures import StepFigures, registered_figures, text_of_figure
 from ..jaxpr.unknown import UnknownPrimitive
 from ..plan import Plan
 from ..schema import RooflinePart
-from ..target.accuracy import CALIBRATED, accuracy_of
 
 SCALAR_BYTES = 8
 
@@ -38,93 +37,68 @@ def print_estimate(plan: Plan, estimate: StepEstimate, console: Console) -> None
         console.wrapped(f"roofline of this program: {human_seconds(seconds)}, each part by its own bound")
     if bound := least_step_seconds(plan):
         console.wrapped(f"no program of this declaration takes less than {human_seconds(bound)} a step")
-    if estimate.time is not None:
+    if not isinstance(estimate.figures.step_seconds, Unknown):
         title = "estimated step"
         if usual := plan_usual_imbalance(plan):
             console.wrapped(_usual(usual))
             title = "as declared, with room for any imbalance"
-        console.wrapped(f"{title}: {_time(plan, estimate.time)}")
-    console.wrapped(*_verdict(estimate.memory))
+        console.wrapped(f"{title}: {_time(estimate.figures)}")
+    verdict: Line = [_verdict_of("", estimate.figures.peak_bytes, estimate.figures.limit_bytes)]
+    if estimate.figures.host_bytes:
+        host = _verdict_of("the host's memory: ", estimate.figures.host_bytes, estimate.figures.host_limit_bytes)
+        verdict += ["; ", host]
+    console.wrapped(*verdict, ", estimated")
 
 
 def _usual(plan: Plan) -> str:
     """Returns a line about the step with room for the usual imbalance of experts."""
-    found = estimate_step(plan)
-    assert found.time is not None, "the declared step has one, on the same chips"
+    found = estimate_step(plan).figures
     (limit,) = overrides_of_imbalance(plan.spec.moe.max_imbalance)
     return (f"estimated step with room for {plan.spec.moe.max_imbalance:g} times the mean rows of experts ({limit}, "
-            f"which drops what is more), {human_bytes(found.memory.peak_bytes)} per device: "
-            f"{_time(plan, found.time)}")  # fmt: skip
+            f"which drops what is more), {text_of_figure(found, 'peak_bytes')} per chip: {_time(found)}")  # fmt: skip
 
 
-def _verdict(memory: MemoryEstimate) -> Line:
-    """Returns whether the step fits by the estimate, in a device's memory and in its share of the host's."""
-    told: Line = [_verdict_of("", memory.peak_bytes, memory.limit_bytes, memory.fits)]
-    if memory.host_bytes:
-        host = _verdict_of("the host's memory: ", memory.host_bytes, memory.host_limit_bytes, memory.host_fits)
-        told += ["; ", host]
-    return [*told, ", estimated"]
-
-
-def _verdict_of(what: str, needed: int, limit: int | None, fits: bool | None) -> Part:
-    if limit is None or fits is None:
-        return f"{what}{human_bytes(needed)} per device, limit unknown", "yellow"
-    text = f"{what}{'fits' if fits else 'does not fit'}: {human_bytes(needed)} of {human_bytes(limit)} per device"
+def _verdict_of(what: str, needed: int | Unknown, limit: int | Unknown) -> Part:
+    count = text_of(needed, human_bytes)
+    if isinstance(limit, Unknown) or isinstance(needed, Unknown):
+        return f"{what}{count} per chip, limit unknown", "yellow"
+    fits = needed <= limit
+    text = f"{what}{'fits' if fits else 'does not fit'}: {count} of {human_bytes(limit)} per chip"
     return text, "green" if fits else "bold red"
 
 
-def _time(plan: Plan, time: StepTime[float]) -> str:
+def _time(step: StepFigures) -> str:
     """Returns the time of a step as text, with the waits by mesh axes, the longest first."""
-    rate = text_of(plan.work.tokens_per_second_per_chip(time.seconds), "{:,.0f}".format)
-    waited = sorted(time.exposed.items(), key=lambda one: -one[1])
-    exposed = ", ".join(f"{human_seconds(seconds)} over {'+'.join(axes)}" for axes, seconds in waited if seconds > 0)
-    accuracy = accuracy_of(plan.target, "estimated")
-    between = f" ({human_range(accuracy.range_of(time.seconds))}: {accuracy})" if accuracy else ""
-    text = f"{human_seconds(time.seconds)}{between}, {rate} tokens per second and chip; compute"
-    bubble = "" if time.bubble is None else f", bubble {human_seconds(time.bubble)}"
-    return f"{text} {human_seconds(time.compute_seconds)}, exposed communication {exposed or 'none'}{bubble}"
+    waited = sorted(step.exposed_by_axes.items(), key=lambda one: -one[1])
+    exposed = ", ".join(f"{human_seconds(seconds)} over {axes}" for axes, seconds in waited if seconds > 0)
+    between = text_of(step.range_of(step.step_seconds), lambda ends: f" ({human_range(ends)}: {step.range_basis})", "")
+    rate = text_of(step.tokens_per_second_per_chip, "{:,.0f}".format)
+    more = f", bubble {text_of_figure(step, 'bubble_seconds')}" if step.bubble_seconds else ""
+    more += "".join(f", {one.heading} {text_of_figure(step, one.name)}" for one in registered_figures())
+    return (f"{text_of_figure(step, 'step_seconds')}{between}, {rate} tokens per second and chip; compute "
+            f"{text_of_figure(step, 'compute_seconds')}, exposed communication {exposed or 'none'}{more}")  # fmt: skip
 
 
 def estimate_as_json(plan: Plan, estimate: StepEstimate) -> dict[str, Any]:
     """Returns the estimate for `plan.json`. assumed_overlap: overrides, if the overlap is left to a search."""
-    memory = estimate.memory
-    found = asdict(memory) | {"peak_bytes": memory.peak_bytes}
-    found["host_limit_bytes"] = or_unknown(memory.host_limit_bytes, HOST_UNKNOWN)
+    usual = plan_usual_imbalance(plan)
+    room = (
+        {
+            "overrides": list(overrides_of_imbalance(usual.spec.moe.max_imbalance)),
+            "figures": estimate_step(usual).figures,
+        }
+        if usual
+        else None
+    )
     return {
         "assumed_overlap": overrides_of(estimate.overlap, plan.spec.overlap),
-        "peak_memory_bytes_per_device": found | {"fits": memory.fits, "host_fits": memory.host_fits},
+        "peak_memory_bytes_per_device": asdict(estimate.memory) | {"peak_bytes": estimate.memory.peak_bytes},
         "communication": [_collective_as_json(one) for one in estimate.communication],
         "roofline": estimate.roofline,
         "roofline_seconds": roofline_seconds(estimate.roofline),
         "bound_seconds": least_step_seconds(plan),
-        "time": or_unknown(_time_as_json(plan, estimate.time), estimate.why_uncounted or NO_RATES.why),
-        **_usual_as_json(plan),
+        **({"usual_imbalance": room} if room else {}),
         "unknown_primitives": [asdict(one) for one in estimate.unknown],
-    }
-
-
-def _time_as_json(plan: Plan, time: StepTime[float] | None) -> dict[str, Any] | None:
-    if time is None:
-        return None
-    exposed = {"+".join(axes): seconds for axes, seconds in time.exposed.items()}
-    accuracy = accuracy_of(plan.target, "estimated")
-    between = accuracy.range_of(time.seconds) if accuracy else Unknown(CALIBRATED)
-    return {"seconds": time.seconds, "range_seconds": between, "compute_seconds": time.compute_seconds,
-            "exposed_seconds": exposed, "bubble_seconds": time.bubble_seconds}  # fmt: skip
-
-
-def _usual_as_json(plan: Plan) -> dict[str, Any]:
-    """Returns the step with room for the usual imbalance of experts, if the declaration has room for any imbalance."""
-    usual = plan_usual_imbalance(plan)
-    if usual is None:
-        return {}
-    found = estimate_step(usual)
-    return {
-        "usual_imbalance": {
-            "overrides": list(overrides_of_imbalance(usual.spec.moe.max_imbalance)),
-            "peak_bytes_per_device": found.memory.peak_bytes,
-            "time": _time_as_json(usual, found.time),
-        }
     }
 
 
@@ -136,7 +110,8 @@ def unknown_primitives(plan: Plan, estimate: StepEstimate) -> tuple[UnknownPrimi
 
 
 def _memory(plan: Plan, estimate: StepEstimate) -> Table:
-    known, peak = plan.memory, estimate.memory
+    known, peak, figures = plan.memory, estimate.memory, estimate.figures
+    per_chip = plan.target.used_devices_per_chip
     ahead = f"; {human_bytes(known.prefetched_weights)} a layer ahead" if known.prefetched_weights else ""
     classes: tuple[tuple[str, int, str], ...] = (
         *((name, count, "exact") for name, count in known.by_role.items()),
@@ -150,19 +125,18 @@ def _memory(plan: Plan, estimate: StepEstimate) -> Table:
         ("temporaries", peak.temporaries, "of the operation at hand"),
     )
     rows: list[Sequence[Part]] = [(name, human_bytes(count), note) for name, count, note in classes]
-    limit = peak.limit_bytes
-    room = "" if limit is None else f"{'fits' if peak.fits else 'does not fit'} in {human_bytes(limit)}"
+    room = text_of(figures.limit_bytes, lambda limit: _room(figures.fits, limit // per_chip), "")
     rows.append((("peak, estimated", "bold"), (human_bytes(peak.peak_bytes), "bold"), room))
     if peak.host_bytes:
-        rows.append((("in the host's memory", "bold"), (human_bytes(peak.host_bytes), "bold"), _host_room(peak)))
+        share = ", a device's share of its host"
+        room = text_of(figures.host_limit_bytes, lambda limit: _room(figures.host_fits, limit // per_chip) + share,
+                       HOST_UNKNOWN)  # fmt: skip
+        rows.append((("in the host's memory", "bold"), (human_bytes(peak.host_bytes), "bold"), room))
     return _titled("memory per device at the peak of a step", ("class", "bytes", ""), rows)
 
 
-def _host_room(memory: MemoryEstimate) -> str:
-    if memory.host_limit_bytes is None:
-        return HOST_UNKNOWN
-    verdict = "fits" if memory.host_fits else "does not fit"
-    return f"{verdict} in {human_bytes(memory.host_limit_bytes)}, a device's share of its host"
+def _room(fits: bool | Unknown, limit: int) -> str:
+    return f"{'fits' if fits else 'does not fit'} in {human_bytes(limit)}"
 
 
 def traffic_as_json(one: Traffic) -> dict[str, Any]:

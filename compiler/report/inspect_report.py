@@ -2,25 +2,21 @@
 
 from collections.abc import Iterator
 
-from ..analysis.compiled_step import limit_bytes, used_devices_per_chip
 from ..analysis.inspected import InspectedProgram
 from ..analysis.schedule_analysis import NOT_DECLARED
-from ..core.known import Unknown, each_known, or_unknown
-from ..estimate.estimate import HOST_UNKNOWN, NO_LIMIT, fits_host
+from ..core.known import Unknown
 from ..schema import SCHEMA_VERSION, Finding, MemoryReport, ProgramReport, Report
 from .build_report import LARGEST_ERROR, TOLD_APART, reserved_bytes, target_report
 
 ELSEWHERE = "it was compiled elsewhere: neither its versions nor its options are in its text"
-NO_HOST = Unknown("the program's text does not say what lies in the host's memory")
 
 
 def report_inspected(program: InspectedProgram) -> Report:
     """Returns the report of a program without a declaration."""
-    target = target_report(program.devices.placement)
     undeclared = Unknown(NOT_DECLARED)
     return Report(
         schema_version=SCHEMA_VERSION,
-        target=target,
+        target=target_report(program.devices.placement),
         program=ProgramReport(
             model=program.module.name,
             num_parameters=undeclared,
@@ -28,9 +24,10 @@ def report_inspected(program: InspectedProgram) -> Report:
             tokens_per_step=undeclared,
             model_flops_per_step=undeclared,
         ),
-        memory=_memory(program),
+        estimated=undeclared,
+        compiled=program.figures,
+        memory=MemoryReport(breakdown=_breakdown(program), changes=()),
         collectives=program.analysis.collectives,
-        step=program.analysis.step,
         pipeline=None,
         roofline=(),
         findings=(*program.findings, *_memory_notes(program)),
@@ -50,38 +47,21 @@ def _memory_notes(program: InspectedProgram) -> Iterator[Finding]:
             severity="note",
             what="the memory is counted in the program's text: mostly 5 % below to 3 % above XLA's own figure, without "
             "the scratch memory of kernels and what a TPU's compiler keeps in vector memory",
-            where="memory.peak_bytes_per_chip",
+            where="compiled.peak_bytes",
             fix="in Python, meshloom.inspect(compiled, target=...) has XLA's own figure",
         )
 
 
-def _memory(program: InspectedProgram) -> MemoryReport:
-    """Returns the memory of the program, as XLA counts it if that is known, or else as counted in its text."""
-    target, stats, undeclared = program.devices.target, program.memory, Unknown(NOT_DECLARED)
-    per_chip, limit = used_devices_per_chip(target), or_unknown(limit_bytes(target), NO_LIMIT)
-    why = program.peak.why if isinstance(program.peak, Unknown) else None
-    needed = or_unknown(program.needed_bytes, why)
-    peak = each_known(needed, lambda count: count * per_chip)
-    host_limit = target.host_bytes_per_device
-    breakdown: dict[str, int | Unknown] = {name: count * per_chip for name, count in _breakdown(program).items()}
-    if stats is not None:
-        breakdown["code"] = stats.code_bytes * per_chip
+def _breakdown(program: InspectedProgram) -> dict[str, int | Unknown]:
+    """Returns the parts of the peak on a chip."""
+    target, stats = program.devices.target, program.memory
+    found = _parts(program) | ({"code": stats.code_bytes} if stats else {})
     reserved = reserved_bytes(target)
-    return MemoryReport(
-        peak_bytes_per_chip=peak,
-        limit_bytes_per_chip=limit,
-        fits=each_known(limit, lambda most: each_known(peak, lambda count: count <= most)),
-        breakdown=breakdown | ({} if isinstance(reserved, Unknown) else {"reserved": reserved}),
-        estimate_bytes_per_chip=undeclared,
-        host_bytes_per_chip=NO_HOST if stats is None else stats.host_bytes * per_chip,
-        host_limit_bytes_per_chip=host_limit * per_chip if host_limit else Unknown(HOST_UNKNOWN),
-        host_fits=NO_HOST if stats is None else or_unknown(fits_host(stats.host_bytes, host_limit), HOST_UNKNOWN),
-        host_estimate_bytes_per_chip=undeclared,
-        changes=(),
-    )
+    of_chip: dict[str, int | Unknown] = {name: count * target.used_devices_per_chip for name, count in found.items()}
+    return of_chip | ({} if isinstance(reserved, Unknown) else {"reserved": reserved})
 
 
-def _breakdown(program: InspectedProgram) -> dict[str, int]:
+def _parts(program: InspectedProgram) -> dict[str, int]:
     """Returns the parts of the peak on a device: arguments, and the classes that the names of operations tell apart.
     They are not told apart if XLA's peak differs from that of the text."""
     needed, peak = program.needed_bytes, program.peak

@@ -3,13 +3,12 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from ..analysis.compiled_step import used_devices_per_chip
-from ..core.known import Unknown, or_unknown
-from ..estimate.estimate import NO_LIMIT, StepEstimate
+from ..core.known import Unknown
+from ..estimate.estimate import StepEstimate, estimate_step
 from ..estimate.estimated_step import overrides_of_imbalance, plan_usual_imbalance
 from ..plan import Plan
 from ..schema import Alternative, MemoryChange
-from .evaluation import Candidate, Evaluation, Replan, evaluate_allowed, evaluate_estimate, evaluate_plan
+from .evaluation import Candidate, Replan, estimate_allowed
 
 POLICIES = ("full", "save_names", "save_dots", "none")
 OVERLAPS = (("overlap=none",), ("overlap=xla",), ("overlap=auto",))
@@ -25,36 +24,23 @@ def find_alternatives(plan: Plan, estimate: StepEstimate, replan: Replan) -> tup
     Left out are declarations that are not allowed, and overlaps that make no difference to the estimate. Empty if there
     is no other step, or if times cannot be estimated.
     """
-    own = _alternative(Candidate(()), plan, evaluate_estimate(estimate))
-    if own is None:
+    if isinstance(estimate.figures.step_seconds, Unknown):
         return ()
 
-    def judged(overrides: tuple[str, ...]) -> Alternative | None:
-        one = Candidate(overrides)
-        found = evaluate_allowed(one, replan)
-        return _alternative(one, *found) if found else None
+    def allowed(some: Iterable[tuple[str, ...]]) -> list[Alternative]:
+        found = ((overrides, estimate_allowed(Candidate(overrides), replan)) for overrides in some)
+        return [Alternative(overrides=overrides, figures=each[1]) for overrides, each in found if each]
 
     remats = ((f"remat={policy}",) for policy in POLICIES if policy != plan.spec.remat.policy)
-    others = [judged(overrides) for overrides in (*remats, *_of_sharding(plan))]
-    others += [one for one in map(judged, OVERLAPS) if one and one.seconds != own.seconds]
+    others = allowed((*remats, *_of_sharding(plan)))
+    others += [one for one in allowed(OVERLAPS) if one.figures.step_seconds != estimate.figures.step_seconds]
     if usual := plan_usual_imbalance(plan):
         others.append(
-            _alternative(Candidate(overrides_of_imbalance(usual.spec.moe.max_imbalance)), usual, evaluate_plan(usual))
+            Alternative(
+                overrides=overrides_of_imbalance(usual.spec.moe.max_imbalance), figures=estimate_step(usual).figures
+            )
         )
-    found = tuple(filter(None, others))
-    return (own, *found) if found else ()
-
-
-def _alternative(one: Candidate, plan: Plan, found: Evaluation) -> Alternative | None:
-    if found.seconds is None or found.exposed_seconds is None or found.peak_bytes is None:
-        return None
-    return Alternative(
-        overrides=one.overrides,
-        seconds=found.seconds,
-        exposed_seconds=found.exposed_seconds,
-        peak_bytes_per_chip=found.peak_bytes * used_devices_per_chip(plan.target),
-        fits=or_unknown(found.fits, NO_LIMIT),
-    )
+    return (Alternative(overrides=(), figures=estimate.figures), *others) if others else ()
 
 
 def _of_sharding(plan: Plan) -> Iterator[tuple[str, ...]]:
@@ -85,19 +71,19 @@ def suggest_changes(plan: Plan, needed_bytes: int, limit_bytes: int, replan: Rep
     omitted. Changes that affect the result of training, or the number of tokens in a step, are tried only if nothing
     that costs time alone fits.
     """
-    now = evaluate_plan(plan)
+    now, per_chip = estimate_step(plan).figures, plan.target.used_devices_per_chip
 
     def change(one: Candidate) -> MemoryChange | None:
-        found = evaluate_allowed(one, replan)
+        found = estimate_allowed(one, replan)
         if found is None:
             return None
         changed, then = found
-        assert now.peak_bytes is not None, "an estimate has a peak"
-        assert then.peak_bytes is not None, "an estimate has a peak"
-        saved, slower = now.peak_bytes - then.peak_bytes, Unknown(UNTIMED)
-        if now.seconds and then.seconds:
+        assert now.peak_bytes, "an estimate has a peak"
+        assert then.peak_bytes, "an estimate has a peak"
+        saved, slower = (now.peak_bytes - then.peak_bytes) // per_chip, Unknown(UNTIMED)
+        if now.step_seconds and then.step_seconds:
             tokens = changed.spec.tokens_per_step / plan.spec.tokens_per_step
-            slower = then.seconds / tokens / now.seconds - 1
+            slower = then.step_seconds / tokens / now.step_seconds - 1
         fits = needed_bytes - saved <= limit_bytes
         made = MemoryChange(
             overrides=one.overrides, saved_bytes=saved, fits=fits, slower_fraction=slower, cost=one.cost

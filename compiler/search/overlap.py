@@ -11,9 +11,10 @@ from itertools import product
 
 import jax
 
-from ..analysis.compiled_step import used_devices_per_chip
 from ..core.errors import ConfigError, Problem
+from ..core.known import Unknown
 from ..estimate.estimate import StepEstimate
+from ..figures import StepFigures
 from ..parallel.weight_plan import WeightPlan
 from ..plan import Plan
 from ..schema import TriedReport
@@ -22,8 +23,7 @@ from ..spec.flag_presets import FlagPreset
 from ..spec.overlap_spec import LayerLoop, OverlapConfig, StrategyChoice
 from ..spec.plan_spec import AnyPlanSpec, PlanSpec
 from ..target.compiler_options import aborts_unrolled, hidden_kinds, presets_for
-from ..target.target import TargetPlan
-from .evaluation import Candidate, Evaluation
+from .evaluation import Candidate
 
 FLAT = LayerLoop(
     unroll=1,
@@ -168,36 +168,19 @@ def expected_wait(plan: Plan, estimate: StepEstimate, way: OverlapConfig) -> Exp
     return ExpectedWait(unknown_bytes, max(exposed, link_seconds - compute) + passed_bytes / bandwidth)
 
 
-def tried_report(way: OverlapConfig, found: Evaluation, target: TargetPlan, compile_seconds: float) -> TriedReport:
-    """Returns the row of a compiled candidate in the table of a search."""
-    per_chip = used_devices_per_chip(target)
-    return TriedReport(
-        **dict(way),
-        predicted_seconds=found.seconds,
-        exposed_fraction=found.exposed_fraction,
-        peak_bytes_per_chip=None if found.peak_bytes is None else found.peak_bytes * per_chip,
-        host_bytes_per_chip=None if found.host_bytes is None else found.host_bytes * per_chip,
-        fits=found.runs,
-        compile_seconds=compile_seconds,
-        why_not=found.why_not,
-    )
-
-
-def best_of(tried: Sequence[Evaluation], max_exposed: float | None) -> int | None:
+def best_of(tried: Sequence[StepFigures], max_exposed: float | None) -> int | None:
     """Returns the index of the shortest predicted step that fits, preferring those within max_exposed; None if none
     fits or no step is predicted."""
 
-    def rank(one: Evaluation) -> tuple[bool, float]:
-        exposed = 1.0 if one.exposed_fraction is None else one.exposed_fraction  # unknown counts as exposed
-        return max_exposed is not None and exposed > max_exposed, one.seconds or 0.0
+    def rank(one: StepFigures) -> tuple[bool, float]:
+        exposed = 1.0 if isinstance(one.exposed_fraction, Unknown) else one.exposed_fraction
+        return max_exposed is not None and exposed > max_exposed, one.step_seconds or 0.0
 
-    fitting = [place for place, one in enumerate(tried) if one.runs is not False and one.seconds is not None]
+    fitting = [n for n, one in enumerate(tried) if one.runs is not False and not isinstance(one.step_seconds, Unknown)]
     return min(fitting, key=lambda place: rank(tried[place]), default=None)
 
 
-def could_gain(
-    way: OverlapConfig, tried: Sequence[tuple[OverlapConfig, Evaluation]], min_gain: float, max_exposed: float | None
-) -> bool:
+def could_gain(way: OverlapConfig, tried: Sequence[TriedReport], min_gain: float, max_exposed: float | None) -> bool:
     """Returns False for a way whose step could not be shorter than the best one by the fraction `min_gain`, even with
     nothing exposed.
 
@@ -205,9 +188,9 @@ def could_gain(
     batch split: the loop decides what runs beside the arithmetic, options and strategies change it. Returns True if no
     such step is known, or if the best one does not meet max_exposed.
     """
-    place = best_of([each for _, each in tried], max_exposed)
-    best = None if place is None else tried[place][1]
-    if best is None or best.seconds is None or best.exposed_fraction is None:
+    place = best_of([each.figures for each in tried], max_exposed)
+    best = None if place is None else tried[place].figures
+    if best is None or isinstance(best.step_seconds, Unknown) or isinstance(best.exposed_fraction, Unknown):
         return True
     if max_exposed is not None and best.exposed_fraction > max_exposed:
         return True
@@ -216,11 +199,13 @@ def could_gain(
         return way.flag_presets, way.strategies, way.layers.batch_split
 
     computes = [
-        each.seconds - each.exposed_seconds
-        for its_way, each in tried
-        if kind(its_way) == kind(way) and each.seconds is not None and each.exposed_seconds is not None
+        each.figures.step_seconds - each.figures.exposed_seconds
+        for each in tried
+        if kind(each) == kind(way)
+        and not isinstance(each.figures.step_seconds, Unknown)
+        and not isinstance(each.figures.exposed_seconds, Unknown)
     ]
-    return not computes or min(computes) < best.seconds * (1 - min_gain)
+    return not computes or min(computes) < best.step_seconds * (1 - min_gain)
 
 
 def _loops(plan: Plan) -> Iterator[LayerLoop]:

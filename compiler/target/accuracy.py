@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..core.format import counted
+from ..core.known import Unknown, each_known
 from .target import TargetPlan
 
 TABLE = Path(__file__).with_name("accuracy.json")
@@ -51,6 +52,13 @@ def accuracy_of(target: TargetPlan, basis: Basis = "compiled") -> Accuracy | Non
     table, chip = _table(), target.chip.name
     factors, runs = table["factors"][basis], table["num_runs"]
     return Accuracy(chip, factors.get(chip, factors[ALL_CHIPS]), sum(runs.values()), runs.get(chip, 0), basis)
+
+
+def range_figures(target: TargetPlan, seconds: float | Unknown, basis: Basis = "compiled") -> dict[str, Any]:
+    """Returns the figures of the range of a prediction, as StepFigures has them."""
+    accuracy = accuracy_of(target, basis)
+    factor = each_known(seconds, lambda _: accuracy.factor if accuracy else Unknown(CALIBRATED))
+    return {"range_factor": factor, "range_basis": each_known(factor, lambda _: str(accuracy))}
 
 
 def best_published_mfu(target: TargetPlan) -> float | None:

@@ -77,6 +77,12 @@ class TargetPlan:
         return self.chip.num_devices if self.chip else 1
 
     @property
+    def used_devices_per_chip(self) -> int:
+        """Returns the JAX devices per chip, which scale a device's figures to a chip's; 1 if a run uses part of a
+        chip."""
+        return max(1, self.num_devices // self.num_chips)
+
+    @property
     def is_attached(self) -> bool:
         """Returns True for the devices of this machine, False for chips that are only described."""
         return self.topology_name is None

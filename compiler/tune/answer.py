@@ -11,11 +11,12 @@ import numpy as np
 
 from ..core.errors import ConfigError, Problem
 from ..core.format import human_bytes
-from ..core.known import known
+from ..core.known import Unknown
 from ..driver import plan_run
+from ..estimate.estimate import estimate_step
 from ..estimate.estimated_step import assume_overlap, overrides_of
 from ..estimate.program_costs import Numbers
-from ..search.evaluation import Evaluation, evaluate_plan
+from ..figures import StepFigures
 from ..spec.overlap_spec import OverlapSpec
 from ..spec.plan_spec import Objective, PlanSpec
 from ..target.target import TargetPlan
@@ -32,29 +33,32 @@ TOO_LARGE, REFUSED = 1e15, 1e18
 
 
 @dataclass(frozen=True, kw_only=True)
-class Estimated(Evaluation):
-    """A candidate with an estimate of its own. fits: True if it fits in the share of memory that a candidate may take.
-    work: what its step does. cost: the price of a million tokens; None if a chip-hour has no price. overlap: the
-    overlap of the estimated step."""
+class Estimated:
+    """A candidate with an estimate of its own. figures: by it; they fit if they fit in the share of memory that a
+    candidate may take. work: what its step does. cost: the price of a million tokens; None if a chip-hour has no price.
+    overlap: the overlap of the estimated step."""
 
     candidate: MeshCandidate
-    seconds: float
-    compute_seconds: float
-    exposed_seconds: float
-    peak_bytes: int
-    host_bytes: int
+    figures: StepFigures
     work: StepWork
     cost: float | None
     overlap: OverlapSpec
 
     @property
+    def seconds(self) -> float:
+        """Returns the time of the step, which every estimate of a search has."""
+        assert not isinstance(self.figures.step_seconds, Unknown), "its time cannot be estimated"
+        return self.figures.step_seconds
+
+    @property
+    def peak_bytes(self) -> int:
+        assert not isinstance(self.figures.peak_bytes, Unknown), "an estimate has a peak"
+        return self.figures.peak_bytes
+
+    @property
     def compile_overrides(self) -> tuple[str, ...]:
         """Returns the overrides that compile what was estimated, without a search for another overlap."""
         return (*self.candidate.overrides, *overrides_of(self.overlap, self.candidate.variant.spec.overlap))
-
-    @property
-    def mfu(self) -> float | None:
-        return known(self.work.mfu(self.seconds))
 
 
 @dataclass(frozen=True)
@@ -215,7 +219,7 @@ def _estimate_best(prices: Prices, limit: int, spec: PlanSpec, run: Runner) -> t
         ones = [prices.candidates[place] for place in order[start : start + NUM_EXACT]]
         exact = run.estimate(estimate_spec, [one.spec() for one in ones])
         estimated = [_estimated(one, each, limit) for one, each in zip(ones, exact, strict=True)]
-        found += [one for one in estimated if one.runs]
+        found += [one for one in estimated if one.figures.runs]
         if len(found) >= min(spec.tune.num_shown, NUM_EXACT):
             break
     is_memory = spec.tune.objective == "memory"
@@ -225,10 +229,9 @@ def _estimate_best(prices: Prices, limit: int, spec: PlanSpec, run: Runner) -> t
 
 @dataclass(frozen=True)
 class Exact:
-    """The evaluation of one declaration by its own estimate, with the work of its step and the overlap of the estimated
-    step."""
+    """A declaration by its own estimate: its figures, the work of its step, and the overlap of the estimated step."""
 
-    evaluation: Evaluation
+    figures: StepFigures
     work: StepWork
     overlap: OverlapSpec
 
@@ -236,19 +239,20 @@ class Exact:
 def estimate_spec(spec: PlanSpec) -> Exact:
     """Returns the estimate of one declaration, which takes a second and no devices."""
     plan = plan_run(spec)
-    found = evaluate_plan(plan)
-    if found.why_not is not None:
-        problem = Problem("model", f"its time cannot be estimated: {found.why_not}", "see `meshloom explain`")
+    found = estimate_step(plan).figures
+    if isinstance(found.step_seconds, Unknown):
+        problem = Problem("model", f"its time cannot be estimated: {found.step_seconds.why}", "see `meshloom explain`")
         raise ConfigError([problem])
     return Exact(found, plan.work, assume_overlap(plan))
 
 
 def _estimated(one: MeshCandidate, exact: Exact, limit: int) -> Estimated:
-    target, figures = one.variant.target(), vars(exact.evaluation)
-    seconds, peak_bytes = figures["seconds"], figures["peak_bytes"]
-    cost = cost_per_million_tokens(one.variant.spec, target, seconds)
-    figures = figures | {"fits": peak_bytes <= limit}
-    return Estimated(candidate=one, work=exact.work, cost=cost, overlap=exact.overlap, **figures)
+    target, figures = one.variant.target(), exact.figures
+    assert figures.peak_bytes, "an estimate has a peak"
+    limit *= target.used_devices_per_chip
+    figures = figures.model_copy(update={"limit_bytes": limit, "fits": figures.peak_bytes <= limit}).rated(exact.work)
+    cost = cost_per_million_tokens(one.variant.spec, target, figures.step_seconds or 0.0)
+    return Estimated(candidate=one, figures=figures, work=exact.work, cost=cost, overlap=exact.overlap)
 
 
 def cost_per_million_tokens(spec: PlanSpec, target: TargetPlan, seconds: float) -> float | None:

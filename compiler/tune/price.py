@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..core.partition_spec import Axes
+from ..estimate.estimate import memory_figures, time_figures
 from ..estimate.program_costs import Numbers
 from ..estimate.step_time import LinkTimes, StepTime, plan_link_times, plan_rates, time_step
-from ..search.evaluation import Evaluation
+from ..figures import StepFigures
 from .families import Family, Key, family_key
 from .pipeline_costs import with_table
 from .space import MeshCandidate
@@ -23,21 +24,11 @@ class Prices:
     host_bytes: Numbers
     time: StepTime[Numbers]
 
-    def evaluation(self, place: int, limit_bytes: int) -> Evaluation:
-        """Returns the evaluation of one candidate by its price. limit_bytes: the memory of a device that it may
-        take."""
-        time, peak_bytes = self.time.of(place), int(self.peak_bytes[place])
-        return Evaluation(
-            seconds=time.seconds,
-            compute_seconds=time.compute_seconds,
-            exposed_seconds=time.exposed_seconds,
-            bubble_seconds=time.bubble_seconds,
-            peak_bytes=peak_bytes,
-            host_bytes=int(self.host_bytes[place]),
-            fits=peak_bytes <= limit_bytes,
-            host_fits=None,
-            exposed=dict(time.exposed),
-        )
+    def figures(self, place: int, limit_bytes: int) -> StepFigures:
+        """Returns the figures of one candidate by its price. limit_bytes: the memory of a device that it may take."""
+        target, peak_bytes, host_bytes = self.candidates[place].variant.target(), self.peak_bytes, self.host_bytes
+        memory = memory_figures(target, int(peak_bytes[place]), int(host_bytes[place]), limit=limit_bytes)
+        return StepFigures(**memory, **time_figures(target, self.time.of(place)))
 
 
 def price_candidates(

@@ -47,7 +47,7 @@ class Report(schema.Report):
         return None if self._page is None else page_in_frame(self._page, "Meshloom report")
 
     def __repr__(self) -> str:
-        fits = text_of(self.memory.fits, lambda fits: "fits" if fits else "does not fit", "memory limit unknown")
+        fits = text_of(self.compiled.fits, lambda fits: "fits" if fits else "does not fit", "memory limit unknown")
         return f"<Report: {self.program.model} on {self.target.name}, {fits}>"
 
     __str__ = __repr__

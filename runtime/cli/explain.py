@@ -27,7 +27,7 @@ def explain_command(request: Request, flags: argparse.Namespace) -> int:
     if lines:
         console.line()
     explain(plan, console, estimate)
-    does_not_fit = False in (estimate.memory.fits, estimate.memory.host_fits)
+    does_not_fit = estimate.figures.runs is False
     return DOES_NOT_FIT if flags.check and does_not_fit else 0
 
 

@@ -66,7 +66,7 @@ class Compiled:
     @property
     def refusal(self) -> int:
         """Returns the exit code of a compiled step that is not accepted; 0 if it is."""
-        if False in (self.report.memory.fits, self.report.memory.host_fits):
+        if self.report.compiled.runs is False:
             return DOES_NOT_FIT
         return EXPOSED if any(finding.rule in UNMET for finding in self.report.findings) else 0
 
@@ -116,7 +116,7 @@ def compile_step(job: CompileJob, run_dir: Path, *, request: Request, model: str
 
 def why_refused(compiled: Compiled) -> str | None:
     """Returns why a compiled step is not accepted; None if it is."""
-    memory, step = compiled.report.memory, compiled.report.step
+    step = compiled.report.compiled
     if compiled.refusal == EXPOSED and TOO_EXPOSED not in [finding.rule for finding in compiled.report.findings]:
         bubble = text_of(step.bubble_fraction, human_share, "?")
         return f"stages wait {bubble} of the step for each other, more than pipeline.max_bubble allows"
@@ -125,8 +125,8 @@ def why_refused(compiled: Compiled) -> str | None:
         return f"{exposed} of the step is exposed communication, more than overlap.max_exposed allows"
     if compiled.refusal != DOES_NOT_FIT:
         return None
-    needed, limit = memory.peak_bytes_per_chip, memory.limit_bytes_per_chip
-    if memory.fits is not False or isinstance(needed, Unknown) or isinstance(limit, Unknown):
+    needed, limit = step.peak_bytes, step.limit_bytes
+    if step.fits is not False or isinstance(needed, Unknown) or isinstance(limit, Unknown):
         return "it does not fit into memory"
     return f"it does not fit: it needs {human_bytes(needed)} of a chip, and {human_bytes(limit)} are there"
 

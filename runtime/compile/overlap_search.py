@@ -19,23 +19,22 @@ from pydantic import ValidationError
 from meshloom import compiler as compiler_package
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.core.known import Reasoned
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_declared
+from meshloom.compiler.figures import StepFigures, no_figures
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.views.facts import line_of
 from meshloom.compiler.schema import SearchReport, TriedReport
-from meshloom.compiler.search.evaluation import Evaluation, evaluate_step, unknown
 from meshloom.compiler.search.overlap import (
     OverlapCandidate,
     applied,
     best_of,
     could_gain,
     overlap_candidates,
-    tried_report,
 )
-from meshloom.compiler.spec.overlap_spec import OverlapConfig, OverlapSpec
-from meshloom.compiler.target.target import TargetPlan
+from meshloom.compiler.spec.overlap_spec import OverlapSpec
 from meshloom.compiler.xla.fingerprint import sha256
 
 from ..core.files import replace_text
@@ -43,8 +42,13 @@ from ..processes.process_log import announce
 from .compile_cache import cache_folder
 from .step_compiler import StepCompiler, StoredStep
 
-Tried = tuple[OverlapConfig, Evaluation]
 Untried = Literal["num_equal", "num_ruled_out", "num_untried"]  # reasons why a candidate has no row, as in SearchReport
+
+
+class Decision(Reasoned):
+    """The file of a decision. Its reasons are those of figures that are not known."""
+
+    report: SearchReport
 
 
 def search_overlap(
@@ -82,12 +86,12 @@ def search_overlap(
         winner = next(one for one in candidates if one.overrides == decided.overrides)
         announce(compiler.console, f"decided before: {winner.way.name}, by {decision}")
         return compiled(winner, 1) if decided.chosen else declared, decided
-    best, report = _try_in_turn(plan.spec.overlap, plan.target, candidates, declared, compiled, compiler.console, begun)
+    best, report = _try_in_turn(plan.spec.overlap, candidates, declared, compiled, compiler.console, begun)
     report = report.model_copy(update={"cache": "miss" if decision else "off"})
     if decision:
         try:
             decision.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(decision, report.model_dump_json(indent=1) + "\n")
+            replace_text(decision, Decision(report=report).model_dump_json(indent=1) + "\n")
         except OSError as error:
             announce(
                 compiler.console, f"warning: the decision could not be saved in {decision.parent}: {error.strerror}"
@@ -97,7 +101,6 @@ def search_overlap(
 
 def _try_in_turn(
     overlap: OverlapSpec,
-    target: TargetPlan,
     candidates: Sequence[OverlapCandidate],
     declared: StoredStep,
     compiled: Callable[[OverlapCandidate, int], StoredStep],
@@ -110,17 +113,19 @@ def _try_in_turn(
     """
     bounds, max_exposed = overlap.search, overlap.max_exposed
     assert bounds is not None
-    tried, rows, programs = list[Tried](), list[TriedReport](), {declared.step.lowered.fingerprint.digest}
+    tried, programs = list[TriedReport](), {declared.step.lowered.fingerprint.digest}
 
-    def add(one: OverlapCandidate, found: Evaluation, seconds: float) -> bool:
+    def best() -> int | None:
+        return best_of([each.figures for each in tried], max_exposed)
+
+    def add(one: OverlapCandidate, found: StepFigures, seconds: float) -> bool:
         """Adds and shows the result of a candidate. Returns True if it is the best so far."""
-        tried.append((one.way, found))
-        rows.append(tried_report(one.way, found, target, seconds))
-        announce(console, line_of(rows[-1]))
-        return best_of([each for _, each in tried], max_exposed) == len(tried) - 1
+        tried.append(TriedReport(**dict(one.way), figures=found, compile_seconds=seconds))
+        announce(console, line_of(tried[-1]))
+        return best() == len(tried) - 1
 
-    winner, best, bound, rest = candidates[0], declared, None, Counter[Untried]()
-    add(winner, evaluate_step(declared.step), declared.step.built.compile_seconds)
+    winner, chosen, bound, rest = candidates[0], declared, None, Counter[Untried]()
+    add(winner, declared.step.figures.alone(), declared.step.built.compile_seconds)
     for one in candidates[1:]:
         if not could_gain(one.way, tried, bounds.min_gain, max_exposed):
             rest["num_ruled_out"] += 1
@@ -139,24 +144,23 @@ def _try_in_turn(
         if made:
             programs.add(made.step.lowered.fingerprint.digest)
         if add(one, found, seconds) and made:
-            winner, best = one, made
+            winner, chosen = one, made
     counts = {name: rest[name] for name in get_args(Untried)}
-    chosen = best_of([each for _, each in tried], max_exposed) or 0
-    return best, SearchReport(
-        tried=tuple(rows), chosen=chosen, **counts, bound=bound, overrides=winner.overrides, cache="off"
+    return chosen, SearchReport(
+        tried=tuple(tried), chosen=best() or 0, **counts, bound=bound, overrides=winner.overrides, cache="off"
     )
 
 
-def _attempt(compile_it: Callable[[], StoredStep]) -> tuple[StoredStep | None, Evaluation, float]:
-    """Returns a compiled candidate, its evaluation and the seconds of its compile; None as the candidate if the
+def _attempt(compile_it: Callable[[], StoredStep]) -> tuple[StoredStep | None, StepFigures, float]:
+    """Returns a compiled candidate, its figures and the seconds of its compile; None as the candidate if the
     compiler fails or refuses the options."""
     start = time.perf_counter()
     try:
         made = compile_it()
     except (jax.errors.JaxRuntimeError, ConfigError) as error:
         why = error.problems[0].what if isinstance(error, ConfigError) else str(error).splitlines()[0]
-        return None, unknown(why), time.perf_counter() - start
-    return made, evaluate_step(made.step), made.step.built.compile_seconds
+        return None, no_figures(why), time.perf_counter() - start
+    return made, made.step.figures.alone(), made.step.built.compile_seconds
 
 
 @cache
@@ -169,6 +173,6 @@ def _code_of_compiler() -> str:
 def _read(decision: Path) -> SearchReport | None:
     """Returns the saved decision; None if there is none, or another version wrote it."""
     try:
-        return SearchReport.model_validate_json(decision.read_bytes()).model_copy(update={"cache": "hit"})
+        return Decision.model_validate_json(decision.read_bytes()).report.model_copy(update={"cache": "hit"})
     except (OSError, ValidationError):
         return None

@@ -31,7 +31,7 @@ from .pool import Pool, PoolSettings
 from .read import Sweep, as_glob, identity_of, read_sweep, sweeps_in, versions
 from .rows import (
     INTERRUPTED,
-    SCHEMA_VERSION,
+    SWEEP_VERSION,
     Outcome,
     Point,
     Row,
@@ -211,7 +211,7 @@ def open_sweep(
     objective, retry = asked.spec.sweep.objective or OBJECTIVES[command], asked.spec.sweep.retry
     find_figure(objective, where="sweep.objective")
     file = SweepFile(
-        schema_version=SCHEMA_VERSION,
+        schema_version=SWEEP_VERSION,
         command=command,
         overrides=tuple(text for text in asked.fixed if not overridden_key(text).startswith("hydra.")),
         axes={key: [value_of(text) for text in values] for key, values in asked.axes.items()},

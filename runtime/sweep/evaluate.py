@@ -7,11 +7,8 @@ from typing import Any
 
 import jax
 
-from meshloom.compiler.analysis.compiled_step import limit_bytes, used_devices_per_chip
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT
-from meshloom.compiler.core.format import human_bytes
-from meshloom.compiler.core.known import known
 from meshloom.compiler.core.user_imports import code_allowed_from
 from meshloom.compiler.declare.choices import model_of
 from meshloom.compiler.declare.compose import read_spec
@@ -21,7 +18,6 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import StepEstimate, estimate_step
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.explain import explain
-from meshloom.compiler.target.accuracy import Basis, accuracy_of
 
 from ..compile.compile_command import Compiled, compile_step, prepare_compile, why_refused
 from ..processes.devices import TooFewSimulated, plan_without_devices
@@ -29,7 +25,7 @@ from ..processes.distributed import Processes
 from ..processes.process_log import process_log
 from ..rundir.run_dir import as_typed
 from .outcomes import outcome_of_error
-from .rows import Figures, Outcome, SweepCommand, Task
+from .rows import Figures, Outcome, SweepCommand, Task, lack
 
 LOG = logging.getLogger("meshloom")
 PLAN_TEXT = "plan.txt"
@@ -87,28 +83,15 @@ _EVALUATE: dict[SweepCommand, Callable[[Task], Outcome]] = {"explain": _explain,
 
 def outcome_of_plan(plan: Plan, estimate: StepEstimate, model: str | None) -> Outcome:
     """Returns the outcome of a priced point. A point that does not fit has exit code 0, as `explain` has."""
-    time, memory, per_chip = estimate.time, estimate.memory, used_devices_per_chip(plan.target)
-    step = time and time.seconds
-    figures = Figures(
-        basis="estimate",
-        model=model or plan.spec.model.family,
-        **_common(plan, step),
-        range_factor=_range_factor(plan, "estimated") if time else None,
-        compute_seconds=time and time.compute_seconds,
-        exposed_seconds=time and time.exposed_seconds,
-        bubble_seconds=time and time.bubble_seconds,
-        peak_bytes=memory.peak_bytes * per_chip,
-        limit_bytes=limit_bytes(plan.target),
-        fits=memory.fits,
-    )
-    if memory.fits is False or memory.host_fits is False:
-        why = _lack(figures) if memory.fits is False else "its arrays on the host do not fit the host's memory"
-        return Outcome(status="does_not_fit", exit_code=0, why=why, figures=figures)
+    found = estimate.figures
+    figures = Figures(**dict(found), **_common(plan), basis="estimate", model=model or plan.spec.model.family)
+    if found.runs is False:
+        return Outcome(status="does_not_fit", exit_code=0, why=lack(found), figures=figures)
     return Outcome(status="done", exit_code=0, figures=figures)
 
 
-def _common(plan: Plan, seconds: float | None) -> dict[str, Any]:
-    """Returns the figures that plans and compiled steps share. seconds: of the predicted step."""
+def _common(plan: Plan) -> dict[str, Any]:
+    """Returns what the figures of plans and compiled steps are of."""
     spec, target = plan.spec, plan.target
     return {
         "target": target.name,
@@ -119,45 +102,23 @@ def _common(plan: Plan, seconds: float | None) -> dict[str, Any]:
         "num_microbatches": spec.num_microbatches,
         "tokens_per_step": spec.tokens_per_step,
         "num_parameters": plan.num_parameters,
-        "step_seconds": seconds,
-        "tokens_per_second_per_chip": seconds and known(plan.work.tokens_per_second_per_chip(seconds)),
-        "mfu": seconds and known(plan.work.mfu(seconds)),
     }
-
-
-def _range_factor(plan: Plan, basis: Basis) -> float | None:
-    accuracy = accuracy_of(plan.target, basis)
-    return accuracy and accuracy.factor
 
 
 def outcome_of_compiled(compiled: Compiled, plan: Plan) -> Outcome:
     """Returns the outcome of a compiled point."""
-    report, refusal = compiled.report, compiled.refusal
-    step, memory, seconds = report.step, report.memory, known(report.step.predicted_seconds)
+    report, refusal, step = compiled.report, compiled.refusal, compiled.stored.step
     figures = Figures(
+        **dict(report.compiled.alone()),
+        **_common(plan),
         basis="schedule",
         model=report.program.model,
-        **_common(plan, seconds),
-        range_factor=None if seconds is None else _range_factor(plan, "compiled"),
-        compute_seconds=known(step.compute_seconds),
-        exposed_seconds=known(step.exposed_seconds),
-        bubble_seconds=known(step.bubble_seconds),
-        peak_bytes=known(memory.peak_bytes_per_chip),
-        limit_bytes=known(memory.limit_bytes_per_chip),
-        fits=known(memory.fits),
-        compile_seconds=compiled.stored.step.built.compile_seconds,
+        compile_seconds=step.built.compile_seconds,
     )
-    status = "does_not_fit" if refusal == DOES_NOT_FIT else "refused" if refusal else "done"
     return Outcome(
-        status=status,
+        status="does_not_fit" if refusal == DOES_NOT_FIT else "refused" if refusal else "done",
         exit_code=refusal,
         why=why_refused(compiled),
-        fingerprint=compiled.stored.step.lowered.fingerprint.digest,
+        fingerprint=step.lowered.fingerprint.digest,
         figures=figures,
     )
-
-
-def _lack(figures: Figures) -> str:
-    needed = "more" if figures.peak_bytes is None else human_bytes(figures.peak_bytes)
-    limit = "its memory" if figures.limit_bytes is None else human_bytes(figures.limit_bytes)
-    return f"needs {needed} of {limit} per chip"

@@ -1,4 +1,4 @@
-"""Defines the figures that points of a sweep are compared by, and compares points by them, also across targets.
+"""Compares the points of a sweep by their figures, also across targets.
 
 On several targets: v5p-64: 24.1 s (20.1 to 28.9), v5p-128: 12.2 s (10.2 to 14.6), v6e-256: 11.5 s (9.6 to 13.8)
     -> v6e-256 and v5p-128 are a tie: on different chips predictions are off by different factors
@@ -6,80 +6,22 @@ On several targets: v5p-64: 24.1 s (20.1 to 28.9), v5p-128: 12.2 s (10.2 to 14.6
 
 import math
 import shlex
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from statistics import fmean, pvariance
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from meshloom.compiler.core.errors import ConfigError, Problem, use_one_of
-from meshloom.compiler.core.format import human_bytes, human_count, human_seconds, human_share, three_digits
+from meshloom.compiler.core.known import known
+from meshloom.compiler.figures import FIGURES, Figure
 
-from .rows import Figures, Row, SweepFile
+from .rows import Row, SweepFile
 
 _BASES = ("measured", "schedule", "estimate")  # the best informed one first
 SAME_CHIP = 0.03  # share of a value: closer estimates on one chip are not told apart; they err in the same direction
 NO_RANGE = ("peak_bytes",)  # figures that are not proportional to the step
 
-
-FigureKind = Literal["seconds", "share", "count", "bytes", "cost", "loss"]
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A figure of points. name: its key. heading: the title of its column. kind: decides how it is written. of: returns
-    the figure of a point; None if it is unknown."""
-
-    name: str
-    heading: str
-    better: Literal["less", "more"]
-    kind: FigureKind
-    of: Callable[[Figures], float | None]
-
-    def human(self, value: float) -> str:
-        return _HUMAN[self.kind](value)
-
-
-def _plain(name: str, heading: str, better: Literal["less", "more"], kind: FigureKind) -> Figure:
-    return Figure(name, heading, better, kind, lambda figures: getattr(figures, name))
-
-
-def _share(part: str, whole: str) -> Callable[[Figures], float | None]:
-    def share(figures: Figures) -> float | None:
-        numerator, denominator = getattr(figures, part), getattr(figures, whole)
-        return numerator / denominator if numerator is not None and denominator else None
-
-    return share
-
-
-_HUMAN: dict[FigureKind, Callable[[float], str]] = {
-    "seconds": human_seconds,
-    "share": human_share,
-    "count": human_count,
-    "bytes": lambda count: human_bytes(round(count)),
-    "cost": three_digits,
-    "loss": lambda loss: f"{loss:.4f}",
-}
-_ALL = (
-    _plain("step_seconds", "step", "less", "seconds"),
-    _plain("mfu", "MFU", "more", "share"),
-    _plain("tokens_per_second_per_chip", "tokens/s/chip", "more", "count"),
-    _plain("compute_seconds", "compute", "less", "seconds"),
-    _plain("exposed_seconds", "exposed time", "less", "seconds"),
-    Figure("exposed_share", "exposed", "less", "share", _share("exposed_seconds", "step_seconds")),
-    _plain("bubble_seconds", "bubble", "less", "seconds"),
-    _plain("peak_bytes", "memory", "less", "bytes"),
-    Figure("memory_share", "of the memory", "less", "share", _share("peak_bytes", "limit_bytes")),
-    _plain("cost_per_million_tokens", "cost/M tokens", "less", "cost"),
-    _plain("training_seconds", "training", "less", "seconds"),
-    _plain("training_cost", "cost of training", "less", "cost"),
-    _plain("final_loss", "loss", "less", "loss"),
-    _plain("evaluation_loss", "held-out loss", "less", "loss"),
-    _plain("compile_seconds", "compiled in", "less", "seconds"),
-)
-FIGURES = MappingProxyType({figure.name: figure for figure in _ALL})
 # The columns of the table on a terminal, if a point has them; the page and the files have all.
-SHOWN = ("step_seconds", "mfu", "tokens_per_second_per_chip", "exposed_share", "peak_bytes", "memory_share",
+SHOWN = ("step_seconds", "mfu", "tokens_per_second_per_chip", "exposed_fraction", "peak_bytes", "memory_fraction",
          "cost_per_million_tokens", "training_seconds", "training_cost", "final_loss", "evaluation_loss")  # fmt: skip
 
 
@@ -91,7 +33,7 @@ def find_figure(name: str, *, where: str) -> Figure:
 
 
 def value_of(row: Row, figure: Figure) -> float | None:
-    return figure.of(row.figures) if row.figures else None
+    return known(getattr(row.figures, figure.name, None))
 
 
 def figure_text(row: Row, figure: Figure) -> str:
@@ -183,8 +125,7 @@ def best_on_targets(rows: Sequence[Row], figure: Figure) -> list[Row]:
 
 def range_of(row: Row, value: float | None) -> tuple[float, float] | None:
     """Returns the range of a value that is proportional to the step; None if the row has no range."""
-    factor = row.figures.range_factor if row.figures else None
-    return None if value is None or factor is None else (value / factor, value * factor)
+    return None if value is None or row.figures is None else known(row.figures.range_of(value))
 
 
 def tied_with_best(rows: Sequence[Row], figure: Figure) -> list[Row]:
@@ -216,24 +157,23 @@ def chip_panels(rows: Sequence[Row], figure: Figure) -> list[dict[str, Any]]:
         return []
     tied = {row.index for row in tied_with_best(rows, figure)}
     panels = []
-    for heading, kind, of in _panels(found):
+    costs = (FIGURES[name] for name in ("training_cost", "cost_per_million_tokens"))
+    cost = [one for one in costs if any(value_of(row, one) is not None for row in found)][:1]  # of the whole, if known
+    for heading, kind, of in (
+        ("step", "seconds", lambda row: value_of(row, FIGURES["step_seconds"])),
+        ("tokens/s", "count", _tokens_per_second),
+        *((one.heading, one.kind, lambda row, one=one: value_of(row, one)) for one in cost),
+    ):
         marks = [
             {"target": row.figures.target, "chip": row.figures.chip, "chips": row.figures.num_chips, "index": row.index,
              "value": value, "range": range_of(row, value), "isTied": len(tied) > 1 and row.index in tied}
-            for row in found if row.figures and (value := of(row.figures)) is not None
+            for row in found if row.figures and (value := of(row)) is not None
         ]  # fmt: skip
         if marks:
             panels.append({"heading": heading, "kind": kind, "marks": sorted(marks, key=lambda mark: mark["chips"])})
     return panels
 
 
-def _panels(rows: Sequence[Row]) -> list[tuple[str, FigureKind, Callable[[Figures], float | None]]]:
-    """Returns heading, kind and value of each figure. The cost is that of the whole training if its tokens are
-    known."""
-    costs = (FIGURES[name] for name in ("training_cost", "cost_per_million_tokens"))
-    cost = next((one for one in costs if any(value_of(row, one) is not None for row in rows)), None)
-    return [
-        ("step", "seconds", lambda figures: figures.step_seconds),
-        ("tokens/s", "count", lambda figures: figures.step_seconds and figures.tokens_per_step / figures.step_seconds),
-        *([(cost.heading, cost.kind, cost.of)] if cost else []),
-    ]
+def _tokens_per_second(row: Row) -> float | None:
+    rate = value_of(row, FIGURES["tokens_per_second_per_chip"])
+    return None if rate is None or row.figures is None else rate * row.figures.num_chips

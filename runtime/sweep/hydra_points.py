@@ -14,6 +14,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.known import known
 from meshloom.compiler.declare.application import HydraJob, make_sources_portable
 from meshloom.models.record import Record
 
@@ -74,7 +75,7 @@ def _objective(point: Outcome | Row | None, name: str) -> float:
     """Returns the objective of a point; the worst value for one that is not done, so that a sweeper that chooses by
     results keeps away from it."""
     figure = find_figure(name, where="sweep.objective")
-    value = figure.of(point.figures) if point and point.status == "done" and point.figures else None
+    value = known(getattr(point.figures, figure.name, None)) if point and point.status == "done" else None
     return value if value is not None else math.inf if figure.better == "less" else -math.inf
 
 

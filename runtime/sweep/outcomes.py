@@ -8,7 +8,8 @@ from statistics import median_high
 
 from meshloom.compiler.core.errors import DOES_NOT_FIT, MISTAKE, ConfigError
 from meshloom.compiler.core.format import human_bytes, human_seconds
-from meshloom.compiler.core.known import known
+from meshloom.compiler.core.known import Unknown
+from meshloom.compiler.figures import no_figures
 from meshloom.compiler.work import StepWork
 
 from ..rundir.folders import PLAN, RunFolder
@@ -17,6 +18,7 @@ from .rows import KILLED, TIMED_OUT, Figures, Outcome
 LOG = logging.getLogger("meshloom")
 
 CRASHED = 1
+NOT_PROFILED = "a run times its steps, not what happens in one: see `meshloom profile`"
 
 
 def outcome_of_run(run_dir: Path, exit_code: int, said: str, model: str | None) -> Outcome:
@@ -25,7 +27,7 @@ def outcome_of_run(run_dir: Path, exit_code: int, said: str, model: str | None) 
     if exit_code == 0:
         return Outcome(status="done", exit_code=0, figures=figures)
     if exit_code < 0 or exit_code > 128:
-        return Outcome(**{**outcome_of_death(exit_code, run_dir, said).model_dump(), "figures": figures})
+        return outcome_of_death(exit_code, run_dir, said).model_copy(update={"figures": figures})
     status = "refused" if exit_code == MISTAKE else "does_not_fit" if exit_code == DOES_NOT_FIT else "failed"
     return Outcome(status=status, exit_code=exit_code, why=_first_error(said), figures=figures)
 
@@ -90,10 +92,12 @@ def _figures_of_run(run_dir: Path, model: str | None) -> Figures | None:
     metrics = run.steps
     last = metrics[-1] if metrics else {}
     times = [one["step_seconds"] for one in metrics[len(metrics) // 4 :]]  # the first steps are slower
-    seconds = median_high(times) if times else None
+    seconds = median_high(times) if times else Unknown("no step has ended")
+    measured = no_figures(NOT_PROFILED).model_copy(update={"step_seconds": seconds}).rated(work)
     held_out = next((one["eval_loss"] for one in reversed(metrics) if one["eval_loss"] is not None), None)
     used = [f"{axis}={size}" for axis, size in plan["mesh"].items() if size > 1]
     return Figures(
+        **dict(measured),
         basis="measured",
         model=model or spec["model"]["family"],
         target=target["name"],
@@ -104,9 +108,6 @@ def _figures_of_run(run_dir: Path, model: str | None) -> Figures | None:
         num_microbatches=spec["num_microbatches"],
         tokens_per_step=program["tokens_per_step"],
         num_parameters=program["num_parameters"],
-        step_seconds=seconds,
-        tokens_per_second_per_chip=seconds and known(work.tokens_per_second_per_chip(seconds)),
-        mfu=seconds and known(work.mfu(seconds)),
         final_loss=_finite(last.get("loss")),
         evaluation_loss=_finite(held_out),
         last_step=last.get("step"),

@@ -15,6 +15,7 @@ from urllib.parse import quote
 import jinja2
 
 from meshloom.compiler.core.format import counted
+from meshloom.compiler.core.known import known
 from meshloom.compiler.report.views.page import policy_hash, template_environment, template_source
 
 from .figures import (
@@ -65,7 +66,7 @@ def render_sweep(sweep: Sweep, page: Path, *, sort: str | None = None) -> str:
         reasons=[(STATUS_TEXT[status], why, number) for status, why, number in count_reasons(sweep.rows)],
         has={name: bool(data[name]) for name in ("keys", "curves", "front", "chips")}
         | {
-            "bars": any(figures.compute_seconds is not None for figures in done),
+            "bars": any(figures.compute_seconds for figures in done),
             "numbers": bool(data["figures"]) and has_numbers,
         },
         data=data,
@@ -107,7 +108,7 @@ def page_data(sweep: Sweep, page: Path, figure: Figure) -> dict[str, Any]:
             "link": [_link(row, page.parent, directories) for row in rows],
             "basis": [row.figures.basis if row.figures else None for row in rows],
             "figures": [[_rounded(value_of(row, one)) for row in rows] for one in figures],
-            "limit": [row.figures.limit_bytes if row.figures else None for row in rows],
+            "limit": [known(row.figures.limit_bytes) if row.figures else None for row in rows],
         },
         "front": [place_of[row.index] for row in front_of(rows)],
         "chips": chip_panels(sweep.rows, figure),
@@ -128,13 +129,10 @@ def _is_number(text: str) -> bool:
 
 def front_of(rows: Sequence[Row]) -> list[Row]:
     """Returns the points that no other point beats in both step time and memory, the fastest first."""
-    known = [
-        (row, (row.figures.step_seconds, row.figures.peak_bytes))
-        for row in rows
-        if row.status == "done" and row.figures
-        if row.figures.step_seconds is not None and row.figures.peak_bytes is not None
-    ]
-    return [known[index][0] for index in pareto_front([place for _, place in known])]
+    done = [row for row in rows if row.status == "done"]
+    both = [tuple(value_of(row, FIGURES[name]) for name in ("step_seconds", "peak_bytes")) for row in done]
+    places = [(row, (x, y)) for row, (x, y) in zip(done, both, strict=True) if x is not None and y is not None]
+    return [places[index][0] for index in pareto_front([place for _, place in places])]
 
 
 def in_value_order(values: Sequence[str]) -> list[str]:
@@ -174,8 +172,8 @@ def _facts(sweep: Sweep, best: Row | None, figure: Figure) -> list[tuple[str, st
     details = {  # of the figures of the best point: another figure, and what it is
         "step_seconds": ("step", *rate),
         "mfu": ("MFU", *rate),
-        "exposed_share": ("exposed communication", "exposed_seconds", "of a step"),
-        "peak_bytes": ("memory", "memory_share", "of the limit of one chip"),
+        "exposed_fraction": ("exposed communication", "exposed_seconds", "of a step"),
+        "peak_bytes": ("memory", "memory_fraction", "of the limit of one chip"),
         "evaluation_loss": ("held-out loss", "", ""),
         "cost_per_million_tokens": ("cost of a million tokens", "", ""),
     }

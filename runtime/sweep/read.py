@@ -28,7 +28,7 @@ from ..core.files import parse_json
 from ..rundir.find_runs import ROWS_FILE, SWEEP_FILE, check_directory
 from ..rundir.folders import METRICS, SPEC, steps_in
 from .figures import find_figure
-from .rows import SCHEMA_VERSION, Row, SweepCommand, SweepFile
+from .rows import SWEEP_VERSION, Row, SweepCommand, SweepFile
 
 _AGAIN = "type the sweep's command again: it does what is missing"
 NUM_SAMPLES = 120_000  # in all curves together: a page of some megabytes
@@ -84,8 +84,8 @@ def _sweep_file(path: Path) -> SweepFile:
     found = value.get("schema_version") if isinstance(value, dict) else None
     if found is None:
         raise ConfigError([_damaged(path, "it has no schema_version")])
-    if found != SCHEMA_VERSION:
-        what = f"schema_version is {found}, and this version of meshloom reads {SCHEMA_VERSION}"
+    if found != SWEEP_VERSION:
+        what = f"schema_version is {found}, and this version of meshloom reads {SWEEP_VERSION}"
         raise ConfigError([Problem(str(path), what, "make the sweep again, or use the version that wrote it")])
     try:
         return SweepFile.model_validate_json(content)

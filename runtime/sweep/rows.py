@@ -11,13 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt
+from pydantic import NonNegativeFloat, NonNegativeInt, model_validator
 
+from meshloom.compiler.core.format import human_bytes
+from meshloom.compiler.core.known import text_of
 from meshloom.compiler.declare.application import register_function
 from meshloom.compiler.declare.compose import Request
+from meshloom.compiler.figures import Figure, StepFigures, no_figures, register, text_of_figure
 from meshloom.models.record import Record
 
-SCHEMA_VERSION = 1  # of sweep.json and sweep.jsonl
+SWEEP_VERSION = 2  # of sweep.json and sweep.jsonl
+NO_REASON = "the table of a sweep does not say why"
 
 # done: the point has figures. refused: its declaration is wrong. does_not_fit: it needs more memory than a chip has.
 # failed: the compiler or the run failed. aborted: its process died. timed_out: it took longer than allowed.
@@ -32,8 +36,8 @@ PRINTED = "output.log"  # in a point's directory: what its process prints
 POINT_NAME = "point_name"  # a resolver of OmegaConf, for hydra.sweep.subdir
 
 
-class Figures(Record):
-    """The figures of a point: seconds of one step, bytes of one chip. None: unknown, or not made by this command."""
+class Figures(StepFigures):
+    """The figures of a point, and what they are of. None: unknown, or not made by this command."""
 
     basis: Basis
     model: str
@@ -45,16 +49,6 @@ class Figures(Record):
     num_microbatches: NonNegativeInt
     tokens_per_step: NonNegativeInt
     num_parameters: NonNegativeInt | None = None
-    step_seconds: NonNegativeFloat | None = None
-    range_factor: NonNegativeFloat | None = None  # a step may take this many times more or less than predicted
-    compute_seconds: NonNegativeFloat | None = None
-    exposed_seconds: NonNegativeFloat | None = None
-    bubble_seconds: NonNegativeFloat | None = None  # idle time of a pipeline; 0 without one
-    tokens_per_second_per_chip: NonNegativeFloat | None = None
-    mfu: NonNegativeFloat | None = None
-    peak_bytes: NonNegativeInt | None = None
-    limit_bytes: NonNegativeInt | None = None
-    fits: bool | None = None
     compile_seconds: NonNegativeFloat | None = None
     cost_per_million_tokens: NonNegativeFloat | None = None  # in the currency of the user's price per chip-hour
     training_seconds: NonNegativeFloat | None = None  # for all tokens of the training, if their number is declared
@@ -62,6 +56,29 @@ class Figures(Record):
     final_loss: float | None = None  # of the last step; None if infinite or NaN
     evaluation_loss: float | None = None
     last_step: NonNegativeInt | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_unknowns(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Returns the values of a line, where a figure that is not known is null or left out."""
+        return dict(no_figures(NO_REASON)) | {name: value for name, value in given.items() if value is not None}
+
+
+def lack(figures: StepFigures) -> str:
+    """Returns why a step does not fit."""
+    if figures.fits is not False:
+        return "its arrays on the host do not fit the host's memory"
+    return f"needs {text_of_figure(figures, 'peak_bytes')} of {text_of(figures.limit_bytes, human_bytes)} per chip"
+
+
+register(
+    Figure("cost_per_million_tokens", "cost/M tokens", "less", "cost"),
+    Figure("training_seconds", "training", "less", "seconds"),
+    Figure("training_cost", "cost of training", "less", "cost"),
+    Figure("final_loss", "loss", "less", "loss"),
+    Figure("evaluation_loss", "held-out loss", "less", "loss"),
+    Figure("compile_seconds", "compiled in", "less", "seconds"),
+)
 
 
 class Row(Record):

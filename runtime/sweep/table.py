@@ -18,6 +18,7 @@ from typing import Any
 from meshloom.compiler.core.console import Column, Console, Table
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import counted, human_seconds
+from meshloom.compiler.core.known import known
 
 from ..core.files import replace_bytes
 from .figures import (
@@ -166,13 +167,14 @@ def flat_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Returns each row as a flat record: {"figures": {"mfu": 0.4}} becomes the column "figures.mfu". All rows have the
     same columns, with None for missing values; lists are JSON."""
     keys = list(dict.fromkeys(key for row in rows for key in row.swept))
+    names = [name for name in dict.fromkeys((*Figures.model_fields, *FIGURES)) if name != "exposed_by_axes"]
     made = []
     for row in rows:
         plain = row.model_dump(exclude={"swept", "figures", "overrides"})
         values = {f"swept.{key}": row.swept.get(key) for key in keys}
         is_plain = {key: value is None or isinstance(value, str | int | float) for key, value in values.items()}
         swept = {key: value if is_plain[key] else json.dumps(value) for key, value in values.items()}
-        parts = {f"figures.{name}": getattr(row.figures, name, None) for name in Figures.model_fields}
+        parts = {f"figures.{name}": known(getattr(row.figures, name, None)) for name in names}
         made.append({"index": row.index, "overrides": json.dumps(row.overrides)} | plain | swept | parts)
     return made
 

@@ -8,7 +8,7 @@ from typing import Any
 from meshloom.compiler.core.console import Column, Console, Part, Table
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.format import human_range, human_seconds, human_share, three_digits
-from meshloom.compiler.core.known import as_json, or_unknown
+from meshloom.compiler.core.known import Unknown, as_json, known, or_unknown, text_of
 from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.target.accuracy import accuracy_of, why_no_range
 from meshloom.compiler.tune.answer import Answer, Estimated, WhatIf, remembering, tune
@@ -142,12 +142,9 @@ def answer_as_json(found: Found) -> dict[str, Any]:
 
 
 def _estimated(one: Estimated) -> dict[str, Any]:
-    kept = {name: getattr(one, name) for name in ("seconds", "compute_seconds", "peak_bytes", "host_bytes")}
-    kept |= {"fits": one.runs, "mfu": one.mfu, "cost": one.cost}
-    exposed = {"+".join(axes): seconds for axes, seconds in one.exposed.items()}
-    compiled_by = list(one.compile_overrides)
-    return {"overrides": list(one.candidate.overrides), "compile_overrides": compiled_by, **kept,
-            "exposed_seconds": exposed}  # fmt: skip
+    overrides, figures = list(one.candidate.overrides), one.figures.model_dump(mode="json")
+    return {"overrides": overrides, "compile_overrides": list(one.compile_overrides), "cost": one.cost,
+            "figures": figures}  # fmt: skip
 
 
 def _change(one: WhatIf) -> dict[str, Any]:
@@ -168,9 +165,9 @@ class OnTarget:
     row: Row
     found: Found | None
 
-    def range_of(self, value: float | None) -> tuple[float, float] | None:
+    def range_of(self, value: float | Unknown | None) -> tuple[float, float] | None:
         """Returns the range of a figure that is proportional to the step."""
-        return range_of(self.row, value)
+        return range_of(self.row, known(value))
 
 
 def compare_targets(space: Space, request: Request, run_dir: Path, model: str, console: Console) -> None:
@@ -231,7 +228,7 @@ def _ranges(ones: Sequence[OnTarget]) -> Table:
         days, cost = figures.training_seconds, figures.training_cost
         rows.append([
             one.name,
-            human_range(step) if step else human_seconds(figures.step_seconds or 0.0),
+            human_range(step) if step else text_of(figures.step_seconds, human_seconds),
             _between(one, None if days is None else days / SECONDS_OF_DAY),
             _between(one, cost),
         ])  # fmt: skip

@@ -14,21 +14,19 @@ from meshloom.compiler.core.console import Column, Console, Part, Table
 from meshloom.compiler.core.format import (
     counted,
     human_bytes,
-    human_count,
     human_range,
     human_seconds,
     human_share,
     three_digits,
 )
-from meshloom.compiler.core.known import known, text_of
-from meshloom.compiler.search.evaluation import Evaluation
+from meshloom.compiler.core.known import Unknown
+from meshloom.compiler.figures import FIGURES, StepFigures, text_of_figure
 from meshloom.compiler.target.accuracy import accuracy_of, best_published_mfu
 from meshloom.compiler.tune.answer import Answer, Estimated, WhatIf, cost_per_million_tokens
 from meshloom.compiler.tune.space import MeshCandidate
-from meshloom.compiler.work import StepWork
 
 from ..sweep.read import versions
-from ..sweep.rows import SCHEMA_VERSION, Figures, Point, Row, SweepFile
+from ..sweep.rows import SWEEP_VERSION, Figures, Point, Row, SweepFile, lack
 from .variants import Space
 from .workers import CompiledCandidate
 
@@ -36,6 +34,7 @@ NUM_LINES = 10
 LEAST_GAIN = 0.03  # share of a step: closer estimates on the same chip are not told apart
 NUM_REASONS = 6
 MOST_ROWS = 3000  # of the best; the page draws each
+COLUMNS = ("step_seconds", "tokens_per_second_per_chip", "mfu", "exposed_fraction", "bubble_fraction", "peak_bytes")
 OBJECTIVES = {"step_time": "step_seconds", "cost": "cost_per_million_tokens", "memory": "peak_bytes"}
 
 
@@ -62,8 +61,8 @@ def show_answer(answer: Answer, console: Console) -> None:
 
 def above_published(answer: Answer) -> str | None:
     """Returns a warning if the first has an estimated MFU that no published run on the chip has reached."""
-    best, mfu = best_published_mfu(answer.target), answer.best[0].mfu
-    if best is None or mfu is None or mfu <= best:
+    best, mfu = best_published_mfu(answer.target), answer.best[0].figures.mfu
+    if best is None or isinstance(mfu, Unknown) or mfu <= best:
         return None
     chip = answer.target.chip
     assert chip is not None
@@ -76,11 +75,12 @@ def why_it_wins(best: Sequence[Estimated]) -> list[str]:
     if len(best) < 2:
         return ["it is the only one that fits"]
     first, second = best[:2]
-    parts = {"compute": (first.compute_seconds, second.compute_seconds)}
-    if first.bubble_seconds or second.bubble_seconds:
-        parts["bubble"] = (first.bubble_seconds or 0.0, second.bubble_seconds or 0.0)
-    for axes in dict.fromkeys((*first.exposed, *second.exposed)):
-        parts[f"exposed over {'+'.join(axes)}"] = (first.exposed.get(axes, 0.0), second.exposed.get(axes, 0.0))
+    figures, others = first.figures, second.figures
+    parts = {"compute": (figures.compute_seconds or 0.0, others.compute_seconds or 0.0)}
+    if figures.bubble_seconds or others.bubble_seconds:
+        parts["bubble"] = (figures.bubble_seconds or 0.0, others.bubble_seconds or 0.0)
+    for axes in dict.fromkeys((*figures.exposed_by_axes, *others.exposed_by_axes)):
+        parts[f"exposed over {axes}"] = (figures.exposed_by_axes.get(axes, 0.0), others.exposed_by_axes.get(axes, 0.0))
     gains = sorted(((a - b, name) for name, (a, b) in parts.items()), key=lambda one: one[0])
     least = 1e-3 * first.seconds
     told = [f"{name} {'-' if gain < 0 else '+'}{human_seconds(abs(gain))}" for gain, name in gains if abs(gain) > least]
@@ -109,7 +109,7 @@ def _table(answer: Answer, width: int) -> Table:
     keys = list(dict.fromkeys(key for one in answer.best for key in one.candidate.values))
     varying = [key for key in keys if len({one.candidate.values.get(key) for one in answer.best}) > 1]
     keys, shown = varying or keys, answer.best[:NUM_LINES]
-    named = [_figures(answer, one) for one in shown]
+    named = [_figures(one) for one in shown]
     names = [name for name in named[0] if any(each[name] for each in named)]
     figures = [[each[name] for name in names] for each in named]
     values = [[str(one.candidate.values.get(key, "")) for key in keys] for one in shown]
@@ -123,15 +123,11 @@ def _table(answer: Answer, width: int) -> Table:
     return Table(columns, [[(text, style) for text in (*a, *b)] for a, b, style in rows])
 
 
-def _figures(answer: Answer, one: Estimated) -> dict[str, str]:
+def _figures(one: Estimated) -> dict[str, str]:
     """Returns the figures by the names of their columns; "" for what a candidate has not."""
-    return {
-        "step": human_seconds(one.seconds),
-        "tokens/s/chip": text_of(one.work.tokens_per_second_per_chip(one.seconds), human_count),
-        "MFU": text_of(one.work.mfu(one.seconds), human_share),
-        "exposed": human_share(one.exposed_seconds / one.seconds),
-        "bubble": human_share(one.bubble_seconds / one.seconds) if one.bubble_seconds else "",
-        "memory": human_bytes(one.peak_bytes * answer.target.devices_per_chip),
+    found = {FIGURES[name].heading: text_of_figure(one.figures, name) for name in COLUMNS}
+    return found | {
+        "bubble": found["bubble"] if one.figures.bubble_seconds else "",
         "cost/M tokens": three_digits(one.cost) if one.cost is not None else "",
     }
 
@@ -175,7 +171,7 @@ def sweep_file(space: Space, rows: Sequence[Row], objective: str) -> SweepFile:
             if value not in axes.setdefault(key, []):
                 axes[key].append(value)
     return SweepFile(
-        schema_version=SCHEMA_VERSION,
+        schema_version=SWEEP_VERSION,
         command="tune",
         overrides=space.request.overrides,
         axes={key: sorted(values, key=lambda x: (isinstance(x, str), x)) for key, values in axes.items()},
@@ -205,7 +201,7 @@ def rows_of(answer: Answer, model: str, compiled: Sequence[CompiledCandidate]) -
 
 def row_of_estimate(index: int, answer: Answer, one: Estimated, model: str, target: str | None = None) -> Row:
     """Returns the row of one of the best. target: as typed, if several targets are compared."""
-    figures = _figures_of_candidate(answer, one.candidate, one, one.work, model)
+    figures = _figures_of_candidate(answer, one.candidate, one.figures, model)
     typed = {} if target is None else {"target": target}
     words = (*(f"{key}={value}" for key, value in typed.items()), *one.candidate.overrides)
     return Row(index=index, overrides=words, swept=typed | dict(one.candidate.values), status="done", figures=figures)
@@ -219,26 +215,25 @@ def row_of_compiled(index: int, each: CompiledCandidate) -> Row:
 
 
 def _row_of_price(index: int, answer: Answer, place: int, model: str) -> Row:
-    one, found = answer.prices.candidates[place], answer.prices.evaluation(place, answer.limit_bytes)
-    first, needed = answer.best[0], human_bytes(found.peak_bytes or 0)
-    work = replace(first.work, tokens_per_step=one.variant.spec.tokens_per_step)  # of the same model and chips
+    one, found = answer.prices.candidates[place], answer.prices.figures(place, answer.limit_bytes)
+    # It is of the same model and chips.
+    found = found.rated(replace(answer.best[0].work, tokens_per_step=one.variant.spec.tokens_per_step))
     return Row(
         index=index,
         overrides=one.overrides,
         swept=dict(one.values),
         status="done" if found.fits else "does_not_fit",
-        why=None if found.fits else f"needs {needed} of {human_bytes(answer.limit_bytes)}",
-        figures=_figures_of_candidate(answer, one, found, work, model),
+        why=None if found.fits else lack(found),
+        figures=_figures_of_candidate(answer, one, found, model),
     )
 
 
-def _figures_of_candidate(answer: Answer, one: MeshCandidate, found: Evaluation, work: StepWork, model: str) -> Figures:
-    """Returns the figures of a candidate whose time and memory are known."""
-    target, spec, accuracy = answer.target, one.variant.spec, accuracy_of(answer.target, "estimated")
-    assert found.seconds is not None, "a space has only candidates whose time is known"
-    assert found.peak_bytes is not None, "an estimate has a peak"
-    cost, tokens = cost_per_million_tokens(spec, target, found.seconds), spec.tune.tokens
+def _figures_of_candidate(answer: Answer, one: MeshCandidate, found: StepFigures, model: str) -> Figures:
+    """Returns the figures of a candidate, whose time is known."""
+    target, spec, seconds = answer.target, one.variant.spec, found.step_seconds or 0.0
+    cost, tokens = cost_per_million_tokens(spec, target, seconds), spec.tune.tokens
     return Figures(
+        **dict(found),
         basis="estimate",
         model=model,
         target=target.name,
@@ -248,17 +243,7 @@ def _figures_of_candidate(answer: Answer, one: MeshCandidate, found: Evaluation,
         global_batch_size=spec.global_batch_size,
         num_microbatches=one.num_microbatches,
         tokens_per_step=spec.tokens_per_step,
-        limit_bytes=answer.limit_bytes * target.devices_per_chip,
         cost_per_million_tokens=cost,
-        training_seconds=None if tokens is None else tokens / spec.tokens_per_step * found.seconds,
+        training_seconds=None if tokens is None else tokens / spec.tokens_per_step * seconds,
         training_cost=None if tokens is None or cost is None else tokens / 1e6 * cost,
-        step_seconds=found.seconds,
-        range_factor=accuracy.factor if accuracy else None,
-        compute_seconds=found.compute_seconds,
-        exposed_seconds=found.exposed_seconds,
-        bubble_seconds=found.bubble_seconds,
-        tokens_per_second_per_chip=known(work.tokens_per_second_per_chip(found.seconds)),
-        mfu=known(work.mfu(found.seconds)),
-        peak_bytes=found.peak_bytes * target.devices_per_chip,
-        fits=found.runs,
     )

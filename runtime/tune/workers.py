@@ -19,6 +19,7 @@ from pebble import ProcessExpired, ProcessPool
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.format import human_seconds
+from meshloom.compiler.core.known import known
 from meshloom.compiler.core.user_imports import allowed_modules, code_allowed_from
 from meshloom.compiler.spec.target_spec import TargetSpec
 from meshloom.compiler.tune.answer import Answer, Estimated, Runner
@@ -105,7 +106,7 @@ class CompiledCandidate:
     def seconds(self) -> float | None:
         """Returns the predicted step time; None if the candidate does not fit."""
         figures = self.outcome.figures
-        return figures.step_seconds if figures and self.outcome.status == "done" else None
+        return known(figures.step_seconds) if figures and self.outcome.status == "done" else None
 
 
 def compile_best(space: Space, answer: Answer, run_dir: Path, console: Console) -> tuple[CompiledCandidate, ...]:

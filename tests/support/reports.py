@@ -5,10 +5,11 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-from meshloom.compiler.analysis.schedule_analysis import nothing_timed
+from meshloom.compiler.analysis.schedule_analysis import UNDECLARED, nothing_timed
 from meshloom.compiler.core.known import Unknown
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
+from meshloom.compiler.figures import StepFigures, no_figures
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.schema import (
     Alternative,
@@ -27,6 +28,7 @@ from meshloom.compiler.schema import (
     TriedReport,
 )
 from meshloom.compiler.spec.overlap_spec import LayerLoop
+from meshloom.compiler.work import StepWork
 from support.traffic import origin
 
 NUM_LAYERS, NUM_CHIPS, GIB = 32, 256, 2**30
@@ -68,7 +70,6 @@ def does_not_fit() -> tuple[Report, tuple[Event, ...]]:
     report, events = fits()
     memory = report.memory.model_copy(
         update={
-            "peak_bytes_per_chip": 41 * GIB, "fits": False, "estimate_bytes_per_chip": 40 * GIB,
             "breakdown": report.memory.breakdown | {"activations": 38 * GIB + 123_456_789},
             "changes": (
                 MemoryChange(overrides=("remat=save_dots",), saved_bytes=19 * GIB, fits=False,
@@ -80,16 +81,20 @@ def does_not_fit() -> tuple[Report, tuple[Event, ...]]:
             ),
         }
     )  # fmt: skip
-    return report.model_copy(update={"memory": memory, "overrides": (*report.overrides, "remat=none")}), events
+    overrides = (*report.overrides, "remat=none")
+    report = report.model_copy(update={"memory": memory, "overrides": overrides})
+    return with_figures(report, peak_bytes=41 * GIB, fits=False), events
 
 
 def offloaded() -> tuple[Report, tuple[Event, ...]]:
     """`fits` with 20 GiB of activations in the host's memory."""
     report, events = fits()
-    memory = report.memory.model_copy(
-        update={"host_bytes_per_chip": 20 * GIB, "host_estimate_bytes_per_chip": 19 * GIB}
-    )
-    return report.model_copy(update={"memory": memory}), events
+    return with_figures(report, host_bytes=20 * GIB), events
+
+
+def with_figures(report: Report, **changed: Any) -> Report:
+    """Returns the report with other figures of the compiled step."""
+    return report.model_copy(update={"compiled": report.compiled.model_copy(update=changed)})
 
 
 def unknowns() -> tuple[Report, tuple[Event, ...]]:
@@ -112,13 +117,14 @@ def unknowns() -> tuple[Report, tuple[Event, ...]]:
     bounds = dict.fromkeys(("flops_seconds", "hbm_seconds", "link_seconds"), unrated) | {"bound": None}
     no_limit = Unknown("the host's memory is shared by all devices")
     breakdown = report.memory.breakdown | {"reserved": Unknown("nothing is reserved on a host")}
-    memory = report.memory.model_copy(
-        update={"limit_bytes_per_chip": no_limit, "fits": no_limit, "breakdown": breakdown}
-    )
+    known = ("peak_bytes", "host_bytes", "host_limit_bytes", "host_fits")
+    of_memory = {name: getattr(report.compiled, name) for name in known}
+    step = step.model_copy(update=of_memory | {"limit_bytes": no_limit, "fits": no_limit, "num_unpriced": 812})
     return report.model_copy(
         update={
-            "target": target, "collectives": collectives, "step": step.model_copy(update={"num_unpriced": 812}),
-            "memory": memory, "roofline": tuple(part.model_copy(update=bounds) for part in report.roofline),
+            "target": target, "collectives": collectives, "compiled": step,
+            "memory": report.memory.model_copy(update={"breakdown": breakdown}),
+            "roofline": tuple(part.model_copy(update=bounds) for part in report.roofline),
             "build": report.build.model_copy(update={"plugin": None, "compiler_options": {}}),
         }
     ), ()  # fmt: skip
@@ -136,12 +142,11 @@ def gpu() -> tuple[Report, tuple[Event, ...]]:
     collectives = (*_of_layers(bandwidth=50e9, exposed_kinds=("all-gather",), group=8, link="NIC"),
                    *_outside(50e9, group_size=8, link="NIC"), *_of_activations())  # fmt: skip
     report = _report(collectives, {"matmul": 2.05, "attention": 0.26, "other": 0.19}, target)
-    memory = report.memory.model_copy(update={"peak_bytes_per_chip": 52 * GIB, "limit_bytes_per_chip": 72 * GIB})
     assert isinstance(report.build, BuildReport)
     build = report.build.model_copy(update={"plugin": "jax-cuda13-plugin 0.10.2", "compiler_options": {
         "xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_enable_pipelined_all_gather": True}})  # fmt: skip
-    update = {"target": target, "memory": memory, "build": build}
-    return report.model_copy(update=update), _timeline(collectives, num_layers=8)
+    report = report.model_copy(update={"target": target, "build": build})
+    return with_figures(report, peak_bytes=52 * GIB, limit_bytes=72 * GIB), _timeline(collectives, num_layers=8)
 
 
 def _collective(kind: str, source: str, elements: int, bandwidth: float, count: int, **other: Any) -> CollectiveReport:
@@ -216,28 +221,26 @@ def searched() -> SearchReport:
     """Three programs: declared, best, one that the compiler failed on."""
     plain = LayerLoop(unroll=1, batch_split=1, prefetch=0, deferred_reduce_scatter=False, reduce_in_backward=False)
     loops = [plain, plain.model_copy(update={"unroll": 2, "prefetch": 1, "deferred_reduce_scatter": True})]
-    figures = {
-        "peak_bytes_per_chip": 9 * GIB,
-        "host_bytes_per_chip": 0,
-        "fits": True,
-        "compile_seconds": 40.0,
-        "why_not": None,
-    }
-    unknown = dict.fromkeys(
-        ("predicted_seconds", "exposed_fraction", "peak_bytes_per_chip", "host_bytes_per_chip", "fits")
-    )
+    work = StepWork(512 * 4096, 91_200_000_000_000_000, NUM_CHIPS, 197e12 * NUM_CHIPS)
+    known = {"peak_bytes": 9 * GIB, "host_bytes": 0, "fits": True}
+    declared = step_figures(work, step_seconds=3.3, exposed_seconds=0.12 * 3.3, **known)
+    best = step_figures(work, step_seconds=2.9, exposed_seconds=0.01 * 2.9, **known)
     return SearchReport(
         tried=(
-            TriedReport(layers=loops[0], parallel={}, flag_presets=(), predicted_seconds=3.3, exposed_fraction=0.12,
-                        **figures),
-            TriedReport(layers=loops[1], parallel={}, flag_presets=("async_fusion",), predicted_seconds=2.9,
-                        exposed_fraction=0.01, **figures),
-            TriedReport(layers=loops[1], parallel={}, flag_presets=(), **unknown, compile_seconds=0.0,
-                        why_not="INTERNAL: <b>no</b>"),
+            TriedReport(layers=loops[0], parallel={}, flag_presets=(), figures=declared, compile_seconds=40.0),
+            TriedReport(layers=loops[1], parallel={}, flag_presets=("async_fusion",), figures=best,
+                        compile_seconds=40.0),
+            TriedReport(layers=loops[1], parallel={}, flag_presets=(), figures=no_figures("INTERNAL: <b>no</b>"),
+                        compile_seconds=0.0),
         ),
         chosen=1, num_equal=1, num_ruled_out=3, num_untried=4, bound="max_candidates=3",
         overrides=("overlap.layers.prefetch=1",), cache="miss",
     )  # fmt: skip
+
+
+def step_figures(work: StepWork = UNDECLARED, **given: Any) -> StepFigures:
+    """Returns the figures of a step of which only this is known."""
+    return no_figures("this test does not say").model_copy(update=given).rated(work)
 
 
 def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float], target: TargetReport = V5E) -> Report:
@@ -251,30 +254,29 @@ def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float]
     model_flops = 91_200_000_000_000_000
     flops = model_flops // target.num_chips
     part = partial(_part, peak, bandwidth)
+    work = StepWork(512 * 4096, model_flops, target.num_chips, peak * target.num_chips)
     link_seconds = sum(c.alone_seconds or 0 for c in collectives)
     return Report(
-        schema_version=16,
+        schema_version=17,
         pipeline=None,
         target=target,
         program=ProgramReport(
             model="llama2_7b", num_parameters=6_738_415_616, num_active_parameters=6_738_415_616,
             tokens_per_step=512 * 4096, model_flops_per_step=model_flops,
         ),
-        memory=MemoryReport(
-            peak_bytes_per_chip=sum(breakdown.values()), limit_bytes_per_chip=int(15.75 * GIB), fits=True,
-            breakdown=dict(breakdown), estimate_bytes_per_chip=int(7.4 * GIB), host_bytes_per_chip=0,
-            host_limit_bytes_per_chip=48 * 10**9, host_fits=True, host_estimate_bytes_per_chip=0, changes=(),
-        ),
+        memory=MemoryReport(breakdown=dict(breakdown), changes=()),
         collectives=collectives,
-        step=StepReport(
-            compute_seconds=sum(compute.values()), compute_seconds_by_kind=compute,  # pyright: ignore[reportArgumentType]
-            exposed_seconds=exposed, exposed_fraction=exposed / predicted, bubble_seconds=0.0, bubble_fraction=0.0,
-            least_seconds=predicted, predicted_seconds=predicted,
-            predicted_range_seconds=(0.9 * predicted, 1.1 * predicted),
-            predicted_range_basis="80% of 29 published runs lie in such a range, 3 on v5e",
-            predicted_mfu=flops / peak / predicted, roofline_seconds=1.1 * flops / peak,
-            bound_seconds=0.9 * flops / peak, num_unpriced=0,
-            counted_once=(), num_bounded=3, bounded_seconds=0.02 * predicted,
+        estimated=step_figures(work, step_seconds=1.1 * predicted, peak_bytes=int(7.4 * GIB), host_bytes=19 * GIB),
+        compiled=StepReport(
+            **dict(step_figures(
+                work, compute_seconds=sum(compute.values()), exposed_seconds=exposed, bubble_seconds=0.0,
+                step_seconds=predicted, range_factor=1.1, peak_bytes=sum(breakdown.values()),
+                limit_bytes=int(15.75 * GIB), fits=True, host_bytes=0, host_limit_bytes=48 * 10**9, host_fits=True,
+                range_basis="80% of 29 published runs lie in such a range, 3 on v5e",
+            )),
+            compute_seconds_by_kind=compute,  # pyright: ignore[reportArgumentType]
+            least_seconds=predicted, roofline_seconds=1.1 * flops / peak, bound_seconds=0.9 * flops / peak,
+            num_unpriced=0, counted_once=(), num_bounded=3, bounded_seconds=0.02 * predicted,
         ),
         roofline=(
             part("layers (x32): matmuls", int(0.86 * flops), int(390e9), link_seconds * 0.9),
@@ -293,8 +295,10 @@ def _report(collectives: tuple[CollectiveReport, ...], compute: dict[str, float]
         ),
         search=None,
         alternatives=tuple(
-            Alternative(overrides=overrides, seconds=share * predicted, exposed_seconds=0.9 * exposed,
-                        peak_bytes_per_chip=int(gib * GIB), fits=gib < 15)
+            Alternative(overrides=overrides, figures=step_figures(
+                work, step_seconds=share * predicted, exposed_seconds=0.9 * exposed, peak_bytes=int(gib * GIB),
+                fits=gib < 15,
+            ))
             for overrides, share, gib in (
                 ((), 1.1, 7.4), (("remat=save_dots",), 0.99, 11.2), (("remat=none",), 0.9, 31.0),
             )

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from meshloom.compiler.work import StepWork
 from meshloom.runtime.rundir.find_runs import ROWS_FILE, SWEEP_FILE
-from meshloom.runtime.sweep.rows import SCHEMA_VERSION, Figures, Row, SweepFile
+from meshloom.runtime.sweep.rows import SWEEP_VERSION, Figures, Row, SweepFile
 
 GIB = 2**30
 
@@ -17,10 +18,12 @@ def figures(**changed: Any) -> Figures:
         "basis": "schedule", "model": "llama3_8b", "target": "v5e-16", "chip": "v5e", "num_chips": 16,
         "mesh": "fsdp=16", "global_batch_size": 16, "num_microbatches": 1, "tokens_per_step": 65536,
         "step_seconds": step, "compute_seconds": 0.8 * step, "exposed_seconds": 0.2 * step, "bubble_seconds": 0.0,
-        "tokens_per_second_per_chip": 65536 / 16 / step if step else None, "mfu": 0.4 / step if step else None,
         "peak_bytes": 8 * GIB, "limit_bytes": 16 * GIB, "fits": True,
     }  # fmt: skip
-    return Figures(**(values | changed))
+    values |= changed
+    work = StepWork(values["tokens_per_step"], 4, values["num_chips"], 10.0)
+    given = {name: value for name, value in dict(Figures(**values)).items() if name in changed}
+    return Figures(**values).rated(work).model_copy(update=given)
 
 
 def point(index: int, swept: dict[str, Any], *, status: str = "done", **changed: Any) -> Row:
@@ -42,7 +45,7 @@ def sweep_file(
         key: list({repr(row.swept[key]): row.swept[key] for row in rows if key in row.swept}.values()) for key in keys
     }
     values: dict[str, Any] = {
-        "schema_version": SCHEMA_VERSION, "command": command, "overrides": ("model=llama3_8b",), "axes": axes,
+        "schema_version": SWEEP_VERSION, "command": command, "overrides": ("model=llama3_8b",), "axes": axes,
         "num_points": len(rows), "objective": "step_seconds", "versions": {"jax": "0.10.2"},
     }  # fmt: skip
     return SweepFile(**(values | changed))

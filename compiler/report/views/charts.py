@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.format import human_bytes, human_count, human_seconds, human_share
-from ...core.known import Unknown
+from ...core.known import Unknown, each_known
 from ...schema import Report, RooflinePart, total
 from .facts import compute_by_kind, left_bytes
 
@@ -46,26 +46,27 @@ class StackedBar:
 def memory_bar(report: Report) -> StackedBar:
     """Returns the memory of a chip: the parts of the peak, the rest, and the reserved part beyond the limit. Marks show
     the limit and the estimate without XLA."""
-    memory = report.memory
+    memory, step = report.memory, report.compiled
     counts = [(name, count) for name, count in memory.breakdown.items() if count and name != "reserved"]
     parts = [(name.replace("_", " "), count, f"memory-{name}") for name, count in counts]
-    rest = (memory.peak_bytes_per_chip or 0) - sum(count for name, count in counts if name != "code")
+    rest = (step.peak_bytes or 0) - sum(count for name, count in counts if name != "code")
     if rest > 0:
         parts.append(("unclassified", rest, "memory-other"))
-    left = left_bytes(memory)
+    left = left_bytes(report)
     if parts and left is not None and left > 0:
         parts.append(("left", left, "ground"))
     if parts and (reserved := memory.breakdown.get("reserved")):
         parts.append(("reserved", reserved, "memory-reserved"))
     missing = tuple(name for name, count in memory.breakdown.items() if isinstance(count, Unknown))
-    marks = (("limit", memory.limit_bytes_per_chip), ("estimate without XLA", memory.estimate_bytes_per_chip))
+    estimate = each_known(report.estimated, lambda estimated: estimated.peak_bytes)
+    marks = (("limit", step.limit_bytes), ("estimate without XLA", estimate))
     return _bar(parts, human_bytes, [(n, v) for n, v in marks if v], missing)
 
 
 def step_bar(report: Report) -> StackedBar:
     """Returns the predicted step: compute by kind, exposed communication, then the bubble; a mark shows the
     roofline."""
-    step = report.step
+    step = report.compiled
     parts = [(kind, seconds, kind) for kind, seconds in compute_by_kind(report)]
     if step.exposed_seconds:
         parts.append(("exposed communication", step.exposed_seconds, "exposed"))
@@ -148,9 +149,9 @@ def roofline_plot(report: Report) -> RooflinePlot | None:
                if not isinstance(part.flops, Unknown) and not isinstance(part.hbm_bytes, Unknown)]  # fmt: skip
     known = [(str(i), part.name, flops, num_bytes, seconds, str(part.bound))
              for i, part, flops, num_bytes in counted if (seconds := _bound_seconds(part))]  # fmt: skip
-    if report.step.predicted_seconds and known and len(counted) == len(report.roofline):
+    if report.compiled.step_seconds and known and len(counted) == len(report.roofline):
         known.append(("S", "the whole step, as predicted", sum(flops for _, _, flops, _ in counted),
-                      sum(num_bytes for *_, num_bytes in counted), report.step.predicted_seconds, "step"))  # fmt: skip
+                      sum(num_bytes for *_, num_bytes in counted), report.compiled.step_seconds, "step"))  # fmt: skip
     known = [row for row in known if row[3] and row[2] / row[3] >= LEAST_INTENSITY]
     known.sort(key=lambda row: (row[-1] == "step", row[2] / row[3]))
     if not peak or not bandwidth or not known:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ...core.console import Column, Console, Part, Table
 from ...core.format import counted, human_bytes, human_count, human_seconds, human_share
+from ...figures import FIGURES
 from ..diff import CollectiveChange, Diff, Difference, SummedCollectives, is_same
 
 ABSENT = "nothing"
@@ -13,9 +14,9 @@ LONGEST = 60  # characters of a value from the config
 NUM_ROWS = 20  # rows of a section; --json has all
 # The reader's first questions: the section and the name of each value.
 HEADLINE = {
-    ("step", "predicted_seconds"): "step, predicted", ("step", "predicted_mfu"): "MFU, predicted",
-    ("memory", "fits"): "fits", ("memory", "peak_bytes_per_chip"): "memory per chip",
-    ("memory", "host_fits"): "fits the host", ("memory", "host_bytes_per_chip"): "host memory per chip",
+    ("step", "step_seconds"): "step, predicted", ("step", "mfu"): "MFU, predicted",
+    ("step", "fits"): "fits", ("step", "peak_bytes"): "memory per chip",
+    ("step", "host_fits"): "fits the host", ("step", "host_bytes"): "host memory per chip",
     ("step", "exposed_seconds"): "exposed communication", ("step", "exposed_fraction"): "of the step",
     ("step", "bubble_seconds"): "bubble", ("step", "bubble_fraction"): "of the step",
     ("step", "compute_seconds"): "compute",
@@ -56,7 +57,7 @@ def show_diff(diff: Diff, console: Console) -> None:
 
 
 def _headline(diff: Diff) -> Iterable[tuple[Part, ...]]:
-    by_name = {(name, change.where): change for name in ("step", "memory") for change in getattr(diff, name)}
+    by_name = {("step", change.where): change for change in diff.step}
     for key, words in HEADLINE.items():
         if key in by_name:
             yield (words, "bold"), _row(by_name[key], key[0])[1]
@@ -96,7 +97,8 @@ def _judged(change: Difference, section: str) -> str:
         return ""
     if not isinstance(after, int | float | bool) or "limit" in change.where or before == after:
         return ""
-    is_more_better = change.where in ("fits", "host_fits", "predicted_mfu")
+    figure = FIGURES.get(change.where)
+    is_more_better = figure.better == "more" if figure else change.where in ("fits", "host_fits")
     return BETTER if (after > before) == is_more_better else WORSE
 
 
@@ -146,11 +148,13 @@ def _unit(where: str, section: str) -> tuple[Callable[[Any], str], bool]:
         return _or_plain(human_seconds), True
     if where.startswith("breakdown.") or name.endswith(("bytes", "bytes_per_chip", "bytes_per_device")):
         return _or_plain(human_bytes), True
-    if name.endswith(("_fraction", "_mfu")):
+    if name.endswith(("_fraction", "mfu")):
         return _or_plain(human_share), False
     if name.endswith(("flops_per_second", "bytes_per_second", "flops_per_step")):
         unit = "FLOPs" if name.endswith("step") else "FLOP/s" if "flops" in name else "B/s"
         return _or_plain(lambda value: human_count(value, unit)), True
+    if section == "step" and name in FIGURES:
+        return _or_plain(FIGURES[name].human), True
     return (_layout if section == "shardings" else _plain), False
 
 

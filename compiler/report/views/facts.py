@@ -8,13 +8,13 @@ from typing import Any, Literal, get_args
 
 from ...core.collectives import ComputeKind
 from ...core.format import LEAST_SECONDS, counted, human_bytes, human_names, human_range, human_seconds, human_share
-from ...core.known import Unknown, text_of
+from ...core.known import Unknown, first_unknown, text_of
 from ...core.traffic import TimedTraffic
+from ...figures import NOT_RATED, StepFigures, registered_figures, text_of_figure
 from ...schema import (
     MAX_IMBALANCE,
     Alternative,
     CollectiveReport,
-    MemoryReport,
     Report,
     SearchReport,
     TriedReport,
@@ -40,28 +40,26 @@ class Fact:
 def verdict(report: Report) -> tuple[Fact, ...]:
     """Returns the verdict: whether the step fits in a device's memory and the host's, its time, MFU and exposed
     share."""
-    step = report.step
+    step = report.compiled
     roofline = text_of(step.roofline_seconds, lambda seconds: f"roofline {human_seconds(seconds)}", "")
-    if between := step.predicted_range_seconds:
-        roofline = f"{human_range(between)} ({step.predicted_range_basis}){'; ' if roofline else ''}{roofline}"
+    between = text_of(step.range_of(step.step_seconds), lambda ends: f"{human_range(ends)} ({step.range_basis})", "")
+    detail = "; ".join(filter(None, (between, roofline)))
+    own = _whole_step(report) or _fact(STEP, step.step_seconds, human_seconds, detail)
+    return (_fit(step, left_bytes(report)), *_host(step), *_of_imbalance(report, own), *_rates(step))
+
+
+def _rates(step: StepFigures) -> Iterator[Fact]:
+    """Yields what follows from the time of a step: the rates, the shares of the parts, and the registered figures."""
+    if rate := step.tokens_per_second_per_chip:
+        yield Fact(PER_CHIP, f"{rate:,.0f}", "predicted", "plain")
+    yield _fact("predicted MFU", step.mfu, human_share, "remat excluded")
     exposed = text_of(step.exposed_seconds, lambda seconds: f"{human_seconds(seconds)} of communication", "")
-    own = _whole_step(report) or _fact(STEP, step.predicted_seconds, human_seconds, roofline)
-    return (
-        _fit(report),
-        *_host(report),
-        *_of_imbalance(report, own),
-        *_tokens(report),
-        _fact("predicted MFU", step.predicted_mfu, human_share, "remat excluded"),
-        _fact("exposed", step.exposed_fraction, human_share, exposed),
-        *_bubble(report),
-    )
-
-
-def _bubble(report: Report) -> Iterator[Fact]:
-    """Yields the share of a step in which the stages of a pipeline wait for each other."""
-    if (step := report.step).bubble_seconds:
+    yield _fact("exposed", step.exposed_fraction, human_share, exposed)
+    if step.bubble_seconds:
         detail = f"{human_seconds(step.bubble_seconds)} of waits for other stages"
         yield _fact("bubble", step.bubble_fraction, human_share, detail)
+    for one in registered_figures():
+        yield _fact(one.heading, getattr(step, one.name, NOT_RATED), one.human, "")
 
 
 def at_usual_imbalance(report: Report) -> Alternative | None:
@@ -82,57 +80,48 @@ def _of_imbalance(report: Report, own: Fact) -> tuple[Fact, ...]:
         return (own,)
     room = f"estimated, {shlex.join(usual.overrides)}"
     detail = f"with room for any imbalance of experts{'; ' if own.detail else ''}{own.detail}"
-    expected = Fact(EXPECTED_STEP, human_seconds(usual.seconds), room, "plain")
+    expected = Fact(EXPECTED_STEP, text_of(usual.figures.step_seconds, human_seconds), room, "plain")
     return expected, replace(own, name=STEP_OF_ANY, detail=detail)
-
-
-def _tokens(report: Report) -> Iterator[Fact]:
-    """Yields the tokens per second and chip, if the time and the tokens of the step are known."""
-    if rate := report.work.tokens_per_second_per_chip(report.step.predicted_seconds):
-        yield Fact(PER_CHIP, f"{rate:,.0f}", "predicted", "plain")
 
 
 def _whole_step(report: Report) -> Fact | None:
     """Returns the least time of the step if the time of a part is unknown; None if all or nothing is timed."""
-    step = report.step
-    if not isinstance(step.predicted_seconds, Unknown) or isinstance(step.least_seconds, Unknown):
+    step = report.compiled
+    if not isinstance(step.step_seconds, Unknown) or isinstance(step.least_seconds, Unknown):
         return None
     value = f"at least {human_seconds(step.least_seconds)}"
     if step.counted_once:
         value += f" per iteration of {human_names(step.counted_once, most=2)}"
-    return Fact(STEP, value, "the time of a part is", "unknown", step.predicted_seconds.why)
+    return Fact(STEP, value, "the time of a part is", "unknown", step.step_seconds.why)
 
 
-def _fit(report: Report) -> Fact:
-    memory = report.memory
-    peak, limit = memory.peak_bytes_per_chip, memory.limit_bytes_per_chip
+def _fit(step: StepFigures, left: int | None) -> Fact:
+    peak, limit = step.peak_bytes, step.limit_bytes
     if isinstance(peak, Unknown):
         return Fact("memory", "unknown", "", "unknown", peak.why)
     if isinstance(limit, Unknown):
         return Fact("memory", human_bytes(peak), "its limit is", "unknown", limit.why)
     detail = f"{human_bytes(peak)} of {human_bytes(limit)}"
-    if memory.fits:
-        left = max(0, left_bytes(memory) or 0)
-        return Fact("memory", "fits", f"{detail}, {human_bytes(left)} left", "good")
+    if step.fits:
+        return Fact("memory", "fits", f"{detail}, {human_bytes(max(0, left or 0))} left", "good")
     return Fact("memory", "does not fit", f"{detail}, {human_bytes(peak - limit)} too much", "bad")
 
 
-def left_bytes(memory: MemoryReport) -> int | None:
+def left_bytes(report: Report) -> int | None:
     """Returns the bytes beside the peak, the program's code and the reserved part; None if they are unknown."""
-    peak, limit = memory.peak_bytes_per_chip, memory.limit_bytes_per_chip
+    peak, limit = report.compiled.peak_bytes, report.compiled.limit_bytes
     if isinstance(peak, Unknown) or isinstance(limit, Unknown):
         return None
-    return limit - peak - (memory.breakdown.get("code") or 0)  # the limit excludes the reserved part
+    return limit - peak - (report.memory.breakdown.get("code") or 0)  # the limit excludes the reserved part
 
 
-def _host(report: Report) -> Iterator[Fact]:
-    memory = report.memory
-    count, limit = memory.host_bytes_per_chip, memory.host_limit_bytes_per_chip
+def _host(step: StepFigures) -> Iterator[Fact]:
+    count, limit = step.host_bytes, step.host_limit_bytes
     if not count:
         return
     if isinstance(limit, Unknown):
         yield Fact("host memory", human_bytes(count), "its limit is", "unknown", limit.why)
-    elif memory.host_fits:
+    elif step.host_fits:
         detail = f"{human_bytes(count)} of {human_bytes(limit)}, {human_bytes(limit - count)} left"
         yield Fact("host memory", "fits", detail, "good")
     else:
@@ -148,15 +137,17 @@ def _fact(name: str, value: float | Unknown, human: Any, detail: str) -> Fact:
 
 def unknown_values(report: Report) -> Iterator[tuple[str, str]]:
     """Yields (path, reason) of the values of this step that are unknown, in the order of the report."""
-    needless = () if report.memory.host_bytes_per_chip else ("memory.host_limit_bytes_per_chip",)
+    needless = ("search.", "estimated", "alternatives")
+    if not report.compiled.host_bytes:
+        needless += ("compiled.host_limit_bytes",)
     for path, why in report.unknown.items():
-        if path not in needless and not path.startswith("search."):
+        if not path.startswith(needless):
             yield path, why
 
 
 def compute_by_kind(report: Report) -> list[tuple[str, float]]:
     """Returns the kinds of compute that take time, always in the same order."""
-    seconds = report.step.compute_seconds_by_kind
+    seconds = report.compiled.compute_seconds_by_kind
     return [(str(kind), seconds[kind]) for kind in get_args(ComputeKind) if seconds.get(kind)]
 
 
@@ -192,12 +183,13 @@ def sums(collectives: Iterable[CollectiveReport]) -> tuple[TimedTraffic, ...]:
 def line_of(one: TriedReport) -> str:
     """Returns the line of a candidate of `overlap.search`, 'prefetch 1, unroll 2, sparse_core: 1.54 s, 0.3 % exposed,
     9.5 GiB', or why it has no figures."""
-    if one.predicted_seconds is None or one.exposed_fraction is None or one.peak_bytes_per_chip is None:
-        return f"  {one.name}: {one.why_not or 'not known'}"
-    exposed = f"{human_share(one.exposed_fraction)} exposed"
-    host = f" and {human_bytes(one.host_bytes_per_chip)} of the host" if one.host_bytes_per_chip else ""
-    memory = human_bytes(one.peak_bytes_per_chip) + host + (", does not fit" if one.fits is False else "")
-    return f"  {one.name}: {human_seconds(one.predicted_seconds)}, {exposed}, {memory}"
+    step = one.figures
+    if (unknown := first_unknown((step.step_seconds, step.exposed_fraction, step.peak_bytes))) is not None:
+        return f"  {one.name}: {unknown.why}"
+    exposed = f"{text_of_figure(step, 'exposed_fraction')} exposed"
+    host = f" and {text_of(step.host_bytes, human_bytes)} of the host" if step.host_bytes else ""
+    memory = text_of_figure(step, "peak_bytes") + host + (", does not fit" if step.runs is False else "")
+    return f"  {one.name}: {text_of_figure(step, 'step_seconds')}, {exposed}, {memory}"
 
 
 def lines_of_rest(search: SearchReport) -> Iterator[str]:

@@ -29,6 +29,7 @@ from ...core.format import (
 from ...core.known import Unknown, text_of
 from ...estimate.estimate import StepEstimate
 from ...estimate.roofline import least_step_seconds, roofline_seconds
+from ...figures import text_of_figure
 from ...plan import Plan
 from ...schema import CollectiveReport, Event, Report, by_exposed, or_infinity
 from ...sharding.rules import ArrayPlan
@@ -144,32 +145,36 @@ def _search(report: Report) -> list[dict[str, Any]]:
     """Returns the compiled programs of a search, the shortest step first, with bars on one scale; empty if there was no
     search."""
     tried = report.search.tried if report.search else ()
-    longest = max((one.predicted_seconds or 0 for one in tried), default=0) or 1
+    longest = max((one.figures.step_seconds or 0 for one in tried), default=0) or 1
     rows = []
     for place, one in enumerate(tried):
-        width = 100 * (one.predicted_seconds or 0) / longest
-        exposed = width * (one.exposed_fraction or 0)
+        width = 100 * (one.figures.step_seconds or 0) / longest
+        exposed = width * (one.figures.exposed_fraction or 0)
         is_chosen = report.search is not None and place == report.search.chosen
         rows.append({"tried": one, "name": one.name, "is_chosen": is_chosen, "compute_width": width - exposed,
                      "exposed_width": exposed})  # fmt: skip
-    return sorted(rows, key=lambda row: (not row["is_chosen"], row["tried"].predicted_seconds or math.inf))
+    return sorted(rows, key=lambda row: (not row["is_chosen"], row["tried"].figures.step_seconds or math.inf))
 
 
 def _alternatives(report: Report) -> list[dict[str, Any]]:
     """Returns the declared step and others, with bars on one scale for steps and one for memory."""
-    longest = max((one.seconds for one in report.alternatives), default=0) or 1
-    limit = report.memory.limit_bytes_per_chip or 0
-    most = max((limit, *(one.peak_bytes_per_chip for one in report.alternatives))) or 1
+    shown = [
+        (one, one.figures.step_seconds or 0.0, one.figures.exposed_seconds or 0.0, one.figures.peak_bytes or 0)
+        for one in report.alternatives
+    ]
+    longest = max((seconds for _, seconds, _, _ in shown), default=0) or 1
+    limit = report.compiled.limit_bytes or 0
+    most = max((limit, *(count for *_, count in shown))) or 1
     return [
         {
             "one": one,
             "name": shlex.join(one.overrides) or "as declared",
-            "compute_width": 100 * max(0.0, one.seconds - one.exposed_seconds) / longest,
-            "exposed_width": 100 * min(one.seconds, one.exposed_seconds) / longest,
-            "memory_width": 100 * one.peak_bytes_per_chip / most,
+            "compute_width": 100 * max(0.0, seconds - exposed) / longest,
+            "exposed_width": 100 * min(seconds, exposed) / longest,
+            "memory_width": 100 * count / most,
             "limit_place": 100 * limit / most if limit else None,
         }
-        for one in report.alternatives
+        for one, seconds, exposed, count in shown
     ]
 
 
@@ -301,15 +306,15 @@ def page_in_frame(page: str, title: str) -> str:
 
 
 def _facts(plan: Plan, estimate: StepEstimate) -> list[tuple[str, str]]:
-    spec, memory = plan.spec, estimate.memory
+    spec, figures = plan.spec, estimate.figures
     roofline, least = roofline_seconds(estimate.roofline), least_step_seconds(plan)
-    verdict = {True: "fits", False: "does not fit", None: "limit unknown"}[memory.fits]
-    limit = f", {verdict} in {human_bytes(memory.limit_bytes)}" if memory.limit_bytes else f", {verdict}"
+    limit = "limit unknown" if isinstance(figures.fits, Unknown) else "fits" if figures.fits else "does not fit"
+    limit += f" in {human_bytes(figures.limit_bytes)}" if figures.limit_bytes else ""
     return [
         ("mesh", f"{plan.mesh}, {counted(plan.target.num_devices, 'device')} of target {plan.target.name}"),
         ("model", f"{human_parameters(plan.num_parameters)} parameters"),
         ("step", f"{counted(spec.tokens_per_step, 'token')}, {_flops(plan)}"),
-        ("memory, estimated", f"{human_bytes(memory.peak_bytes)} per device{limit}"),
+        ("memory, estimated", f"{text_of_figure(figures, 'peak_bytes')} per chip, {limit}"),
         ("roofline of this program", text_of(roofline, human_seconds)),
         ("no program takes less than", text_of(least, lambda seconds: f"{human_seconds(seconds)} a step")),
     ]

@@ -16,7 +16,8 @@ from ...core.format import (
     human_slowdown,
 )
 from ...core.known import Unknown, known, text_of
-from ...schema import MemoryReport, ProgramReport, Report, by_exposed
+from ...figures import text_of_figure
+from ...schema import ProgramReport, Report, by_exposed
 from .facts import (
     EXPECTED_STEP,
     PER_CHIP,
@@ -74,7 +75,8 @@ def _size(program: ProgramReport) -> str:
 
 
 def _verdict(report: Report) -> Line:
-    facts = [_fact(fact, known(report.step.predicted_range_seconds)) for fact in verdict(report)]
+    between = known(report.compiled.range_of(report.compiled.step_seconds))
+    facts = [_fact(fact, between) for fact in verdict(report)]
     return [part for index, fact in enumerate(facts) for part in ((" · ", *fact) if index else fact)]
 
 
@@ -105,12 +107,12 @@ def _memory(report: Report) -> Iterable[Line]:
     parts = [(name.replace("_", " "), count) for name, count in counts]
     if parts:
         parts = _largest(parts)
-        limit = memory.limit_bytes_per_chip or 0
+        limit = report.compiled.limit_bytes or 0
         whole = max(sum(count for _, count in parts), limit)
         mark = limit / whole if limit < whole and limit else None
         bar = _bar([count / whole for _, count in parts], MEMORY_STYLES, mark)
         yield []
-        yield [("memory", "bold"), "   ", *bar, _limit(memory)]
+        yield [("memory", "bold"), "   ", *bar, f" of {human_bytes(limit)}" if limit else " of an unknown limit"]
         yield _legend([(n, human_bytes(c), s) for (n, c), s in zip(parts, MEMORY_STYLES, strict=False)])
     for change in memory.changes[:NUM_CHANGES]:
         enough: Part = ("fits", "green") if change.fits else "not enough"
@@ -126,13 +128,8 @@ def _largest(parts: list[tuple[str, int]]) -> list[tuple[str, int]]:
     return parts[:3] + ([("other", rest)] if rest else [])
 
 
-def _limit(memory: MemoryReport) -> str:
-    limit = memory.limit_bytes_per_chip
-    return f" of {human_bytes(limit)}" if limit else " of an unknown limit"
-
-
 def _step(report: Report) -> Iterable[Line]:
-    step = report.step
+    step = report.compiled
     parts = compute_by_kind(report)
     if not isinstance(step.exposed_seconds, Unknown):
         parts.append(("exposed", step.exposed_seconds))
@@ -144,11 +141,11 @@ def _step(report: Report) -> Iterable[Line]:
     styles = [COMPUTE_STYLES[name] for name, _ in parts]
     bar = _bar([seconds / whole for _, seconds in parts], styles)
     legend = _legend([(name, human_seconds(s), style) for (name, s), style in zip(parts, styles, strict=True)])
-    at_least = "at least " if isinstance(step.predicted_seconds, Unknown) else ""
+    at_least = "at least " if isinstance(step.step_seconds, Unknown) else ""
     yield [("step", "bold"), "     ", *bar, f" {at_least}{human_seconds(step.least_seconds or whole)}"]
     yield ["         ", *legend]
-    if (between := step.predicted_range_seconds) and step.predicted_range_basis:
-        yield [("range", "bold"), f"    {human_range(between)}: {step.predicted_range_basis}"]
+    if (between := step.range_of(step.step_seconds)) and step.range_basis:
+        yield [("range", "bold"), f"    {human_range(between)}: {step.range_basis}"]
 
 
 def _search(report: Report) -> Iterable[Line]:
@@ -158,10 +155,10 @@ def _search(report: Report) -> Iterable[Line]:
         return
     declared, chosen = search.tried[0], search.tried[search.chosen]
     name, num_tried, gain = chosen.name, len(search.tried), ""
-    if search.chosen and declared.predicted_seconds and chosen.predicted_seconds:
-        saved = 1 - chosen.predicted_seconds / declared.predicted_seconds
+    if search.chosen and declared.figures.step_seconds and chosen.figures.step_seconds:
+        saved = 1 - chosen.figures.step_seconds / declared.figures.step_seconds
         gain = f", {human_share(saved)} shorter than {declared.name}"
-    judged = f"best of {num_tried}" if chosen.predicted_seconds else f"none of {num_tried} can be judged"
+    judged = f"best of {num_tried}" if chosen.figures.step_seconds else f"none of {num_tried} can be judged"
     yield [("search", "bold"), f"   {judged} compiled: {name}{gain}"]
     for line in lines_of_rest(search):
         yield [("         " + line, "dim")]
@@ -172,13 +169,15 @@ def _faster(report: Report) -> Iterable[Line]:
     percent."""
     own, others = report.alternatives[:1], report.alternatives[1:]
     usual = at_usual_imbalance(report)  # it may drop tokens, and is in the verdict
-    fitting = [one for one in others if one.fits and one is not usual]
-    if not own or not fitting:
+    steps = [(one.figures.step_seconds, one) for one in others if one.figures.fits and one is not usual]
+    timed = [(seconds, one) for seconds, one in steps if not isinstance(seconds, Unknown)]
+    if not own or not timed:
         return
-    best = min(fitting, key=lambda one: one.seconds)
-    saved = 1 - best.seconds / own[0].seconds if own[0].seconds else 0.0
+    seconds, best = min(timed, key=lambda each: each[0])
+    declared = own[0].figures.step_seconds
+    saved = 1 - seconds / declared if declared else 0.0
     if saved > LEAST_SAVED:
-        gain = f"{human_share(saved)} shorter, {human_bytes(best.peak_bytes_per_chip)}, both estimated"
+        gain = f"{human_share(saved)} shorter, {text_of_figure(best.figures, 'peak_bytes')}, both estimated"
         yield [("faster", "bold"), f"   {shlex.join(best.overrides)}: {gain}"]
 
 
@@ -241,16 +240,18 @@ def _split(hidden: float | Unknown, exposed: float | Unknown) -> str:
 
 def _roofline(report: Report) -> Iterable[Line]:
     parts = [part for part in report.roofline if part.bound]
-    if not parts or isinstance(report.step.roofline_seconds, Unknown):
+    step = report.compiled
+    if not parts or isinstance(step.roofline_seconds, Unknown):
         return
-    share = report.step.roofline_seconds / report.step.predicted_seconds if report.step.predicted_seconds else None
+    share = step.roofline_seconds / step.step_seconds if step.step_seconds else None
     of_step = f", {human_share(share)} of the step" if share else ""
     bounds: dict[str, list[str]] = {}
     for part in parts:
         bounds.setdefault(str(part.bound), []).append(part.name)
-    least = report.step.bound_seconds
-    bound = text_of(least, lambda least: f"; no program of this declaration takes less than {human_seconds(least)}", "")
-    yield [("roofline", "bold"), f" {human_seconds(report.step.roofline_seconds)}{of_step}{bound}"]
+    bound = text_of(
+        step.bound_seconds, lambda least: f"; no program of this declaration takes less than {human_seconds(least)}", ""
+    )
+    yield [("roofline", "bold"), f" {human_seconds(step.roofline_seconds)}{of_step}{bound}"]
     for bound, names in bounds.items():
         yield [f"  bound by {bound}: {', '.join(names)}"]
 

@@ -40,7 +40,7 @@ class Parallel {
   }
 
   figureAxes() {
-    const wanted = [data.objective, "step_seconds", "exposed_share", "peak_bytes", "mfu", "final_loss", "evaluation_loss"];
+    const wanted = [data.objective, "step_seconds", "exposed_fraction", "peak_bytes", "mfu", "final_loss", "evaluation_loss"];
     const names = [...new Set(wanted)].filter((name) => numberOf(name) >= 0);
     return names.filter((_, n) => n < 4).reverse().flatMap((name) => {
       const f = numberOf(name), range = extent(points.filter((point) => point.isDone).map((point) => point.figures[f]));

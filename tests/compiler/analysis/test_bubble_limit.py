@@ -12,7 +12,7 @@ STAGED = ("mesh.stage=2", "num_microbatches=4", "model.num_layers=4")
 
 def waiting(share: float | Unknown):
     seconds = each_known(share, lambda known: 10 * known)
-    return reports.fits()[0].step.model_copy(update={"bubble_fraction": share, "bubble_seconds": seconds})
+    return reports.fits()[0].compiled.model_copy(update={"bubble_fraction": share, "bubble_seconds": seconds})
 
 
 def bubble_finding(plan, step):

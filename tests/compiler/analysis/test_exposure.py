@@ -28,7 +28,7 @@ def collective(alone: float, exposed: float | Unknown, source: str = WEIGHT) -> 
 
 def step(compute: float, exposed: float | Unknown) -> StepReport:
     share = each_known(exposed, lambda seconds: seconds / (compute + seconds))
-    return reports.fits()[0].step.model_copy(
+    return reports.fits()[0].compiled.model_copy(
         update={"compute_seconds": compute, "exposed_seconds": exposed, "exposed_fraction": share}
     )
 

@@ -45,7 +45,7 @@ def test_each_collective_of_the_text_is_reported(name):
 def test_times_add_up(name):
     step, collectives = inspected(name).analysis.step, inspected(name).analysis.collectives
     assert step.num_unpriced == 0
-    assert step.predicted_seconds == pytest.approx((step.compute_seconds or 0) + (step.exposed_seconds or 0))
+    assert step.step_seconds == pytest.approx((step.compute_seconds or 0) + (step.exposed_seconds or 0))
     for each in collectives:
         assert (each.hidden_seconds or 0) + (each.exposed_seconds or 0) == pytest.approx(each.alone_seconds)
 
@@ -78,4 +78,4 @@ def test_without_metadata_less_is_said_and_nothing_else(name):
     assert {each.line for each in stripped.collectives} == {""}
     assert [each.alone_seconds for each in stripped.collectives] == [each.alone_seconds for each in whole.collectives]
     report = report_inspected(inspected(name, is_stripped=True))
-    assert report.memory.peak_bytes_per_chip == report_inspected(inspected(name)).memory.peak_bytes_per_chip
+    assert report.compiled.peak_bytes == report_inspected(inspected(name)).compiled.peak_bytes

@@ -106,13 +106,13 @@ def test_the_programs_own_mesh_names_its_groups():
 
 def test_what_only_a_declaration_says_is_null_with_that_reason():
     report = report_inspected(inspect_text(recorded_text("h100_fsdp"), devices("h100-8")))
-    assert report.step.predicted_seconds
-    assert report.step.predicted_mfu == report.program.tokens_per_step == Unknown(NOT_DECLARED)
+    assert report.compiled.step_seconds
+    assert report.compiled.mfu == report.program.tokens_per_step == Unknown(NOT_DECLARED)
     assert isinstance(report.build, Unknown)
     memory = report.memory
     parts = [count or 0 for name, count in memory.breakdown.items() if name not in ("code", "reserved")]
-    assert sum(parts) == memory.peak_bytes_per_chip
-    assert memory.fits is True
+    assert sum(parts) == report.compiled.peak_bytes
+    assert report.compiled.fits is True
 
 
 @pytest.mark.parametrize(

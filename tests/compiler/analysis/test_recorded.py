@@ -90,20 +90,20 @@ def test_more_bandwidth_is_never_slower(name):
         overrides = (*overrides, f"{key}={value}")
         faster = read_spec(Request(overrides), then=plan_run)
         after = analyse_schedule(module, faster, planned)
-        assert seconds(after.step.predicted_seconds) <= seconds(before.step.predicted_seconds), key
+        assert seconds(after.step.step_seconds) <= seconds(before.step.step_seconds), key
         assert len(after.collectives) == len(before.collectives)
         before = after
-    assert seconds(before.step.predicted_seconds) < seconds(recorded(name)[2].step.predicted_seconds)
+    assert seconds(before.step.step_seconds) < seconds(recorded(name)[2].step.step_seconds)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_what_was_found_adds_up(name):
     plan, _, analysis = recorded(name)
     step, found = analysis.step, analysis.collectives
-    assert isinstance(analysis.step.predicted_seconds, float)
+    assert isinstance(analysis.step.step_seconds, float)
     assert step.num_unpriced == 0
     assert {each.confidence for each in found} == {"high"}
-    assert seconds(step.predicted_seconds) == pytest.approx(seconds(step.compute_seconds, step.exposed_seconds))
+    assert seconds(step.step_seconds) == pytest.approx(seconds(step.compute_seconds, step.exposed_seconds))
     assert step.exposed_seconds == pytest.approx(seconds(*(each.exposed_seconds for each in found)))
     for each in found:
         assert seconds(each.hidden_seconds, each.exposed_seconds) == pytest.approx(each.alone_seconds)
@@ -168,14 +168,15 @@ def test_the_timeline_has_the_memory_that_is_in_use():
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_program_by_itself_takes_the_same_times(name):
-    """Without its plan it keeps everything but the names of parameters and the MFU; without metadata, too."""
+    """Without its plan it keeps everything but the names of parameters and the rates; without metadata, too."""
     plan, _, analysis = recorded(name)
     devices, text = ProgramDevices(plan.mesh.placement), recorded_text(name)
     alone = inspect_text(text, devices)
     assert [replace(each, origin=TrafficSource(), line="") for each in alone.analysis.collectives] == [
         replace(each, origin=TrafficSource(), line="") for each in analysis.collectives
     ]
-    assert alone.analysis.step == analysis.step.model_copy(update={"predicted_mfu": Unknown(NOT_DECLARED)})
+    undeclared = dict.fromkeys(("mfu", "tokens_per_second_per_chip"), Unknown(NOT_DECLARED))
+    assert alone.analysis.step == analysis.step.model_copy(update=undeclared)
     unnamed = {"name": "", "arguments": {}}
     assert [each.model_copy(update=unnamed) for each in alone.analysis.events] == [
         each.model_copy(update=unnamed) for each in analysis.events
@@ -183,7 +184,7 @@ def test_a_program_by_itself_takes_the_same_times(name):
     assert alone.peak == read_peak(parse_module(text))
     stripped = inspect_text(re.sub(r", metadata=\{[^}]*\}", "", text), devices)
     assert {each.line for each in stripped.analysis.collectives} == {""}
-    assert stripped.analysis.step.predicted_seconds == analysis.step.predicted_seconds
+    assert stripped.analysis.step.step_seconds == analysis.step.step_seconds
 
 
 def seconds(*known: float | Unknown) -> float:

@@ -108,10 +108,10 @@ def test_times_are_those_of_the_chip_and_its_links():
     assert found.hidden_seconds == pytest.approx(1e-5)
     assert found.hidden_behind == ("b",)
     assert analysis.step.compute_seconds == pytest.approx(1.01e-3)
-    assert analysis.step.predicted_seconds == pytest.approx(1.01e-3 + alone - 1e-5)
+    assert analysis.step.step_seconds == pytest.approx(1.01e-3 + alone - 1e-5)
     assert analysis.step.exposed_fraction == pytest.approx((alone - 1e-5) / (1e-3 + alone))
-    mfu = (plan.model_flops_per_step or 0) / (analysis.step.predicted_seconds or 0) / (4 * 197e12)
-    assert analysis.step.predicted_mfu == pytest.approx(mfu)
+    mfu = (plan.model_flops_per_step or 0) / (analysis.step.step_seconds or 0) / (4 * 197e12)
+    assert analysis.step.mfu == pytest.approx(mfu)
     assert {event.track for event in analysis.events} == {"compute", "ICI x", "ICI y"}
 
 
@@ -120,8 +120,8 @@ def test_mfu_of_a_model_with_unknown_flops_is_unknown():
     plan = replace(plan_of(*V5E), model_flops=ModelFlops(None, (unknown,)))
     text = module(compute("a", 1_500_000), "  ROOT %b = bf16[8]{0} parameter(1)")
     analysis = analyse_schedule(parse_module(text), plan, estimate_step(plan).communication)
-    assert analysis.step.predicted_seconds
-    assert analysis.step.predicted_mfu == Unknown(str(unknown))
+    assert analysis.step.step_seconds
+    assert analysis.step.mfu == Unknown(str(unknown))
 
 
 def test_loops_are_said_and_add_up():
@@ -129,7 +129,7 @@ def test_loops_are_said_and_add_up():
     analysis, _ = analysed(module(run, before=computations), *V5E)
     (found,) = analysis.collectives
     assert (found.count, found.where, found.bytes) == (32, "in a loop of 32 iterations", 32 * 64)
-    assert analysis.step.predicted_seconds == pytest.approx(
+    assert analysis.step.step_seconds == pytest.approx(
         (analysis.step.compute_seconds or 0) + (analysis.step.exposed_seconds or 0)
     )
 
@@ -169,12 +169,12 @@ def test_a_step_with_a_collective_of_unknown_time_is_a_lower_bound_alone():
     analysis, _ = analysed(module(*lines).replace(GROUPS, ""), *V5E)
     step = analysis.step
     assert step.least_seconds == pytest.approx(1e-3)
-    whole = (step.predicted_seconds, step.predicted_range_seconds, step.predicted_mfu, step.exposed_seconds)
+    whole = (step.step_seconds, step.range_factor, step.mfu, step.exposed_seconds)
     (why,) = {*whole, step.exposed_fraction}
     assert "the time of g is not known" in why.why
     assert "does not name its group" in why.why
     priced, _ = analysed(module(compute("a", 1_500_000), f"  ROOT %g = {GATHER}"), *V5E)
-    assert priced.step.least_seconds == priced.step.predicted_seconds
+    assert priced.step.least_seconds == priced.step.step_seconds
 
 
 @pytest.mark.parametrize("what", ["kernel", "loop"])
@@ -193,7 +193,7 @@ def test_a_step_with_a_kernel_or_a_loop_of_unknown_time_is_a_lower_bound_that_na
         )
     step = analysed(module(after, before=before), *V5E)[0].step
     assert (step.least_seconds, step.exposed_seconds) == (pytest.approx(1e-3), 0)
-    assert named in why_unknown(step.predicted_seconds)
+    assert named in why_unknown(step.step_seconds)
     assert step.counted_once == (("loop",) if what == "loop" else ())
 
 
@@ -219,7 +219,7 @@ def test_every_gather_and_reduction_of_a_weight_is_named_by_its_path(sharding):
     moved = {each.source for each in analysis.collectives if each.mesh_axes == ("tensor",) and each.bytes > whole}
     named = re.compile(r"embed|head_input|(sum of )?(queries|keys|values|logits|(attention|mlp)_\w+), ")
     assert all(named.match(source) for source in moved), moved
-    assert "simulated devices" in why_unknown(analysis.step.predicted_seconds)
+    assert "simulated devices" in why_unknown(analysis.step.step_seconds)
 
 
 def test_a_power_limit_slows_arithmetic_and_not_the_memory():

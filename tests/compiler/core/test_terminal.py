@@ -89,7 +89,7 @@ def _nasty(value: Any) -> Any:
 
 def _report(console: Console) -> None:
     report = _nasty(reports.does_not_fit()[0])
-    show_report(report.model_copy(update={"step": nothing_timed(NASTY)}), console, files=(Path(NASTY),))
+    show_report(report.model_copy(update={"compiled": nothing_timed(NASTY)}), console, files=(Path(NASTY),))
 
 
 def _diff(console: Console) -> None:

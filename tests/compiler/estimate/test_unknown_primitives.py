@@ -217,7 +217,7 @@ def test_the_report_of_a_step_that_cannot_be_counted_says_why(plan_with):
     report = report_of(CompiledStep(plan, estimate_step(plan), lowered, built, unread, unread))
     reasons = dict(unknown_values(report))
     layers = next(n for n, part in enumerate(report.roofline) if part.name == "layers (x3)")
-    for path in ("program.model_flops_per_step", "step.roofline_seconds", f"roofline[{layers}].flops"):
+    for path in ("program.model_flops_per_step", "compiled.roofline_seconds", f"roofline[{layers}].flops"):
         assert reasons[path].startswith("while at their_mix.py:11, in layers")
 
 

@@ -178,7 +178,7 @@ def test_the_presets_fit(experiment, length, strategy, kernel):
     assert plan.spec.sequence_length == length
     assert plan.operation("context").chosen.name == strategy
     assert plan.operation("attention").chosen.name == kernel
-    assert estimate_step(plan).memory.fits
+    assert estimate_step(plan).figures.fits
 
 
 # The order of the compiled steps of docs/context.md at 32k tokens, where all three have one backward kernel. On v6e the

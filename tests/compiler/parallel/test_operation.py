@@ -16,6 +16,7 @@ from meshloom.compiler.analysis.schedule_analysis import source_of
 from meshloom.compiler.core.collectives import ComputeKind
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.kernels import KernelCall, KernelCost
+from meshloom.compiler.core.known import why_unknown
 from meshloom.compiler.core.scopes import OperationName
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
@@ -153,7 +154,7 @@ def test_an_operation_from_outside_prices_its_own_kernel_in_the_traced_step(monk
     assert estimate.unknown == ()
     assert (layers.flops or 0) - (plain.flops or 0) == FLOPS_EACH * tokens * width * plan.model.stacks[0].num_layers
     others = replace(plan, ops=OPERATIONS)
-    assert "pallas_call" in (estimate_step(others).why_uncounted or "")
+    assert "pallas_call" in why_unknown(estimate_step(others).figures.step_seconds)
 
 
 @pytest.mark.parametrize("target", ["tpu_custom_call", "doubling_kernel_ffi"])

@@ -109,10 +109,10 @@ def test_the_way_back_mirrors_the_way_there():
 
 def test_the_least_that_a_step_takes_is_compared_where_the_step_is_not_whole():
     whole = reports.fits()[0]
-    longer = whole.step.model_copy(update={"predicted_seconds": 9.0, "least_seconds": 9.0})
-    part = whole.step.model_copy(update={"predicted_seconds": Unknown("no price"), "least_seconds": 2.0})
-    for step, names in ((longer, ["predicted_seconds"]), (part, ["least_seconds", "predicted_seconds"])):
-        found = diff_runs(run_of(whole), run_of(whole.model_copy(update={"step": step})))
+    longer = whole.compiled.model_copy(update={"step_seconds": 9.0, "least_seconds": 9.0})
+    part = whole.compiled.model_copy(update={"step_seconds": Unknown("no price"), "least_seconds": 2.0})
+    for step, names in ((longer, ["step_seconds"]), (part, ["least_seconds", "step_seconds"])):
+        found = diff_runs(run_of(whole), run_of(whole.model_copy(update={"compiled": step})))
         assert sorted(change.where for change in found.step) == names
 
 
@@ -272,10 +272,10 @@ def test_the_command_tells_each_kind_of_change(runs, capsys, monkeypatch):
 def test_better_is_green_and_worse_is_red():
     a, b = (Run(name, {}, {"arrays": {}}, reports.fits()[0]) for name in "ab")
     assert b.report
-    worse = b.report.step.model_copy(update={"predicted_seconds": 9.9, "predicted_mfu": 0.9})
+    worse = b.report.compiled.model_copy(update={"step_seconds": 9.9, "mfu": 0.9})
     out = io.StringIO()
     show_diff(
-        diff_runs(a, replace(b, report=b.report.model_copy(update={"step": worse}))), Console(out, is_terminal=True)
+        diff_runs(a, replace(b, report=b.report.model_copy(update={"compiled": worse}))), Console(out, is_terminal=True)
     )
     assert re.search(r"step, predicted\x1b\[0m +\x1b\[31m", out.getvalue())
     assert re.search(r"MFU, predicted\x1b\[0m +\x1b\[32m", out.getvalue())
@@ -302,9 +302,9 @@ def _edited(text: str, **values: Any) -> str:
 DAMAGE = {
     ("report.json", "cut off"): (lambda t: t[:500], "report.json: is damaged: it is not valid JSON, line"),
     ("report.json", "empty"): (lambda t: "", "report.json: is damaged: it is not valid JSON, line 1"),
-    ("report.json", "another version"): (lambda t: _edited(t, schema_version=15), "schema_version is 15, and this version of meshloom reads 16"),  # noqa: E501
+    ("report.json", "another version"): (lambda t: _edited(t, schema_version=16), "schema_version is 16, and this version of meshloom reads 17"),  # noqa: E501
     ("report.json", "no version"): (lambda t: "[]", "is damaged: it has no schema_version"),
-    ("report.json", "a key less"): (lambda t: _edited(t, step={}), "is damaged: step.compute_seconds: field required, and"),  # noqa: E501
+    ("report.json", "a key less"): (lambda t: _edited(t, compiled={}), "is damaged: compiled.step_seconds: field required, and"),  # noqa: E501
     ("plan.json", "cut off"): (lambda t: t[:500], "plan.json: is damaged: it is not valid JSON, line"),
     ("plan.json", "another version"): (lambda t: _edited(t, schema_version=99), "schema_version is 99"),
     ("spec.yaml", "no YAML"): (lambda t: "model: [", "spec.yaml: is damaged: it is not valid YAML, line"),

@@ -399,7 +399,7 @@ def test_text_of_a_config_does_nothing_in_the_page(browser, tmp_path):
         update={
             "program": report.program.model_copy(update={"model": evil}),
             "overrides": (evil,),
-            "step": report.step.model_copy(update={"predicted_mfu": Unknown(evil)}),
+            "compiled": report.compiled.model_copy(update={"mfu": Unknown(evil)}),
             "collectives": tuple(
                 replace(c, origin=TrafficSource(activation=evil), name=evil) for c in report.collectives
             ),

@@ -25,7 +25,7 @@ from meshloom.compiler.report.views.facts import sums, unknown_values, verdict, 
 from meshloom.compiler.report.views.page import TOO_SMALL, compact_timeline, render_page
 from meshloom.compiler.report.views.summary import show_summary
 from meshloom.compiler.report.views.timeline import by_stage, chrome_trace
-from meshloom.compiler.schema import Event, Report, by_exposed
+from meshloom.compiler.schema import Alternative, Event, Report, by_exposed
 from meshloom.runtime.rundir.run_dir import write_report
 from support import reports
 
@@ -92,11 +92,13 @@ def test_collectives_of_one_source_and_reason_are_one_line():
 def test_a_faster_declaration_that_fits_has_a_line():
     """remat=none is shorter still, and does not fit; what is a percent shorter is no news."""
     report = reports.fits()[0]
-    own, faster, too_large = report.alternatives
-    assert [one.fits for one in report.alternatives] == [True, True, False]
-    assert too_large.seconds < faster.seconds == pytest.approx(0.9 * own.seconds)
+    own, faster, _ = report.alternatives
+    seconds = [one.figures.step_seconds or 0.0 for one in report.alternatives]
+    assert [one.figures.fits for one in report.alternatives] == [True, True, False]
+    assert seconds[2] < seconds[1] == pytest.approx(0.9 * seconds[0])
     assert "\nfaster   remat=save_dots: 10.0 % shorter, 11.2 GiB, both estimated\n" in _summary(report)
-    close = faster.model_copy(update={"seconds": 0.99 * own.seconds})
+    figures = faster.figures.model_copy(update={"step_seconds": 0.99 * seconds[0]})
+    close = faster.model_copy(update={"figures": figures})
     for others in ((own, close), (own,), ()):
         assert "faster" not in _summary(report.model_copy(update={"alternatives": others}))
 
@@ -104,13 +106,16 @@ def test_a_faster_declaration_that_fits_has_a_line():
 def test_experts_with_room_for_any_imbalance_lead_with_the_expected_step():
     report, events = reports.fits()
     own = report.alternatives[0]
-    usual = own.model_copy(update={"overrides": ("moe.max_imbalance=1.25",), "seconds": own.seconds / 2})
+    half = (own.figures.step_seconds or 0.0) / 2
+    usual = Alternative(
+        overrides=("moe.max_imbalance=1.25",), figures=own.figures.model_copy(update={"step_seconds": half})
+    )
     with_experts = report.model_copy(update={"alternatives": (*report.alternatives, usual)})
     names = [fact.name for fact in verdict(with_experts)]
     assert names[1:3] == ["expected step", "step as compiled"]
     assert names[3:] == [fact.name for fact in verdict(report)][2:]
     first = _summary(with_experts, width=1000).splitlines()[0]
-    expected, compiled = human_seconds(usual.seconds), human_seconds(report.step.predicted_seconds or 0.0)
+    expected, compiled = human_seconds(half), human_seconds(report.compiled.step_seconds or 0.0)
     assert f"expected step {expected} (estimated, moe.max_imbalance=1.25) · as compiled, for any" in first
     assert f"imbalance of experts: step {compiled} (" in first
     assert "max_imbalance" not in "".join(_summary(with_experts, width=1000).splitlines()[1:]), "it may drop tokens"
@@ -125,10 +130,10 @@ def test_a_file_has_lines_of_full_width():
 
 def test_the_verdict_comes_first():
     first = {case: _summary(make()[0]).splitlines()[0] for case, make in reports.CASES.items()}
-    step = reports.fits()[0].step.predicted_seconds
+    step = reports.fits()[0].compiled.step_seconds
     assert step
     assert round(512 * 4096 / step / 256) == 2779, "512 sequences of 4,096 tokens on 256 chips"
-    of_step = "step 2.95 s (2.65 to 3.24 s) · 2,779 tokens/s per chip · MFU 61.3 % · exposed 3.5 %"
+    of_step = "step 2.95 s (2.68 to 3.24 s) · 2,779 tokens/s per chip · MFU 61.3 % · exposed 3.5 %"
     assert first["fits"] == f"fits: 7.2 GiB of 15.8 GiB · {of_step}"
     assert first["does not fit"].startswith("does not fit: 41.0 GiB of 15.8 GiB · step 2.95 s")
     assert first["offloaded"] == (f"fits: 7.2 GiB of 15.8 GiB · host 20.0 GiB of 44.7 GiB · {of_step}")
@@ -139,13 +144,12 @@ def test_memory_of_the_host_is_compared_with_the_hosts_own():
     report = reports.offloaded()[0]
 
     def told(**update) -> str:
-        memory = report.memory.model_copy(update=update)
-        return _summary(report.model_copy(update={"memory": memory})).splitlines()[0]
+        return _summary(reports.with_figures(report, **update)).splitlines()[0]
 
-    assert " · host does not fit: 20.0 GiB of 9.3 GiB · " in told(host_limit_bytes_per_chip=10**10, host_fits=False)
-    unknown = dict.fromkeys(("host_limit_bytes_per_chip", "host_fits"), Unknown("not described"))
+    assert " · host does not fit: 20.0 GiB of 9.3 GiB · " in told(host_limit_bytes=10**10, host_fits=False)
+    unknown = dict.fromkeys(("host_limit_bytes", "host_fits"), Unknown("not described"))
     assert " · host memory 20.0 GiB, limit unknown · " in told(**unknown)
-    assert "host" not in told(**unknown, host_bytes_per_chip=0)
+    assert "host" not in told(**unknown, host_bytes=0)
 
 
 def test_a_summary_shows_names_as_they_are():
@@ -161,7 +165,7 @@ def test_a_summary_shows_names_as_they_are():
 def test_unknown_values_tell_why():
     report = reports.unknowns()[0]
     reasons = dict(unknown_values(report))
-    assert reasons["step.predicted_mfu"] == why_unknown(report.step.predicted_mfu)
+    assert reasons["compiled.mfu"] == why_unknown(report.compiled.mfu)
     assert reasons["collectives[*].alone_seconds"] == why_unknown(report.collectives[3].alone_seconds)
     assert reasons["memory.breakdown.reserved"] == "nothing is reserved on a host"
     assert "build.plugin" not in reasons
@@ -172,13 +176,13 @@ def test_unknown_values_tell_why():
 def test_a_step_that_is_not_whole_is_a_lower_bound_in_each_view():
     report, events = reports.fits()
     why = "the time of all-gather.7 is not known, and the step is longer by it: the program does not name its group"
-    names = ("predicted_seconds", "predicted_range_seconds", "predicted_mfu", "exposed_seconds", "exposed_fraction")
-    step = report.step.model_copy(update=dict.fromkeys(names, Unknown(why)) | {"least_seconds": 1.5})
-    report = report.model_copy(update={"step": step})
+    names = ("step_seconds", "range_factor", "mfu", "exposed_seconds", "exposed_fraction")
+    step = report.compiled.model_copy(update=dict.fromkeys(names, Unknown(why)) | {"least_seconds": 1.5})
+    report = report.model_copy(update={"compiled": step})
     report = Report.model_validate_json(report.model_dump_json())
     text = _summary(report)
     assert "step at least 1.50 s" in text.splitlines()[0]
-    once = report.model_copy(update={"step": step.model_copy(update={"counted_once": ("while.3",)})})
+    once = report.model_copy(update={"compiled": step.model_copy(update={"counted_once": ("while.3",)})})
     assert "step at least 1.50 s per iteration of while.3" in _summary(once).splitlines()[0]
     assert text.count("at least 1.50 s") == 2  # the verdict and the bar
     assert why in text
@@ -190,9 +194,9 @@ def test_a_step_that_is_not_whole_is_a_lower_bound_in_each_view():
 def test_a_pipelines_bubble_is_shown_beside_what_is_exposed():
     report, events = reports.fits()
     assert "bubble" not in _summary(report)
-    whole = report.step.predicted_seconds or 0.0
-    found = {"predicted_seconds": 1.25 * whole, "bubble_seconds": 0.25 * whole, "bubble_fraction": 0.2}
-    report = report.model_copy(update={"step": report.step.model_copy(update=found)})
+    whole = report.compiled.step_seconds or 0.0
+    found = {"step_seconds": 1.25 * whole, "bubble_seconds": 0.25 * whole, "bubble_fraction": 0.2}
+    report = report.model_copy(update={"compiled": report.compiled.model_copy(update=found)})
     assert "bubble 20" in _summary(report)
     assert "waits for other stages" in render_page(report, events)
 
@@ -205,7 +209,7 @@ def test_what_has_unknown_flops_is_shown_as_unknown():
     figures = dict.fromkeys(("flops", "hbm_bytes", "flops_seconds", "hbm_seconds"), unknown) | {"bound": None}
     report = report.model_copy(update={
         "program": report.program.model_copy(update={"model_flops_per_step": unknown}),
-        "step": report.step.model_copy(update={"predicted_mfu": unknown, "roofline_seconds": unknown}),
+        "compiled": report.compiled.model_copy(update={"mfu": unknown, "roofline_seconds": unknown}),
         "roofline": (report.roofline[0].model_copy(update=figures), *report.roofline[1:]),
     })  # fmt: skip
     report = Report.model_validate_json(report.model_dump_json())
@@ -375,7 +379,7 @@ def test_a_plot_that_is_not_there_has_words_as_its_reason():
     report = reports.fits()[0]
     idle = tuple(part.model_copy(update={"flops": 0}) for part in report.roofline)
     page = render_page(report.model_copy(update={"roofline": idle}), ())
-    assert not isinstance(report.step.roofline_seconds, Unknown)
+    assert not isinstance(report.compiled.roofline_seconds, Unknown)
     assert f'No plot: <span class="unknown" tabindex="0" title="{TOO_SMALL}">' in page
 
 
@@ -415,12 +419,12 @@ def test_memory_bars_name_every_class():
 def test_the_memory_bar_is_the_whole_chip(case):
     """What is left lies between what is taken and what is reserved; there is none where the step does not fit."""
     report = reports.CASES[case]()[0]
-    bar, memory = memory_bar(report), report.memory
+    bar = memory_bar(report)
     by_name = {each.name: each for each in bar.segments}
     assert [each.name for each in bar.segments][-1] == "reserved"
-    assert ("left" in by_name) == (memory.fits is True)
+    assert ("left" in by_name) == (report.compiled.fits is True)
     limit = next(mark for mark in bar.marks if mark.name == "limit")
-    if memory.fits:
+    if report.compiled.fits:
         assert by_name["left"].start + by_name["left"].width == pytest.approx(limit.at)
         assert by_name["left"].value in verdict(report)[0].detail
         assert bar.segments[-1].start + bar.segments[-1].width == pytest.approx(100, abs=2)

@@ -25,9 +25,7 @@ def compiled_bytes(plan: Plan[RunSpec]) -> int:
 
 
 def seconds_of(plan: Plan[RunSpec]) -> float:
-    time = estimate_step(plan).time
-    assert time is not None
-    return time.seconds / plan.spec.tokens_per_step
+    return (estimate_step(plan).figures.step_seconds or 0.0) / plan.spec.tokens_per_step
 
 
 def test_the_cheapest_that_fits_comes_first():

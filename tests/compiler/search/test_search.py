@@ -19,12 +19,12 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.known import Unknown
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.estimate.estimate import estimate_declared, estimate_step
+from meshloom.compiler.figures import StepFigures
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.views.facts import unknown_values
 from meshloom.compiler.report.views.page import render_page
 from meshloom.compiler.report.views.summary import show_summary
-from meshloom.compiler.schema import Report
-from meshloom.compiler.search.evaluation import Evaluation
+from meshloom.compiler.schema import Report, TriedReport
 from meshloom.compiler.search.overlap import (
     FLAT,
     applied,
@@ -48,6 +48,7 @@ from meshloom.runtime.compile.step_compiler import StoredStep
 from support import reports
 from support.commands import meshloom
 from support.programs import plan_as_declared
+from support.reports import step_figures
 
 V5P = ("target=v5p-128", "model=llama3_8b", "sharding=fsdp", "global_batch_size=64", "sequence_length=2048")
 AHEAD = FLAT.model_copy(update={"unroll": 2, "prefetch": 1, "deferred_reduce_scatter": True})
@@ -59,15 +60,17 @@ def way(loop: LayerLoop, *flag_presets: str) -> OverlapConfig:
 
 def found(
     seconds: float | None, *, fits: bool | None = True, host_fits: bool | None = None, exposed: float | None = None
-) -> Evaluation:
-    waited = None if seconds is None or exposed is None else exposed * seconds
-    return Evaluation(seconds, None, waited, peak_bytes=None, host_bytes=None, fits=fits, host_fits=host_fits)
+) -> StepFigures:
+    given = {
+        "step_seconds": seconds, "fits": fits, "host_fits": host_fits,
+        "exposed_seconds": None if seconds is None or exposed is None else exposed * seconds,
+    }  # fmt: skip
+    return step_figures(**{name: value for name, value in given.items() if value is not None})
 
 
-def tried(
-    seconds: float | None, *presets: str, fits: bool | None = True, exposed: float | None = None
-) -> tuple[OverlapConfig, Evaluation]:
-    return way(FLAT, *presets), found(seconds, fits=fits, exposed=exposed)
+def tried(seconds: float | None, *presets: str, fits: bool | None = True, exposed: float | None = None) -> TriedReport:
+    figures = found(seconds, fits=fits, exposed=exposed)
+    return TriedReport(**dict(way(FLAT, *presets)), figures=figures, compile_seconds=1.0)
 
 
 def test_the_shortest_step_that_fits_is_taken():
@@ -304,7 +307,7 @@ class Unreadable:
         place, self.num_compiled = self.num_compiled, self.num_compiled + 1
         if place in self.errors:
             raise self.errors[place]
-        step = reports.fits()[0].step.model_copy(update={"predicted_seconds": 9.0 - place})
+        step = reports.fits()[0].compiled.model_copy(update={"step_seconds": 9.0 - place})
         analysis = ScheduleAnalysis((), {}, step, (), {})
         schedule = Unknown("line 7: no instruction") if place in self.places else analysis
         memory = ProgramMemory(*[0] * 7)
@@ -323,7 +326,8 @@ def test_what_cannot_be_read_is_not_judged(unread, chosen):
     compiler: Any = Unreadable(*unread)
     best, search = search_overlap(plan, compiler, ())
     assert search.chosen == chosen
-    assert [place for place, one in enumerate(search.tried) if one.why_not == "line 7: no instruction"] == [*unread]
+    steps = [one.figures.step_seconds for one in search.tried]
+    assert [place for place, step in enumerate(steps) if step == Unknown("line 7: no instruction")] == [*unread]
     assert best.step.plan.spec.overlap.layers == search.tried[chosen].layers
     assert isinstance(best.step.schedule, Unknown) == (chosen in unread)
     report = reports.fits()[0].model_copy(update={"search": search})
@@ -338,7 +342,8 @@ def test_what_the_compiler_fails_on_or_refuses_is_told_and_the_search_goes_on():
     refused = ConfigError([Problem("compiler_options", "requires another", "")])
     compiler: Any = Unreadable(errors={1: jax.errors.JaxRuntimeError("INTERNAL: no\nat x.cc"), 3: refused})
     best, search = search_overlap(plan, compiler, ())
-    assert [one.why_not for one in search.tried] == [None, "INTERNAL: no", None, "requires another"]
+    reasons = [getattr(one.figures.step_seconds, "why", None) for one in search.tried]
+    assert reasons == [None, "INTERNAL: no", None, "requires another"]
     assert search.chosen == 2
     assert best.step.plan.spec.overlap.layers == search.tried[2].layers
 
@@ -392,9 +397,9 @@ def test_a_search_compiles_judges_takes_the_best_and_is_not_done_twice(tmp_path)
     assert report.search is not None
     assert (report.search.cache, len(report.search.tried)) == ("miss", 3)
     assert report.search.num_untried > 0
-    seconds = [one.predicted_seconds for one in report.search.tried]
-    assert report.step.predicted_seconds == min(one for one in seconds if one is not None)
-    assert seconds[report.search.chosen] == report.step.predicted_seconds
+    seconds = [one.step_seconds for one in report.search.tried]
+    assert report.compiled.step_seconds == min(one for one in seconds if one is not None)
+    assert seconds[report.search.chosen] == report.compiled.step_seconds
     assert report.search.tried[0].layers == FLAT
     assert "<h2>What overlap.search compiled</h2>" in (tmp_path / "first" / "report.html").read_text()
 

@@ -5,8 +5,8 @@ import pytest
 from conftest import LINEAR_STACK, SMALL
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
-from meshloom.compiler.estimate.estimate import estimate_declared
-from meshloom.compiler.search.evaluation import Candidate, evaluate_allowed, evaluate_plan
+from meshloom.compiler.estimate.estimate import estimate_declared, estimate_step
+from meshloom.compiler.search.evaluation import Candidate, estimate_allowed
 from meshloom.compiler.search.overlap import applied, overlap_candidates
 from meshloom.compiler.tune.answer import estimate_spec
 from meshloom.compiler.tune.space import Variant, find_candidates
@@ -20,19 +20,19 @@ def replan(more: tuple[str, ...]):
 
 def test_a_candidate_of_a_space_is_what_its_overrides_declare():
     candidates, _ = find_candidates([Variant((("remat", "full"),), replan(("remat=full",)).spec)])
-    found = evaluate_allowed(candidates[-1], replan)
+    found = estimate_allowed(candidates[-1], replan)
     assert found is not None
-    assert found[1] == estimate_spec(candidates[-1].spec()).evaluation
+    assert found[1] == estimate_spec(candidates[-1].spec()).figures
 
 
 @pytest.mark.ci
 def test_a_candidate_of_overlap_search_is_what_its_overrides_declare():
     plan = replan(())
     for one in overlap_candidates(plan, estimate_declared(plan))[:3]:
-        found = evaluate_allowed(one, replan)
+        found = estimate_allowed(one, replan)
         assert found is not None
-        assert found[1] == evaluate_plan(plan_run(applied(one.way, plan.spec)))
+        assert found[1] == estimate_step(plan_run(applied(one.way, plan.spec))).figures
 
 
-def test_a_candidate_that_the_declaration_does_not_allow_has_no_evaluation():
-    assert evaluate_allowed(Candidate(("global_batch_size=33",)), replan) is None
+def test_a_candidate_that_the_declaration_does_not_allow_has_no_figures():
+    assert estimate_allowed(Candidate(("global_batch_size=33",)), replan) is None

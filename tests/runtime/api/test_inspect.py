@@ -37,7 +37,7 @@ def test_a_compiled_program_is_reported_with_its_own_axes_and_lines(compiled):
     assert (gradient.kind, gradient.mesh_axes, gradient.bytes) == ("all-reduce", ("batch",), 64 * 16 * 4)
     assert gradient.line.startswith("api/test_inspect.py:")
     assert (
-        found.report.memory.peak_bytes_per_chip
+        found.report.compiled.peak_bytes
         == compiled.memory_analysis().argument_size_in_bytes
         + (compiled.memory_analysis().temp_size_in_bytes)
         + compiled.memory_analysis().output_size_in_bytes
@@ -128,7 +128,7 @@ def test_a_program_for_another_chip_of_the_platform_is_an_error():
     mesh = Mesh(find_devices(spec, plan_target(spec, "bfloat16")), ("x",))
     argument = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("x")))
     compiled = jax.jit(jnp.tanh).lower(argument).compile()
-    assert meshloom.inspect(compiled, target="v5e-4").report.step.predicted_seconds
+    assert meshloom.inspect(compiled, target="v5e-4").report.compiled.step_seconds
     with pytest.raises(meshloom.ConfigError, match="was compiled for TPU v5 lite \\(tpu\\), and v6e-4 has TPU v6 lite"):
         meshloom.inspect(compiled, target="v6e-4")
 

@@ -65,8 +65,9 @@ def test_an_artifact_of_ours_has_the_figures_of_its_own_report(tmp_path):
         found = Report.model_validate_json(done.stdout)
         assert [each.mesh_axes for each in found.collectives] == [("tensor",)]
         assert found.collectives[0].alone_seconds == own.collectives[0].alone_seconds
-        assert found.step == own.step.model_copy(update={"predicted_mfu": Unknown(NOT_DECLARED)})
-        assert (found.memory.peak_bytes_per_chip, found.memory.fits) == (memory.peak_bytes, True)
+        assert found.compiled.compute_seconds_by_kind == own.step.compute_seconds_by_kind
+        assert (found.compiled.step_seconds, found.compiled.mfu) == (own.step.step_seconds, Unknown(NOT_DECLARED))
+        assert (found.compiled.peak_bytes, found.compiled.fits) == (memory.peak_bytes, True)
         assert found.target.placement == plan.mesh.placement.describe()
     done = run_in_process("inspect", str(tmp_path / "run"), "target=v5e-8")
     assert "says where its program runs" in done.stderr
@@ -121,7 +122,7 @@ def test_two_inspected_programs_are_compared(tmp_path, monkeypatch):
     assert same.stdout.splitlines()[-1] == "nothing changed"
     assert "a has no declaration: programs are compared alone" in same.stdout
     found = json.loads(run_in_process("diff", "a", "slower", "--json").stdout)
-    assert "predicted_seconds" in [change["where"] for change in found["step"]]
+    assert "step_seconds" in [change["where"] for change in found["step"]]
     assert not any(found[part] for part in ("config", "plan", "shardings", "memory", "build"))
 
 
@@ -136,5 +137,5 @@ def test_a_calibration_of_ones_own_applies(tmp_path):
     done = run_in_process(*line, "calibration=slow", "--config-dir", str(tmp_path / "mine"))
     assert done.returncode == 0, done.stderr
     slow = json.loads(done.stdout)
-    assert slow["step"]["compute_seconds"] == pytest.approx(3 * plain["step"]["compute_seconds"])
+    assert slow["compiled"]["compute_seconds"] == pytest.approx(3 * plain["compiled"]["compute_seconds"])
     assert "other 3" in slow["target"]["calibration"]

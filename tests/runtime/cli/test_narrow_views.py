@@ -22,6 +22,7 @@ from meshloom.runtime.tune.show import show_answer
 from meshloom.runtime.tune.variants import find_space
 from support.narrow import View, check_fits_80, shown_at, words_of
 from support.profiles import MODULE, STEPS, TPU_STEP, write_run
+from support.reports import step_figures
 from support.sweeps import figures, point, sweep_file
 from support.traces import tpu_trace
 
@@ -37,9 +38,10 @@ def _answer() -> Answer:
         "mesh: fsdp=3 does not divide the 8 devices of the target, whatever the others are", ("mesh.fsdp=3",), 7
     )
     best = tuple(
-        Estimated(candidate=one, seconds=8.96 + n, compute_seconds=8.0, exposed_seconds=0.96 + n,
-                  exposed={("fsdp",): 0.5 + n, ("fsdp", "tensor"): 0.46}, peak_bytes=2**33, host_bytes=0, fits=True,
-                  host_fits=None, work=WORK, cost=0.0123, overlap=one.variant.spec.overlap)
+        Estimated(candidate=one, figures=step_figures(
+                      WORK, step_seconds=8.96 + n, compute_seconds=8.0, exposed_seconds=0.96 + n,
+                      exposed_by_axes={"fsdp": 0.5 + n, "fsdp+tensor": 0.46}, bubble_seconds=0.0, peak_bytes=2**33,
+                  ), work=WORK, cost=0.0123, overlap=one.variant.spec.overlap)
         for n, one in enumerate(candidates[:6])
     )  # fmt: skip
     ones = np.ones(len(candidates))

@@ -18,7 +18,7 @@ def test_measured_and_predicted_times_are_shown_and_written(tmp_path):
     done = run_in_process("profile", str(run_dir))
     assert (done.returncode, done.stderr) == (0, "")
     rows = {line.split("  ")[0]: line.split() for line in done.stdout.splitlines() if line}
-    predicted = prediction().step.predicted_seconds or 0
+    predicted = prediction().step.step_seconds or 0
     assert rows["step"][1:3] == ["10.0", "ms"]
     assert rows["step"][-1] == f"{10e-3 / predicted:.2f}"
     assert rows["matmul"][1:] == ["6.30", "ms", "3.00", "ms", "2.10"]

@@ -109,11 +109,11 @@ def test_a_sweep_that_was_stopped_and_one_that_is_damaged_say_so(capsys):
     wrong = write_sweep(Path("multirun/wrong"), [])
     (wrong / "sweep.jsonl").write_text('{"index": 0, "status": null}\n')
     newer = write_sweep(Path("multirun/newer"), [])
-    declared = json.loads((newer / "sweep.json").read_text()) | {"schema_version": 2}
+    declared = json.loads((newer / "sweep.json").read_text()) | {"schema_version": 3}
     (newer / "sweep.json").write_text(json.dumps(declared))
     found = _by_directory(capsys, "multirun")
     assert found["wrong"]["why"].startswith("multirun/wrong/sweep.jsonl: is damaged: ")
-    assert found["newer"]["why"].startswith("multirun/newer/sweep.json: schema_version is 2")
+    assert found["newer"]["why"].startswith("multirun/newer/sweep.json: schema_version is 3")
     assert (found[sweep.name]["state"], found[sweep.name]["why"]) == (
         "stopped",
         "2 points left: the same command goes on",

@@ -29,7 +29,7 @@ from meshloom.compiler.core.user_imports import code_allowed_from
 from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.driver import compile_plan, report_of
 from meshloom.compiler.estimate.estimate import estimate_step
-from meshloom.compiler.schema import MemoryReport, Report
+from meshloom.compiler.schema import Report, StepReport
 from meshloom.compiler.step.train_step import build_train_step
 from meshloom.compiler.xla.aot import (
     Built,
@@ -202,9 +202,9 @@ def test_a_refused_program_still_has_a_report(lowered_step, needed):
     refused = Built(None, None, OutOfMemory(needed, 16 * GIB, "too large"), {}, {}, 1.0, ())
     plan = plan_of(*TINY)
     report = report_of(CompiledStep(plan, estimate_step(plan), lowered_step, refused, NO_PROGRAM, NO_PROGRAM))
-    assert known(report.memory.peak_bytes_per_chip) == needed
-    assert report.memory.fits is False
-    assert "does not fit" in why_unknown(report.step.predicted_seconds)
+    assert known(report.compiled.peak_bytes) == needed
+    assert report.compiled.fits is False
+    assert "does not fit" in why_unknown(report.compiled.step_seconds)
     assert "refused" in why_unknown(report.memory.breakdown["gradients"])
 
 
@@ -213,21 +213,20 @@ def test_arrays_in_the_hosts_memory_are_a_figure_of_their_own(lowered_step):
     temporaries on the device, or with its arrays on the host where those are more."""
     plan, arguments = plan_of(*TINY, "target=v6e-8"), GIB
 
-    def memory(device: int, host: int, *, is_read: bool = True) -> MemoryReport:
+    def memory(device: int, host: int, *, is_read: bool = True) -> StepReport:
         said = arguments + max(device - arguments, host)
         found = ProgramMemory(arguments, GIB, GIB, device - arguments, 0, host, said)
         peak = PeakMemory(device, {}, "", (), {}) if is_read else NO_PROGRAM
         built = Built(None, found, None, {}, {}, 1.0, ())
-        report = report_of(CompiledStep(plan, estimate_step(plan), lowered_step, built, NO_PROGRAM, peak))
-        return report.memory
+        return report_of(CompiledStep(plan, estimate_step(plan), lowered_step, built, NO_PROGRAM, peak)).compiled
 
     for device, host in ((16 * GIB, 4 * GIB), (16 * GIB, 36 * GIB)):
         both = memory(device, host)
-        assert (both.peak_bytes_per_chip, both.host_bytes_per_chip) == (device, host)
-        assert (both.fits, both.host_fits, both.host_limit_bytes_per_chip) == (True, True, 180 * 10**9)
+        assert (both.peak_bytes, both.host_bytes) == (device, host)
+        assert (both.fits, both.host_fits, both.host_limit_bytes) == (True, True, 180 * 10**9)
     too_much = memory(16 * GIB, 200 * GIB)
     assert (too_much.fits, too_much.host_fits) == (True, False)
-    assert memory(16 * GIB, 36 * GIB, is_read=False).peak_bytes_per_chip == NO_PROGRAM
+    assert memory(16 * GIB, 36 * GIB, is_read=False).peak_bytes == NO_PROGRAM
 
 
 def _report_with(built: Built) -> Report:
@@ -236,10 +235,11 @@ def _report_with(built: Built) -> Report:
 
 
 def test_memory_of_the_report_is_that_of_the_compiled_program(lowered, built):
-    memory = _report_with(built).memory
+    report = _report_with(built)
+    memory = report.memory
     stats = build(replace(lowered, by_name={"train": lowered["train"]}))["train"].memory_analysis()
     known = {name: count or 0 for name, count in memory.breakdown.items() if name not in ("reserved", "code")}
-    assert memory.peak_bytes_per_chip == sum(known.values())
+    assert report.compiled.peak_bytes == sum(known.values())
     arguments = stats.argument_size_in_bytes
     assert sum(known[n] for n in ("parameters", "master", "optimizer", "scalars", "batch")) == arguments
     temporaries = [
@@ -247,7 +247,7 @@ def test_memory_of_the_report_is_that_of_the_compiled_program(lowered, built):
     ]
     assert all(temporaries[1:]), "the cast of a weight is part of what gathers it"
     assert sum(temporaries) == stats.temp_size_in_bytes
-    assert isinstance(memory.fits, Unknown), "what a simulated device has is not known"
+    assert isinstance(report.compiled.fits, Unknown), "what a simulated device has is not known"
 
 
 def test_what_is_counted_wrong_is_not_told_apart(built):
@@ -313,9 +313,9 @@ def test_a_text_that_cannot_be_read_costs_no_artifact(artifact, tmp_path, capsys
     assert compile_step(job, run, request=Request(TINY), model=None, console=Console()).refusal == 0
     report = Report.model_validate_json((run / "report.json").read_text())
     assert report.collectives == ()
-    assert "cannot be read" in why_unknown(report.step.predicted_seconds)
+    assert "cannot be read" in why_unknown(report.compiled.step_seconds)
     assert isinstance(report.memory.breakdown["gradients"], int) == is_memory_known
-    assert report.memory.peak_bytes_per_chip, "what the compiler says of its memory is not in the text"
+    assert report.compiled.peak_bytes, "what the compiler says of its memory is not in the text"
     assert read_artifact(run).built == built
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert len(warnings) == 1
@@ -329,7 +329,7 @@ def test_a_schedule_that_cannot_be_read_delivers_no_demand(lowered_step, built):
     unread = Unknown("the program's text cannot be read: line 7")
     report = report_of(CompiledStep(plan, estimate_step(plan), lowered_step, built, unread, unread))
     assert TOO_EXPOSED in [finding.rule for finding in report.findings]
-    assert report.step.predicted_seconds == unread
+    assert report.compiled.step_seconds == unread
 
 
 def test_wrong_compiler_options_are_all_told_before_anything_is_written():
@@ -405,7 +405,7 @@ def test_the_program_by_itself_says_what_the_report_does(compiled, tmp_path):
     done = run_in_process("inspect", str(compiled / "run"), "--to", str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
     own, alone = (Report.model_validate_json((run / "report.json").read_text()) for run in (compiled / "run", tmp_path))
-    assert alone.memory.peak_bytes_per_chip == own.memory.peak_bytes_per_chip
+    assert alone.compiled.peak_bytes == own.compiled.peak_bytes
     assert alone.target == own.target
     assert [replace(c, origin=TrafficSource()) for c in alone.collectives] == [
         replace(c, origin=TrafficSource()) for c in own.collectives
@@ -641,7 +641,7 @@ def test_a_tpu_that_is_not_there_is_compiled_for_in_silence(tmp_path):
     done = meshloom("compile", *SMALL, *WIDE_HEADS, "target=v5e-4", "hydra.run.dir=run", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     report = Report.model_validate_json((tmp_path / "run/report.json").read_text())
-    assert (report.target.chip, report.target.num_chips, report.memory.fits) == ("v5e", 4, True)
+    assert (report.target.chip, report.target.num_chips, report.compiled.fits) == ("v5e", 4, True)
     assert report.build
     assert report.build.plugin is not None
     text = (tmp_path / "run/artifact/train.hlo.txt").read_text()
@@ -659,11 +659,11 @@ def test_what_does_not_fit_is_a_verdict_and_an_exit_code(tmp_path):
         assert (done.returncode, done.stderr) == (DOES_NOT_FIT, "")
         assert words in done.stdout
         report = Report.model_validate_json((tmp_path / "run/report.json").read_text())
-        memory = report.memory
-        assert memory.fits is False
-        assert memory.peak_bytes_per_chip
-        assert memory.limit_bytes_per_chip
-        assert memory.peak_bytes_per_chip > memory.limit_bytes_per_chip
+        step = report.compiled
+        assert step.fits is False
+        assert step.peak_bytes
+        assert step.limit_bytes
+        assert step.peak_bytes > step.limit_bytes
     assert not (tmp_path / "run/artifact").exists()
 
 
@@ -675,7 +675,7 @@ def test_a_gpu_that_is_not_there_is_compiled_for_in_silence(tmp_path):
     done = meshloom("compile", *SMALL, *WIDE_HEADS, precision, "target=h100-8", "hydra.run.dir=run", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     report = Report.model_validate_json((tmp_path / "run/report.json").read_text())
-    assert (report.target.chip, report.target.num_chips, report.memory.fits) == ("h100", 8, True)
+    assert (report.target.chip, report.target.num_chips, report.compiled.fits) == ("h100", 8, True)
     text = (tmp_path / "run/artifact/train.hlo.txt").read_text()
     assert "all-gather-start" in text
     assert "cudnn" in text, "the attention kernel of a GPU"

@@ -89,8 +89,8 @@ def test_what_is_no_sweep_is_told_with_what_to_do(tmp_path):
 def test_damage_and_another_version_of_sweep_json_are_told_apart(tmp_path):
     path = write_sweep(tmp_path / "sweep", ROWS) / "sweep.json"
     text = path.read_text()
-    path.write_text(text.replace('"schema_version": 1', '"schema_version": 99'))
-    assert "schema_version is 99, and this version of meshloom reads 1" in _told(path.parent)
+    path.write_text(text.replace('"schema_version": 2', '"schema_version": 99'))
+    assert "schema_version is 99, and this version of meshloom reads 2" in _told(path.parent)
     path.write_text(text[:-5])
     assert "is damaged: it is not valid JSON" in _told(path.parent)
     path.write_text(text.replace("step_seconds", "step_second"))

@@ -9,6 +9,7 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.known import Unknown
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.hydra_settings import search_path_override
+from meshloom.compiler.figures import no_figures
 from meshloom.compiler.tune.answer import Estimated
 from meshloom.compiler.tune.space import find_candidates
 from meshloom.compiler.work import StepWork
@@ -64,8 +65,8 @@ def test_the_winners_file_declares_the_winner(tmp_path):
     folder = tmp_path / "experiment"
     folder.mkdir()
     winner = Estimated(
-        candidate=one, seconds=1.0, compute_seconds=1.0, exposed_seconds=0.0, peak_bytes=1, host_bytes=0, fits=True,
-        host_fits=None, work=StepWork(1, 1, 1, Unknown("no peak")), cost=None, overlap=one.spec().overlap,
+        candidate=one, figures=no_figures("not estimated"), work=StepWork(1, 1, 1, Unknown("no peak")), cost=None,
+        overlap=one.spec().overlap,
     )  # fmt: skip
     write_experiment(space, winner, folder / "winner.yaml", "it is the fastest")
     request = Request(tuple(search_path_override(["experiment=winner"], str(tmp_path))))
