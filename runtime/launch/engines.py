@@ -1,6 +1,6 @@
 """Renders the commands and files of the declared engine.
 
-Texts are Jinja templates and manifests YAML (templates/); whoever fills in a template quotes its values for the shell.
+Texts are Jinja templates, which quote values for the shell, and manifests are YAML (templates/).
 `local` and `slurm` have started runs; the others were checked without a cluster (docs/launch.md, "What was tried").
 They stay as they are, and no engine is added, until they have started one.
 """
@@ -39,6 +39,7 @@ SKY_WORDS = (
     'distributed.num_processes="$SKYPILOT_NUM_NODES"',
     'distributed.process_id="$SKYPILOT_NODE_RANK"',
 )
+HAS_SCHEMA = find_spec("kubeflow_trainer_api") is not None  # the published schema of JobSet
 SECONDS_BETWEEN_STARTS = 30  # until the last coordinator has released its port
 
 
@@ -64,9 +65,7 @@ def render(launch: LaunchSpec, plan: LaunchPlan) -> Rendering:
             made = _of_file("sbatch", f"{name}.sbatch", render_slurm(plan, launch))
             return replace(made, folders=(f"{plan.run_dir}/logs",))
         case JobSetLaunch():
-            unchecked = (
-                () if is_schema_there() else ("not checked against JobSet's schema: pip install 'meshloom[jobset]'",)
-            )
+            unchecked = () if HAS_SCHEMA else ("not checked against JobSet's schema: pip install 'meshloom[jobset]'",)
             made = _of_file("kubectl apply --filename", f"{name}.yaml", render_jobset(plan, launch))
             return replace(made, notes=unchecked)
         case TpuVmLaunch():
@@ -87,10 +86,8 @@ def _of_file(command: str, file: str, text: str) -> Rendering:
 
 def render_slurm(plan: LaunchPlan, launch: SlurmLaunch) -> str:
     """Returns the script for `sbatch`. SLURM queues a job again after a preemption, a time limit or a lost host."""
-    failures = shlex.quote(f"{plan.run_dir}/logs/failures")
-    command = plan.command(*_device_words(plan, launch))
     options = [f"--output={plan.run_dir}/logs/slurm-%j.log"]
-    return _slurm_script(plan, launch, options=options, command=command, failures=failures, elements=[])
+    return _slurm_script(plan, launch, options=options, command=plan.command(*_device_words(plan, launch)))
 
 
 def render_slurm_array(
@@ -101,16 +98,8 @@ def render_slurm_array(
     elements: plans, each with a file for its output and one for its exit code. log: the log of the script itself.
     """
     limit = f"%{num_at_once}" if num_at_once else ""
-    runs = [
-        {
-            "command": plan.command(*_device_words(plan, launch)),
-            "output": shlex.quote(output),
-            "exit_file": shlex.quote(exit_file),
-            "failures": shlex.quote(f"{exit_file}.failures"),
-        }
-        for plan, output, exit_file in elements
-    ]
     options = [f"--array=0-{len(elements) - 1}{limit}", f"--output={log}"]
+    runs = [(plan.command(*_device_words(plan, launch)), *files) for plan, *files in elements]
     return _slurm_script(elements[0][0], launch, options=options, elements=runs)
 
 
@@ -124,13 +113,8 @@ def _slurm_script(plan: LaunchPlan, launch: SlurmLaunch, **more: Any) -> str:
     mounts = [f"--container-mounts={','.join(launch.mounts)}"] if launch.mounts else []
     # If a process fails, the others are ended after the grace period.
     srun = shlex.join(["srun", "--kill-on-bad-exit=0", f"--wait={launch.grace_seconds}", *image, *mounts])
-    final, exported = "|".join(map(str, FINAL)), _exported(plan)
-    filled = {"plan": plan, "launch": launch, "environment": exported, "srun": srun, "final": final}
-    return _template("slurm.sh.jinja").render(**filled, preempted=PREEMPTED, **more)
-
-
-def _exported(plan: LaunchPlan) -> dict[str, str]:
-    return {name: shlex.quote(value) for name, value in plan.environment.items()}
+    filled = {"plan": plan, "launch": launch, "srun": srun, "preempted": PREEMPTED, "elements": []} | more
+    return _template("slurm.sh.jinja").render(final="|".join(map(str, FINAL)), **filled)
 
 
 def _device_words(plan: LaunchPlan, launch: SlurmLaunch) -> list[str]:
@@ -208,16 +192,14 @@ def _jobset_problems(plan: LaunchPlan, launch: JobSetLaunch) -> Iterator[Problem
 
 def schema_problems(manifest: dict[str, Any]) -> Iterator[Problem]:
     """Yields the problems that the published schema of JobSet finds in a manifest, if its package is installed."""
-    if not is_schema_there():
+    if not HAS_SCHEMA:
         return
-    from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import (  # noqa: PLC0415 (it takes a second)
-        JobsetV1alpha2JobSet,
-    )
+    from kubeflow_trainer_api.models import jobset_v1alpha2_job_set as schema  # noqa: PLC0415 (it takes a second)
     from pydantic import ValidationError  # noqa: PLC0415
 
     fix = "correct the keys of launch that set it"
     try:
-        read = JobsetV1alpha2JobSet.from_dict(manifest)
+        read = schema.JobsetV1alpha2JobSet.from_dict(manifest)
     except ValidationError as error:
         for detail in error.errors(include_url=False):
             where = ".".join(map(str, detail["loc"]))
@@ -226,11 +208,6 @@ def schema_problems(manifest: dict[str, Any]) -> Iterator[Problem]:
     assert read is not None
     for where in _lost(manifest, read.to_dict()):
         yield Problem("launch", f"the JobSet has no field {where}", fix)
-
-
-def is_schema_there() -> bool:
-    """Returns True if the published schema of JobSet is installed."""
-    return find_spec("kubeflow_trainer_api") is not None
 
 
 def _lost(given: Any, read: Any, path: str = "") -> Iterator[str]:
@@ -265,22 +242,10 @@ def render_tpu_vm(plan: LaunchPlan, launch: TpuVmLaunch) -> str:
         *_options(launch.options),
         *where,
     ]
-    script = _template("restarting.sh.jinja").render(
-        environment=_exported(plan),
-        setup=launch.setup,
-        command=plan.command(),
-        final="|".join(map(str, FINAL)),
-        max_restarts=launch.max_restarts,
-        seconds=SECONDS_BETWEEN_STARTS,
-    )
-    return _template("tpu_vm.sh.jinja").render(
-        name=plan.name,
-        create=shlex.join(create),
-        where=shlex.join(where),
-        nodes=shlex.join(nodes),
-        script=shlex.quote(script),
-        delete_after=launch.delete_after,
-    )
+    final, seconds = "|".join(map(str, FINAL)), SECONDS_BETWEEN_STARTS
+    script = _template("restarting.sh.jinja").render(plan=plan, launch=launch, final=final, seconds=seconds)
+    words = {"create": shlex.join(create), "where": shlex.join(where), "nodes": shlex.join(nodes)}
+    return _template("tpu_vm.sh.jinja").render(plan=plan, launch=launch, script=script, **words)
 
 
 def xpk_command(plan: LaunchPlan, launch: XpkLaunch) -> tuple[str, ...]:
@@ -366,6 +331,7 @@ def _options(options: Mapping[str, str | None]) -> list[str]:
 def _template(name: str) -> Template:
     loader = PackageLoader("meshloom.runtime.launch", "templates")
     made = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    made.filters["quote"] = shlex.quote
     made.policies["json.dumps_kwargs"] = {"sort_keys": False}
     return made.get_template(name)
 

@@ -27,7 +27,7 @@ from meshloom.compiler.declare.overrides import override
 from meshloom.compiler.declare.run_spec import DistributedSpec
 
 from ..core.failures import FINAL, INTERRUPTED
-from .engines import Rendering, render
+from .engines import render
 from .plan import LaunchPlan
 
 _POLL_SECONDS = 0.1
@@ -60,7 +60,19 @@ def run_launch(launch: LaunchSpec, timeouts: DistributedSpec, plan: LaunchPlan) 
         raise ConfigError([Problem("launch", missing, "install it, or set launch.dry_run=true to see what would run")])
     if not launch.dry_run and not missing:
         write_error(f"launch: {plan.name}: {plan.hosts}, in {plan.run_dir}")
-        return run_local(plan, launch, timeouts) if isinstance(launch, LocalLaunch) else _submit(render(launch, plan))
+        if made is None:
+            assert isinstance(launch, LocalLaunch)
+            return run_local(plan, launch, timeouts)
+        for folder in made.folders:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="meshloom-launch-") as folder:
+            if made.file:
+                (Path(folder) / made.file).write_text(made.text)
+            argv = [str(Path(folder) / word) if word == made.file else word for word in made.command]
+            code = as_shell(subprocess.run(argv, check=False).returncode)
+        if code:
+            write_error(f"error: launch: {shlex.join(made.command)} failed with exit code {code}")
+        return code
     if made is None:
         for process in local_processes(plan, PORT):
             write_out(str(process))
@@ -73,19 +85,6 @@ def run_launch(launch: LaunchSpec, timeouts: DistributedSpec, plan: LaunchPlan) 
     why = "launch.dry_run=true" if launch.dry_run else missing
     write_error(f"launch: {plan.name}: {plan.hosts}; nothing was started: {why}")
     return 0
-
-
-def _submit(made: Rendering) -> int:
-    for folder in made.folders:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="meshloom-launch-") as folder:
-        if made.file:
-            (Path(folder) / made.file).write_text(made.text)
-        argv = [str(Path(folder) / word) if word == made.file else word for word in made.command]
-        code = as_shell(subprocess.run(argv, check=False).returncode)
-    if code:
-        write_error(f"error: launch: {shlex.join(made.command)} failed with exit code {code}")
-    return code
 
 
 def local_processes(plan: LaunchPlan, port: int | str) -> list[LocalProcess]:

@@ -142,15 +142,9 @@ def find_hosts(launch: LaunchSpec, target: TargetSpec) -> Hosts:
     elif isinstance(target, TpuTarget):
         network, size = target.network, math.prod(target.shape)
         chips = math.prod(min(size, most) for size, most in zip(target.shape, network.chips_per_host, strict=True))
-        hosts = Hosts(
-            target.num_slices,
-            size // chips,
-            chips,
-            target.chip.name,
-            target.shape,
-            is_usual_shape=network.shape_of(size) == target.shape,
-            cores=target.chip.num_cores,
-        )
+        of_slice = size // chips, chips, target.chip.name, target.shape
+        is_usual, cores = network.shape_of(size) == target.shape, target.chip.num_cores
+        hosts = Hosts(target.num_slices, *of_slice, is_usual_shape=is_usual, cores=cores)
     elif isinstance(target, GpuTarget):
         hosts = Hosts(1, target.shape[0], target.shape[1], target.chip.name, target.shape, is_gpu=True)
     else:
