@@ -12,20 +12,18 @@ order. Collectives are summed by kind, mesh axes and source. Times that differ b
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from ..core.collectives import CollectiveKind
-from ..core.known import Unknown, known
-from ..core.traffic import Crossing, TrafficSource
-from ..schema import CollectiveReport, Finding, Report, total
+from ..core.known import known
+from ..core.traffic import TimedTraffic
+from ..schema import CollectiveReport, Finding, Report
 
-DIFF_VERSION = 1
+DIFF_VERSION = 2
 SAME_WITHIN = 1e-3  # the fraction of the larger of two times
 NOT_OF_THE_STEP = {"lower_seconds", "compile_seconds", "cache", "fingerprint"}  # facts of this build alone
 TOLD_BY_REPORT = ("target", "program", "memory", "estimate")  # keys of plan.json that the report has, more exactly
-Way = Literal["appeared", "gone", "changed"]
-Grown = Literal["appeared", "gone", "grown", "shrunk", "changed"]
+Way = Literal["appeared", "gone", "grown", "shrunk", "changed"]
 Pair = tuple[Finding, Finding]
 
 
@@ -54,96 +52,77 @@ class Difference:
     after: Any
 
 
-@dataclass(frozen=True, kw_only=True)
-class SummedCollectives:
-    """All collectives of one kind over the same mesh axes for the same source. num_async: how many of `count` are
-    asynchronous."""
-
-    count: int
-    num_async: int
-    bytes: int
-    alone_seconds: float | None
-    hidden_seconds: float | None
-    exposed_seconds: float | None
-    group_sizes: tuple[int, ...]
-    links: tuple[str, ...]
-    dtypes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class CollectiveChange(Crossing):
-    """A change of such collectives. way: grown or shrunk by the first of bytes, count, exposed and alone seconds that
-    differs."""
-
-    source: str
-    way: Grown
-    before: SummedCollectives | None
-    after: SummedCollectives | None
+class Leaf(dict[str, Any]):
+    """A mapping that is compared as a whole: the layout of an array, or the sum of collectives."""
 
 
 @dataclass(frozen=True)
 class Diff:
-    """All differences of two runs. notes: the parts that could not be compared, and why."""
+    """All differences of two runs, by section. notes: the parts that could not be compared, and why."""
 
-    schema_version: int
     runs: tuple[str, str]
     notes: tuple[str, ...]
-    step: tuple[Difference, ...]
-    compute: tuple[Difference, ...]
-    memory: tuple[Difference, ...]
-    collectives: tuple[CollectiveChange, ...]
-    findings: tuple[Difference, ...]
-    config: tuple[Difference, ...]
-    program: tuple[Difference, ...]
-    plan: tuple[Difference, ...]
-    shardings: tuple[Difference, ...]
-    build: tuple[Difference, ...]
+    sections: Mapping[str, tuple[Difference, ...]]
 
     @property
     def is_empty(self) -> bool:
         """Returns True if both runs do the same."""
-        return not any((self.step, self.compute, self.memory, self.collectives, self.findings, self.config,
-                        self.program, self.plan, self.shardings, self.build))  # fmt: skip
+        return not any(self.sections.values())
+
+    def as_json(self) -> dict[str, Any]:
+        sections = {name: [asdict(change) for change in found] for name, found in self.sections.items()}
+        return {"schema_version": DIFF_VERSION, "runs": self.runs, "notes": self.notes} | sections
+
+
+SECTIONS = ("step", "compute", "memory", "collectives", "config", "program", "plan", "shardings", "build")
 
 
 def diff_runs(a: Run, b: Run) -> Diff:
     """Returns the changes from a to b, in the parts that both have."""
-    both = (a.report, b.report) if a.report and b.report else None
-    declared = (a, b) if a.is_declared and b.is_declared else None
-
-    def of_reports(values: Callable[[Report], Any]) -> tuple[Difference, ...]:
-        return changes(values(both[0]), values(both[1])) if both else ()
-
     told = {"schema_version", "arrays", "unknown"}
-    if both:
+    if a.report and b.report:
         told |= {key for key in (*a.plan, *b.plan) if key.startswith(TOLD_BY_REPORT)}
+    before, after = (_sections(run, told) for run in (a, b))
+    found = {name: _changes(name, before, after) for name in SECTIONS}
+    found["collectives"] = tuple(sorted(map(_with_way, found["collectives"]), key=_by_exposed))
+    paths = {row["path"] for run in (a, b) for row in run.plan.get("arrays", {}).get("parameters", ())}
+    found["findings"] = _findings(a.report, b.report, paths) if a.report and b.report else ()
     return Diff(
-        schema_version=DIFF_VERSION,
         runs=(a.name, b.name),
         notes=(
             *(f"{run.name} has no report.json: plans are compared alone" for run in (a, b) if not run.report),
             *(f"{run.name} has no declaration: programs are compared alone" for run in (a, b) if not run.is_declared),
         ),
-        step=of_reports(_step),
-        compute=of_reports(lambda report: report.compiled.compute_seconds_by_kind),
-        memory=of_reports(lambda report: report.memory.model_dump(mode="json", exclude={"changes"})),
-        collectives=_collectives(both[0].collectives, both[1].collectives) if both else (),
-        findings=_findings(*both, _parameters(a.plan) | _parameters(b.plan)) if both else (),
-        config=changes(a.spec, b.spec, rows=in_order) if declared else (),
-        program=of_reports(lambda report: {"target": report.target.model_dump(mode="json"),
-                                           "program": report.program.model_dump(mode="json")}),
-        plan=changes(_without(a.plan, told), _without(b.plan, told)) if declared else (),
-        shardings=changes(_layouts(a.plan), _layouts(b.plan), is_leaf=lambda node: "spec" in node) if declared else (),
-        build=of_reports(lambda report: _without(report.build.model_dump(mode="json"), NOT_OF_THE_STEP)
-                         if not isinstance(report.build, Unknown) else {}),
-    )  # fmt: skip
+        sections=found,
+    )
 
 
-def _step(report: Report) -> dict[str, Any]:
-    """Returns the figures of a step, with the least time only if it is not the whole step."""
-    step, parts = report.compiled, {"compute_seconds_by_kind"}
-    is_whole = step.least_seconds == step.step_seconds
-    return step.model_dump(mode="json", exclude=parts | ({"least_seconds"} if is_whole else set()))
+def _changes(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Difference, ...]:
+    if name not in before or name not in after:
+        return ()
+    return changes(before[name], after[name], rows=in_order if name == "config" else by_words)
+
+
+def _sections(run: Run, told: Collection[str]) -> dict[str, Any]:
+    """Returns what is compared of a run. told: keys of plan.json that are left out."""
+    found: dict[str, Any] = {}
+    if run.is_declared:
+        plan = {key: value for key, value in run.plan.items() if key not in told}
+        found = {"config": run.spec, "plan": plan, "shardings": _layouts(run.plan)}
+    if report := run.report:
+        step = report.compiled.model_dump(mode="json")
+        if report.compiled.least_seconds == report.compiled.step_seconds:
+            del step["least_seconds"]
+        build = report.build.model_dump(mode="json", exclude=NOT_OF_THE_STEP) if report.build else {}
+        found |= {
+            "compute": step.pop("compute_seconds_by_kind"),
+            "step": step,
+            "memory": report.memory.model_dump(mode="json", exclude={"changes"}),
+            "collectives": _sums(report.collectives),
+            "program": {name: getattr(report, name).model_dump(mode="json") for name in ("target", "program")},
+            "build": build,
+        }
+    return found
 
 
 def _findings(a: Report, b: Report, paths: set[str]) -> tuple[Difference, ...]:
@@ -170,19 +149,13 @@ def _renamed(finding: Finding) -> Finding:
     return finding.model_copy(update=names)
 
 
-def _parameters(plan: Mapping[str, Any]) -> set[str]:
-    return {row["path"] for row in plan.get("arrays", {}).get("parameters", ())}
-
-
 def _layouts(plan: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the layout of each array, by table and path, without reasons: rules may be in another order."""
     kept = ("shape", "dtype", "spec", "bytes_per_device")
     tables = plan.get("arrays", {})
-    return {table: {row["path"]: {key: row[key] for key in kept} for row in rows} for table, rows in tables.items()}
-
-
-def _without(node: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    return {key: value for key, value in node.items() if key not in keys}
+    return {
+        table: {row["path"]: Leaf({key: row[key] for key in kept}) for row in rows} for table, rows in tables.items()
+    }
 
 
 Rows = Callable[[Sequence[Mapping[str, Any]], str], Iterator[tuple[str, Any]]]
@@ -203,19 +176,13 @@ def by_words(rows: Sequence[Mapping[str, Any]], path: str) -> Iterator[tuple[str
 def in_order(rows: Sequence[Mapping[str, Any]], path: str) -> Iterator[tuple[str, Any]]:
     """Yields the rows of a table whose order matters, such as sharding rules."""
     for index, row in enumerate(rows):
-        yield from _leaves(row, f"{path}[{index}]", in_order, _is_no_leaf)
+        yield from _leaves(row, f"{path}[{index}]", in_order)
 
 
-def _is_no_leaf(node: Any) -> bool:  # noqa: ARG001
-    return False
-
-
-def changes(
-    a: Mapping[str, Any], b: Mapping[str, Any], *, rows: Rows = by_words, is_leaf: Callable[[Any], bool] = _is_no_leaf
-) -> tuple[Difference, ...]:
+def changes(a: Mapping[str, Any], b: Mapping[str, Any], *, rows: Rows = by_words) -> tuple[Difference, ...]:
     """Returns the leaves that differ, by dotted path. Lists of plain values are leaves. rows: how to read lists of
     mappings."""
-    before, after = (dict(_leaves(node, "", rows, is_leaf)) for node in (a, b))
+    before, after = (dict(_leaves(node, "", rows)) for node in (a, b))
     found = []
     for path in sorted(before.keys() | after.keys()):
         if path not in before:
@@ -227,10 +194,10 @@ def changes(
     return tuple(found)
 
 
-def _leaves(node: Any, path: str, rows: Rows, is_leaf: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
-    if isinstance(node, Mapping) and not is_leaf(node):
+def _leaves(node: Any, path: str, rows: Rows) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, Mapping) and not isinstance(node, Leaf):
         for key, value in node.items():
-            yield from _leaves(value, f"{path}.{key}" if path else str(key), rows, is_leaf)
+            yield from _leaves(value, f"{path}.{key}" if path else str(key), rows)
     elif isinstance(node, list) and node and all(isinstance(item, Mapping) for item in node):
         yield from rows(node, path)
     else:
@@ -249,61 +216,54 @@ def without_numbers(text: str) -> str:
 
 def is_same(a: Any, b: Any) -> bool:
     """Returns True if the values are equal; floats may differ by the fraction SAME_WITHIN."""
+    if isinstance(a, Leaf) and isinstance(b, Leaf):
+        return a.keys() == b.keys() and all(is_same(value, b[key]) for key, value in a.items())
     if isinstance(a, float) and isinstance(b, float):
         return math.isclose(a, b, rel_tol=SAME_WITHIN)
     return a == b and isinstance(a, bool) == isinstance(b, bool)
 
 
-def _collectives(a: Iterable[CollectiveReport], b: Iterable[CollectiveReport]) -> tuple[CollectiveChange, ...]:
-    """Returns the changes of collectives, the largest difference in exposed time first, then in bytes."""
-    before, after = _sums(a), _sums(b)
-    found = [
-        CollectiveChange(kind, mesh_axes, str(origin), way, before.get(key), after.get(key))
-        for key in {**before, **after}
-        if (way := _way(before.get(key), after.get(key)))
-        for kind, mesh_axes, origin in (key,)
-    ]
-    return tuple(sorted(found, key=lambda c: (-_difference(c, "exposed_seconds"), -_difference(c, "bytes"),
-                                              c.kind, c.mesh_axes, c.source)))  # fmt: skip
-
-
-Compares = tuple[CollectiveKind, tuple[str, ...], TrafficSource]  # what collectives of two steps have to have in common
-
-
-def _sums(collectives: Iterable[CollectiveReport]) -> dict[Compares, SummedCollectives]:
-    groups: dict[Compares, list[CollectiveReport]] = {}
+def _sums(collectives: Iterable[CollectiveReport]) -> dict[str, Leaf]:
+    """Returns the sums of collectives of one kind over the same mesh axes for the same source. num_async: how many of
+    `count` are asynchronous."""
+    groups: dict[str, list[CollectiveReport]] = {}
     for c in collectives:
         origin = replace(c.origin, activation=without_numbers(c.origin.activation))
-        groups.setdefault((c.kind, tuple(sorted(c.mesh_axes)), origin), []).append(c)
-    return {
-        key: SummedCollectives(
-            count=sum(c.count for c in group),
-            num_async=sum(c.count for c in group if c.is_async),
-            bytes=sum(c.bytes for c in group),
-            alone_seconds=known(total(c.alone_seconds for c in group)),
-            hidden_seconds=known(total(c.hidden_seconds for c in group)),
-            exposed_seconds=known(total(c.exposed_seconds for c in group)),
-            group_sizes=tuple(sorted({c.group_size for c in group})),
-            links=tuple(sorted({c.link for c in group})),
-            dtypes=tuple(sorted({c.dtype for c in group})),
-        )
-        for key, group in groups.items()
-    }
+        groups.setdefault(f"{c.kind} over {'+'.join(sorted(c.mesh_axes))}, {origin}", []).append(c)
+    return {name: _sum(group) for name, group in groups.items()}
 
 
-def _way(a: SummedCollectives | None, b: SummedCollectives | None) -> Grown | None:
-    if a is None or b is None:
-        return "appeared" if b else "gone"
-    for name in ("bytes", "count", "exposed_seconds", "alone_seconds"):
-        before, after = getattr(a, name), getattr(b, name)
+def _sum(group: Sequence[CollectiveReport]) -> Leaf:
+    whole: TimedTraffic = sum(group[1:], start=group[0])
+    return Leaf(
+        count=whole.count,
+        num_async=sum(c.count for c in group if c.is_async),
+        bytes=whole.bytes,
+        alone_seconds=known(whole.alone_seconds),
+        hidden_seconds=known(whole.hidden_seconds),
+        exposed_seconds=known(whole.exposed_seconds),
+        group_sizes=sorted({c.group_size for c in group}),
+        links=sorted({c.link for c in group}),
+        dtypes=sorted({c.dtype for c in group}),
+    )
+
+
+def _with_way(change: Difference) -> Difference:
+    """Returns a change of collectives as grown or shrunk, by the first figure that differs."""
+    for name in ("bytes", "count", "exposed_seconds", "alone_seconds") if change.way == "changed" else ():
+        before, after = change.before[name], change.after[name]
         if before is not None and after is not None and not is_same(before, after):
-            return "grown" if after > before else "shrunk"
-    return None if all(is_same(v, getattr(b, name)) for name, v in vars(a).items()) else "changed"
+            return replace(change, way="grown" if after > before else "shrunk")
+    return change
 
 
-def _difference(change: CollectiveChange, name: str) -> float:
-    before, after = (getattr(side, name) if side else 0 for side in (change.before, change.after))
-    return abs((after or 0) - (before or 0))
+def _by_exposed(change: Difference) -> tuple[float, int, str]:
+    """Returns the key that puts the largest difference in exposed time first, then in bytes."""
+    exposed, size = (
+        abs(((change.after or {}).get(name) or 0) - ((change.before or {}).get(name) or 0))
+        for name in ("exposed_seconds", "bytes")
+    )
+    return -exposed, -size, change.where
 
 
 def pair_findings(

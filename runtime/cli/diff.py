@@ -1,7 +1,6 @@
 """Runs `meshloom diff RUN_A RUN_B`: shows what changed between two run directories, or two inspected programs."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 from meshloom.compiler.core.console import Console
@@ -19,7 +18,7 @@ def diff_command(words: Words) -> None:
     """Compares two runs. Raises ConfigError if there is nothing to compare."""
     diff = diff_runs(*all_of(*(lambda path=path: read_run_for_diff(path) for path in words.paths)))
     if "--json" in words.flags:
-        write_out(json.dumps(asdict(diff), indent=1))
+        write_out(json.dumps(diff.as_json(), indent=1))
     else:
         show_diff(diff, Console(off_terminal_width=200))
 

@@ -65,7 +65,7 @@ def test_it_is_in_the_report_and_its_views():
 def test_it_is_in_a_diff():
     runs = [Run(name, {}, {}, report) for name, report in (("a", compiled()), ("b", compiled(1.0)))]
     found = diff_runs(*runs)
-    (change,) = (each for each in found.step if each.where == "energy_joules")
+    (change,) = (each for each in found.sections["step"] if each.where == "energy_joules")
     assert change.after - change.before == pytest.approx(256 * WATTS)
     assert "energy" in shown(lambda console: show_diff(found, console))
 

@@ -7,7 +7,7 @@ from typing import Any
 from ...core.console import Column, Console, Part, Table
 from ...core.format import counted, human_bytes, human_count, human_seconds, human_share
 from ...figures import FIGURES
-from ..diff import CollectiveChange, Diff, Difference, SummedCollectives, is_same
+from ..diff import Diff, Difference, Leaf, is_same
 
 ABSENT = "nothing"
 LONGEST = 60  # characters of a value from the config
@@ -46,7 +46,7 @@ def show_diff(diff: Diff, console: Console) -> None:
         console.wrapped((f"note: {note}", "yellow"))
     _section(console, "in short", list(_headline(diff)))
     for name, title in SECTIONS:
-        found = getattr(diff, name)
+        found = diff.sections[name]
         if name == "collectives":
             _section(console, title, [_collective(change) for change in found])
         else:
@@ -57,7 +57,7 @@ def show_diff(diff: Diff, console: Console) -> None:
 
 
 def _headline(diff: Diff) -> Iterable[tuple[Part, ...]]:
-    by_name = {("step", change.where): change for change in diff.step}
+    by_name = {("step", change.where): change for change in diff.sections["step"]}
     for key, words in HEADLINE.items():
         if key in by_name:
             yield (words, "bold"), _row(by_name[key], key[0])[1]
@@ -102,27 +102,26 @@ def _judged(change: Difference, section: str) -> str:
     return BETTER if (after > before) == is_more_better else WORSE
 
 
-def _collective(change: CollectiveChange) -> tuple[Part, Part]:
-    name = f"{change.kind} over {'+'.join(change.mesh_axes)}, {change.source}"
+def _collective(change: Difference) -> tuple[Part, Part]:
     a, b = change.before, change.after
     told = [_totals(side) for side in (a, b) if side] if a is None or b is None else list(_differences(a, b))
-    return (change.way, WAYS[change.way]), f"{name}: {', '.join(told)}"
+    return (change.way, WAYS[change.way]), f"{change.where}: {', '.join(told)}"
 
 
-def _totals(t: SummedCollectives) -> str:
-    exposed = "" if t.exposed_seconds is None else f", {human_seconds(t.exposed_seconds)} exposed"
-    return f"{counted(t.count, 'time')}, {human_bytes(t.bytes)}{exposed}"
+def _totals(t: Leaf) -> str:
+    exposed = "" if t["exposed_seconds"] is None else f", {human_seconds(t['exposed_seconds'])} exposed"
+    return f"{counted(t['count'], 'time')}, {human_bytes(t['bytes'])}{exposed}"
 
 
-def _differences(a: SummedCollectives, b: SummedCollectives) -> Iterable[str]:
+def _differences(a: Leaf, b: Leaf) -> Iterable[str]:
     """Yields the exposed time, or else the time alone, then the figures behind it."""
-    time = "alone" if is_same(a.exposed_seconds, b.exposed_seconds) else "exposed"
+    time = "alone" if is_same(a["exposed_seconds"], b["exposed_seconds"]) else "exposed"
     shown: Sequence[tuple[str, str, Callable[[Any], str]]] = (
         (f"{time}_seconds", time, human_seconds), ("bytes", "", human_bytes), ("count", "times", "{:,}".format),
         ("group_sizes", "in a group", _joined), ("links", "on", _joined), ("dtypes", "in", _joined),
     )  # fmt: skip
     for name, label, human in shown:
-        before, after = getattr(a, name), getattr(b, name)
+        before, after = a[name], b[name]
         if not is_same(before, after):
             told = [human(value) if value is not None else "unknown" for value in (before, after)]
             yield f"{label} {told[0]} → {told[1]}".strip()
@@ -130,10 +129,10 @@ def _differences(a: SummedCollectives, b: SummedCollectives) -> Iterable[str]:
         yield f"{before} → {after}"
 
 
-def _form(t: SummedCollectives) -> str:
-    if t.num_async in (0, t.count):
-        return "asynchronous" if t.num_async else "synchronous"
-    return f"{t.num_async:,} of {t.count:,} asynchronous"
+def _form(t: Leaf) -> str:
+    if t["num_async"] in (0, t["count"]):
+        return "asynchronous" if t["num_async"] else "synchronous"
+    return f"{t['num_async']:,} of {t['count']:,} asynchronous"
 
 
 def _joined(values: Sequence[Any]) -> str:
