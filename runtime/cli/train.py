@@ -22,7 +22,6 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.spec.target_spec import LocalTarget
 
 from ..core.failures import is_of_one_process
-from ..data.splits import warnings_of_demo_data
 from ..launch.local import run_launch
 from ..launch.plan import plan_launch
 from ..processes import distributed
@@ -30,6 +29,7 @@ from ..processes.agreement import check_same_data
 from ..processes.devices import plan_without_devices
 from ..processes.process_log import process_log
 from ..rundir.run_dir import as_typed, check_run_dir, in_shared_run_dir
+from ..train.display import warnings_of_demo_data
 from ..train.time_spent import process_began
 from ..train.train import Job, prepare, run_training
 from .in_directory import run_together, show_once

@@ -11,7 +11,7 @@ download.py                               shards behind a URL, copied into a cac
 packing.py, user_sequences.py             tokens as sequences, each made by its index
 batches.py                                sequences in an order, global batches, iterators
 locate.py                                 from a batch back to its documents
-corpus.py, splits.py                      all of it for a declared run, and every check
+corpus.py, splits.py                      all of it for a declared run or evaluation, and every check
 write.py, show.py                         `meshloom data`: a corpus of any size into shards, or one document shown
 """
 

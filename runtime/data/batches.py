@@ -73,7 +73,7 @@ class Batches:
 class BatchSource:
     """Batches by number. sequences: sequences in their order, which may have no end."""
 
-    def __init__(self, sequences: Any, *, batch_size: int, num_batches: int, rows: Sequence[int], vocab_size: int):
+    def __init__(self, sequences: Any, batch_size: int, num_batches: int, *, rows: Sequence[int], vocab_size: int):
         self._sequences, self._batch_size, self._num_batches = sequences, batch_size, num_batches
         self._rows, self._vocab_size = tuple(rows), vocab_size
 
@@ -87,7 +87,8 @@ class BatchSource:
         largest = max(int(batch["inputs"].max()), int(batch["targets"].max()))
         if largest >= self._vocab_size:
             what = f"global batch {index} holds token {largest}; the model has tokens 0 to {self._vocab_size - 1}"
-            raise ConfigError([Problem("data.source", what, f"use model.vocab_size={largest + 1} or more, or other data")])  # fmt: skip  # noqa: E501
+            fix = f"use model.vocab_size={largest + 1} or more, or other data"
+            raise ConfigError([Problem("data.source", what, fix)])
         return batch
 
     def __repr__(self) -> str:  # Grain puts it in its errors
@@ -95,13 +96,8 @@ class BatchSource:
 
     def of_rows(self, rows: Sequence[int]) -> "BatchSource":
         """Returns the same batches with some of their rows."""
-        return BatchSource(
-            self._sequences,
-            batch_size=self._batch_size,
-            num_batches=self._num_batches,
-            rows=rows,
-            vocab_size=self._vocab_size,
-        )
+        parts = self._sequences, self._batch_size, self._num_batches
+        return BatchSource(*parts, rows=rows, vocab_size=self._vocab_size)
 
 
 def shuffled(parts: Sequence[Any], weights: Sequence[float], *, seed: int, num_epochs: int | None) -> Any:

@@ -16,7 +16,7 @@ from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.sharding.batch import batch_arrays
 
 from .chats import how_masked
-from .documents import CorpusPart, corpus_parts, num_text_bytes
+from .documents import corpus_parts, num_text_bytes
 from .download import local_copy
 from .packing import ConcatenatedSequences, PackedSequences, num_cut_turns
 from .pairs import PairedSequences
@@ -32,11 +32,19 @@ SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """One source, opened. where: its key. tokenizer: None if a class of the user gives sequences. content: its
-    identity, by key. counts: its size in words. reader: the declared tokenizer."""
+class WeightedSource:
+    """A source of the run. where: its key. weight: its share of the sequences, relative to the sum of all weights."""
 
+    source: OneSource
     where: str
+    weight: float
+
+
+@dataclass(frozen=True)
+class Corpus(WeightedSource):
+    """A source, opened. tokenizer: None if a class of the user gives sequences. content: its identity, by key. counts:
+    its size in words. reader: the declared tokenizer."""
+
     sequences: dict[Split, Sequences]
     tokenizer: TokenizerIdentity | None
     largest_token: int
@@ -45,37 +53,33 @@ class Corpus:
     reader: Tokenizer | None
 
 
-def open_corpus(spec: RunSpec, source: OneSource, where: str, tokenizer: Tokenizer | None) -> Corpus:
+def open_corpus(spec: RunSpec, declared: WeightedSource, tokenizer: Tokenizer | None) -> Corpus:
     """Returns the sequences of a source. Raises ConfigError with the problems of its files, texts or code."""
-    data = spec.data
-    if source.kind == "python" and source.items == "sequences":
-        names = batch_arrays(spec)
-        user = open_user_sequences(source, where, spec.sequence_length, names, data)
-        num_items = sum(map(len, user.values()))
-        arguments = json.dumps(spec.compared_value(f"{where}.arguments", source.arguments), sort_keys=True)
-        content = {"object": source.object, "arguments": arguments, "num_items": num_items}
-        return Corpus(
-            where, {**user}, None, -1, {"kind": "python", **content}, counted(num_items, "sequence"), tokenizer
-        )
-    store = open_store(data, source, where, tokenizer)
+    data, length, source, where = spec.data, spec.sequence_length, declared.source, declared.where
+    own = source, where, declared.weight
     sequences: dict[Split, Sequences] = {}
-    num_cut = 0
+    if source.kind == "python" and source.items == "sequences":
+        sequences |= open_user_sequences(source, where, length, batch_arrays(spec), data)
+        num_items = sum(map(len, sequences.values()))
+        arguments = json.dumps(spec.compared_value(f"{where}.arguments", source.arguments), sort_keys=True)
+        content = {"kind": "python", "object": source.object, "arguments": arguments, "num_items": num_items}
+        return Corpus(*own, sequences, None, -1, content, counted(num_items, "sequence"), tokenizer)
+    store, num_cut = open_store(data, source, where, tokenizer), 0
     for split in SPLITS:
         stream = TokenStream(store, split, data.held_out_fraction, data.held_out_by)
         if data.packing == "pairs":
-            paired = sequences[split] = PairedSequences(stream, spec.sequence_length)
+            paired = sequences[split] = PairedSequences(stream, length)
             num_cut += paired.num_cut
             continue
         pack = ConcatenatedSequences if data.packing == "concatenate" else PackedSequences
-        packed = sequences[split] = pack(stream, spec.sequence_length, isolate_documents=data.isolate_documents)
+        packed = sequences[split] = pack(stream, length, isolate_documents=data.isolate_documents)
         num_cut += num_cut_turns(stream, packed.cuts())
     content = {"kind": source.kind, "num_tokens": store.num_tokens, "content": store.content}
-    return Corpus(
-        where, sequences, store.tokenizer, store.largest_token, content, _counts(spec, store, num_cut), tokenizer
-    )
+    counts = _counts(store, num_cut, length)
+    return Corpus(*own, sequences, store.tokenizer, store.largest_token, content, counts, tokenizer)
 
 
-def _counts(spec: RunSpec, store: TokenStore, num_cut: int) -> str:
+def _counts(store: TokenStore, num_cut: int, length: int) -> str:
     """Returns the size of a corpus in words. num_cut: turns that go on in another sequence."""
     one = "chat" if store.masked_by else "document"
     counts = f"{counted(store.num_documents, one)}, {counted(store.num_tokens, 'token')}"
@@ -84,9 +88,7 @@ def _counts(spec: RunSpec, store: TokenStore, num_cut: int) -> str:
     counts += f", {store.num_trained:,} trained on ({how_masked(store.masked_by)})"
     if store.num_empty:
         counts += f"; {counted(store.num_empty, 'chat')} without an answer left out"
-    if num_cut:
-        counts += f"; {counted(num_cut, 'turn')} cut by sequence_length={spec.sequence_length}"
-    return counts
+    return counts + (f"; {counted(num_cut, 'turn')} cut by sequence_length={length}" if num_cut else "")
 
 
 def open_store(data: DataSpec, source: OneSource, where: str, tokenizer: Tokenizer | None) -> TokenStore:
@@ -95,23 +97,17 @@ def open_store(data: DataSpec, source: OneSource, where: str, tokenizer: Tokeniz
         key, place = f"{where}.directory", source.directory
         store = open_shards(str(local_copy(place, key)) if is_url(place) else place, key)
         if tokenizer and tokenizer.identity != store.tokenizer:
-            what = f"{source.directory} holds tokens of another tokenizer ({_named(store.tokenizer)}) than data.tokenizer ({_named(tokenizer.identity)})"  # fmt: skip  # noqa: E501
-            raise ConfigError([Problem(f"{where}.directory", what, "set data.tokenizer=null to use that of the shards")])  # fmt: skip  # noqa: E501
+            stored, declared = _named(store.tokenizer), _named(tokenizer.identity)
+            what = f"{source.directory} holds tokens of another tokenizer ({stored}) than data.tokenizer ({declared})"
+            raise ConfigError([Problem(key, what, "set data.tokenizer=null to use the tokenizer of the shards")])
         return store
     if tokenizer is None:
         what = f"source '{source.kind}' is text, and there is no tokenizer"
         raise ConfigError([Problem("data.tokenizer", what, "choose one: data/tokenizer=bytes")])
     if isinstance(source, PythonStdlibSource | SyntheticSource) and isinstance(tokenizer, Bytes):
         return _built_in(source.kind)
-    parts = corpus_parts(source, where, tokenizer)
+    parts, total = corpus_parts(source, where, tokenizer), 0
     _check_size(sum(part.num_bytes for part in parts), data, source, where)
-    return _tokenized(parts, tokenizer, data, source, where)
-
-
-def _tokenized(
-    parts: list[CorpusPart], tokenizer: Tokenizer, data: DataSpec, source: OneSource, where: str
-) -> TokenStore:
-    total = 0
     with TextProgress(Console(), "tokenising", total=num_text_bytes(parts)) as progress:
 
         def advance(num_bytes: int) -> None:
@@ -144,7 +140,8 @@ def _built_in(kind: str) -> TokenStore:
 def _check_size(num_bytes: int, data: DataSpec, source: OneSource, where: str) -> None:
     if num_bytes <= data.max_text_bytes:
         return
-    what = f"has more than data.max_text_bytes={data.max_text_bytes:,} bytes of text to tokenise at the start of each run"  # fmt: skip  # noqa: E501
+    limit = f"data.max_text_bytes={data.max_text_bytes:,}"
+    what = f"has more than {limit} bytes of text to tokenise at the start of each run"
     line = shlex.join(["meshloom", "data", *source_overrides(source, data), "shards.directory=tokens"])
     fix = f"tokenise it once: {line}, then train with data=tokens data.source.directory=tokens"
     fix += " data.packing=first_fit data.isolate_documents=true" if source.kind == "chats" else ""

@@ -1,108 +1,237 @@
-"""Opens the data of a run: both splits as global batches, after checking that they suffice for the run."""
+"""Opens the data of a run, both splits as global batches, and of an evaluation, one split once through.
+
+A run needs whole batches, and enough of them for its steps. An evaluation takes any number of sequences; its last batch
+is filled up with rows that have no target.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import grain
+import numpy as np
 
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if_any
-from meshloom.compiler.core.format import be, counted, human_parameters
-from meshloom.compiler.declare.data_spec import MixtureSource, OneSource
+from meshloom.compiler.core.format import be, counted
+from meshloom.compiler.declare.data_spec import MixtureSource
 from meshloom.compiler.declare.run_spec import RunSpec
-from meshloom.compiler.plan import Plan
+from meshloom.models import IGNORED_TARGET, PADDING_TARGET
 
 from .batches import NEXT_BATCH, Batches, BatchSource, shuffled
-from .corpus import SPLITS, Corpus, Sequences, open_corpus
+from .corpus import Corpus, WeightedSource, open_corpus
 from .documents import corpus_parts
 from .locate import LocatedRow, Places, names_of
 from .pairs import ItemsOfPairs, PairedSequences, PairsOf
 from .store import Split
-from .tokenizers import Tokenizer, TokenizerIdentity, open_tokenizer
+from .tokenizers import open_tokenizer
 
 MOST_SEQUENCES = 2**32  # that Grain shuffles
+SPLIT_KEY = "evaluation.split"
 
 
 @dataclass(frozen=True)
-class WeightedSource:
-    """A source of the run. where: its key. weight: its share of the sequences, relative to the sum of all weights."""
+class OpenedSources:
+    """The sources of a declaration, each opened and tokenised."""
 
-    source: OneSource
-    where: str
-    weight: float
+    spec: RunSpec
+    corpora: tuple[Corpus, ...]
+
+    @property
+    def unit(self) -> Literal["byte", "token"]:
+        """Returns what one target is."""
+        kinds = [corpus.tokenizer.kind for corpus in self.corpora if corpus.tokenizer]
+        return "byte" if kinds and kinds[0] == "bytes" else "token"
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """Returns what the sequences and their order depend on: contents, not paths or ways of reading."""
+        data = self.spec.data
+        kept = ("packing", "isolate_documents", "held_out_fraction", "shuffle_seed")
+        identity: dict[str, Any] = {f"data.{key}": getattr(data, key) for key in kept}
+        if data.held_out_by != "document":  # the value for checkpoints without this key
+            identity["data.held_out_by"] = data.held_out_by
+        for tokenizer in [corpus.tokenizer for corpus in self.corpora if corpus.tokenizer][:1]:
+            identity |= {f"data.tokenizer.{key}": value for key, value in asdict(tokenizer).items()}
+        for corpus in self.corpora:
+            identity |= {f"{corpus.where}.{key}": value for key, value in corpus.content.items()}
+            if len(self.corpora) > 1:
+                identity[f"{corpus.where.removesuffix('.source')}.weight"] = corpus.weight
+        sizes = ("global_batch_size", "sequence_length")
+        return identity | {key: getattr(self.spec, key) for key in sizes}
+
+    def order(self, parts: Sequence[Any], split: Split = "train") -> Any:
+        """Returns the order of sequences, or of anything that is numbered as they are, a part for each source. The
+        order of held-out sequences is the same for every run, whatever its seed."""
+        is_train, data = split == "train", self.spec.data
+        seed, num_epochs = (data.shuffle_seed, data.num_epochs) if is_train else (0, None)
+        weights = [corpus.weight for corpus in self.corpora]
+        if not self.spec.has_pairs:
+            return shuffled(parts, weights, seed=seed, num_epochs=num_epochs)
+        return ItemsOfPairs(shuffled([PairsOf(part) for part in parts], weights, seed=seed, num_epochs=num_epochs))
+
+    def sequences(self, split: Split) -> Any:
+        """Returns the sequences of a split in their order."""
+        return self.order([corpus.sequences[split] for corpus in self.corpora], split)
+
+    def batches(self, sequences: Any, num_batches: int, identity: dict[str, Any]) -> Batches:
+        """Returns sequences in an order as global batches."""
+        size, data = self.spec.global_batch_size, self.spec.data
+        vocab_size = self.spec.model.vocab_size
+        source = BatchSource(sequences, size, num_batches, rows=range(size), vocab_size=vocab_size)
+        threads, buffer = data.num_prefetch_threads, data.num_prefetch_batches
+        return Batches(source, grain.ReadOptions(num_threads=threads, prefetch_buffer_size=buffer), identity)
 
 
 @dataclass(frozen=True)
 class Data:
     """The data of a run.
 
-    splits: train, shuffled, and held_out, the same batches for every run. identity: everything that a place in the data
-    depends on, by key; flat JSON. token_unit: "byte" or "token", or "pair" for an objective of pairs. summary: a
-    description to show. sources: each source with its sequences to train on. places: the order of these, as (source,
-    sequence). tokenizer: for sources of text. pairs: the sequences of all splits, if they are pairs.
+    splits: train, shuffled, and held_out, the same batches for every run. places: the order of the sequences to train
+    on, as (source, sequence). token_unit: "byte" or "token", or "pair" for an objective of pairs. pairs: the sequences
+    of all splits, if they are pairs.
     """
 
+    opened: OpenedSources
     splits: dict[Split, Batches]
-    identity: dict[str, Any]
-    token_unit: str
-    summary: str
-    sources: tuple[tuple[WeightedSource, Sequences], ...]
     places: Any
-    tokenizer: Tokenizer | None
+    token_unit: str
     pairs: tuple[PairedSequences, ...]
 
     def __getitem__(self, split: Split) -> Batches:
         return self.splits[split]
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Returns everything that a place in the data depends on, by key; flat JSON."""
+        return self.opened.identity
+
+    @property
+    def summary(self) -> str:
+        """Returns a description of the training data, one line for each source."""
+        lines, corpora, packing = [], self.opened.corpora, self.opened.spec.data.packing
+        for corpus in corpora:
+            train, held_out = corpus.sequences["train"], corpus.sequences["held_out"]
+            fill = f", {train.fill:.1%} filled" if packing != "concatenate" else ""
+            name = "data" if len(corpora) == 1 else corpus.where
+            to_train = f"{counted(len(train), 'sequence')} to train on{fill}"
+            lines.append(f"{name}: {corpus.counts}; {to_train}, {len(held_out):,} held out")
+        return "\n".join(lines)
+
     def locate(self, position: Mapping[str, int], rows: Sequence[int]) -> list[LocatedRow]:
         """Returns the documents of rows of a global batch to train on. position: the `BatchIterator.get_state` before
         the batch. Reads sources of text again. Raises ConfigError if one cannot be read."""
-        first = position[NEXT_BATCH] * self.identity["global_batch_size"]
+        first, corpora = position[NEXT_BATCH] * self.identity["global_batch_size"], self.opened.corpora
         places = [self.places[first + row] for row in rows]
-        documents = [self.sources[part][1].documents(index) for part, index in places]
+        documents = [corpora[part].sequences["train"].documents(index) for part, index in places]
         names = []
-        for number, (source, _) in enumerate(self.sources):
+        for number, corpus in enumerate(corpora):
             own = [one for (part, _), each in zip(places, documents, strict=True) if part == number for one in each]
-            names.append(names_of(source.source, source.where, own, self.tokenizer))
+            names.append(names_of(corpus.source, corpus.where, own, corpus.reader))
         return [
-            LocatedRow(row, self.sources[part][0].where, each, tuple(names[part][i] for i in each if i in names[part]))
+            LocatedRow(row, corpora[part].where, each, tuple(names[part][i] for i in each if i in names[part]))
             for row, (part, _), each in zip(rows, places, documents, strict=True)
         ]
 
 
 def open_data(spec: RunSpec) -> Data:
     """Returns the data of a run, opened, tokenised and checked. Raises ConfigError with all problems of the data."""
-    sources, corpora = open_sources(spec, _check_lengths)
-    identity = identity_of_data(spec, corpora, sources)
-    splits: dict[Split, Batches] = {split: _batches(spec, split, corpora, sources, identity) for split in SPLITS}
-    of_train = tuple((source, corpus.sequences["train"]) for source, corpus in zip(sources, corpora, strict=True))
-    places = [Places(part, len(sequences)) for part, (_, sequences) in enumerate(of_train)]
-    order = _order(spec, places, sources)
-    every = (sequences for corpus in corpora for sequences in corpus.sequences.values())
+    opened = _open_sources(spec, _check_is_enough)
+    train, held_out, num_held_out = opened.sequences("train"), [], 0
+    if spec.data.held_out_fraction:
+        held_out, num_held_out = opened.sequences("held_out"), spec.evaluation.num_batches
+    splits: dict[Split, Batches] = {
+        "train": opened.batches(train, len(train) // spec.global_batch_size, opened.identity),
+        "held_out": opened.batches(held_out, num_held_out, opened.identity),
+    }
+    places = opened.order([Places(i, len(corpus.sequences["train"])) for i, corpus in enumerate(opened.corpora)])
+    every = (sequences for corpus in opened.corpora for sequences in corpus.sequences.values())
     pairs = tuple(each for each in every if isinstance(each, PairedSequences))
-    unit = "pair" if spec.has_pairs else unit_of(corpora)
-    return Data(splits, identity, unit, _summary(spec, corpora), of_train, order, corpora[0].reader, pairs)
+    return Data(opened, splits, places, "pair" if spec.has_pairs else opened.unit, pairs)
 
 
-CheckLengths = Callable[[RunSpec, list[Corpus], list[WeightedSource]], None]
+@dataclass(frozen=True)
+class EvaluatedPart:
+    """What is evaluated by itself. name: "data", or the name of a part of a mixture. num_sequences: of its split.
+    batches: the last one may hold rows without targets."""
+
+    name: str
+    num_sequences: int
+    batches: Batches
 
 
-def open_sources(spec: RunSpec, check_lengths: CheckLengths) -> tuple[list[WeightedSource], list[Corpus]]:
-    """Returns the sources of a declaration, each opened and tokenised. Raises ConfigError with all of their problems.
+@dataclass(frozen=True)
+class EvaluatedData:
+    """The data of an evaluation. parts: of a mixture the whole, by its weights, and then each source alone. identity:
+    everything that the batches depend on. unit: what one target is."""
 
-    check_lengths: raises ConfigError where a source has too few sequences.
+    parts: tuple[EvaluatedPart, ...]
+    identity: dict[str, Any]
+    unit: Literal["byte", "token"]
+
+
+def open_evaluated(spec: RunSpec) -> EvaluatedData:
+    """Returns the data of `evaluation.split`. Its first batches of held-out data are those that a run evaluates.
+
+    Raises ConfigError with all problems of the data, and for a split without sequences.
     """
-    sources = _sources(spec)
+    split: Split = "held_out" if spec.evaluation.split == "held_out" else "train"
+    if spec.evaluation.split == "all":
+        data = spec.data.model_copy(update={"held_out_fraction": 0.0})
+        spec = spec.model_copy(update={"data": data})
+    opened = _open_sources(spec, partial(_check_is_there, split=split))
+    identity = opened.identity | {SPLIT_KEY: spec.evaluation.split}
+
+    def part(name: str, corpora: Sequence[Corpus]) -> EvaluatedPart:
+        order = shuffled(
+            [each.sequences[split] for each in corpora], [each.weight for each in corpora], seed=0, num_epochs=1
+        )
+        size = spec.global_batch_size
+        num_batches = min(spec.evaluation.num_batches, math.ceil(len(order) / size))
+        filled = _Filled(order, PADDING_TARGET if spec.data.may_pad else IGNORED_TARGET)
+        batches = opened.batches(filled, num_batches, identity)
+        return EvaluatedPart(name, min(len(order), num_batches * size), batches)
+
+    alone = opened.corpora if len(opened.corpora) > 1 else ()  # data.source.parts.web.source is called web
+    names = [each.where.removeprefix("data.source.parts.").removesuffix(".source") for each in alone]
+    parts = (part("data", opened.corpora), *(part(name, [each]) for name, each in zip(names, alone, strict=True)))
+    return EvaluatedData(parts, identity, opened.unit)
+
+
+class _Filled:
+    """Sequences in an order, and after its end ones without targets."""
+
+    def __init__(self, order: Any, no_target: int):
+        self._order, self._no_target = order, no_target
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        if index < len(self._order):
+            return self._order[index]
+        first = self._order[0]
+        return {**first, "targets": np.full_like(first["targets"], self._no_target)}
+
+
+def _open_sources(spec: RunSpec, check_lengths: Callable[[OpenedSources], None]) -> OpenedSources:
+    """Returns the sources of a declaration. Raises ConfigError with all of their problems. check_lengths: raises
+    ConfigError where a source has too few sequences."""
+    source, declared = spec.data.source, spec.data.tokenizer
+    sources = [
+        WeightedSource(part.source, f"data.source.parts.{name}.source", part.weight)
+        for name, part in (source.parts if isinstance(source, MixtureSource) else {}).items()
+    ]
+    if not isinstance(source, MixtureSource):
+        sources = [WeightedSource(source, "data.source", 1.0)]
     _check_objective(spec, sources)
-    corpora = _open_corpora(spec, sources)
-    all_of(
-        lambda: _check_one_tokenizer(_tokenizers(corpora), corpora),
-        lambda: _check_vocabulary(spec, corpora),
-        lambda: check_lengths(spec, corpora, sources),
-    )
-    return sources, corpora
+    try:
+        tokenizer = open_tokenizer(declared) if declared else None
+    except ConfigError as error:  # reported with the problems of the files
+        of_text = [each for each in sources if each.source.kind not in ("tokens", "python")]
+        all_of(partial(raise_if_any, error.problems), *(partial(corpus_parts, s.source, s.where) for s in of_text))
+        raise
+    opened = OpenedSources(spec, all_of(*(partial(open_corpus, spec, each, tokenizer) for each in sources)))
+    all_of(lambda: _check_tokenizers(spec.model.vocab_size, opened.corpora), lambda: check_lengths(opened))
+    return opened
 
 
 def _check_objective(spec: RunSpec, sources: Sequence[WeightedSource]) -> None:
@@ -129,56 +258,18 @@ def _check_objective(spec: RunSpec, sources: Sequence[WeightedSource]) -> None:
     raise_if_any(problems)
 
 
-def unit_of(corpora: Sequence[Corpus]) -> Literal["byte", "token"]:
-    """Returns what one target is."""
-    tokenizers = _tokenizers(corpora)
-    return "byte" if tokenizers and tokenizers[0].kind == "bytes" else "token"
-
-
-def _tokenizers(corpora: Sequence[Corpus]) -> list[TokenizerIdentity]:
-    return list(dict.fromkeys(corpus.tokenizer for corpus in corpora if corpus.tokenizer))
-
-
-def _sources(spec: RunSpec) -> list[WeightedSource]:
-    source = spec.data.source
-    if not isinstance(source, MixtureSource):
-        return [WeightedSource(source, "data.source", 1.0)]
-    return [
-        WeightedSource(part.source, f"data.source.parts.{name}.source", part.weight)
-        for name, part in source.parts.items()
-    ]
-
-
-def _open_corpora(spec: RunSpec, sources: list[WeightedSource]) -> list[Corpus]:
-    """Returns every source; text is tokenised. If the tokenizer cannot be opened, the problems of the files are
-    reported with it."""
-    declared = spec.data.tokenizer
-    try:
-        tokenizer = open_tokenizer(declared) if declared else None
-    except ConfigError as error:
-        of_text = [s for s in sources if s.source.kind not in ("tokens", "python")]
-        all_of(partial(_raise, error), *(partial(corpus_parts, s.source, s.where) for s in of_text))
-        raise
-    return list(all_of(*(partial(open_corpus, spec, s.source, s.where, tokenizer) for s in sources)))
-
-
-def _raise(error: Exception) -> None:
-    raise error
-
-
-def _check_one_tokenizer(tokenizers: list[TokenizerIdentity], corpora: list[Corpus]) -> None:
+def _check_tokenizers(vocab_size: int, corpora: Sequence[Corpus]) -> None:
+    """Raises ConfigError for several tokenizers, for a model that lacks tokens of the tokenizer, and for shards with
+    tokens that the tokenizer lacks."""
+    problems = []
+    tokenizers = dict.fromkeys(corpus.tokenizer for corpus in corpora if corpus.tokenizer)
     if len(tokenizers) > 1:
         named = ", ".join(f"{corpus.where}: {corpus.tokenizer.kind}" for corpus in corpora if corpus.tokenizer)
         what = f"its parts are in tokens of {len(tokenizers)} tokenizers ({named})"
-        raise ConfigError([Problem("data.source.parts", what, "write them all with the same tokenizer")])
-
-
-def _check_vocabulary(spec: RunSpec, corpora: list[Corpus]) -> None:
-    """Raises ConfigError if the model lacks tokens of the tokenizer, or the tokenizer lacks tokens of the shards."""
-    size, problems = spec.model.vocab_size, []
-    for tokenizer in dict.fromkeys(corpus.tokenizer for corpus in corpora if corpus.tokenizer):
-        if size < tokenizer.vocab_size:
-            what = f"{size} is less than the {tokenizer.vocab_size} tokens of tokenizer '{tokenizer.kind}'"
+        problems.append(Problem("data.source.parts", what, "write them all with the same tokenizer"))
+    for tokenizer in tokenizers:
+        if vocab_size < tokenizer.vocab_size:
+            what = f"{vocab_size} is less than the {tokenizer.vocab_size} tokens of tokenizer '{tokenizer.kind}'"
             own = ", or the tokenizer that the weights were trained with: data.tokenizer.path=FOLDER"
             fix = f"use {tokenizer.vocab_size} or more{own if tokenizer.kind == 'huggingface' else ''}"
             problems.append(Problem("model.vocab_size", what, fix))
@@ -189,29 +280,44 @@ def _check_vocabulary(spec: RunSpec, corpora: list[Corpus]) -> None:
     raise_if_any(problems)
 
 
-def _check_lengths(spec: RunSpec, corpora: list[Corpus], sources: list[WeightedSource]) -> None:
+def _check_is_there(opened: OpenedSources, *, split: Split) -> None:
+    """Raises ConfigError if a source has no sequence to evaluate."""
+    spec = opened.spec
+    if split == "held_out" and not spec.data.held_out_fraction:
+        what = "is held_out, and data.held_out_fraction is 0"
+        raise ConfigError([Problem(SPLIT_KEY, what, f"use {SPLIT_KEY}=all, or hold out a part")])
+    fix = "lower sequence_length" + ("" if spec.evaluation.split == "all" else f", or use {SPLIT_KEY}=all")
+    what = f"its {split} split has no sequence of {counted(spec.sequence_length, 'token')}"
+    raise_if_any(Problem(corpus.where, what, fix) for corpus in opened.corpora if not len(corpus.sequences[split]))
+
+
+def _check_is_enough(opened: OpenedSources) -> None:
     """Raises ConfigError if a split has fewer sequences than the run draws from it."""
-    data, batch, length = spec.data, spec.global_batch_size, spec.sequence_length
+    spec, corpora = opened.spec, opened.corpora
+    data, batch = spec.data, spec.global_batch_size
     needed: dict[Split, int] = {"train": batch}
     if data.held_out_fraction:
         needed["held_out"] = batch * spec.evaluation.num_batches
-    total_weight = sum(source.weight for source in sources)
+    total_weight = sum(corpus.weight for corpus in corpora)
     problems = []
-    for corpus, source in zip(corpora, sources, strict=True):
+    for corpus in corpora:
         least: dict[Split, int] = {
-            split: max(1, math.ceil(count * source.weight / total_weight - 1e-6)) for split, count in needed.items()
+            split: max(1, math.ceil(count * corpus.weight / total_weight - 1e-6)) for split, count in needed.items()
         }
         for split, sequences in corpus.sequences.items():
             if len(sequences) < least.get(split, 0):
-                has = f"{counted(len(sequences), 'sequence')} of {counted(length, 'token')}"
+                has = f"{counted(len(sequences), 'sequence')} of {counted(spec.sequence_length, 'token')}"
                 what = f"its {split} split has {has}, {least[split]:,} {be(least[split])} needed"
                 where = "data" if len(corpora) == 1 else corpus.where
-                problems.append(Problem(where, what, _fix_of_few(spec, corpus, least, split)))
+                fix = _fix_of_few(
+                    sum(map(len, corpus.sequences.values())), data.held_out_fraction, data.held_out_by, least, split
+                )
+                problems.append(Problem(where, what, fix))
             elif len(sequences) > MOST_SEQUENCES:
-                what = f"its {split} split has {len(sequences):,} sequences, more than the {MOST_SEQUENCES:,} that can be shuffled"  # fmt: skip  # noqa: E501
+                what = f"its {split} split has {len(sequences):,} sequences; {MOST_SEQUENCES:,} can be shuffled"
                 problems.append(Problem(corpus.where, what, "raise sequence_length"))
     raise_if_any(problems)
-    num_batches = len(_train_order(spec, corpora, sources)) // batch
+    num_batches = len(opened.sequences("train")) // batch
     if num_batches < spec.num_steps:
         per_epoch = max(1, num_batches // (data.num_epochs or 1))
         what = f"the data end after {num_batches:,} global batches, num_steps is {spec.num_steps:,}"
@@ -219,13 +325,13 @@ def _check_lengths(spec: RunSpec, corpora: list[Corpus], sources: list[WeightedS
         raise ConfigError([Problem("data.num_epochs", what, fix)])
 
 
-def _fix_of_few(spec: RunSpec, corpus: Corpus, least: Mapping[Split, int], split: Split) -> str:
-    """Returns the fix for a split with too few sequences: only changes for which the corpus is large enough."""
-    total, fraction = sum(map(len, corpus.sequences.values())), spec.data.held_out_fraction
+def _fix_of_few(total: int, fraction: float, held_out_by: str, least: Mapping[Split, int], split: Split) -> str:
+    """Returns the fix for a split with too few sequences: only changes for which the corpus is large enough. total:
+    the sequences of all splits."""
     held_out = least.get("held_out", 0)
     by_position = math.floor(fraction * total) - 1
     is_enough = by_position >= held_out and total - by_position - 2 >= least["train"]
-    if spec.data.held_out_by == "document" and is_enough:
+    if held_out_by == "document" and is_enough:
         return "hold out the end of the corpus in place of whole documents: data.held_out_by=position"
     fixes = ["lower sequence_length or global_batch_size"]
     if split == "held_out":
@@ -234,78 +340,3 @@ def _fix_of_few(spec: RunSpec, corpus: Corpus, least: Mapping[Split, int], split
     if fraction and total >= least["train"]:
         fixes.append("hold out nothing: data.held_out_fraction=0")
     return ", or ".join(fixes)
-
-
-def _train_order(spec: RunSpec, corpora: list[Corpus], sources: list[WeightedSource]) -> Any:
-    return _order(spec, [corpus.sequences["train"] for corpus in corpora], sources)
-
-
-def _order(spec: RunSpec, parts: Sequence[Any], sources: list[WeightedSource], split: Split = "train") -> Any:
-    """Returns the order of sequences, or of anything that is numbered as they are. That of held-out sequences is the
-    same for every run, whatever its seed."""
-    is_train, weights = split == "train", [source.weight for source in sources]
-    seed, num_epochs = (spec.data.shuffle_seed, spec.data.num_epochs) if is_train else (0, None)
-    if not spec.has_pairs:
-        return shuffled(parts, weights, seed=seed, num_epochs=num_epochs)
-    return ItemsOfPairs(shuffled([PairsOf(part) for part in parts], weights, seed=seed, num_epochs=num_epochs))
-
-
-def _batches(
-    spec: RunSpec, split: Split, corpora: list[Corpus], sources: list[WeightedSource], identity: dict[str, Any]
-) -> Batches:
-    size = spec.global_batch_size
-    if split == "train":
-        order = _train_order(spec, corpora, sources)
-        num_batches = len(order) // size
-    elif not spec.data.held_out_fraction:
-        order, num_batches = [], 0
-    else:
-        order = _order(spec, [corpus.sequences[split] for corpus in corpora], sources, split)
-        num_batches = spec.evaluation.num_batches
-    source = BatchSource(
-        order, batch_size=size, num_batches=num_batches, rows=range(size), vocab_size=spec.model.vocab_size
-    )
-    threads, buffer = spec.data.num_prefetch_threads, spec.data.num_prefetch_batches
-    return Batches(source, grain.ReadOptions(num_threads=threads, prefetch_buffer_size=buffer), identity)
-
-
-def identity_of_data(spec: RunSpec, corpora: list[Corpus], sources: list[WeightedSource]) -> dict[str, Any]:
-    """Returns what the sequences and their order depend on: contents, not paths or ways of reading."""
-    kept = ("packing", "isolate_documents", "held_out_fraction", "shuffle_seed")
-    identity: dict[str, Any] = {f"data.{key}": getattr(spec.data, key) for key in kept}
-    if spec.data.held_out_by != "document":  # the value for checkpoints without this key
-        identity["data.held_out_by"] = spec.data.held_out_by
-    if tokenizers := _tokenizers(corpora):
-        identity |= {f"data.tokenizer.{key}": value for key, value in asdict(tokenizers[0]).items()}
-    for corpus, source in zip(corpora, sources, strict=True):
-        identity |= {f"{corpus.where}.{key}": value for key, value in corpus.content.items()}
-        if len(sources) > 1:
-            identity[f"{corpus.where.removesuffix('.source')}.weight"] = source.weight
-    return identity | {"global_batch_size": spec.global_batch_size, "sequence_length": spec.sequence_length}
-
-
-def _summary(spec: RunSpec, corpora: list[Corpus]) -> str:
-    """Returns a description of the training data, one line for each source."""
-    lines = []
-    for corpus in corpora:
-        train, held_out = corpus.sequences["train"], corpus.sequences["held_out"]
-        fill = f", {train.fill:.1%} filled" if spec.data.packing != "concatenate" else ""
-        name = "data" if len(corpora) == 1 else corpus.where
-        to_train = f"{counted(len(train), 'sequence')} to train on{fill}"
-        lines.append(f"{name}: {corpus.counts}; {to_train}, {len(held_out):,} held out")
-    return "\n".join(lines)
-
-
-LARGE = 1_000_000_000  # parameters; the 25 MB of Python's library teach such a model nothing
-
-
-def warnings_of_demo_data(plan: Plan[RunSpec]) -> tuple[Problem, ...]:
-    """Returns a warning if a large model would train on the default data, which are only meant for trying the loop."""
-    if plan.spec.data.source.kind != "python_stdlib" or plan.num_parameters < LARGE:
-        return ()
-    what = (
-        f"python_stdlib, the default, is the source text of Python's library as bytes, for {plan.spec.num_steps} "
-        f"steps (num_steps={plan.spec.num_steps}): a model of {human_parameters(plan.num_parameters)} parameters on "
-        f"{plan.target.name} learns nothing of use from it"
-    )
-    return (Problem("data", what, "choose your data, such as data=tokens data.source.directory=..., and num_steps="),)

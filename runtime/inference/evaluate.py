@@ -18,7 +18,7 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.xla.programs import Programs, lower
 
 from ..core.failures import NONFINITE, RunFailed
-from ..data.evaluated import EvaluatedData, EvaluatedPart, open_evaluated
+from ..data.splits import EvaluatedData, EvaluatedPart, open_evaluated
 from ..data.tokenizers import Tokenizer
 from ..processes.agreement import check_same_data
 from ..train.feed import in_token_order, local_rows, sequences_of, to_devices

@@ -7,17 +7,17 @@ from typing import Self
 
 from meshloom.compiler.core.console import Column, Console, Table
 from meshloom.compiler.core.errors import Problem
-from meshloom.compiler.core.format import counted
+from meshloom.compiler.core.format import counted, human_parameters
 from meshloom.compiler.declare.hydra_settings import RUN_DIR
 from meshloom.compiler.declare.overrides import overridden_key
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
 
-from ..data.splits import warnings_of_demo_data
 from ..processes.process_log import announce
 from .metrics import Metrics
 from .observer import ObservedRun, Observer
 
+LARGE = 1_000_000_000  # parameters; the 25 MB of Python's library teach such a model nothing
 TRY_NEXT = (
     ("try: other layout", "meshloom train sharding=fsdp_tensor num_microbatches=2 remat=full"),
     ("try: large model", "meshloom explain model=llama3_405b target=cpu-4096 global_batch_size=4096"),
@@ -73,25 +73,30 @@ def show_header(console: Console, plan: Plan[RunSpec]) -> None:
         announce(console, f"adapter: {plan.adapter}; the others are frozen")
     if plan.flag_presets:
         announce(console, f"flag presets: {plan.flag_presets}")
-    own = (*warnings_of_demo_data(plan), *_not_judged(plan), *_not_counted(plan))
+    own, spec = warnings_of_demo_data(plan), plan.spec
+    # `train` compiles the step without an artifact, and does not judge it.
+    limits = {"overlap.max_exposed": spec.overlap.max_exposed}
+    limits |= {"pipeline.max_bubble": spec.pipeline.max_bubble} if plan.pipeline else {}
+    fix = "compile with the same line by `meshloom compile`, and train with artifact=RUN_DIR"
+    limited = [key for key, limit in limits.items() if limit is not None and spec.artifact is None]
+    own += [Problem(key, "is not judged by `meshloom train`", fix) for key in limited]
+    for one in plan.model_flops.unknown:
+        own.append(Problem("model.family", f"MFU is not reported: {one.name} at {one.place}: {one.why}", one.fix))
     for warning in (*plan.warnings, *own):
         announce(console, warning.as_warning())
 
 
-def _not_judged(plan: Plan[RunSpec]) -> tuple[Problem, ...]:
-    """Returns warnings if the declaration limits exposed time or the bubble and `train` compiles the step, which is not
-    judged."""
-    limits = {"overlap.max_exposed": plan.spec.overlap.max_exposed}
-    limits |= {"pipeline.max_bubble": plan.spec.pipeline.max_bubble} if plan.pipeline else {}
-    fix = "compile with the same line by `meshloom compile`, and train with artifact=RUN_DIR"
-    limited = [key for key, limit in limits.items() if limit is not None and plan.spec.artifact is None]
-    return tuple(Problem(key, "is not judged by `meshloom train`", fix) for key in limited)
-
-
-def _not_counted(plan: Plan[RunSpec]) -> tuple[Problem, ...]:
-    """Returns a warning for each primitive with unknown FLOPs, because of which the MFU is unknown."""
-    why = ((one, f"MFU is not reported: {one.name} at {one.place}: {one.why}") for one in plan.model_flops.unknown)
-    return tuple(Problem("model.family", what, one.fix) for one, what in why)
+def warnings_of_demo_data(plan: Plan[RunSpec]) -> list[Problem]:
+    """Returns a warning if a large model would train on the default data, which are only meant for trying the loop."""
+    num_steps = plan.spec.num_steps
+    if plan.spec.data.source.kind != "python_stdlib" or plan.num_parameters < LARGE:
+        return []
+    what = (
+        f"python_stdlib, the default, is the source text of Python's library as bytes, for {num_steps} steps "
+        f"(num_steps={num_steps}): a model of {human_parameters(plan.num_parameters)} parameters on "
+        f"{plan.target.name} learns nothing of use from it"
+    )
+    return [Problem("data", what, "choose your data, such as data=tokens data.source.directory=..., and num_steps=")]
 
 
 def show_rows(console: Console, rows: list[tuple[str, str]]) -> None:

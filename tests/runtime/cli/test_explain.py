@@ -3,7 +3,7 @@
 import pytest
 
 from meshloom.runtime.cli.main import run
-from meshloom.runtime.data.splits import warnings_of_demo_data
+from meshloom.runtime.train.display import warnings_of_demo_data
 from support.programs import plan_as_declared
 
 LARGE = ("model=llama3_8b", "model.num_layers=2", "target=v5e-4", "global_batch_size=4", "sequence_length=256")

@@ -167,7 +167,7 @@ def test_a_target_is_the_next_token_where_that_is_trained_on(bytes_folders, tmp_
     data = open_data(spec_of(*_words(bytes_folders["chatml"], path, *chosen), *BATCH, "data.num_epochs=1", "num_steps=1"))  # fmt: skip  # noqa: E501
     counted = [_by_hand("chatml", chat) for chat in lines]
     wanted = sorted(_targets_by_hand(counted, length, packing, isolated))
-    (_, sequences), *_ = data.sources
+    sequences = data.opened.corpora[0].sequences["train"]
     found = [(tuple(row["inputs"].tolist()), tuple(row["targets"].tolist())) for row in sequences]
     assert sorted(found) == wanted
     cut = sum(_num_cut(counted, length, packing))
@@ -367,7 +367,7 @@ def test_a_mixture_trains_on_all_of_a_text_and_on_answers_of_chats(folders, many
     parts = f"{{chats: {{weight: 1, source: {chat}}}, text: {{weight: 1, source: {{kind: text_files, paths: ['{tmp_path}/text.txt']}}}}}}"  # fmt: skip  # noqa: E501
     words = ("data=mixture", f"data.source.parts={parts}", "data/tokenizer=huggingface", f"data.tokenizer.path={folders['chatml']}")  # fmt: skip  # noqa: E501
     data = open_data(spec_of(*words, *BATCH))
-    (_, of_chats), (_, of_text) = data.sources
+    of_chats, of_text = (corpus.sequences["train"] for corpus in data.opened.corpora)
     shares = [np.mean([row["targets"] >= 0 for row in rows]) for rows in (of_chats, of_text)]
     assert shares[0] < 0.7
     assert shares[1] == 1

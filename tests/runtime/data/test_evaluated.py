@@ -8,7 +8,7 @@ import pytest
 from conftest import spec_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.runtime.data import open_data
-from meshloom.runtime.data.evaluated import open_evaluated
+from meshloom.runtime.data.splits import open_evaluated
 from support.chats import TAGGED, tokenizer_of, turns, write_folder, write_lines
 
 EVERYTHING = "evaluation.num_batches=100000"
