@@ -8,7 +8,7 @@ A token is learnt if one of its characters is to be. So are all between the firs
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -35,22 +35,18 @@ class ChatTokens:
     def encode(self, chats: Sequence[Chat]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns the tokens of each chat in the identity's dtype, and which of them are to be learnt. A completion
         ends with the end of a document; a chat ends as its template does. Raises ChatError."""
-        rendered = self._rendered([chat.text for chat in chats if chat.masked_by != "completion"])
+        rendered = [chat.text for chat in chats if chat.masked_by != "completion"]
+        simple = [text for text in rendered if not self._hidden.is_hiding(text)]
+        encoded = iter(self._of_template.encode_batch(simple, add_special_tokens=False))
+        encodings = (self._apart(text) if self._hidden.is_hiding(text) else next(encoded) for text in rendered)
         plain = [chat.text for chat in chats if chat.masked_by == "completion"]
         texts = iter(self._of_text.encode_batch(plain, add_special_tokens=False) if plain else ())
         return [
             self._trained(chat, next(texts), *self._tokenizer.around)
             if chat.masked_by == "completion"
-            else self._trained(chat, next(rendered))
+            else self._trained(chat, next(encodings))
             for chat in chats
         ]
-
-    def _rendered(self, texts: Sequence[str]) -> Iterator[Any]:
-        """Yields the encoding of each rendered text, in which only the template's special tokens are special."""
-        simple = [text for text in texts if not self._hidden.is_hiding(text)]
-        encodings = iter(self._of_template.encode_batch(simple, add_special_tokens=False))
-        for text in texts:
-            yield self._apart(text) if self._hidden.is_hiding(text) else next(encodings)
 
     def _apart(self, text: str) -> Any:
         """Returns the encoding of a text with special tokens of the template and others that are text: the former are
@@ -95,14 +91,16 @@ class ChatTokens:
     def _of_aliases(self) -> Any:
         """Returns the tokenizer with its special tokens under the names of their aliases, with the same numbers."""
         aliases, declared = self._aliases, self._tokenizer.json
-        added = [{**token, "content": aliases.get(token["content"], token["content"])} for token in declared["added_tokens"]]  # fmt: skip  # noqa: E501
-        model, vocab = declared["model"], declared["model"]["vocab"]
+        added = declared["added_tokens"]
+        added = [token | {"content": aliases.get(token["content"], token["content"])} for token in added]
+        model, vocab = dict(declared["model"]), declared["model"]["vocab"]
         if isinstance(vocab, dict):
-            renamed: Any = {aliases.get(text, text): number for text, number in vocab.items()}
+            model |= {"vocab": {aliases.get(text, text): number for text, number in vocab.items()}}
         else:  # of Unigram
-            renamed = [[aliases.get(text, text), score] for text, score in vocab]
-        unknown = {"unk_token": aliases.get(model["unk_token"], model["unk_token"])} if model.get("unk_token") else {}
-        return self._load(json.dumps({**declared, "added_tokens": added, "model": {**model, "vocab": renamed, **unknown}}))  # fmt: skip  # noqa: E501
+            model |= {"vocab": [[aliases.get(text, text), score] for text, score in vocab]}
+        if unknown := model.get("unk_token"):
+            model |= {"unk_token": aliases.get(unknown, unknown)}
+        return self._load(json.dumps({**declared, "added_tokens": added, "model": model}))
 
     @cached_property
     def _aliases(self) -> dict[str, str]:

@@ -54,44 +54,40 @@ class ChatReader:
                 if line.isspace():
                     continue
                 number += self.chats_per_line
-                if number > first:
-                    yield from self._of_line(line, f"{file.place}:{line_number}")
-
-    def _of_line(self, line: bytes, place: str) -> Sequence[Chat | Problem]:
-        value = object_of_line(line, place)
-        if isinstance(value, Problem):
-            return [value]
-        try:
-            return self._chats(value)
-        except ChatError as error:
-            return [Problem(place, error.what, error.fix)]
-        except RecursionError:
-            return [Problem(place, "is nested too deeply", "write its parts as text")]
+                place = f"{file.place}:{line_number}"
+                value = object_of_line(line, place) if number > first else None
+                if isinstance(value, Problem):
+                    yield value
+                elif value is not None:
+                    try:
+                        yield from self._chats(value)
+                    except ChatError as error:
+                        yield Problem(place, error.what, error.fix)
+                    except RecursionError:
+                        yield Problem(place, "is nested too deeply", "write its parts as text")
 
     def _chats(self, line: Mapping[str, Any]) -> Sequence[Chat]:
-        return [self._chat(line)]
+        """Returns the chats of a line. Raises ChatError."""
+        if "messages" in line:
+            return [self.template.chat(check_messages(line["messages"], "messages"), self._extra(line))]
+        missing = [key for key in ("prompt", "completion") if key not in line]
+        if missing:
+            has = f"has no key 'messages', and no '{missing[0]}'"
+            raise ChatError(has, f"{WRITE}; it has {', '.join(map(str, line)) or 'no keys'}")
+        return [self._answered(line, "completion")]
 
     def _extra(self, line: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what a line gives the template besides its messages."""
         extra = {key: value for key, value in line.items() if key not in (*KEYS, TEMPLATE_ARGUMENTS)}
         arguments = line.get(TEMPLATE_ARGUMENTS) or {}
         if not isinstance(arguments, dict):
-            raise ChatError(
-                f"'{TEMPLATE_ARGUMENTS}' is {type(arguments).__name__}, not an object", "write {key: value}"
-            )
+            what = f"'{TEMPLATE_ARGUMENTS}' is {type(arguments).__name__}, not an object"
+            raise ChatError(what, "write {key: value}")
         extra |= arguments
-        if refused := [key for key in extra if key in self._own_variables]:
+        own = (*self.tokenizer.token_variables, "messages", "add_generation_prompt")
+        if refused := [key for key in extra if key in own]:
             raise ChatError(f"sets '{refused[0]}', which the tokenizer sets", "leave it out, or name it otherwise")
         return extra
-
-    def _chat(self, line: Mapping[str, Any]) -> Chat:
-        if "messages" in line:
-            return self.template.chat(check_messages(line["messages"], "messages"), self._extra(line))
-        missing = [key for key in ("prompt", "completion") if key not in line]
-        if missing:
-            has = f"has no key 'messages', and no '{missing[0]}'"
-            raise ChatError(has, f"{WRITE}; it has {', '.join(map(str, line)) or 'no keys'}")
-        return self._answered(line, "completion")
 
     def _answered(self, line: Mapping[str, Any], key: str) -> Chat:
         """Returns a prompt with the answer under `key`."""
@@ -101,10 +97,6 @@ class ChatReader:
             return plain_chat(prompt, answer)
         given = check_messages(prompt, "prompt")
         return self.template.chat([*given, *check_messages(answer, key)], self._extra(line), num_given=len(given))
-
-    @cached_property
-    def _own_variables(self) -> frozenset[str]:
-        return frozenset([*self.tokenizer.token_variables, "messages", "add_generation_prompt"])
 
 
 class PreferenceReader(ChatReader):
@@ -116,17 +108,16 @@ class PreferenceReader(ChatReader):
         if missing := [key for key in SIDES if key not in line]:
             there = ", ".join(map(str, line)) or "no keys"
             raise ChatError(f"has no key '{missing[0]}'", f"{WRITE_PAIRS}; it has {there}")
-        pair = [self._answered(line, key) for key in SIDES] if "prompt" in line else self._whole(line)
+        if "prompt" in line:
+            pair = [self._answered(line, key) for key in SIDES]
+        else:  # the answers follow the messages that the two share
+            chats = [check_messages(line[key], key) for key in SIDES]
+            shared = list(takewhile(lambda both: both[0] == both[1], zip(*chats, strict=False)))
+            if len(shared) in map(len, chats):
+                raise ChatError("has a chosen chat that is the rejected one, or begins it", WRITE_PAIRS)
+            pair = [self.template.chat(chat, self._extra(line), num_given=len(shared)) for chat in chats]
         # A pair is learnt from as one: without something to learn in both, neither is kept.
         return pair if all(chat.trained for chat in pair) else [replace(chat, trained=()) for chat in pair]
-
-    def _whole(self, line: Mapping[str, Any]) -> Sequence[Chat]:
-        """Returns two whole chats, whose answers follow the messages that they share."""
-        chats = [check_messages(line[key], key) for key in SIDES]
-        shared = list(takewhile(lambda both: both[0] == both[1], zip(*chats, strict=False)))
-        if len(shared) in map(len, chats):
-            raise ChatError("has a chosen chat that is the rejected one, or begins it", WRITE_PAIRS)
-        return [self.template.chat(chat, self._extra(line), num_given=len(shared)) for chat in chats]
 
 
 def chat_reader(source: ChatsSource, where: str, tokenizer: Tokenizer | None) -> ChatReader:

@@ -22,13 +22,12 @@ from .packing import ConcatenatedSequences, PackedSequences, num_cut_turns
 from .pairs import PairedSequences
 from .progress import TextProgress
 from .shards import open_shards
-from .store import Split, TokenStore, TokenStream
+from .store import SPLITS, Split, TokenStore, TokenStream
 from .tokenize import tokens_in_memory
 from .tokenizers import Bytes, Tokenizer, TokenizerIdentity
 from .user_sequences import UserSequences, open_user_sequences
 
 Sequences = ConcatenatedSequences | PackedSequences | PairedSequences | UserSequences
-SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 
 @dataclass(frozen=True)

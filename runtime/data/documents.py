@@ -70,15 +70,13 @@ def corpus_parts(source: OneSource, where: str, tokenizer: Tokenizer | None = No
         raise ConfigError([Problem(where, "holds tokens already", "name a source of text")])
     files = find_files(source.paths, f"{where}.paths")
     chats = chat_reader(source, where, tokenizer) if isinstance(source, ChatsSource) and tokenizer else None
-    return [
-        CorpusPart(file.name, file.num_bytes, _is_plain(source, file), partial(_read_file, source, where, file, chats))
-        for file in files
-    ]
-
-
-def _is_plain(source: OneSource, file: SourceFile) -> bool:
-    is_known = file.path is not None or file.num_bytes > 0  # some servers do not say
-    return source.kind in ("text_files", "jsonl", "chats", "preferences") and not file.is_compressed and is_known
+    holds_text = source.kind in ("text_files", "jsonl", "chats", "preferences")
+    parts = []
+    for file in files:
+        is_known = file.path is not None or file.num_bytes > 0  # some servers do not say
+        is_plain = holds_text and not file.is_compressed and is_known
+        parts.append(CorpusPart(file.name, file.num_bytes, is_plain, partial(_read_file, source, where, file, chats)))
+    return parts
 
 
 def num_text_bytes(parts: Sequence[CorpusPart]) -> int:

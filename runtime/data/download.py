@@ -9,7 +9,7 @@ after its last complete shard.
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event, Lock
@@ -30,7 +30,11 @@ COPY_AGAIN = "copy the whole folder of shards there again"
 def local_copy(url: str, where: str) -> Path:
     """Returns the folder with the shards of a URL, after downloading those that it lacks. Raises ConfigError if shards
     cannot be read, differ from the index, or do not fit on the disk."""
-    content = _index_at(url, where)
+    try:
+        content = b"".join(blocks_of(url, INDEX, where))
+    except FileNotFoundError as error:
+        fix = "name a folder that holds what `meshloom data` wrote, in a bucket that exists"
+        raise ConfigError([Problem(where, f"'{url}' has no {INDEX}", fix)]) from error
     index = parse_index(content, f"{url}/{INDEX}", where)
     folder = cache_of_shards() / hashlib.sha256(url.encode() + b"\0" + content).hexdigest()[:24]
     if _is_whole(folder, index):
@@ -51,14 +55,6 @@ def cache_of_shards() -> Path:
     """Returns the folder of all downloaded shards, beside the one of compiled programs."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.path.expanduser(cache)).absolute() / "meshloom" / "shards"
-
-
-def _index_at(url: str, where: str) -> bytes:
-    try:
-        return b"".join(blocks_of(url, INDEX, where))
-    except FileNotFoundError as error:
-        fix = "name a folder that holds what `meshloom data` wrote, in a bucket that exists"
-        raise ConfigError([Problem(where, f"'{url}' has no {INDEX}", fix)]) from error
 
 
 def _is_there(folder: Path, sizes: dict[str, int]) -> bool:
@@ -121,27 +117,24 @@ class _Download:
 
     def _fetch_file(self, name: str, path: Path, size: int, add: Callable[[bytes], None]) -> None:
         num_bytes = 0
-        with path.open("wb") as file:
-            for block in self._blocks(name):
-                num_bytes += len(block)
-                if self.is_ended.is_set() or num_bytes > size:
-                    break
-                file.write(block)
-                add(block)
-                with self._one_at_a_time:
-                    self._progress.advance(len(block))
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with path.open("wb") as file:
+                for block in blocks_of(self._url, name, self._where):
+                    num_bytes += len(block)
+                    if self.is_ended.is_set() or num_bytes > size:
+                        break
+                    file.write(block)
+                    add(block)
+                    with self._one_at_a_time:
+                        self._progress.advance(len(block))
+                file.flush()
+                os.fsync(file.fileno())
+        except FileNotFoundError as error:
+            raise ConfigError([Problem(self._where, f"{self._url}/{name} is missing", COPY_AGAIN)]) from error
         if num_bytes != size and not self.is_ended.is_set():
             there = f"more than {size:,}" if num_bytes > size else f"{num_bytes:,}"
             what = f"{self._url}/{name} has {there} bytes; {INDEX} says {size:,}"
             raise ConfigError([Problem(self._where, what, COPY_AGAIN)])
-
-    def _blocks(self, name: str) -> Iterator[bytes]:
-        try:
-            yield from blocks_of(self._url, name, self._where)
-        except FileNotFoundError as error:
-            raise ConfigError([Problem(self._where, f"{self._url}/{name} is missing", COPY_AGAIN)]) from error
 
 
 def _other_disk() -> str:

@@ -121,17 +121,14 @@ def _texts_of_rows(table: Any, path: tuple[str, ...], first: int, place: str) ->
             values = rows.column(0).slice(max(0, first - number))
             number += len(rows)
             try:
-                yield from (_at(value, path[1:]) for value in values.to_pylist())
+                for value in values.to_pylist():
+                    for name in path[1:]:
+                        value = value and value[name]
+                    yield (value or "").encode()
             except UnicodeDecodeError as error:
                 what = f"is not UTF-8: {error.reason}"
                 yield Problem(place, what, "write the texts again in UTF-8")
                 return
-
-
-def _at(value: Any, path: tuple[str, ...]) -> bytes:
-    for name in path:
-        value = value and value[name]
-    return (value or "").encode()
 
 
 def array_record(file: SourceFile, where: str, first: int) -> Iterator[bytes | Problem]:
@@ -147,22 +144,19 @@ def array_record(file: SourceFile, where: str, first: int) -> Iterator[bytes | P
             yield Problem(file.place, "has no ArrayRecord records", "name ArrayRecord files with records in them")
         for start in range(first, num_records, ROWS_AT_ONCE):
             for number, record in enumerate(reader.read(start, min(start + ROWS_AT_ONCE, num_records)), start):
-                yield _checked(record, f"{file.place}:{number}")
+                place, fix = f"{file.place}:{number}", "write records of text in UTF-8"
+                try:  # a record may be anything else, such as a serialized message
+                    check_is_text(record)
+                    record.decode()
+                except UnreadableError as error:
+                    yield Problem(place, error.what, fix)
+                except UnicodeDecodeError as error:
+                    yield Problem(place, f"is not UTF-8 at byte {error.start}", fix)
+                else:
+                    yield record
     except RuntimeError as error:
         what = f"is not a complete ArrayRecord file: {str(error).splitlines()[0]}"
         raise UnreadableError(what, "write it again") from error
     finally:
         if reader is not None and reader.ok():  # closing one that is not raises the reported error again
             reader.close()
-
-
-def _checked(record: bytes, place: str) -> bytes | Problem:
-    """Returns a record that is text, or a Problem for any other record, such as a serialized message."""
-    try:
-        check_is_text(record)
-        record.decode()
-    except UnreadableError as error:
-        return Problem(place, error.what, "write records of text in UTF-8")
-    except UnicodeDecodeError as error:
-        return Problem(place, f"is not UTF-8 at byte {error.start}", "write records of text in UTF-8")
-    return record

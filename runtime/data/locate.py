@@ -44,9 +44,6 @@ class LocatedRow:
         """Returns the names of its documents, or their numbers if names are unknown."""
         return tuple(f"'{name}'" for name in self.names) or tuple(f"{number:,}" for number in self.documents)
 
-    def __str__(self) -> str:
-        return f"{counted_documents(self.labels)} of {self.source}"
-
 
 def names_of(
     source: OneSource, where: str, numbers: Iterable[int], tokenizer: Tokenizer | None = None
@@ -67,10 +64,8 @@ def describe_documents(rows: Sequence[LocatedRow], most: int = 3) -> str:
     by_source: dict[str, dict[str, None]] = {}
     for one in rows[:most]:
         by_source.setdefault(one.source, {}).update(dict.fromkeys(one.labels))
-    named = ", ".join(f"{counted_documents(list(labels))} of {source}" for source, labels in by_source.items())
+    named = ", ".join(
+        f"document{'s' if len(labels) > 1 else ''} {', '.join(labels)} of {source}"
+        for source, labels in by_source.items()
+    )
     return named + (f", and those of {counted(len(rows) - most, 'more sequence')}" if len(rows) > most else "")
-
-
-def counted_documents(labels: Sequence[str]) -> str:
-    """Returns "document 'a'", or "documents 'a', 'b'"."""
-    return f"document{'s' if len(labels) > 1 else ''} {', '.join(labels)}"

@@ -41,7 +41,8 @@ class ShardFiles(Record):
 
     def sizes(self, dtype: str) -> dict[str, int]:
         """Returns the bytes of each file by name, in the order in which they are hashed."""
-        sizes = {self.tokens: self.num_tokens * np.dtype(dtype).itemsize, self.documents: self.num_documents * DOCUMENT_BYTES}  # fmt: skip  # noqa: E501
+        sizes = {self.tokens: self.num_tokens * np.dtype(dtype).itemsize}
+        sizes |= {self.documents: self.num_documents * DOCUMENT_BYTES}
         return sizes | ({self.trained: self.num_tokens} if self.trained else {})
 
 
@@ -100,10 +101,12 @@ def read_index(folder: Path, where: str) -> Index:
     except FileNotFoundError as error:
         unfinished = (folder / PROGRESS).exists()
         what = f"{folder} has no {INDEX}" + (": `meshloom data` has not finished there" if unfinished else "")
-        fix = "run the same `meshloom data` command again to continue" if unfinished else "name a directory that `meshloom data` wrote"  # fmt: skip  # noqa: E501
+        fix = "name a directory that `meshloom data` wrote"
+        fix = "run the same `meshloom data` command again to continue" if unfinished else fix
         raise ConfigError([Problem(where, what, fix)]) from error
     except OSError as error:
-        raise ConfigError([Problem(where, f"cannot read {path}: {error.strerror}", "give this process access to it")]) from error  # fmt: skip  # noqa: E501
+        what = f"cannot read {path}: {error.strerror}"
+        raise ConfigError([Problem(where, what, "give this process access to it")]) from error
 
 
 def parse_index(content: bytes, named: str, where: str) -> Index:
@@ -120,7 +123,8 @@ def parse_index(content: bytes, named: str, where: str) -> Index:
 def _check_files(folder: Path, shard: ShardFiles, dtype: str, where: str) -> list[Problem]:
     """Returns a problem for each file that is missing, or whose size is not the index's."""
     problems = []
-    units = {shard.tokens: f"{shard.num_tokens:,} tokens of {dtype}", shard.documents: f"{shard.num_documents:,} documents"}  # fmt: skip  # noqa: E501
+    units = {shard.tokens: f"{shard.num_tokens:,} tokens of {dtype}"}
+    units |= {shard.documents: f"{shard.num_documents:,} documents"}
     for name, size in shard.sizes(dtype).items():
         path = folder / name
         if not path.is_file():

@@ -39,30 +39,23 @@ def show_document(
         raise ConfigError([Problem(where, "has no document to show", "name files with text in them")])
     for number, (side, document) in enumerate(zip(sides, found, strict=False)):
         assert isinstance(document, Document)
+        try:
+            (tokens,), masks = encoded([document.content], tokenizer)
+        except (UnicodeDecodeError, OverflowError, ChatError) as error:
+            raise ConfigError([Problem(document.name, str(error), "convert it to UTF-8")]) from error
+        is_trained = masks[0] if masks else np.ones(len(tokens), bool)
+        is_special = np.isin(tokens, [*tokenizer.special.values()] if isinstance(tokenizer, HuggingFace) else [])
+        title = f"{document.name}, {side}" if side else document.name
+        by = f" ({how_masked([document.content.masked_by])})" if isinstance(document.content, Chat) else ""
+        counts = f"{counted(len(tokens), 'token')}, {int(is_trained.sum()):,} trained on"
         if number:
             console.line()
-        _show_one(console, document, f"{document.name}, {side}" if side else document.name, tokenizer)
-
-
-def _show_one(console: Console, document: Document, title: str, tokenizer: Tokenizer) -> None:
-    tokens, is_trained = _tokens(document, tokenizer)
-    is_special = np.isin(tokens, [*tokenizer.special.values()] if isinstance(tokenizer, HuggingFace) else [])
-    by = f" ({how_masked([document.content.masked_by])})" if isinstance(document.content, Chat) else ""
-    counts = f"{counted(len(tokens), 'token')}, {int(is_trained.sum()):,} trained on"
-    console.wrapped(f"{title}: {counts}{by}, in {BEGIN} {END}; special tokens are bold")
-    console.line()
-    for line in _lines(_pieces(tokens[:MOST_TOKENS], is_trained, is_special, tokenizer)):
-        console.line(*line)
-    if len(tokens) > MOST_TOKENS:
-        console.line(f"... and {counted(len(tokens) - MOST_TOKENS, 'more token')}")
-
-
-def _tokens(document: Document, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    try:
-        tokens, masks = encoded([document.content], tokenizer)
-    except (UnicodeDecodeError, OverflowError, ChatError) as error:
-        raise ConfigError([Problem(document.name, str(error), "convert it to UTF-8")]) from error
-    return tokens[0], masks[0] if masks else np.ones(len(tokens[0]), bool)
+        console.wrapped(f"{title}: {counts}{by}, in {BEGIN} {END}; special tokens are bold")
+        console.line()
+        for line in _lines(_pieces(tokens[:MOST_TOKENS], is_trained, is_special, tokenizer)):
+            console.line(*line)
+        if len(tokens) > MOST_TOKENS:
+            console.line(f"... and {counted(len(tokens) - MOST_TOKENS, 'more token')}")
 
 
 def _pieces(

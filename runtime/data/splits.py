@@ -122,7 +122,8 @@ class Data:
     def locate(self, position: Mapping[str, int], rows: Sequence[int]) -> list[LocatedRow]:
         """Returns the documents of rows of a global batch to train on. position: the `BatchIterator.get_state` before
         the batch. Reads sources of text again. Raises ConfigError if one cannot be read."""
-        first, corpora = position[NEXT_BATCH] * self.identity["global_batch_size"], self.opened.corpora
+        first = position[NEXT_BATCH] * self.identity["global_batch_size"]
+        corpora = self.opened.corpora
         places = [self.places[first + row] for row in rows]
         documents = [corpora[part].sequences["train"].documents(index) for part, index in places]
         names = []

@@ -13,6 +13,7 @@ from meshloom.models import IGNORED_TARGET
 from .tokenizers import TokenizerIdentity
 
 Split = Literal["train", "held_out"]
+SPLITS: tuple[Split, ...] = ("train", "held_out")
 HeldOutBy = Literal["document", "position"]
 
 

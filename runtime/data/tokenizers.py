@@ -60,15 +60,15 @@ class Tokenizer(ABC):
         Raises UnicodeDecodeError for text that is not UTF-8, OverflowError for a token that the tokenizer lacks.
         """
         texts = iter(self.encode_texts([content for content in contents if isinstance(content, bytes)]))
-        documents = [next(texts) if isinstance(content, bytes) else content for content in contents]
-        return [self._ended(tokens) for tokens in documents]
-
-    def _ended(self, tokens: np.ndarray) -> np.ndarray:
-        if tokens.size and int(tokens.max()) >= self.identity.vocab_size:
-            raise OverflowError(f"token {tokens.max()} is not among the {self.identity.vocab_size} of the tokenizer")
-        ended = np.empty(tokens.size + 1, self.identity.dtype)
-        ended[:-1], ended[-1] = tokens, self.identity.end_of_document
-        return ended
+        documents, vocab_size = [], self.identity.vocab_size
+        for content in contents:
+            tokens = next(texts) if isinstance(content, bytes) else content
+            if tokens.size and int(tokens.max()) >= vocab_size:
+                raise OverflowError(f"token {tokens.max()} is not among the {vocab_size} of the tokenizer")
+            ended = np.empty(tokens.size + 1, self.identity.dtype)
+            ended[:-1], ended[-1] = tokens, self.identity.end_of_document
+            documents.append(ended)
+        return documents
 
 
 class Bytes(Tokenizer):
@@ -266,7 +266,8 @@ def _read(path: Path) -> bytes:
 
 
 def _broken(path: str, kind: str, why: str) -> ConfigError:
-    return ConfigError([Problem(f"{WHERE}.path", f"{path} is not a {kind}{why}", "name another file, or choose another data/tokenizer")])  # fmt: skip  # noqa: E501
+    fix = "name another file, or choose another data/tokenizer"
+    return ConfigError([Problem(f"{WHERE}.path", f"{path} is not a {kind}{why}", fix)])
 
 
 def _token(found: int | None, token: str, path: str, known: Iterable[str]) -> int:

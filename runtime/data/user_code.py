@@ -54,7 +54,17 @@ def load_items(source: PythonSource, where: str) -> UserItems:
     if missing := sorted(cls.__abstractmethods__):
         what = f"{source.object} has no {' and no '.join(missing)}"
         raise ConfigError([Problem(f"{where}.object", what, "define it: a source is read by number")])
-    raise_if_any(_problems_of_arguments(cls, source, f"{where}.arguments"))
+    parameters, problems, key = inspect.signature(cls).parameters, list[Problem](), f"{where}.arguments"
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        known = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        for name in (name for name in source.arguments if name not in known):
+            fix = use_one_of(name, known) if known else f"{source.object} takes none"
+            problems.append(Problem(f"{key}.{name}", f"{source.object} has no such argument", fix))
+    for name, each in parameters.items():
+        is_needed = each.default is each.empty and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+        if is_needed and name not in source.arguments:
+            problems.append(Problem(f"{key}.{name}", f"{source.object} needs it", f"set {key}.{name}=..."))
+    raise_if_any(problems)
     items = _call(lambda: cls(**source.arguments), f"{where}.object", f"{source.object}(...)")
     return UserItems(items, source, where)
 
@@ -102,23 +112,6 @@ def as_tokens(item: Any) -> np.ndarray | None:
         return None
     is_right = tokens.ndim == 1 and (tokens.size == 0 or (tokens.dtype.kind in "iu" and tokens.min() >= 0))
     return tokens.astype(np.int64) if is_right else None
-
-
-def _problems_of_arguments(cls: type[DataSource], source: PythonSource, where: str) -> list[Problem]:
-    """Returns a problem for each argument that the constructor does not have, and for each that is missing."""
-    parameters = inspect.signature(cls).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        known = None
-    else:
-        known = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    unknown = [name for name in source.arguments if known is not None and name not in known]
-    fixes = use_one_of if known else lambda *_: f"{source.object} takes none"
-    problems = [Problem(f"{where}.{name}", f"{source.object} has no such argument", fixes(name, known or ())) for name in unknown]  # fmt: skip  # noqa: E501
-    needed = [
-        name for name, p in parameters.items()
-        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and name not in source.arguments
-    ]  # fmt: skip
-    return problems + [Problem(f"{where}.{name}", f"{source.object} needs it", f"set {where}.{name}=...") for name in needed]  # fmt: skip  # noqa: E501
 
 
 def _call(call: Callable[[], Any], where: str, what: str) -> Any:

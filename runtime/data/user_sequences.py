@@ -10,7 +10,7 @@ from meshloom.compiler.declare.data_spec import DataSpec, PythonSource
 from meshloom.models import PADDING_TARGET
 
 from .packing import PADDING, PackedSequence
-from .store import Split, in_split
+from .store import SPLITS, Split, in_split
 from .user_code import UserItems, as_tokens, load_items
 
 
@@ -78,10 +78,9 @@ def open_user_sequences(
         is_held_out = in_split(_hashes_of_numbers(len(items)), "held_out", data.held_out_fraction)
     else:
         is_held_out = np.arange(len(items)) >= len(items) - int(data.held_out_fraction * len(items))
-    splits: tuple[Split, ...] = ("train", "held_out")
     return {
         split: UserSequences(items, np.flatnonzero(is_held_out == (split == "held_out")), length, names)
-        for split in splits
+        for split in SPLITS
     }
 
 

@@ -61,8 +61,7 @@ class SkipCounter:
     """Counts consecutive skipped steps."""
 
     def __init__(self, spec: RunSpec):
-        self._num_allowed = spec.num_skips_allowed if spec.may_skip else 0
-        self._num_in_a_row = 0
+        self._num_allowed, self._num_in_a_row = spec.num_skips_allowed if spec.may_skip else 0, 0
 
     def count(self, metrics: Metrics, position: dict[str, Any], *, is_finite: bool) -> None:
         """Counts a step. Raises NonFinite if it is not finite and no more steps may be skipped."""

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from meshloom.compiler.plan import Plan
 from meshloom.compiler.sharding.batch import RowOrder
 from meshloom.compiler.xla.programs import Programs
 
@@ -30,9 +29,9 @@ def rows_held(sharding: Sharding, num_rows: int, devices: Iterable[Any] | None =
 
 def local_rows(batch: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[int, ...]:
     """Returns the rows of the batch that are on this process's devices."""
-    first = next(iter(batch.values()))
-    assert first.sharding is not None
-    return rows_held(_of_rows(first.sharding), first.shape[0])
+    first: Any = next(iter(batch.values()))
+    of_rows = jax.sharding.PartitionSpec(*first.sharding.spec[:1])
+    return rows_held(jax.sharding.NamedSharding(first.sharding.mesh, of_rows), first.shape[0])
 
 
 def sequences_of(order: RowOrder, rows: Sequence[int]) -> tuple[int, ...]:
@@ -64,18 +63,13 @@ def to_devices(
     return {name: place(name, x) for name, x in batch.items()}
 
 
-def _of_rows(sharding: Any) -> Sharding:
-    """Returns the sharding of the first dimension alone."""
-    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[:1]))
-
-
 class Feed:
-    """Puts batches on the devices of a run's programs. watch: counts the time for which devices stood still."""
+    """Puts batches on the devices of a run's programs. order: of the tokens (`in_token_order`). watch: counts the time
+    for which devices stood still."""
 
-    def __init__(self, plan: Plan, programs: Programs, batches: BatchIterator, watch: Stopwatch):
-        self._batch, self._batches, self._watch = programs.batch, batches, watch
+    def __init__(self, programs: Programs, batches: BatchIterator, order: np.ndarray | None, watch: Stopwatch):
+        self._batch, self._batches, self._order, self._watch = programs.batch, batches, order, watch
         self._rows = local_rows(programs.batch)
-        self._order = plan.batch.token_order.of_sequence(plan.spec.sequence_length)
 
     def next(self, behind: dict[str, jax.Array] | None) -> tuple[dict[str, jax.Array], float, float]:
         """Returns the next batch on the devices, the seconds that this took, and the seconds for which devices stood

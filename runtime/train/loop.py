@@ -58,7 +58,8 @@ class TrainingLoop:
         self.latest_eval_loss: float | None = None
         self._take_step = observers.around_step(lambda state, batch, *_: programs["train"](state, batch))
         self._due, self._skips = Due(plan.spec), SkipCounter(plan.spec)
-        self._feed = Feed(plan, programs, batches, self.watch)
+        order = plan.batch.token_order.of_sequence(self.spec.sequence_length)
+        self._feed = Feed(programs, batches, order, self.watch)
         self._step_seconds, self._num_tokens = 0.0, 0
 
     def run(self, state: Any, first_step: int, num_tokens: int = 0) -> int:
@@ -75,7 +76,8 @@ class TrainingLoop:
                 done, eval_loss = done + 1, None
                 self._finish(running)
                 running = Running(done, metrics, position, *input_times)
-                if self._is_read_at_once(done):
+                is_due = self._due.is_evaluation(done) or self._due.is_save(done)
+                if is_due or self.observers.reads_at_once(done):  # its state is not donated to the next step
                     eval_loss = self._finish(running, state)
                     running = None
                     if self._due.is_save(done):
@@ -85,10 +87,6 @@ class TrainingLoop:
                 self._save(done, state, eval_loss)
         self.observers.run_ended(done)
         return done
-
-    def _is_read_at_once(self, step: int) -> bool:
-        """Returns True for a step whose metrics are read before the next one is dispatched."""
-        return self._due.is_evaluation(step) or self._due.is_save(step) or self.observers.reads_at_once(step)
 
     def _finish(self, running: Running | None, state: Any = None) -> float | None:
         """Waits for a step, evaluates its state if that is due, and reports it. Returns the held-out loss; None without

@@ -99,7 +99,7 @@ def values_of(metrics: Metrics) -> dict[str, float | None]:
     """Returns the values of a line of `metrics.jsonl`, with None for values that are not finite."""
     known = {name: value for name, value in vars(metrics).items() if name not in ("spent", "auxiliary", "observed")}
     named = known | metrics.spent.as_metrics() | dict(metrics.auxiliary) | dict(metrics.observed)
-    return {name: _finite(value) for name, value in named.items()}
+    return {name: value if value is None or isfinite(value) else None for name, value in named.items()}
 
 
 def read_metrics(line: str) -> Metrics:
@@ -110,7 +110,3 @@ def read_metrics(line: str) -> Metrics:
     own = {each.name: values.pop(each.name) for each in fields(Metrics) if each.name in values}
     observed = {name: values.pop(name) for name in list(values) if name.startswith("processes/")}
     return Metrics(**own, spent=spent, auxiliary=values, observed=observed)
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is None or isfinite(value) else None

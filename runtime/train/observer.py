@@ -177,5 +177,5 @@ class ObservedRun:
             return ""
         located = self.data.locate(position, range(self.spec.global_batch_size) if rows is None else rows)
         for one in located:
-            LOG.info(f"row {one.row} of the batch: {one}")
+            LOG.info(f"row {one.row} of the batch: {describe_documents([one])}")
         return describe_documents(located)

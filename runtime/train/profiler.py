@@ -15,7 +15,6 @@ from typing import Any, Self
 import jax
 
 from meshloom.compiler.core.errors import ConfigError, Problem
-from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.profile.prediction import predict
@@ -32,16 +31,15 @@ from .time_spent import TimeKind
 KEY = "profile.steps"
 
 
-def check_profile(spec: RunSpec) -> None:
+def check_profile(steps: tuple[int, ...] | None, num_steps: int) -> None:
     """Raises ConfigError for steps that the run does not have."""
-    steps = spec.profile.steps
-    if steps is not None and steps[1] > spec.num_steps:
-        what = f"step {steps[1]} is traced last, and num_steps is {spec.num_steps}"
-        raise ConfigError([Problem(KEY, what, f"choose steps up to {spec.num_steps}, or raise num_steps")])
+    if steps is not None and steps[1] > num_steps:
+        what = f"step {steps[1]} is traced last, and num_steps is {num_steps}"
+        raise ConfigError([Problem(KEY, what, f"choose steps up to {num_steps}, or raise num_steps")])
 
 
 class Profiler(Observer):
-    """Traces `profile.steps` within the `with`.
+    """Traces `profile.steps` within the `with`. steps: the first and the last; None: nothing is traced.
 
     pause: counts time as not that of a step. files: returns the files beside the traces, by name. say: takes a message.
     warn: takes a failure, which does not end the run.
@@ -49,7 +47,7 @@ class Profiler(Observer):
 
     def __init__(
         self,
-        spec: RunSpec,
+        steps: tuple[int, ...] | None,
         processes: Processes,
         run_dir: Path,
         *,
@@ -58,7 +56,7 @@ class Profiler(Observer):
         say: Callable[[str], None],
         warn: Callable[[Problem], None],
     ):
-        self._steps, self._processes, self._run_dir = spec.profile.steps, processes, run_dir
+        self._steps, self._processes, self._run_dir = steps, processes, run_dir
         self._pause, self._files, self._say, self._warn = pause, files, say, warn
         self._last_begun: int | None = None  # None: no trace was begun
         self._is_on = False
@@ -66,16 +64,9 @@ class Profiler(Observer):
     @classmethod
     def of_run(cls, run: ObservedRun) -> Self:
         """Returns the profiler of this process."""
-        files = partial(predicted_files, run.plan, run.programs, run.model)
-        return cls(
-            run.spec,
-            run.processes,
-            run.run_dir,
-            pause=run.observers.pause,
-            files=files,
-            say=run.announce,
-            warn=run.warn,
-        )
+        files, pause = partial(predicted_files, run.plan, run.programs, run.model), run.observers.pause
+        steps = run.spec.profile.steps
+        return cls(steps, run.processes, run.run_dir, pause=pause, files=files, say=run.say, warn=run.warn)
 
     def left(self, error: BaseException | None) -> None:  # noqa: ARG002
         self.stop()
@@ -152,11 +143,7 @@ class Profiler(Observer):
         try:
             with self._pause("profile"):
                 yield
-        except (
-            OSError,
-            RuntimeError,
-            HloError,
-        ) as error:  # a full disk, a session of another profiler, an unknown form
+        except (OSError, RuntimeError, HloError) as error:  # a full disk, another profiler's session, an unknown form
             what = f"the trace, or what belongs to it, is not written: {error}"
             self._warn(Problem(KEY, what, "the run goes on; train again to trace it"))
 

@@ -38,10 +38,10 @@ def prepare_reference(
     params: Any,
     data: Data,
     run_dir: Path,
-    *,
-    is_continued: bool,
     console: Console,
     processes: Processes,
+    *,
+    is_continued: bool,
 ) -> None:
     """Gives each pair of the data its log-probabilities by the reference, if the objective compares with one.
 
@@ -50,7 +50,9 @@ def prepare_reference(
     """
     if plan.spec.objective.kind != "dpo":
         return
-    file, identity = run_dir / FILE, _identity(data)
+    order_alone = ("global_batch_size", "data.shuffle_seed")  # the rows and their numbers do not depend on these
+    kept = {key: value for key, value in data.identity.items() if key not in order_alone}
+    file, identity = run_dir / FILE, hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
     if is_continued:
         tables = _read(file, identity)
         announce(console, f"reference: log-probabilities from {file}")
@@ -89,13 +91,6 @@ def _computed(
     finally:
         bar.stop()
     announce(console, f"reference: log-probabilities of {counted(num_rows // 2, 'pair')} by the weights at the start")
-
-
-def _identity(data: Data) -> str:
-    """Returns a hash of what the rows and their numbers depend on."""
-    order_alone = ("global_batch_size", "data.shuffle_seed")
-    kept = {key: value for key, value in data.identity.items() if key not in order_alone}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def _read(file: Path, identity: str) -> list[np.ndarray]:

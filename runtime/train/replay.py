@@ -12,9 +12,8 @@ dispatches the next.
 import socket
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import isfinite
 from typing import Any, Self
 
@@ -27,7 +26,6 @@ from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.format import human_names
 from meshloom.compiler.core.partition_spec import axes_in
 from meshloom.compiler.core.trees import leaves_by_path
-from meshloom.compiler.plan import Plan
 from meshloom.compiler.step.train_step import LOSS_BY_SHARD
 
 from ..compile.run_programs import mesh_of
@@ -44,14 +42,13 @@ ANY_ORDER = f"{HARDWARE}, or a sum in another order, which {{}} may take"
 DETERMINISTIC_OPTIONS = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
 
 
-def suspect_of(plan: Plan) -> str:
-    """Returns what is to blame if a program gives different bits for the same operands.
+def suspect_of(platform: str, options: Mapping[str, Any]) -> str:
+    """Returns what is to blame if a program gives different bits for the same operands. options: of the compiler.
 
     On TPUs, XLA's programs add in the order of their compilation. On CPUs with more than one thread they do not always
     (https://github.com/jax-ml/jax/issues/39741). On GPUs, scatters and the backward pass of cuDNN's attention add
     atomically unless an option forbids it (https://github.com/openxla/xla/pull/14125).
     """
-    platform, options = plan.target.platform, {**plan.preset_options, **plan.spec.compiler_options}
     is_set = any(str(options.get(name)).lower() in ("true", "1") for name in DETERMINISTIC_OPTIONS)
     if platform == "tpu" or (platform == "gpu" and is_set):
         return HARDWARE
@@ -79,6 +76,8 @@ class Replay(Observer):
 
     def __init__(self, run: ObservedRun):
         self._run, self._plan, self._spec, self._mesh = run, run.plan, run.spec, mesh_of(run.plan)
+        options = {**run.plan.preset_options, **run.spec.compiler_options}
+        self._suspect = suspect_of(run.plan.target.platform, options)
         self._losses: deque[float] = deque(maxlen=NUM_LOSSES)
         specs = leaves_by_path(run.plan.specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
         self._specs = dict(sorted(specs.items()))  # the order in which JAX hands on the values of a dict
@@ -92,35 +91,31 @@ class Replay(Observer):
         return cls(run) if run.spec.keeps_state else None
 
     def around_step(self, take: TakeStep) -> TakeStep:
-        """Returns a function that takes a step, and repeats it if necessary."""
-        return lambda state, batch, step, at: self._take(partial(take, state, batch, step, at), step, at)
+        """Returns a function that takes a step, and repeats it if necessary. It raises RunFailed if no result comes
+        twice, or replicas of the state differ."""
 
-    def reads_at_once(self, step: int) -> bool:  # noqa: ARG002
-        """Returns True: the state before a step is kept until its result is known."""
+        def taken(state: Any, batch: dict[str, jax.Array], step: int, position: dict[str, Any]) -> tuple[Any, Any]:
+            after, metrics = take(state, batch, step, position)
+            loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+            every = self._spec.replay.check_every_num_steps
+            suspicion, is_check = self._why_suspect(loss, norm), every is not None and step % every == 0
+            if suspicion is not None or is_check:
+                results = [self._result(after, metrics)]
+                while len(results) < 3 and not any(results[-1].is_same(one) for one in results[:-1]):
+                    del after, metrics  # before they are made again: the memory holds two states
+                    after, metrics = take(state, batch, step, position)
+                    results.append(self._result(after, metrics))
+                self._judge(results, step, position, suspicion)
+                if is_check:
+                    self._compare_replicas(step, results[-1])
+            if isfinite(loss):
+                self._losses.append(loss)
+            return after, metrics
+
+        return taken
+
+    def reads_at_once(self, step: int) -> bool:  # noqa: ARG002 (the state is kept until the result is known)
         return True
-
-    def _take(self, run: Callable[[], tuple[Any, Any]], step: int, position: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Returns the state after a step and its metrics. run: takes the step, each time from the same state. position:
-        the place of the batch in the data.
-
-        Raises RunFailed if no result comes twice, or replicas of the state differ.
-        """
-        after, metrics = run()
-        loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
-        every = self._spec.replay.check_every_num_steps
-        suspicion, is_check = self._why_suspect(loss, norm), every is not None and step % every == 0
-        if suspicion is not None or is_check:
-            results = [self._result(after, metrics)]
-            while len(results) < 3 and not any(results[-1].is_same(one) for one in results[:-1]):
-                del after, metrics  # before they are made again: the memory holds two states
-                after, metrics = run()
-                results.append(self._result(after, metrics))
-            self._judge(results, step, position, suspicion)
-            if is_check:
-                self._compare_replicas(step, results[-1])
-        if isfinite(loss):
-            self._losses.append(loss)
-        return after, metrics
 
     def _why_suspect(self, loss: float, norm: float) -> str | None:
         """Returns why a step is suspect; None if it is not, or `on_nonfinite` does not ask for it."""
@@ -143,35 +138,29 @@ class Replay(Observer):
         first, second, last = results[0], results[1], results[-1]
         if len(results) == 2:
             if suspicion is not None:
+                # Of shards whose loss is not finite; of all, if every loss is finite.
+                devices = self._devices_of_shards(~np.isfinite(first.metrics[LOSS_BY_SHARD])) or self._mesh.devices.flat
+                sharding = NamedSharding(self._mesh, self._plan.roles.rows_spec)
+                rows = rows_held(sharding, self._spec.global_batch_size, devices)
+                rows = sorted(sequences_of(self._plan.batch.row_order, rows))
                 what = f"{suspicion}; run again from the same state, it is the same: the data or the model"
-                fix = f"look at {self._run.documents(position, self._suspect_rows(first))}"
-                self._run.warn(Problem(f"step {step}", what, fix))
+                self._run.warn(Problem(f"step {step}", what, f"look at {self._run.documents(position, rows)}"))
             return
         one, other = (float(result.metrics["loss"]) for result in (first, second))
         differing = "two results of the same loss" if one == other else f"a loss of {one:.8g} and of {other:.8g}"
-        begun, suspect = f"run again from the same state, it gave {differing}", suspect_of(self._plan)
+        begun = f"run again from the same state, it gave {differing}"
         odd = first if last.is_same(second) else second if last.is_same(first) else None
         if odd is None:
-            what = f"{begun}, and a third result then: a program that is not deterministic, or {suspect}"
+            what = f"{begun}, and a third result then: a program that is not deterministic, or {self._suspect}"
             raise RunFailed(Problem(f"step {step}", what, "run on other hosts"), FAULTY)
         what = f"{suspicion}; {begun}" if suspicion else begun
         fix = "the run goes on with the result that came twice; leave the host out if it happens again"
-        who = self._who_differs(odd, last)
-        self._run.warn(Problem(f"step {step}", f"{what}, and one of them twice: {who}; {suspect}", fix))
-
-    def _suspect_rows(self, result: Result) -> Sequence[int]:
-        """Returns the rows of the batch whose shards have no finite loss; all rows if every loss is finite."""
-        devices = self._devices_of_shards(~np.isfinite(result.metrics[LOSS_BY_SHARD])) or self._mesh.devices.flat
-        rows = NamedSharding(self._mesh, self._plan.roles.rows_spec)
-        return sorted(sequences_of(self._plan.batch.row_order, rows_held(rows, self._spec.global_batch_size, devices)))
-
-    def _who_differs(self, odd: Result, right: Result) -> str:
-        """Returns the devices that computed another loss, or else those that hold other bits, as text. A wrong gradient
-        reaches all."""
-        devices = self._devices_of_shards(_unlike(odd.metrics[LOSS_BY_SHARD], right.metrics[LOSS_BY_SHARD]))
+        # Devices that computed another loss, or else hold other bits; a wrong gradient reaches all.
+        devices = self._devices_of_shards(_unlike(odd.metrics[LOSS_BY_SHARD], last.metrics[LOSS_BY_SHARD]))
         if not 0 < len(devices) < self._mesh.size:
-            devices = list(self._mesh.devices.flat[np.flatnonzero(_unlike(odd.digest, right.digest).any(axis=1))])
-        return self._named(devices) if 0 < len(devices) < self._mesh.size else "on which device is unknown"
+            devices = list(self._mesh.devices.flat[np.flatnonzero(_unlike(odd.digest, last.digest).any(axis=1))])
+        who = self._named(devices) if 0 < len(devices) < self._mesh.size else "on which device is unknown"
+        self._run.warn(Problem(f"step {step}", f"{what}, and one of them twice: {who}; {self._suspect}", fix))
 
     def _devices_of_shards(self, is_unlike: np.ndarray) -> list[Any]:
         """Returns the devices of some shards of the batch. is_unlike: marks them, in the order of the mesh axes that
@@ -191,7 +180,7 @@ class Replay(Observer):
                 where.append(path)
         if where:
             named = self._named(self._mesh.devices[odd])
-            what = f"the replicas of {human_names(where, most=1)} differ: {named}; {suspect_of(self._plan)}"
+            what = f"the replicas of {human_names(where, most=1)} differ: {named}; {self._suspect}"
             fix = "start the same command again, without that host: it goes on from the last checkpoint"
             raise RunFailed(Problem(f"step {step}", what, fix), FAULTY)
 

@@ -45,22 +45,20 @@ class Stragglers(Observer):
         if step % self._spec.every_num_steps:
             return None
         window = step // self._spec.every_num_steps
+        means = [statistics.fmean(each) for each in zip(*map(astuple, self._times), strict=True)]
+        self._times.clear()
         try:
-            self._tell(window)
-            found = self._others(window - 1) if self._processes.is_first else {}
+            key = f"{FOLDER}/{window}/{self._processes.index:06}"
+            self._processes.client.key_value_set(key, json.dumps(means), allow_overwrite=True)
+            found = self._take(window - 1) if self._processes.is_first else {}
         except jax.errors.JaxRuntimeError:  # the service is gone, which the run notices by itself
             return None
         if found:
             self._name_slowest(step, found)
         return as_metrics(found)
 
-    def _tell(self, window: int) -> None:
-        means = StepTimes(*(statistics.fmean(each) for each in zip(*map(astuple, self._times), strict=True)))
-        self._times.clear()
-        key = f"{FOLDER}/{window}/{self._processes.index:06}"
-        self._processes.client.key_value_set(key, json.dumps(astuple(means)), allow_overwrite=True)
-
-    def _others(self, window: int) -> dict[int, StepTimes]:
+    def _take(self, window: int) -> dict[int, StepTimes]:
+        """Returns the means of every process, and removes them from the store."""
         client, folder = self._processes.client, f"{FOLDER}/{window}/"
         told = client.key_value_dir_get(folder)
         client.key_value_delete(folder)

@@ -57,9 +57,10 @@ def spent_by_earlier_starts(kept: Mapping[str, Any] | None, last: Mapping[str, A
     kept: the line of the step that this start continues from; None from the beginning. last: the last line; None if
     there is none. began: the time of this start, in seconds since 1970.
     """
-    before, at_end = (_of_line(line) if line else NOTHING for line in (kept, last))
-    if last is None or before is None or at_end is None:
+    # An earlier version wrote lines without times.
+    if last is None or any(line is not None and "num_starts" not in line for line in (kept, last)):
         return NOTHING
+    before, at_end = (take_time_spent(dict(line)) if line else NOTHING for line in (kept, last))
     redone = max(0.0, at_end.total - before.total)
     down = max(0.0, began - float(last["time"]))
     gone = {"redone": before.seconds["redone"] + redone, "down": before.seconds["down"] + down}
@@ -71,11 +72,6 @@ def take_time_spent(values: dict[str, Any]) -> TimeSpent:
     KeyError if the line has no times."""
     del values["goodput"]
     return TimeSpent(values.pop("num_starts"), {kind: values.pop(f"seconds/{kind}", 0.0) for kind in KINDS})
-
-
-def _of_line(line: Mapping[str, Any]) -> TimeSpent | None:
-    """Returns the times of a line; None if an earlier version wrote it without times."""
-    return take_time_spent(dict(line)) if "num_starts" in line else None
 
 
 def process_began() -> float:

@@ -55,7 +55,14 @@ class MetricsLog(Observer):
         content = self.path.read_bytes() if self.path.exists() else b""
         lines, damaged = _read(content, first_step)
         kept = [line for step, line in lines if step <= first_step]
-        self.warning = _set_aside(self.path, damaged) if damaged else None
+        self.warning = None
+        if damaged:
+            shutil.copyfile(self.path, copy := free_name(self.path))
+            what = f"line {damaged[0]} holds no step"
+            if len(damaged) > 1:
+                what = f"{len(damaged)} lines, from line {damaged[0]} on, hold no step"
+            rest = f"all other lines are kept, and the file as it was is {copy}"
+            self.warning = f"{self.path} is damaged: {what}; {rest}"
         self.kept_line = parse_json(kept[-1]) if kept else None
         self.last_line = parse_json(lines[-1][1]) if lines else None
         replace_bytes(self.path, b"".join(line + b"\n" for line in kept))
@@ -111,14 +118,6 @@ def _step_of(line: bytes) -> int | None:
         return None
     step = value.get("step") if isinstance(value, dict) else None
     return step if type(step) is int else None  # `true` is an int too
-
-
-def _set_aside(path: Path, damaged: list[int]) -> str:
-    copy = free_name(path)
-    shutil.copyfile(path, copy)
-    lines = f"line {damaged[0]}" if len(damaged) == 1 else f"{len(damaged)} lines, from line {damaged[0]} on,"
-    what = "holds no step" if len(damaged) == 1 else "hold no step"
-    return f"{path} is damaged: {lines} {what}; all other lines are kept, and the file as it was is {copy}"
 
 
 @dataclass(frozen=True)

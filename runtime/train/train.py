@@ -4,12 +4,10 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -25,15 +23,16 @@ from meshloom.compiler.declare.overrides import overridden_key, override
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
+from meshloom.compiler.spec.overlap_spec import OverlapSpec
 from meshloom.compiler.target.compiler_options import check_compiler_options
 from meshloom.compiler.xla.fingerprint import fingerprint_of
-from meshloom.compiler.xla.programs import Programs, lower
+from meshloom.compiler.xla.programs import lower
 
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.find import checkpoint_folder
 from ..compile.artifact import check_artifact, read_artifact
 from ..compile.run_programs import Precompiled, check_state_memory, make_programs, mesh_of
-from ..data import BatchIterator, Data, open_data
+from ..data import Data, open_data
 from ..processes.agreement import check_same_declaration
 from ..processes.devices import start_devices
 from ..processes.distributed import Processes, join, together
@@ -45,8 +44,7 @@ from ..rundir.run_dir import write_declaration
 from ..rundir.run_lock import only_run_in, only_run_that_saves_in
 from ..rundir.run_record import recorded_run
 from ..start.find import check_checkpoint
-from ..start.start import Resumed, RunStart, check_steps_left, declared_start, find_start
-from ..start.state import Started
+from ..start.start import RunStart, check_steps_left, declared_start, find_start
 from ..weights.find import StoredWeights
 from .decisions import NonFinite
 from .display import next_steps, show_header, show_rows
@@ -104,8 +102,8 @@ def plan_and_check(spec: RunSpec) -> Job:
         lambda: check_checkpoint(spec),
         lambda: plan_start(spec.distributed, spec.target, os.environ),
         lambda: read_artifact(Path(spec.artifact)) if spec.artifact else None,
-        lambda: _check_is_decided(spec),
-        lambda: check_profile(spec),
+        lambda: _check_is_decided(spec.overlap),
+        lambda: check_profile(spec.profile.steps, spec.num_steps),
         lambda: check_compiler_options(spec.compiler_options, jax.local_devices()[0]),
     )
     start = declared_start(plan)
@@ -113,9 +111,9 @@ def plan_and_check(spec: RunSpec) -> Job:
     return Job(plan, data, weights=start.weights)
 
 
-def _check_is_decided(spec: RunSpec) -> None:
+def _check_is_decided(overlap: OverlapSpec) -> None:
     """Raises ConfigError for a search: it takes many compiles, and all processes need its result before the run."""
-    if spec.overlap.search is not None:
+    if overlap.search is not None:
         fix = "run `meshloom compile` with the same words: it prints what to train; or choose overlap=prefetch"
         raise ConfigError([Problem("overlap.search", "is done by `meshloom compile`, and not by a run", fix)])
 
@@ -149,7 +147,11 @@ def _train(
     job: Job, run_dir: Path, watch: Stopwatch, *, overrides: tuple[str, ...], console: Console, processes: Processes
 ) -> int:
     plan, num_steps = job.plan, job.plan.spec.num_steps
-    _show_job(job, console)
+    for line in job.said:
+        announce(console, line, is_shown=False)
+    show_header(console, job.plan)
+    say_labels(console, job.plan.spec.run)
+    announce(console, job.data.summary)
     start = find_start(run_dir, plan, job.weights, console, processes)
     if start.is_own and start.step >= num_steps:
         enough = f"{counted(start.step, 'step')} {be(start.step)} done already, num_steps is {num_steps}"
@@ -194,70 +196,34 @@ def _run(
     processes: Processes,
 ) -> EndedRun:
     """Compiles, and trains from the start to the last step or until a stop is requested."""
-    plan = job.plan
+    plan, data = job.plan, job.data
     with Checkpoints(run_dir, plan.spec) as checkpoints:
         with watch.spending("compile"):
             programs = make_programs(plan, job.precompiled, run_dir, stop=stop, console=console, processes=processes)
         rows = sequences_of(plan.batch.row_order, local_rows(programs.batch))
-        batches = iter(job.data["train"].of_rows(rows))
-        doing = "restore" if isinstance(start, Resumed) else "start"
-        with stop.waiting_for("the state to start from"), watch.spending(doing):
-            started = _started(job, start, programs, batches, run_dir, console=console, processes=processes)
+        batches = iter(data["train"].of_rows(rows))
+        with stop.waiting_for("the state to start from"), watch.spending("restore" if start.step else "start"):
+            started = start.state(programs, batches, console, processes)
+            params = started.state["params"]
+            prepare_reference(plan, programs, params, data, run_dir, console, processes, is_continued=start.is_own)
             checkpoints.base = started.base
         if processes.is_first:
             write_declaration(plan, run_dir)
         with Observers(watch) as observers:
-            run = ObservedRun(
-                plan, programs, job.data, run_dir, processes, console, observers, first_step=started.step,
-                model=job.model,
-            )  # fmt: skip
+            run = ObservedRun(plan, programs, data, run_dir, processes, console, observers, started.step, job.model)
             add_observers(run)
-            held_out = job.data["held_out"].of_rows(rows)
             loop = TrainingLoop(
-                plan, programs, batches=batches, held_out=held_out, checkpoints=checkpoints, stop=stop,
-                observers=observers,
+                plan, programs, batches=batches, held_out=data["held_out"].of_rows(rows), checkpoints=checkpoints,
+                stop=stop, observers=observers,
             )  # fmt: skip
-            steps = partial(loop.run, started.state, started.step, started.num_tokens)
-            step = _run_loop(steps, checkpoints, run.documents)
+            try:
+                step = loop.run(started.state, started.step, started.num_tokens)
+            except NonFinite as error:
+                checkpoints.wait()
+                raise error.failure(checkpoints.latest_step, run.documents) from error
         with watch.spending("save"):
             checkpoints.wait()
         return EndedRun(step, checkpoints.latest_step, loop.latest_eval_loss)
-
-
-def _started(
-    job: Job,
-    start: RunStart,
-    programs: Programs,
-    batches: BatchIterator,
-    run_dir: Path,
-    *,
-    console: Console,
-    processes: Processes,
-) -> Started:
-    """Returns the state to start from, after the losses of a reference model that the objective needs."""
-    started = start.state(programs, batches, console, processes)
-    prepare_reference(
-        job.plan, programs, started.state["params"], job.data, run_dir, is_continued=start.is_own, console=console,
-        processes=processes,
-    )  # fmt: skip
-    return started
-
-
-def _run_loop(run: Callable[[], int], checkpoints: Checkpoints, documents: Callable[[Mapping[str, Any]], str]) -> int:
-    """Returns the steps done; if training cannot continue, reports the end with the last checkpoint."""
-    try:
-        return run()
-    except NonFinite as error:
-        checkpoints.wait()
-        raise error.failure(checkpoints.latest_step, documents) from error
-
-
-def _show_job(job: Job, console: Console) -> None:
-    for line in job.said:
-        announce(console, line, is_shown=False)
-    show_header(console, job.plan)
-    say_labels(console, job.plan.spec.run)
-    announce(console, job.data.summary)
 
 
 def find_precompiled(plan: Plan[RunSpec], named: Path) -> Precompiled:
@@ -282,10 +248,7 @@ def _where(plan: Plan[RunSpec], run_dir: Path, saved: int | None) -> list[tuple[
 def _how_to_continue(overrides: tuple[str, ...], run_dir: Path, saved: int | None) -> str:
     if saved is None:
         return "not possible: nothing was saved (no step was done, or checkpoints are disabled)"
+    keyed = [(overridden_key(text), text) for text in overrides]
     # Keys of the processes are left out: any number of them may continue.
-    kept = [
-        text
-        for text in overrides
-        if overridden_key(text) != RUN_DIR and not is_within(overridden_key(text), "distributed")
-    ]
+    kept = [text for key, text in keyed if key != RUN_DIR and not is_within(key, "distributed")]
     return shlex.join(["meshloom", "train", *allow_words(), *kept, override(RUN_DIR, str(run_dir))])

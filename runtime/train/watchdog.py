@@ -128,9 +128,8 @@ class Watchdog(Observer):
             median = self._median()
             usual = f", the median is {human_seconds(median)}" if median is not None else ""
             what = f"has not ended for {human_seconds(waited)}{usual}: {who}"
-            then = (
-                "the processes end, to be started again" if self._spec.abort else "watchdog.abort=true ends such a run"
-            )
+            then = "the processes end, to be started again"
+            then = then if self._spec.abort else "watchdog.abort=true ends such a run"
             fix = f"see logs/process-N.log for where each process is; {then}"
             self._say(Problem(f"step {self._done + 1}", what, fix))
         if self._spec.abort and not self._over.is_set():
@@ -149,9 +148,8 @@ class Watchdog(Observer):
             told = processes.client.key_value_dir_get(f"{FOLDER}/")
         except jax.errors.JaxRuntimeError as error:
             return f"the other processes cannot be asked: {str(error).splitlines()[0]}"
-        return describe_hang(
-            {int(key.rsplit("/", 1)[1]): json.loads(text)["done"] for key, text in told}, processes.hosts
-        )
+        done = {int(key.rsplit("/", 1)[1]): json.loads(text)["done"] for key, text in told}
+        return describe_hang(done, processes.hosts)
 
 
 class LastStep(Observer):

@@ -41,7 +41,7 @@ def test_rows_are_told_in_words(tmp_path):
     )  # fmt: skip
     located = data.locate({"next_batch": 0}, [2, 5, 6, 7])
     assert [one.row for one in located] == [2, 5, 6, 7]
-    assert str(located[0]).endswith(".txt' of data.source")
+    assert describe_documents(located[:1]).endswith(".txt' of data.source")
     told = describe_documents(located)
     assert told.startswith("documents '")
     assert told.endswith(".txt' of data.source, and those of 1 more sequence")

@@ -55,7 +55,7 @@ def _train(folder: Path, tokens: np.ndarray, *, first_step: int = 0) -> Traced:
         observers,
     ):
         profiler = SlowProfiler(
-            plan.spec, Processes(), folder, pause=observers.pause,
+            plan.spec.profile.steps, Processes(), folder, pause=observers.pause,
             files=lambda: predicted_files(plan, programs),
             say=traced.said.append, warn=traced.warned.append,
         )  # fmt: skip
@@ -122,7 +122,7 @@ def test_a_run_that_goes_on_within_the_steps_traces_the_rest(tmp_path, tokens):
 def _profiler(folder: Path, steps: str, said: list[str], warned: list[Any] | None = None) -> Profiler:
     take = warned if warned is not None else []
     return Profiler(
-        spec_of(steps),
+        spec_of(steps).profile.steps,
         Processes(),
         folder,
         pause=lambda _: nullcontext(),
@@ -155,6 +155,6 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path):
 
 
 def test_steps_that_the_run_does_not_have_are_a_mistake():
-    check_profile(spec_of("profile.steps=[10,13]", "num_steps=13"))
+    check_profile((10, 13), 13)
     with pytest.raises(ConfigError, match="step 13 is traced last, and num_steps is 12"):
-        check_profile(spec_of("profile.steps=[10,13]", "num_steps=12"))
+        check_profile((10, 13), 12)

@@ -138,17 +138,17 @@ def test_a_check_runs_a_step_twice_and_finds_what_no_loss_shows(tokens):
 
 
 @pytest.mark.parametrize(
-    ("declared", "words"),
+    ("platform", "options", "words"),
     [
-        (("target=v5e-8",), "the hardware"),
-        (("target=cpu-8",), "the hardware, or a sum in another order, which CPUs with several threads may take"),
-        (("target=h100-8",), "the hardware, or a sum in another order, which GPUs may take without "
+        ("tpu", {}, "the hardware"),
+        ("cpu", {}, "the hardware, or a sum in another order, which CPUs with several threads may take"),
+        ("gpu", {}, "the hardware, or a sum in another order, which GPUs may take without "
                              "compiler_options.xla_gpu_deterministic_ops=true"),
-        (("target=h100-8", "compiler_options.xla_gpu_deterministic_ops=true"), "the hardware"),
+        ("gpu", {"xla_gpu_deterministic_ops": True}, "the hardware"),
     ],
 )  # fmt: skip
-def test_only_where_sums_have_one_order_it_is_the_hardware_alone(declared, words):
-    assert suspect_of(plan_of(*declared)) == words
+def test_only_where_sums_have_one_order_it_is_the_hardware_alone(platform, options, words):
+    assert suspect_of(platform, options) == words
 
 
 def test_three_results_end_the_run(tokens):
