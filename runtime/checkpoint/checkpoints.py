@@ -72,7 +72,7 @@ class Checkpoints:
     """Saves the checkpoints of one run directory, asynchronously; leaving the `with` waits for them."""
 
     def __init__(self, run_dir: Path, spec: RunSpec):
-        self.directory = checkpoint_folder(run_dir, spec)
+        self.directory = checkpoint_folder(run_dir, spec.checkpoint.directory)
         self.base: Base | None = None  # of the adapters that are saved; None: whole models are
         self._last_saved: int | None = None
         self._spec = spec

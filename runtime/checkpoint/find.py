@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from meshloom.compiler.core.errors import ConfigError, Problem
-from meshloom.compiler.declare.run_spec import RunSpec
 
 from ..core.failures import STORAGE, RunFailed
 from ..core.files import Folder, absolute, folder_at, is_remote
@@ -29,9 +28,8 @@ class Checkpoint:
     damaged: dict[Folder, str]
 
 
-def checkpoint_folder(run_dir: Path, spec: RunSpec) -> Folder:
+def checkpoint_folder(run_dir: Path, directory: str | None) -> Folder:
     """Returns the folder of a run's checkpoints: `checkpoint.directory`, or a folder of its run directory."""
-    directory = spec.checkpoint.directory
     return absolute(run_dir / CHECKPOINTS if directory is None else folder_at(directory))
 
 

@@ -11,7 +11,7 @@ from orbax.checkpoint import v1 as ocp
 
 from meshloom.compiler.core.errors import ConfigError, Problem
 
-from ..core.files import Folder, check_bucket, folder_at
+from ..core.files import check_bucket, folder_at
 from .differences import listed, tree_differences
 from .find import Checkpoint, check_is_there, newest_good, saved_tree
 from .orbax_context import context_for
@@ -35,21 +35,16 @@ def load_parameters(start: Checkpoint, params: Any) -> Any:
 
     Raises ConfigError with the arrays that the checkpoint lacks, has besides, or holds in other shapes.
     """
-    _check_same_parameters(start.path, params)
+    saved = saved_tree(start.path)["params"]
+    untyped = [
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "float32"), {"params": tree}) for tree in (saved, params)
+    ]
+    if differences := tree_differences(*untyped):
+        what = f"{start.path} holds the parameters of another model:{listed(differences)}"
+        raise ConfigError([Problem("model", what, "choose the model that was saved, or another checkpoint")])
     context = ocp.Context(context_for(start.path))
     context.pytree.loading.partial_load = True
     context.memory.read_concurrent_bytes = READ_AT_ONCE_BYTES
     with context:
         loaded = ocp.load_checkpointables(str(start.path), {"state": {"params": params}})
     return loaded["state"]["params"]
-
-
-def _check_same_parameters(path: Folder, params: Any) -> None:
-    saved = saved_tree(path)["params"]
-    if differences := tree_differences(*({"params": jax.tree.map(_untyped, tree)} for tree in (saved, params))):
-        what = f"{path} holds the parameters of another model:{listed(differences)}"
-        raise ConfigError([Problem("model", what, "choose the model that was saved, or another checkpoint")])
-
-
-def _untyped(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, "float32")

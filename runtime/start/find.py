@@ -5,7 +5,7 @@ from typing import Any
 
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if_any
 from meshloom.compiler.core.format import counted
-from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.declare.run_spec import CheckpointSpec, RunSpec
 from meshloom.models.adapter import saved_part
 
 from ..checkpoint.differences import listed, tree_differences
@@ -23,30 +23,33 @@ from ..core.files import Folder, check_bucket, folder_at, is_remote
 from ..processes.distributed import current
 
 
-def find_checkpoint(run_dir: Path, spec: RunSpec, state: Any) -> Checkpoint | None:
+def find_checkpoint(run_dir: Path, checkpoint: CheckpointSpec, state: Any) -> Checkpoint | None:
     """Returns the checkpoint to continue from; None for a fresh start. Reads every byte of it, and loads nothing.
 
     Raises RunFailed if there are checkpoints and all are damaged, ConfigError if the arrays of the newest good one
     differ from the abstract `state`, or a checkpoint of this run is a link.
     """
-    own = checkpoint_folder(run_dir, spec)
+    own = checkpoint_folder(run_dir, checkpoint.directory)
     if there := list(finished(own)):
-        raise_if_any(_link_problem(path) for path in there if _is_link(path))
+        what = "is a symbolic link, which cannot be deleted when newer checkpoints take its place"
+        fix = "move what it points to here, or start in another hydra.run.dir with checkpoint.restore_from="
+        links = [path for path in there if not is_remote(path) and Path(path).is_symlink() and path.is_dir()]
+        raise_if_any(Problem(str(path), what, f"{fix}{path}") for path in links)
         start = newest_good(own, there, is_own=True)
-    elif spec.checkpoint.continued is not None:
-        start = newest_good(*_candidates(spec.checkpoint.continued), is_own=False)
+    elif checkpoint.continued is not None:
+        start = newest_good(*_candidates(checkpoint.continued), is_own=False)
     else:
         return None
     _check_same_tree(start.path, state)
     return start
 
 
-def find_restorable(spec: RunSpec, state: Any) -> Checkpoint | None:
+def find_restorable(checkpoint: CheckpointSpec, state: Any) -> Checkpoint | None:
     """Returns the checkpoint of `checkpoint.restore_from`; None without one. Raises what `find_checkpoint` will raise,
     as far as can be seen without reading the arrays."""
-    if spec.checkpoint.continued is None:
+    if checkpoint.continued is None:
         return None
-    start = newest_good(*_candidates(spec.checkpoint.continued), is_own=False, compare="sizes")
+    start = newest_good(*_candidates(checkpoint.continued), is_own=False, compare="sizes")
     _check_same_tree(start.path, state)
     return start
 
@@ -59,48 +62,31 @@ def _candidates(restore_from: str) -> tuple[Folder, list[Folder]]:
 def check_checkpoint(spec: RunSpec) -> None:
     """Raises ConfigError if `checkpoint.restore_from` names no finished checkpoint, the best checkpoints cannot be
     known, each of several processes would save by its own clock, or a bucket cannot be read."""
-    all_of(
-        lambda: _check_best(spec), lambda: _check_restore(spec), lambda: _check_clock(spec), lambda: _check_folder(spec)
-    )
-
-
-def _check_folder(spec: RunSpec) -> None:
-    if spec.checkpoint.directory is not None and spec.checkpoint.is_saving:
-        check_bucket(folder_at(spec.checkpoint.directory), "checkpoint.directory")
-
-
-def _check_best(spec: RunSpec) -> None:
-    if spec.checkpoint.keep_best and not spec.data.held_out_fraction:
+    checkpoint, problems = spec.checkpoint, list[Problem]()
+    saves, evaluations = checkpoint.every_num_steps, spec.evaluation.every_num_steps
+    if checkpoint.keep_best and not spec.data.held_out_fraction:
         what = "keep_best ranks checkpoints by held-out loss, but data.held_out_fraction is 0"
-        raise ConfigError([Problem("checkpoint.keep_best", what, "set it to 0, or hold out a part")])
-    saves, evaluations = spec.checkpoint.every_num_steps, spec.evaluation.every_num_steps
-    if spec.checkpoint.keep_best and (saves is None or saves % evaluations):
+        problems.append(Problem("checkpoint.keep_best", what, "set it to 0, or hold out a part"))
+    elif checkpoint.keep_best and (saves is None or saves % evaluations):
         when = f"every {counted(saves, 'step')}" if saves else "at no fixed steps"
         what = f"checkpoints are saved {when}, held-out losses are known every {evaluations}"
         fix = f"set checkpoint.every_num_steps to a multiple of {evaluations}"
-        raise ConfigError([Problem("checkpoint.keep_best", what, fix)])
-
-
-def _check_clock(spec: RunSpec) -> None:
-    if spec.checkpoint.every_num_minutes is not None and current().count > 1:
+        problems.append(Problem("checkpoint.keep_best", what, fix))
+    if checkpoint.every_num_minutes is not None and current().count > 1:
         what = f"{current().count} processes save together, and their clocks differ"
         fix = "set checkpoint.every_num_minutes=null, and checkpoint.every_num_steps to a number of steps"
-        raise ConfigError([Problem("checkpoint.every_num_minutes", what, fix)])
+        problems.append(Problem("checkpoint.every_num_minutes", what, fix))
 
+    def check_restored() -> None:
+        if checkpoint.continued is not None:
+            check_bucket(folder_at(checkpoint.continued), RESTORE_FROM)
+            check_is_there(checkpoint.continued, RESTORE_FROM)
 
-def _check_restore(spec: RunSpec) -> None:
-    if spec.checkpoint.continued is not None:
-        check_bucket(folder_at(spec.checkpoint.continued), RESTORE_FROM)
-        check_is_there(spec.checkpoint.continued, RESTORE_FROM)
+    def check_saved() -> None:
+        if checkpoint.directory is not None and checkpoint.is_saving:
+            check_bucket(folder_at(checkpoint.directory), "checkpoint.directory")
 
-
-def _is_link(path: Folder) -> bool:
-    return not is_remote(path) and Path(path).is_symlink() and path.is_dir()
-
-
-def _link_problem(path: Folder) -> Problem:
-    fix = f"move what it points to here, or start in another hydra.run.dir with checkpoint.restore_from={path}"
-    return Problem(str(path), "is a symbolic link, which cannot be deleted when newer checkpoints take its place", fix)
+    all_of(lambda: raise_if_any(problems), check_restored, check_saved)
 
 
 def _check_same_tree(path: Folder, state: Any) -> None:

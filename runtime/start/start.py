@@ -1,8 +1,7 @@
 """Decides where a run starts, and makes the state that it starts from.
 
-    Fresh          every parameter is drawn
-    FromWeights    of a published folder, or of another run: steps, optimizer and schedule begin anew
-    Resumed        a checkpoint of this run, or the one of checkpoint.restore_from, goes on
+    Fresh      parameters are drawn, or of a published folder, or of another run: steps, optimizer, schedule begin anew
+    Resumed    a checkpoint of this run, or the one of checkpoint.restore_from, goes on
 
 Each has `lines()` to show, and `state(programs, ...)`.
 """
@@ -32,38 +31,16 @@ if TYPE_CHECKING:  # what makes a state imports Orbax and Grain, and what shows 
 
 @dataclass(frozen=True)
 class Fresh:
-    """Every parameter is drawn."""
+    """Every parameter is drawn, or weights take the place of those that they hold."""
 
     plan: Plan[RunSpec]
-    weights: None = None
-    step: int = 0
-    is_own: bool = False
-
-    def lines(self) -> list[str]:
-        """Returns the lines that say what is read: none."""
-        return []
-
-    def state(
-        self, programs: "Programs", _batches: "BatchIterator", console: Console, processes: Processes
-    ) -> "Started":
-        """Returns the state before the first step."""
-        from .state import fresh_state
-
-        return fresh_state(self.plan, None, programs, console, processes)
-
-
-@dataclass(frozen=True)
-class FromWeights:
-    """Weights take the place of the parameters that were drawn."""
-
-    plan: Plan[RunSpec]
-    weights: StoredWeights
+    weights: StoredWeights | None
     step: int = 0
     is_own: bool = False
 
     def lines(self) -> list[str]:
         """Returns the lines that say what is read, and what is not."""
-        return describe_weights(self.weights)
+        return describe_weights(self.weights) if self.weights else []
 
     def state(
         self, programs: "Programs", _batches: "BatchIterator", console: Console, processes: Processes
@@ -106,14 +83,14 @@ class Resumed:
         return resumed_state(self, programs, batches, console, processes)
 
 
-RunStart = Fresh | FromWeights | Resumed
+RunStart = Fresh | Resumed
 
 
 def declared_start(plan: Plan[RunSpec]) -> RunStart:
     """Returns where the declaration says that a new run starts, as far as can be seen without reading arrays. Raises
     ConfigError for what it cannot start from."""
-    checkpoint, weights = find_restorable(plan.spec, plan.abstract), find_weights(plan)
-    return _start(plan, checkpoint, weights)
+    checkpoint, weights = find_restorable(plan.spec.checkpoint, plan.abstract), find_weights(plan)
+    return Fresh(plan, weights) if checkpoint is None else Resumed(plan, checkpoint, weights)
 
 
 def find_start(
@@ -124,20 +101,17 @@ def find_start(
     weights: of `declared_start`. Process 0 reads each byte of the checkpoint once, and warns about a lack of disk
     space. Raises in all processes for damage, and if one of them does not see the checkpoint.
     """
-    from .shared import find_shared
+    from .shared import checkpoint_of_first, find_for_run
 
-    return _start(plan, find_shared(run_dir, plan, console, processes), weights)
+    checkpoint = checkpoint_of_first(
+        lambda: find_for_run(run_dir, plan.spec.checkpoint, plan.abstract, console), processes
+    )
+    return Fresh(plan, weights) if checkpoint is None else Resumed(plan, checkpoint, weights)
 
 
-def check_steps_left(start: RunStart, spec: RunSpec) -> None:
+def check_steps_left(start: RunStart, num_steps: int) -> None:
     """Raises ConfigError if the checkpoint of another run has done all the steps of this one."""
-    if isinstance(start, Resumed) and start.step >= spec.num_steps:
-        done = f"{counted(spec.num_steps, 'step')} leave nothing to do after the {start.step:,}"
-        fix = f"use num_steps={start.step + spec.num_steps} for as many more, or an earlier checkpoint"
+    if isinstance(start, Resumed) and start.step >= num_steps:
+        done = f"{counted(num_steps, 'step')} leave nothing to do after the {start.step:,}"
+        fix = f"use num_steps={start.step + num_steps} for as many more, or an earlier checkpoint"
         raise ConfigError([Problem("num_steps", f"{done} of {start.checkpoint.path}", fix)])
-
-
-def _start(plan: Plan[RunSpec], checkpoint: Checkpoint | None, weights: StoredWeights | None) -> RunStart:
-    if checkpoint is not None:
-        return Resumed(plan, checkpoint, weights)
-    return Fresh(plan) if weights is None else FromWeights(plan, weights)

@@ -13,7 +13,7 @@ from meshloom.compiler.xla.programs import Programs
 
 from ..checkpoint.adapters import Base, base_of, check_base, read_base, with_base
 from ..checkpoint.checkpoints import Restored, restore
-from ..checkpoint.differences import describe_change
+from ..checkpoint.differences import describe_change, schedule_record
 from ..checkpoint.restore_plan import plan_restore
 from ..data import BatchIterator
 from ..processes.distributed import Processes
@@ -102,5 +102,5 @@ def _changes(spec: RunSpec, restored: Restored, batches: BatchIterator) -> Itera
         left = counted(num_left, "more global batch", "more global batches")
         what = f"the data end after {left}, and {num_steps:,} {be(num_steps)} to come"
         raise ConfigError([Problem("data.num_epochs", what, "use more epochs, or null (no end), or fewer steps")])
-    if change := describe_change(restored.schedule, spec, int(restored.state["step"])):
+    if change := describe_change(restored.schedule, schedule_record(spec, int(restored.state["step"]))):
         yield change

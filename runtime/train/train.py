@@ -107,7 +107,7 @@ def plan_and_check(spec: RunSpec) -> Job:
         lambda: check_compiler_options(spec.compiler_options, jax.local_devices()[0]),
     )
     start = declared_start(plan)
-    check_steps_left(start, spec)
+    check_steps_left(start, spec.num_steps)
     return Job(plan, data, weights=start.weights)
 
 
@@ -238,7 +238,8 @@ def find_precompiled(plan: Plan[RunSpec], named: Path) -> Precompiled:
 def _where(plan: Plan[RunSpec], run_dir: Path, saved: int | None) -> list[tuple[str, str]]:
     rows = [("run directory", f"{run_dir}"), ("metrics", f"{run_dir}/metrics.jsonl")]
     if saved is not None:
-        folder = checkpoint_folder(run_dir, plan.spec) if plan.spec.checkpoint.directory else f"{run_dir}/{CHECKPOINTS}"
+        declared = plan.spec.checkpoint.directory
+        folder = checkpoint_folder(run_dir, declared) if declared else f"{run_dir}/{CHECKPOINTS}"
         rows.append(("checkpoint", f"{folder}/{saved}"))
     if "tensorboard" in plan.spec.logging.trackers:
         rows.append(("curves", shlex.join(["tensorboard", "--logdir", f"{run_dir}/tensorboard"])))

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,12 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import counted, human_bytes
 from meshloom.compiler.core.places import PUBLISHED, is_published
 from meshloom.compiler.core.trees import leaves_by_path, nested_dict
+from meshloom.compiler.declare.data_spec import TokenizerSpec
 from meshloom.compiler.declare.published_folder import CONFIG, PublishedFolder, understood
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.declare.sections import EXPORT
 from meshloom.models.contract import Params
+from meshloom.models.family_configs import ModelConfig
 from meshloom.models.published import PublishedTensor, tensors, tensors_in, write_config
 
 from ..checkpoint.parameters import find_saved
@@ -104,23 +106,27 @@ def prepare_export(spec: RunSpec, open_merged: Callable[[RunSpec], Params]) -> E
     """
     place, export = spec.checkpoint.weights_from, spec.export
     if place is None:
-        raise ConfigError(
-            [Problem(FROM, "names no weights to export", "set it to RUN, RUN/checkpoints/STEP or hf:DIR")]
-        )
+        fix = "set it to RUN, RUN/checkpoints/STEP or hf:DIR"
+        raise ConfigError([Problem(FROM, "names no weights to export", fix)])
     if export.directory is None:
         raise ConfigError([Problem(f"{EXPORT}.directory", "is missing", "name a new folder: directory=OUT")])
     directory = Path(export.directory).absolute()
     origin = published_origin(place)
-    dtype = np.dtype(jnp.dtype(export.dtype or _known(origin and origin.dtype) or "bfloat16"))
+    known = origin and origin.dtype in ("bfloat16", "float16", "float32") and origin.dtype
+    dtype = np.dtype(jnp.dtype(export.dtype or known or "bfloat16"))
     if is_published(place):
         folder = open_folder(place)
-        made, content, step = _of_folder(folder, spec, dtype), _content_of(folder), None
+        made, step = _of_folder(folder, export.format, spec.model, dtype), None
+        found = [
+            [n, str(t), t.file.name, t.start, t.file.stat().st_mtime_ns] for n, t in sorted(folder.tensors.items())
+        ]
+        content = hashlib.sha256(json.dumps(found).encode()).hexdigest()
         place = f"{PUBLISHED}{folder.path.absolute()}"
     else:
         merged = LoadedParams(open_merged(spec)) if spec.adapter is not None else None  # it starts devices first
         start = find_saved(place, FROM)
         step, place = start.step, str(start.path)
-        made = _of_checkpoint(merged or SavedParams(start.path), place, spec, dtype)
+        made = _of_checkpoint(merged or SavedParams(start.path), place, export.format, spec.model, dtype)
         content = hashlib.sha256((start.path / MANIFEST).read_bytes()).hexdigest()
     base = dict(origin.known_config) if origin and origin.known_config else None
     config = {}
@@ -128,18 +134,14 @@ def prepare_export(spec: RunSpec, open_merged: Callable[[RunSpec], Params]) -> E
         config = understood(
             lambda: write_config(spec.model, dtype=str(dtype), max_length=spec.sequence_length, base=base), "model"
         )
-    return ExportJob(spec, place, content, step, directory, dtype, tuple(made), config, _tokenizer(origin, spec))
+    tokenizer = _tokenizer(origin, spec.data.tokenizer)
+    return ExportJob(spec, place, content, step, directory, dtype, tuple(made), config, tokenizer)
 
 
-def _known(dtype: str | None) -> str | None:
-    return dtype if dtype in ("bfloat16", "float16", "float32") else None
-
-
-def _tokenizer(origin: PublishedFolder | None, spec: RunSpec) -> tuple[Path, ...]:
+def _tokenizer(origin: PublishedFolder | None, tokenizer: TokenizerSpec | None) -> tuple[Path, ...]:
     """Returns the files of the tokenizer: those where the weights began, or of the tokenizer that the data name."""
     if origin and origin.tokenizer:
         return origin.tokenizer
-    tokenizer = spec.data.tokenizer
     if tokenizer is None or tokenizer.kind == "bytes":
         return ()
     file = Path(tokenizer.path)
@@ -147,30 +149,27 @@ def _tokenizer(origin: PublishedFolder | None, spec: RunSpec) -> tuple[Path, ...
     return beside if file in beside else (file,) if file.is_file() else ()
 
 
-def _content_of(folder: WeightsFolder) -> str:
-    found = [[n, str(t), t.file.name, t.start, t.file.stat().st_mtime_ns] for n, t in sorted(folder.tensors.items())]
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
-
-
-def _of_folder(folder: WeightsFolder, spec: RunSpec, dtype: np.dtype[Any]) -> list[OutTensor]:
+def _of_folder(folder: WeightsFolder, form: str, model: ModelConfig, dtype: np.dtype[Any]) -> list[OutTensor]:
     """Returns the tensors of a published folder, under the names that it should have, in another type or files."""
-    if spec.export.format != "huggingface":
-        what = f"{spec.export.format} writes the parameters of a run, and {folder.path} is a published folder"
+    if form != "huggingface":
+        what = f"{form} writes the parameters of a run, and {folder.path} is a published folder"
         raise ConfigError([Problem(f"{EXPORT}.format", what, "choose format=huggingface, or name a run")])
-    named, unused = understood(lambda: tensors_in(spec.model, folder.tensors), "model")
+    named, unused = understood(lambda: tensors_in(model, folder.tensors), "model")
     match_folder(folder, named, (), (), unused)
     return [
         OutTensor(plain.name, plain.shape, dtype, _values(plain.name, folder.tensors[there.name].values, dtype))
-        for plain, there in zip(tensors(spec.model), named, strict=True)
+        for plain, there in zip(tensors(model), named, strict=True)
     ]
 
 
-def _of_checkpoint(saved: TensorSource, place: str, spec: RunSpec, dtype: np.dtype[Any]) -> list[OutTensor]:
+def _of_checkpoint(
+    saved: TensorSource, place: str, form: str, model: ModelConfig, dtype: np.dtype[Any]
+) -> list[OutTensor]:
     """Returns the tensors to make of a checkpoint's parameters."""
-    match_saved(place, saved.arrays, leaves_by_path(spec.model.build().abstract()), ())
-    if spec.export.format != "huggingface":
+    match_saved(place, saved.arrays, leaves_by_path(model.build().abstract()), ())
+    if form != "huggingface":
         return [_whole(path, saved, dtype) for path in saved.arrays]
-    found: tuple[PublishedTensor, ...] = understood(lambda: tensors(spec.model), "model")
+    found: tuple[PublishedTensor, ...] = understood(lambda: tensors(model), "model")
     ordered = sorted(found, key=lambda tensor: (tensor.slots[0].path, tensor.slots[0].index))  # a stack is read once
     return [
         OutTensor(t.name, t.shape, dtype, _values(t.name, lambda t=t: published_values(t, saved), dtype))
@@ -223,7 +222,13 @@ def run_export(job: ExportJob, console: Console) -> None:
             sync_folder(unfinished)
             unfinished.rename(job.directory)
             sync_folder(job.directory.parent)
-    _show(job, console)
+    of = "" if job.step is None else f" of step {job.step:,}"
+    size = f"{counted(len(job.tensors), 'tensor')}{of}, {human_bytes(job.num_bytes)} in {job.dtype}"
+    console.line(f"exported {size}, read back as they were written: {job.directory}")
+    if job.spec.export.format == "huggingface":
+        named = ", ".join(file.name for file in job.tokenizer)
+        console.wrapped(f"tokenizer: {named or 'none: there are no such files where the weights began'}")
+        console.command("serve it", ["vllm", "serve", str(job.directory)])
 
 
 def _is_done(job: ExportJob) -> bool:
@@ -255,10 +260,15 @@ def _write(job: ExportJob, folder: Path, console: Console) -> None:
     files: dict[str, str] = {
         name: sha for name, sha in record.get("files", {}).items() if _is_whole(folder / name, sha)
     }
-    shards = _named(shards_of(job.tensors, job.spec.export.max_shard_bytes))
+    parts = shards_of(job.tensors, job.spec.export.max_shard_bytes)
+    shards = {f"model-{n:05}-of-{len(parts):05}.safetensors": shard for n, shard in enumerate(parts, 1)}
+    shards = {SINGLE: parts[0]} if len(parts) == 1 else shards
     sizes = {name: sum(tensor.num_bytes for tensor in shard) for name, shard in shards.items()}
     done = sum(size for name, size in sizes.items() if name in files)
-    _check_room(folder, job.num_bytes - done)
+    to_write, free = job.num_bytes - done, shutil.disk_usage(folder).free
+    if to_write > free:
+        what = f"{human_bytes(to_write)} are to be written, and {human_bytes(free)} are free on the disk of {folder}"
+        raise ConfigError([Problem(f"{EXPORT}.directory", what, "free disk space, or choose another directory")])
     replace_json(folder / RECORD, {"of": job.identity, "files": files})
     if job.spec.export.format == "orbax":
         tree = nested_dict(
@@ -289,19 +299,6 @@ def _is_whole(file: Path, sha256: str) -> bool:
         return False
 
 
-def _named(shards: Sequence[list[OutTensor]]) -> dict[str, list[OutTensor]]:
-    if len(shards) == 1:
-        return {SINGLE: shards[0]}
-    return {f"model-{n:05}-of-{len(shards):05}.safetensors": shard for n, shard in enumerate(shards, 1)}
-
-
-def _check_room(folder: Path, num_bytes: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if num_bytes > free:
-        what = f"{human_bytes(num_bytes)} are to be written, and {human_bytes(free)} are free on the disk of {folder}"
-        raise ConfigError([Problem(f"{EXPORT}.directory", what, "free disk space, or choose another directory")])
-
-
 @contextmanager
 def _storage_failures(folder: Path) -> Iterator[None]:
     try:
@@ -310,14 +307,3 @@ def _storage_failures(folder: Path) -> Iterator[None]:
         what = f"the export could not be written: {storage_reason(error) or error}"
         fix = "free disk space, and type the same command again: it goes on with the files that are whole"
         raise RunFailed(Problem(str(folder), what, fix), STORAGE) from error
-
-
-def _show(job: ExportJob, console: Console) -> None:
-    of = "" if job.step is None else f" of step {job.step:,}"
-    size = f"{counted(len(job.tensors), 'tensor')}{of}, {human_bytes(job.num_bytes)} in {job.dtype}"
-    console.line(f"exported {size}, read back as they were written: {job.directory}")
-    if job.spec.export.format != "huggingface":
-        return
-    named = ", ".join(file.name for file in job.tokenizer)
-    console.wrapped(f"tokenizer: {named or 'none: there are no such files where the weights began'}")
-    console.command("serve it", ["vllm", "serve", str(job.directory)])

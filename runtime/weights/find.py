@@ -23,7 +23,7 @@ from ..core.manifest import damage_in
 from ..processes.distributed import Processes, together
 from ..rundir.folders import RunFolder
 from .folder import WeightsFolder, open_folder
-from .match import FROM, Matched, check_some, match_folder, match_saved
+from .match import FROM, Matched, match_folder, match_saved
 
 
 @dataclass(frozen=True)
@@ -82,42 +82,27 @@ def find_weights(plan: Plan[RunSpec], place: str | None = None) -> StoredWeights
     place = place or plan.spec.checkpoint.weights
     if place is None:
         return None
-    weights = _published(place, plan) if is_published(place) else _saved(place, plan)
-    taken = weights.matched.taken if isinstance(weights, PublishedWeights) else weights.taken
-    check_some(place, len(taken))
-    return weights
-
-
-def _published(place: str, plan: Plan[RunSpec]) -> PublishedWeights:
-    folder = open_folder(place)
-    declared = folder.model
-    expected, unused = understood(lambda: tensors_in(plan.spec.model, folder.tensors), "model")
-    params = leaves_by_path(plan.abstract["params"])
-    matched = match_folder(folder, expected, params, plan.spec.checkpoint.weights_skip, unused)
-    return PublishedWeights(folder, matched, _differences(declared, plan.spec.model, f"{folder.path}/{CONFIG}"))
-
-
-def _saved(place: str, plan: Plan[RunSpec]) -> SavedWeights:
+    model, skip, params = plan.spec.model, plan.spec.checkpoint.weights_skip, leaves_by_path(plan.abstract["params"])
+    if is_published(place):
+        folder = open_folder(place)
+        differs = _differences(folder.model, model, f"{folder.path}/{CONFIG}")
+        expected, unused = understood(lambda: tensors_in(model, folder.tensors), "model")
+        matched = match_folder(folder, expected, params, skip, unused)
+        return PublishedWeights(folder, matched, differs)
     check_bucket(folder_at(place), FROM)
     start = newest_good(*check_is_there(place, FROM), is_own=False, compare="sizes")
-    tree, params = saved_tree(start.path), leaves_by_path(plan.abstract["params"])
+    tree = saved_tree(start.path)
     there, masters = leaves_by_path(tree["params"]), leaves_by_path(tree.get("master", {}))
     if all(map(is_adapter, there)):
         what = f"{start.path} holds an adapter, and its base is elsewhere"
         raise ConfigError([Problem(FROM, what, f"continue it: checkpoint.restore_from={place}")])
-    taken = match_saved(str(start.path), there, params, plan.spec.checkpoint.weights_skip)
+    taken = match_saved(str(start.path), there, params, skip)
     num_bytes = sum(params[path].size * params[path].dtype.itemsize for path in taken)
-    differs = _differences(_declared_model(start), plan.spec.model, f"the run of {start.path}")
+    # Nothing is declared where its run directory is not around it.
+    declared = None if is_remote(start.path) else RunFolder.around(Path(start.path)).declared.get("model")
+    differs = _differences(declared if isinstance(declared, dict) else {}, model, f"the run of {start.path}")
     fresh = tuple(path for path in params if path not in taken)
     return SavedWeights(start, taken, frozenset(masters) & frozenset(taken), fresh, num_bytes, differs)
-
-
-def _declared_model(start: Checkpoint) -> Mapping[str, Any]:
-    """Returns the keys of the model that a checkpoint is of; none where its run directory is not around it."""
-    if is_remote(start.path):
-        return {}
-    model = RunFolder.around(Path(start.path)).declared.get("model")
-    return model if isinstance(model, dict) else {}
 
 
 OF_A_DRAW = ("dropout_rate", "initializer_stddev")  # keys that change no output of weights that are there

@@ -42,17 +42,36 @@ def with_weights(
     state = state | {"params": nested_dict({path: each[0] for path, each in arrays.items()})}
     if "master" in state:
         state["master"] = nested_dict({path: each[1] for path, each in arrays.items() if len(each) > 1})
-    return state | {"optimizer": _fresh_optimizer(state, plan)}
+    layouts = jax.tree.map(lambda x: x.sharding, state["optimizer"])
+    for x in jax.tree.leaves(state["optimizer"]):
+        x.delete()
+    trained = state.get("master") or pick(state["params"], plan.sharding.trained)
+
+    def fresh_optimizer(params: Any) -> Any:
+        return plan.optimizer.init(jax.tree.map(lambda x: x.astype("float32"), params))
+
+    with jax.set_mesh(_mesh_of(trained)):
+        return state | {"optimizer": jax.jit(fresh_optimizer, out_shardings=layouts)(trained)}
 
 
 def load_params(plan: Plan[RunSpec], mesh: Mesh, weights: StoredWeights | None, console: Console) -> Any:
     """Returns the parameters alone, laid out on a mesh by the plan. What no weights are read for is drawn."""
-    specs = plan.specs["params"]
+    specs, abstract = plan.specs["params"], leaves_by_path(plan.abstract["params"])
     shardings = jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
+    fresh = weights.fresh if weights else tuple(abstract)
+
+    def draw() -> Any:  # zeros where weights are read
+        drawn = leaves_by_path(plan.model.init(jax.random.key(plan.spec.seed))) if fresh else {}
+        made = {
+            path: drawn[path].astype(x.dtype) if path in fresh else jnp.zeros(x.shape, x.dtype)
+            for path, x in abstract.items()
+        }
+        return like(plan.abstract["params"], made)
+
     with jax.set_mesh(mesh):
-        params = jax.jit(lambda: _drawn(plan, weights), out_shardings=shardings)()
+        params = jax.jit(draw, out_shardings=shardings)()
     if weights is None:
         return params
     arrays = _read({path: (x,) for path, x in leaves_by_path(params).items()}, weights, mesh, console)
@@ -73,18 +92,6 @@ def load_adapted(plan: Plan[RunSpec], mesh: Mesh, start: Checkpoint, console: Co
     params = with_base(load_parameters(start, adapters), params)
     check_base(start, params, base)
     return params
-
-
-def _drawn(plan: Plan, weights: StoredWeights | None) -> Any:
-    """Returns parameters as they are drawn where they stay so, and zeros elsewhere."""
-    fresh = weights.fresh if weights else tuple(leaves_by_path(plan.abstract["params"]))
-    drawn = plan.model.init(jax.random.key(plan.spec.seed)) if fresh else plan.abstract["params"]
-    drawn, abstract = leaves_by_path(drawn), leaves_by_path(plan.abstract["params"])
-    made = {
-        path: drawn[path].astype(x.dtype) if path in fresh else jnp.zeros(x.shape, x.dtype)
-        for path, x in abstract.items()
-    }
-    return like(plan.abstract["params"], made)
 
 
 def _mesh_of(state: Any) -> Mesh:
@@ -133,16 +140,3 @@ def _laid_out(x: Array, dtype: Any, sharding: Any) -> Array:
     if x.dtype == dtype and x.sharding == sharding:
         return x
     return jax.jit(lambda x: x.astype(dtype), out_shardings=sharding)(x)
-
-
-def _fresh_optimizer(state: dict[str, Any], plan: Plan) -> Any:
-    """Returns the state of the optimizer before its first update of these weights; the one that was there is freed."""
-    layouts = jax.tree.map(lambda x: x.sharding, state["optimizer"])
-    for x in jax.tree.leaves(state["optimizer"]):
-        x.delete()
-    trained = state.get("master") or pick(state["params"], plan.sharding.trained)
-    init = jax.jit(
-        lambda params: plan.optimizer.init(jax.tree.map(lambda x: x.astype("float32"), params)), out_shardings=layouts
-    )
-    with jax.set_mesh(_mesh_of(trained)):
-        return init(trained)

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
+from meshloom.compiler.core.errors import Problem, raise_if_any
 from meshloom.compiler.core.format import counted
 from meshloom.models.adapter import is_adapter
 from meshloom.models.published import PublishedTensor
@@ -74,7 +74,7 @@ def match_folder(
         f"{name} {folder.tensors[name]} is there, not here{_nearest(name, missing, len(lines) + n)}"
         for n, name in enumerate(extra)
     ]
-    _raise_differences(str(folder.path), lines, patterns)
+    _raise_differences(str(folder.path), lines, patterns, is_some=bool(taken))
     taken.sort(key=lambda each: (each.file.file, each.file.start))
     return Matched(tuple(taken), tuple(sorted(fresh)))
 
@@ -99,7 +99,7 @@ def match_saved(
             lines.append(f"{path} is {list(saved[path].shape)} there, {list(params[path].shape)} here")
     for path in extra:
         lines.append(f"{path} {list(saved[path].shape)} is there, not here{_nearest(path, missing, len(lines))}")
-    _raise_differences(place, lines, patterns)
+    _raise_differences(place, lines, patterns, is_some=bool(wanted))
     return tuple(wanted)
 
 
@@ -130,19 +130,15 @@ def _nearest(name: str, among: Sequence[str], num_lines: int) -> str:
     return f"; the nearest is {near[0]}" if near else ""
 
 
-def _raise_differences(place: str, lines: Sequence[str], patterns: Patterns) -> None:
+def _raise_differences(place: str, lines: list[str], patterns: Patterns, *, is_some: bool) -> None:
+    """Raises ConfigError for what differs, for patterns that match nothing, and if nothing is left to read."""
     problems = patterns.problems(place)
     if lines:
-        what = (
-            f"{place} holds other weights than the model takes, in {counted(len(lines), 'place')}:{listed(list(lines))}"
-        )
+        number = counted(len(lines), "place")
+        what = f"{place} holds other weights than the model takes, in {number}:{listed(lines)}"
         fix = f"choose the model of these weights, or leave some out by patterns: {SKIP}=[head/*]"
         problems.append(Problem(FROM, what, fix))
-    raise_if_any(problems)
-
-
-def check_some(place: str, num_taken: int) -> None:
-    """Raises ConfigError if nothing is taken from a place."""
-    if not num_taken:
+    if not problems and not is_some:
         what = f"leaves out all weights of {place}"
-        raise ConfigError([Problem(SKIP, what, f"leave something to read, or set {FROM}=null")])
+        problems.append(Problem(SKIP, what, f"leave something to read, or set {FROM}=null"))
+    raise_if_any(problems)

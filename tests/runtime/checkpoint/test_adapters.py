@@ -45,7 +45,7 @@ def test_adapters_are_saved_alone_and_restored_beside_their_base(tokens, tmp_pat
     with Checkpoints(tmp_path, plan.spec) as checkpoints:
         checkpoints.base = base_of(None, state["params"])
         checkpoints.save(2, state, batches, num_tokens=0, eval_loss=None)
-    start = find_checkpoint(tmp_path, plan.spec, plan.abstract)
+    start = find_checkpoint(tmp_path, plan.spec.checkpoint, plan.abstract)
     assert isinstance(start, Checkpoint)
     restored = restore(start, programs.state, batches)
     saved = leaves_by_path(restored.state)
@@ -60,7 +60,7 @@ def test_adapters_are_saved_alone_and_restored_beside_their_base(tokens, tmp_pat
     with pytest.raises(ConfigError, match="an adapter of another base"):
         check_base(start, with_base(restored.state["params"], fresh), read_base(start))
     with pytest.raises(ConfigError, match="holds another model or optimizer"):
-        find_checkpoint(tmp_path, plan_of(*LINEAR_STACK).spec, plan_of(*LINEAR_STACK).abstract)
+        find_checkpoint(tmp_path, plan_of(*LINEAR_STACK).spec.checkpoint, plan_of(*LINEAR_STACK).abstract)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def saved(tmp_path_factory):
 def _planned(saved, *overrides: str):
     restored = (*overrides, f"checkpoint.restore_from={saved}")
     plan = plan_of(*restored)
-    start = find_restorable(spec_of(*restored), plan.abstract)
+    start = find_restorable(spec_of(*restored).checkpoint, plan.abstract)
     assert start is not None
     return plan, start, plan_restore(start, plan)
 

@@ -104,8 +104,8 @@ def test_a_learning_rate_that_another_schedule_leaves_as_it_is_is_no_warning():
     saved = json.loads(json.dumps(schedule_record(constant, 4)))  # as a checkpoint keeps it
     keys = f"num_steps {constant.num_steps} -> {longer.num_steps}"
     words = f"another schedule than the checkpoint's ({keys}); the learning rate of the next step stays {PEAK}"
-    assert describe_change(saved, longer, 4) == words
-    assert describe_change(saved, constant, 4) is None
+    assert describe_change(saved, schedule_record(longer, 4)) == words
+    assert describe_change(saved, schedule_record(constant, 4)) is None
 
 
 def _damaged(run_dir: Path, copy: Path) -> Path:

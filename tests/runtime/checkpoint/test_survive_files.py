@@ -74,7 +74,7 @@ def test_damage_in_any_file_is_found_or_harmless(saved, tmp_path, damage):
         copy = tmp_path / str(number)
         shutil.copytree(run_dir, copy)
         damage(copy / CHECKPOINTS / "2" / name)
-        start = find_checkpoint(copy, plan.spec, plan.abstract)
+        start = find_checkpoint(copy, plan.spec.checkpoint, plan.abstract)
         assert start
         if start.step == 2:
             assert len(name.parts) == 1, f"{name} is watched"
@@ -90,7 +90,7 @@ def test_damage_in_any_file_is_found_or_harmless(saved, tmp_path, damage):
         with Checkpoints(copy, plan.spec) as checkpoints:
             assert checkpoints.latest_step == start.step
             checkpoints.save(3, restored.state, batches, num_tokens=0, eval_loss=None)
-        again = find_checkpoint(copy, plan.spec, plan.abstract)
+        again = find_checkpoint(copy, plan.spec.checkpoint, plan.abstract)
         assert (again.step, again.damaged) == (3, {})  # pyright: ignore[reportOptionalMemberAccess]
 
 
@@ -132,7 +132,7 @@ def test_a_manifest_that_was_changed_vouches_for_nothing(saved, tmp_path, damage
     shutil.copytree(run_dir, tmp_path / "run")
     manifest = tmp_path / "run" / CHECKPOINTS / "2" / FILE
     manifest.write_bytes(MANIFESTS[damage](manifest.read_bytes()))
-    start = find_checkpoint(tmp_path / "run", plan.spec, plan.abstract)
+    start = find_checkpoint(tmp_path / "run", plan.spec.checkpoint, plan.abstract)
     assert start
     assert start.step == 1
     assert [path.name for path in start.damaged] == ["2"]
@@ -142,7 +142,7 @@ def test_hidden_files_beside_those_of_a_checkpoint_are_no_damage(saved, tmp_path
     run_dir, plan, _, _ = saved
     shutil.copytree(run_dir, tmp_path / "run")
     (tmp_path / "run" / CHECKPOINTS / "2" / "state" / ".DS_Store").write_text("left by a file manager")
-    start = find_checkpoint(tmp_path / "run", plan.spec, plan.abstract)
+    start = find_checkpoint(tmp_path / "run", plan.spec.checkpoint, plan.abstract)
     assert start
     assert (start.step, start.damaged) == (2, {})
 
@@ -152,14 +152,16 @@ def test_a_checkpoint_is_of_the_step_that_was_saved_whatever_its_folder_is_calle
     copy = tmp_path / "run"
     shutil.copytree(run_dir, copy)
     (copy / CHECKPOINTS / "2").rename(copy / CHECKPOINTS / "7")
-    start = find_checkpoint(copy, plan.spec, plan.abstract)
+    start = find_checkpoint(copy, plan.spec.checkpoint, plan.abstract)
     assert start
     assert (start.step, describe_damage(start.damaged)) == (1, "checkpoint 7: it was saved as step 2")
     shutil.rmtree(copy / CHECKPOINTS / "1")
     with pytest.raises(RunFailed, match="checkpoint 7: it was saved as step 2"):
-        find_checkpoint(copy, plan.spec, plan.abstract)
+        find_checkpoint(copy, plan.spec.checkpoint, plan.abstract)
     with pytest.raises(RunFailed, match="checkpoint 7: it was saved as step 2"):
-        find_checkpoint(tmp_path, spec_of(*SMALLEST, f"checkpoint.restore_from={copy}/{CHECKPOINTS}/7"), plan.abstract)
+        find_checkpoint(
+            tmp_path, spec_of(*SMALLEST, f"checkpoint.restore_from={copy}/{CHECKPOINTS}/7").checkpoint, plan.abstract
+        )
 
 
 METADATA = {
@@ -177,7 +179,7 @@ def test_a_file_that_the_manifest_leaves_out_may_hold_anything(saved, tmp_path, 
     copy = tmp_path / "run"
     shutil.copytree(run_dir, copy)
     (copy / CHECKPOINTS / "2" / "_CHECKPOINT_METADATA").write_text(METADATA[text])
-    start = find_checkpoint(copy, plan.spec, plan.abstract)
+    start = find_checkpoint(copy, plan.spec.checkpoint, plan.abstract)
     assert start
     restored = restore(start, programs.state, NoData())
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, restored.state), values[start.step])
@@ -192,8 +194,8 @@ def test_a_checkpoint_that_lies_elsewhere_is_started_from_but_not_managed(saved,
     link.rename(tmp_path / "moved")
     link.symlink_to(tmp_path / "moved")
     with pytest.raises(ConfigError, match=r"checkpoints/2: is a symbolic link"):
-        find_checkpoint(copy, plan.spec, plan.abstract)
-    other = find_checkpoint(tmp_path, spec_of(*SMALLEST, f"checkpoint.restore_from={link}"), plan.abstract)
+        find_checkpoint(copy, plan.spec.checkpoint, plan.abstract)
+    other = find_checkpoint(tmp_path, spec_of(*SMALLEST, f"checkpoint.restore_from={link}").checkpoint, plan.abstract)
     assert other
     restored = restore(other, programs.state, NoData())
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, restored.state), values[2])
@@ -205,7 +207,7 @@ def test_what_only_has_the_name_of_a_step_is_set_aside(saved, tmp_path, make):
     copy = tmp_path / "run"
     shutil.copytree(run_dir, copy)
     make(copy / CHECKPOINTS / "3")
-    start = find_checkpoint(copy, plan.spec, plan.abstract)
+    start = find_checkpoint(copy, plan.spec.checkpoint, plan.abstract)
     assert start
     assert start.step == 2
     set_aside(start.damaged)
@@ -221,7 +223,9 @@ def test_a_run_goes_on_from_the_newest_good_checkpoint_or_the_one_that_is_named(
     shutil.copytree(run_dir, other)
 
     def step_from(place: object) -> int:
-        start = find_checkpoint(tmp_path / "new", spec_of(*SMALLEST, f"checkpoint.restore_from={place}"), plan.abstract)
+        start = find_checkpoint(
+            tmp_path / "new", spec_of(*SMALLEST, f"checkpoint.restore_from={place}").checkpoint, plan.abstract
+        )
         assert start
         assert not start.is_own
         return start.step
@@ -299,7 +303,7 @@ def test_a_checkpoint_of_other_types_is_refused(saved):
     run_dir, plan, _, _ = saved
     halves = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "bfloat16"), plan.abstract)
     with pytest.raises(ConfigError, match=r"is float32\[264,32\] there, bfloat16\[264,32\] here"):
-        find_checkpoint(run_dir, plan.spec, halves)
+        find_checkpoint(run_dir, plan.spec.checkpoint, halves)
 
 
 def test_a_directory_that_its_writers_bring_back_is_removed_again(tmp_path):

@@ -312,7 +312,11 @@ def test_process_0_finds_the_checkpoint_for_all(two_processes, tmp_path):
     with Checkpoints(tmp_path, plan.spec) as checkpoints:
         checkpoints.save(2, _lowered_and_built()[2]["init"](), NoData(), num_tokens=0, eval_loss=None)
     places = [tmp_path, tmp_path / "elsewhere"]
-    found = in_both(lambda i: found_by_first(lambda: find_for_run(places[i], plan, console), two_processes[i]))
+    found = in_both(
+        lambda i: found_by_first(
+            lambda: find_for_run(places[i], plan.spec.checkpoint, plan.abstract, console), two_processes[i]
+        )
+    )
     assert [(start.path, start.step, start.is_own) for start in found] == [
         (tmp_path / "checkpoints" / "2", 2, True)
     ] * 2
