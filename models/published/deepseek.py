@@ -46,25 +46,28 @@ def _read_head_dims(reader: Reader, read: Any) -> dict[str, Any]:
     return {}
 
 
-def _write_head_dims(config: Any) -> dict[str, Any]:
-    return {"head_dim": config.latent_attention.rope_head_dim}
-
-
-def _all_heads(_num: int | None, read: Any) -> int:
-    return read["num_heads"]
-
-
 def _both(*entries: Entry, num_dense: int, mlp_dim: int, num_experts: int, num_shared: int, scale: float) -> Table:
     """Returns what V2 and V3 have in common. The numbers are what transformers takes where the file names none."""
     latent = changed(
         changed(decoder(), *ROUTED),
-        key("num_key_value_heads", "num_kv_heads", missing=None, kind="optional", to_ours=_all_heads),
+        key(
+            "num_key_value_heads",
+            "num_kv_heads",
+            missing=None,
+            kind="optional",
+            to_ours=lambda num, read: read["num_heads"],
+        ),
         key("qk_nope_head_dim", "head_dim", missing=128),
         key("qk_rope_head_dim", "latent_attention.rope_head_dim", missing=64),
         key("q_lora_rank", "latent_attention.query_dim", missing=1536, kind="optional"),
         key("kv_lora_rank", "latent_attention.kv_dim", missing=512),
         key("v_head_dim", "latent_attention.value_head_dim", missing=128),
-        Entry(("head_dim", "qk_head_dim"), (), _read_head_dims, _write_head_dims),
+        Entry(
+            ("head_dim", "qk_head_dim"),
+            (),
+            _read_head_dims,
+            lambda config: {"head_dim": config.latent_attention.rope_head_dim},
+        ),
         only("moe_layer_freq", 1, is_written=True),
         key("first_k_dense_replace", "num_dense_layers", missing=num_dense),
         DENSE_MLP,

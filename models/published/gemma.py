@@ -72,10 +72,6 @@ def _write_scale(config: Any) -> dict[str, Any]:
     return {"query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar}
 
 
-def _kinds_of_gemma3(reader: Reader, num_layers: int) -> list[str]:
-    return _kinds(reader.count(*PATTERN, otherwise=6), num_layers)
-
-
 PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")
 GEMMA1 = _gemma(
     # Its first files say gelu, and mean the approximation by tanh.
@@ -85,7 +81,7 @@ GEMMA1 = _gemma(
 )
 GEMMA2 = _of_both(lambda reader, num_layers: _kinds(2, num_layers), caps=(50.0, 30.0))
 GEMMA3 = changed(
-    _of_both(_kinds_of_gemma3, caps=(None, None), pattern=PATTERN),
+    _of_both(lambda reader, num: _kinds(reader.count(*PATTERN, otherwise=6), num), caps=(None, None), pattern=PATTERN),
     *ours(qk_norm="rms_zero_centered"),
     rope_by_layer(theta=1000000.0, window_theta=10000.0),
 )

@@ -38,9 +38,7 @@ MLP = (
     Row("model.layers.{layer}.mlp.up_proj.weight", ("mlp/up_EM",), linear()),
     Row("model.layers.{layer}.mlp.down_proj.weight", ("mlp/down_ME",), linear()),
 )
-UNUSED = (
-    r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
-)  # a buffer of old releases, computed from config.json
+UNUSED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # of old releases, computed from config.json
 
 
 # What a decoder has in all of these families, unless its family says otherwise.
@@ -67,7 +65,13 @@ def decoder(
         key("hidden_size", "embed_dim"),
         key("num_hidden_layers", "num_layers", kind="count"),
         key("num_attention_heads", "num_heads"),
-        key("num_key_value_heads", "num_kv_heads", missing=kv_heads, kind="optional", to_ours=_or_all_heads),
+        key(
+            "num_key_value_heads",
+            "num_kv_heads",
+            missing=kv_heads,
+            kind="optional",
+            to_ours=lambda num, read: num or read["num_heads"],
+        ),
         key("head_dim", "head_dim", missing=head_dim or width_of_head),
         key("intermediate_size", "mlp_dim"),
         choice("hidden_act", "mlp_activation", ACTIVATIONS, missing="silu"),
@@ -76,10 +80,6 @@ def decoder(
         key("initializer_range", "initializer_stddev", missing=0.02),
         rope(theta=theta),
     )
-
-
-def _or_all_heads(num: int | None, read: Any) -> int:
-    return num or read["num_heads"]
 
 
 def width_of_head(read: Any) -> int:

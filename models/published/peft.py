@@ -78,9 +78,8 @@ def _modules(config: ModelConfig, model: Model) -> list[_Module]:
     found = [_module(t, model) for t in tensors(config) if any(slot.path in model.adapters for slot in t.slots)]
     left = model.adapters.keys() - {slot.path for module in found for slot in module.tensor.slots}
     if left:
-        raise NotUnderstood(
-            [Mistake("adapter.targets", f"no published tensor holds {min(left)}", "leave it out of the targets")]
-        )
+        what = f"no published tensor holds {min(left)}"
+        raise NotUnderstood([Mistake("adapter.targets", what, "leave it out of the targets")])
     return found
 
 
@@ -94,13 +93,9 @@ def _module(tensor: PublishedTensor, model: Model) -> _Module:
         for key in within.split("/"):
             node = node[key]
         sizes.append((node.shape, model.adapters.get(slot.path) or next(one for one in adapters if one)))
-    matrices = tuple((shape, _num_inputs(one)) for shape, one in sizes)
+    matrices = tuple((shape, len(one.matrix.contracted)) for shape, one in sizes)
     is_transposed, inputs, own = _order(tensor.to_published, tensor.shape, matrices)
     return _Module(tensor, is_transposed, inputs, tuple(zip(adapters, own, strict=True)))
-
-
-def _num_inputs(one: Adapter) -> int:
-    return len(one.matrix.contracted)
 
 
 @cache

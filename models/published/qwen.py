@@ -70,10 +70,6 @@ def _read_dense_layers(reader: Reader, _before: Any) -> dict[str, Any]:
     return {"num_dense_layers": len(dense)}
 
 
-def _write_dense_layers(config: Any) -> dict[str, Any]:
-    return {"mlp_only_layers": list(range(config.num_dense_layers))}
-
-
 DENSE_MLP = key(
     "intermediate_size",
     "dense_mlp_dim",
@@ -88,7 +84,12 @@ QWEN3_MOE = changed(
     # transformers 5 writes num_local_experts
     key("num_experts", "num_experts", missing=128, aliases=("num_local_experts",), also=("num_local_experts",)),
     key("num_experts_per_tok", "num_experts_per_token", missing=8),
-    Entry(("mlp_only_layers",), ("num_dense_layers",), _read_dense_layers, _write_dense_layers),
+    Entry(
+        ("mlp_only_layers",),
+        ("num_dense_layers",),
+        _read_dense_layers,
+        lambda config: {"mlp_only_layers": list(range(config.num_dense_layers))},
+    ),
     DENSE_MLP,
     key("moe_intermediate_size", "mlp_dim", missing=768),
     flag("norm_topk_prob", "router_weights", "normalized", "scores", missing=False),

@@ -123,10 +123,10 @@ def prepare_evaluation(spec: RunSpec, warn: Callable[[str], None] = write_error)
     spec = without_packing(spec) if has_tasks else spec
     data, tokenizer, *_ = all_of(
         lambda: None if has_tasks else open_evaluated(spec),
-        lambda: tokenizer_of(spec) if has_tasks else None,
+        lambda: tokenizer_of(spec.data) if has_tasks else None,
         lambda: check_harness(spec) if has_tasks else None,
         lambda: plan_run(spec),
-        lambda: place_of_weights(spec),
+        lambda: place_of_weights(spec.checkpoint),
     )
     if spec.has_pairs:
         what = "compares the two texts of a pair, and an evaluation gives the loss of each text"
@@ -145,20 +145,14 @@ def evaluate_weights(job: EvaluationJob, console: Console) -> EvaluationResult |
     if job.data is None:
         assert job.tokenizer is not None
         return run_tasks(job.session, job.tokenizer, console)
-    return _evaluate_data(job, job.data, console)
-
-
-def _evaluate_data(job: EvaluationJob, data: EvaluatedData, console: Console) -> EvaluationResult:
-    session, began = job.session, time.perf_counter()
+    session, plan, unit, began = job.session, job.session.plan, job.data.unit, time.perf_counter()
     weights = open_weights(session, console)
-    plan = session.plan
     programs = compile_programs(
         session, lambda: lower(plan, session.mesh, (EVALUATE,)), "compiling the evaluation", console
     )
-    losses = tuple(_loss(part, weights.params, job, data.unit, programs, console) for part in data.parts)
-    found = EvaluationResult(
-        weights.place, weights.step, plan.spec.evaluation.split, losses, time.perf_counter() - began
-    )
+    losses = tuple(_loss(part, weights.params, job, unit, programs, console) for part in job.data.parts)
+    seconds = time.perf_counter() - began
+    found = EvaluationResult(weights.place, weights.step, plan.spec.evaluation.split, losses, seconds)
     for each in losses:
         if each.loss is not None and not math.isfinite(each.loss):
             what = f"the loss of {each.name} is {each.loss}"

@@ -18,9 +18,7 @@ import numpy as np
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.format import counted
-from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.declare.sections import GenerateSpec
-from meshloom.compiler.plan import Plan
 from meshloom.compiler.step.decode import BatchShape
 from meshloom.compiler.step.sampling import Sampling
 from meshloom.compiler.xla.programs import Programs, lower_generation
@@ -104,9 +102,7 @@ class Generator:
     def __init__(self, session: Session, params: Any, tokenizer: Tokenizer, ends: Collection[int], console: Console):
         self.session, self.plan, self.mesh, self.tokenizer = session, session.plan, session.mesh, tokenizer
         self._ends, self._console = frozenset(ends), console
-        self._special = (
-            frozenset(tokenizer.special.values()) if isinstance(tokenizer, HuggingFace) else frozenset[int]()
-        )
+        self._special = frozenset(tokenizer.special.values() if isinstance(tokenizer, HuggingFace) else ())
         self._stored, self._params = params, None
         self._programs: dict[BatchShape, Programs] = {}
 
@@ -114,10 +110,14 @@ class Generator:
         """Yields the text of each prompt in pieces, those of a batch by turns, and each completion when it ends."""
         size = min(settings.batch_size, len(prompts))
         for first in range(0, len(prompts), size):
-            rows = [
-                self._row(first + place, prompt, settings) for place, prompt in enumerate(prompts[first : first + size])
-            ]
-            yield from self._run_batch(rows, size, settings)
+            numbered = enumerate(prompts[first : first + size], first)
+            rows = [self._row(number, prompt, settings) for number, prompt in numbered]
+            for step in self._tokens(rows, size, settings):
+                for row, token in zip(rows, step, strict=False):
+                    if row.ended_by is None:
+                        yield from self._take(row, int(token), settings)
+                if all(row.ended_by for row in rows):
+                    break
 
     def shape_of(self, prompts: Sequence[Prompt], size: int, settings: GenerateSpec) -> BatchShape:
         """Returns the sizes of the programs that run these prompts."""
@@ -135,14 +135,6 @@ class Generator:
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode([token for token in tokens if token not in self._special])
-
-    def _run_batch(self, rows: list[_Row], size: int, settings: GenerateSpec) -> Iterator[Piece | Completion]:
-        for step in self._tokens(rows, size, settings):
-            for row, token in zip(rows, step, strict=False):
-                if row.ended_by is None:
-                    yield from self._take(row, int(token), settings)
-            if all(row.ended_by for row in rows):
-                return
 
     def _take(self, row: _Row, token: int, settings: GenerateSpec) -> Iterator[Piece | Completion]:
         if token in self._ends:
@@ -162,32 +154,21 @@ class Generator:
         programs, params = self._compiled(shape)
         tokens, padding = _padded(prompts, shape)
         numbers = np.arange(rows[0].number, rows[0].number + size, dtype=np.int32)
-        values = (tokens, padding, self._sampling(settings), numbers)
+        num_tokens = min(self.tokenizer.identity.vocab_size, self.plan.spec.model.vocab_size)
+        chosen = settings.model_dump(include={"seed", "temperature", "top_k", "top_p"})
+        values = (tokens, padding, Sampling.of(**chosen, num_tokens=num_tokens), numbers)
         tokens, padding, sampling, numbers = jax.device_put(values, programs["prefill"].input_shardings[0][1:])
         newest, cache = programs["prefill"](params, tokens, padding, sampling, numbers)
-        most = max(row.most for row in rows)
+        everywhere, most = jax.NamedSharding(self.mesh, jax.P()), max(row.most for row in rows)
         for count in range(1, most + 1):
             made = newest
             if self.session.processes.count > 1:
                 made.block_until_ready()  # with several in flight on CPU, processes were seen to hang
             if count < most:
-                slot, number = self._scalars(shape.prompt_length + count - 1, count)
+                place = (np.int32(shape.prompt_length + count - 1), np.int32(count))
+                slot, number = jax.device_put(place, everywhere)
                 newest, cache = programs["decode"](params, cache, made, slot, padding, sampling, numbers, number)
             yield np.asarray(made.addressable_data(0))
-
-    def _scalars(self, *values: int) -> tuple[jax.Array, ...]:
-        everywhere = jax.NamedSharding(self.mesh, jax.P())
-        return tuple(jax.device_put(np.int32(value), everywhere) for value in values)
-
-    def _sampling(self, settings: GenerateSpec) -> Sampling:
-        num_tokens = min(self.tokenizer.identity.vocab_size, self.plan.spec.model.vocab_size)
-        return Sampling.of(
-            seed=settings.seed,
-            temperature=settings.temperature,
-            top_k=settings.top_k,
-            top_p=settings.top_p,
-            num_tokens=num_tokens,
-        )
 
     def _compiled(self, shape: BatchShape) -> tuple[Programs, Any]:
         """Returns the programs of a size, and the parameters as they take them."""
@@ -203,17 +184,16 @@ class Generator:
         return self._programs[shape], self._params
 
 
-def problems_of_prompt(prompt: Prompt, plan: Plan[RunSpec], where: str) -> Iterator[Problem]:
-    """Yields what is wrong with a prompt for a model."""
-    longest, num_tokens = plan.model.max_length, len(prompt.tokens)
+def problems_of_prompt(prompt: Prompt, longest: int | None, vocab_size: int, where: str) -> Iterator[Problem]:
+    """Yields what is wrong with a prompt for a model. longest: its positions; None: any number."""
+    num_tokens = len(prompt.tokens)
     if longest is not None and num_tokens >= longest:
         what = f"has {counted(num_tokens, 'token')}, and the model has {longest} positions for a prompt and its text"
         yield Problem(where, what, f"use {longest - 1} tokens or less")
-    if prompt.tokens and max(prompt.tokens) >= plan.spec.model.vocab_size:
-        what = f"has the token {max(prompt.tokens)}, and the model knows {plan.spec.model.vocab_size}"
-        yield Problem(
-            where, what, "name the tokenizer of the model: data/tokenizer=huggingface data.tokenizer.path=..."
-        )
+    if prompt.tokens and max(prompt.tokens) >= vocab_size:
+        what = f"has the token {max(prompt.tokens)}, and the model knows {vocab_size}"
+        fix = "name the tokenizer of the model: data/tokenizer=huggingface data.tokenizer.path=..."
+        yield Problem(where, what, fix)
 
 
 def _padded(prompts: Sequence[Prompt], shape: BatchShape) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if_any
 from meshloom.compiler.core.visible import write_error
-from meshloom.compiler.declare.data_spec import HuggingFaceTokenizer, OneSource, SentencePieceTokenizer
+from meshloom.compiler.declare.data_spec import DataSpec, HuggingFaceTokenizer, OneSource, SentencePieceTokenizer
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
@@ -45,52 +45,50 @@ def prepare_generation(
 
     texts: the prompts; None: those that the declaration names. warn: takes a warning about attached devices.
     """
+
+    def planned() -> Plan[RunSpec]:
+        plan = plan_run(spec)
+        check_generates(plan.spec, plan.model, plan.ops)
+        return plan
+
     plan, tokenizer, given, *_ = all_of(
-        lambda: _generating_plan(spec),
-        lambda: tokenizer_of(spec),
+        planned,
+        lambda: tokenizer_of(spec.data),
         lambda: (
-            declared_prompts(spec)
+            declared_prompts(spec.generate)
             if texts is None
-            else [DeclaredPrompt(f"prompt {n}", t) for n, t in enumerate(texts, 1)]
+            else [Given(f"prompt {n}", t) for n, t in enumerate(texts, 1)]
         ),
-        lambda: place_of_weights(spec),
+        lambda: place_of_weights(spec.checkpoint),
     )
-    _check_vocabulary(plan, tokenizer)
+    known, there = spec.model.vocab_size, tokenizer.identity.vocab_size
+    if there > known:
+        what = f"it has {there:,} tokens, and the model has {known:,}"
+        raise ConfigError([Problem("data.tokenizer", what, "name the tokenizer that the model was trained with")])
     maker = PromptMaker.of(spec, tokenizer)
     prompts = all_of(*(partial(maker.make, each) for each in given))
     raise_if_any(
         problem
         for each, prompt in zip(given, prompts, strict=True)
-        for problem in problems_of_prompt(prompt, plan, each.where)
+        for problem in problems_of_prompt(prompt, plan.model.max_length, known, each.where)
     )
     is_chat = any(not isinstance(each.content, str) for each in given)
     return GenerationJob(start_session(spec, warn), tokenizer, prompts, maker.ends(is_chat=is_chat))
 
 
-def _generating_plan(spec: RunSpec) -> Plan[RunSpec]:
-    plan = plan_run(spec)
-    check_generates(plan.spec, plan.model, plan.ops)
-    return plan
-
-
-def tokenizer_of(spec: RunSpec) -> Tokenizer:
+def tokenizer_of(data: DataSpec) -> Tokenizer:
     """Returns the tokenizer of a declaration: the one that it names, or that of its token shards. Raises ConfigError
     where there is none."""
-    if spec.data.tokenizer is not None:
-        return open_tokenizer(spec.data.tokenizer)
-    source = spec.data.source
+    if data.tokenizer is not None:
+        return open_tokenizer(data.tokenizer)
+    source = data.source
     sources: list[OneSource] = [each.source for each in source.parts.values()] if source.kind == "mixture" else [source]
     shards = next((each for each in sources if each.kind == "tokens"), None)
     if shards is None:
         fix = "name the one of the model: data/tokenizer=bytes, or data/tokenizer=huggingface data.tokenizer.path=FILE"
         what = f"there is none: the data of the run are of kind {source.kind}"
         raise ConfigError([Problem("data.tokenizer", what, fix)])
-    return _stored_tokenizer(Path(shards.directory))
-
-
-def _stored_tokenizer(folder: Path) -> Tokenizer:
-    """Returns the tokenizer that shards were written with, from its file beside them."""
-    where = "data.source.directory"
+    folder, where = Path(shards.directory), "data.source.directory"
     stored = read_index(folder, where).tokenizer
     if stored.kind == "bytes":
         return Bytes()
@@ -102,11 +100,3 @@ def _stored_tokenizer(folder: Path) -> Tokenizer:
     if stored.kind == "huggingface":
         return HuggingFace(HuggingFaceTokenizer(kind="huggingface", path=path, end_of_document=None))
     return SentencePiece(SentencePieceTokenizer(kind="sentencepiece", path=path, end_of_document=None))
-
-
-def _check_vocabulary(plan: Plan[RunSpec], tokenizer: Tokenizer) -> None:
-    """Raises ConfigError where the tokenizer has tokens that the model does not know."""
-    known, there = plan.spec.model.vocab_size, tokenizer.identity.vocab_size
-    if there > known:
-        what = f"it has {there:,} tokens, and the model has {known:,}"
-        raise ConfigError([Problem("data.tokenizer", what, "name the tokenizer that the model was trained with")])

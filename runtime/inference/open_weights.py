@@ -22,7 +22,7 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.places import is_published
 from meshloom.compiler.core.visible import write_error
-from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.declare.run_spec import CheckpointSpec, RunSpec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.xla.programs import Programs
@@ -77,7 +77,7 @@ def start_session(spec: RunSpec, warn: Callable[[str], None] = write_error) -> S
         raise
     check_same_declaration(spec, processes)
     said = start_devices(spec.target, processes, warn)
-    place_of_weights(spec)
+    place_of_weights(spec.checkpoint)
     plan = plan_run(spec)
     if spec.on_out_of_memory == "refuse":
         needed = plan.memory.parameters + plan.memory.batch
@@ -85,45 +85,41 @@ def start_session(spec: RunSpec, warn: Callable[[str], None] = write_error) -> S
     return Session(plan, mesh_of(plan), processes, said)
 
 
-def abstract_parameters(plan: Plan[RunSpec], mesh: Mesh) -> Any:
-    """Returns the parameters of a plan as sharded ShapeDtypeStructs."""
-    return jax.tree.map(
-        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
-        plan.abstract["params"],
-        plan.specs["params"],
-    )
-
-
 def open_weights(session: Session, console: Console) -> OpenedWeights:
     """Returns the weights that the declaration names, laid out as planned; says where they come from.
 
     Raises ConfigError in all processes for weights of another model, and RunFailed if every checkpoint is damaged.
     """
-    place = place_of_weights(session.plan.spec)
+    plan, mesh = session.plan, session.mesh
+    place = place_of_weights(plan.spec.checkpoint)
     if is_published(place):
-        published = together("published weights", lambda: find_weights(session.plan), processes=session.processes)
+        published = together("published weights", lambda: find_weights(plan), processes=session.processes)
         assert published is not None
         for line in describe_weights(published):
             announce(console, line)
-        return OpenedWeights(load_params(session.plan, session.mesh, published, console), place, None)
+        return OpenedWeights(load_params(plan, mesh, published, console), place, None)
     start = checkpoint_of_first(lambda: find_saved(place, WEIGHTS_FROM), session.processes)
     assert start is not None
     if start.damaged:
         announce(console, f"warning: damaged, so an older one is used: {describe_damage(start.damaged)}")
     announce(console, f"weights: step {start.step} of {place}")
-    if session.plan.model.adapters:
-        params = load_adapted(session.plan, session.mesh, start, console)
+    if plan.model.adapters:
+        params = load_adapted(plan, mesh, start, console)
         return OpenedWeights(params, place, start.step, read_base(start)["place"])
-    params = load_parameters(start, abstract_parameters(session.plan, session.mesh))
-    return OpenedWeights(params, place, start.step)
+    abstract = jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
+        plan.abstract["params"],
+        plan.specs["params"],
+    )
+    return OpenedWeights(load_parameters(start, abstract), place, start.step)
 
 
-def place_of_weights(spec: RunSpec) -> str:
+def place_of_weights(checkpoint: CheckpointSpec) -> str:
     """Returns the place of the declared weights. Raises ConfigError if there is none."""
-    if spec.checkpoint.weights_from is None:
+    if checkpoint.weights_from is None:
         fix = "set it to RUN, RUN/checkpoints/STEP or hf:DIR"
         raise ConfigError([Problem(WEIGHTS_FROM, "names no weights to open", fix)])
-    return spec.checkpoint.weights_from
+    return checkpoint.weights_from
 
 
 def compile_programs(session: Session, lower: Callable[[], Programs], doing: str, console: Console) -> Programs:

@@ -1,7 +1,7 @@
 """Reads prompts and chats, and turns them into the tokens that a model continues."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
 from meshloom.compiler.core.places import is_published
 from meshloom.compiler.declare.data_spec import ChatsSource
 from meshloom.compiler.declare.run_spec import RunSpec
-from meshloom.compiler.declare.sections import GENERATE
+from meshloom.compiler.declare.sections import GENERATE, GenerateSpec
 
 from ..data.chat_template import ChatError, ChatTemplate, Messages
 from ..data.chat_tokens import chat_tokens
@@ -30,15 +30,13 @@ class DeclaredPrompt:
     content: str | Messages
 
 
-def declared_prompts(spec: RunSpec) -> list[DeclaredPrompt]:
+def declared_prompts(settings: GenerateSpec) -> list[Given]:
     """Returns the prompts that the declaration names. Raises ConfigError where there is none, or for a file that cannot
     be read."""
-    settings = spec.generate
     given = [key for key in ("prompt", "chat", "prompts") if getattr(settings, key) is not None]
     if len(given) > 1:
-        raise ConfigError(
-            [Problem(f"{GENERATE}.{given[1]}", f"there is a {GENERATE}.{given[0]}, too", "give one of them")]
-        )
+        what = f"there is a {GENERATE}.{given[0]}, too"
+        raise ConfigError([Problem(f"{GENERATE}.{given[1]}", what, "give one of them")])
     if settings.prompt is not None:
         return [DeclaredPrompt(f"{GENERATE}.prompt", settings.prompt)]
     if settings.chat is not None:
@@ -133,10 +131,7 @@ class PromptMaker:
 
     def _ends_of_answers(self) -> set[int]:
         assert isinstance(self.tokenizer, HuggingFace)
-        messages: Sequence[Mapping[str, Any]] = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "b"},
-        ]
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
             ((tokens, trained),) = chat_tokens(self.tokenizer).encode([self.template.chat(messages, {})])
         except ChatError:  # a template that refuses such a chat

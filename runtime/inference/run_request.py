@@ -77,7 +77,12 @@ def _recorded(place: str) -> tuple[Sequence[str], Sequence[str], str, str | None
         what = "records no overrides: it was declared by a value in Python, or an older version of Meshloom trained it"
         raise ConfigError([Problem(str(run_dir / RECORD_FILE), what, "train from overrides, with this version")])
     kept = [text for text in record.request.overrides if _is_of_weights(text)]
-    raise_if_any(_sends_value(run_dir, text) for text in kept if is_url_with_value(text))
+    what, fix = "records a URL with a value in it, which would be sent there: ", "yourself, or train without the value"
+    raise_if_any(
+        Problem(str(run_dir / RECORD_FILE), f"{what}{text}", f"name {overridden_key(text)} {fix}")
+        for text in kept
+        if is_url_with_value(text)
+    )
     weights = override(WEIGHTS_FROM, run.checkpoints + (f"/{step}" if step else ""))
     return kept, [weights], record.request.config_name, record.request.config_path
 
@@ -85,13 +90,6 @@ def _recorded(place: str) -> tuple[Sequence[str], Sequence[str], str, str | None
 def is_url_with_value(text: str) -> bool:
     """Returns True for an override by which a value of this machine could become part of a URL."""
     return "://" in text and "${" in text
-
-
-def _sends_value(run_dir: Path, text: str) -> Problem:
-    what = f"records a URL with a value in it, which would be sent there: {text}"
-    return Problem(
-        str(run_dir / RECORD_FILE), what, f"name {overridden_key(text)} yourself, or train without the value"
-    )
 
 
 def _run_of(folder: Path) -> tuple[Path, str | None]:

@@ -48,12 +48,12 @@ def test_a_published_model_reads_the_tokens_that_its_tokenizer_puts_before_a_tex
 def test_a_file_of_prompts_and_chats(tmp_path):
     file = tmp_path / "some.jsonl"
     file.write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps({"messages": CHAT}) + "\n")
-    found = declared_prompts(spec_of(f"generate.prompts={file}"))
-    assert found == [DeclaredPrompt(f"{file}:1", "a"), DeclaredPrompt(f"{file}:2", CHAT)]
+    found = declared_prompts(spec_of(f"generate.prompts={file}").generate)
+    assert found == [Given(f"{file}:1", "a"), Given(f"{file}:2", CHAT)]
 
 
 def test_a_chat_without_a_template_is_an_error():
     spec = spec_of("generate.chat=Hi")
     maker = PromptMaker.of(spec, Bytes())
     with pytest.raises(ConfigError, match="chats need the tokenizer of a published model, with a chat template"):
-        maker.make(*declared_prompts(spec))
+        maker.make(*declared_prompts(spec.generate))
