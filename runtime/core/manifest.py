@@ -67,32 +67,21 @@ def damage_in(
         return f"its {FILE} is damaged"
     if manifest.step != step:
         return f"it was saved as step {manifest.step}"
-    return _difference(folder, manifest.files, expected) or (
-        _changed(Path(folder), manifest.files) if compare == "content" and not is_remote(folder) else None
-    )
-
-
-def _difference(folder: Folder, files: dict[str, FileEntry], expected: Collection[str]) -> str | None:
-    there = _sizes(folder)
+    files, there = manifest.files, _sizes(folder)
     if missing := sorted(files.keys() - there.keys()):
         return f"{missing[0]} is missing"
     # Operating systems leave hidden files. A file that is not hidden was saved, and has lost its entry.
-    unlisted = {name for name in there.keys() - files.keys() if not _is_hidden(name)}
+    is_hidden = {name: any(part.startswith(".") for part in PurePosixPath(name).parts) for name in there}
+    unlisted = {name for name in there.keys() - files.keys() if not is_hidden[name]}
     if unlisted := sorted(unlisted | (set(expected) - files.keys())):
         return f"its {FILE} does not list {unlisted[0]}"
     for name, entry in files.items():
         if (num_bytes := there[name]) != entry.bytes:
             return f"{name} has {num_bytes:,} bytes, {entry.bytes:,} were saved"
-    return None
-
-
-def _is_hidden(name: str) -> bool:
-    return any(part.startswith(".") for part in PurePosixPath(name).parts)
-
-
-def _changed(folder: Path, files: dict[str, FileEntry]) -> str | None:
+    if compare == "sizes" or is_remote(folder):
+        return None
     saved = {name: entry.sha256 for name, entry in files.items() if entry.sha256 is not None}
-    now = _hashes(folder, saved)
+    now = _hashes(Path(folder), saved)
     first = next((name for name in saved if now[name] != saved[name]), None)
     return f"the content of {first} has changed" if first else None
 

@@ -97,13 +97,10 @@ def _state(
         return record.state, record.why
     if record is None and is_done:  # by a version that recorded no end
         return "done", None
-    return "killed", _fatal_error(directory / FIRST_LOG) or _no_end(record)
-
-
-def _no_end(record: RunRecord | None) -> str:
-    if record is None or record.host == socket.gethostname():
-        return "it recorded no end: its process was killed, or the machine went down"
-    return f"it recorded no end, on {record.host}: killed, or its lock is not seen from here"
+    no_end = "it recorded no end: its process was killed, or the machine went down"
+    if record is not None and record.host != socket.gethostname():
+        no_end = f"it recorded no end, on {record.host}: killed, or its lock is not seen from here"
+    return "killed", _fatal_error(directory / FIRST_LOG) or no_end
 
 
 def _fatal_error(log: Path) -> str | None:

@@ -57,7 +57,13 @@ def in_shared_run_dir(request: Request, processes: Processes) -> Request:
 def _made_by_first(request: Request, processes: Processes) -> Path:
     if not processes.is_first:
         told = processes.from_first("run_dir")
-        return _seen(Path(told), processes) if told else Path()
+        run_dir, deadline = Path(told or "."), time.monotonic() + SECONDS_UNTIL_SEEN
+        while not run_dir.is_dir():
+            if time.monotonic() > deadline:
+                what = f"process {processes.index} does not see {run_dir}, which process 0 made"
+                raise ConfigError([Problem("hydra.run.dir", what, "name a directory that all hosts share")])
+            time.sleep(0.1)
+        return run_dir
     made = ""  # sent in any case: the others wait for it
     try:
         run_dir = hydra_run_dir(request)
@@ -66,16 +72,6 @@ def _made_by_first(request: Request, processes: Processes) -> Path:
         return run_dir
     finally:
         processes.from_first("run_dir", made)
-
-
-def _seen(run_dir: Path, processes: Processes) -> Path:
-    deadline = time.monotonic() + SECONDS_UNTIL_SEEN
-    while not run_dir.is_dir():
-        if time.monotonic() > deadline:
-            what = f"process {processes.index} does not see {run_dir}, which process 0 made"
-            raise ConfigError([Problem("hydra.run.dir", what, "name a directory that all hosts share")])
-        time.sleep(0.1)
-    return run_dir
 
 
 def write_declaration(plan: Plan, run_dir: Path) -> None:

@@ -416,17 +416,6 @@ def test_a_wrong_line_is_named(folders, tmp_path, name):
     assert what in problem.what
 
 
-def test_the_fix_of_a_role_names_the_nearest(folders, tmp_path):
-    path = write_lines(tmp_path / "x.jsonl", {"messages": [{"role": "asistant", "content": "b"}]})
-    assert _problem(folders["chatml"], path).fix.startswith("did you mean 'assistant'?")
-
-
-def test_a_line_that_is_not_json_is_named(folders, tmp_path):
-    (tmp_path / "x.jsonl").write_text('{"messages": [\n')
-    problem = _problem(folders["chatml"], tmp_path / "x.jsonl")
-    assert (problem.where, problem.what.split(":")[0]) == (f"{tmp_path}/x.jsonl:1", "is not JSON")
-
-
 def test_a_chat_without_a_template_is_one_error_and_prompts_need_none(tmp_path):
     folder = write_folder(tmp_path / "f", "chatml", None)
     path = write_lines(tmp_path / "x.jsonl", *[{"messages": turns("a", "b")}] * 9)

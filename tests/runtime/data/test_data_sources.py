@@ -217,14 +217,6 @@ def test_a_file_that_cannot_be_read_is_an_error():
     assert (problem.where, problem.what) == ("/proc/self/mem", "Input/output error")
 
 
-def test_a_wrong_parquet_column_is_an_error(corpus):  # noqa: ARG001
-    problem = _problem("data=parquet", "data.source.paths=[a.parquet]", "data.source.text_column=bdy")
-    assert problem.what == "has no column 'bdy'"
-    assert "did you mean 'body'?" in problem.fix
-    problem = _problem("data=parquet", "data.source.paths=[a.parquet]", "data.source.text_column=id")
-    assert problem.what == "its column 'id' is int64, not text"
-
-
 def test_damaged_files_are_errors(wrong, corpus):
     for name in ("a.jsonl.gz", "a.array_record", "a.parquet"):
         data = bytearray((corpus / name).read_bytes())
