@@ -57,7 +57,7 @@ def prepare_generation(
         lambda: (
             declared_prompts(spec.generate)
             if texts is None
-            else [Given(f"prompt {n}", t) for n, t in enumerate(texts, 1)]
+            else [DeclaredPrompt(f"prompt {n}", t) for n, t in enumerate(texts, 1)]
         ),
         lambda: place_of_weights(spec.checkpoint),
     )

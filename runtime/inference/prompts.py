@@ -30,7 +30,7 @@ class DeclaredPrompt:
     content: str | Messages
 
 
-def declared_prompts(settings: GenerateSpec) -> list[Given]:
+def declared_prompts(settings: GenerateSpec) -> list[DeclaredPrompt]:
     """Returns the prompts that the declaration names. Raises ConfigError where there is none, or for a file that cannot
     be read."""
     given = [key for key in ("prompt", "chat", "prompts") if getattr(settings, key) is not None]

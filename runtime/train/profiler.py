@@ -66,7 +66,7 @@ class Profiler(Observer):
         """Returns the profiler of this process."""
         files, pause = partial(predicted_files, run.plan, run.programs, run.model), run.observers.pause
         steps = run.spec.profile.steps
-        return cls(steps, run.processes, run.run_dir, pause=pause, files=files, say=run.say, warn=run.warn)
+        return cls(steps, run.processes, run.run_dir, pause=pause, files=files, say=run.announce, warn=run.warn)
 
     def left(self, error: BaseException | None) -> None:  # noqa: ARG002
         self.stop()

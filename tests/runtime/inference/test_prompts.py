@@ -49,7 +49,7 @@ def test_a_file_of_prompts_and_chats(tmp_path):
     file = tmp_path / "some.jsonl"
     file.write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps({"messages": CHAT}) + "\n")
     found = declared_prompts(spec_of(f"generate.prompts={file}").generate)
-    assert found == [Given(f"{file}:1", "a"), Given(f"{file}:2", CHAT)]
+    assert found == [DeclaredPrompt(f"{file}:1", "a"), DeclaredPrompt(f"{file}:2", CHAT)]
 
 
 def test_a_chat_without_a_template_is_an_error():
