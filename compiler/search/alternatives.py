@@ -91,23 +91,16 @@ def suggest_changes(plan: Plan, needed_bytes: int, limit_bytes: int, replan: Rep
         return made if saved > 0 else None
 
     singles: list[MemoryChange] = []
-    for kind in (_costing_time, _costing_precision, _costing_tokens):
-        for alike in kind(plan):
-            singles += _until_one_fits(map(change, alike))
+    for kind in _memory_changes(plan):
+        for of_one_key in kind:
+            for made in filter(None, map(change, of_one_key)):
+                singles.append(made)
+                if made.fits:
+                    break  # later ones cost more
         if any(each.fits for each in singles):
             return tuple(sorted(singles, key=lambda each: (not each.fits, each.slower_fraction or 0.0)))
     together = _together(singles, change)
     return (together, *singles) if together else tuple(singles)
-
-
-def _until_one_fits(changes: Iterable[MemoryChange | None]) -> Iterator[MemoryChange]:
-    """Yields the changes of one key that are allowed and save memory, up to the first that fits; later ones cost
-    more."""
-    for change in changes:
-        if change:
-            yield change
-            if change.fits:
-                return
 
 
 def _together(
@@ -127,33 +120,31 @@ def _together(
     return None
 
 
-def _costing_time(plan: Plan) -> Iterator[Sequence[Candidate]]:
-    """Yields candidates that cost time, those of one key together, the cheapest first."""
+def _memory_changes(plan: Plan) -> Iterator[list[Sequence[Candidate]]]:
+    """Yields candidates that cost time, then those that change the result of training, then those that change the
+    number of tokens in a step. Those of one key are together, the cheapest first."""
     spec, num_shards = plan.spec, plan.mesh.num_shards(plan.roles.tokens)
-    split = {axis for array in plan.sharding.parameters for dimension in array.dimensions for axis in dimension.axes}
-    if spec.remat.policy != "full":
-        yield [Candidate(("remat=full",), cost="the forward pass is computed twice")]
+
+    def only(is_possible: bool, override: str, cost: str) -> list[Sequence[Candidate]]:
+        return [[Candidate((override,), cost=cost)]] if is_possible else []
+
     most = spec.global_batch_size // num_shards
     counts = [n for n in range(spec.num_microbatches + 1, most + 1) if most % n == 0]
     cost = "smaller matmuls, and weights are gathered for each microbatch"
-    yield [Candidate((f"num_microbatches={count}",), cost=cost) for count in counts]
-    if not split and plan.mesh.num_devices > 1:
-        yield [Candidate(("sharding=fsdp",), cost="weights are gathered for each layer")]
-
-
-def _costing_precision(plan: Plan) -> Iterator[Sequence[Candidate]]:
-    """Yields candidates that change the result of training."""
-    spec = plan.spec
-    if getattr(spec.optimizer, "moment_dtype", None) == "float32":
-        yield [Candidate(("optimizer.moment_dtype=bfloat16",), cost="optimizer moments have 8 bits of precision")]
-    if spec.precision.parameters == "float32" and spec.precision.compute == "bfloat16":
-        yield [Candidate(("precision=bfloat16_pure",), cost="weights have 8 bits of precision")]
-    if spec.optimizer.name != "adafactor":
-        yield [Candidate(("optimizer=adafactor",), cost="another optimizer, which has to be tuned again")]
-
-
-def _costing_tokens(plan: Plan) -> Iterator[Sequence[Candidate]]:
-    """Yields candidates that change the number of tokens in a step."""
-    spec, num_shards = plan.spec, plan.mesh.num_shards(plan.roles.tokens)
-    if spec.global_batch_size % (2 * num_shards * spec.num_microbatches) == 0:
-        yield [Candidate((f"global_batch_size={spec.global_batch_size // 2}",), cost="half as many tokens per step")]
+    dimensions = (dimension for array in plan.sharding.parameters for dimension in array.dimensions)
+    is_whole = plan.mesh.num_devices > 1 and not any(dimension.axes for dimension in dimensions)
+    yield [
+        *only(spec.remat.policy != "full", "remat=full", "the forward pass is computed twice"),
+        [Candidate((f"num_microbatches={count}",), cost=cost) for count in counts],
+        *only(is_whole, "sharding=fsdp", "weights are gathered for each layer"),
+    ]
+    has_moments = getattr(spec.optimizer, "moment_dtype", None) == "float32"
+    is_mixed = spec.precision.parameters == "float32" and spec.precision.compute == "bfloat16"
+    other = "another optimizer, which has to be tuned again"
+    yield [
+        *only(has_moments, "optimizer.moment_dtype=bfloat16", "optimizer moments have 8 bits of precision"),
+        *only(is_mixed, "precision=bfloat16_pure", "weights have 8 bits of precision"),
+        *only(spec.optimizer.name != "adafactor", "optimizer=adafactor", other),
+    ]
+    can_halve = spec.global_batch_size % (2 * num_shards * spec.num_microbatches) == 0
+    yield only(can_halve, f"global_batch_size={spec.global_batch_size // 2}", "half as many tokens per step")

@@ -23,6 +23,7 @@ from ..spec.flag_presets import FlagPreset
 from ..spec.overlap_spec import LayerLoop, OverlapConfig, StrategyChoice
 from ..spec.plan_spec import AnyPlanSpec, PlanSpec
 from ..target.compiler_options import aborts_unrolled, hidden_kinds, presets_for
+from ..target.target import TargetPlan
 from .evaluation import Candidate
 
 FLAT = LayerLoop(
@@ -91,9 +92,10 @@ def overlap_candidates(plan: Plan, estimate: StepEstimate) -> tuple[OverlapCandi
     each_op = ([(op.kind, choice) for choice in op.candidates(plan.operations_of(op.kind))] for op in plan.ops)
     choices: list[dict[str, StrategyChoice]] = [dict(chosen) for chosen in product(*filter(None, each_op))]
     declared = OverlapConfig(layers=overlap.layers, parallel=choices[0], flag_presets=overlap.flag_presets)
+    presets_to_try = list(_flag_presets(plan.target, has_partitioner=bool(plan.roles.partitioner)))
     ways = (
         OverlapConfig(layers=loop, parallel=strategies, flag_presets=sets)
-        for loop, strategies, sets in product(_loops(plan), choices, _flag_presets(plan))
+        for loop, strategies, sets in product(_loops(plan), choices, presets_to_try)
     )
 
     def candidate(way: OverlapConfig) -> OverlapCandidate:
@@ -248,12 +250,12 @@ def _can_reduce_early(plan: Plan, loop: LayerLoop) -> bool:
     return any(layout.is_reduced_once for layout in jax.tree.leaves(plan.weights))
 
 
-def _flag_presets(plan: Plan) -> Iterator[tuple[str, ...]]:
+def _flag_presets(target: TargetPlan, *, has_partitioner: bool) -> Iterator[tuple[str, ...]]:
     """Yields combinations of at most one preset for weights and one for the activations of tensor parallelism. Of
     presets that the model rates equal, the compiler's own choice, which splits matmuls, comes last
     (docs/tensor_parallelism.md)."""
-    sets = presets_for(plan.target)
+    sets = presets_for(target)
     weights = [(), *((name,) for name, one in sets.items() if "weights" in one.tried_for)]
-    others = [(name,) for name, one in sets.items() if "activations" in one.tried_for] if plan.roles.partitioner else []
+    others = [(name,) for name, one in sets.items() if "activations" in one.tried_for] if has_partitioner else []
     for weight, activation in product(weights, [*others, ()]):
         yield weight + activation

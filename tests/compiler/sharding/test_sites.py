@@ -28,6 +28,14 @@ TWO_WIDTHS = ("model=tiny_moe", *DENSE, "target=v5p-16", "sharding=fsdp_tensor",
 SPLIT = "collective_matmul"
 
 
+def test_a_model_is_built_and_traced_once_for_all_plans_of_its_size():
+    one, other, longer = (plan_run(spec_of("model=tiny", key)) for key in ("seed=0", "seed=1", "sequence_length=64"))
+    assert one is not other
+    assert one.model is other.model is longer.model
+    assert one.arrays.activations is other.arrays.activations
+    assert {x.shape[1] for x in longer.arrays.activations if x.path == "residual"} == {64}
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
