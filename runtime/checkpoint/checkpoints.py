@@ -86,7 +86,8 @@ class Checkpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # After a crash the others may never reach its barriers.
-        is_waited_for = error is None or not (jax.process_count() > 1 and _is_crash(error))
+        is_crash = error is not None and (is_of_one_process(error) or not isinstance(error, ConfigError))
+        is_waited_for = not (jax.process_count() > 1 and is_crash)
         try:
             if self._orbax and is_waited_for:
                 with self._told(), closing(self._orbax):
@@ -163,23 +164,21 @@ class Checkpoints:
         place = self.directory / str(self._last_saved)
         return [place] if place.is_dir() and not (place / COMMITTED).exists() else []
 
-    def _reason(self, error: Exception) -> str | None:
-        reason = storage_reason(error)
-        return what_store_said(error) if reason is None and is_remote(self.directory) else reason
-
     @contextmanager
     def _told(self) -> Iterator[None]:
         """Turns a failed save within the `with` into RunFailed, and removes the part that was written."""
         try:
             yield
         except Exception as error:
-            reason = self._reason(error)
+            reason = storage_reason(error) or (what_store_said(error) if is_remote(self.directory) else None)
             if reason is None:
                 raise
             remove_for_good(self._unfinished)
             what = f"the checkpoint of step {self._last_saved} could not be saved: {reason}"
             good = "none was saved before" if self.latest_step is None else f"the last good one is {self.latest_step}"
-            fix = "free disk space, and start the same command again" if self.latest_step else "free disk space, or write elsewhere"  # fmt: skip  # noqa: E501
+            fix = "free disk space, " + (
+                "and start the same command again" if self.latest_step else "or write elsewhere"
+            )
             raise RunFailed(Problem(str(self.directory), f"{what}; {good}", fix), STORAGE) from error
 
 
@@ -205,10 +204,6 @@ def set_aside(damaged: dict[Folder, str]) -> None:
     """Renames damaged checkpoints to `STEP.damaged`, so that their steps can be saved again and nothing is lost."""
     for path in damaged:
         path.rename(free_name(path))
-
-
-def _is_crash(error: BaseException) -> bool:
-    return is_of_one_process(error) or not isinstance(error, ConfigError)
 
 
 def _preservation_policy(spec: CheckpointSpec) -> Any:

@@ -23,7 +23,7 @@ from ..data.tokenizers import Tokenizer
 from ..processes.agreement import check_same_data
 from ..train.feed import in_token_order, local_rows, sequences_of, to_devices
 from .generation_job import tokenizer_of
-from .harness import TaskResults, check_harness, run_tasks, without_packing
+from .harness import TaskResults, find_tasks, run_tasks
 from .open_weights import Session, compile_programs, open_weights, place_of_weights, start_session
 
 EVALUATE = "evaluate"
@@ -120,11 +120,13 @@ class EvaluationJob:
 def prepare_evaluation(spec: RunSpec, warn: Callable[[str], None] = write_error) -> EvaluationJob:
     """Checks everything that can fail because of the declaration. Raises ConfigError with all problems."""
     has_tasks = bool(spec.evaluation.tasks)
-    spec = without_packing(spec) if has_tasks else spec
+    if has_tasks:  # each row holds one text, from its first token on
+        unpacked = spec.data.model_copy(update={"packing": "concatenate", "isolate_documents": False})
+        spec = spec.model_copy(update={"data": unpacked})
     data, tokenizer, *_ = all_of(
         lambda: None if has_tasks else open_evaluated(spec),
         lambda: tokenizer_of(spec.data) if has_tasks else None,
-        lambda: check_harness(spec) if has_tasks else None,
+        lambda: find_tasks(spec.evaluation) if has_tasks else None,
         lambda: plan_run(spec),
         lambda: place_of_weights(spec.checkpoint),
     )

@@ -19,8 +19,7 @@ import numpy as np
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from meshloom.compiler.core.format import counted
-from meshloom.compiler.declare.run_spec import RunSpec
-from meshloom.compiler.declare.sections import EVALUATION
+from meshloom.compiler.declare.sections import EVALUATION, EvaluationSpec
 from meshloom.compiler.xla.programs import Programs, lower
 from meshloom.models import IGNORED_TARGET
 
@@ -88,12 +87,6 @@ class Scorer:
         return np.asarray(jax.device_get(self.programs[SCORES](self.weights.params, placed)))
 
 
-def without_packing(spec: RunSpec) -> RunSpec:
-    """Returns the declaration for rows that each hold one text, from their first token on."""
-    data = spec.data.model_copy(update={"packing": "concatenate", "isolate_documents": False})
-    return spec.model_copy(update={"data": data})
-
-
 @dataclass(frozen=True)
 class TaskResults:
     """Results of tasks. metrics: by task and metric. num_cut: requests whose context was cut. more: for the record."""
@@ -125,14 +118,9 @@ class TaskResults:
             yield f"{task}: {', '.join(shown)}"
 
 
-def check_harness(spec: RunSpec) -> None:
-    """Raises ConfigError if the harness is not installed, or a task does not exist."""
-    _tasks(spec)
-
-
-def _tasks(spec: RunSpec) -> Any:
-    """Returns the harness's manager of the tasks that the declaration names."""
-    settings = spec.evaluation
+def find_tasks(settings: EvaluationSpec) -> Any:
+    """Returns the harness's manager of the tasks that the declaration names. Raises ConfigError if the harness is not
+    installed, or a task does not exist."""
     if settings.tasks_path is not None and not Path(settings.tasks_path).is_dir():
         what = f"there is no directory {settings.tasks_path}"
         raise ConfigError([Problem(f"{EVALUATION}.tasks_path", what, "name a folder of task files in YAML")])
@@ -146,17 +134,14 @@ def _tasks(spec: RunSpec) -> Any:
         if not set(settings.tasks) <= set(manager.all_tasks):
             manager = of_tasks.TaskManager(include_path=settings.tasks_path)  # reads thousands of files
     known = manager.all_tasks
-    raise_if_any(
-        Problem(f"{EVALUATION}.tasks", f"there is no task '{task}'", _nearest(task, known))
-        for task in settings.tasks
-        if task not in known
-    )
+    problems = []
+    for task in settings.tasks:
+        if task not in known:
+            nearest = use_one_of(task, known).partition("use one of")[0]
+            fix = f"{nearest}`lm_eval ls tasks` lists all; {EVALUATION}.tasks_path=DIR adds your own"
+            problems.append(Problem(f"{EVALUATION}.tasks", f"there is no task '{task}'", fix))
+    raise_if_any(problems)
     return manager
-
-
-def _nearest(task: str, known: Sequence[str]) -> str:
-    nearest = use_one_of(task, known).partition("use one of")[0]
-    return f"{nearest}`lm_eval ls tasks` lists all; {EVALUATION}.tasks_path=DIR adds your own"
 
 
 def run_tasks(session: Session, tokenizer: Tokenizer, console: Console) -> TaskResults:
@@ -164,7 +149,7 @@ def run_tasks(session: Session, tokenizer: Tokenizer, console: Console) -> TaskR
     lm_eval: Any = import_module("lm_eval")  # an extra
     harness_model = import_module(".harness_model", __package__)  # imports the extra
     plan, settings = session.plan, session.plan.spec.evaluation
-    manager = _tasks(plan.spec)
+    manager = find_tasks(settings)
     weights = open_weights(session, console)
     programs = compile_programs(
         session, lambda: lower(plan, session.mesh, (SCORES,)), "compiling the scoring of rows", console
