@@ -13,8 +13,7 @@ from meshloom.compiler.declare.overrides import override
 
 from ..core.files import replace_text
 from ..launch.plan import words_of_train
-from ..sweep.evaluate import evaluate_point
-from ..sweep.outcomes import outcome_of_run
+from ..sweep.outcomes import evaluate_point, outcome_of_run
 from ..sweep.pool import read_task
 from ..sweep.rows import INTERRUPTED, PRINTED, Outcome, Task
 from .main import main as run_command

@@ -33,8 +33,7 @@ from meshloom.compiler.core.errors import Problem, raise_if_any
 from meshloom.compiler.declare.compositions import keep_compositions
 
 from ..core.host_memory import available_bytes
-from .evaluate import evaluate_point
-from .outcomes import outcome_of_death, outcome_of_error, outcome_of_memory, outcome_of_timeout
+from .outcomes import evaluate_point, outcome_of_death, outcome_of_error, outcome_of_memory, outcome_of_timeout
 from .rows import PRINTED, Outcome, Point, SweepCommand, Task
 
 _POLL_SECONDS = 0.2

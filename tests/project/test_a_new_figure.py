@@ -18,7 +18,7 @@ from meshloom.compiler.report.views.summary import show_summary
 from meshloom.compiler.schema import Report
 from meshloom.compiler.work import StepWork
 from meshloom.runtime.rundir.find_runs import ROWS_FILE
-from meshloom.runtime.sweep.evaluate import outcome_of_plan
+from meshloom.runtime.sweep.outcomes import outcome_of_plan
 from meshloom.runtime.sweep.read import read_sweep
 from meshloom.runtime.sweep.rows import Point
 from meshloom.runtime.sweep.table import show_table

@@ -7,7 +7,7 @@ import pytest
 from conftest import plan_of
 from meshloom.compiler.estimate.estimate import estimate_declared, time_figures
 from meshloom.compiler.estimate.step_time import StepTime
-from meshloom.runtime.sweep.evaluate import outcome_of_plan
+from meshloom.runtime.sweep.outcomes import outcome_of_plan
 
 
 @pytest.mark.parametrize(("bubble", "seconds"), [(None, 2.5), (0.5, 3.0)])
