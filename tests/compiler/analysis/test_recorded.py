@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -175,7 +176,7 @@ def test_a_program_by_itself_takes_the_same_times(name):
     assert [replace(each, origin=TrafficSource(), line="") for each in alone.analysis.collectives] == [
         replace(each, origin=TrafficSource(), line="") for each in analysis.collectives
     ]
-    undeclared = dict.fromkeys(("mfu", "tokens_per_second_per_chip"), Unknown(NOT_DECLARED))
+    undeclared: dict[str, Any] = dict.fromkeys(("mfu", "tokens_per_second_per_chip"), Unknown(NOT_DECLARED))
     assert alone.analysis.step == analysis.step.model_copy(update=undeclared)
     unnamed = {"name": "", "arguments": {}}
     assert [each.model_copy(update=unnamed) for each in alone.analysis.events] == [

@@ -397,8 +397,8 @@ def test_a_search_compiles_judges_takes_the_best_and_is_not_done_twice(tmp_path)
     assert report.search is not None
     assert (report.search.cache, len(report.search.tried)) == ("miss", 3)
     assert report.search.num_untried > 0
-    seconds = [one.step_seconds for one in report.search.tried]
-    assert report.compiled.step_seconds == min(one for one in seconds if one is not None)
+    seconds = [one.figures.step_seconds for one in report.search.tried]
+    assert report.compiled.step_seconds == min(one for one in seconds if not isinstance(one, Unknown))
     assert seconds[report.search.chosen] == report.compiled.step_seconds
     assert report.search.tried[0].layers == FLAT
     assert "<h2>What overlap.search compiled</h2>" in (tmp_path / "first" / "report.html").read_text()
