@@ -70,6 +70,11 @@ class Reasoned(Record):
         return inner(self) | {"unknown": self.unknown}
 
     @classmethod
+    def as_read(cls, node: dict[str, Any]) -> dict[str, Any]:
+        """Returns the JSON of a file without keys that only repeat others."""
+        return node
+
+    @classmethod
     def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
         """Returns the record that a file holds, with its reasons in the place of nulls."""
         try:
@@ -77,6 +82,7 @@ class Reasoned(Record):
         except (ValueError, RecursionError):  # pydantic has the error
             return super().model_validate_json(json_data, **options)
         given = node.pop("unknown", {}) if isinstance(node, dict) else {}
+        node = cls.as_read(node) if isinstance(node, dict) else node
         pairs = given.items() if isinstance(given, dict) else ()
         reasons = {path: why for path, why in pairs if isinstance(why, str)}
         return super().model_validate_json(json.dumps(_with_unknowns(node, "", _finder(reasons))), **options)

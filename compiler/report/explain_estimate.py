@@ -7,7 +7,7 @@ from typing import Any
 
 from ..core.console import Column, Console, Line, Part, Table
 from ..core.format import human_bytes, human_count, human_range, human_seconds
-from ..core.known import Unknown, all_known, text_of
+from ..core.known import Unknown, all_known, each_known, text_of
 from ..core.traffic import Traffic
 from ..estimate.communication import PlannedCollective, sent_bytes
 from ..estimate.estimate import HOST_UNKNOWN, StepEstimate, estimate_step
@@ -81,25 +81,41 @@ def _time(step: StepFigures) -> str:
 
 def estimate_as_json(plan: Plan, estimate: StepEstimate) -> dict[str, Any]:
     """Returns the estimate for `plan.json`. assumed_overlap: overrides, if the overlap is left to a search."""
-    usual = plan_usual_imbalance(plan)
-    room = (
-        {
+    usual, figures, per_chip = plan_usual_imbalance(plan), estimate.figures, plan.target.used_devices_per_chip
+    limits: dict[str, Any] = {
+        name: each_known(getattr(figures, name), lambda of_chip: of_chip // per_chip)
+        for name in ("limit_bytes", "host_limit_bytes")
+    }
+    memory = asdict(estimate.memory) | {"peak_bytes": estimate.memory.peak_bytes}
+    room = {}
+    if usual:
+        found = estimate_step(usual)
+        room = {
             "overrides": list(overrides_of_imbalance(usual.spec.moe.max_imbalance)),
-            "figures": estimate_step(usual).figures,
+            "figures": found.figures,
+            "peak_bytes_per_device": found.memory.peak_bytes,
+            "time": _time_as_json(found.figures),
         }
-        if usual
-        else None
-    )
     return {
         "assumed_overlap": overrides_of(estimate.overlap, plan.spec.overlap),
-        "peak_memory_bytes_per_device": asdict(estimate.memory) | {"peak_bytes": estimate.memory.peak_bytes},
+        "peak_memory_bytes_per_device": memory | limits | {"fits": figures.fits, "host_fits": figures.host_fits},
         "communication": [_collective_as_json(one) for one in estimate.communication],
         "roofline": estimate.roofline,
         "roofline_seconds": roofline_seconds(estimate.roofline),
         "bound_seconds": least_step_seconds(plan),
+        "time": _time_as_json(figures),
         **({"usual_imbalance": room} if room else {}),
         "unknown_primitives": [asdict(one) for one in estimate.unknown],
     }
+
+
+def _time_as_json(figures: StepFigures) -> dict[str, Any] | Unknown:
+    """Returns the seconds of a step under the keys that plan.json has had for them (steady_keys.py)."""
+    if isinstance(figures.step_seconds, Unknown):
+        return figures.step_seconds
+    return {"seconds": figures.step_seconds, "range_seconds": figures.range_of(figures.step_seconds),
+            "compute_seconds": figures.compute_seconds, "exposed_seconds": figures.exposed_by_axes,
+            "bubble_seconds": figures.bubble_seconds}  # fmt: skip
 
 
 def unknown_primitives(plan: Plan, estimate: StepEstimate) -> tuple[UnknownPrimitive, ...]:
