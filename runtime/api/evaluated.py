@@ -7,13 +7,13 @@ from meshloom.compiler.declare.compose import read_spec
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.declare.sections import EVALUATION, in_section
 
-from ..inference.evaluate import EvaluationJob, EvaluationResult, evaluate_weights, prepare_evaluation
+from ..inference.evaluate import Evaluation, EvaluationJob, evaluate_weights, prepare_evaluation
 from ..inference.harness import TaskResults
 from ..inference.run_request import request_of_run
 from .library_call import library_call, settings_put_back, warn
 
 
-def evaluate(place: str | PathLike[str], *overrides: str) -> EvaluationResult | TaskResults:
+def evaluate(place: str | PathLike[str], *overrides: str) -> Evaluation | TaskResults:
     """Returns the loss of weights: of a run directory, RUN/checkpoints/STEP, or a folder of published weights; with
     `tasks`, the results of lm-evaluation-harness.
 

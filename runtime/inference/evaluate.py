@@ -62,7 +62,7 @@ class PartLoss:
 
 
 @dataclass(frozen=True)
-class EvaluationResult:
+class Evaluation:
     """An evaluation of weights. place, step: where they came from. losses: of the whole, then of each source of a
     mixture."""
 
@@ -101,7 +101,7 @@ class EvaluationResult:
         return tuple(f"{self.split if each.name == 'data' else each.name}: {each}" for each in self.losses)
 
     def __repr__(self) -> str:
-        return f"<EvaluationResult: {self.lines[0]}>"
+        return f"<Evaluation: {self.lines[0]}>"
 
 
 def _finite(value: float | None) -> float | None:
@@ -141,7 +141,7 @@ def prepare_evaluation(spec: RunSpec, warn: Callable[[str], None] = write_error)
     return EvaluationJob(session, data, tokenizer)
 
 
-def evaluate_weights(job: EvaluationJob, console: Console) -> EvaluationResult | TaskResults:
+def evaluate_weights(job: EvaluationJob, console: Console) -> Evaluation | TaskResults:
     """Opens the weights, compiles one program, and returns the losses, the same in all processes, or the results of
     tasks. Raises RunFailed if a loss is not finite."""
     if job.data is None:
@@ -154,7 +154,7 @@ def evaluate_weights(job: EvaluationJob, console: Console) -> EvaluationResult |
     )
     losses = tuple(_loss(part, weights.params, job, unit, programs, console) for part in job.data.parts)
     seconds = time.perf_counter() - began
-    found = EvaluationResult(weights.place, weights.step, plan.spec.evaluation.split, losses, seconds)
+    found = Evaluation(weights.place, weights.step, plan.spec.evaluation.split, losses, seconds)
     for each in losses:
         if each.loss is not None and not math.isfinite(each.loss):
             what = f"the loss of {each.name} is {each.loss}"

@@ -10,7 +10,7 @@ import pytest
 import meshloom
 from conftest import SMALL
 from meshloom.runtime.inference import evaluate as module
-from meshloom.runtime.inference.evaluate import EvaluationResult
+from meshloom.runtime.inference.evaluate import Evaluation
 from meshloom.runtime.inference.open_weights import OpenedWeights
 from support.commands import run_in_process
 
@@ -83,10 +83,10 @@ def test_weights_of_another_model_are_listed_before_anything_is_compiled(run_dir
 @pytest.mark.ci
 def test_from_python_it_is_the_same(run_dir):
     found = meshloom.evaluate(run_dir, "evaluation.num_batches=2")
-    assert isinstance(found, EvaluationResult)
+    assert isinstance(found, Evaluation)
     assert found.loss == _eval_losses(run_dir)[4]
     assert (found.step, found.split) == (4, "held_out")
-    assert repr(found).startswith("<EvaluationResult: held_out: loss ")
+    assert repr(found).startswith("<Evaluation: held_out: loss ")
 
 
 @pytest.mark.ci
