@@ -157,7 +157,7 @@ class DecoderConfig(DecoderBase):
     def build(self) -> "Model":
         from .decoder import build_decoder
 
-        return build_decoder(self)
+        return build_decoder(self)  # pyright: ignore[reportArgumentType] (frozen, so pydantic gives it a hash)
 
 
 class LatentAttentionConfig(Config):
@@ -192,7 +192,7 @@ class MoeConfig(DecoderBase):
     def build(self) -> "Model":
         from .moe import build_moe
 
-        return build_moe(self)
+        return build_moe(self)  # pyright: ignore[reportArgumentType] (frozen)
 
     @model_validator(mode="after")
     def _check_experts(self) -> Self:
@@ -250,7 +250,7 @@ class LinearStackConfig(ModelConfig):
     def build(self) -> "Model":
         from .linear_stack import build_linear_stack
 
-        return build_linear_stack(self)
+        return build_linear_stack(self)  # pyright: ignore[reportArgumentType] (frozen)
 
 
 MODELS: tuple[type[ModelConfig], ...] = (DecoderConfig, LinearStackConfig, MoeConfig)

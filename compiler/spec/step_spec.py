@@ -120,10 +120,10 @@ class BatchSpec(ProgramKeys):
     isolate_documents: bool
 
     @classmethod
-    def of(cls, wider: Any) -> Self:
+    def of(cls, whole: Any) -> Self:
         """Returns how sequences are made, without where their documents come from."""
-        packing = "given" if wider.gives_sequences else wider.packing
-        return cls.model_construct(packing=packing, isolate_documents=wider.isolate_documents)
+        packing = "given" if whole.gives_sequences else whole.packing
+        return cls.model_construct(packing=packing, isolate_documents=whole.isolate_documents)
 
     @property
     def gives_sequences(self) -> bool:
@@ -193,9 +193,9 @@ class StepSpec(ProgramKeys):
     _sources: Sources = PrivateAttr(default_factory=dict)  # of values that came from the environment
 
     @classmethod
-    def of(cls, wider: Any) -> Self:
+    def of(cls, whole: Any) -> Self:
         """Returns this class's part of a declaration, with the sources of its values."""
-        return super().of(wider).with_sources(wider._sources)
+        return super().of(whole).with_sources(whole._sources)
 
     def with_sources(self, sources: Sources) -> Self:
         """Returns the declaration with the sources of its values, so that values from the environment are not

@@ -69,8 +69,8 @@ def test_slots_in_loops_of_one_trip_are_estimated_as_conditionals(layers, monkey
     def estimated(*, by_loops):
         monkeypatch.setattr(train_step, "choose_schedule", partial(schedule_of, pipeline.table, by_loops=by_loops))
         found = estimate_step(plan)
-        assert found.time is not None
-        return found.memory.peak_bytes, found.time.seconds, found.time.bubble_seconds, found.communication
+        assert found.figures.step_seconds
+        return found.memory.peak_bytes, found.figures.step_seconds, found.figures.bubble_seconds, found.communication
 
     memory, seconds, bubble, communication = estimated(by_loops=True)
     expected = estimated(by_loops=False)

@@ -43,10 +43,10 @@ def assert_priced_as_estimated(space, places, *, peak: float | None = 0.08, seco
     """Asserts that candidates' prices are their estimates, to within these shares. peak: None if it may be any."""
     prices = space.price()
     for place in places:
-        exact = estimate_spec(space.candidates[place].spec()).evaluation
+        exact = estimate_spec(space.candidates[place].spec()).figures
         if peak is not None:
             assert prices.peak_bytes[place] == pytest.approx(exact.peak_bytes, rel=peak)
-        estimated = exact.seconds
+        estimated = exact.step_seconds
         assert prices.time.seconds[place] == pytest.approx(estimated, rel=seconds)
 
 
@@ -158,7 +158,7 @@ def test_prices_of_pipelines_are_the_estimates_of_each_candidate(schedule, head,
     assert_priced_as_estimated(space, places, peak=0.01, seconds=seconds)
     bubbles = space.price().time.bubble_seconds
     for place in places:
-        expected = estimate_spec(space.candidates[place].spec()).evaluation.bubble_seconds
+        expected = estimate_spec(space.candidates[place].spec()).figures.bubble_seconds
         assert bubbles[place] == pytest.approx(expected, rel=bubble)
     assert np.unique(bubbles.round(6)).size > 3
 
@@ -171,7 +171,10 @@ def test_prices_know_which_batches_cannot_be_split():
     prices = space.price()
     assert {one.sequences_of_device % 2 for one in space.candidates} == {0, 1}
     for place, one in enumerate(space.candidates):
-        exposed, price = estimate_spec(one.spec()).evaluation.exposed["tensor",], prices.time.exposed["tensor",][place]
+        exposed, price = (
+            estimate_spec(one.spec()).figures.exposed_by_axes["tensor"],
+            prices.time.exposed["tensor",][place],
+        )
         # The price of a loss that is not cut has the hops of a chunk more: on this small model, up to a fifth.
         if one.sequences_of_device % 2 == 0:
             assert price == pytest.approx(exposed, rel=0.25)
@@ -187,7 +190,7 @@ def test_prices_of_a_split_batch_are_its_own():
     prices = space.price()
     for place, one in enumerate(space.candidates):
         if one.sequences_of_device % 2 == 0:
-            assert prices.peak_bytes[place] == pytest.approx(estimate_spec(one.spec()).evaluation.peak_bytes, rel=0.08)
+            assert prices.peak_bytes[place] == pytest.approx(estimate_spec(one.spec()).figures.peak_bytes, rel=0.08)
 
 
 @pytest.mark.ci
@@ -234,7 +237,7 @@ def test_more_chips_at_a_fixed_batch_of_each_never_need_more_memory_of_each():
     for chips in (4, 8, 16, 32):
         stack = tuple(text for text in STACK if not text.startswith("target="))
         spec = spec_of(*stack, f"target=v5p-{2 * chips}", "sharding=fsdp", f"global_batch_size={2 * chips}")
-        needed.append(estimate_spec(spec).evaluation.peak_bytes)
+        needed.append(estimate_spec(spec).figures.peak_bytes)
     assert needed == sorted(needed, reverse=True)
 
 
