@@ -172,12 +172,13 @@ class FileValue:
     def carries(self) -> bool:
         """Returns True if a text with interpolations is a URL, or becomes one when they are resolved: its pieces may
         lie in several keys. A place that one key or variable names, or a path below it, receives no other value."""
-        found = self.value if isinstance(self.value, list) else [self.value]
-        texts = [text for text in found if isinstance(text, str) and "${" in text]
+        texts = [text for _, text in _leaves(self.value, "") if "${" in text]
         if any("://" in text for text in texts):
             return True
         if all(self._is_below_one(text) for text in texts):
             return False
+        if value_at(self.values, self.key) is None:  # a name with a dot, which cannot be resolved by itself
+            return True
         check_references(self.values)
         try:
             value = OmegaConf.select(self.composed, self.key)
@@ -202,7 +203,7 @@ TYPED_ONLY: tuple[tuple[str, str, Callable[[FileValue], bool], str], ...] = (
     ("compilation_cache", "the programs in it are loaded, which runs code", lambda each: each.is_set, TRUSTED),
     ("distributed.coordinator_address", "every process connects to it", lambda each: each.is_set, TRUSTED),
     ("compiler_options", "XLA may write to the place that it names, or run files there",
-     lambda each: each.names_a_place, WANTED),
+     lambda each: each.names_a_place or (each.key == "compiler_options" and isinstance(each.value, str)), WANTED),
     ("data", CARRIED, lambda each: each.carries, TRUSTED),
     ("checkpoint.restore_from", CARRIED, lambda each: each.carries, TRUSTED),
     ("checkpoint.weights_from", CARRIED, lambda each: each.carries, TRUSTED),
@@ -231,7 +232,7 @@ def problems_of_files(composed: DictConfig, typed: Sequence[Override]) -> list[P
         problem
         for key, value in theirs
         if (problem := _problem_of_value(FileValue(composed, values, key, value)))
-        and not any(_sets(one, key) for one in typed)
+        and not any(_sets(one, key) for one in typed if one not in of_hydra)  # which `own` has
     ]
 
 
@@ -253,9 +254,10 @@ def _plain(node: DictConfig) -> dict[str, Any]:
 
 
 def _sets(override: Override, key: str) -> bool:
-    """Returns True for a value of the key, or of a key above it. `data=theirs` chooses a file, which sets the keys."""
+    """Returns True for a value of the key, or of a key above it that has this one. `data=theirs` chooses a file, which
+    sets the keys, and a typed mapping is merged with those of files."""
     typed = override.key_or_group
-    is_value = typed == key or isinstance(override.value(), dict)
+    is_value = typed == key or value_at(override.value(), key.removeprefix(typed).lstrip(".")) is not None
     return is_value and is_within(key, typed) and not override.is_delete()
 
 

