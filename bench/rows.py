@@ -104,7 +104,9 @@ def compiled(report: Facts) -> Facts:
 def _tried(numbered: tuple[int, Facts], unknown: Facts) -> Facts:
     place, one = numbered
     way = OverlapConfig.model_validate_json(json.dumps({key: one[key] for key in OverlapConfig.model_fields}))
-    why = unknown.get(f"search.tried[{place}].figures.step_seconds")
+    why = next(
+        (unknown[key] for at in (place, "*") if (key := f"search.tried[{at}].figures.step_seconds") in unknown), None
+    )
     kept = {key: one["figures"][name] for key, name in OF_STEP.items()}
     return {"name": way.name, "compile_seconds": one["compile_seconds"], "why_not": why} | kept
 

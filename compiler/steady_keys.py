@@ -4,7 +4,8 @@ A figure is in `compiled` or `estimated` (figures.py). These keys repeat some fi
 that they had. They are written, and never read back.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 STEP = {
@@ -22,7 +23,8 @@ MEMORY = {
     "host_fits": ("compiled", "host_fits"), "host_estimate_bytes_per_chip": ("estimated", "host_bytes"),
 }  # fmt: skip
 TRIED = {"predicted_seconds": "step_seconds", "exposed_fraction": "exposed_fraction",
-         "peak_bytes_per_chip": "peak_bytes", "host_bytes_per_chip": "host_bytes", "fits": "fits"}  # fmt: skip
+         "peak_bytes_per_chip": "peak_bytes", "host_bytes_per_chip": "host_bytes"}  # fmt: skip
+OF_TRIED = {*TRIED, "fits", "why_not"}
 ALTERNATIVE = {"seconds": "step_seconds", "exposed_seconds": "exposed_seconds", "peak_bytes_per_chip": "peak_bytes",
                "fits": "fits"}  # fmt: skip
 RANGE = "predicted_range_seconds"
@@ -47,16 +49,17 @@ def with_steady_keys(report: dict[str, Any]) -> dict[str, Any]:
     return report | {
         "step": step,
         "memory": memory | report["memory"],
-        "search": search and search | {"tried": [_repeated(one, TRIED) for one in search["tried"]]},
-        "alternatives": [_repeated(one, ALTERNATIVE) for one in report["alternatives"]],
+        "search": search and search | {"tried": [_tried(one, n, unknown) for n, one in enumerate(search["tried"])]},
+        "alternatives": [_repeated(one, ALTERNATIVE, f"alternatives[{n}]", unknown)
+                         for n, one in enumerate(report["alternatives"])],
         "unknown": unknown,
-    }
+    }  # fmt: skip
 
 
 def without_steady_keys(report: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the JSON of a report without these keys, as it is read."""
 
-    def without(node: Any, names: Mapping[str, Any]) -> Any:
+    def without(node: Any, names: Collection[str]) -> Any:
         return {key: value for key, value in node.items() if key not in names} if isinstance(node, dict) else node
 
     found = {key: value for key, value in report.items() if key != "step"}
@@ -65,7 +68,7 @@ def without_steady_keys(report: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(found.get("alternatives"), list):
         found["alternatives"] = [without(one, ALTERNATIVE) for one in found["alternatives"]]
     if isinstance(search := found.get("search"), dict) and isinstance(search.get("tried"), list):
-        found["search"] = search | {"tried": [without(one, TRIED) for one in search["tried"]]}
+        found["search"] = search | {"tried": [without(one, OF_TRIED) for one in search["tried"]]}
     return found
 
 
@@ -75,5 +78,21 @@ def range_seconds(figures: Mapping[str, Any]) -> list[float] | None:
     return None if seconds is None or factor is None else [seconds / factor, seconds * factor]
 
 
-def _repeated(one: dict[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+def _repeated(one: dict[str, Any], keys: Mapping[str, str], path: str, unknown: dict[str, str]) -> dict[str, Any]:
+    for key, name in keys.items():
+        if why := _reason(f"{path}.figures.{name}", unknown):
+            unknown[f"{path}.{key}"] = why
     return {key: one["figures"][name] for key, name in keys.items()} | one
+
+
+def _tried(one: dict[str, Any], place: int, unknown: dict[str, str]) -> dict[str, Any]:
+    """Returns a program that was tried: whether it fits in both memories, and why its step is not known."""
+    path, figures = f"search.tried[{place}]", one["figures"]
+    fits = False if figures["host_fits"] is False else figures["fits"]
+    why = _reason(f"{path}.figures.step_seconds", unknown)
+    return _repeated(one, TRIED, path, unknown) | {"fits": fits, "why_not": why}
+
+
+def _reason(path: str, unknown: Mapping[str, str]) -> str | None:
+    """Returns why a value in a list is not known; None if it is. All elements may share one reason."""
+    return unknown.get(path) or unknown.get(re.sub(r"\[\d+\]", "[*]", path))

@@ -117,12 +117,18 @@ def _sections(run: Run, told: Collection[str]) -> dict[str, Any]:
         found |= {
             "compute": step.pop("compute_seconds_by_kind"),
             "step": step,
-            "memory": report.memory.model_dump(mode="json", exclude={"changes"}),
+            "memory": report.memory.model_dump(mode="json", exclude={"changes"}) | _estimated(report),
             "collectives": _sums(report.collectives),
             "program": {name: getattr(report, name).model_dump(mode="json") for name in ("target", "program")},
             "build": build,
         }
     return found
+
+
+def _estimated(report: Report) -> dict[str, Any]:
+    """Returns the memory of a step by the estimate."""
+    names = {"estimate_bytes_per_chip": "peak_bytes", "host_estimate_bytes_per_chip": "host_bytes"}
+    return {key: known(getattr(report.estimated, name, None)) for key, name in names.items()}
 
 
 def _findings(a: Report, b: Report, paths: set[str]) -> tuple[Difference, ...]:
@@ -226,11 +232,15 @@ def is_same(a: Any, b: Any) -> bool:
 def _sums(collectives: Iterable[CollectiveReport]) -> dict[str, Leaf]:
     """Returns the sums of collectives of one kind over the same mesh axes for the same source. num_async: how many of
     `count` are asynchronous."""
-    groups: dict[str, list[CollectiveReport]] = {}
+    groups: dict[Any, list[CollectiveReport]] = {}
     for c in collectives:
         origin = replace(c.origin, activation=without_numbers(c.origin.activation))
-        groups.setdefault(f"{c.kind} over {'+'.join(sorted(c.mesh_axes))}, {origin}", []).append(c)
-    return {name: _sum(group) for name, group in groups.items()}
+        groups.setdefault((c.kind, tuple(sorted(c.mesh_axes)), origin), []).append(c)
+    named: dict[str, Leaf] = {}
+    for (kind, axes, origin), group in groups.items():
+        name = f"{kind} over {'+'.join(axes)}, {origin}"
+        named[name if name not in named else f"{name} (of an activation)"] = _sum(group)
+    return named
 
 
 def _sum(group: Sequence[CollectiveReport]) -> Leaf:

@@ -88,7 +88,7 @@ def compose(
 def plan(*declared: str | RunSpec) -> Plan:
     """Plans a declaration, or the one that overrides compose, without a device. Raises ConfigError with all
     problems."""
-    return with_spec(declared, _plan_as_guest)
+    return with_spec(declared, _plan_from_library)
 
 
 def explain(*declared: str | RunSpec | Plan) -> Explanation:
@@ -96,10 +96,10 @@ def explain(*declared: str | RunSpec | Plan) -> Explanation:
     problems."""
     if len(declared) == 1 and isinstance(declared[0], Plan):
         return Explanation(declared[0])
-    return Explanation(with_spec(declared, _plan_as_guest))
+    return Explanation(with_spec(declared, _plan_from_library))
 
 
-def _plan_as_guest(spec: RunSpec) -> Plan:
+def _plan_from_library(spec: RunSpec) -> Plan:
     if isinstance(spec.target, LocalTarget):
         start_devices(spec.target, Processes(), warn)
     return shown_as(Plan, plan_run(spec))

@@ -49,14 +49,19 @@ def run_declared(command: Command, args: list[str]) -> int:
         allowed = parse_allowed(flags.allow_code_from, FLAG) + parse_allowed([os.environ.get(VARIABLE, "")], VARIABLE)
         with code_allowed_from(allowed):  # no config file can add a module
             if problems:  # those of the overrides, too
-                all_of(
-                    lambda: raise_if_any(problems), lambda: read_spec(request_of_flags(flags), then=lambda spec: spec)
-                )
+                all_of(lambda: raise_if_any(problems), lambda: _check_overrides(flags))
             return _run(command, flags)
     except BrokenPipeError:  # not a mistake: main.py ends the command
         raise
     except MISTAKES as error:
         return show_mistake(as_config_error(error))
+
+
+def _check_overrides(flags: argparse.Namespace) -> None:
+    try:
+        read_spec(request_of_flags(flags), then=lambda spec: spec)
+    except MISTAKES as error:  # not all are ConfigErrors, which alone are shown together
+        raise as_config_error(error) from error
 
 
 def _run(command: Command, flags: argparse.Namespace) -> int:

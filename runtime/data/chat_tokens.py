@@ -37,7 +37,7 @@ class ChatTokens:
         ends with the end of a document; a chat ends as its template does. Raises ChatError."""
         rendered = [chat.text for chat in chats if chat.masked_by != "completion"]
         simple = [text for text in rendered if not self._hidden.is_hiding(text)]
-        encoded = iter(self._of_template.encode_batch(simple, add_special_tokens=False))
+        encoded = iter(self._of_template.encode_batch(simple, add_special_tokens=False) if simple else ())
         encodings = (self._apart(text) if self._hidden.is_hiding(text) else next(encoded) for text in rendered)
         plain = [chat.text for chat in chats if chat.masked_by == "completion"]
         texts = iter(self._of_text.encode_batch(plain, add_special_tokens=False) if plain else ())

@@ -117,8 +117,8 @@ class _Download:
 
     def _fetch_file(self, name: str, path: Path, size: int, add: Callable[[bytes], None]) -> None:
         num_bytes = 0
-        try:
-            with path.open("wb") as file:
+        with path.open("wb") as file:
+            try:
                 for block in blocks_of(self._url, name, self._where):
                     num_bytes += len(block)
                     if self.is_ended.is_set() or num_bytes > size:
@@ -127,10 +127,10 @@ class _Download:
                     add(block)
                     with self._one_at_a_time:
                         self._progress.advance(len(block))
-                file.flush()
-                os.fsync(file.fileno())
-        except FileNotFoundError as error:
-            raise ConfigError([Problem(self._where, f"{self._url}/{name} is missing", COPY_AGAIN)]) from error
+            except FileNotFoundError as error:
+                raise ConfigError([Problem(self._where, f"{self._url}/{name} is missing", COPY_AGAIN)]) from error
+            file.flush()
+            os.fsync(file.fileno())
         if num_bytes != size and not self.is_ended.is_set():
             there = f"more than {size:,}" if num_bytes > size else f"{num_bytes:,}"
             what = f"{self._url}/{name} has {there} bytes; {INDEX} says {size:,}"

@@ -133,8 +133,8 @@ def run_local(plan: LaunchPlan, launch: LocalLaunch, timeouts: DistributedSpec) 
         asked_to_stop.append(number)
         send(number)
 
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     (Path(plan.run_dir) / LOGS).mkdir(parents=True, exist_ok=True)
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     attempt = 0
     try:
         while True:

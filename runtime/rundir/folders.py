@@ -113,9 +113,9 @@ class RunFolder:
 
     @property
     def predicted_seconds(self) -> float | None:
-        """Returns the predicted seconds of a step in report.json; None if it does not say."""
+        """Returns the predicted seconds of a step in report.json, of any version; None if it does not say."""
         try:
-            seconds = parse_json((self.path / REPORT).read_bytes())["compiled"]["step_seconds"]
+            seconds = parse_json((self.path / REPORT).read_bytes())["step"]["predicted_seconds"]
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return seconds if isinstance(seconds, float) else None

@@ -104,12 +104,12 @@ class OwnProcess:
         printed = self.task.directory / PRINTED
         with tempfile.TemporaryDirectory(prefix="meshloom-point-") as folder, printed.open("ab") as log:
             start, answer = log.tell(), Path(folder) / "outcome.json"
+            message = pickle.dumps((self.task, answer))
             # -P: the working directory is not on the import path of this process, and must not be on the point's.
             command = [sys.executable, "-P", "-m", MODULE]
             self.process = process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
-            message = pickle.dumps((self.task, answer))
             try:
                 assert process.stdin is not None
                 with suppress(BrokenPipeError):  # it has died already; its exit code says how

@@ -59,8 +59,10 @@ class Figures(StepFigures):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_unknowns(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def _with_unknowns(cls, given: Any) -> Any:
         """Returns the values of a line, where a figure that is not known is null or left out."""
+        if not isinstance(given, dict):
+            return given
         return dict(no_figures(NO_REASON)) | {name: value for name, value in given.items() if value is not None}
 
 

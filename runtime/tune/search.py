@@ -182,8 +182,8 @@ def compare_targets(space: Space, request: Request, run_dir: Path, model: str, c
     objective = "training_cost" if tune.tokens and tune.objective == "cost" else objective
     write_table(space, [one.row for one in ones], run_dir, objective)
     sweep = read_sweep(run_dir)
-    tied = tied_with_best(sweep.rows, FIGURES[objective])
-    names = [one.name for one in ones if one.row in tied]
+    tied = {row.index for row in tied_with_best(sweep.rows, FIGURES[objective])}
+    names = [one.name for one in ones if one.row.index in tied]
     show_table(console, sweep.file, sweep.rows, directory=run_dir, is_tie=len(names) > 1)
     console.line()
     console.table(_ranges(ones))

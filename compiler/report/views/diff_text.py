@@ -143,7 +143,7 @@ def _unit(where: str, section: str) -> tuple[Callable[[Any], str], bool]:
     """Returns the format of a value, by its name, and whether it is a quantity whose change in percent is
     meaningful."""
     name = where.rpartition(".")[2]
-    if section == "compute" or name.endswith("_seconds"):
+    if section == "compute" or name.endswith("_seconds") or where.startswith("exposed_by_axes."):
         return _or_plain(human_seconds), True
     if where.startswith("breakdown.") or name.endswith(("bytes", "bytes_per_chip", "bytes_per_device")):
         return _or_plain(human_bytes), True

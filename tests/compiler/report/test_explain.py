@@ -21,7 +21,7 @@ from meshloom.compiler.estimate.estimate import estimate_declared, time_figures
 from meshloom.compiler.estimate.step_time import StepTime
 from meshloom.compiler.jaxpr.flops import matmul_flops
 from meshloom.compiler.report.explain import explain, plan_as_json
-from meshloom.compiler.report.explain_estimate import print_estimate
+from meshloom.compiler.report.explain_estimate import estimate_as_json, print_estimate
 from meshloom.models.family_configs import DecoderConfig
 from support.reference import reference_loss
 
@@ -53,7 +53,7 @@ def test_the_bubble_of_a_pipeline_is_named_beside_what_is_exposed():
         figures = estimate.figures.model_copy(update=time_figures(plan.target, time))
         file, found = io.StringIO(), replace(estimate, figures=figures)
         print_estimate(plan, found, Console(file))
-        return file.getvalue(), figures.bubble_seconds or 0.0
+        return file.getvalue(), estimate_as_json(plan, found)["time"]["bubble_seconds"]
 
     without, with_one = said(StepTime(2.0, {("stage",): 0.5})), said(StepTime(2.0, {("stage",): 0.5}, 0.25))
     assert "bubble" not in without[0]

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from conftest import LINEAR_STACK, plan_of
+from meshloom.compiler.core.known import Unknown
 from meshloom.compiler.report.explain import plan_as_json
 from meshloom.compiler.schema import Report
 from support import reports
@@ -49,3 +50,18 @@ def test_a_plan_has_them(target):
         assert time["seconds"] == pytest.approx(time["compute_seconds"] + waits)
         assert memory["fits"]
         assert memory["peak_bytes"] < memory["limit_bytes"]
+
+
+def test_programs_that_were_tried_say_whether_they_fit_in_both_memories_and_why_they_have_no_step():
+    search = reports.searched()
+    first, second, *others = search.tried
+    second = second.model_copy(update={"figures": second.figures.model_copy(update={"host_fits": False})})
+    report = reports.fits()[0].model_copy(
+        update={"search": search.model_copy(update={"tried": (first, second, *others)})}
+    )
+    text = report.model_dump_json()
+    tried = json.loads(text)["search"]["tried"]
+    assert [one["fits"] for one in tried[:2]] == [first.figures.fits, False]
+    whys = [one.figures.step_seconds for one in search.tried]
+    assert [one["why_not"] for one in tried] == [each.why if isinstance(each, Unknown) else None for each in whys]
+    assert Report.model_validate_json(text) == report

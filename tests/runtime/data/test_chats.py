@@ -416,6 +416,11 @@ def test_a_wrong_line_is_named(folders, tmp_path, name):
     assert what in problem.what
 
 
+def test_the_fix_of_a_role_names_the_nearest(folders, tmp_path):
+    path = write_lines(tmp_path / "x.jsonl", {"messages": [{"role": "asistant", "content": "b"}]})
+    assert _problem(folders["chatml"], path).fix.startswith("did you mean 'assistant'?")
+
+
 def test_a_chat_without_a_template_is_one_error_and_prompts_need_none(tmp_path):
     folder = write_folder(tmp_path / "f", "chatml", None)
     path = write_lines(tmp_path / "x.jsonl", *[{"messages": turns("a", "b")}] * 9)

@@ -51,6 +51,13 @@ def test_a_damaged_row_in_the_middle_is_named_by_its_line(tmp_path):
     assert _told(path.parent).startswith(f"error: {path}: is damaged: line 2: status: input should be 'done'")
 
 
+def test_figures_that_are_none_are_damage(tmp_path):
+    path = write_sweep(tmp_path / "sweep", ROWS) / "sweep.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line | {"figures": 5}) + "\n" for line in lines))
+    assert "is damaged: line 1" in _told(path.parent)
+
+
 def test_a_row_that_came_twice_is_shown_once_and_noted(tmp_path):
     sweep = read_sweep(write_sweep(tmp_path / "sweep", [*ROWS, ROWS[0]], sweep_file(ROWS)))
     assert list(sweep.rows) == ROWS

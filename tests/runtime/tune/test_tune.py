@@ -34,10 +34,10 @@ def test_a_search_leaves_a_table_an_answer_and_the_winners_file(tmp_path):
 
 def test_targets_are_compared_and_one_that_cannot_be_is_a_row(tmp_path):
     words = (
-        "tune.targets=[v5p-16,cpu-8]",
+        "tune.targets=[h100-16,cpu-8]",
         "tune.tokens=2B",
         "tune.pin.mesh.tensor=1",
-        "tune.price_per_chip_hour={v5p: 4}",
+        "tune.price_per_chip_hour={h100: 4}",
     )
     done = run_in_process(*TUNE, *words, f"hydra.run.dir={tmp_path}")
     assert done.returncode == 0, done.stderr
@@ -47,12 +47,13 @@ def test_targets_are_compared_and_one_that_cannot_be_is_a_row(tmp_path):
     assert figures.step_seconds
     seconds = 2e9 / figures.tokens_per_step * figures.step_seconds
     assert figures.training_seconds == pytest.approx(seconds)
-    assert figures.training_cost == pytest.approx(8 * 4 * seconds / 3600)
+    assert figures.training_cost == pytest.approx(16 * 4 * seconds / 3600)
     assert second.status == "refused"
     assert second.why is not None
     assert "nothing is known of the speed" in second.why
     told = json.loads((tmp_path / "tune.json").read_text())
     on_chips, on_cpu = told["targets"]
+    assert told["tied_with_best"] == ["h100-16"]  # whose memory of the host is not known
     low, high = on_chips["step_range_seconds"]
     assert low < figures.step_seconds < high
     assert high / figures.step_seconds == pytest.approx(on_chips["range_factor"])
@@ -61,7 +62,7 @@ def test_targets_are_compared_and_one_that_cannot_be_is_a_row(tmp_path):
     assert (on_cpu["target"], on_cpu["status"]) == ("cpu-8", "refused")
     assert on_chips["best"][0]["figures"]["step_seconds"] == figures.step_seconds
     assert on_chips["why"]
-    assert (tmp_path / "experiment" / "tiny_v5p-16.yaml").exists()
+    assert (tmp_path / "experiment" / "tiny_h100-16.yaml").exists()
 
 
 def test_a_target_of_unknown_speed_is_one_clear_error(tmp_path):
