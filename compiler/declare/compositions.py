@@ -10,6 +10,7 @@ runs, so their compositions are always kept. Users' files may: compositions with
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from hydra import compose
@@ -30,24 +31,22 @@ class _Kept:
 
 
 _own = _Kept()
-_kept: _Kept | None = None
+_kept: ContextVar[_Kept | None] = ContextVar("kept", default=None)  # threads read declarations at once
 
 
 @contextmanager
 def compositions_kept() -> Iterator[None]:
     """Keeps compositions of users' files, too, within the `with`."""
-    global _kept
-    before, _kept = _kept, _kept or _Kept()
+    before = _kept.set(_kept.get() or _Kept())
     try:
         yield
     finally:
-        _kept = before
+        _kept.reset(before)
 
 
 def keep_compositions() -> None:
     """Keeps compositions of users' files, too, from here on, in a process that does nothing else."""
-    global _kept
-    _kept = _kept or _Kept()
+    _kept.set(_kept.get() or _Kept())
 
 
 def forget_compositions() -> None:
@@ -95,7 +94,7 @@ def compose_kept(
 def _kept_for(config_path: str | None, overrides: Sequence[str]) -> _Kept | None:
     """Returns where compositions of these files are kept; None if they may have changed."""
     has_users_files = config_path is not None or any(SEARCH_PATH in text for text in overrides)
-    return _kept or (None if has_users_files else _own)
+    return _kept.get() or (None if has_users_files else _own)
 
 
 def _is_value(text: str, groups: ConfigGroups) -> bool:

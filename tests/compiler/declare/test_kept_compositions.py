@@ -1,5 +1,7 @@
 """A composition that is kept is the one that Hydra makes."""
 
+import threading
+
 import pytest
 
 from conftest import LINEAR_STACK, SMALL
@@ -64,3 +66,28 @@ def test_files_of_users_are_read_again_unless_they_are_kept(tmp_path):
     with compositions_kept():
         assert [seed(5), seed(6)] == [5, 5]
     assert seed(7) == 7
+
+
+def test_threads_that_read_at_once_leave_nothing_kept(tmp_path):
+    """One ends while the other still reads, so what it found at its start is not what there is at its end."""
+    (tmp_path / "experiment").mkdir()
+    file = tmp_path / "experiment" / "mine.yaml"
+    request = Request(("experiment=mine", f"hydra.searchpath=[meshloom://targets,'file://{tmp_path}']"))
+    is_first, is_over = threading.Event(), threading.Event()
+
+    def reads() -> None:
+        with compositions_kept():
+            is_first.set()
+            assert is_over.wait(60)
+
+    def seed(number: int) -> int:
+        file.write_text(f"# @package _global_\nseed: {number}\n")
+        return read_spec(request, lambda spec: spec).seed
+
+    other = threading.Thread(target=reads)
+    with compositions_kept():
+        other.start()
+        assert is_first.wait(60)
+    is_over.set()
+    other.join()
+    assert [seed(3), seed(4)] == [3, 4]
