@@ -85,7 +85,6 @@ def compiled(report: Facts) -> Facts:
     """Returns what is kept of report.json: figures of the step; of each kind of collective the number and the bytes of
     its full arrays; of_base: the bytes of sums of gradients that are not of adapters."""
     step, memory, search = report["compiled"], report["memory"], report["search"]
-    unknown = report["unknown"]
     kinds, exposed, of_base = dict[str, list[int]](), dict[str, float](), 0
     for one in report["collectives"]:
         total, axes = kinds.setdefault(one["kind"], [0, 0]), "+".join(one["mesh_axes"] or ["unknown"])
@@ -96,19 +95,15 @@ def compiled(report: Facts) -> Facts:
     return {key: step[name] for key, name in OF_STEP.items()} | {
         "breakdown": memory["breakdown"], "exposed_over": exposed, "kinds": kinds,
         "of_base": of_base, "link_seconds": sum(part["link_seconds"] or 0.0 for part in report["roofline"]),
-        "tried": [_tried(each, unknown) for each in enumerate(search["tried"])] if search else None,
+        "tried": [_tried(each) for each in search["tried"]] if search else None,
         "chosen": search["chosen"] if search else None, "versions": versions_of(report),
     }  # fmt: skip
 
 
-def _tried(numbered: tuple[int, Facts], unknown: Facts) -> Facts:
-    place, one = numbered
+def _tried(one: Facts) -> Facts:
     way = OverlapConfig.model_validate_json(json.dumps({key: one[key] for key in OverlapConfig.model_fields}))
-    why = next(
-        (unknown[key] for at in (place, "*") if (key := f"search.tried[{at}].figures.step_seconds") in unknown), None
-    )
     kept = {key: one["figures"][name] for key, name in OF_STEP.items()}
-    return {"name": way.name, "compile_seconds": one["compile_seconds"], "why_not": why} | kept
+    return {"name": way.name, "compile_seconds": one["compile_seconds"], "why_not": one["why_not"]} | kept
 
 
 # Cells.

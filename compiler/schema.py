@@ -8,11 +8,11 @@ the path of the value ("compiled.mfu"), or of that value in all elements ("colle
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_serializer
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from meshloom.models.record import Record
 
@@ -21,7 +21,7 @@ from .core.known import OrUnknown, Reasoned, Unknown, all_known, each_known
 from .core.traffic import TimedTraffic
 from .figures import StepFigures
 from .spec.overlap_spec import OverlapConfig
-from .steady_keys import with_steady_keys, without_steady_keys
+from .steady_keys import steady_keys, without_steady_keys
 from .work import StepWork
 
 SCHEMA_VERSION = 17  # of report.json and plan.json
@@ -242,9 +242,8 @@ class Report(Reasoned):
     build: OrUnknown[BuildReport]
     overrides: tuple[str, ...]  # as typed; empty: nothing was declared
 
-    @model_serializer(mode="wrap")
-    def _with_reasons(self, inner: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        return with_steady_keys(inner(self) | {"unknown": self.unknown})
+    def repeated(self) -> dict[str, Any]:
+        return steady_keys(self)
 
     @classmethod
     def as_read(cls, node: dict[str, Any]) -> dict[str, Any]:

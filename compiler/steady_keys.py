@@ -4,9 +4,14 @@ A figure is in `compiled` or `estimated` (figures.py). These keys repeat some fi
 that they had. They are written, and never read back.
 """
 
-import re
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from .core.known import Unknown
+from .figures import StepFigures
+
+if TYPE_CHECKING:
+    from .schema import Report
 
 STEP = {
     "compute_seconds": "compute_seconds", "compute_seconds_by_kind": "compute_seconds_by_kind",
@@ -27,33 +32,17 @@ TRIED = {"predicted_seconds": "step_seconds", "exposed_fraction": "exposed_fract
 OF_TRIED = {*TRIED, "fits", "why_not"}
 ALTERNATIVE = {"seconds": "step_seconds", "exposed_seconds": "exposed_seconds", "peak_bytes_per_chip": "peak_bytes",
                "fits": "fits"}  # fmt: skip
-RANGE = "predicted_range_seconds"
 
 
-def with_steady_keys(report: dict[str, Any]) -> dict[str, Any]:
-    """Returns the JSON of a report with these keys, and with the reasons of those that are unknown."""
-    unknown = dict(report["unknown"])
-
-    def value(part: str, name: str, steady: str) -> Any:
-        if why := unknown.get(f"{part}.{name}") or unknown.get(part):
-            unknown[steady] = why
-        return (report[part] or {}).get(name)
-
-    step = {key: value("compiled", name, f"step.{key}") for key, name in STEP.items()}
-    step[RANGE] = range_seconds(report["compiled"])
-    if step[RANGE] is None:
-        why = unknown.get("compiled.step_seconds") or unknown.get("compiled.range_factor") or unknown.get("compiled")
-        unknown |= {f"step.{RANGE}": why} if why else {}
-    memory = {key: value(part, name, f"memory.{key}") for key, (part, name) in MEMORY.items()}
-    search = report["search"]
-    return report | {
-        "step": step,
-        "memory": memory | report["memory"],
-        "search": search and search | {"tried": [_tried(one, n, unknown) for n, one in enumerate(search["tried"])]},
-        "alternatives": [_repeated(one, ALTERNATIVE, f"alternatives[{n}]", unknown)
-                         for n, one in enumerate(report["alternatives"])],
-        "unknown": unknown,
-    }  # fmt: skip
+def steady_keys(report: "Report") -> dict[str, Any]:
+    """Returns these keys of a report with their values."""
+    step = {key: getattr(report.compiled, name) for key, name in STEP.items()}
+    keys: dict[str, Any] = {
+        "step": step | {"predicted_range_seconds": report.compiled.range_of(report.compiled.step_seconds)},
+        "memory": {key: _value(getattr(report, part), name) for key, (part, name) in MEMORY.items()},
+        "alternatives": [_values(one.figures, ALTERNATIVE) for one in report.alternatives],
+    }
+    return keys | ({"search": {"tried": [_tried(one.figures) for one in report.search.tried]}} if report.search else {})
 
 
 def without_steady_keys(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,27 +61,16 @@ def without_steady_keys(report: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def range_seconds(figures: Mapping[str, Any]) -> list[float] | None:
-    """Returns the range of a step from the JSON of its figures; None if it is not known."""
-    seconds, factor = figures["step_seconds"], figures["range_factor"]
-    return None if seconds is None or factor is None else [seconds / factor, seconds * factor]
+def _tried(figures: StepFigures) -> dict[str, Any]:
+    """Returns the keys of a program that was tried: whether it fits in both memories, and why its step is not known."""
+    seconds = figures.step_seconds
+    why = seconds.why if isinstance(seconds, Unknown) else None
+    return _values(figures, TRIED) | {"fits": figures.runs, "why_not": why}
 
 
-def _repeated(one: dict[str, Any], keys: Mapping[str, str], path: str, unknown: dict[str, str]) -> dict[str, Any]:
-    for key, name in keys.items():
-        if why := _reason(f"{path}.figures.{name}", unknown):
-            unknown[f"{path}.{key}"] = why
-    return {key: one["figures"][name] for key, name in keys.items()} | one
+def _values(figures: StepFigures, keys: Mapping[str, str]) -> dict[str, Any]:
+    return {key: getattr(figures, name) for key, name in keys.items()}
 
 
-def _tried(one: dict[str, Any], place: int, unknown: dict[str, str]) -> dict[str, Any]:
-    """Returns a program that was tried: whether it fits in both memories, and why its step is not known."""
-    path, figures = f"search.tried[{place}]", one["figures"]
-    fits = False if figures["host_fits"] is False else figures["fits"]
-    why = _reason(f"{path}.figures.step_seconds", unknown)
-    return _repeated(one, TRIED, path, unknown) | {"fits": fits, "why_not": why}
-
-
-def _reason(path: str, unknown: Mapping[str, str]) -> str | None:
-    """Returns why a value in a list is not known; None if it is. All elements may share one reason."""
-    return unknown.get(path) or unknown.get(re.sub(r"\[\d+\]", "[*]", path))
+def _value(figures: StepFigures | Unknown, name: str) -> Any:
+    return figures if isinstance(figures, Unknown) else getattr(figures, name)

@@ -67,7 +67,13 @@ class Reasoned(Record):
 
     @model_serializer(mode="wrap")
     def _with_reasons(self, inner: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        return inner(self) | {"unknown": self.unknown}
+        repeated = as_json(self.repeated())
+        reasons = self.unknown | repeated.pop("unknown")
+        return _merged(inner(self), repeated) | {"unknown": reasons}
+
+    def repeated(self) -> Mapping[str, Any]:
+        """Returns values of the fields that the file has under other keys as well, with their reasons."""
+        return {}
 
     @classmethod
     def as_read(cls, node: dict[str, Any]) -> dict[str, Any]:
@@ -99,6 +105,15 @@ def as_json(tree: Mapping[str, Any]) -> dict[str, Any]:
         return [plain(value) for value in node] if isinstance(node, list | tuple) else known(node)
 
     return plain(tree) | {"unknown": dict(_reasons(tree))}
+
+
+def _merged(one: Any, other: Any) -> Any:
+    """Returns a tree with the keys of another one, which are not in it."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return {**one, **{key: _merged(one[key], value) if key in one else value for key, value in other.items()}}
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return [_merged(*pair) for pair in zip(one, other, strict=True)]
+    return one
 
 
 def known(value: T | Unknown) -> T | None:
