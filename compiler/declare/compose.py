@@ -34,7 +34,7 @@ from ..core.visible import visible_line
 from ..spec import target_names
 from ..spec.secrets import Sources
 from .compositions import compose_kept, compositions_kept, kept_groups
-from .config_files import TargetNames, plain_values, problems_of_files, register_sources
+from .config_files import TargetNames, plain_values, problems_of_files, register_sources, unresolved
 from .environment import IN_DEFAULTS, find_sources, register_resolver
 from .hydra_private import IConfigRepository, config_repository
 from .hydra_settings import (
@@ -257,8 +257,9 @@ def _validate(
             problems = problems_of_files(composed, overrides) + problems_of_settings(composed)
             with open_dict(composed):
                 del composed["hydra"]
-            values, not_plain = plain_values(composed)
-            sources = find_sources(composed)
+            texts = unresolved(composed)
+            values, not_plain = plain_values(composed, texts)
+            sources = find_sources(composed, texts)
     except ConfigError as error:
         return None, list(error.problems)
     problems += not_plain

@@ -7,7 +7,7 @@ runs, so their compositions are always kept. Users' files may: compositions with
 `compositions_kept` alone.
 """
 
-import copy
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,13 +21,13 @@ from .hydra_settings import SEARCH_PATH
 from .overrides import overridden_key, parsed_or_none
 from .problems import ConfigGroups
 
-MOST_KEPT = 256  # compositions; each takes about 100 kB
+MOST_KEPT = 256  # compositions; each takes about 40 kB
 
 
 @dataclass
 class _Kept:
     groups: dict[tuple[str | None, ...], ConfigGroups] = field(default_factory=dict)
-    composed: dict[tuple[str | None, ...], DictConfig] = field(default_factory=dict)
+    composed: dict[tuple[str | None, ...], bytes] = field(default_factory=dict)  # pickled: read by threads at once
 
 
 _own = _Kept()
@@ -81,11 +81,12 @@ def compose_kept(
     values = [text for text in overrides if _is_value(text, groups)]
     choices = [text for text in overrides if text not in values]
     key = (config_name, config_path, *choices)
-    if key not in kept.composed:
+    if (pickled := kept.composed.get(key)) is None:
         if len(kept.composed) >= MOST_KEPT:
             kept.composed.clear()
-        kept.composed[key] = compose(config_name, overrides=choices, return_hydra_config=True)
-    composed = copy.deepcopy(kept.composed[key])
+        pickled = pickle.dumps(compose(config_name, overrides=choices, return_hydra_config=True))
+        kept.composed[key] = pickled
+    composed: DictConfig = pickle.loads(pickled)  # a copy takes seven times as long
     parsed = [found for found in map(parsed_or_none, values) if found]
     apply_overrides(parsed, composed)
     return composed
@@ -94,7 +95,7 @@ def compose_kept(
 def _kept_for(config_path: str | None, overrides: Sequence[str]) -> _Kept | None:
     """Returns where compositions of these files are kept; None if they may have changed."""
     has_users_files = config_path is not None or any(SEARCH_PATH in text for text in overrides)
-    return _kept.get() or (None if has_users_files else _own)
+    return _kept.get() if has_users_files else _own
 
 
 def _is_value(text: str, groups: ConfigGroups) -> bool:

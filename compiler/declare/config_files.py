@@ -4,6 +4,7 @@ A config file here is one that is not Meshloom's own: from --config-dir, --confi
 run or load code, send values away, or use up the machine by expanding to a large declaration (docs/security.md).
 """
 
+import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,24 +57,51 @@ MOST_BITS = 1024  # of a whole number; every field accepts far fewer
 class CheckedPackages(hydra_private.ImportlibResourcesConfigSource):
     """Reads Hydra's `pkg://a.b`, after a check that a.b may be imported.
 
-    Meshloom's own files and Hydra's do not change while a process runs. To parse those of a composition takes a third
-    of its time (compositions.py), so each is parsed once.
+    Meshloom's own files and Hydra's do not change while a process runs. To list and parse those of a composition takes
+    half of its time (compositions.py), so each folder is listed once, and each file parsed once.
     """
 
     def __init__(self, provider: str, path: str) -> None:
         super().__init__(provider, path)
         check_importable(self.path, SEARCH_PATH)
+        self.is_own = (self.scheme(), self.path) in OWN_SOURCES
+
+    def available(self) -> bool:
+        return self.is_own or super().available()
+
+    def is_group(self, config_path: str) -> bool:
+        if not self.is_own:
+            return super().is_group(config_path)
+        return config_path.strip("/") in _own_names(self.path)[0]
+
+    def is_config(self, config_path: str) -> bool:
+        if not self.is_own:
+            return super().is_config(config_path)
+        return self._normalize_file_name(config_path) in _own_names(self.path)[1]
 
     def load_config(self, config_path: str) -> ConfigResult:
-        if (self.scheme(), self.path) not in OWN_SOURCES:
+        if not self.is_own:
             return super().load_config(config_path)
         header, values = _own_file(self.path, self._normalize_file_name(config_path))
-        return ConfigResult(self.provider, f"pkg://{self.path}", OmegaConf.create(values), dict(header))
+        return ConfigResult(self.provider, f"pkg://{self.path}", pickle.loads(values), dict(header))
 
 
 @cache
-def _own_file(package: str, name: str) -> tuple[dict[str, str | None], Any]:
-    return hydra_private.parse_config((files(package) / name).read_text(encoding="utf-8"))
+def _own_names(package: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Returns the folders of a package, and its files, as paths below it."""
+    top = Path(str(files(package)))
+    found = [path for path in top.rglob("*") if "__pycache__" not in path.parts]
+    folders, configs = (
+        frozenset(path.relative_to(top).as_posix() for path in found if path.is_dir() == is_dir)
+        for is_dir in (True, False)
+    )
+    return folders | {""}, configs
+
+
+@cache
+def _own_file(package: str, name: str) -> tuple[dict[str, str | None], bytes]:
+    header, values = hydra_private.parse_config((files(package) / name).read_text(encoding="utf-8"))
+    return header, pickle.dumps(OmegaConf.create(values))
 
 
 class StructuredConfigSource(hydra_private.StructuredConfigSource):
@@ -226,7 +254,7 @@ def problems_of_files(composed: DictConfig, typed: Sequence[Override]) -> list[P
     except HydraException:  # a choice of hydra/... that only a folder of configs has
         what, fix = "Hydra's own settings are chosen from a folder of configs, and may run code", "type them key by key"
         return [Problem("hydra", what, f"{fix}, such as hydra.job_logging.root.level=INFO")]
-    own_values, values = dict(leaves(_plain(own))), _plain(composed)
+    own_values, values = dict(leaves(unresolved(own))), unresolved(composed)
     theirs = [(key, value) for key, value in leaves(values) if key not in own_values or own_values[key] != value]
     return [
         problem
@@ -248,7 +276,8 @@ def _problem_of_value(each: FileValue) -> Problem | None:
     return None
 
 
-def _plain(node: DictConfig) -> dict[str, Any]:
+def unresolved(node: DictConfig) -> dict[str, Any]:
+    """Returns the values with their interpolations as text."""
     values: Any = OmegaConf.to_container(node, resolve=False)
     return values
 
@@ -365,13 +394,13 @@ def _referred(path: str, text: str) -> Iterator[str]:
         yield ".".join([*base, *re.split(r"[.\[\]]+", name.rstrip("]"))]).rstrip(".")
 
 
-def plain_values(composed: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
-    """Returns the values with interpolations resolved, and what is wrong with them.
+def plain_values(composed: DictConfig, texts: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Returns the values with interpolations resolved, and what is wrong with them. texts: with them unresolved.
 
     Keys that are still `???` are omitted, so that they count as missing. Raises ConfigError for interpolations that
     cannot be resolved in reasonable time.
     """
-    check_references(OmegaConf.to_container(composed, resolve=False))  # type: ignore[arg-type]
+    check_references(texts)
     problems: list[Problem] = []
 
     def plain(node: Any, key: str) -> Any:

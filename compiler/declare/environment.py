@@ -4,11 +4,11 @@ docs/security.md, "Secrets", says what is promised of them, and what is not cove
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
@@ -50,18 +50,18 @@ def masked() -> Iterator[None]:
         _is_masked = False
 
 
-def find_sources(composed: DictConfig) -> Sources:
+def find_sources(composed: DictConfig, texts: Mapping[str, Any]) -> Sources:
     """Returns the keys whose values come from the environment, directly or through other keys. Remembers the values.
 
+    texts: the same as plain values, with their interpolations unresolved.
     {token: "${oc.env:TOKEN}", names: ["${token}"]} -> {"token": "${oc.env:TOKEN}", "names[0]": "${token}"}
     """
-    return dict(_sources(composed, ""))
+    return dict(_sources(composed, texts, ""))
 
 
-def _sources(node: DictConfig | ListConfig, path: str) -> Iterator[tuple[str, str]]:
-    texts: Any = OmegaConf.to_container(node, resolve=False)
+def _sources(node: Any, texts: Any, path: str) -> Iterator[tuple[str, str]]:
     for key, text in enumerate(texts) if isinstance(texts, list) else texts.items():
-        if not isinstance(text, dict | list) and "${" not in str(text):
+        if "${" not in str(text):  # nor does any value in it
             continue
         where = joined(path, key)
         _reads.clear()
@@ -73,5 +73,6 @@ def _sources(node: DictConfig | ListConfig, path: str) -> Iterator[tuple[str, st
             for name in _reads:
                 hide(name, os.environ[name])
             yield where, text
-        elif isinstance(value, DictConfig | ListConfig):
-            yield from _sources(value, where)
+        elif OmegaConf.is_config(value):
+            inner = OmegaConf.to_container(value, resolve=False) if isinstance(text, str) else text
+            yield from _sources(value, inner, where)

@@ -37,6 +37,16 @@ def test_kept_compositions_are_those_of_hydra(monkeypatch):
         assert [(read_spec(Request(line), lambda spec: spec), model_of(Request(line))) for line in LINES] == fresh
 
 
+def test_hydra_composes_once_for_all_values_of_the_same_choices(monkeypatch):
+    composed = list[str]()
+    hydras = compositions.compose
+    monkeypatch.setattr(compositions, "compose", lambda *args, **kw: composed.append("") or hydras(*args, **kw))
+    forget_compositions()
+    for line in (("seed=3",), ("seed=4", "mesh.fsdp=2"), ("seed=3",), ("model=llama3_8b",)):
+        read_spec(Request(line), lambda spec: spec)
+    assert len(composed) == 2
+
+
 @pytest.mark.parametrize("line", [("seed=x",), ("model.num_layers.deep=1",), ("seed=${nobody}",), ("model=nobody",)])
 def test_mistakes_are_the_same(line):
     def said() -> str:
