@@ -22,10 +22,9 @@ from meshloom.compiler.xla.programs import build, lower
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.stop import StopRequest
-from meshloom.runtime.train.loop import TrainingLoop
+from meshloom.runtime.train.loop import TrainingLoop, add_observers
+from meshloom.runtime.train.metrics import Stopwatch
 from meshloom.runtime.train.observer import ObservedRun, Observers
-from meshloom.runtime.train.observers import add_observers
-from meshloom.runtime.train.time_spent import Stopwatch
 from meshloom.runtime.train.train import prepare
 
 NUM_STEPS = 200

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from meshloom.compiler.declare.run_spec import RunSpec
     from meshloom.runtime.api.compiled import CompiledStep, Report, compile, report
     from meshloom.runtime.api.declared import Explanation, Plan, compose, explain, plan
-    from meshloom.runtime.api.evaluated import evaluate
-    from meshloom.runtime.api.generated import generate
+    from meshloom.runtime.api.inference import evaluate, generate
     from meshloom.runtime.api.inspected import Inspection, inspect
     from meshloom.runtime.api.trained import TrainedRun, train
     from meshloom.runtime.core.failures import RunFailed
@@ -63,8 +62,7 @@ _PLACES = {  # of the names above; a module is imported when one of its names is
     "compiler.core.errors": ("ConfigError", "Problem"),
     "runtime.api.compiled": ("CompiledStep", "Report", "compile", "report"),
     "runtime.api.declared": ("Explanation", "Plan", "compose", "explain", "plan"),
-    "runtime.api.evaluated": ("evaluate",),
-    "runtime.api.generated": ("generate",),
+    "runtime.api.inference": ("evaluate", "generate"),
     "runtime.api.inspected": ("Inspection", "inspect"),
     "runtime.api.trained": ("TrainedRun", "train"),
     "runtime.core.failures": ("RunFailed",),

@@ -26,7 +26,7 @@ from ..compile.compile_command import Compiled, CompileJob, compile_job, find_jo
 from ..core.failures import RunFailed
 from ..processes.process_log import meshloom_log
 from ..rundir.folders import REPORT, RunFolder
-from ..rundir.run_lock import only_run_in
+from ..rundir.run_dir import only_run_in
 from .declared import Plan, request_of_origin, shown_as, with_spec
 from .library_call import library_call, settings_put_back, start_for_compile
 

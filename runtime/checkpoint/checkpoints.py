@@ -25,9 +25,9 @@ from ..core.files import Folder, free_name, is_remote, remove_for_good, what_sto
 from ..core.manifest import write_manifest
 from ..data.batches import converted_state
 from .adapters import Base
-from .differences import schedule_record
 from .find import COMMITTED, Checkpoint, checkpoint_folder, finished
 from .orbax_context import context_for
+from .restore_plan import schedule_record
 
 logging.getLogger("absl").setLevel(
     logging.CRITICAL
@@ -53,7 +53,7 @@ class Restored:
     state: the train state, laid out for this run. step: the steps done. other_data: the keys in which this run's data
     differ from the checkpoint's; if there are any, the data start at their beginning. batch_before: the size of a
     global batch in the checkpoint, if it differs. num_skipped: the sequences that are left out, up to a whole batch of
-    the new size. schedule: the record that differences.py compares with this run's. num_tokens: the tokens of all steps
+    the new size. schedule: the record that restore_plan.py compares with ours. num_tokens: the tokens of all steps
     so far; None if the checkpoint does not say. base: of the adapters, which are all that `state` has of the
     parameters; None for a whole model.
     """

@@ -67,7 +67,7 @@ _ALL = (
     Command(
         "evaluate",
         "show the loss of a run's weights, or of published ones, on any data",
-        "evaluate:evaluate_command",
+        "inference:evaluate_command",
         opens_weights=True,
         joins_processes=True,
         flags=(Flag("--json", "print the losses as one JSON object"),),
@@ -185,7 +185,7 @@ two levels below it, such as hydra.run.dir=my-run or runs/first.
     Command(
         "generate",
         "continue a prompt with the weights of a run or a published model",
-        "generate:generate_command",
+        "inference:generate_command",
         opens_weights=True,
         joins_processes=True,
         flags=(Flag("--json", "a JSON line for each prompt, when its text is complete"),),

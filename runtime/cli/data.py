@@ -29,15 +29,13 @@ from meshloom.compiler.declare.data_spec import (
 from meshloom.compiler.declare.overrides import override
 from meshloom.compiler.declare.run_spec import RunSpec
 
-from ..core.exclusive import LOCK, locked
-from ..core.files import replace_json
+from ..core.files import LOCK, locked, replace_json
 from ..data.chats import SIDES, chat_reader, how_masked
 from ..data.corpus import no_documents
 from ..data.documents import CorpusPart, corpus_parts, num_text_bytes
 from ..data.progress import TextProgress
-from ..data.shards import INDEX, PROGRESS, Index, StoredTokenizer, read_index
 from ..data.show import show_document
-from ..data.store import name_hash
+from ..data.store import INDEX, PROGRESS, Index, StoredTokenizer, name_hash, read_index
 from ..data.tokenize import encode_corpus
 from ..data.tokenizers import END_OF_DOCUMENT, Tokenizer, open_tokenizer, train_bpe
 from ..data.write import CorpusProgress, ShardWriter

@@ -15,7 +15,7 @@ from meshloom.models.contract import Params
 
 from ..inference.open_weights import open_weights, start_session
 from ..weights.export import prepare_export, run_export
-from ..weights.peft import check_peft, write_adapter
+from ..weights.write import check_peft, write_adapter
 
 
 def export_command(request: Request, flags: argparse.Namespace) -> int:  # noqa: ARG001 (as all commands)

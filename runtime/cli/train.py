@@ -30,7 +30,7 @@ from ..processes.devices import plan_without_devices
 from ..processes.process_log import process_log
 from ..rundir.run_dir import as_typed, check_run_dir, in_shared_run_dir
 from ..train.display import warnings_of_demo_data
-from ..train.time_spent import process_began
+from ..train.metrics import process_began
 from ..train.train import Job, prepare, run_training
 from .in_directory import run_together, show_once
 

@@ -3,7 +3,7 @@
     artifacts/DIGEST          artifacts by fingerprint (artifact.py), also of steps for devices that are not attached
     artifacts/DIGEST.aborted  why the compiler ended a process over this program
     artifacts/DIGEST.lock     held while a process compiles this program
-    decisions/DIGEST.json     outcomes of searches (overlap_search.py)
+    decisions/DIGEST.json     outcomes of searches (step_compiler.py)
     the rest                  JAX's persistent cache, for runs of one process
 
 JAX's cache cannot read back programs for absent devices, and serves process 0 of several alone; artifacts do both. JAX

@@ -34,13 +34,11 @@ from ..core.stderr_capture import captured_stderr
 from ..processes.devices import plan_without_devices, start_devices
 from ..processes.distributed import Processes
 from ..processes.process_log import announce, say_command, say_labels
-from ..rundir.run_dir import write_declaration, write_report
-from ..rundir.run_lock import only_run_in
+from ..rundir.run_dir import only_run_in, write_declaration, write_report
 from ..rundir.run_record import recorded_run
 from .artifact import FOLDER, TEXT, write_artifact
 from .compile_cache import cache_folder, cached_compilation
-from .overlap_search import search_overlap
-from .step_compiler import COMPILER_LOG, StepCompiler, StoredStep
+from .step_compiler import COMPILER_LOG, StepCompiler, StoredStep, search_overlap
 from .watched import Phases, compiler_errors_reported
 
 UNMET = (TOO_EXPOSED, TOO_MUCH_BUBBLE)  # findings that exit code 4 is for

@@ -1,4 +1,4 @@
-"""Reads and writes files and folders: whole small files, hashes, and folders behind gs:// and s3://.
+"""Reads, writes and locks files and folders: whole small files, hashes, and folders behind gs:// and s3://.
 
 Behind a URL a folder is a prefix of names. etils.epath gives it pathlib's methods; fsspec, below epath, does the rest.
 TensorStore writes there without fsspec, so fsspec must not cache its listings.
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import fsspec
 import fsspec.config
 from etils import epath
+from filelock import FileLock, Timeout
 
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.places import is_url
@@ -28,6 +29,9 @@ Folder = Path | epath.Path
 PACKAGES = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}  # extras of pyproject.toml, by scheme
 BLOCK_BYTES = 2**24  # that are read at once from a file
 _PROBE = ".meshloom-can-write"
+LOCK = ".lock"  # a file: network file systems cannot lock directories
+SECONDS_OF_A_LOOK = 0.2  # `is_held` takes the lock for an instant; a run must not be refused for that
+
 
 logging.getLogger("gcsfs").setLevel(logging.ERROR)  # it warns for each file if it may not read the bucket's kind
 for _scheme in ("s3", "gs", "gcs"):
@@ -193,3 +197,49 @@ def remove_for_good(directories: Callable[[], Iterable[Folder]]) -> None:
             last_seen = now
             remove_folder(directory)
         time.sleep(QUIET_SECONDS / 20)
+
+
+@contextmanager
+def locked(folder: Path, busy: Problem) -> Iterator[None]:
+    """Locks the folder within the `with`; the system releases it when this process dies. Raises ConfigError with `busy`
+    if another process holds it."""
+    lock = FileLock(folder / LOCK, timeout=SECONDS_OF_A_LOOK)
+    try:
+        lock.acquire(poll_interval=SECONDS_OF_A_LOOK / 10)
+    except Timeout:
+        raise ConfigError([busy]) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def in_turn(folder: Path, say_waits: Callable[[], None]) -> Iterator[None]:
+    """Locks the folder within the `with`, after waiting for other processes. Calls `say_waits` once if it waits."""
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=SECONDS_OF_A_LOOK, poll_interval=SECONDS_OF_A_LOOK / 10)
+    except Timeout:
+        say_waits()
+        lock.acquire(poll_interval=SECONDS_OF_A_LOOK)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def is_held(folder: Path) -> bool:
+    """Returns True while a process holds the folder. Creates nothing and does not wait."""
+    path = folder / LOCK
+    if not path.exists():
+        return False
+    lock = FileLock(path, blocking=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        return True
+    except OSError:  # a read-only folder: no process of this account works in it
+        return False
+    lock.release()
+    return False

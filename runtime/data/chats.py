@@ -12,8 +12,7 @@ from meshloom.compiler.core.errors import ConfigError, Problem, use_one_of
 from meshloom.compiler.declare.data_spec import ChatsSource
 
 from .chat_template import Chat, ChatError, ChatTemplate, Messages, check_unicode, plain_chat
-from .files import SourceFile, open_text
-from .formats import object_of_line
+from .files import SourceFile, object_of_line, open_text
 from .tokenizers import HuggingFace, Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")

@@ -25,10 +25,9 @@ from meshloom.compiler.declare.data_spec import (
     TextFilesSource,
 )
 
-from . import formats
 from .chat_template import Chat
 from .chats import ChatReader, chat_reader
-from .files import SourceFile, UnreadableError, find_files, local_file
+from .files import SourceFile, UnreadableError, array_record, find_files, jsonl, local_file, parquet, text_file
 from .tokenizers import Tokenizer
 from .user_code import load_documents
 
@@ -114,12 +113,12 @@ def _read_file(
 
 def _contents(source: OneSource, where: str, file: SourceFile, first: int) -> Iterator[bytes | Problem]:
     if isinstance(source, TextFilesSource):
-        return formats.text_file(file, first)
+        return text_file(file, first)
     if isinstance(source, JsonlSource):
-        return formats.jsonl(file, source.text_key, f"{where}.text_key", first)
+        return jsonl(file, source.text_key, f"{where}.text_key", first)
     if isinstance(source, ParquetSource):
-        return formats.parquet(file, source.text_column, f"{where}.text_column", first)
-    return formats.array_record(file, where, first)
+        return parquet(file, source.text_column, f"{where}.text_column", first)
+    return array_record(file, where, first)
 
 
 def without_mark(text: bytes) -> bytes:

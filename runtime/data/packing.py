@@ -1,22 +1,36 @@
-"""Assigns tokens of a stream to sequences. The plan depends only on document lengths, so any sequence can be made by
-its index, without reading those before it.
+"""Assigns the documents of a source to sequences: tokens of a stream, pairs, or sequences of a class of the user.
+
+The plan of a stream depends only on document lengths, so any sequence can be made by its index, without reading those
+before it.
 
     lengths 5 9 2 3, sequences of 8 tokens    (9 is split: 8 + 1)
     concatenate   55555999 | 99999922 | (333 are left over)
     first_fit     55555922 | 99999999 | 333.....
+
+A pair of documents of which people prefer one is rows 2i and 2i + 1 of a batch, the chosen one first. Pairs are
+shuffled, not rows, so that both rows stay together. A class of the user makes sequences when a batch needs them.
 """
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.core.format import counted
+from meshloom.compiler.declare.data_spec import DataSpec, PythonSource
+from meshloom.compiler.sharding.batch import REFERENCE
 from meshloom.models import IGNORED_TARGET, PADDING_TARGET
 
-from .store import TokenStream
+from .store import SPLITS, Split, TokenStream, in_split
+from .user_code import UserItems, as_tokens, load_items
 
 # The arrays of one sequence, int32 (length,), by the names of compiler/sharding/batch.py
 PackedSequence = dict[str, np.ndarray]
 PADDING = 0  # any token would do: it has no loss, and no token with a loss attends to it
+PAIR = 2  # rows
 
 
 class ConcatenatedSequences:
@@ -181,3 +195,156 @@ def _documents(lengths: np.ndarray, length: int) -> PackedSequence:
     positions[:filled] = np.arange(filled) - begins
     segment_ids[:filled] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
     return {"positions": positions, "segment_ids": segment_ids}
+
+
+class PairedSequences:
+    """The documents of a split, each a row that is padded, or cut at its end. reference: the log-probability of each
+    row by a reference model, float32; None until it is known."""
+
+    def __init__(self, stream: TokenStream, length: int):
+        self._stream, self._length = stream, length
+        self.reference: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self._stream.document_ends)
+
+    def __getitem__(self, index: int) -> PackedSequence:
+        start, stop = self._span(index)
+        tokens = self._stream.read(start, min(stop, start + self._length + 1))
+        inputs, targets = np.full(self._length, PADDING, np.int32), np.full(self._length, PADDING_TARGET, np.int32)
+        inputs[: len(tokens) - 1] = tokens[:-1]
+        targets[: len(tokens) - 1] = self._stream.targets(tokens[1:], start + 1)
+        row: PackedSequence = {"inputs": inputs, "targets": targets}
+        return row if self.reference is None else row | {REFERENCE: self.reference[index]}
+
+    def documents(self, index: int) -> tuple[int, ...]:
+        """Returns the document of a row, by its number in the corpus."""
+        return self._stream.documents_at(*self._span(index))
+
+    @property
+    def num_cut(self) -> int:
+        """Returns the number of documents that are longer than a row and the target of its last token."""
+        return int(np.sum(self._sizes() > self._length + 1))
+
+    @property
+    def fill(self) -> float:
+        """Returns the share of positions that hold a token."""
+        held = np.minimum(self._sizes() - 1, self._length)
+        return float(held.sum()) / (held.size * self._length) if held.size else 0.0
+
+    def _span(self, index: int) -> tuple[int, int]:
+        ends = self._stream.document_ends
+        return int(ends[index - 1]) if index else 0, int(ends[index])
+
+    def _sizes(self) -> np.ndarray:
+        return np.diff(self._stream.document_ends, prepend=0)
+
+
+class PairsOf:
+    """Neighbouring items, two at a time."""
+
+    def __init__(self, items: Sequence[Any]):
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items) // PAIR
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return self._items[PAIR * index], self._items[PAIR * index + 1]
+
+
+class ItemsOfPairs:
+    """The items of an order of pairs, which may have no end."""
+
+    def __init__(self, order: Sequence[tuple[Any, Any]]):
+        self._order = order
+
+    def __len__(self) -> int:
+        return min(PAIR * len(self._order), sys.maxsize)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._order[index // PAIR][index % PAIR]
+
+
+class UserSequences:
+    """The user's items in a split. An item is an array of up to length + 1 tokens, or a dict of the batch's arrays."""
+
+    fill = 1.0
+
+    def __init__(self, items: UserItems, indices: np.ndarray, length: int, names: tuple[str, ...]):
+        self._items, self._indices, self._length, self._names = items, indices, length, names
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, number: int) -> PackedSequence:
+        index = int(self._indices[number])
+        item = self._items[index]
+        return self._arrays(index, item) if isinstance(item, dict) else self._tokens(index, item)
+
+    def documents(self, number: int) -> tuple[int, ...]:
+        """Returns the number of the user's item."""
+        return (int(self._indices[number]),)
+
+    def _tokens(self, index: int, item: Any) -> PackedSequence:
+        tokens = as_tokens(item)
+        if tokens is None or not 2 <= len(tokens) <= self._length + 1:
+            has = f"is a {type(item).__name__}" if tokens is None else f"has {counted(len(tokens), 'token')}"
+            fix = f"return 2 to {self._length + 1} token numbers (sequence_length and the one that follows), or a dict of {', '.join(self._names)}"  # fmt: skip  # noqa: E501
+            raise ConfigError([self._items.problem(index, has, fix)])
+        count = len(tokens) - 1
+        row = {
+            "inputs": _padded(tokens[:-1], self._length, PADDING),
+            "targets": _padded(tokens[1:], self._length, PADDING_TARGET),
+        }
+        if "positions" in self._names:
+            row["positions"] = _padded(np.arange(count), self._length, 0)
+            row["segment_ids"] = _padded(np.ones(count), self._length, 0)
+        return row
+
+    def _arrays(self, index: int, item: dict[str, Any]) -> PackedSequence:
+        fix = f"return int arrays of {self._length} numbers for {', '.join(self._names)}"
+        if set(item) != set(self._names):
+            raise ConfigError([self._items.problem(index, f"has the keys {', '.join(map(str, item))}", fix)])
+        row = {}
+        for name in self._names:
+            array = np.asarray(item[name])
+            if array.shape != (self._length,) or array.dtype.kind not in "iu":
+                what = f"has '{name}' of shape {array.shape} and type {array.dtype}"
+                raise ConfigError([self._items.problem(index, what, fix)])
+            if array.min() < (PADDING_TARGET if name == "targets" else 0):
+                raise ConfigError([self._items.problem(index, f"has {array.min()} in '{name}'", fix)])
+            row[name] = array.astype(np.int32)
+        if "segment_ids" in row:
+            row["targets"] = np.where(row["segment_ids"] == 0, PADDING_TARGET, row["targets"])
+        return row
+
+
+def open_user_sequences(
+    source: PythonSource, where: str, length: int, names: tuple[str, ...], data: DataSpec
+) -> dict[Split, UserSequences]:
+    """Returns both splits of the user's items, by the hashes of their numbers or by their numbers. Raises ConfigError
+    for wrong user code."""
+    items = load_items(source, where)
+    if data.held_out_by == "document":
+        is_held_out = in_split(_hashes_of_numbers(len(items)), "held_out", data.held_out_fraction)
+    else:
+        is_held_out = np.arange(len(items)) >= len(items) - int(data.held_out_fraction * len(items))
+    return {
+        split: UserSequences(items, np.flatnonzero(is_held_out == (split == "held_out")), length, names)
+        for split in SPLITS
+    }
+
+
+def _hashes_of_numbers(count: int) -> np.ndarray:
+    """Returns the uint64 hashes of 0, 1, 2, ... by the finaliser of splitmix64 (Steele, Lea, Flood 2014)."""
+    x = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _padded(values: np.ndarray, length: int, padding: int) -> np.ndarray:
+    row = np.full(length, padding, np.int32)
+    row[: len(values)] = values
+    return row

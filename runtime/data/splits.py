@@ -1,13 +1,14 @@
 """Opens the data of a run, both splits as global batches, and of an evaluation, one split once through.
 
 A run needs whole batches, and enough of them for its steps. An evaluation takes any number of sequences; its last batch
-is filled up with rows that have no target.
+is filled up with rows that have no target. The documents of a batch are found from its place in the data.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
+from itertools import islice
 from typing import Any, Literal
 
 import grain
@@ -15,20 +16,78 @@ import numpy as np
 
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if_any
 from meshloom.compiler.core.format import be, counted
-from meshloom.compiler.declare.data_spec import MixtureSource
+from meshloom.compiler.declare.data_spec import MixtureSource, OneSource
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.models import IGNORED_TARGET, PADDING_TARGET
 
 from .batches import NEXT_BATCH, Batches, BatchSource, shuffled
 from .corpus import Corpus, WeightedSource, open_corpus
-from .documents import corpus_parts
-from .locate import LocatedRow, Places, names_of
-from .pairs import ItemsOfPairs, PairedSequences, PairsOf
+from .documents import Document, corpus_parts
+from .packing import ItemsOfPairs, PairedSequences, PairsOf
 from .store import Split
-from .tokenizers import open_tokenizer
+from .tokenize import is_empty
+from .tokenizers import Tokenizer, open_tokenizer
 
 MOST_SEQUENCES = 2**32  # that Grain shuffles
 SPLIT_KEY = "evaluation.split"
+
+
+class Places:
+    """The sequences of a part of an order, as numbers only: item i is the number of the part, and i."""
+
+    def __init__(self, part: int, count: int):
+        self._part, self._count = part, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return self._part, int(index)
+
+
+@dataclass(frozen=True)
+class LocatedRow:
+    """A row of a global batch.
+
+    source: the key of its source. documents: the numbers of its documents in the source, from 0; for sequences of a
+    user's class, the number of the item. names: the names of the documents, if the source is text.
+    """
+
+    row: int
+    source: str
+    documents: tuple[int, ...]
+    names: tuple[str, ...]
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Returns the names of its documents, or their numbers if names are unknown."""
+        return tuple(f"'{name}'" for name in self.names) or tuple(f"{number:,}" for number in self.documents)
+
+
+def names_of(
+    source: OneSource, where: str, numbers: Iterable[int], tokenizer: Tokenizer | None = None
+) -> dict[int, str]:
+    """Returns the names of documents by their numbers, from a source that is read again. Sources of tokens or finished
+    sequences have no names. Raises ConfigError if the source cannot be read."""
+    wanted = sorted(set(numbers))
+    if not wanted or source.kind == "tokens" or (source.kind == "python" and source.items == "sequences"):
+        return {}
+    every = (one for part in corpus_parts(source, where, tokenizer) for one in part.read(0))
+    documents = (one for one in every if isinstance(one, Problem) or not is_empty(one))
+    first = list(islice(documents, wanted[-1] + 1))
+    return {number: one.name for number in wanted if isinstance(one := first[number], Document)}
+
+
+def describe_documents(rows: Sequence[LocatedRow], most: int = 3) -> str:
+    """Returns the documents of the first rows as text, by source."""
+    by_source: dict[str, dict[str, None]] = {}
+    for one in rows[:most]:
+        by_source.setdefault(one.source, {}).update(dict.fromkeys(one.labels))
+    named = ", ".join(
+        f"document{'s' if len(labels) > 1 else ''} {', '.join(labels)} of {source}"
+        for source, labels in by_source.items()
+    )
+    return named + (f", and those of {counted(len(rows) - most, 'more sequence')}" if len(rows) > most else "")
 
 
 @dataclass(frozen=True)

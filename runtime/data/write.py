@@ -17,7 +17,7 @@ from meshloom.models.record import Record
 
 from ..core.files import file_sha256, replace_json
 from .chats import TODAY
-from .shards import DOCUMENT_BYTES, INDEX, PROGRESS, Index, ShardFiles, StoredTokenizer
+from .store import DOCUMENT_BYTES, INDEX, PROGRESS, Index, ShardFiles, StoredTokenizer
 from .tokenize import Encoded
 
 COMMIT_SECONDS = 5.0

@@ -1,24 +1,38 @@
 """Checks what is to be generated before any weight is read: plan, tokenizer, prompts, the place of the weights."""
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any, Self
 
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if_any
+from meshloom.compiler.core.places import is_published
 from meshloom.compiler.core.visible import write_error
-from meshloom.compiler.declare.data_spec import DataSpec, HuggingFaceTokenizer, OneSource, SentencePieceTokenizer
+from meshloom.compiler.declare.data_spec import (
+    ChatsSource,
+    DataSpec,
+    HuggingFaceTokenizer,
+    OneSource,
+    SentencePieceTokenizer,
+)
 from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.declare.sections import GENERATE, GenerateSpec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.step.decode import check_generates
 
-from ..data.shards import read_index
+from ..data.chat_template import ChatError, ChatTemplate, Messages
+from ..data.chats import chat_reader, check_messages
+from ..data.store import read_index
+from ..data.tokenize import chat_tokens
 from ..data.tokenizers import Bytes, HuggingFace, SentencePiece, Tokenizer, open_tokenizer
 from .generate import Completion, Generator, Piece, Prompt, problems_of_prompt
 from .open_weights import Session, open_weights, place_of_weights, start_session
-from .prompts import DeclaredPrompt, PromptMaker, declared_prompts
+
+GENERATION_CONFIG = "generation_config.json"  # of a published model: the tokens that end its texts, beside others
 
 
 @dataclass(frozen=True)
@@ -100,3 +114,130 @@ def tokenizer_of(data: DataSpec) -> Tokenizer:
     if stored.kind == "huggingface":
         return HuggingFace(HuggingFaceTokenizer(kind="huggingface", path=path, end_of_document=None))
     return SentencePiece(SentencePieceTokenizer(kind="sentencepiece", path=path, end_of_document=None))
+
+
+@dataclass(frozen=True)
+class DeclaredPrompt:
+    """A prompt as it was given. where: its place, for messages. content: a text, or the messages of a chat."""
+
+    where: str
+    content: str | Messages
+
+
+def declared_prompts(settings: GenerateSpec) -> list[DeclaredPrompt]:
+    """Returns the prompts that the declaration names. Raises ConfigError where there is none, or for a file that cannot
+    be read."""
+    given = [key for key in ("prompt", "chat", "prompts") if getattr(settings, key) is not None]
+    if len(given) > 1:
+        what = f"there is a {GENERATE}.{given[0]}, too"
+        raise ConfigError([Problem(f"{GENERATE}.{given[1]}", what, "give one of them")])
+    if settings.prompt is not None:
+        return [DeclaredPrompt(f"{GENERATE}.prompt", settings.prompt)]
+    if settings.chat is not None:
+        return [DeclaredPrompt(f"{GENERATE}.chat", [{"role": "user", "content": settings.chat}])]
+    if settings.prompts is None:
+        fix = 'give one: prompt="Once upon a time", or a file of prompts: prompts=FILE'
+        raise ConfigError([Problem(f"{GENERATE}.prompt", "there is no prompt", fix)])
+    return _read_prompts(Path(settings.prompts))
+
+
+def _read_prompts(path: Path) -> list[DeclaredPrompt]:
+    where = f"{GENERATE}.prompts"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError([Problem(where, f"cannot read {path}: {error.strerror}", "name a file")]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError([Problem(where, f"{path} is not UTF-8", "name a text file")]) from error
+    if not lines:
+        raise ConfigError([Problem(where, f"{path} is empty", "write a prompt on each line")])
+    if path.suffix != ".jsonl":
+        return [DeclaredPrompt(f"{path}:{number}", line) for number, line in enumerate(lines, start=1)]
+    found, problems = list[DeclaredPrompt](), list[Problem]()
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append(DeclaredPrompt(f"{path}:{number}", _content_of(json.loads(line))))
+        except ChatError as error:
+            problems.append(Problem(f"{path}:{number}", error.what, error.fix))
+        except ValueError:
+            what, fix = "is not a JSON object with a text as `prompt`, or `messages`", 'write {"prompt": "..."}'
+            problems.append(Problem(f"{path}:{number}", what, fix))
+    raise_if_any(problems)
+    return found
+
+
+def _content_of(line: Any) -> str | Messages:
+    """Raises ValueError for a line that has no prompt, ChatError for messages that are none."""
+    if isinstance(line, Mapping) and "messages" in line:
+        return check_messages(line["messages"], "messages")
+    if not isinstance(line, Mapping) or not isinstance(line.get("prompt"), str):
+        raise ValueError
+    return line["prompt"]
+
+
+@dataclass
+class PromptMaker:
+    """Turns prompts into tokens. has_start: the model was trained on texts with the tokens before them that the
+    tokenizer's file declares: a published model, or one of chats."""
+
+    tokenizer: Tokenizer
+    spec: RunSpec
+    has_start: bool
+
+    @classmethod
+    def of(cls, spec: RunSpec, tokenizer: Tokenizer) -> Self:
+        """Returns what makes the prompts of a declaration's weights."""
+        is_of_published = is_published(spec.checkpoint.weights_from or "")
+        return cls(tokenizer, spec, has_start=is_of_published or spec.data.source.kind == "chats")
+
+    def make(self, given: DeclaredPrompt) -> Prompt:
+        """Returns a prompt with its tokens. An empty one begins a document: it is the end of the one before. Raises
+        ConfigError for a chat that cannot be written."""
+        if isinstance(given.content, str):
+            (tokens,) = self.tokenizer.encode_texts([given.content.encode(errors="replace")])
+            start = self.tokenizer.around[0] if self.has_start and isinstance(self.tokenizer, HuggingFace) else []
+            whole = (*start, *map(int, tokens))
+            return Prompt(given.content, whole or (self.tokenizer.identity.end_of_document,))
+        try:
+            chat = self.template.opening(given.content)
+            assert isinstance(self.tokenizer, HuggingFace)
+            ((tokens, _),) = chat_tokens(self.tokenizer).encode([chat])
+        except ChatError as error:
+            raise ConfigError([Problem(given.where, error.what, error.fix)]) from error
+        return Prompt(self.tokenizer.hidden.show(chat.text), tuple(map(int, tokens)), is_chat=True)
+
+    def ends(self, *, is_chat: bool) -> frozenset[int]:
+        """Returns the tokens that end a completion: that of a document, those that the folder of a published model
+        names, and for chats the one that the template writes after an answer."""
+        ends = {self.tokenizer.identity.end_of_document}
+        if isinstance(self.tokenizer, HuggingFace):
+            ends |= _declared_ends(self.tokenizer.folder / GENERATION_CONFIG)
+            ends |= self._ends_of_answers() if is_chat else set()
+        return frozenset(ends)
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """Returns the chat template that the declaration chooses. Raises ConfigError where there is none."""
+        source, where = self.spec.data.source, "data.source"
+        if source.kind != "chats":
+            source = ChatsSource(kind="chats", paths=("-",), template=None, variables={}, date=None)
+        return chat_reader(source, where, self.tokenizer).template
+
+    def _ends_of_answers(self) -> set[int]:
+        assert isinstance(self.tokenizer, HuggingFace)
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            ((tokens, trained),) = chat_tokens(self.tokenizer).encode([self.template.chat(messages, {})])
+        except ChatError:  # a template that refuses such a chat
+            return set()
+        learnt = [int(token) for token, is_learnt in zip(tokens, trained, strict=True) if is_learnt]
+        return {token for token in learnt[-1:] if token in self.tokenizer.special.values()}
+
+
+def _declared_ends(path: Path) -> set[int]:
+    try:
+        declared = json.loads(path.read_bytes()).get("eos_token_id")
+    except (OSError, ValueError, AttributeError):  # without the file, the tokenizer alone says what ends a text
+        return set()
+    found = declared if isinstance(declared, list) else [declared]
+    return {token for token in found if isinstance(token, int)}

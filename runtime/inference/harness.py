@@ -28,8 +28,8 @@ from ..data.tokenizers import Tokenizer
 from ..processes.process_log import announce
 from ..train.feed import in_token_order, local_rows, sequences_of, to_devices
 from .generate import Completion, Generator
+from .generation_job import DeclaredPrompt, PromptMaker
 from .open_weights import OpenedWeights, Session, compile_programs, open_weights
-from .prompts import DeclaredPrompt, PromptMaker
 
 SCORES = "scores"
 DEFAULT_MAX_TOKENS = 256  # of a completion, where a task names none; the harness's own

@@ -27,9 +27,8 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.xla.programs import Programs
 
-from ..checkpoint.adapters import read_base
+from ..checkpoint.adapters import find_saved, load_parameters, read_base
 from ..checkpoint.find import describe_damage
-from ..checkpoint.parameters import find_saved, load_parameters
 from ..compile.compile_cache import cached_compilation
 from ..compile.run_programs import WatchedBuild, check_devices, check_program_memory, mesh_of
 from ..compile.watched import LOWER, Phases
@@ -37,7 +36,7 @@ from ..processes.agreement import check_same_declaration, check_same_program
 from ..processes.devices import start_devices
 from ..processes.distributed import COMPILED, Processes, join, together
 from ..processes.process_log import announce
-from ..start.shared import checkpoint_of_first
+from ..start.state import checkpoint_of_first
 from ..weights.find import describe_weights, find_weights
 from ..weights.load import load_adapted, load_params
 from .run_request import WEIGHTS_FROM

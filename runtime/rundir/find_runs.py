@@ -12,7 +12,7 @@ from typing import Literal
 
 from meshloom.compiler.core.errors import ConfigError, Problem
 
-from ..core.exclusive import is_held
+from ..core.files import is_held
 from .folders import METRICS, REPORT, SPEC, RunFolder, steps_in
 from .run_record import RECORD_FILE, RunRecord
 

@@ -1,17 +1,20 @@
-"""Chooses a run directory, the same in all processes, and writes the declaration and the report into it.
+"""Chooses a run directory, the same in all processes, locks it for one run, and writes the declaration into it.
 
 Hydra names it by the clock, and the clocks of hosts differ.
 """
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import yaml
 
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.places import is_url
 from meshloom.compiler.declare.compose import Request, hydra_run_dir
 from meshloom.compiler.declare.hydra_settings import RUN_DIR
 from meshloom.compiler.declare.overrides import overridden_key, override
@@ -21,10 +24,9 @@ from meshloom.compiler.report.views.page import render_page
 from meshloom.compiler.report.views.timeline import chrome_trace
 from meshloom.compiler.schema import Event, Report
 
-from ..core.files import replace_json, replace_text
+from ..core.files import LOCK, locked, replace_json, replace_text
 from ..processes.distributed import Processes, together
 from .folders import PLAN, REPORT, SPEC
-from .run_lock import check_is_free
 
 SECONDS_UNTIL_SEEN = 30  # a directory of another host appears late on some network file systems
 
@@ -94,3 +96,42 @@ def write_report(report: Report, plan: Plan | None, run_dir: Path, *, events: Se
     for name, text in texts.items():
         replace_text(run_dir / name, text)
     return tuple(run_dir / name for name in texts)
+
+
+@contextmanager
+def only_run_in(run_dir: Path) -> Iterator[None]:
+    """Locks the directory of a run or a compile within the `with`; process 0 does it for all processes."""
+    if jax.process_index() != 0:
+        yield
+        return
+    with locked(run_dir, _busy(run_dir)):
+        yield
+
+
+def check_is_free(run_dir: Path) -> None:
+    """Raises ConfigError if a run or a compile holds the directory. Creates nothing."""
+    if (run_dir / LOCK).exists():
+        with locked(run_dir, _busy(run_dir)):
+            pass
+
+
+@contextmanager
+def only_run_that_saves_in(directory: str | None) -> Iterator[None]:
+    """Locks a folder of checkpoints outside the run directory within the `with`; there are no locks behind a URL."""
+    if directory is None or is_url(directory) or jax.process_index() != 0:
+        yield
+        return
+    folder = Path(directory)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = f"{folder} cannot be made: {error.strerror}"
+        raise ConfigError([Problem("checkpoint.directory", what, "name a folder that this process may make")]) from None
+    fix = "wait for its end, or name another folder"
+    with locked(folder, Problem("checkpoint.directory", f"another run saves its checkpoints in {folder}", fix)):
+        yield
+
+
+def _busy(run_dir: Path) -> Problem:
+    fix = "wait for its end, stop it, or choose another hydra.run.dir"
+    return Problem("hydra.run.dir", f"another run is in progress in {run_dir}", fix)

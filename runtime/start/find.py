@@ -8,7 +8,6 @@ from meshloom.compiler.core.format import counted
 from meshloom.compiler.declare.run_spec import CheckpointSpec, RunSpec
 from meshloom.models.adapter import saved_part
 
-from ..checkpoint.differences import listed, tree_differences
 from ..checkpoint.find import (
     RESTORE_FROM,
     Checkpoint,
@@ -19,6 +18,7 @@ from ..checkpoint.find import (
     parse_place,
     saved_tree,
 )
+from ..checkpoint.restore_plan import listed, tree_differences
 from ..core.files import Folder, check_bucket, folder_at, is_remote
 from ..processes.distributed import current
 

@@ -101,7 +101,7 @@ def find_start(
     weights: of `declared_start`. Process 0 reads each byte of the checkpoint once, and warns about a lack of disk
     space. Raises in all processes for damage, and if one of them does not see the checkpoint.
     """
-    from .shared import checkpoint_of_first, find_for_run
+    from .state import checkpoint_of_first, find_for_run
 
     checkpoint = checkpoint_of_first(
         lambda: find_for_run(run_dir, plan.spec.checkpoint, plan.abstract, console), processes

@@ -23,8 +23,7 @@ from meshloom.compiler.declare.hydra_settings import SEARCH_PATH, SWEEP_DIR
 from meshloom.compiler.declare.overrides import overridden_key
 from meshloom.compiler.declare.sweep_request import SweepRequest
 
-from ..core.exclusive import is_held
-from ..core.files import parse_json
+from ..core.files import is_held, parse_json
 from ..rundir.find_runs import ROWS_FILE, SWEEP_FILE, check_directory
 from ..rundir.folders import METRICS, SPEC, steps_in
 from .figures import find_figure

@@ -5,7 +5,7 @@
 An observer is also a context: it is entered before the first step and left after the last one, with the exception that
 ended the run, if there is one. `pause` surrounds the work between steps: an evaluation, a save. An exception that an
 observer raises ends the run like any other; checkpoints that were saved before stay complete. A new observer is a class
-in a file of its own and a line in `observers.py`.
+in a file of its own and a line in `loop.py`.
 """
 
 import logging
@@ -27,8 +27,7 @@ from meshloom.compiler.xla.programs import Programs
 from ..data import Data, describe_documents
 from ..processes.distributed import Processes
 from ..processes.process_log import announce
-from .metrics import Metrics
-from .time_spent import Stopwatch, TimeKind
+from .metrics import Metrics, Stopwatch, TimeKind
 
 LOG = logging.getLogger("meshloom")
 

@@ -25,8 +25,8 @@ from meshloom.compiler.xla.programs import Programs
 from ..core.files import replace_text
 from ..processes.distributed import Processes
 from ..rundir.profile_files import FOLDER, PREDICTED, TEXT, place_of
+from .metrics import TimeKind
 from .observer import ObservedRun, Observer, StepTimes, TakeStep
-from .time_spent import TimeKind
 
 KEY = "profile.steps"
 

@@ -28,9 +28,8 @@ from meshloom.compiler.plan import Plan
 from ..core.failures import STORAGE, RunFailed
 from ..core.files import free_name, parse_json, replace_bytes, replace_json
 from ..rundir.folders import METRICS
-from .metrics import Metrics, values_of
+from .metrics import Metrics, spent_by_earlier_starts, values_of
 from .observer import ObservedRun, Observer
-from .time_spent import spent_by_earlier_starts
 
 WHERE = "logging.trackers"
 IDS_FILE = "trackers.json"  # in a run directory: the trackers' ids of the run, so that a resumed run continues there

@@ -40,21 +40,17 @@ from ..processes.initialize import plan_start
 from ..processes.process_log import announce, say_labels
 from ..processes.stop import StopRequest
 from ..rundir.folders import CHECKPOINTS
-from ..rundir.run_dir import write_declaration
-from ..rundir.run_lock import only_run_in, only_run_that_saves_in
+from ..rundir.run_dir import only_run_in, only_run_that_saves_in, write_declaration
 from ..rundir.run_record import recorded_run
 from ..start.find import check_checkpoint
 from ..start.start import RunStart, check_steps_left, declared_start, find_start
 from ..weights.find import StoredWeights
-from .decisions import NonFinite
 from .display import next_steps, show_header, show_rows
-from .feed import local_rows, sequences_of
-from .loop import TrainingLoop
+from .feed import local_rows, prepare_reference, sequences_of
+from .loop import NonFinite, TrainingLoop, add_observers
+from .metrics import Stopwatch, time_rows
 from .observer import ObservedRun, Observers
-from .observers import add_observers
 from .profiler import check_profile
-from .reference import prepare_reference
-from .time_spent import Stopwatch, time_rows
 from .trackers import find_trackers
 
 LOG = logging.getLogger("meshloom")

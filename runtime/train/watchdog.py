@@ -1,8 +1,13 @@
-"""Detects a run that hangs: every process writes its stacks, process 0 names the hosts behind, and the run may end.
+"""Detects a process that hangs, and one that the others wait for.
 
 A collective waits for all devices, so if one host stands still, all do; JAX itself notices only a process that has
 died. The watchdog is a thread. A step has to end within `watchdog.factor` times the median of the steps before it, or
-within `watchdog.min_seconds` if that is longer. Work between steps is not watched: compile, evaluation, save.
+within `watchdog.min_seconds` if that is longer. Work between steps is not watched: compile, evaluation, save. Every
+process writes its stacks, process 0 names the hosts behind, and the run may end.
+
+The time of a step does not show which host is slow, as all processes end it together. The time for which a host's
+devices stand still before their next step does: on a host that keeps up, they still run the previous step, or wait in
+it for the others.
 """
 
 import faulthandler
@@ -13,30 +18,31 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any, Self
 
 import jax
 
 from meshloom.compiler.core.errors import Problem
-from meshloom.compiler.core.format import counted, human_names, human_seconds
-from meshloom.compiler.declare.run_spec import WatchdogSpec
+from meshloom.compiler.core.format import counted, human_names, human_seconds, human_share
+from meshloom.compiler.declare.run_spec import StragglersSpec, WatchdogSpec
 
 from ..core.failures import HUNG
 from ..processes.distributed import Processes
 from ..processes.lost import Lookout
-from ..processes.process_log import FOLDER as LOG_FOLDER
-from .metrics import Metrics
+from ..processes.process_log import FOLDER
+from .metrics import Metrics, TimeKind
 from .observer import ObservedRun, Observer, StepTimes
-from .time_spent import TimeKind
 
 LOG = logging.getLogger("meshloom")
-FOLDER = "meshloom/watchdog"  # in the store of the coordination service, a key for each process that hangs
+HANGS = "meshloom/watchdog"  # in the store of the coordination service, a key for each process that hangs
 NUM_STEPS = 32  # for the median
 MOST_POLL_SECONDS = 5.0
 ANSWER_SECONDS = 20.0  # at most, for the other processes to notice the hang too
+WINDOWS = "meshloom/stragglers"  # in the store of the coordination service; a folder for each window of steps
 
 
 class Watchdog(Observer):
@@ -62,7 +68,7 @@ class Watchdog(Observer):
     @classmethod
     def of_run(cls, run: ObservedRun) -> Self:
         """Returns the watchdog of this process; it writes stacks to the log of the process."""
-        log = run.run_dir / LOG_FOLDER / f"process-{run.processes.index}.log"
+        log = run.run_dir / FOLDER / f"process-{run.processes.index}.log"
         return cls(run.spec.watchdog, run.processes, log, run.warn)
 
     def __enter__(self) -> Self:
@@ -106,7 +112,7 @@ class Watchdog(Observer):
 
     @property
     def _key(self) -> str:
-        return f"{FOLDER}/{self._processes.index:06}"
+        return f"{HANGS}/{self._processes.index:06}"
 
     def _watch(self) -> None:
         while not self._over.wait(min(MOST_POLL_SECONDS, self.limit_seconds / 10)):
@@ -145,7 +151,7 @@ class Watchdog(Observer):
         try:
             processes.client.key_value_set(self._key, json.dumps({"done": self._done}), allow_overwrite=True)
             time.sleep(min(ANSWER_SECONDS, self.limit_seconds))
-            told = processes.client.key_value_dir_get(f"{FOLDER}/")
+            told = processes.client.key_value_dir_get(f"{HANGS}/")
         except jax.errors.JaxRuntimeError as error:
             return f"the other processes cannot be asked: {str(error).splitlines()[0]}"
         done = {int(key.rsplit("/", 1)[1]): json.loads(text)["done"] for key, text in told}
@@ -180,3 +186,83 @@ def describe_hang(done: Mapping[int, int], hosts: tuple[str, ...]) -> str:
 
 def _named(indices: list[int], hosts: tuple[str, ...]) -> str:
     return human_names([f"process {index} on {hosts[index]}" for index in indices], most=4)
+
+
+class Stragglers(Observer):
+    """Collects the times of all processes. warn: takes the name of a straggler, in process 0, once until it is over."""
+
+    def __init__(self, spec: StragglersSpec | None, processes: Processes, warn: Callable[[Problem], None]):
+        self._spec, self._processes, self._warn = spec, processes, warn
+        self._times: list[StepTimes] = []
+        self._told: int | None = None
+
+    @classmethod
+    def of_run(cls, run: ObservedRun) -> Self:
+        """Returns the observer of a run."""
+        return cls(run.spec.stragglers, run.processes, run.warn)
+
+    def step_ended(self, step: int, times: StepTimes, state: Any) -> Mapping[str, float] | None:  # noqa: ARG002
+        """Notes the times of a step. At the end of a window of steps, process 0 returns the means of every process over
+        the previous window, by names of metrics, so that no process waits for another."""
+        if self._spec is None or self._processes.count == 1:
+            return None
+        self._times.append(times)
+        if step % self._spec.every_num_steps:
+            return None
+        window = step // self._spec.every_num_steps
+        means = [statistics.fmean(each) for each in zip(*map(astuple, self._times), strict=True)]
+        self._times.clear()
+        try:
+            key = f"{WINDOWS}/{window}/{self._processes.index:06}"
+            self._processes.client.key_value_set(key, json.dumps(means), allow_overwrite=True)
+            found = self._take(window - 1) if self._processes.is_first else {}
+        except jax.errors.JaxRuntimeError:  # the service is gone, which the run notices by itself
+            return None
+        if found:
+            self._name_slowest(step, found)
+        return as_metrics(found)
+
+    def _take(self, window: int) -> dict[int, StepTimes]:
+        """Returns the means of every process, and removes them from the store."""
+        client, folder = self._processes.client, f"{WINDOWS}/{window}/"
+        told = client.key_value_dir_get(folder)
+        client.key_value_delete(folder)
+        return {int(key.rsplit("/", 1)[1]): StepTimes(*json.loads(text)) for key, text in told}
+
+    def _name_slowest(self, step: int, found: Mapping[int, StepTimes]) -> None:
+        assert self._spec is not None
+        slowest, cost = find_straggler(found)
+        if cost <= self._spec.cost_share:
+            self._told = None
+        elif slowest != self._told:
+            self._told = slowest
+            what = describe_straggler(slowest, cost, found, self._processes.hosts)
+            fix = "see what else runs on that host and how it reads its data, or raise data.num_prefetch_threads"
+            self._warn(Problem(f"step {step}", what, fix))
+
+
+def find_straggler(found: Mapping[int, StepTimes]) -> tuple[int, float]:
+    """Returns the process whose devices stand still longest for input, and the excess over the median of the others as
+    a share of a step."""
+    slowest = max(found, key=lambda index: found[index].input_wait)
+    others = [one.input_wait for index, one in found.items() if index != slowest] or [0.0]
+    return slowest, (found[slowest].input_wait - statistics.median(others)) / max(found[slowest].step, 1e-9)
+
+
+def describe_straggler(slowest: int, cost: float, found: Mapping[int, StepTimes], hosts: Sequence[str]) -> str:
+    """Returns a sentence with the process that the others wait for, and the times of its input."""
+    own = found[slowest]
+    others = statistics.median(one.input for index, one in found.items() if index != slowest)
+    return (
+        f"process {slowest} on {hosts[slowest]} costs {human_share(cost)} of each step: it takes "
+        f"{human_seconds(own.input)} for a batch, the others {human_seconds(others)}"
+    )
+
+
+def as_metrics(found: Mapping[int, StepTimes]) -> dict[str, float]:
+    """Returns the times by names of metrics: processes/3/input_seconds."""
+    return {
+        f"processes/{index}/{name}_seconds": seconds
+        for index, one in sorted(found.items())
+        for name, seconds in vars(one).items()
+    }

@@ -22,8 +22,16 @@ from ..sweep.read import read_sweep
 from ..sweep.rows import Row
 from ..sweep.table import show_table
 from .show import OBJECTIVES, above_published, row_of_estimate, rows_of, show_answer, sweep_file, why_it_wins
-from .variants import Space, choose_variants, find_space, write_experiment
-from .workers import CompiledCandidate, best_compiled, compile_best, workers
+from .variants import (
+    CompiledCandidate,
+    Space,
+    best_compiled,
+    choose_variants,
+    compile_best,
+    find_space,
+    workers,
+    write_experiment,
+)
 
 SECONDS_OF_DAY = 86400
 NO_TOKENS = "set tune.tokens=1T for the days of a whole training"

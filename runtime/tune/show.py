@@ -27,8 +27,7 @@ from meshloom.compiler.tune.space import MeshCandidate
 
 from ..sweep.read import versions
 from ..sweep.rows import SWEEP_VERSION, Figures, Point, Row, SweepFile, lack
-from .variants import Space
-from .workers import CompiledCandidate
+from .variants import CompiledCandidate, Space
 
 NUM_LINES = 10
 LEAST_GAIN = 0.03  # share of a step: closer estimates on the same chip are not told apart

@@ -1,8 +1,15 @@
-"""Exports weights: finds all that can be wrong first, then writes a folder file by file (write.py)."""
+"""Exports weights: finds all that can be wrong first, then writes a folder file by file (write.py).
+
+A checkpoint is read in pieces, with bounded memory and without devices. TensorStore reads whole chunks, and a chunk
+holds all layers of what one device had. So a stack is read for as many layers at once as fit into `BLOCK_BYTES`, and a
+larger one several times.
+"""
 
 import hashlib
 import json
+import math
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -11,12 +18,13 @@ from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
+import tensorstore
 from orbax.checkpoint import v1 as ocp
 
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import counted, human_bytes
-from meshloom.compiler.core.places import PUBLISHED, is_published
+from meshloom.compiler.core.places import PUBLISHED, is_published, is_url
 from meshloom.compiler.core.trees import leaves_by_path, nested_dict
 from meshloom.compiler.declare.data_spec import TokenizerSpec
 from meshloom.compiler.declare.published_folder import CONFIG, PublishedFolder, understood
@@ -26,21 +34,23 @@ from meshloom.models.contract import Params
 from meshloom.models.family_configs import ModelConfig
 from meshloom.models.published import PublishedTensor, tensors, tensors_in, write_config
 
-from ..checkpoint.parameters import find_saved
-from ..core.exclusive import LOCK, locked
+from ..checkpoint.adapters import find_saved
+from ..checkpoint.find import saved_tree
+from ..checkpoint.s3 import SCHEME, s3_kvstore
 from ..core.failures import STORAGE, RunFailed, storage_reason
-from ..core.files import file_sha256, parse_json, replace_json
+from ..core.files import LOCK, Folder, file_sha256, is_remote, locked, parse_json, replace_json
 from ..core.manifest import FILE as MANIFEST
 from ..data.progress import TextProgress
-from .folder import INDEX, SINGLE, WeightsFolder, open_folder
-from .match import FROM, match_folder, match_saved
-from .origin import published_origin
-from .saved import SavedParams
+from ..rundir.folders import RunFolder
+from .folder import FROM, INDEX, SINGLE, WeightsFolder, match_folder, match_saved, open_folder
 from .write import OutTensor, WriteFailed, shards_of, sync_folder, write_tensors
 
 RECORD = "export.json"  # in the folder: where its weights are from, and the hashes of its files
 UNFINISHED = ".unfinished"  # ends the name of a folder that is being written
 LARGEST_FLOAT16 = float(np.finfo(np.float16).max)
+MOST_RUNS = 100  # one after the other
+BLOCK_BYTES = 2**30
+NUM_BLOCKS = 4  # at once: a published tensor may be made of several parameters
 
 
 class TensorSource(Protocol):
@@ -307,3 +317,64 @@ def _storage_failures(folder: Path) -> Iterator[None]:
         what = f"the export could not be written: {storage_reason(error) or error}"
         fix = "free disk space, and type the same command again: it goes on with the files that are whole"
         raise RunFailed(Problem(str(folder), what, fix), STORAGE) from error
+
+
+def published_origin(place: str) -> PublishedFolder | None:
+    """Returns the folder that the weights at a place began from; None if they were drawn, or nothing says so."""
+    for _ in range(MOST_RUNS):
+        if is_published(place):
+            return PublishedFolder(Path(place.removeprefix(PUBLISHED)))
+        spec = {} if is_url(place) else RunFolder.around(Path(place)).declared
+        checkpoint = spec.get("checkpoint") or {}
+        before = checkpoint.get("weights_from") or checkpoint.get("restore_from")
+        if not isinstance(before, str) or before == place:
+            return None
+        place = before
+    return None
+
+
+class SavedParams:
+    """The parameters of a checkpoint, in float32 where it has master weights for them."""
+
+    def __init__(self, path: Folder):
+        tree = saved_tree(path)
+        masters = leaves_by_path(tree.get("master", {}))
+        self.arrays: dict[str, Any] = leaves_by_path(tree["params"]) | masters
+        self._names = {
+            path: f"{'master' if path in masters else 'params'}.{path.replace('/', '.')}" for path in self.arrays
+        }
+        self._base = _kvstore(path / "state")
+        self._context = tensorstore.Context({"data_copy_concurrency": {"limit": 2}})
+        self._blocks: OrderedDict[str, tuple[int, np.ndarray]] = OrderedDict()
+
+    def read(self, path: str, index: tuple[int, ...]) -> np.ndarray:
+        """Returns a parameter without the leading dimensions that the index picks."""
+        if not index:
+            return self._open(path).read().result()
+        first, block = self._blocks.get(path, (0, np.empty(0)))
+        if not first <= index[0] < first + len(block):
+            self._blocks.pop(path, None)
+            while len(self._blocks) >= NUM_BLOCKS:
+                self._blocks.popitem(last=False)
+            first, block = index[0], self._open(path)[index[0] : self._end(path, index[0])].read().result()
+            self._blocks[path] = (first, block)
+        self._blocks.move_to_end(path)
+        return block[(index[0] - first, *index[1:])]
+
+    def _end(self, path: str, first: int) -> int:
+        """Returns the end of a block that begins at an index of the first dimension."""
+        shape, dtype = self.arrays[path].shape, self.arrays[path].dtype
+        num_bytes = math.prod(shape[1:]) * np.dtype(dtype).itemsize
+        return min(shape[0], first + max(1, BLOCK_BYTES // max(num_bytes, 1)))
+
+    def _open(self, path: str) -> Any:
+        kvstore = {"driver": "ocdbt", "base": self._base, "path": f"{self._names[path]}/"}
+        store = tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, read=True, open=True, context=self._context)
+        return store.result()
+
+
+def _kvstore(folder: Folder) -> Any:
+    """Returns TensorStore's spec of a folder."""
+    if str(folder).startswith(SCHEME):
+        return s3_kvstore(f"{folder}/")
+    return f"{folder}/" if is_remote(folder) else {"driver": "file", "path": f"{folder}/"}

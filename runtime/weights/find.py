@@ -22,8 +22,7 @@ from ..core.files import check_bucket, folder_at, is_remote
 from ..core.manifest import damage_in
 from ..processes.distributed import Processes, together
 from ..rundir.folders import RunFolder
-from .folder import WeightsFolder, open_folder
-from .match import FROM, Matched, match_folder, match_saved
+from .folder import FROM, Matched, WeightsFolder, match_folder, match_saved, open_folder
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from meshloom.models.adapter import is_adapter
 from meshloom.models.family_configs import DecoderBase
 from meshloom.models.published import NotUnderstood, read_config, tensors, tensors_in, write_config
 from meshloom.models.published.peft import write_peft
-from meshloom.runtime.weights.peft import write_peft_folder
+from meshloom.runtime.weights.write import write_peft_folder
 from support.reference import forward
 
 torch = pytest.importorskip("torch", reason="pip install -e '.[peers]'")

@@ -12,9 +12,8 @@ from meshloom.compiler.xla.programs import Programs
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
 from meshloom.runtime.processes.stop import StopRequest
 from meshloom.runtime.train.loop import TrainingLoop
-from meshloom.runtime.train.metrics import Metrics
+from meshloom.runtime.train.metrics import Metrics, Stopwatch
 from meshloom.runtime.train.observer import Observer, Observers
-from meshloom.runtime.train.time_spent import Stopwatch
 
 
 class NoData:

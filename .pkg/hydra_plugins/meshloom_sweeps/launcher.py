@@ -58,7 +58,7 @@ class PoolLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Runs a batch of points. Returns a JobReturn for each, with the objective as its value."""
-        from meshloom.runtime.sweep.hydra_points import launch  # noqa: PLC0415 (it is heavy)
+        from meshloom.runtime.sweep.engine import launch  # noqa: PLC0415 (it is heavy)
 
         values = launch(job_overrides, initial_job_idx)
         returns = [JobReturn(overrides=list(overrides), status=JobStatus.COMPLETED) for overrides in job_overrides]

@@ -11,7 +11,7 @@ from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.runtime.checkpoint.find import parse_place
 from meshloom.runtime.compile.compile_cache import cached_compilation
 from meshloom.runtime.core.files import folder_at
-from meshloom.runtime.rundir.run_lock import only_run_that_saves_in
+from meshloom.runtime.rundir.run_dir import only_run_that_saves_in
 
 FOLDERS = ("shards.directory", "checkpoint.restore_from", "artifact", "compilation_cache", "data.source.directory",
            "data.tokenizer.path", "checkpoint.directory")  # fmt: skip

@@ -15,7 +15,7 @@ from meshloom.compiler.core.user_imports import check_importable, code_allowed_f
 from meshloom.compiler.declare.compose import Request, check_config_files, read_spec
 from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.models import ModelConfig
-from meshloom.runtime.data.shards import open_shards
+from meshloom.runtime.data.store import open_shards
 from support.commands import run_in_process
 from support.wrong_data import write_wrong_data
 

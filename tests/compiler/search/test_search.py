@@ -43,8 +43,7 @@ from meshloom.compiler.target.compiler_options import (
 )
 from meshloom.compiler.target.topology import check_compiler, find_devices
 from meshloom.compiler.xla.aot import Built, ProgramMemory, compile_ahead, lower_ahead
-from meshloom.runtime.compile.overlap_search import search_overlap
-from meshloom.runtime.compile.step_compiler import StoredStep
+from meshloom.runtime.compile.step_compiler import StoredStep, search_overlap
 from support import reports
 from support.commands import meshloom
 from support.programs import plan_as_declared

@@ -17,9 +17,8 @@ from meshloom.models import Aux
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.stop import StopRequest
-from meshloom.runtime.train.metrics import Metrics, values_of
+from meshloom.runtime.train.metrics import NOTHING, Metrics, values_of
 from meshloom.runtime.train.tensorboard import TensorBoard
-from meshloom.runtime.train.time_spent import NOTHING
 from meshloom.runtime.train.trackers import MetricsLog, Trackers, tracked_run
 from support.loops import Reported, loop_over, observers_of
 from support.programs import gradients_of, programs_of

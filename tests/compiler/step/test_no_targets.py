@@ -14,7 +14,7 @@ from meshloom.models import IGNORED_TARGET
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.stop import StopRequest
-from meshloom.runtime.train.observers import MissingTargets
+from meshloom.runtime.train.loop import MissingTargets
 from support.loops import Reported, loop_over, observers_of
 from support.programs import programs_of
 from support.reference import reference_adamw, reference_loss

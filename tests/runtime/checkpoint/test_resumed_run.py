@@ -10,7 +10,7 @@ import pytest
 from conftest import LINEAR_STACK, SMALL, spec_of
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.runtime.checkpoint.differences import describe_change, schedule_record
+from meshloom.runtime.checkpoint.restore_plan import describe_change, schedule_record
 from meshloom.runtime.cli.main import run
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.process_log import process_log

@@ -14,7 +14,7 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.runtime.checkpoint.find import finished
 from meshloom.runtime.core.files import file_sizes, folder_at
 from meshloom.runtime.core.manifest import damage_in
-from meshloom.runtime.data.download import local_copy
+from meshloom.runtime.data.corpus import local_copy
 from meshloom.runtime.start.find import check_checkpoint
 from support.commands import meshloom
 

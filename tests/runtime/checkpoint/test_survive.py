@@ -22,9 +22,8 @@ from meshloom.runtime.checkpoint.find import EXPECTED
 from meshloom.runtime.core.failures import NONFINITE, STORAGE
 from meshloom.runtime.core.manifest import FILE, damage_in
 from meshloom.runtime.rundir.folders import CHECKPOINTS
-from meshloom.runtime.train.decisions import NonFinite, SkipCounter
-from meshloom.runtime.train.metrics import Metrics
-from meshloom.runtime.train.time_spent import NOTHING
+from meshloom.runtime.train.loop import NonFinite, SkipCounter
+from meshloom.runtime.train.metrics import NOTHING, Metrics
 from support.commands import meshloom, run_in_process
 from support.forked import Process, start
 

@@ -14,8 +14,8 @@ import pytest
 from conftest import plan_of, spec_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints, restore, set_aside
-from meshloom.runtime.checkpoint.differences import tree_differences
 from meshloom.runtime.checkpoint.find import describe_damage, finished, parse_place
+from meshloom.runtime.checkpoint.restore_plan import tree_differences
 from meshloom.runtime.core.failures import RunFailed
 from meshloom.runtime.core.files import remove_for_good
 from meshloom.runtime.core.manifest import FILE, FileEntry

@@ -12,7 +12,7 @@ import pytest
 from conftest import LINEAR_STACK, SMALL
 from meshloom.compiler.core.errors import Problem
 from meshloom.runtime.cli.main import run
-from meshloom.runtime.core.exclusive import locked
+from meshloom.runtime.core.files import locked
 from meshloom.runtime.rundir.run_record import recorded_run
 from support.commands import run_python
 from support.forked import start

@@ -11,9 +11,9 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.declare.compose import Request
 from meshloom.runtime.cli.main import run
 from meshloom.runtime.compile.compile_command import CompileJob, compile_step
-from meshloom.runtime.core.exclusive import LOCK, locked
+from meshloom.runtime.core.files import LOCK, locked
 from meshloom.runtime.processes.distributed import Processes
-from meshloom.runtime.rundir.run_lock import check_is_free
+from meshloom.runtime.rundir.run_dir import check_is_free
 from meshloom.runtime.train.train import Job, run_training
 
 NO_DATA: Any = None

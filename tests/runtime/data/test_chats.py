@@ -15,11 +15,11 @@ from meshloom.models import IGNORED_TARGET, PADDING_TARGET
 from meshloom.runtime.cli.data import prepare_corpus, show_example, tokenize_corpus
 from meshloom.runtime.data import open_data
 from meshloom.runtime.data import tokenize as tokenize_module
-from meshloom.runtime.data.chat_tokens import ChatTokens, chat_tokens
 from meshloom.runtime.data.chats import ChatReader
 from meshloom.runtime.data.documents import corpus_parts
 from meshloom.runtime.data.show import show_document
 from meshloom.runtime.data.store import TokenStream
+from meshloom.runtime.data.tokenize import ChatTokens, chat_tokens
 from support import chats
 from support.chats import (
     CHATML,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.runtime.data.shards import INDEX, open_shards
+from meshloom.runtime.data.store import INDEX, open_shards
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from conftest import spec_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.runtime.data.corpus import open_store
 from meshloom.runtime.data.files import find_files
-from meshloom.runtime.data.locate import names_of
+from meshloom.runtime.data.splits import names_of
 from meshloom.runtime.data.tokenizers import Bytes
 
 TEXT = "Grüße aus Köln, 你好\r\nA second line.\n" * 30

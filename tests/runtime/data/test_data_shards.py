@@ -17,11 +17,11 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.runtime.cli import data as command
 from meshloom.runtime.cli.data import prepare_corpus, tokenize_corpus
-from meshloom.runtime.core.exclusive import locked
+from meshloom.runtime.core.files import locked
 from meshloom.runtime.data import open_data, write
 from meshloom.runtime.data import tokenize as tokenize_module
 from meshloom.runtime.data.corpus import open_store
-from meshloom.runtime.data.shards import open_shards
+from meshloom.runtime.data.store import open_shards
 from support.commands import meshloom, run_in_process
 from support.forked import start
 

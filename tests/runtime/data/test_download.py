@@ -15,9 +15,8 @@ from conftest import spec_of
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.runtime.cli.data import prepare_corpus, tokenize_corpus
-from meshloom.runtime.core.exclusive import in_turn
-from meshloom.runtime.core.files import PACKAGES
-from meshloom.runtime.data import download, open_data
+from meshloom.runtime.core.files import PACKAGES, in_turn
+from meshloom.runtime.data import corpus, open_data
 
 URL = "memory://corpora/tokens"
 CHOSEN = ("data=tokens", "sequence_length=32", "global_batch_size=8", "evaluation.num_batches=1")
@@ -48,18 +47,18 @@ def store(written, tmp_path, monkeypatch):
 @pytest.fixture
 def downloads(monkeypatch):
     """How often each file was opened in the store."""
-    found, blocks_of = Counter(), download.blocks_of
+    found, blocks_of = Counter(), corpus.blocks_of
 
     def counted(url, name, where):
         found[name] += 1
         return blocks_of(url, name, where)
 
-    monkeypatch.setattr(download, "blocks_of", counted)
+    monkeypatch.setattr(corpus, "blocks_of", counted)
     return found
 
 
 def _copy():
-    return download.local_copy(URL, "data.source.directory")
+    return corpus.local_copy(URL, "data.source.directory")
 
 
 def _told():
@@ -109,7 +108,7 @@ def test_a_download_that_was_cut_off_goes_on_with_the_shards_that_it_lacks(writt
     content = store.cat("/corpora/tokens/00002.documents")
     store.rm("/corpora/tokens/00002.documents")
     assert _told().what == f"{URL}/00002.documents is missing"
-    (folder,) = download.cache_of_shards().iterdir()
+    (folder,) = corpus.cache_of_shards().iterdir()
     assert "00002.tokens" not in _content(folder)
     assert "index.json" not in _content(folder)
     assert not list(folder.glob(".*.unfinished"))
@@ -128,7 +127,7 @@ def test_a_file_that_is_not_what_the_index_says_is_one_error(store, change):
     content = store.cat(name)
     store.pipe(name, {"a byte": b"\xff" + content[1:], "shorter": content[:-1], "longer": content + b"1"}[change])
     assert "00001.tokens" in _told().what
-    assert [path for folder in download.cache_of_shards().iterdir() for path in folder.glob("*1.tokens*")] == []
+    assert [path for folder in corpus.cache_of_shards().iterdir() for path in folder.glob("*1.tokens*")] == []
 
 
 @pytest.mark.parametrize("name", ["../theirs", "..", ".lock"])

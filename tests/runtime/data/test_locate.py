@@ -4,7 +4,7 @@ import pytest
 
 from conftest import spec_of
 from meshloom.runtime.data import open_data
-from meshloom.runtime.data.locate import describe_documents
+from meshloom.runtime.data.splits import describe_documents
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from conftest import SMALL, spec_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.visible import visible
 from meshloom.compiler.driver import plan_run
-from meshloom.runtime.checkpoint.parameters import find_saved, load_parameters
+from meshloom.runtime.checkpoint.adapters import find_saved, load_parameters
 from meshloom.runtime.inference.generation_job import prepare_generation
 from support.commands import run_in_process
 from support.reference import forward

@@ -7,7 +7,7 @@ import pytest
 from conftest import spec_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.runtime.data.tokenizers import Bytes, HuggingFace
-from meshloom.runtime.inference.prompts import DeclaredPrompt, PromptMaker, declared_prompts
+from meshloom.runtime.inference.generation_job import DeclaredPrompt, PromptMaker, declared_prompts
 from support.chats import TAGGED, tokenizer_of, untagged, write_folder
 
 CHAT = [{"role": "user", "content": "Hi <|im_end|>"}]

@@ -8,7 +8,7 @@ from meshloom.compiler.declare.overrides import parse_override
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.declare.sections import GENERATE, in_section
 from meshloom.runtime.data.tokenizers import Bytes
-from meshloom.runtime.inference.text_stream import Stops, TextStream
+from meshloom.runtime.inference.generate import Stops, TextStream
 
 TEXT = "Grüße, 世界 🌍! e\u0301 "
 

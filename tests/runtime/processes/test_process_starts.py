@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from meshloom.compiler.core.trees import leaves_by_path
-from meshloom.runtime.checkpoint.parameters import find_saved, load_parameters
+from meshloom.runtime.checkpoint.adapters import find_saved, load_parameters
 from meshloom.runtime.core.failures import HUNG, LOST
 from support.commands import run_in_process, with_plugin
 from support.programs import plan_as_declared

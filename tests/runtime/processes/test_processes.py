@@ -35,7 +35,7 @@ from meshloom.runtime.processes.agreement import (
 from meshloom.runtime.processes.distributed import Disagreement, Processes, current, together
 from meshloom.runtime.processes.initialize import plan_start
 from meshloom.runtime.processes.process_log import process_log
-from meshloom.runtime.start.shared import find_for_run, found_by_first, seen
+from meshloom.runtime.start.state import find_for_run, found_by_first, seen
 from meshloom.runtime.train.feed import local_rows, rows_held, to_devices
 from support.loops import NoData
 from support.several import free_port, in_both, joined, open_mpi, slurm

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshloom.compiler.core.errors import ConfigError, Problem
-from meshloom.runtime.core.exclusive import is_held, locked
+from meshloom.runtime.core.files import is_held, locked
 from meshloom.runtime.sweep.read import MOST, read_curves, read_sweep, thinned
 from support.sweeps import point, sweep_file, write_sweep
 

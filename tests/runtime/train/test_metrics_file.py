@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshloom.runtime.train.metrics import Metrics
-from meshloom.runtime.train.time_spent import NOTHING
+from meshloom.runtime.train.metrics import NOTHING, Metrics
 from meshloom.runtime.train.trackers import MetricsLog
 
 

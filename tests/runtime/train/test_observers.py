@@ -21,7 +21,7 @@ from meshloom.runtime.core.failures import FAULTY, RunFailed
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.process_log import process_log
 from meshloom.runtime.processes.stop import StopRequest
-from meshloom.runtime.train import observers
+from meshloom.runtime.train import loop
 from meshloom.runtime.train.loop import TrainingLoop
 from meshloom.runtime.train.observer import Observer
 from meshloom.runtime.train.train import plan_and_check, run_training
@@ -153,7 +153,7 @@ def test_an_observer_that_fails_ends_the_run_and_no_checkpoint_is_harmed(undistu
 @pytest.mark.ci
 def test_a_line_of_the_table_is_all_that_a_new_observer_needs(tmp_path, monkeypatch):
     seen = Seen()
-    monkeypatch.setattr(observers, "OBSERVERS", (*observers.OBSERVERS, lambda _: seen))
+    monkeypatch.setattr(loop, "OBSERVERS", (*loop.OBSERVERS, lambda _: seen))
     job, console = plan_and_check(spec_of(*RUN)), Console(io.StringIO())
     with process_log(tmp_path, Processes()):
         assert run_training(job, tmp_path, overrides=(), console=console, processes=Processes()) == 0

@@ -10,7 +10,7 @@ from meshloom.compiler.declare.run_spec import StragglersSpec
 from meshloom.runtime.launch.local import free_port
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.train.observer import StepTimes
-from meshloom.runtime.train.stragglers import Stragglers, find_straggler
+from meshloom.runtime.train.watchdog import Stragglers, find_straggler
 from support.several import Started, joined, keys
 
 SPEC = StragglersSpec(every_num_steps=2, cost_share=0.1)

@@ -2,7 +2,7 @@
 
 import time
 
-from meshloom.runtime.train.time_spent import (
+from meshloom.runtime.train.metrics import (
     KINDS,
     NOTHING,
     Stopwatch,

@@ -1,9 +1,8 @@
 """What experts drop is told once, and not where nothing is dropped."""
 
 from meshloom.compiler.core.errors import Problem
-from meshloom.runtime.train.metrics import Metrics
-from meshloom.runtime.train.observers import DroppedTokens
-from meshloom.runtime.train.time_spent import NOTHING
+from meshloom.runtime.train.loop import DroppedTokens
+from meshloom.runtime.train.metrics import NOTHING, Metrics
 
 
 def _step(number: int, **auxiliary: float) -> Metrics:

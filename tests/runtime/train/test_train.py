@@ -17,7 +17,7 @@ from conftest import SMALL, plan_of, spec_of
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints, restore
 from meshloom.runtime.checkpoint.find import Checkpoint
 from meshloom.runtime.data import open_data
-from meshloom.runtime.train.time_spent import KINDS
+from meshloom.runtime.train.metrics import KINDS
 from support.commands import meshloom, run_in_process
 from support.forked import start
 from support.programs import on_devices, programs_of

@@ -10,8 +10,8 @@ import pytest
 from conftest import spec_of
 from meshloom.compiler.core.console import Console
 from meshloom.runtime.core.failures import RunFailed
-from meshloom.runtime.tune import workers as module
-from meshloom.runtime.tune.workers import progress, workers
+from meshloom.runtime.tune import variants as module
+from meshloom.runtime.tune.variants import progress, workers
 
 CONSOLE = Console(is_quiet=True)
 TARGET = spec_of("target=v5p-16").target

@@ -20,11 +20,10 @@ from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.driver import plan_run
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
 from meshloom.runtime.cli.export import open_merged
-from meshloom.runtime.weights.export import prepare_export, run_export
+from meshloom.runtime.weights.export import SavedParams, prepare_export, run_export
 from meshloom.runtime.weights.find import find_weights
 from meshloom.runtime.weights.folder import open_folder
 from meshloom.runtime.weights.load import load_params
-from meshloom.runtime.weights.saved import SavedParams
 from support.commands import run_in_process, run_python
 from support.forked import start
 from support.published import write_published

@@ -15,8 +15,7 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.driver import plan_run
 from meshloom.runtime.weights.find import StoredWeights, describe_weights, find_weights
-from meshloom.runtime.weights.load import load_params, with_weights
-from meshloom.runtime.weights.read import file_sharding
+from meshloom.runtime.weights.load import file_sharding, load_params, with_weights
 from support.programs import programs_of
 from support.published import write_published
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from conftest import SMALL, spec_of
-from meshloom.runtime.weights.peft import TENSORS, write_peft_folder
+from meshloom.runtime.weights.write import TENSORS, write_peft_folder
 from support.commands import run_in_process
 from support.forked import start
 from support.published import write_published
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ci
 READING = """
     import sys, time
     from pathlib import Path
-    import meshloom.runtime.weights.read as read
+    import meshloom.runtime.weights.load as read
     from meshloom.runtime.cli.main import run
 
     real, count = read._read_one, []
@@ -37,7 +37,7 @@ WRITING = """
     import os, sys, time
     from pathlib import Path
     import numpy as np
-    from meshloom.runtime.weights.peft import write_peft_folder
+    from meshloom.runtime.weights.write import write_peft_folder
 
     def stuck(descriptor):
         Path("reached").touch()

@@ -1,4 +1,4 @@
-"""Runs `meshloom generate`: continues prompts, and shows their text while it is made."""
+"""Runs `meshloom evaluate` and `meshloom generate`: what weights, on any mesh, score and write."""
 
 import argparse
 import json
@@ -11,6 +11,7 @@ from meshloom.compiler.core.format import counted
 from meshloom.compiler.core.visible import write_out
 from meshloom.compiler.declare.compose import Request, read_spec
 
+from ..inference.evaluate import evaluate_weights, prepare_evaluation
 from ..inference.generate import Completion, Piece, Prompt
 from ..inference.generation_job import GenerationJob, prepare_generation
 from ..processes import distributed
@@ -18,6 +19,22 @@ from .in_directory import run_together
 
 Events = Iterator[Piece | Completion]
 ENDED_BY = {"positions": "the model has no position for another token"}
+
+
+def evaluate_command(request: Request, flags: argparse.Namespace) -> int:
+    """Evaluates, and returns the exit code."""
+
+    def run() -> int:
+        job = distributed.together("declaration", lambda: read_spec(request, then=prepare_evaluation))
+        console = Console(is_quiet=flags.json or not job.session.processes.is_first)
+        evaluation = evaluate_weights(job, console)
+        if job.session.processes.is_first and flags.json:
+            write_out(json.dumps(evaluation.json, indent=1))
+        for line in evaluation.lines:
+            console.wrapped(line)
+        return 0
+
+    return run_together(run)
 
 
 def generate_command(request: Request, flags: argparse.Namespace) -> int:
