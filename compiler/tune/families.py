@@ -8,8 +8,8 @@ each family are traced, and the exponents of each number follow, exactly if it i
   of the counts       from one point that has 2 times the sequences, 8 times the chunks of the loss and 512 times the
                       microbatches: an exponent is -1, 0 or 1, so that a ratio of 2^-1 2^3 2^9 gives all three
   of both at once     from one point on another mesh with 5 times the sequences, 7 times the microbatches, and chunks by
-                      a power of 2 that no mesh axis reaches, as long as every number is such a product. Otherwise the
-                      mesh and the counts are traced apart
+                      a power of 2 that no product of mesh axes grows by, as long as every number is such a product.
+                      Otherwise the mesh and the counts are traced apart
 
 Where all candidates of a family have the same counts, it is traced with these.
 
@@ -25,7 +25,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import count, product
 from typing import TypeVar
 
 import numpy as np
@@ -266,7 +266,8 @@ def _with_counts(first: TracePoint, sizes: Sizes, is_counted: bool) -> TracePoin
     off both. is_counted: whether candidates differ in their microbatches."""
     more_sequences, more_microbatches = RATIOS_AT_ONCE
     growths = _mesh_growths(first.sizes, sizes)
-    num_chunks = first.num_loss_chunks * 2 ** (int(2 * max(growths)) + 1)
+    differences = {round(abs(one - other), 9) for one, other in product(growths, repeat=2)}
+    num_chunks = first.num_loss_chunks * 2 ** next(n for n in count(1) if not {n, 2 * n} & differences)
     if num_chunks > first.variant.spec.sequence_length // math.prod(size for _, size in sizes):
         return None
     return replace(
@@ -279,11 +280,11 @@ def _with_counts(first: TracePoint, sizes: Sizes, is_counted: bool) -> TracePoin
 
 
 def _mesh_growths(sizes: Sizes, others: Sizes) -> list[float]:
-    """Returns the logarithms of the ratios that a number may have between two meshes: the product of the ratios of some
-    axes, or one over it."""
+    """Returns the logarithms of the ratios that a number may have between two meshes: it grows with some of the axes,
+    and with one over others."""
     ratios = [np.log2(other / size) for (_, size), (_, other) in zip(sizes, others, strict=True) if other != size]
-    sums = {round(sum(some), 9) for number in range(len(ratios) + 1) for some in combinations(ratios, number)}
-    return sorted(sums | {-each for each in sums})
+    signs = product((-1, 0, 1), repeat=len(ratios))
+    return sorted({round(float(np.dot(each, ratios)), 9) for each in signs})
 
 
 def trace(point: TracePoint) -> Reference:

@@ -1,6 +1,8 @@
 """Prices of many candidates against the estimate of each, and what must hold for any search."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -8,11 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import LINEAR_STACK, spec_of
+from meshloom.compiler.estimate.program_costs import ProgramShape
+from meshloom.compiler.estimate.step_time import Hiding
 from meshloom.compiler.tune import families
 from meshloom.compiler.tune.answer import Runner, estimate_spec, find_changes, tune, winner
-from meshloom.compiler.tune.families import choose_points, count_exponents, find_families, group_candidates, trace
+from meshloom.compiler.tune.families import (
+    Reference,
+    choose_points,
+    count_exponents,
+    find_families,
+    fit_family,
+    group_candidates,
+    trace,
+)
 from meshloom.compiler.tune.price import price_candidates
-from meshloom.compiler.tune.space import Variant, find_candidates
+from meshloom.compiler.tune.space import MeshCandidate, Variant, find_candidates
 
 STACK = (
     *LINEAR_STACK,
@@ -67,6 +79,29 @@ def test_a_number_grows_with_the_microbatches_or_with_the_slots_of_one_buffer():
     steps = np.log2([[2, 8, 1, 1, 1], [1, 1, 8, 4, 1]])
     every = np.array([[1, 0, 1, 0, 0], [1, -1, 0, 1, 0], [0, 1, 0, 0, 0]], float)
     assert (every == count_exponents((every @ steps.T).T, steps).T).all()
+
+
+def test_a_number_that_grows_with_one_axis_over_another_does_not_grow_with_the_chunks():
+    """From 2 x 4 devices to 4 x 2 fsdp / tensor grows four times, as what has eight times the chunks and half the
+    tensor axis would."""
+    spec = SimpleNamespace(sequence_length=4096)
+    variant, sizes = cast(Variant, SimpleNamespace(spec=spec)), [{"fsdp": 2, "tensor": 4}, {"fsdp": 4, "tensor": 2}]
+    shape, hiding = cast(ProgramShape, SimpleNamespace(operations=())), cast(Hiding, None)
+    candidates = [
+        cast(MeshCandidate, SimpleNamespace(
+            variant=variant, mesh=SimpleNamespace(sizes=each), sequences_of_device=number, num_microbatches=2 * number,
+            num_loss_chunks=1, num_stages=1, roles=SimpleNamespace(sequence=("fsdp",)), strategies=(), pipeline=None,
+        ))
+        for each, number in zip(sizes, (4, 8), strict=True)
+    ]  # fmt: skip
+    first, last = choose_points(candidates)
+    assert first.sizes != last.sizes
+    references = list[Reference]()
+    for point in (first, last):
+        fsdp, tensor = (size for _, size in point.sizes)
+        numbers = np.array([fsdp / tensor, 1 / fsdp, point.num_loss_chunks * tensor])
+        references.append(Reference(point, shape, numbers, hiding, is_last_apart=False, head_dim=None))
+    assert fit_family(references).exponents[2:].T.tolist() == [[0, 0, 0], [0, 0, 0], [0, 1, 0]]
 
 
 def test_each_number_of_devices_that_share_a_sequence_is_a_family():
