@@ -5,7 +5,7 @@
     report = report_of(step)              CompiledStep -> Report      judged, for people and tools
 
 A program that somebody else compiled has no plan, and comes in at the end of the line (analysis/inspected.py,
-report/inspect_report.py):
+report/build_report.py):
 
     program = inspect_text(text, devices)    text -> InspectedProgram      read, and its findings
     report = report_inspected(program)       InspectedProgram -> Report    what a declaration says is unknown

@@ -17,6 +17,7 @@ from .core.format import counted
 from .core.known import each_known, or_unknown
 from .core.partition_spec import axes_of
 from .core.trees import leaves_by_path, like, nested_dict, pick
+from .figures import NO_PEAK_RATE, StepWork
 from .jaxpr.flops import ModelFlops, count_model_flops
 from .parallel.operation import OpPlan, ParallelOp
 from .parallel.pipeline_plan import PipelinePlan, warnings_of_pipeline
@@ -31,7 +32,6 @@ from .spec.plan_spec import AnyPlanSpec, PlanSpec
 from .target.compiler_options import Options, describe_presets, inert_presets
 from .target.mesh import MeshPlan
 from .target.target import TargetPlan
-from .work import NO_PEAK_RATE, StepWork
 
 
 @dataclass(frozen=True)

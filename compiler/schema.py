@@ -5,12 +5,15 @@ A program that nobody declared (`meshloom inspect`) has a report too, without wh
 Seconds are of one step; bytes and FLOPs of one chip unless a name says otherwise, those of the program of all chips.
 A value that cannot be known is an `Unknown` with its reason: null in the file, which has the reasons in `unknown`, by
 the path of the value ("compiled.mfu"), or of that value in all elements ("collectives[*].alone_seconds").
+
+The file repeats some figures under the keys that tools have read since before a step's figures had one form
+(`steady_keys`). They are written, and never read back.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -19,10 +22,8 @@ from meshloom.models.record import Record
 from .core.collectives import ComputeKind
 from .core.known import OrUnknown, Reasoned, Unknown, all_known, each_known
 from .core.traffic import TimedTraffic
-from .figures import StepFigures
+from .figures import StepFigures, StepWork
 from .spec.overlap_spec import OverlapConfig
-from .steady_keys import steady_keys, without_steady_keys
-from .work import StepWork
 
 SCHEMA_VERSION = 17  # of report.json and plan.json
 
@@ -274,3 +275,69 @@ def by_exposed(collectives: Iterable[CollectiveReport]) -> list[CollectiveReport
 
 def or_infinity(seconds: float | Unknown) -> float:
     return math.inf if isinstance(seconds, Unknown) else seconds
+
+
+if TYPE_CHECKING:
+    from .schema import Report
+
+STEP = {
+    "compute_seconds": "compute_seconds", "compute_seconds_by_kind": "compute_seconds_by_kind",
+    "exposed_seconds": "exposed_seconds", "exposed_fraction": "exposed_fraction", "bubble_seconds": "bubble_seconds",
+    "bubble_fraction": "bubble_fraction", "least_seconds": "least_seconds", "predicted_seconds": "step_seconds",
+    "predicted_range_basis": "range_basis", "predicted_mfu": "mfu", "roofline_seconds": "roofline_seconds",
+    "bound_seconds": "bound_seconds", "num_unpriced": "num_unpriced", "counted_once": "counted_once",
+    "num_bounded": "num_bounded", "bounded_seconds": "bounded_seconds",
+}  # fmt: skip
+MEMORY = {
+    "peak_bytes_per_chip": ("compiled", "peak_bytes"), "limit_bytes_per_chip": ("compiled", "limit_bytes"),
+    "fits": ("compiled", "fits"), "estimate_bytes_per_chip": ("estimated", "peak_bytes"),
+    "host_bytes_per_chip": ("compiled", "host_bytes"), "host_limit_bytes_per_chip": ("compiled", "host_limit_bytes"),
+    "host_fits": ("compiled", "host_fits"), "host_estimate_bytes_per_chip": ("estimated", "host_bytes"),
+}  # fmt: skip
+TRIED = {"predicted_seconds": "step_seconds", "exposed_fraction": "exposed_fraction",
+         "peak_bytes_per_chip": "peak_bytes", "host_bytes_per_chip": "host_bytes"}  # fmt: skip
+OF_TRIED = {*TRIED, "fits", "why_not"}
+ALTERNATIVE = {"seconds": "step_seconds", "exposed_seconds": "exposed_seconds", "peak_bytes_per_chip": "peak_bytes",
+               "fits": "fits"}  # fmt: skip
+
+
+def steady_keys(report: "Report") -> dict[str, Any]:
+    """Returns these keys of a report with their values."""
+    step = {key: getattr(report.compiled, name) for key, name in STEP.items()}
+    keys: dict[str, Any] = {
+        "step": step | {"predicted_range_seconds": report.compiled.range_of(report.compiled.step_seconds)},
+        "memory": {key: _value(getattr(report, part), name) for key, (part, name) in MEMORY.items()},
+        "alternatives": [_values(one.figures, ALTERNATIVE) for one in report.alternatives],
+    }
+    return keys | ({"search": {"tried": [_tried(one.figures) for one in report.search.tried]}} if report.search else {})
+
+
+def without_steady_keys(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the JSON of a report without these keys, as it is read."""
+
+    def without(node: Any, names: Collection[str]) -> Any:
+        return {key: value for key, value in node.items() if key not in names} if isinstance(node, dict) else node
+
+    found = {key: value for key, value in report.items() if key != "step"}
+    if "memory" in found:
+        found["memory"] = without(found["memory"], MEMORY)
+    if isinstance(found.get("alternatives"), list):
+        found["alternatives"] = [without(one, ALTERNATIVE) for one in found["alternatives"]]
+    if isinstance(search := found.get("search"), dict) and isinstance(search.get("tried"), list):
+        found["search"] = search | {"tried": [without(one, OF_TRIED) for one in search["tried"]]}
+    return found
+
+
+def _tried(figures: StepFigures) -> dict[str, Any]:
+    """Returns the keys of a program that was tried: whether it fits in both memories, and why its step is not known."""
+    seconds = figures.step_seconds
+    why = seconds.why if isinstance(seconds, Unknown) else None
+    return _values(figures, TRIED) | {"fits": figures.runs, "why_not": why}
+
+
+def _values(figures: StepFigures, keys: Mapping[str, str]) -> dict[str, Any]:
+    return {key: getattr(figures, name) for key, name in keys.items()}
+
+
+def _value(figures: StepFigures | Unknown, name: str) -> Any:
+    return figures if isinstance(figures, Unknown) else getattr(figures, name)

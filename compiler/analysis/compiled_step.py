@@ -17,7 +17,7 @@ from ..plan import Plan
 from ..schema import Event, Finding, StepReport
 from ..xla.aot import Built, LoweredStep
 from ..xla.hlo import Module, parse_module
-from ..xla.schedule.divergent import Divergent, find_divergent
+from ..xla.schedule.alike import Divergent, find_divergent
 from ..xla.schedule.stage_clocks import StagedDevices
 from .lint import find_too_exposed, find_too_much_bubble, lint
 from .program_devices import stages_of

@@ -36,9 +36,9 @@ from ..target.compiler_options import hidden_kinds, presets_for
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
 from ..xla.aot import REMATERIALIZATION
-from .match import Match
 from .program_memory import HeldArray
 from .program_text import LEAST_BYTES, NUM_PLACES
+from .schedule_analysis import Match
 
 TOO_EXPOSED, TOO_MUCH_BUBBLE = "too-exposed", "too-much-bubble"
 NUM_WORST = 3  # collectives that TOO_EXPOSED names

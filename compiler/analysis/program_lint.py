@@ -24,9 +24,8 @@ from ..xla.hlo.flow import Flow, ModuleValue, ValueUse
 from ..xla.hlo.opcodes import SAME_ELEMENTS
 from .program_devices import ProgramDevices
 from .program_text import LEAST_BYTES, NUM_PLACES
-from .repeated_work import find_repeated_work
 from .schedule_analysis import ScheduleAnalysis
-from .wasted_transfers import find_wasted_transfers
+from .waste import find_repeated_work, find_wasted_transfers
 
 LEAST_ARRAY_BYTES = 64 * 2**20  # the default of sharding.replicated_bytes_threshold
 LEAST_SHARE = 0.01  # the least share of the step that synchronous collectives of a kind cost

@@ -3,11 +3,20 @@
 It joins the results of `compiler/xla/schedule/` with the places of the program's devices, which give the links of a
 group, and with the plan, if there is one: the parameter that an operation moves, and the FLOPs of the model. A program
 without a declaration has no plan; everything that follows from one is then unknown.
+
+A collective whose name the compiler dropped is matched with the planned ones of its kind, axes and size:
+
+    all-reduce over fsdp of f32[1024,4096], three times  ->  layers/mlp/up_EM, backward (inferred from its size)
+
+On TPUs, reduce-scatters over 16 or more devices become synchronous all-reduces of many gradients at once, without
+names. A program for several slices has no names at all.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+import jax.numpy as jnp
 
 from ..core.collectives import MOVING, ComputeKind
 from ..core.errors import Problem, raise_if_any, use_one_of
@@ -16,14 +25,14 @@ from ..core.known import Unknown, each_known, or_unknown
 from ..core.scopes import OperationName, is_sum_of_matmul
 from ..core.traffic import Placed, TrafficSource
 from ..estimate.communication import PlannedCollective
-from ..figures import no_figures
+from ..figures import StepWork, no_figures
+from ..jaxpr.operation_kinds import LANES
 from ..parallel.operation import ParallelOp, find_source
 from ..parallel.registry import OPERATIONS
 from ..plan import Plan
 from ..schema import CollectiveReport, Event, StepReport
 from ..target.accuracy import range_figures
 from ..target.target import TargetPlan
-from ..work import StepWork
 from ..xla.hlo import Module
 from ..xla.schedule import Simulation, simulate
 from ..xla.schedule.prices import Chip
@@ -31,15 +40,31 @@ from ..xla.schedule.program import read_steps
 from ..xla.schedule.simulate import CollectiveTotals, Taken
 from ..xla.schedule.stage_clocks import StagedDevices, simulate_stages
 from ..xla.schedule.steps import ALL, Choices, Collective, Done, Step, apply_choices, conditionals, every, open_loops
-from .match import Match, match_planned, source_by_size
 from .program_devices import ProgramDevices
-from .source_lines import line_finder
+from .program_text import line_finder
 from .timeline_events import schedule_events
 
 NUM_SHOWN_BEHIND = 3
 NO_CHIP = "the target's chip is not known: simulated devices have neither links nor a clock"
 NOT_DECLARED = "no declaration says it: the program was inspected by itself"
 UNDECLARED = StepWork(Unknown(NOT_DECLARED), Unknown(NOT_DECLARED), 1, Unknown(NOT_DECLARED))
+
+
+@dataclass(frozen=True)
+class Match:
+    """Arrays of one size in a collective. candidates: the planned arrays that they may be; empty if there are none."""
+
+    num_arrays: int
+    candidates: tuple[PlannedCollective, ...]
+
+    @property
+    def origins(self) -> tuple[TrafficSource, ...]:
+        """Returns what the candidates move, in whichever pass."""
+        return tuple(dict.fromkeys(replace(candidate.origin, in_pass="") for candidate in self.candidates))
+
+    @property
+    def is_certain(self) -> bool:
+        return 0 < len(self.origins) <= self.num_arrays
 
 
 @dataclass(frozen=True)
@@ -327,3 +352,69 @@ def _left_out(result: Simulation, placed: Mapping[str, Placed]) -> list[str]:
         named, pronoun = human_names(loops), "them" if len(loops) > 1 else "it"
         reasons.append(f"how often {named} runs is not known, and one iteration of {pronoun} counts")
     return reasons
+
+
+def match_planned(
+    collective: Collective, axes: Sequence[str], count: int, planned: Sequence[PlannedCollective]
+) -> tuple[Match, ...]:
+    """Returns a match for each size of its arrays, the largest first. count: executions in a step. The count and the
+    names of the instructions that compute the operands narrow the candidates down, unless that would leave none."""
+    alike = [p for p in planned if p.kind in _kinds(collective) and _is_over(p, collective, axes)]
+    alike = [p for p in alike if jnp.issubdtype(p.dtype, jnp.integer) == (collective.dtype[:1] in ("s", "u"))]
+    made_by = {OperationName(name).activation for name in collective.made_by}
+    sizes = sorted(set(collective.num_elements), reverse=True)
+    return tuple(_of_size(size, collective.num_elements.count(size), alike, count, made_by) for size in sizes)
+
+
+def source_by_size(matches: Sequence[Match]) -> TrafficSource | None:
+    """Returns the source: 'head/kernel_EV, backward (inferred from its size)'; 'one of a, b and 2 more (...)' if the
+    largest array is a or b, and two more are combined with it; None if nothing matches."""
+    found = [match for match in matches if match.candidates]
+    if not found:
+        return None
+    first, *others = found[0].origins
+    passes = {candidate.origin.in_pass for match in found for candidate in match.candidates}
+    return replace(
+        first,
+        others=() if found[0].is_certain else tuple(each.name for each in others),
+        num_more=sum(match.num_arrays for match in matches) - 1,
+        is_inferred=True,
+        in_pass=passes.pop() if len(passes) == 1 else "",
+    )
+
+
+def num_elements(planned: PlannedCollective) -> int:
+    """Returns the number of elements of the full array of one execution."""
+    return planned.bytes_each // jnp.dtype(planned.dtype).itemsize
+
+
+def _kinds(collective: Collective) -> tuple[str, ...]:
+    """Returns the planned kinds that it may implement: a sum of arrays that are each filled in one part only is a
+    gather."""
+    if collective.kind != "all-reduce":
+        return (collective.kind,)
+    return ("all-gather",) if collective.is_padded else ("all-reduce", "reduce-scatter")
+
+
+def _is_over(planned: PlannedCollective, collective: Collective, axes: Sequence[str]) -> bool:
+    """Returns whether it runs over these axes. An all-reduce may run over some of them: within slices, then across
+    them."""
+    over = set(planned.mesh_axes)
+    return over == set(axes) or (planned.kind == collective.kind == "all-reduce" and set(axes) < over)
+
+
+def _of_size(
+    size: int, num_arrays: int, alike: Sequence[PlannedCollective], count: int, made_by: set[str | None]
+) -> Match:
+    by_size: dict[int, list[PlannedCollective]] = {}
+    for each in alike:
+        by_size.setdefault(num_elements(each), []).append(each)
+    found = [each for one, same in by_size.items() if size in (one, -(-one // LANES) * LANES) for each in same]
+    if found:
+        found = [each for each in found if each.origin.activation in made_by] or found
+        counted = [each for each in found if each.count == count]
+        return Match(num_arrays, tuple(counted or found))
+    for one, same in by_size.items():  # concatenated: all arrays of one size, or some of many scalars
+        if size == one * len(same) or (one == 1 and size <= sum(each.count for each in same)):
+            return Match(num_arrays * size // one, tuple(same))
+    return Match(num_arrays, ())

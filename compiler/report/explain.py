@@ -1,4 +1,10 @@
-"""Explains the plan, for people and as JSON: layouts with reasons, bytes per device, parameters, arithmetic."""
+"""Explains the plan, for people and as JSON: layouts with reasons, bytes per device, parameters, arithmetic.
+
+A terminal shows the table of a pipeline as a line for each stage:
+
+    stage 0  F0 F1 F2+BW0 F3+BW1 .. 2 more ticks
+    stage 1     F0 F1+BW0 F2+BW1
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -8,18 +14,17 @@ from ..core.console import Column, Console, Line, Table
 from ..core.format import counted, human_bytes
 from ..core.known import as_json, or_unknown
 from ..estimate.estimate import StepEstimate, estimate_step
-from ..estimate.stage_buffers import bytes_in_use
+from ..estimate.stage_buffers import WHAT, StageBuffer, bytes_in_use
 from ..parallel.operation import OpPlan, Strategy
 from ..parallel.pipeline_plan import PipelinePlan
 from ..parallel.stage_gather import StageGather
-from ..pipeline.table import microbatches
+from ..pipeline.table import PipelineOp, PipelineTable, Slot, microbatches
 from ..plan import Plan
 from ..schema import SCHEMA_VERSION
 from ..sharding.arrays import Array
 from ..sharding.rules import ArrayPlan
 from ..spec.sharding_spec import Rule
 from .explain_estimate import estimate_as_json, print_estimate, traffic_as_json, unknown_primitives
-from .pipeline_lines import memory_lines, pipeline_lines, slot_text
 
 COLUMNS = (
     Column("array"),
@@ -280,3 +285,60 @@ def _dimensions(plan: ArrayPlan) -> Line:
     line += [f"  ({shared})"] if shared else []
     by = {"optimizer": [], "rule": ["  updated by a rule"], "nothing": ["  ", ("frozen", "yellow")]}
     return line + by[plan.array.updated_by]
+
+
+MOST_STAGES = 16
+STYLES = {
+    PipelineOp.FORWARD: "blue",
+    PipelineOp.RECOMPUTE: "dim",
+    PipelineOp.INPUT_GRADIENT: "cyan",
+    PipelineOp.BACKWARD: "cyan",
+    PipelineOp.WEIGHT_GRADIENT: "green",
+}
+
+
+def pipeline_lines(table: PipelineTable, width: int) -> list[Line]:
+    """Returns the lines of a table, with as many ticks as the width has room for. A later chunk is behind a dot."""
+    stages = range(min(table.placement.num_stages, MOST_STAGES))
+    names = [f"  stage {stage}" for stage in stages]
+    room = width - len(names[-1]) - len(_more(table.num_ticks))
+    lines: list[Line] = [[name.ljust(len(names[-1]))] for name in names]
+    for tick, row in enumerate(table.rows):
+        cells = [[(slot_text(slot), STYLES[slot.op]) for slot in row[stage]] for stage in stages]
+        lengths = [sum(len(text) for text, _ in cell) + len(cell) - 1 if cell else 0 for cell in cells]
+        room -= 1 + max(lengths)
+        if room < 0:
+            lines[0].append((_more(table.num_ticks - tick), "dim"))
+            break
+        for line, cell, length in zip(lines, cells, lengths, strict=True):
+            line.append(" ")
+            for number, part in enumerate(cell):
+                line += ["+", part] if number else [part]
+            line.append(" " * (max(lengths) - length))
+    for line in lines:
+        while isinstance(line[-1], str) and not line[-1].strip():
+            line.pop()
+    if (left := table.placement.num_stages - MOST_STAGES) > 0:
+        lines.append([(f"  .. {counted(left, 'more stage')}", "dim")])
+    return lines
+
+
+def memory_lines(buffers: tuple[StageBuffer, ...]) -> Iterator[str]:
+    """Yields what each buffer of the stages holds and takes, and what each stage uses of them."""
+    for each in buffers:
+        slots, of_one = counted(each.num_slots, "slot"), human_bytes(each.slot_bytes)
+        used = ", ".join(map(str, each.in_use))
+        yield f"{each.name}, {WHAT[each.name]}: {slots} of {of_one} on each stage; in use by stage: {used}"
+    if buffers:
+        allocated = human_bytes(sum(each.allocated_bytes for each in buffers))
+        used = ", ".join(map(human_bytes, bytes_in_use(buffers)))
+        yield f"buffers: {allocated} on each stage; in use at most, by stage: {used}"
+
+
+def slot_text(slot: Slot) -> str:
+    """Returns a slot as `F0`, or as `F0.1` for the second chunk."""
+    return f"{slot.op}{slot.microbatch}" + (f".{slot.chunk}" if slot.chunk else "")
+
+
+def _more(count: int) -> str:
+    return f" .. {counted(count, 'more tick')}"

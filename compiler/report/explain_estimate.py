@@ -110,7 +110,7 @@ def estimate_as_json(plan: Plan, estimate: StepEstimate) -> dict[str, Any]:
 
 
 def _time_as_json(figures: StepFigures) -> dict[str, Any] | Unknown:
-    """Returns the seconds of a step under the keys that plan.json has had for them (steady_keys.py)."""
+    """Returns the seconds of a step under the keys that plan.json has had for them (`steady_keys`)."""
     if isinstance(figures.step_seconds, Unknown):
         return figures.step_seconds
     return {"seconds": figures.step_seconds, "range_seconds": figures.range_of(figures.step_seconds),

@@ -16,11 +16,10 @@ from ..driver import plan_run
 from ..estimate.estimate import estimate_step
 from ..estimate.estimated_step import assume_overlap, overrides_of
 from ..estimate.program_costs import Numbers
-from ..figures import StepFigures
+from ..figures import StepFigures, StepWork
 from ..spec.overlap_spec import OverlapSpec
 from ..spec.plan_spec import Objective, PlanSpec
 from ..target.target import TargetPlan
-from ..work import StepWork
 from .families import Family, Key, Reference, TracePoint, family_key, find_families, group_candidates
 from .price import Prices, price_candidates
 from .space import MeshCandidate, Refused, Variant, find_candidates

@@ -18,7 +18,7 @@ device, one microbatch, another number of stages. A family is traced with the st
 else with the fallback.
 
 What a pipeline's ticks cost is no product of powers: their number, and what each stage runs in each of them, are those
-of the candidate's own table (pipeline_costs.py). Its buffers grow with their slots in that table, as with a count.
+of the candidate's own table (price.py). Its buffers grow with their slots in that table, as with a count.
 """
 
 import math
@@ -42,8 +42,7 @@ from ..parallel.registry import OPERATIONS
 from ..sharding.roles import plan_roles
 from ..spec.overlap_spec import StrategyChoice
 from ..spec.plan_spec import PlanSpec
-from .pipeline_costs import shape_of, slots_of
-from .space import MeshCandidate, Sizes, Variant, with_layout
+from .space import MeshCandidate, Sizes, Variant, shape_of, slots_of, with_layout
 
 Key = tuple[str, tuple[tuple[str, str], ...], tuple[str, ...], bool]
 T = TypeVar("T")

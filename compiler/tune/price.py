@@ -1,17 +1,24 @@
-"""The price of every candidate at once: memory, compute, exposed communication. No candidate is traced for it."""
+"""The price of every candidate at once: memory, compute, exposed communication. No candidate is traced for it.
+
+The ticks and the buffers of a pipeline are no products of powers: they are priced by the candidate's own table.
+Candidates of one family (families.py) run the same operations in the same form of ticks, with the same layers on each
+stage. Their tables differ in length, and so in the slots that buffers have.
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..core.partition_spec import Axes
 from ..estimate.estimate import memory_figures, time_figures
-from ..estimate.program_costs import Numbers
+from ..estimate.program_costs import Costs, Numbers
 from ..estimate.step_time import LinkTimes, StepTime, plan_link_times, plan_rates, time_step
 from ..figures import StepFigures
+from ..parallel.pipeline_plan import PipelinePlan
+from ..pipeline.buffers import COLUMN_OF, lower_table
+from ..pipeline.makespan import TickSlot, ticks_of_head
 from .families import Family, Key, family_key
-from .pipeline_costs import with_table
 from .space import MeshCandidate
 
 
@@ -72,3 +79,27 @@ def _link_times(candidates: Sequence[MeshCandidate], family: Family, speed: floa
         latency={key: seconds[own] for key, seconds in times.latency.items()},
         per_byte={key: seconds[own] / speed for key, seconds in times.per_byte.items()},
     )
+
+
+def with_table(costs: Costs, pipeline: PipelinePlan | None) -> Costs:
+    """Returns the costs of candidates with this pipeline, with the ticks of its table; without one, the costs."""
+    loop = costs.shape.ticks
+    if loop is None or pipeline is None:
+        return costs
+    table = pipeline.table
+    columns = lower_table(table, pipeline.layers.kind_of).columns
+    numbers, parts = costs.numbers.copy(), list(loop.parts)
+    numbers[list(costs.shape.regions[loop.region][-1])] = table.num_ticks
+    slots = [(place, part) for place, part in enumerate(parts) if isinstance(part, TickSlot)]
+    chosen = [columns[COLUMN_OF[op]] for op in sorted(table.ops, key=lambda op: op.place)]
+    num_loops = sum(not part.is_shared for _, part in slots) // len(chosen)
+    if num_loops > 1:  # of each operation, one for each kind of chunk
+        chosen = [column == kind for column in chosen for kind in range(1, 1 + num_loops)]
+    of_slots = iter(chosen)
+    for place, part in slots:
+        of_part = np.array(ticks_of_head(table)) if part.is_shared else next(of_slots).astype(int)
+        parts[place] = replace(part, chosen=tuple(map(tuple, of_part.tolist())))
+        for number, branch in enumerate(part.branches):
+            places, share = list(costs.shape.regions[branch[0]][-1]), (of_part == number).mean(axis=0)
+            numbers[places] = share[: len(places), None]
+    return Costs(replace(costs.shape, ticks=replace(loop, parts=tuple(parts))), numbers)

@@ -19,6 +19,7 @@ from meshloom.models.config import divisors
 from ..core.errors import ConfigError, Problem, raise_if_any
 from ..core.partition_spec import STAGE
 from ..driver import Layout, plan_layout
+from ..estimate.stage_buffers import allocated_slots
 from ..estimate.step_time import plan_rates
 from ..parallel.operation import loop_trips
 from ..parallel.pipeline_plan import PipelinePlan
@@ -311,3 +312,19 @@ def product_of(groups: Mapping[str, Sequence[str]]) -> Iterator[GroupChoices]:
     """Yields all combinations of one option of each group."""
     keys = list(groups)
     yield from (tuple(zip(keys, options, strict=True)) for options in product(*groups.values()))
+
+
+def shape_of(pipeline: PipelinePlan | None) -> tuple[str, ...]:
+    """Returns what the program of a pipeline depends on, beside the length of its table."""
+    if pipeline is None:
+        return ()
+    table, layers = pipeline.table, pipeline.layers.totals
+    form = "multi" if any(len(slots) > 1 for row in table.rows for slots in row) else "unit"
+    return f"head={pipeline.head.place}", f"layers={layers}", f"ticks={form}", f"operations={sorted(table.ops)}"
+
+
+def slots_of(pipeline: PipelinePlan | None) -> tuple[int, ...]:
+    """Returns the slots of each kind of buffer; at least one each, also of a buffer that the table lacks."""
+    if pipeline is None:
+        return ()
+    return tuple(max(1, number) for number in allocated_slots(pipeline.table).values())

@@ -26,7 +26,7 @@ from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.hydra_settings import SEARCH_PATH, search_path_override
 from meshloom.compiler.declare.overrides import overridden_key
-from meshloom.compiler.report.inspect_report import report_inspected
+from meshloom.compiler.report.build_report import report_inspected
 from meshloom.compiler.report.views.page import page_in_frame, render_page
 from meshloom.compiler.report.views.summary import show_summary
 from meshloom.compiler.report.views.timeline import chrome_trace

@@ -9,7 +9,7 @@ from meshloom.compiler.core.console import Column, Console, Table
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.core.visible import write_out
-from meshloom.compiler.profile.calibrate import calibrate
+from meshloom.compiler.profile.compare import calibrate
 from meshloom.compiler.report.views.profile import show_profile
 from meshloom.compiler.spec.calibration_spec import Calibration
 

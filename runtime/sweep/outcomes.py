@@ -25,10 +25,9 @@ from meshloom.compiler.declare.problems import MISTAKES, as_config_error
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import StepEstimate, estimate_step
-from meshloom.compiler.figures import no_figures
+from meshloom.compiler.figures import StepWork, no_figures
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.explain import explain
-from meshloom.compiler.work import StepWork
 
 from ..compile.compile_command import Compiled, compile_step, prepare_compile, why_refused
 from ..processes.devices import TooFewSimulated, plan_without_devices

@@ -9,14 +9,13 @@ from conftest import LINEAR_STACK, SMALL, plan_of
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.known import Unknown, all_known
 from meshloom.compiler.estimate.estimate import estimate_step
-from meshloom.compiler.figures import FIGURES, Figure, StepFigures, register
+from meshloom.compiler.figures import FIGURES, Figure, StepFigures, StepWork, register
 from meshloom.compiler.report.diff import Run, diff_runs
 from meshloom.compiler.report.explain import explain, plan_as_json
 from meshloom.compiler.report.views.diff_text import show_diff
 from meshloom.compiler.report.views.page import render_page
 from meshloom.compiler.report.views.summary import show_summary
 from meshloom.compiler.schema import Report
-from meshloom.compiler.work import StepWork
 from meshloom.runtime.rundir.find_runs import ROWS_FILE
 from meshloom.runtime.sweep.outcomes import outcome_of_plan
 from meshloom.runtime.sweep.read import read_sweep

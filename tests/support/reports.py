@@ -9,7 +9,7 @@ from meshloom.compiler.analysis.schedule_analysis import UNDECLARED, nothing_tim
 from meshloom.compiler.core.known import Unknown
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
-from meshloom.compiler.figures import StepFigures, no_figures
+from meshloom.compiler.figures import StepFigures, StepWork, no_figures
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.schema import (
     Alternative,
@@ -28,7 +28,6 @@ from meshloom.compiler.schema import (
     TriedReport,
 )
 from meshloom.compiler.spec.overlap_spec import LayerLoop
-from meshloom.compiler.work import StepWork
 from support.traffic import origin
 
 NUM_LAYERS, NUM_CHIPS, GIB = 32, 256, 2**30

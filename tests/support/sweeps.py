@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from meshloom.compiler.work import StepWork
+from meshloom.compiler.figures import StepWork
 from meshloom.runtime.rundir.find_runs import ROWS_FILE, SWEEP_FILE
 from meshloom.runtime.sweep.rows import SWEEP_VERSION, Figures, Row, SweepFile
 

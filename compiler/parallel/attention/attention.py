@@ -15,7 +15,7 @@ many they are (`blocks_scope`); without one the mask is causal.
     traced splash      the matmuls of the kernel's body, once for each of these blocks of its grid
     traced cuDNN       queries x keys x depth by shapes, of these blocks
     compiled splash    the square by shapes, of these blocks
-    compiled cuDNN     nothing to add: its own text says what it computes (xla/schedule/attention_kernels.py)
+    compiled cuDNN     nothing to add: its own text says what it computes (xla/schedule/kernels.py)
 """
 
 import math

@@ -36,8 +36,7 @@ from ...sharding.rules import ArrayPlan
 from ...xla.schedule.stage_clocks import SHOWN_STAGES, middle
 from . import charts
 from .facts import lines_of_rest, sums, unknown_values, verdict, why_exposed
-from .mesh_picture import mesh_picture
-from .pipeline_picture import PIPELINE_STYLE, pipeline_picture
+from .pictures import PIPELINE_STYLE, mesh_picture, pipeline_picture
 from .timeline import by_stage, hidden_behind, lay_out, layer_views, left_out
 
 NUM_EVENTS = 4000  # the longest events; timeline.json has all

@@ -20,8 +20,7 @@ from ..hlo import Computation, Instruction, Module
 from ..hlo.flow import Flow, ModuleValue
 from ..hlo.opcodes import FREE, NAMES_IN_FUSION, PARTS
 from ..hlo.types import ArrayType, parse_type
-from .attention_kernels import is_attention
-from .kernels import is_matmul, is_pallas, kernel_work
+from .kernels import is_attention, is_matmul, is_pallas, kernel_work
 from .steps import Compute, PricedBy
 
 _FREE_TARGETS = frozenset({

@@ -9,7 +9,7 @@ from meshloom.compiler.analysis import compiled_step
 from meshloom.compiler.analysis.compiled_step import find_hangs
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.xla.hlo import parse_module
-from meshloom.compiler.xla.schedule.divergent import find_divergent
+from meshloom.compiler.xla.schedule.alike import find_divergent
 from support.recorded import recorded_text
 from support.schedules import module
 

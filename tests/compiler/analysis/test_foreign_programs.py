@@ -9,7 +9,7 @@ import pytest
 from meshloom.compiler.analysis.inspected import InspectedProgram, inspect_text
 from meshloom.compiler.analysis.program_devices import ProgramDevices
 from meshloom.compiler.core.known import Unknown
-from meshloom.compiler.report.inspect_report import report_inspected
+from meshloom.compiler.report.build_report import report_inspected
 from meshloom.compiler.target.placement import plan_own_order
 from support.programs import target_of
 from support.recorded import SCHEDULES, recorded_text

@@ -8,11 +8,11 @@ import pytest
 
 from meshloom.compiler.analysis.inspected import inspect_text
 from meshloom.compiler.analysis.program_devices import ProgramDevices, connected, strides_of
+from meshloom.compiler.analysis.program_text import SourceLine, shown
 from meshloom.compiler.analysis.schedule_analysis import NOT_DECLARED
-from meshloom.compiler.analysis.source_lines import SourceLine, shown
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.known import Unknown
-from meshloom.compiler.report.inspect_report import report_inspected
+from meshloom.compiler.report.build_report import report_inspected
 from meshloom.compiler.target.placement import plan_own_order
 from meshloom.compiler.xla.aot import ProgramMemory
 from support.programs import target_of

@@ -17,9 +17,8 @@ from meshloom.compiler.analysis.lint import (
     lint,
     reduced_in_bfloat16,
 )
-from meshloom.compiler.analysis.match import Match
 from meshloom.compiler.analysis.program_memory import HeldArray
-from meshloom.compiler.analysis.schedule_analysis import analyse_schedule
+from meshloom.compiler.analysis.schedule_analysis import Match, analyse_schedule
 from meshloom.compiler.core.known import Unknown
 from meshloom.compiler.core.scopes import OperationName
 from meshloom.compiler.declare.compose import Request, read_spec

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshloom.compiler.analysis.match import match_planned, source_by_size
+from meshloom.compiler.analysis.schedule_analysis import match_planned, source_by_size
 from meshloom.compiler.core.scopes import Pass
 from meshloom.compiler.core.traffic import TrafficSource
 from meshloom.compiler.estimate.communication import PlannedCollective

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.compiler.profile.calibrate import calibrate
-from meshloom.compiler.profile.compare import ProfileReport, compare
+from meshloom.compiler.profile.compare import ProfileReport, calibrate, compare
 from meshloom.compiler.profile.prediction import Prediction, predict
 from meshloom.compiler.profile.trace import read_trace
 from meshloom.compiler.spec.calibration_spec import Calibration

@@ -3,7 +3,7 @@
 import pytest
 
 from conftest import plan_of
-from meshloom.compiler.report.views.mesh_picture import CELL, MOST_PANELS, MOST_ROWS, MeshPicture, mesh_picture
+from meshloom.compiler.report.views.pictures import CELL, MOST_PANELS, MOST_ROWS, MeshPicture, mesh_picture
 from meshloom.compiler.target.placement import Placement
 from support.placements import placed
 

@@ -8,8 +8,7 @@ from conftest import plan_of
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.pipeline.schedules import SCHEDULES, build_table
 from meshloom.compiler.pipeline.ticks import TickForm
-from meshloom.compiler.report.explain import explain
-from meshloom.compiler.report.pipeline_lines import MOST_STAGES, pipeline_lines
+from meshloom.compiler.report.explain import MOST_STAGES, explain, pipeline_lines
 
 
 def texts(table, width):

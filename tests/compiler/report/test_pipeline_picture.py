@@ -14,7 +14,7 @@ from meshloom.compiler.pipeline.makespan import time_table
 from meshloom.compiler.pipeline.schedules import SCHEDULES, build_table
 from meshloom.compiler.pipeline.ticks import TickForm
 from meshloom.compiler.report.views.page import plan_table, render_page
-from meshloom.compiler.report.views.pipeline_picture import LEFT, MOST_STAGES, MOST_WIDTH, pipeline_picture
+from meshloom.compiler.report.views.pictures import LEFT, MOST_STAGES, MOST_WIDTH, pipeline_picture
 from support import reports
 from support.browser import CHROMIUM, chromium
 

@@ -14,8 +14,8 @@ FOLDERS = ("analysis", "estimate", "jaxpr", "parallel", "pipeline", "search", "s
 PLAIN = {0.0, 1.0, 2.0, 1e6, 1e9}
 ALLOWED = {
     ("analysis/program_lint.py", 0.01),  # from here on a finding is shown
-    ("analysis/repeated_work.py", 0.1),
-    ("analysis/wasted_transfers.py", 0.5),
+    ("analysis/waste.py", 0.1),
+    ("analysis/waste.py", 0.5),
     ("estimate/step_time.py", 0.5),  # a ring sends one way around, a collective both
     ("parallel/attention/blocks.py", 0.7),  # a score that softmax gives no weight
     ("parallel/attention/context.py", 1.005),  # rounded to 1.00 in a message
@@ -25,7 +25,7 @@ ALLOWED = {
     ("tune/answer.py", 1e15),  # stand for a candidate that cannot run
     ("tune/answer.py", 1e18),
     ("tune/families.py", 1e-6),  # tolerances of rounding
-    ("xla/schedule/attention_kernels.py", 0.5),  # a causal mask leaves half of the square
+    ("xla/schedule/kernels.py", 0.5),  # a causal mask leaves half of the square
     ("xla/schedule/simulate.py", 1e-12),
 }
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from conftest import plan_of
-from meshloom.compiler.analysis.source_lines import SourceLine, source_finder
+from meshloom.compiler.analysis.program_text import SourceLine, source_finder
 from meshloom.compiler.xla.hlo import HloError, Module, module_name, parse_module, split_modules
 from meshloom.compiler.xla.hlo.groups import groups_of, parse_groups
 from meshloom.compiler.xla.hlo.types import ArrayType, num_bytes, parse_type

@@ -8,6 +8,7 @@ from meshloom.compiler.core.traffic import Placed
 from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.spec.cost_model import cost_model
 from meshloom.compiler.xla.hlo import parse_module
+from meshloom.compiler.xla.hlo.flow import num_trips
 from meshloom.compiler.xla.hlo.groups import parse_groups
 from meshloom.compiler.xla.schedule.kernels import TRITON
 from meshloom.compiler.xla.schedule.prices import Chip
@@ -25,7 +26,6 @@ from meshloom.compiler.xla.schedule.steps import (
     every,
     open_loops,
 )
-from meshloom.compiler.xla.schedule.trips import num_trips
 from support.schedules import GATHER, GROUPS, START, collectives_of, compute, loop, module
 
 TPU = Chip(

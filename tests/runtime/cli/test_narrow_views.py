@@ -9,11 +9,11 @@ import pytest
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.estimate.step_time import StepTime
+from meshloom.compiler.figures import StepWork
 from meshloom.compiler.report.views.profile import show_profile
 from meshloom.compiler.tune.answer import Answer, Estimated, WhatIf
 from meshloom.compiler.tune.price import Prices
 from meshloom.compiler.tune.space import find_candidates
-from meshloom.compiler.work import StepWork
 from meshloom.runtime.cli.runs import show_runs
 from meshloom.runtime.rundir.profile_files import read_profile
 from meshloom.runtime.sweep.rows import Row

@@ -9,10 +9,9 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.known import Unknown
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.hydra_settings import search_path_override
-from meshloom.compiler.figures import no_figures
+from meshloom.compiler.figures import StepWork, no_figures
 from meshloom.compiler.tune.answer import Estimated
 from meshloom.compiler.tune.space import find_candidates
-from meshloom.compiler.work import StepWork
 from meshloom.runtime.tune.variants import find_space, write_experiment
 
 DECLARED = (

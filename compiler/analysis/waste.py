@@ -1,8 +1,10 @@
-"""Finds transfers that another layout or another order of operations would save, and names their causes.
+"""Finds what a program does for nothing: transfers that another layout or another order of operations would save, and
+arithmetic that several devices repeat, since a batch is split over fewer devices than run.
 
 stack-gathered-whole        a stack of layers is split along the dimension that a loop runs along: all of it is gathered
 gathered-then-sliced        each device uses only a part of what an all-gather gives it
 upcast-transfer             the transferred type is wider than that of the input, or of the result
+repeated-work               devices compute the same as others
 
 compiler/xla/hlo/flow.py finds where values come from and go to.
 """
@@ -14,15 +16,16 @@ from functools import cached_property
 
 from ..core.collectives import CollectiveKind
 from ..core.float_types import numpy_name
-from ..core.format import counted, human_bytes, human_names, human_seconds, human_share
+from ..core.format import counted, human_bytes, human_count, human_names, human_seconds, human_share
 from ..core.known import each_known, text_of
-from ..schema import CollectiveReport, Finding, total
+from ..schema import CollectiveReport, Finding, StepReport, total
 from ..xla.hlo import Computation, Instruction, Module
 from ..xla.hlo.flow import Flow, ModuleValue, ValueUse
 from ..xla.hlo.opcodes import BLOCKS, SAME_ELEMENTS, VIEWS
 from ..xla.hlo.types import ArrayType, bits_of
-from .program_text import LEAST_BYTES, NUM_PLACES
-from .source_lines import shown, source_finder
+from ..xla.schedule.alike import Repeated, find_repeated
+from .program_devices import ProgramDevices
+from .program_text import LEAST_BYTES, NUM_PLACES, shown, source_finder
 
 MOST_USED = 0.5  # the share of a gathered array; an operation that uses more needs it whole
 _MOVED: frozenset[CollectiveKind] = frozenset({"all-gather", "all-to-all", "collective-permute"})  # nothing is summed
@@ -258,3 +261,54 @@ def _finding(several: Sequence[Waste]) -> Finding:
 
 def _place(report: CollectiveReport) -> str:
     return f"{report.line or report.source} ({report.name}, {report.where})"
+
+
+LEAST_SHARE = 0.1  # the share of the arithmetic that would be saved if each result were computed once
+
+
+def find_repeated_work(
+    module: Module, devices: ProgramDevices, compute_seconds: Mapping[str, float], step: StepReport
+) -> Iterator[Finding]:
+    """Yields the finding, if there is one. compute_seconds: by instruction of the schedule, over all executions."""
+    found = find_repeated(module)
+    whole = sum(each.flops for each in found)
+    once = sum(each.flops / each.num_times for each in found)
+    repeated = sorted((each for each in found if each.num_times > 1), key=lambda each: -_wasted(each))
+    if not whole or 1 - once / whole < LEAST_SHARE:
+        return
+    over = list(dict.fromkeys(name for each in repeated for name in devices.name((each.alike,))))
+    number, most = module.num_devices, round(repeated[0].num_times)
+    seconds = _seconds(found, compute_seconds)
+    of_step = f" and {human_seconds(seconds)}" if seconds else ""
+    if seconds and step.least_seconds:
+        of_step += f", {human_share(seconds / step.least_seconds)} of the step"
+    alike = "all of them" if most == number else f"{most} at a time"
+    lines = source_finder(module)
+    named = (
+        f"{shown(at, each.instruction.op_name)} ({each.within})" if (at := lines(each.instruction)) else each.within
+        for each in repeated
+    )
+    places = human_names(list(dict.fromkeys(named)), NUM_PLACES, between="; ")
+    yield Finding(
+        rule="repeated-work",
+        severity="warning",
+        what=f"{counted(number, 'device')} do {whole / once:.2g} times the arithmetic of the program: {alike} compute "
+        f"the same, which costs each {human_count(whole - once, 'FLOPs')}{of_step}",
+        where=f"over {human_names(over, NUM_PLACES)}: {places}",
+        fix="split the batch over them, too: in_shardings, or with_sharding_constraint, with a PartitionSpec that "
+        "names their mesh axes for its first dimension",
+    )
+
+
+def _wasted(each: Repeated) -> float:
+    return each.flops * (1 - 1 / each.num_times)
+
+
+def _seconds(found: Sequence[Repeated], compute_seconds: Mapping[str, float]) -> float:
+    """Returns the time of arithmetic that several devices repeat: the repeated share of each instruction of the
+    schedule."""
+    whole, wasted = defaultdict[str, float](float), defaultdict[str, float](float)
+    for each in found:
+        whole[each.within] += each.flops
+        wasted[each.within] += _wasted(each)
+    return sum(compute_seconds.get(name, 0.0) * wasted[name] / whole[name] for name in whole)

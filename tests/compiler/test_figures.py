@@ -9,7 +9,7 @@ import pytest
 import meshloom.compiler
 from conftest import plan_of
 from meshloom.compiler.core.known import Unknown
-from meshloom.compiler.work import StepWork
+from meshloom.compiler.figures import StepWork
 
 ROOT = Path(meshloom.compiler.__file__).resolve().parent.parent
 WORK = StepWork(tokens_per_step=4096, model_flops=6 * 10**12, num_chips=2, peak_flops_per_second=4 * 10**12)
@@ -37,7 +37,7 @@ def test_the_work_of_a_plan_is_of_all_its_devices():
 
 
 def test_no_other_file_divides_by_peaks_or_chips():
-    """MFU divides FLOPs by the peak of all devices, and a rate of a chip divides tokens by chips: only work.py does."""
+    """MFU divides FLOPs by the peak of all devices, and a rate of a chip divides tokens by chips: only figures.py does."""
     found = {
         file.name
         for folder in ("compiler", "runtime")
@@ -45,7 +45,7 @@ def test_no_other_file_divides_by_peaks_or_chips():
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and _is_rate(node)
     }
-    assert found - {"work.py"} == set()
+    assert found - {"figures.py"} == set()
     for text in ("flops / (seconds * peak * target.num_devices)", "spec.tokens_per_step / seconds / target.num_chips"):
         division = ast.parse(text, mode="eval").body
         assert isinstance(division, ast.BinOp)
