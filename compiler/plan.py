@@ -150,7 +150,11 @@ class Plan(Generic[AnyPlanSpec]):
     @property
     def num_active_parameters(self) -> int:
         """Returns the number of parameters that a token meets: of a dimension `experts` its own entries."""
-        return sum(_num_active(plan.array, self.model.num_active_experts) for plan in self.sharding.parameters)
+        found, num_experts = 0, self.model.num_active_experts
+        for array in (plan.array for plan in self.sharding.parameters):
+            sizes = zip(array.logical_axes, array.shape, strict=True)
+            found += math.prod(num_experts if name == EXPERTS and num_experts else size for name, size in sizes)
+        return found
 
     @property
     def warnings(self) -> tuple[Problem, ...]:
@@ -168,11 +172,6 @@ class Plan(Generic[AnyPlanSpec]):
     def flag_presets(self) -> str | None:
         """Returns a line about the presets of XLA options that it is compiled with; None if there are none."""
         return describe_presets(self.spec.overlap.flag_presets, self.target)
-
-
-def _num_active(array: Array, num_experts: int | None) -> int:
-    sizes = zip(array.logical_axes, array.shape, strict=True)
-    return math.prod(num_experts if name == EXPERTS and num_experts else size for name, size in sizes)
 
 
 def plan_memory(

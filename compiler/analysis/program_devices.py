@@ -19,7 +19,7 @@ from ..core.partition_spec import STAGE
 from ..core.traffic import Placed
 from ..target.axis_segments import LINK_KINDS, TORUS_AXES, GroupSpan, link_of_spans
 from ..target.device_links import link_of_devices, send_between, uneven_seconds
-from ..target.links import Link, collective_seconds
+from ..target.links import collective_seconds
 from ..target.placement import Placement
 from ..target.target import TargetPlan
 from ..xla.schedule.steps import PAIRS, Collective
@@ -144,7 +144,9 @@ def place_collective(collective: Collective, placement: Placement) -> Placed:
         links = tuple(map(_name, sent.tracks))
         return Placed(sent.seconds, links, sent.kind, axes, size, is_certain=False)
     seconds = collective_seconds(collective.kind, collective.num_bytes, size, link.over(collective.num_axes))
-    return Placed(seconds, _links_of(link), link.kind, axes, size)
+    lines = (line.name for level in link.levels for line in level.lines)
+    tracks = tuple(_name(name + way) for name in lines for way in (("+", "-") if name in TORUS_AXES else ("",)))
+    return Placed(seconds, tracks, link.kind, axes, size)
 
 
 def _across_slices(collective: Collective, num_slices: int, placement: Placement) -> Placed:
@@ -162,11 +164,6 @@ def _across_slices(collective: Collective, num_slices: int, placement: Placement
     link = link_of_spans({"DCN": GroupSpan(num_slices, 1, 1, 1, is_ring=False)}, placement.target)
     seconds = collective_seconds(collective.kind, collective.num_bytes, num_slices, link)
     return Placed(seconds, ("DCN",), "DCN", axes, num_slices)
-
-
-def _links_of(link: Link) -> tuple[str, ...]:
-    lines = (line.name for level in link.levels for line in level.lines)
-    return tuple(_name(name + way) for name in lines for way in (("+", "-") if name in TORUS_AXES else ("",)))
 
 
 def _name(track: str) -> str:

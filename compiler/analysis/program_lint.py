@@ -19,7 +19,7 @@ from ..core.format import be, counted, human_bytes, human_names, human_seconds, 
 from ..schema import CollectiveReport, Finding, StepReport, or_infinity
 from ..target.compiler_options import presets_for
 from ..target.target import TargetPlan
-from ..xla.hlo import Instruction, Module
+from ..xla.hlo import Module
 from ..xla.hlo.flow import Flow, ModuleValue, ValueUse
 from ..xla.hlo.opcodes import SAME_ELEMENTS
 from .program_devices import ProgramDevices
@@ -114,7 +114,8 @@ def _replicated(module: Module, target: TargetPlan) -> Iterator[Finding]:
     if not whole:
         return
     whole.sort(key=lambda each: -each.num_bytes)
-    named = [f"{_argument(each)} ({human_bytes(each.num_bytes)})" for each in whole]
+    names = (each.op_name.replace("\\'", "'") or each.name for each in whole)
+    named = [f"{name} ({human_bytes(each.num_bytes)})" for name, each in zip(names, whole, strict=True)]
     size = human_bytes(sum(each.num_bytes for each in whole))
     some = f"{counted(len(whole), 'argument')} of {size} {be(len(whole))}"
     yield Finding(
@@ -197,7 +198,3 @@ def _places(collectives: Sequence[CollectiveReport], cost: Callable[[CollectiveR
 
 def _is_large(each: CollectiveReport) -> bool:
     return each.bytes // each.count >= LEAST_BYTES
-
-
-def _argument(parameter: Instruction) -> str:
-    return parameter.op_name.replace("\\'", "'") or parameter.name

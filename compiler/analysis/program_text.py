@@ -105,7 +105,8 @@ def line_finder(module: Module) -> Callable[[Collective], str]:
         outer = module.computations[collective.computation].by_name.get(collective.instruction)
         if outer is None:
             return ""
-        candidates = (outer, *(each for name in outer.called for each in _within(module, name)))
+        called = (name for name in outer.called if name in module.computations)
+        candidates = (outer, *(each for name in called for each in module.all_within(name)))
         named = (each for each in candidates if each.op_name == collective.op_name)
         return next((shown(lines, collective.op_name) for each in (*named, *candidates) if (lines := find(each))), "")
 
@@ -131,7 +132,3 @@ def _is_of_library(file: str) -> bool:
     if installed:
         return installed["library"].removesuffix(".py") in LIBRARIES
     return file.startswith("<") or _STANDARD.search(file) is not None
-
-
-def _within(module: Module, name: str) -> tuple[Instruction, ...]:
-    return tuple(module.all_within(name)) if name in module.computations else ()

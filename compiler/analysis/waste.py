@@ -10,7 +10,7 @@ compiler/xla/hlo/flow.py finds where values come from and go to.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,11 +21,11 @@ from ..core.known import each_known, text_of
 from ..schema import CollectiveReport, Finding, StepReport, total
 from ..xla.hlo import Computation, Instruction, Module
 from ..xla.hlo.flow import Flow, ModuleValue, ValueUse
-from ..xla.hlo.opcodes import BLOCKS, SAME_ELEMENTS, VIEWS
+from ..xla.hlo.opcodes import BLOCKS, VIEWS
 from ..xla.hlo.types import ArrayType, bits_of
 from ..xla.schedule.alike import Repeated, find_repeated
 from .program_devices import ProgramDevices
-from .program_text import LEAST_BYTES, NUM_PLACES, shown, source_finder
+from .program_text import LEAST_BYTES, NUM_PLACES, SourceLine, shown, source_finder
 
 MOST_USED = 0.5  # the share of a gathered array; an operation that uses more needs it whole
 _MOVED: frozenset[CollectiveKind] = frozenset({"all-gather", "all-to-all", "collective-permute"})  # nothing is summed
@@ -107,7 +107,7 @@ class _Transfers:
 
     def stack(self, moved: MovedArray) -> Waste | None:
         """Returns the waste of a parameter that is gathered along the dimension that a loop slices one by one."""
-        array, gathered = moved.array, self._uses_of(moved)
+        array, gathered = moved.array, self.flow.uses(moved.result)
         if moved.report.kind != "all-gather" or not array.shape or array.shape[moved.dimension] < 2:
             return None
         origin = self.flow.origin(moved.sent)
@@ -132,7 +132,7 @@ class _Transfers:
 
     def part(self, moved: MovedArray) -> Waste | None:
         """Returns the waste of an array that is gathered and then used only in part."""
-        gathered = self._uses_of(moved)
+        gathered = self.flow.uses(moved.result)
         if moved.report.kind != "all-gather" or not gathered:
             return None
         if not all(_is_slice(use) and not use.loops for use in gathered):
@@ -140,11 +140,12 @@ class _Transfers:
         whole, used = moved.array.num_elements, sum(use.reader.arrays[0].num_elements for use in gathered)
         if used > MOST_USED * whole:
             return None
-        use = gathered[0]
+        use, lines = gathered[0], self._lines_of(gathered[0].reader)
+        at = f" at {shown(lines, use.reader.op_name)}" if lines else ""
         return Waste(
             "gathered-then-sliced", moved, 1 - used / whole,
             f"of which each device uses {human_share(used / whole)}",
-            f"sliced by {use.reader.name}{self._at(use.reader)}", _fix_of_slice(use, moved),
+            f"sliced by {use.reader.name}{at}", _fix_of_slice(use, moved),
         )  # fmt: skip
 
     def cast(self, moved: MovedArray) -> Waste | None:
@@ -155,7 +156,7 @@ class _Transfers:
             narrow = before.computation.by_name[before.instruction.operands[0]].arrays[0].dtype
             if bits_of(narrow) < bits_of(dtype):
                 return self._cast(moved, narrow, "what goes in", f"cast by {before.instruction.name}", "after")
-        uses = self._uses_of(moved, through=VIEWS)
+        uses = self.flow.uses(moved.result, through=VIEWS)
         types = {use.reader.arrays[0].dtype for use in uses if use.reader.opcode == "convert" and not use.is_result}
         if uses and len(types) == 1 and all(use.reader.opcode == "convert" for use in uses):
             (narrow,) = types
@@ -201,15 +202,8 @@ class _Transfers:
         return frozenset(each.body for each in instructions if each.opcode == "while")
 
     @cached_property
-    def _lines(self):
+    def _lines_of(self) -> Callable[[Instruction], tuple[SourceLine, ...]]:
         return source_finder(self.module)
-
-    def _uses_of(self, moved: MovedArray, *, through: frozenset[str] = SAME_ELEMENTS) -> list[ValueUse]:
-        return self.flow.uses(moved.result, through=through)
-
-    def _at(self, instruction: Instruction) -> str:
-        lines = self._lines(instruction)
-        return f" at {shown(lines, instruction.op_name)}" if lines else ""
 
 
 def _is_slice(use: ValueUse) -> bool:
@@ -249,18 +243,15 @@ def _finding(several: Sequence[Waste]) -> Finding:
     kind = first.moved.report.kind
     reports = {each.moved.report.name: each.moved.report for each in several}
     number = counted(sum(each.count for each in reports.values()), kind)
-    places = list(dict.fromkeys(f"{_place(each.moved.report)}: {each.where}" for each in (first, *several)))
+    causes = [(each.moved.report, each.where) for each in (first, *several)]
+    places = [f"{at.line or at.source} ({at.name}, {at.where}): {cause}" for at, cause in causes]
     return Finding(
         rule=first.rule,
         severity="warning",
         what=f"{number} {first.why}: {_cost(several)[1]}",
-        where=human_names(places, NUM_PLACES, between="; "),
+        where=human_names(list(dict.fromkeys(places)), NUM_PLACES, between="; "),
         fix=first.fix,
     )
-
-
-def _place(report: CollectiveReport) -> str:
-    return f"{report.line or report.source} ({report.name}, {report.where})"
 
 
 LEAST_SHARE = 0.1  # the share of the arithmetic that would be saved if each result were computed once

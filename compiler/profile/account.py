@@ -5,7 +5,7 @@ same: alone, a collective takes from its start until it is done, or as long as i
 which no compute runs is exposed, of the collective that began first where there are several.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..core.collectives import COMPUTE, ComputeKind
@@ -97,24 +97,14 @@ def _spans(execution: Execution, roles: Roles, found: Account) -> tuple[list[Spa
             _add(found.unmatched, event.name, event.end - event.start)
     collectives = []
     for name, begun in starts.items():
-        if name in dones:
-            collectives += _pairs(name, begun, dones[name])
-        else:  # it is synchronous, or a kernel on a stream
+        if name not in dones:  # it is synchronous, or a kernel on a stream
             collectives += [Span(name, event.start, event.end) for event in begun]
+            continue
+        for start, done in zip(begun, dones[name], strict=False):
+            # Where a done did not wait, the transfer may have ended long before.
+            waited = done.end - done.start >= LEAST_WAIT * (done.end - start.start)
+            collectives.append(Span(name, start.start, max(start.end, done.end), is_ended=waited))
     return compute, collectives
-
-
-def _pairs(name: str, starts: Iterable[OpEvent], dones: Iterable[OpEvent]) -> list[Span]:
-    """Returns a collective from its starts to its dones, in order. Where a done did not wait, the transfer may have
-    ended long before."""
-    return [
-        Span(name, start.start, max(start.end, done.end), is_ended=_waited(start, done))
-        for start, done in zip(starts, dones, strict=False)
-    ]
-
-
-def _waited(start: OpEvent, done: OpEvent) -> bool:
-    return done.end - done.start >= LEAST_WAIT * (done.end - start.start)
 
 
 def _sweep(execution: Execution, compute: list[Span], collectives: list[Span], roles: Roles, found: Account) -> None:
@@ -126,11 +116,25 @@ def _sweep(execution: Execution, compute: list[Span], collectives: list[Span], r
     )
     running: dict[int, None] = {}
     in_flight: dict[int, None] = {}
+
+    def give(begin: float, end: float) -> None:
+        if running:
+            kind = roles.kinds[spans[next(iter(running))].name]
+            found.compute[kind] = found.compute.get(kind, 0.0) + (end - begin) / 1e9
+        elif in_flight:
+            name = spans[next(iter(in_flight))].name
+            _add(found.exposed, name, end - begin)
+            if found.waits and found.waits[-1].name == name and found.waits[-1].end == begin:
+                begin = found.waits.pop().start
+            found.waits.append(Span(name, begin, end))
+        else:
+            found.idle += (end - begin) / 1e9
+
     at = execution.start
     for moment, is_start, place in edges:
         begin, end = max(at, execution.start), min(moment, execution.end)
         if end > begin:
-            _give(spans, running, in_flight, begin, end, roles, found)
+            give(begin, end)
         at = max(at, moment)
         group = running if place < len(compute) else in_flight
         if is_start:
@@ -138,28 +142,6 @@ def _sweep(execution: Execution, compute: list[Span], collectives: list[Span], r
         else:
             group.pop(place, None)
     found.idle += max(0.0, execution.end - at) / 1e9
-
-
-def _give(
-    spans: list[Span],
-    running: dict[int, None],
-    in_flight: dict[int, None],
-    begin: float,
-    end: float,
-    roles: Roles,
-    found: Account,
-) -> None:
-    if running:
-        kind = roles.kinds[spans[next(iter(running))].name]
-        found.compute[kind] = found.compute.get(kind, 0.0) + (end - begin) / 1e9
-    elif in_flight:
-        name = spans[next(iter(in_flight))].name
-        _add(found.exposed, name, end - begin)
-        if found.waits and found.waits[-1].name == name and found.waits[-1].end == begin:
-            begin = found.waits.pop().start
-        found.waits.append(Span(name, begin, end))
-    else:
-        found.idle += (end - begin) / 1e9
 
 
 def execution_events(execution: Execution, roles: Roles) -> tuple[Event, ...]:
@@ -178,15 +160,11 @@ def execution_events(execution: Execution, roles: Roles) -> tuple[Event, ...]:
         *(event(COMPUTE, span.name, roles.kinds[span.name], span) for span in compute),
         *(event(COMPUTE, f"waits for {span.name}", "exposed", span) for span in found.waits),
         *(
-            event(_track(roles.begun[span.name]), span.name, roles.begun[span.name].report.kind, span)
+            event("collectives" if begun.link == "memory" else begun.link, span.name, begun.kind, span)
             for span in collectives
+            for begun in [roles.begun[span.name].report]
         ),
     )
-
-
-def _track(collective: PredictedCollective) -> str:
-    link = collective.report.link
-    return "collectives" if link == "memory" else link
 
 
 def _add(sums: dict[str, float], name: str, nanoseconds: float) -> None:

@@ -83,7 +83,9 @@ def diff_runs(a: Run, b: Run) -> Diff:
     if a.report and b.report:
         told |= {key for key in (*a.plan, *b.plan) if key.startswith(TOLD_BY_REPORT)}
     before, after = (_sections(run, told) for run in (a, b))
-    found = {name: _changes(name, before, after) for name in SECTIONS}
+    found: dict[str, tuple[Difference, ...]] = dict.fromkeys(SECTIONS, ())
+    for name in (name for name in SECTIONS if name in before and name in after):
+        found[name] = changes(before[name], after[name], rows=in_order if name == "config" else by_words)
     found["collectives"] = tuple(sorted(map(_with_way, found["collectives"]), key=_by_exposed))
     paths = {row["path"] for run in (a, b) for row in run.plan.get("arrays", {}).get("parameters", ())}
     found["findings"] = _findings(a.report, b.report, paths) if a.report and b.report else ()
@@ -97,12 +99,6 @@ def diff_runs(a: Run, b: Run) -> Diff:
     )
 
 
-def _changes(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Difference, ...]:
-    if name not in before or name not in after:
-        return ()
-    return changes(before[name], after[name], rows=in_order if name == "config" else by_words)
-
-
 def _sections(run: Run, told: Collection[str]) -> dict[str, Any]:
     """Returns what is compared of a run. told: keys of plan.json that are left out."""
     found: dict[str, Any] = {}
@@ -113,11 +109,13 @@ def _sections(run: Run, told: Collection[str]) -> dict[str, Any]:
         step = report.compiled.model_dump(mode="json")
         if report.compiled.least_seconds == report.compiled.step_seconds:
             del step["least_seconds"]
+        names = {"estimate_bytes_per_chip": "peak_bytes", "host_estimate_bytes_per_chip": "host_bytes"}
+        estimated = {key: known(getattr(report.estimated, name, None)) for key, name in names.items()}
         build = report.build.model_dump(mode="json", exclude=NOT_OF_THE_STEP) if report.build else {}
         found |= {
             "compute": step.pop("compute_seconds_by_kind"),
             "step": step,
-            "memory": report.memory.model_dump(mode="json", exclude={"changes"}) | _estimated(report),
+            "memory": report.memory.model_dump(mode="json", exclude={"changes"}) | estimated,
             "collectives": _sums(report.collectives),
             "program": {name: getattr(report, name).model_dump(mode="json") for name in ("target", "program")},
             "build": build,
@@ -125,34 +123,24 @@ def _sections(run: Run, told: Collection[str]) -> dict[str, Any]:
     return found
 
 
-def _estimated(report: Report) -> dict[str, Any]:
-    """Returns the memory of a step by the estimate."""
-    names = {"estimate_bytes_per_chip": "peak_bytes", "host_estimate_bytes_per_chip": "host_bytes"}
-    return {key: known(getattr(report.estimated, name, None)) for key, name in names.items()}
-
-
 def _findings(a: Report, b: Report, paths: set[str]) -> tuple[Difference, ...]:
-    before, after = ([_renamed(finding) for finding in report.findings] for report in (a, b))
+    before, after = (
+        [
+            f.model_copy(update={key: without_numbers(getattr(f, key)) for key in ("what", "where")})
+            for f in each.findings
+        ]
+        for each in (a, b)
+    )
     pairs, gone, appeared = pair_findings(before, after, paths)
     found = [
         *(Difference(f"{each.rule} at {each.where}", "gone", each.what, None) for each in gone),
         *(Difference(f"{each.rule} at {each.where}", "appeared", None, each.what) for each in appeared),
-        *(change for pair in pairs for change in _finding_changes(*pair)),
     ]
+    for one, other in pairs:
+        name = f"{one.rule} at {min(first_place(one), first_place(other))}"
+        both = ((name, one.what, other.what), (f"{name}: places", one.where, other.where))
+        found += [Difference(path, "changed", *values) for path, *values in both if values[0] != values[1]]
     return tuple(sorted(found, key=lambda c: (c.where, *sorted(filter(None, (c.before, c.after))))))
-
-
-def _finding_changes(before: Finding, after: Finding) -> list[Difference]:
-    """Returns the changes of a finding that both reports have: in its words, in its places, or none."""
-    name = f"{before.rule} at {min(first_place(before), first_place(after))}"
-    told = ((name, before.what, after.what), (f"{name}: places", before.where, after.where))
-    return [Difference(path, "changed", *values) for path, *values in told if values[0] != values[1]]
-
-
-def _renamed(finding: Finding) -> Finding:
-    """Returns the finding without the compiler's numbers."""
-    names = {"what": without_numbers(finding.what), "where": without_numbers(finding.where)}
-    return finding.model_copy(update=names)
 
 
 def _layouts(plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,7 +276,7 @@ def pair_findings(
     keys: tuple[Callable[[Finding], Any], ...] = (
         lambda f: f,
         lambda f: (f.rule, f.what),
-        lambda f: (f.rule, _without_figures(f.what), parameter_of(f, paths)),
+        lambda f: (f.rule, re.sub(r"\d[\d.,]*", "#", f.what), parameter_of(f, paths)),
     )
     left, right = (sorted(side, key=lambda f: (f.rule, f.what, f.where)) for side in (a, b))
     pairs: list[Pair] = []
@@ -311,7 +299,3 @@ def parameter_of(finding: Finding, paths: Collection[str]) -> str | None:
 def first_place(finding: Finding) -> str:
     """Returns the most costly place of a finding."""
     return re.sub(r"^\d+ places: ", "", finding.where).split("; ")[0]
-
-
-def _without_figures(text: str) -> str:
-    return re.sub(r"\d[\d.,]*", "#", text)

@@ -15,13 +15,12 @@ from ..core.format import counted, human_bytes
 from ..core.known import as_json, or_unknown
 from ..estimate.estimate import StepEstimate, estimate_step
 from ..estimate.stage_buffers import WHAT, StageBuffer, bytes_in_use
-from ..parallel.operation import OpPlan, Strategy
+from ..parallel.operation import OpPlan
 from ..parallel.pipeline_plan import PipelinePlan
 from ..parallel.stage_gather import StageGather
 from ..pipeline.table import PipelineOp, PipelineTable, Slot, microbatches
 from ..plan import Plan
 from ..schema import SCHEMA_VERSION
-from ..sharding.arrays import Array
 from ..sharding.rules import ArrayPlan
 from ..spec.sharding_spec import Rule
 from .explain_estimate import estimate_as_json, print_estimate, traffic_as_json, unknown_primitives
@@ -44,7 +43,9 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
     console.wrapped(("mesh", "bold"), f"  {plan.mesh}, {devices}")
     for axis, where in plan.mesh.placement.describe().items():
         if plan.mesh.placement.is_known:
-            console.wrapped("      ", (axis, "bold cyan"), f" {where}{_bandwidth(plan, axis)}")
+            speed = plan.mesh.placement.link_of([axis]).bytes_per_second
+            bandwidth = f": {speed / 1e9:,.4g} GB/s per device" if speed else ""
+            console.wrapped("      ", (axis, "bold cyan"), f" {where}{bandwidth}")
     for axis, why in plan.mesh.reasons.items():
         console.wrapped("      ", (f"{axis}={plan.mesh.sizes[axis]}", "bold cyan"), f" {why}")
     if plan.target.calibration:
@@ -139,16 +140,15 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "estimated": estimate.figures,
             "estimate": estimate_as_json(plan, estimate),
             "arrays": {
-                "parameters": [_row(each) | _updated(each.array) for each in plan.sharding.parameters],
+                "parameters": [
+                    _row(each) | {"is_trained": each.array.is_trained, "updated_by": each.array.updated_by}
+                    for each in plan.sharding.parameters
+                ],
                 "optimizer": [_row(array) for array in plan.optimizer_state],
                 "activations": [_row(array) for array in plan.sharding.activations],
             },
         }
     )
-
-
-def _updated(array: Array) -> dict[str, Any]:
-    return {"is_trained": array.is_trained, "updated_by": array.updated_by}
 
 
 def _in_flight(plan: PipelinePlan) -> str:
@@ -189,18 +189,11 @@ def _operation(plan: OpPlan) -> dict[str, Any]:
         "reason": plan.reason,
         "cost": asdict(cost) if cost else None,
         "collectives": [traffic_as_json(each) for each in plan.chosen.collectives],
-        "rejected": [_rejected(each) for each in plan.rejected],
+        "rejected": [
+            {"strategy": each.name, "cost": asdict(each.cost) if each.cost else None, "why_not": each.why_not}
+            for each in plan.rejected
+        ],
     }
-
-
-def _rejected(strategy: Strategy) -> dict[str, Any]:
-    cost = asdict(strategy.cost) if strategy.cost else None
-    return {"strategy": strategy.name, "cost": cost, "why_not": strategy.why_not}
-
-
-def _bandwidth(plan: Plan, axis: str) -> str:
-    link = plan.mesh.placement.link_of([axis])
-    return f": {link.bytes_per_second / 1e9:,.4g} GB/s per device" if link.bytes_per_second else ""
 
 
 def _placed(plan: Plan, axis: str) -> dict[str, Any]:

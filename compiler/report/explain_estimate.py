@@ -99,7 +99,10 @@ def estimate_as_json(plan: Plan, estimate: StepEstimate) -> dict[str, Any]:
     return {
         "assumed_overlap": overrides_of(estimate.overlap, plan.spec.overlap),
         "peak_memory_bytes_per_device": memory | limits | {"fits": figures.fits, "host_fits": figures.host_fits},
-        "communication": [_collective_as_json(one) for one in estimate.communication],
+        "communication": [
+            traffic_as_json(one) | {"dtype": one.dtype, "source": one.origin.what, "rule": one.rule, "bytes": one.bytes}
+            for one in estimate.communication
+        ],
         "roofline": estimate.roofline,
         "roofline_seconds": roofline_seconds(estimate.roofline),
         "bound_seconds": least_step_seconds(plan),
@@ -161,11 +164,6 @@ def traffic_as_json(one: Traffic) -> dict[str, Any]:
         "kind": one.kind, "mesh_axes": one.mesh_axes, "group_size": one.group_size, "bytes_each": one.bytes_each,
         "count": one.count, "direction": one.origin.in_pass,
     }  # fmt: skip
-
-
-def _collective_as_json(one: PlannedCollective) -> dict[str, Any]:
-    more = {"dtype": one.dtype, "source": one.origin.what, "rule": one.rule, "bytes": one.bytes}
-    return traffic_as_json(one) | more
 
 
 def _communication(collectives: tuple[PlannedCollective, ...]) -> Table:

@@ -37,7 +37,7 @@ def test_the_work_of_a_plan_is_of_all_its_devices():
 
 
 def test_no_other_file_divides_by_peaks_or_chips():
-    """MFU divides FLOPs by the peak of all devices, and a rate of a chip divides tokens by chips: only figures.py does."""
+    """Only figures.py divides FLOPs by the peak of all devices, and tokens by chips."""
     found = {
         file.name
         for folder in ("compiler", "runtime")

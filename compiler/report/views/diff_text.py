@@ -50,8 +50,10 @@ def show_diff(diff: Diff, console: Console) -> None:
         if name == "collectives":
             _section(console, title, [_collective(change) for change in found])
         else:
-            rest = [change for change in found if (name, change.where) not in HEADLINE]
-            _section(console, title, [_row(change, name) for change in sorted(rest, key=lambda c: _place(c, name))])
+            rest = sorted((each for each in found if (name, each.where) not in HEADLINE), key=lambda each: each.where)
+            if name == "shardings":
+                rest.sort(key=lambda each: TABLES.index(each.where.split(".")[0]))
+            _section(console, title, [_row(change, name) for change in rest])
     if diff.is_empty:
         console.line("nothing changed")
 
@@ -61,10 +63,6 @@ def _headline(diff: Diff) -> Iterable[tuple[Part, ...]]:
     for key, words in HEADLINE.items():
         if key in by_name:
             yield (words, "bold"), _row(by_name[key], key[0])[1]
-
-
-def _place(change: Difference, section: str) -> tuple[int, str]:
-    return (TABLES.index(change.where.split(".")[0]) if section == "shardings" else 0), change.where
 
 
 def _section(console: Console, title: str, rows: Sequence[tuple[Part, ...]]) -> None:
@@ -104,13 +102,13 @@ def _judged(change: Difference, section: str) -> str:
 
 def _collective(change: Difference) -> tuple[Part, Part]:
     a, b = change.before, change.after
-    told = [_totals(side) for side in (a, b) if side] if a is None or b is None else list(_differences(a, b))
-    return (change.way, WAYS[change.way]), f"{change.where}: {', '.join(told)}"
-
-
-def _totals(t: Leaf) -> str:
-    exposed = "" if t["exposed_seconds"] is None else f", {human_seconds(t['exposed_seconds'])} exposed"
-    return f"{counted(t['count'], 'time')}, {human_bytes(t['bytes'])}{exposed}"
+    if a is None or b is None:
+        one = a or b or {}
+        exposed = "" if one["exposed_seconds"] is None else f", {human_seconds(one['exposed_seconds'])} exposed"
+        text = f"{counted(one['count'], 'time')}, {human_bytes(one['bytes'])}{exposed}"
+    else:
+        text = ", ".join(_differences(a, b))
+    return (change.way, WAYS[change.way]), f"{change.where}: {text}"
 
 
 def _differences(a: Leaf, b: Leaf) -> Iterable[str]:
@@ -154,7 +152,9 @@ def _unit(where: str, section: str) -> tuple[Callable[[Any], str], bool]:
         return _or_plain(lambda value: human_count(value, unit)), True
     if section == "step" and name in FIGURES:
         return _or_plain(FIGURES[name].human), True
-    return (_layout if section == "shardings" else _plain), False
+    if section == "shardings":  # '(fsdp, whole) 100.4 MiB'
+        return lambda row: f"{_spec(row)} {human_bytes(row['bytes_per_device'])}", False
+    return _plain, False
 
 
 def _or_plain(human: Callable[[Any], str]) -> Callable[[Any], str]:
@@ -176,11 +176,6 @@ def _layouts(before: dict[str, Any], after: dict[str, Any]) -> str:
 def _spec(row: dict[str, Any]) -> str:
     parts = ("whole" if axes is None else axes if isinstance(axes, str) else "+".join(axes) for axes in row["spec"])
     return f"({', '.join(parts)})"
-
-
-def _layout(row: dict[str, Any]) -> str:
-    """Returns a layout as text: '(fsdp, whole) 100.4 MiB'."""
-    return f"{_spec(row)} {human_bytes(row['bytes_per_device'])}"
 
 
 def _plain(value: Any) -> str:

@@ -62,6 +62,7 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan | None = Non
     pipeline, unseen = _pipeline(plan, has_style=False) if plan else None, middle(num_stages, SHOWN_STAGES)
     if pipeline:
         style += PIPELINE_STYLE
+    is_staged, missing = any(event.stage is not None for event in events), left_out(events)
     return environment.get_template("report.html.jinja").render(
         report=report,
         title=f"{report.program.model} on {report.target.name}",
@@ -73,7 +74,7 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan | None = Non
         communication=charts.communication_bar(report),
         pipeline=pipeline,
         timeline=compact_timeline(*by_stage(events)),
-        stages=_stages(events),
+        stages=(f"each stage but {missing[0]} to {missing[-1]}" if missing else "each stage") if is_staged else None,
         left_out=unseen,
         shown_stages=[stage for stage in range(num_stages) if stage not in unseen],
         collectives=collective_groups(report),
@@ -111,33 +112,20 @@ def compact_timeline(*timelines: Sequence[Event]) -> dict[str, Any]:
     rows = []
     for index in sorted(kept):
         s, by = slices[index], hidden[index]
-        arguments = s.event.arguments | ({"hidden behind": _names(by.behind)} if by and by.behind else {})
+        arguments = dict(s.event.arguments)
+        if by and by.behind:
+            arguments["hidden behind"] = human_names(list(dict.fromkeys(s.event.name for s in by.behind)), most=3)
+        told = " · ".join(f"{key} {f'{v:,}' if isinstance(v, int) else v}" for key, v in arguments.items())
         lane = s.lane if s.event.stage is None else f"stage {s.event.stage} {s.lane}"
         rows.append([number("lanes", lane), s.start_ns, s.end_ns - s.start_ns, number("names", s.event.name),
                      number("hlo", s.event.instruction or s.event.name), number("kinds", s.event.kind),
-                     number("arguments", _told(arguments)), by.hidden_ns if by else -1,
+                     number("arguments", told), by.hidden_ns if by else -1,
                      -1 if s.event.live_bytes is None else s.event.live_bytes])  # fmt: skip
     views = layer_views(timelines[0]) if len(timelines) == 1 else ()
     shown = [{"name": view.name, "from": view.start_ns, "to": view.end_ns} for view in views]
     return {name: list(table) for name, table in texts.items()} | {
         "rows": rows, "num_events": len(slices), "views": shown,
     }  # fmt: skip
-
-
-def _stages(events: Sequence[Event]) -> str | None:
-    """Returns which stages of a pipeline the timeline shows; None without one."""
-    if not any(event.stage is not None for event in events):
-        return None
-    missing = left_out(events)
-    return f"each stage but {missing[0]} to {missing[-1]}" if missing else "each stage"
-
-
-def _names(behind: Sequence[Any]) -> str:
-    return human_names(list(dict.fromkeys(s.event.name for s in behind)), most=3)
-
-
-def _told(arguments: dict[str, Any]) -> str:
-    return " · ".join(f"{key} {f'{v:,}' if isinstance(v, int) else v}" for key, v in arguments.items())
 
 
 def _search(report: Report) -> list[dict[str, Any]]:
@@ -309,16 +297,13 @@ def _facts(plan: Plan, estimate: StepEstimate) -> list[tuple[str, str]]:
     roofline, least = roofline_seconds(estimate.roofline), least_step_seconds(plan)
     limit = "limit unknown" if isinstance(figures.fits, Unknown) else "fits" if figures.fits else "does not fit"
     limit += f" in {human_bytes(figures.limit_bytes)}" if figures.limit_bytes else ""
+    count, why = plan.model_flops_per_step, plan.model_flops.why_unknown
+    flops = f"FLOPs unknown: {why}" if count is None else human_count(count, "FLOPs")
     return [
         ("mesh", f"{plan.mesh}, {counted(plan.target.num_devices, 'device')} of target {plan.target.name}"),
         ("model", f"{human_parameters(plan.num_parameters)} parameters"),
-        ("step", f"{counted(spec.tokens_per_step, 'token')}, {_flops(plan)}"),
+        ("step", f"{counted(spec.tokens_per_step, 'token')}, {flops}"),
         ("memory, estimated", f"{text_of_figure(figures, 'peak_bytes')} per chip, {limit}"),
         ("roofline of this program", text_of(roofline, human_seconds)),
         ("no program takes less than", text_of(least, lambda seconds: f"{human_seconds(seconds)} a step")),
     ]
-
-
-def _flops(plan: Plan) -> str:
-    flops = plan.model_flops_per_step
-    return f"FLOPs unknown: {plan.model_flops.why_unknown}" if flops is None else human_count(flops, "FLOPs")

@@ -12,7 +12,7 @@ the colour of one axis at most, but for the first.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 
@@ -86,7 +86,9 @@ class _Scale:
 def pipeline_picture(table: PipelineTable, time: TableTime | None = None, *, has_style: bool = True) -> str:
     """Returns the picture of a table as SVG. time: its time, where seconds are known. has_style: False in a page whose
     style sheet has `PIPELINE_STYLE`."""
-    drawn = time or time_table(table, lambda op, stage, chunk: 0.0 if _is_left_out(table, op) else UNIT_SECONDS[op])
+    is_recomputed = PipelineOp.RECOMPUTE in table.ops  # else it may still happen inside B
+    units = UNIT_SECONDS if is_recomputed else {**UNIT_SECONDS, PipelineOp.RECOMPUTE: 0.0}
+    drawn = time or time_table(table, lambda op, stage, chunk: units[op])
     stages = min(table.placement.num_stages, MOST_STAGES)
     scale = _scale(table, drawn)
     height = stages * (ROW + GAP)
@@ -107,11 +109,6 @@ def pipeline_picture(table: PipelineTable, time: TableTime | None = None, *, has
         + "\n".join(parts)
         + "\n</svg>"
     )
-
-
-def _is_left_out(table: PipelineTable, op: PipelineOp) -> bool:
-    """Returns True if the table does not schedule this recomputation. It may still happen inside B."""
-    return op == PipelineOp.RECOMPUTE and op not in table.ops
 
 
 def _scale(table: PipelineTable, time: TableTime) -> _Scale:
@@ -149,16 +146,13 @@ def _operation(slot: SlotTime, table: PipelineTable, scale: _Scale, is_timed: bo
     x, width = LEFT + scale.x(slot.begin), (slot.end - slot.begin) * scale.pixels
     took = f", {human_seconds(slot.end - slot.begin)}" if is_timed else ""
     title = f"<title>tick {slot.tick}: {of}{took}</title>"
-    pale = f' fill-opacity="{_opacity(of.chunk, table.placement.num_chunks):.2f}"' if of.chunk else ""
+    opacity = 0.6 - 0.3 * (of.chunk - 1) / max(1, table.placement.num_chunks - 2)
+    pale = f' fill-opacity="{opacity:.2f}"' if of.chunk else ""
     shape = f'x="{x:.1f}" y="{_top(slot.stage)}" width="{max(width - 0.8, 0.4):.1f}" height="{ROW}"'
     yield f'<rect class="op-{name}"{pale} {shape}>{title}</rect>'
     if width >= DIGIT * len(str(of.microbatch)) + 1:
         classes = f"in {name}{' pale' if of.chunk else ''}"
         yield f'<text class="{classes}" x="{x + width / 2:.1f}" y="{_middle(slot.stage)}">{of.microbatch}</text>'
-
-
-def _opacity(chunk: int, num_chunks: int) -> float:
-    return 0.6 - 0.3 * (chunk - 1) / max(1, num_chunks - 2)
 
 
 def _legend(table: PipelineTable, y: int) -> Iterator[str]:
@@ -239,9 +233,10 @@ def mesh_picture(placement: Placement) -> MeshPicture | None:
 
     rows = sizes.get(down, 1)
     shown = min(rows, MOST_ROWS)
-    panels = [
-        Panel(_title(outer, at), tuple(cell for cell in cells if cell.y < shown * CELL)) for at, cells in found.items()
-    ]
+    panels = list[Panel]()
+    for at, cells in found.items():
+        title = ", ".join(f"{'slice' if name == 'DCN' else name} {n}" for name, n in zip(outer, at, strict=True))
+        panels.append(Panel(title, tuple(cell for cell in cells if cell.y < shown * CELL)))
     describe = placement.describe()
     return MeshPicture(
         width=sizes[across] * CELL,
@@ -258,7 +253,3 @@ def _group(placement: Placement, axis: str) -> list[tuple[int, ...]]:
     names = list(placement.sizes)
     stride = math.prod(list(placement.sizes.values())[names.index(axis) + 1 :])
     return [placement.places[n * stride] for n in range(placement.sizes[axis])]
-
-
-def _title(outer: Sequence[str], at: tuple[int, ...]) -> str:
-    return ", ".join(f"{'slice' if name == 'DCN' else name} {n}" for name, n in zip(outer, at, strict=True))

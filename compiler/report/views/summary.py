@@ -17,7 +17,7 @@ from ...core.format import (
 )
 from ...core.known import Unknown, known, text_of
 from ...figures import text_of_figure
-from ...schema import ProgramReport, Report, by_exposed
+from ...schema import Report, by_exposed
 from .facts import (
     EXPECTED_STEP,
     PER_CHIP,
@@ -55,8 +55,12 @@ def show_summary(report: Report, console: Console, *, files: Sequence[Path]) -> 
         console.width = FILE_WIDTH
     target, program = report.target, report.program
     slices = f" in {target.num_slices} slices" if target.num_slices > 1 else ""
-    console.wrapped(*_verdict(report))
-    console.wrapped(f"{program.model} on {target.name}: {counted(target.num_chips, 'chip')}{slices}{_size(program)}")
+    between = known(report.compiled.range_of(report.compiled.step_seconds))
+    facts = [_fact(fact, between) for fact in verdict(report)]
+    console.wrapped(*(part for index, fact in enumerate(facts) for part in ((" · ", *fact) if index else fact)))
+    size = text_of(program.num_parameters, lambda count: f", {human_parameters(count)} parameters", "")
+    size += text_of(program.tokens_per_step, ", {:,} tokens per step".format, "")
+    console.wrapped(f"{program.model} on {target.name}: {counted(target.num_chips, 'chip')}{slices}{size}")
     if target.calibration:
         console.wrapped(("calibrated", "bold"), f" {target.calibration}")
     for part in (_memory, _step, _search, _faster, _collectives, _roofline, _findings, _unknown):
@@ -66,18 +70,6 @@ def show_summary(report: Report, console: Console, *, files: Sequence[Path]) -> 
             else:
                 console.wrapped(*one)
     show_files(console, files)
-
-
-def _size(program: ProgramReport) -> str:
-    if isinstance(program.num_parameters, Unknown) or isinstance(program.tokens_per_step, Unknown):
-        return ""
-    return f", {human_parameters(program.num_parameters)} parameters, {program.tokens_per_step:,} tokens per step"
-
-
-def _verdict(report: Report) -> Line:
-    between = known(report.compiled.range_of(report.compiled.step_seconds))
-    facts = [_fact(fact, between) for fact in verdict(report)]
-    return [part for index, fact in enumerate(facts) for part in ((" · ", *fact) if index else fact)]
 
 
 def _fact(fact: Fact, between: tuple[float, float] | None) -> Line:
@@ -104,9 +96,10 @@ def _memory(report: Report) -> Iterable[Line]:
     memory = report.memory
     # The limit excludes the reserved part.
     counts = [(name, count) for name, count in memory.breakdown.items() if count and name != "reserved"]
-    parts = [(name.replace("_", " "), count) for name, count in counts]
+    parts = sorted(((name.replace("_", " "), count) for name, count in counts), key=lambda part: -part[1])
     if parts:
-        parts = _largest(parts)
+        rest = sum(count for _, count in parts[3:])
+        parts = [*parts[:3], *([("other", rest)] if rest else [])]
         limit = report.compiled.limit_bytes or 0
         whole = max(sum(count for _, count in parts), limit)
         mark = limit / whole if limit < whole and limit else None
@@ -119,13 +112,6 @@ def _memory(report: Report) -> Iterable[Line]:
         saved = human_bytes(change.saved_bytes)
         slower = text_of(change.slower_fraction, lambda share: f"; a token takes {human_slowdown(share)}", "")
         yield [f"  fix: {shlex.join(change.overrides)}  saves {saved}, ", enough, f"{slower}; {change.cost}"]
-
-
-def _largest(parts: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Returns the three largest parts, and the others as one."""
-    parts = sorted(parts, key=lambda part: -part[1])
-    rest = sum(count for _, count in parts[3:])
-    return parts[:3] + ([("other", rest)] if rest else [])
 
 
 def _step(report: Report) -> Iterable[Line]:
@@ -206,9 +192,9 @@ def _legend(entries: Sequence[tuple[str, str, str]]) -> Line:
 def _collectives(report: Report) -> Iterable[Table | Line]:
     yield []
     for row in sums(report.collectives)[:3]:
-        times = (
-            f"{counted(row.count, 'time')}, {human_bytes(row.bytes)}{_split(row.hidden_seconds, row.exposed_seconds)}"
-        )
+        times = f"{counted(row.count, 'time')}, {human_bytes(row.bytes)}"
+        if not isinstance(row.hidden_seconds, Unknown) and not isinstance(row.exposed_seconds, Unknown):
+            times += f", {human_seconds(row.hidden_seconds)} hidden, {human_seconds(row.exposed_seconds)} exposed"
         yield [(row.kind, "bold"), f" over {'+'.join(row.mesh_axes)} on {row.link}: {times}"]
     alike: dict[tuple[str, str], list[float]] = {}
     for c in by_exposed(report.collectives):
@@ -230,12 +216,6 @@ def _collectives(report: Report) -> Iterable[Table | Line]:
     if len(worst) > NUM_COLLECTIVES:
         rest = sum(sum(seconds) for _, seconds in worst[NUM_COLLECTIVES:])
         yield [(f"and {len(worst) - NUM_COLLECTIVES} more, {human_seconds(rest)} exposed", "dim")]
-
-
-def _split(hidden: float | Unknown, exposed: float | Unknown) -> str:
-    if isinstance(hidden, Unknown) or isinstance(exposed, Unknown):
-        return ""
-    return f", {human_seconds(hidden)} hidden, {human_seconds(exposed)} exposed"
 
 
 def _roofline(report: Report) -> Iterable[Line]:

@@ -145,7 +145,11 @@ def _process(name: str, process: int, slices: Sequence[Slice], arrows: Iterator[
     for lane, thread in threads.items():
         rows += [row | {"tid": thread} for row in _metadata("thread", lane, thread)]
     rows += [_slice(s, threads[s.lane], by) for s, by in zip(slices, hidden, strict=True)]
-    rows += [_counter(s, s.event.live_bytes) for s in slices if s.event.live_bytes is not None]
+    rows += [
+        {"ph": "C", "name": "memory", "ts": s.start_ns / 1e3, "args": {"bytes": s.event.live_bytes}}
+        for s in slices
+        if s.event.live_bytes is not None
+    ]
     for collective, by in zip(slices, hidden, strict=True):
         if by and by.behind:
             rows += _arrow(next(arrows), collective, by.behind[0], threads)
@@ -169,10 +173,6 @@ def _slice(s: Slice, thread: int, hidden: Hidden | None) -> dict[str, Any]:
         }
     return {"ph": "X", "name": s.event.name, "cat": s.event.kind, "tid": thread,
             "ts": s.start_ns / 1e3, "dur": (s.end_ns - s.start_ns) / 1e3, "args": args}  # fmt: skip
-
-
-def _counter(s: Slice, live_bytes: int) -> dict[str, Any]:
-    return {"ph": "C", "name": "memory", "ts": s.start_ns / 1e3, "args": {"bytes": live_bytes}}
 
 
 def _arrow(number: int, collective: Slice, behind: Slice, threads: dict[str, int]) -> list[dict[str, Any]]:
