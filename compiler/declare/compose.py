@@ -132,7 +132,14 @@ class Reading:
 
 def read_request(request: Request) -> Reading:
     """Returns what a request declares, and what is wrong with it."""
-    with compositions_kept(), hydra_session(request) as groups:
+    with compositions_kept() as memory:
+        if memory.last[0] != request:
+            memory.last = request, _read(request)
+        return memory.last[1]
+
+
+def _read(request: Request) -> Reading:
+    with hydra_session(request) as groups:
         kept, problems = list[Override](), list[Problem]()
         for text in request.overrides:
             found = _problems_of_override(text, request, groups)

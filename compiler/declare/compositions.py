@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 from hydra import compose
 from omegaconf import DictConfig
@@ -25,34 +26,38 @@ MOST_KEPT = 256  # compositions; each takes about 40 kB
 
 
 @dataclass
-class _Kept:
+class Kept:
+    """What is kept. last: the last request, and what it declares, as a command that has checked it reads it again."""
+
+    last: tuple[object, Any] = (None, None)
     groups: dict[tuple[str | None, ...], ConfigGroups] = field(default_factory=dict)
     composed: dict[tuple[str | None, ...], bytes] = field(default_factory=dict)  # pickled: read by threads at once
 
 
-_own = _Kept()
-_kept: ContextVar[_Kept | None] = ContextVar("kept", default=None)  # threads read declarations at once
+_own = Kept()
+_kept: ContextVar[Kept | None] = ContextVar("kept", default=None)  # threads read declarations at once
 
 
 @contextmanager
-def compositions_kept() -> Iterator[None]:
+def compositions_kept() -> Iterator[Kept]:
     """Keeps compositions of users' files, too, within the `with`."""
-    before = _kept.set(_kept.get() or _Kept())
+    kept = _kept.get() or Kept()
+    before = _kept.set(kept)
     try:
-        yield
+        yield kept
     finally:
         _kept.reset(before)
 
 
 def keep_compositions() -> None:
     """Keeps compositions of users' files, too, from here on, in a process that does nothing else."""
-    _kept.set(_kept.get() or _Kept())
+    _kept.set(_kept.get() or Kept())
 
 
 def forget_compositions() -> None:
     """Forgets the compositions of Meshloom's own files, so that Hydra makes them again."""
     global _own
-    _own = _Kept()
+    _own = Kept()
 
 
 def kept_groups(
@@ -92,7 +97,7 @@ def compose_kept(
     return composed
 
 
-def _kept_for(config_path: str | None, overrides: Sequence[str]) -> _Kept | None:
+def _kept_for(config_path: str | None, overrides: Sequence[str]) -> Kept | None:
     """Returns where compositions of these files are kept; None if they may have changed."""
     has_users_files = config_path is not None or any(SEARCH_PATH in text for text in overrides)
     return _kept.get() if has_users_files else _own

@@ -4,6 +4,7 @@ A config file here is one that is not Meshloom's own: from --config-dir, --confi
 run or load code, send values away, or use up the machine by expanding to a large declaration (docs/security.md).
 """
 
+import os
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,7 +78,7 @@ class CheckedPackages(hydra_private.ImportlibResourcesConfigSource):
     def is_config(self, config_path: str) -> bool:
         if not self.is_own:
             return super().is_config(config_path)
-        return self._normalize_file_name(config_path) in _own_names(self.path)[1]
+        return f"{config_path.removesuffix('.yaml')}.yaml" in _own_names(self.path)[1]
 
     def load_config(self, config_path: str) -> ConfigResult:
         if not self.is_own:
@@ -89,13 +90,10 @@ class CheckedPackages(hydra_private.ImportlibResourcesConfigSource):
 @cache
 def _own_names(package: str) -> tuple[frozenset[str], frozenset[str]]:
     """Returns the folders of a package, and its files, as paths below it."""
-    top = Path(str(files(package)))
-    found = [path for path in top.rglob("*") if "__pycache__" not in path.parts]
-    folders, configs = (
-        frozenset(path.relative_to(top).as_posix() for path in found if path.is_dir() == is_dir)
-        for is_dir in (True, False)
-    )
-    return folders | {""}, configs
+    top = str(files(package))
+    found = [(os.path.relpath(folder, top), names) for folder, _, names in os.walk(top)]
+    folders = frozenset("" if folder == "." else folder for folder, _ in found)
+    return folders, frozenset(os.path.normpath(f"{folder}/{name}") for folder, names in found for name in names)
 
 
 @cache

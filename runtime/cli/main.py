@@ -1,5 +1,6 @@
 """Runs the `meshloom` command. Nothing heavy is imported before the subcommand is known."""
 
+import gc
 import os
 import signal
 import sys
@@ -56,6 +57,7 @@ For completion in bash: eval "$(meshloom train -sc install=bash)"
 
 def main() -> NoReturn:
     """Runs the console script."""
+    gc.set_threshold(50_000, 20, 100)  # imported modules and traced programs are a million objects that stay
     hear_interrupts()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # an ASCII terminal shows other letters as escapes
