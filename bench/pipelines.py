@@ -12,11 +12,9 @@ from itertools import product
 from compiled_rows import markdown
 
 from meshloom.compiler.pipeline.buffers import lower_table
-from meshloom.compiler.pipeline.invariants import max_in_flight_of
 from meshloom.compiler.pipeline.makespan import time_table
 from meshloom.compiler.pipeline.schedules import SCHEDULES, build_table
-from meshloom.compiler.pipeline.table import PipelineTable
-from meshloom.compiler.pipeline.ticks import TickForm
+from meshloom.compiler.pipeline.table import PipelineTable, TickForm, max_in_flight_of
 
 SHAPES = ((2, 4), (4, 8), (4, 16), (8, 32))
 PERMUTES = (0.0, 0.1, 0.5)

@@ -39,7 +39,7 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.pipeline.buffers import LoweredTable, lower_table
 from meshloom.compiler.pipeline.schedules import build_table
-from meshloom.compiler.pipeline.ticks import TickForm
+from meshloom.compiler.pipeline.table import TickForm
 from meshloom.compiler.spec.overlap_spec import OverlapConfig
 from meshloom.models.adapter import ADAPTER
 

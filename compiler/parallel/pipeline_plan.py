@@ -16,10 +16,9 @@ from ..core.errors import ConfigError, Problem
 from ..core.format import counted, human_seconds, human_share
 from ..core.partition_spec import STAGE
 from ..pipeline.buffers import buffer_bytes
-from ..pipeline.invariants import max_in_flight_of
 from ..pipeline.makespan import AS_SHORT, ChosenTable, TableTime, choose_table
 from ..pipeline.stage_layers import StageLayers, layers_of, split_evenly
-from ..pipeline.table import PipelineTable, StagePlacement, microbatches
+from ..pipeline.table import PipelineTable, StagePlacement, max_in_flight_of, microbatches
 from ..sharding.batch import BatchPlan
 from ..sharding.sharding import ShardingPlan
 from ..spec.pipeline_spec import HeadPlace, PipelineSpec

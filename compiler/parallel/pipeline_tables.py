@@ -16,9 +16,8 @@ from ..core.user_code import blamed_on_user
 from ..core.user_imports import is_class_path, load_class
 from ..pipeline.own_schedule import OwnSchedule, own_tables
 from ..pipeline.schedules import SCHEDULES, build_table
-from ..pipeline.table import PipelineTable, StagePlacement, microbatches
+from ..pipeline.table import PipelineTable, StagePlacement, TickForm, microbatches
 from ..pipeline.table_file import read_table
-from ..pipeline.ticks import TickForm
 from ..spec.plan_spec import PlanSpec
 from ..target.mesh import MeshPlan
 from .stage_times import recomputes_layers

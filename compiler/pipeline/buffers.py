@@ -30,8 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from .table import PipelineOp, PipelineTable, PipelineWork, Slot
-from .ticks import TickForm, pack_ticks
+from .table import PipelineOp, PipelineTable, PipelineWork, Slot, TickForm, pack_ticks
 
 _Column = np.ndarray[Any, np.dtype[Any]]
 
@@ -95,14 +94,11 @@ def lower_table(table: PipelineTable, kinds: Sequence[int] | None = None) -> Low
         if name not in columns:
             columns[name] = np.full(shape, sizes.get(buffer, 0), np.bool_ if isinstance(value, bool) else np.int32)
         columns[name][tick, stage] = value if place is None else slots[buffer][place]
-    return LoweredTable(columns, _of_head(table), sizes["x"], sizes["gradient"], sizes["cut"], sizes["residuals"])
-
-
-def _of_head(table: PipelineTable) -> dict[str, _Column]:
     is_on, microbatch = np.zeros(table.num_ticks, np.bool_), np.zeros(table.num_ticks, np.int32)
     for tick, ended in table.last_forward.items():
         is_on[tick], microbatch[tick] = True, ended
-    return {"head": is_on, "head_microbatch": microbatch}
+    of_head = {"head": is_on, "head_microbatch": microbatch}
+    return LoweredTable(columns, of_head, sizes["x"], sizes["gradient"], sizes["cut"], sizes["residuals"])
 
 
 def slots_in_use(table: PipelineTable) -> dict[str, tuple[int, ...]]:

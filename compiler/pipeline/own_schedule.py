@@ -12,10 +12,8 @@ from typing import Any, ClassVar
 
 from ..core.errors import ConfigError, Problem
 from ..core.format import counted
-from .invariants import find_violations
-from .table import PipelineTable, Slot, StagePlacement
+from .table import Order, PipelineTable, Slot, StagePlacement, TickForm, find_violations, pack_ticks
 from .table_file import FIX_TABLE, raise_first
-from .ticks import Order, TickForm, pack_ticks
 
 FIX_ORDERS = "return a PipelineTable, or for each stage a list of Slot(op, chunk, microbatch)"
 
@@ -40,7 +38,10 @@ def own_tables(
     if isinstance(made, PipelineTable) and form is None:
         return {f"{name}, ticks as written": _checked(made, name, where)}
     table_placement = made.placement if isinstance(made, PipelineTable) else placement
-    orders = _orders_of(made) if isinstance(made, PipelineTable) else made
+    orders = made
+    if isinstance(made, PipelineTable):
+        stages = range(table_placement.num_stages)
+        orders = [list(chain.from_iterable(row[stage] for row in made.rows)) for stage in stages]
     if what := _not_orders(orders, table_placement.num_stages):
         raise ConfigError([Problem(where, f"{name} {what}", FIX_ORDERS)])
     try:
@@ -49,12 +50,6 @@ def own_tables(
     except ValueError as error:
         raise ConfigError([Problem(where, str(error), FIX_TABLE)]) from error
     return {label: _checked(table, name, where) for label, table in found.items()}
-
-
-def _orders_of(table: PipelineTable) -> list[Order]:
-    """Returns the order of each stage of a table."""
-    stages = range(table.placement.num_stages)
-    return [list(chain.from_iterable(row[stage] for row in table.rows)) for stage in stages]
 
 
 def _not_orders(made: Any, num_stages: int) -> str | None:

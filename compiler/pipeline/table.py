@@ -6,9 +6,16 @@
 The layers are cut into *virtual stages* that follow each other. A stage holds one of them, or several, which are its
 *chunks*. In a tick a stage runs at most one operation of each kind, in the order F, R, B or BW, W. Activations and
 their gradients go to neighbours between ticks.
+
+`pack_ticks` puts the order of each stage's operations into ticks. All stages run their ticks side by side: between
+neighbours a tick takes as long as the longer one. So there are two forms. In *multi* ticks a stage runs several
+operations, a forward and a backward one beside a neighbour that does the same; in *unit* ticks it runs one, which is
+right where all operations take about as long. `find_violations` says why a table cannot run, or does not do all of the
+work once.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -159,8 +166,7 @@ class PipelineTable:
 def dependencies(
     work: PipelineWork, num_virtual: int, ops: frozenset[PipelineOp]
 ) -> Iterator[tuple[PipelineWork, bool]]:
-    """Yields what an operation needs in a schedule of these operations, and whether that has to be from an earlier
-    tick."""
+    """Yields the same in a schedule of these operations."""
 
     def same(op: PipelineOp, virtual: int = work.virtual) -> PipelineWork:
         return PipelineWork(op, virtual, work.microbatch)
@@ -176,3 +182,159 @@ def dependencies(
         yield same(PipelineOp.RECOMPUTE if PipelineOp.RECOMPUTE in ops else PipelineOp.FORWARD), False
         if work.virtual < num_virtual - 1:
             yield same(work.op, work.virtual + 1), True
+
+
+Order = Sequence[Slot]  # of one stage
+
+
+class TickForm(StrEnum):
+    """How many operations a stage runs in a tick: one of each kind that follow each other in its order, or one."""
+
+    MULTI = "multi"
+    UNIT = "unit"
+
+
+def pack_ticks(name: str, placement: StagePlacement, orders: Sequence[Order], form: TickForm) -> PipelineTable:
+    """Returns the table in which each operation is in the first tick that the order of its stage and what it needs
+    from others allow. Raises ValueError if an order waits for itself."""
+    ops = frozenset(slot.op for order in orders for slot in order)
+    done: dict[PipelineWork, int] = {}
+    at = [0] * len(orders)
+    rows: list[tuple[tuple[Slot, ...], ...]] = []
+    while any(start < len(order) for start, order in zip(at, orders, strict=True)):
+        tick, row = len(rows), []
+        for stage, order in enumerate(orders):
+            slots: list[Slot] = []
+            for place in range(at[stage], len(order)):
+                slot = order[place]
+                work = PipelineWork(slot.op, placement.virtual(stage, slot.chunk), slot.microbatch)
+                if slots and (form == TickForm.UNIT or slots[-1].op.place >= slot.op.place):
+                    break
+                needs = dependencies(work, placement.num_virtual, ops)
+                if any(done.get(need, tick + 1) > tick - is_earlier for need, is_earlier in needs):
+                    break
+                done[work] = tick
+                slots.append(slot)
+            at[stage] += len(slots)
+            row.append(tuple(slots))
+        if not any(row):
+            stage = next(s for s, order in enumerate(orders) if at[s] < len(order))
+            waiting = orders[stage][at[stage]]
+            raise ValueError(f"{name}: on stage {stage}, {waiting} waits for what never runs before it")
+        rows.append(tuple(row))
+    num_microbatches = 1 + max(slot.microbatch for order in orders for slot in order)
+    return PipelineTable(name, placement, num_microbatches, tuple(rows))
+
+
+@dataclass(frozen=True)
+class Violation:
+    """An error in a table. tick: where it is; None for an error of the whole table."""
+
+    tick: int | None
+    stage: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"stage {self.stage}: {self.what}" if self.tick is None else f"{self.place}: {self.what}"
+
+    @property
+    def place(self) -> str:
+        return f"tick {self.tick}, stage {self.stage}"
+
+
+def find_violations(table: PipelineTable, max_in_flight: int | None = None) -> tuple[Violation, ...]:
+    """Returns all that is wrong with a table: what it names and does not have, operations twice or never, two of one
+    place in a tick, before what they need, and more in flight than is allowed on any stage."""
+    shape = tuple(_of_shape(table))
+    if shape:
+        return shape
+    found = [*_of_ticks(table), *_of_operations(table)]
+    if not found:
+        found += _of_needs(table)
+    if max_in_flight is not None:
+        found += _of_flight(table, max_in_flight)
+    return tuple(found)
+
+
+def count_in_flight(table: PipelineTable) -> tuple[tuple[int, ...], ...]:
+    """Returns by stage, after each operation of its own, the microbatches of its chunks that have gone forward and are
+    not yet done: with W too, where there is one."""
+    last = {PipelineOp.BACKWARD, PipelineOp.WEIGHT_GRADIENT}
+    counts: list[list[int]] = [[] for _ in range(table.placement.num_stages)]
+    for _, stage, slot in table.slots():
+        before = counts[stage][-1] if counts[stage] else 0
+        counts[stage].append(before + (slot.op == PipelineOp.FORWARD) - (slot.op in last))
+    return tuple(map(tuple, counts))
+
+
+def max_in_flight_of(table: PipelineTable) -> tuple[int, ...]:
+    """Returns by stage the most microbatches of its chunks in flight."""
+    return tuple(max(counts, default=0) for counts in count_in_flight(table))
+
+
+def _of_shape(table: PipelineTable) -> Iterator[Violation]:
+    num_stages, num_chunks = table.placement.num_stages, table.placement.num_chunks
+    for tick, row in enumerate(table.rows):
+        if len(row) != num_stages:
+            yield Violation(tick, min(len(row), num_stages), f"the tick has {counted(len(row), 'stage')}")
+    for tick, stage, slot in table.slots():
+        if not 0 <= slot.chunk < num_chunks:
+            yield Violation(tick, stage, f"{slot}: the stage has {counted(num_chunks, 'chunk')}")
+        if not 0 <= slot.microbatch < table.num_microbatches:
+            yield Violation(tick, stage, f"{slot}: the table has {microbatches(table.num_microbatches)}")
+
+
+def _of_ticks(table: PipelineTable) -> Iterator[Violation]:
+    for tick, row in enumerate(table.rows):
+        for stage, slots in enumerate(row):
+            for before, slot in itertools.pairwise(slots):
+                if before.op.place == slot.op.place:
+                    yield Violation(tick, stage, f"{before} and {slot} are of one kind: a tick runs one of each")
+                elif before.op.place > slot.op.place:
+                    yield Violation(tick, stage, f"{slot} follows {before}: a tick runs F, R, B or BW, W")
+
+
+def _of_operations(table: PipelineTable) -> Iterator[Violation]:
+    """Yields what runs twice, what does not run, and operations that do not go together."""
+    split = {PipelineOp.INPUT_GRADIENT, PipelineOp.WEIGHT_GRADIENT}
+    if PipelineOp.BACKWARD in table.ops and table.ops & split:
+        for tick, stage, slot in table.slots():
+            if slot.op in split:
+                yield Violation(tick, stage, f"{slot}: the table has BW too; either all is split or nothing")
+        return
+    backward = split if table.ops & split else {PipelineOp.BACKWARD}
+    kinds = {PipelineOp.FORWARD, *backward} | (table.ops & {PipelineOp.RECOMPUTE})
+    placement, first = table.placement, dict[PipelineWork, int]()
+    for tick, stage, slot in table.slots():
+        before = first.setdefault(table.work(stage, slot), tick)
+        if before != tick:
+            yield Violation(tick, stage, f"{slot} has already run in tick {before}")
+    for op in sorted(kinds, key=lambda op: op.place):
+        for virtual in range(placement.num_virtual):
+            stage, chunk = placement.stage(virtual), placement.chunk(virtual)
+            missing = [m for m in range(table.num_microbatches) if PipelineWork(op, virtual, m) not in first]
+            if missing:
+                others = f" and of {len(missing) - 1} more" if len(missing) > 1 else ""
+                yield Violation(None, stage, f"{Slot(op, chunk, missing[0])}{others} never runs")
+
+
+def _of_needs(table: PipelineTable) -> Iterator[Violation]:
+    placement = table.placement
+    for tick, stage, slot in table.slots():
+        for need, is_earlier in table.dependencies(table.work(stage, slot)):
+            at = table.ticks[need]
+            if at > tick - is_earlier:
+                other, chunk = placement.stage(need.virtual), placement.chunk(need.virtual)
+                where = f" on stage {other}" if other != stage else ""
+                needs = f"{need.op} of chunk {chunk}{where}{' in an earlier tick' if is_earlier else ''}"
+                yield Violation(tick, stage, f"{slot} needs {needs}, which runs in tick {at}")
+
+
+def _of_flight(table: PipelineTable, most: int) -> Iterator[Violation]:
+    """Yields the first tick of each stage that has more in flight."""
+    done, counts = set[int](), [iter(each) for each in count_in_flight(table)]
+    for tick, stage, _ in table.slots():
+        count = next(counts[stage])
+        if count > most and stage not in done:
+            done.add(stage)
+            yield Violation(tick, stage, f"{microbatches(count)} in flight, more than {most}")

@@ -16,18 +16,26 @@ from pathlib import Path
 
 from ..core.errors import ConfigError, Problem
 from ..core.format import counted
-from .invariants import Violation, find_violations
-from .table import PipelineOp, PipelineTable, PipelineWork, Slot, StagePlacement, microbatches
-from .ticks import TickForm, pack_ticks
+from .table import (
+    PipelineOp,
+    PipelineTable,
+    PipelineWork,
+    Slot,
+    StagePlacement,
+    TickForm,
+    find_violations,
+    microbatches,
+    pack_ticks,
+)
 
-_OPS = {
-    "F": (PipelineOp.FORWARD,),
-    "R": (PipelineOp.RECOMPUTE,),
-    "B": (PipelineOp.BACKWARD,),
-    "I": (PipelineOp.INPUT_GRADIENT,),
-    "W": (PipelineOp.WEIGHT_GRADIENT,),
+_LETTERS = {
+    PipelineOp.FORWARD: "F",
+    PipelineOp.RECOMPUTE: "R",
+    PipelineOp.BACKWARD: "B",
+    PipelineOp.INPUT_GRADIENT: "I",
+    PipelineOp.WEIGHT_GRADIENT: "W",
 }
-_LETTERS = {op: letter for letter, (op,) in _OPS.items()}
+_OPS = {letter: op for op, letter in _LETTERS.items()}
 _CELL = re.compile(r"(\d{1,6})([FRBIW])(\d{1,6})", re.ASCII)
 MOST_NAMED = 20
 FIX_CELL = "write a virtual stage, one of F R B I W, and a microbatch, as in 0F3; join those of one tick with +"
@@ -74,7 +82,12 @@ def parse_table(text: str, where: str, name: str, form: TickForm | None = None) 
             table = pack_ticks(name, placement, [list(chain.from_iterable(ticks)) for ticks in orders], form)
         except ValueError as error:
             raise ConfigError([Problem(where, str(error), FIX_TABLE)]) from error
-    raise_first([_of_violation(each, lines, where, form) for each in find_violations(table)])
+    problems = list[Problem]()
+    for each in find_violations(table):
+        tick = "" if each.tick is None or form is not None else f", tick {each.tick}"
+        place = _at(where, lines[each.stage].number) + tick
+        problems.append(Problem(place, f"stage {each.stage}: {each.what}", FIX_TABLE))
+    raise_first(problems)
     return table
 
 
@@ -89,12 +102,6 @@ def _lines_of(text: str, where: str) -> list[_Line]:
         problems.append(Problem(where, "the schedule has no line", "write a line for each stage"))
     raise_first(problems)
     return _with_split_backward(lines)
-
-
-def _of_violation(violation: Violation, lines: list[_Line], where: str, form: TickForm | None) -> Problem:
-    line = _at(where, lines[violation.stage].number)
-    tick = "" if violation.tick is None or form is not None else f", tick {violation.tick}"
-    return Problem(line + tick, f"stage {violation.stage}: {violation.what}", FIX_TABLE)
 
 
 def write_table(table: PipelineTable) -> str:
@@ -128,7 +135,7 @@ def _cell(cell: str, where: str, problems: list[Problem]) -> Iterator[PipelineWo
         if (parts := _CELL.fullmatch(text.strip())) is None:
             problems.append(Problem(where, f"'{text.strip()[:40]}' is not an operation", FIX_CELL))
         else:
-            yield PipelineWork(*_OPS[parts[2]], int(parts[1]), int(parts[3]))
+            yield PipelineWork(_OPS[parts[2]], int(parts[1]), int(parts[3]))
 
 
 def _with_split_backward(lines: list[_Line]) -> list[_Line]:
@@ -179,7 +186,6 @@ def _num_microbatches(lines: list[_Line], where: str) -> int:
     if last >= forward:
         there = counted(forward, "forward operation")
         what = f"microbatch {last} is the last of {microbatches(last + 1)}, and the schedule has {there}"
-        raise ConfigError(
-            [Problem(f"{_at(where, line)}, tick {tick}", what, "count microbatches from 0, without gaps")]
-        )
+        fix = "count microbatches from 0, without gaps"
+        raise ConfigError([Problem(f"{_at(where, line)}, tick {tick}", what, fix)])
     return last + 1

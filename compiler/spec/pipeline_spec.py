@@ -31,7 +31,7 @@ class StepPipeline(ProgramKeys):
     schedule: one of compiler/pipeline/schedules.py. num_chunks: the parts of the model that each stage holds.
     layers: those of each virtual stage (compiler/pipeline/stage_layers.py): as many on each as can be, or fewer on the
     last where that takes less time, or the number on each. ticks:
-    the operations of a stage in a tick (compiler/pipeline/ticks.py); auto: the form that is predicted to take the least
+    the operations of a stage in a tick (compiler/pipeline/table.py); auto: the form that is predicted to take the least
     time, or those of the file. head: whether the last stage runs the head, or each of them with its part of the
     vocabulary (parallel/shared_head.py); auto: what is predicted to take less time. gather: when a stage gathers the
     weights of its layers (parallel/stage_gather.py); auto: once per step if the target's memory has room for that.

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from meshloom.compiler.pipeline.schedules import SCHEDULES
-from meshloom.compiler.pipeline.ticks import TickForm
+from meshloom.compiler.pipeline.table import TickForm
 
 
 @st.composite

@@ -6,9 +6,8 @@ from conftest import POINTWISE, plan_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.user_imports import code_allowed_from
 from meshloom.compiler.pipeline.schedules import build_table
-from meshloom.compiler.pipeline.table import PipelineOp
+from meshloom.compiler.pipeline.table import PipelineOp, TickForm
 from meshloom.compiler.pipeline.table_file import write_table
-from meshloom.compiler.pipeline.ticks import TickForm
 from meshloom.compiler.report.explain import plan_as_json
 
 STAGED = ("mesh.stage=2", "num_microbatches=4", "remat=full", "model.num_layers=4")

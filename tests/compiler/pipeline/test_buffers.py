@@ -8,8 +8,7 @@ from hypothesis import given, settings
 
 from meshloom.compiler.pipeline.buffers import forward_only, lower_table, slots_in_use
 from meshloom.compiler.pipeline.schedules import build_table
-from meshloom.compiler.pipeline.table import PipelineOp
-from meshloom.compiler.pipeline.ticks import TickForm
+from meshloom.compiler.pipeline.table import PipelineOp, TickForm
 from support.pipeline_tables import declared
 
 

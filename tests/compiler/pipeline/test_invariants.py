@@ -4,10 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from meshloom.compiler.pipeline.invariants import Violation, find_violations
 from meshloom.compiler.pipeline.schedules import build_table
-from meshloom.compiler.pipeline.table import PipelineOp, Slot
-from meshloom.compiler.pipeline.ticks import TickForm
+from meshloom.compiler.pipeline.table import PipelineOp, Slot, TickForm, Violation, find_violations
 
 F, R, B, W, BW = PipelineOp
 

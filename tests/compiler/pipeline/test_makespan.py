@@ -22,8 +22,7 @@ from meshloom.compiler.pipeline.makespan import (
     time_ticks,
 )
 from meshloom.compiler.pipeline.schedules import SCHEDULES, build_table
-from meshloom.compiler.pipeline.table import PipelineOp, Slot, StagePlacement
-from meshloom.compiler.pipeline.ticks import TickForm, pack_ticks
+from meshloom.compiler.pipeline.table import PipelineOp, Slot, StagePlacement, TickForm, pack_ticks
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.compiler.xla.schedule.prices import Chip
 from meshloom.compiler.xla.schedule.program import read_steps

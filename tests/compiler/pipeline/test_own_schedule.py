@@ -7,9 +7,8 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.user_imports import code_allowed_from
 from meshloom.compiler.pipeline.own_schedule import own_tables
 from meshloom.compiler.pipeline.schedules import SCHEDULES, build_table
-from meshloom.compiler.pipeline.table import PipelineOp, PipelineTable, Slot, StagePlacement
+from meshloom.compiler.pipeline.table import PipelineOp, PipelineTable, Slot, StagePlacement, TickForm
 from meshloom.compiler.pipeline.table_file import MOST_NAMED
-from meshloom.compiler.pipeline.ticks import TickForm
 
 F, BW = PipelineOp.FORWARD, PipelineOp.BACKWARD
 TWO_STAGES = StagePlacement(2)
@@ -24,7 +23,7 @@ def made(orders, placement=TWO_STAGES, form=None):
 def test_the_orders_of_a_named_schedule_give_its_table(name, chunks, form):
     table = build_table(name, 2, chunks, 4, form)
     orders = [[slot for row in table.rows for slot in row[stage]] for stage in range(2)]
-    placement = SCHEDULES[name].placement(2, chunks)
+    placement = StagePlacement(2, chunks, SCHEDULES[name].is_v)
     found = made(orders, placement)
     assert [label.rpartition(", ")[2] for label in found] == ["multi ticks", "unit ticks"]
     assert found[f"mine:Mine, {form} ticks"].rows == table.rows

@@ -10,10 +10,9 @@ import pytest
 from conftest import plan_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.user_imports import code_allowed_from
-from meshloom.compiler.pipeline.invariants import max_in_flight_of
 from meshloom.compiler.pipeline.schedules import SCHEDULES, build_table
+from meshloom.compiler.pipeline.table import TickForm, max_in_flight_of
 from meshloom.compiler.pipeline.table_file import parse_table
-from meshloom.compiler.pipeline.ticks import TickForm
 
 PAGE = (Path(__file__).parents[3] / "docs" / "pipeline_tables.md").read_text()
 

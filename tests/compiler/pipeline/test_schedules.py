@@ -5,10 +5,8 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 
-from meshloom.compiler.pipeline.invariants import find_violations, max_in_flight_of
 from meshloom.compiler.pipeline.schedules import SCHEDULES, build_table
-from meshloom.compiler.pipeline.table import PipelineOp
-from meshloom.compiler.pipeline.ticks import TickForm
+from meshloom.compiler.pipeline.table import PipelineOp, TickForm, find_violations, max_in_flight_of
 from support.pipeline_tables import declared
 
 SECONDS = {"F": 1, "R": 1, "B": 1, "W": 1, "BW": 2}

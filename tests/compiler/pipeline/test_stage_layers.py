@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from meshloom.compiler.pipeline.buffers import COLUMN_OF, lower_table
 from meshloom.compiler.pipeline.schedules import build_table
 from meshloom.compiler.pipeline.stage_layers import layers_of, split_evenly
-from meshloom.compiler.pipeline.table import PipelineOp, StagePlacement
-from meshloom.compiler.pipeline.ticks import TickForm
+from meshloom.compiler.pipeline.table import PipelineOp, StagePlacement, TickForm
 
 
 def test_the_ends_have_fewer_layers_where_they_do_not_divide():

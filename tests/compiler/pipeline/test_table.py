@@ -2,8 +2,7 @@
 
 import pytest
 
-from meshloom.compiler.pipeline.table import PipelineOp, Slot, StagePlacement
-from meshloom.compiler.pipeline.ticks import TickForm, pack_ticks
+from meshloom.compiler.pipeline.table import PipelineOp, Slot, StagePlacement, TickForm, pack_ticks
 
 PLACEMENTS = [
     StagePlacement(stages, chunks, is_v) for stages in (1, 2, 4) for chunks in (1, 2, 3) for is_v in (False, True)

@@ -5,9 +5,8 @@ from hypothesis import given, settings
 
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.pipeline.schedules import build_table
-from meshloom.compiler.pipeline.table import PipelineOp, Slot
+from meshloom.compiler.pipeline.table import PipelineOp, Slot, TickForm
 from meshloom.compiler.pipeline.table_file import MOST_NAMED, parse_table, read_table, write_table
-from meshloom.compiler.pipeline.ticks import TickForm
 from support.pipeline_tables import declared
 
 BY_HAND = """\

@@ -7,7 +7,7 @@ import pytest
 from conftest import plan_of
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.pipeline.schedules import SCHEDULES, build_table
-from meshloom.compiler.pipeline.ticks import TickForm
+from meshloom.compiler.pipeline.table import TickForm
 from meshloom.compiler.report.explain import MOST_STAGES, explain, pipeline_lines
 
 

@@ -12,7 +12,7 @@ from conftest import plan_of
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.pipeline.makespan import time_table
 from meshloom.compiler.pipeline.schedules import SCHEDULES, build_table
-from meshloom.compiler.pipeline.ticks import TickForm
+from meshloom.compiler.pipeline.table import TickForm
 from meshloom.compiler.report.views.page import plan_table, render_page
 from meshloom.compiler.report.views.pictures import LEFT, MOST_STAGES, MOST_WIDTH, pipeline_picture
 from support import reports

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from conftest import plan_of
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.pipeline.schedules import build_table
-from meshloom.compiler.pipeline.ticks import TickForm
+from meshloom.compiler.pipeline.table import TickForm
 from meshloom.compiler.step import train_step
 from support.programs import gradients_of, schedule_of
 

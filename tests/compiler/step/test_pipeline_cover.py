@@ -10,7 +10,7 @@ import pytest
 from conftest import plan_of
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.pipeline.schedules import build_table
-from meshloom.compiler.pipeline.ticks import TickForm
+from meshloom.compiler.pipeline.table import TickForm
 from meshloom.compiler.step import train_step
 from support.experts import documents_of
 from support.pairwise import all_pairs, cover_pairs, pairs_of

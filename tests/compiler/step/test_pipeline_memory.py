@@ -7,7 +7,7 @@ import pytest
 from conftest import plan_of
 from meshloom.compiler.pipeline.buffers import lower_table
 from meshloom.compiler.pipeline.schedules import build_table
-from meshloom.compiler.pipeline.ticks import TickForm
+from meshloom.compiler.pipeline.table import TickForm
 from support.programs import programs_of
 
 pytestmark = pytest.mark.ci
