@@ -20,8 +20,7 @@ from .core.trees import leaves_by_path, like, nested_dict, pick
 from .figures import NO_PEAK_RATE, StepWork
 from .jaxpr.flops import ModelFlops, count_model_flops
 from .parallel.operation import OpPlan, ParallelOp
-from .parallel.pipeline_plan import PipelinePlan, warnings_of_pipeline
-from .parallel.stage_gather import StageGather
+from .parallel.pipeline_plan import PipelinePlan, StageGather, warnings_of_pipeline
 from .sharding.arrays import EXPERTS, Array, Arrays
 from .sharding.batch import BatchPlan
 from .sharding.roles import AxisRoles

@@ -8,29 +8,25 @@ dimension brings an all-reduce.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
-import jax
 import numpy as np
 from jax.extend.core import Jaxpr
 from jax.extend.core import Literal as Constant
 
-from ..core.collectives import MOVING, CollectiveKind
+from ..core.collectives import CollectiveKind
 from ..core.errors import Problem, raise_if_any
 from ..core.kernels import KernelOwner
 from ..core.partition_spec import STAGE, Axes, axes_of
 from ..core.scopes import OperationName, nested_scope
 from ..core.traffic import Traffic
 from .flops import TRIPS, calls_one, contracted_dims, cost_of, kernel_cost_of
-from .operation_kinds import COLLECTIVES, LANES, equation_kind
+from .operation_kinds import COLLECTIVES, equation_kind
 from .program import Body, Kind, Operation, Program
 from .propagate import DimAxes, propagate, taken
 from .subprograms import KnownValues, consts_of, consts_within, scan_of, subprograms, without_consts
 from .unknown import EACH_BRANCH, CallCost, unknown_of
-
-_SHAPES = {"reshape", "transpose", "squeeze", "expand_dims"}  # they commute with a sum over devices
-_ADDITIONS = {"add", "add_any"}
+from .values import ADDITIONS, Partial, ProgramValues
 
 
 def read_jaxpr(
@@ -59,34 +55,14 @@ def layout_of(spec: Any, rank: int) -> DimAxes:
     return (*entries, *[()] * (rank - len(entries)))
 
 
-@dataclass(frozen=True)
-class _Partial:
-    """A value that devices have yet to add up: over which mesh axes, and the operation that made it."""
-
-    aval: Any
-    axes: Axes
-    name: str
-    scope: str
-
-
 @dataclass
-class _Reader:
+class _Reader(ProgramValues):
     """Reads one jaxpr; each body of a loop or a cond has a reader of its own."""
 
-    mesh_sizes: Mapping[str, int]
-    joins_sums: bool
     ops: Sequence[KernelOwner]
     known: KnownValues
     within: tuple[Any, ...] = ()  # the equations that call what is read
     consts: dict[Any, Any] = field(default_factory=dict[Any, Any])  # the values of constants, by variable
-    operations: list[Operation] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    host_sizes: list[int] = field(default_factory=list)
-    dtypes: list[str] = field(default_factory=list)
-    layouts: list[DimAxes] = field(default_factory=list)
-    widths: list[int] = field(default_factory=list)  # the length of each value's last dimension
-    partial: dict[int, "_Partial"] = field(default_factory=dict)  # values that devices have yet to add up
-    brought: dict[tuple[int, CollectiveKind, DimAxes], int] = field(default_factory=dict)  # the results of `crossed`
     tables: dict[tuple[int, tuple[int, ...]], DimAxes] = field(default_factory=dict)  # by indices and shape: `gather`'s
 
     def read(self, jaxpr: Jaxpr, layouts: Sequence[DimAxes], scope: str) -> Program:
@@ -95,43 +71,6 @@ class _Reader:
         self.pad()
         sizes, host_sizes = tuple(self.sizes), tuple(self.host_sizes)
         return Program(tuple(self.operations), sizes, host_sizes, tuple(self.dtypes), tuple(inputs), tuple(outputs))
-
-    def value(self, aval: Any, layout: DimAxes) -> int:
-        dtype = getattr(aval, "dtype", None)
-        itemsize = getattr(dtype, "itemsize", 0) or 0
-        shape = getattr(aval, "shape", ())
-        num_bytes = math.prod(shape) * itemsize
-        if any(layout):  # most values of a step are whole where they are made
-            layout = tuple(tuple(axis for axis in axes if self.mesh_sizes[axis] > 1) for axes in layout)
-            num_bytes //= self.num_shards(tuple(axis for axes in layout for axis in axes))
-        is_on_host = getattr(aval, "memory_space", None) == jax.memory.Space.Host
-        self.sizes.append(0 if is_on_host else num_bytes)
-        self.host_sizes.append(num_bytes if is_on_host else 0)
-        self.widths.append(shape[-1] if shape else 0)
-        self.dtypes.append(_name_of(dtype))
-        self.layouts.append(layout)
-        return len(self.sizes) - 1
-
-    def pad(self) -> None:
-        """Gives arrays that a TPU kernel reads or writes the size of its layout, in which a last dimension of less than
-        128 fills whole rows of 128. Arrays that pointwise operations make of them, or make them of, have it too."""
-        padded: dict[int, int] = {}
-        for operation in self.operations:
-            if operation.name == "pallas_call":
-                ends = (*operation.inputs, *operation.outputs)
-                padded |= {i: self.sizes[i] * LANES // self.widths[i] for i in ends if 1 < self.widths[i] < LANES}
-        found = -1
-        while padded and found != len(padded):
-            found = len(padded)
-            for operation in self.operations:
-                ends = [i for i in (*operation.inputs, *operation.outputs) if operation.kind in ("move", "pointwise")]
-                known = {self.sizes[i]: padded[i] for i in ends if i in padded}
-                padded |= {i: known[self.sizes[i]] for i in ends if self.sizes[i] in known}
-        for i, size in padded.items():
-            self.sizes[i] = size
-
-    def num_shards(self, axes: Axes) -> int:
-        return math.prod(self.mesh_sizes[axis] for axis in axes)
 
     def inline(self, jaxpr: Jaxpr, inputs: Sequence[int], scope: str) -> list[int]:
         """Appends the operations of a jaxpr whose arguments are these values. Returns the values of its results."""
@@ -188,7 +127,7 @@ class _Reader:
             return self.barrier(equation, operands, scope)
         if name == "reduce_precision":  # remat puts saved values through one, to their own type
             return operands
-        if name in _ADDITIONS and (zeros := next(filter(self.is_zeros, operands), None)) is not None:
+        if name in ADDITIONS and (zeros := next(filter(self.is_zeros, operands), None)) is not None:
             return [operands[0] if zeros == operands[1] else operands[1]]  # compilers remove the addition
         if name == "gather":
             self.tables[operands[1], equation.invars[0].aval.shape] = self.layouts[operands[0]]
@@ -225,7 +164,7 @@ class _Reader:
             )
         )  # fmt: skip
         if reduced := tuple(axis for axis in reduced if self.mesh_sizes[axis] > 1):
-            partial = _Partial(equation.outvars[0].aval, reduced, name, scope)
+            partial = Partial(equation.outvars[0].aval, reduced, name, scope)
         if partial:
             self.partial[results[0]] = replace(partial, aval=equation.outvars[0].aval)
         return results if self.joins_sums else [self.summed(i) for i in results]
@@ -258,32 +197,6 @@ class _Reader:
         result = self.value(aval, layout)
         self.operations.append(Operation("pointwise", made.primitive.name, scope, tuple(filled), (result,)))
         return result
-
-    def still_partial(self, name: str, operands: list[int]) -> _Partial | None:
-        """Returns the sum over devices that the result of an operation still needs, if the operation commutes with
-        it."""
-        found = [self.partial.get(i) for i in operands]
-        is_linear = name in _SHAPES or (name in _ADDITIONS and len({one and one.axes for one in found}) == 1)
-        return found[0] if is_linear and found else None
-
-    def summed(self, i: int, wanted: DimAxes = ()) -> int:
-        """Returns the value added up over devices, once for all readers: whole, or in the shards that are wanted."""
-        partial = self.partial.get(i)
-        if partial is None:
-            return i
-        layout, kind = self.layouts[i], "all-reduce"
-        if self.joins_sums and set(partial.axes) <= {axis for axes in wanted for axis in axes}:
-            added = (tuple(axis for axis in axes if axis in partial.axes) for axes in wanted)
-            layout = tuple(old + new for old, new in zip(layout, added, strict=True))
-            kind = "reduce-scatter"
-        return self.crossed(partial.aval, i, layout, kind, partial.axes, partial.name, partial.scope)
-
-    def kept(self, i: int) -> int:
-        """Returns a result of a program, added up over devices, in the shards that a constraint in the program wants,
-        if one does. The partitioner gives a constrained value that layout everywhere: a matmul's result that is kept
-        for the backward pass lies as the activation that is made of it."""
-        shards = (known for key, known in self.brought.items() if key[:2] == (i, "reduce-scatter"))
-        return next(shards, None) or self.summed(i)
 
     def taken(self, equation: Any, operands: list[int], scope: str, *, is_known: bool) -> list[int]:
         """Returns an operation's operands, whole along the dimensions that a device needs all of: all of them, where it
@@ -333,19 +246,6 @@ class _Reader:
         kind: CollectiveKind = "all-to-all" if is_moved else "all-gather"
         layout = wanted if is_moved else kept
         return [self.crossed(equation.invars[0].aval, operands[0], layout, kind, axes, equation.primitive.name, scope)]
-
-    def crossed(
-        self, aval: Any, operand: int, layout: DimAxes, kind: CollectiveKind, axes: Axes, name: str, scope: str
-    ) -> int:
-        """Returns the operand in another layout, after a collective over these axes: one, however many operations read
-        it."""
-        if (known := self.brought.get((operand, kind, layout))) is not None:
-            return known
-        result = self.brought[operand, kind, layout] = self.value(aval, layout)
-        full = self.sizes[operand] * (self.num_shards(axes) if kind in MOVING else 1)
-        collective = Traffic(kind, axes, self.num_shards(axes), full, dtype=self.dtypes[result])
-        self.operations.append(Operation("collective", name, scope, (operand,), (result,), 0, collective))
-        return result
 
     def collective(self, equation: Any, operands: list[int], results: list[int]) -> Traffic:
         name, params = equation.primitive.name, equation.params
@@ -524,12 +424,6 @@ def _hangs(branch: Program) -> Iterator[Problem]:
             what = f"{operation.name} in {operation.scope} is among stages, in a branch that not all of them take"
             fix = "run it outside of the branch, or choose the branch by a value that is the same on all stages"
             yield Problem("train step", what, fix)
-
-
-@cache
-def _name_of(dtype: Any) -> str:
-    """Returns the name of a type, which NumPy takes long to put together."""
-    return str(dtype)
 
 
 def _like_operands(out: Any, equation: Any, layouts: Sequence[DimAxes]) -> DimAxes:

@@ -2,32 +2,163 @@
 
 mesh.stage=4 pipeline=1f1b num_microbatches=8  ->  PipelinePlan(table of 4 stages and 8 microbatches, ..)
 mesh.stage=1                                   ->  None
+pipeline=zb_h1 pipeline.ticks=auto             ->  a table for each form of ticks, of which one is chosen
+
+A stage gathers the weights of its layers once per step, or where each layer is used:
+
+step   whole weights of the stage, and their gradients accumulated whole in it: little is sent, much is held
+use    each layer gathers its weights in its forward pass and again in each part of its backward pass, and reduces its
+       gradient there: sent for each microbatch, accumulated as shards
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
+
+import jax.numpy as jnp
 
 from meshloom.models import Model
 
-from ..core.errors import ConfigError, Problem
-from ..core.format import counted, human_seconds, human_share
+from ..core.errors import ConfigError, Problem, raise_if_any
+from ..core.format import be, counted, human_bytes, human_seconds, human_share
 from ..core.partition_spec import STAGE
+from ..core.user_code import blamed_on_user
+from ..core.user_imports import is_class_path, load_class
 from ..pipeline.buffers import buffer_bytes
 from ..pipeline.makespan import AS_SHORT, ChosenTable, TableTime, choose_table
+from ..pipeline.own_schedule import OwnSchedule, own_tables
+from ..pipeline.schedules import SCHEDULES, build_table
 from ..pipeline.stage_layers import StageLayers, layers_of, split_evenly
-from ..pipeline.table import PipelineTable, StagePlacement, max_in_flight_of, microbatches
+from ..pipeline.table import PipelineTable, StagePlacement, TickForm, max_in_flight_of, microbatches
+from ..pipeline.table_file import read_table
+from ..sharding.arrays import EXPERTS
 from ..sharding.batch import BatchPlan
-from ..sharding.sharding import ShardingPlan
+from ..sharding.rules import ArrayPlan
+from ..sharding.sharding import ShardingPlan, gathered_bytes
 from ..spec.pipeline_spec import HeadPlace, PipelineSpec
 from ..spec.plan_spec import PlanSpec
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
-from .pipeline_tables import KEY, TablesByLabel
-from .shared_head import why_not_shared
-from .stage_times import StageTimes, plan_slot_bytes, plan_stage_times
+from .lm_head import why_not_shared
+from .operation import OpInputs
+from .stage_times import StageTimes, plan_slot_bytes, plan_stage_times, recomputes_layers, x_bytes
+
+KEY, TABLE = f"mesh.{STAGE}", "pipeline.table"
+TablesByLabel = Mapping[str, PipelineTable]  # by what a reason calls them
+ALONE = "ticks with recomputation apart"  # R is an operation of its own
+
+
+def read_tables(spec: PlanSpec, mesh: MeshPlan, model: Model) -> TablesByLabel:
+    """Returns the tables that can run the declared pipeline; none without stages. Raises ConfigError with all problems
+    of a declaration that no pipeline can run."""
+    if mesh.sizes[STAGE] == 1:
+        return {}
+    problems, tables = list(_unused(spec)), dict[str, PipelineTable]()
+    if not spec.pipeline.table:
+        numbers = (mesh.sizes[STAGE], spec.pipeline.num_chunks, spec.num_microbatches)
+        lacks = SCHEDULES[spec.pipeline.schedule].requirement(*numbers)
+        problems += [] if lacks is None else [Problem("pipeline.schedule", *lacks)]
+    try:
+        tables = _own(spec, mesh) if spec.pipeline.table else {} if problems else _candidates(spec, mesh)
+    except ConfigError as error:
+        problems += error.problems
+    num_chunks = next((each.placement.num_chunks for each in tables.values()), spec.pipeline.num_chunks)
+    raise_if_any([*_problems_of_model(spec, mesh, model, num_chunks), *problems])
+    return tables
+
+
+def layers_stay(spec: PlanSpec, model: Model, tables: Callable[[], TablesByLabel]) -> bool:
+    """Returns True if the state can hold the layers of each stage on that stage: all virtual stages have as many. Else
+    it splits another dimension of their weights over the stages. tables: `read_tables`, which tells what is wrong."""
+    stack, *others = model.stacks
+    if others or spec.pipeline.layers != "even":
+        return False
+    try:
+        return all(stack.num_layers % table.placement.num_virtual == 0 for table in tables().values())
+    except ConfigError:
+        return True
+
+
+def _candidates(spec: PlanSpec, mesh: MeshPlan) -> TablesByLabel:
+    """Returns the tables of the declared schedule, by the form of their ticks."""
+    chosen = spec.pipeline
+    forms = [form for form in TickForm if chosen.ticks in ("auto", form.value)]
+    made = {f"{form} ticks": (form, False) for form in forms}
+    if recomputes_layers(spec.remat):
+        apart = [form for form in forms if form == TickForm.UNIT or chosen.ticks == "auto"]
+        made |= {f"{form} {ALONE}": (form, True) for form in apart}
+    size = (mesh.sizes[STAGE], chosen.num_chunks, spec.num_microbatches)
+    return {label: build_table(chosen.schedule, *size, form, alone) for label, (form, alone) in made.items()}
+
+
+def _own(spec: PlanSpec, mesh: MeshPlan) -> TablesByLabel:
+    """Returns the tables of the user's file or class. Raises ConfigError if they are wrong, or are not of this mesh and
+    these microbatches."""
+    path, ticks = str(spec.pipeline.table), spec.pipeline.ticks
+    form = None if ticks == "auto" else TickForm(ticks)
+    if is_class_path(path):
+        kind: Any = load_class(path, TABLE, OwnSchedule)
+        size = (mesh.sizes[STAGE], spec.pipeline.num_chunks, spec.num_microbatches)
+        with blamed_on_user(TABLE, f"{path}().orders{size}", is_theirs=True):
+            made = kind().orders(*size)
+        tables = own_tables(made, StagePlacement(*size[:2], kind.is_v), path, TABLE, form)
+    else:
+        tables = {f"pipeline.table={path}": read_table(Path(path), form)}
+    table, problems = next(iter(tables.values())), list[Problem]()
+    if (num_stages := table.placement.num_stages) != mesh.sizes[STAGE]:
+        what = f"{path} has {counted(num_stages, 'stage')}, and the mesh has {mesh.sizes[STAGE]}"
+        problems.append(Problem(TABLE, what, f"set {KEY}={num_stages}, or name another table"))
+    if table.num_microbatches != spec.num_microbatches:
+        what = f"{path} has {microbatches(table.num_microbatches)}, and the declaration has {spec.num_microbatches}"
+        fix = f"set num_microbatches={table.num_microbatches}, or name another table"
+        problems.append(Problem(TABLE, what, fix))
+    raise_if_any(problems)
+    return tables
+
+
+def _problems_of_model(spec: PlanSpec, mesh: MeshPlan, model: Model, num_chunks: int) -> Iterator[Problem]:
+    """Yields why the layers of a model cannot be split over stages."""
+    num_layers, num_stages = sum(stack.num_layers for stack in model.stacks), mesh.sizes[STAGE]
+    num_parts, declared = num_stages * num_chunks, spec.pipeline.layers
+    if isinstance(declared, tuple):
+        if len(declared) != num_parts or sum(declared) != num_layers:
+            has = f"{counted(sum(declared), 'layer')} in {counted(len(declared), 'part')}"
+            what = f"has {has}, and {counted(num_layers, 'layer')} run in {counted(num_parts, 'part')}"
+            fix = f"give a number for each stage{' and chunk' if num_chunks > 1 else ''}, in the order of the model"
+            yield Problem("pipeline.layers", what, f"{fix}, or even")
+    elif num_layers < num_parts:
+        parts = counted(num_stages, "stage") + (f" of {counted(num_chunks, 'chunk')} each" if num_chunks > 1 else "")
+        what = f"{parts} {be(num_stages)} more than the {counted(num_layers, 'layer')} of the model"
+        yield Problem(KEY, what, _fewer_parts(spec, mesh, num_layers, num_chunks))
+
+
+def _fewer_parts(spec: PlanSpec, mesh: MeshPlan, num_layers: int, num_chunks: int) -> str:
+    """Returns the fix for more parts than layers: fewer chunks where they can be chosen, or fewer stages."""
+    if spec.pipeline.table:
+        return f"name a table of at most {counted(num_layers, 'part')}"
+    fewer = num_layers // mesh.sizes[STAGE]
+    if SCHEDULES[spec.pipeline.schedule].num_chunks is None and fewer >= 2:
+        return f"use pipeline.num_chunks={fewer}, or fewer stages"
+    fits = (size for size in range(num_layers // num_chunks, 1, -1) if mesh.num_devices % size == 0)
+    return f"use {KEY}={next(fits, 1)}"
+
+
+def _unused(spec: PlanSpec) -> Iterator[Problem]:
+    """Yields settings that a pipeline would not follow: it has its own order of layers and microbatches."""
+    loop = spec.overlap.layers
+    values = {
+        "prefetch": (loop.prefetch, 0, "gathers weights as pipeline.gather says"),
+        "unroll": (loop.unroll, 1, "runs the layers of a stage one by one"),
+        "reduce_in_backward": (loop.reduce_in_backward, False, "reduces gradients after its last microbatch"),
+    }
+    for name, (value, plain, why) in values.items():
+        if value != plain:
+            fix = f"set overlap.layers.{name}={str(plain).lower()}, or choose overlap=xla"
+            yield Problem(f"overlap.layers.{name}", f"is {str(value).lower()}, and a pipeline {why}", fix)
+
 
 UNDECLARED = {  # of conf/config.yaml and conf/pipeline/_base.yaml: what nobody chose where there are no stages
     "schedule": "1f1b",
@@ -45,7 +176,7 @@ STAGES: Literal["stages"] = "stages"
 @dataclass(frozen=True)
 class HeadChoice:
     """The stages that run the head, and why. place: `LAST`, the one of the last virtual stage, or `STAGES`, all of them
-    (shared_head.py)."""
+    (lm_head.py)."""
 
     place: HeadPlace
     reason: str
@@ -135,10 +266,7 @@ def plan_pipeline(
 
 
 def _choose_split(
-    splits: Sequence[StageLayers],
-    choose: Callable[..., ChosenTable],
-    times: StageTimes,
-    head_seconds: float | None,
+    splits: Sequence[StageLayers], choose: Callable[..., ChosenTable], times: StageTimes, head_seconds: float | None
 ) -> tuple[ChosenTable, StageLayers]:
     """Returns the table that takes the least time, with its layers. choose: `choose_table`. head_seconds: of a head
     that stages share; None of one on the last stage."""
@@ -202,3 +330,54 @@ def warnings_of_pipeline(pipeline: PipelineSpec, mesh: MeshPlan) -> Iterator[Pro
             declared = list(value) if isinstance(value, tuple) else value
             what = f"is {declared}, and the mesh has no stages: nothing runs by it"
             yield Problem(f"pipeline.{key}", what, f"set {KEY}, or leave it out")
+
+
+@dataclass(frozen=True)
+class StageGather:
+    """When stages gather the weights of their layers, and why. weights, gradients: the bytes on a device of those of a
+    stage, whole in the types in which they are used and accumulated; gradients: 0 if they are accumulated as shards."""
+
+    when: Literal["step", "use"]
+    reason: str
+    weights: int
+    gradients: int
+
+    @property
+    def how(self) -> str:
+        where = {"step": "once per step", "use": "where a layer is used"}[self.when]
+        return f"weights of layers are gathered {where}: {self.reason}"
+
+
+def plan_gather(pipeline: PipelinePlan | None, inputs: OpInputs, state_bytes: int) -> StageGather | None:
+    """Returns when the stages gather; None without stages. state_bytes: those of a device."""
+    if pipeline is None:
+        return None
+    spec, mesh, sharding, target = inputs.spec, inputs.mesh, inputs.sharding, inputs.target
+    chosen, tokens = spec.pipeline.gather, sharding.roles.tokens
+    split = [each for each in sharding.parameters if _is_gathered(each, tokens)]
+    weights = sum(gathered_bytes(each, mesh, sharding.roles) for each in split)
+    gradients = sum(
+        gathered_bytes(each, mesh, sharding.roles)
+        * jnp.dtype(spec.precision.gradients).itemsize
+        // jnp.dtype(each.array.compute_dtype).itemsize
+        for each in split
+        if each.array.is_trained and spec.sharding.gradients == "parameters"
+    )
+    whole, limit = weights + gradients, target.hbm_bytes_per_device
+    if chosen != "auto":
+        return StageGather(chosen, f"pipeline.gather={chosen}", weights, gradients)
+    if not split:
+        return StageGather("step", "each device holds them whole", 0, 0)
+    if limit is None:
+        return StageGather("step", "the memory of the target is unknown", weights, gradients)
+    inputs_of_layers = max(pipeline.in_flight) * max(pipeline.layers.totals) * x_bytes(sharding)
+    needed = state_bytes + whole + inputs_of_layers
+    kinds = "whole weights and gradients" if gradients else "whole weights"
+    told = f"with {human_bytes(whole)} of {kinds} a device needs {human_bytes(needed)} of {human_bytes(limit)}"
+    return StageGather("step" if needed <= limit else "use", told, weights, gradients)
+
+
+def _is_gathered(plan: ArrayPlan, tokens: tuple[str, ...]) -> bool:
+    """Returns True for a parameter of layers that axes of the tokens split, besides its experts."""
+    axes = {axis for d in plan.dimensions if d.logical != EXPERTS for axis in d.axes}
+    return plan.dimensions[0].logical == "layers" and bool(axes & set(tokens))

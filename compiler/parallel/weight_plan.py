@@ -15,7 +15,7 @@ from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import accumulated_layouts
 from .encodings import Encoding
 from .operation import OpInputs, OpPlan
-from .stage_gather import StageGather
+from .pipeline_plan import StageGather
 
 Use = Literal["gathered", "hoisted", "held", "chunked", "sharded"]
 ShardedDims = tuple[tuple[int, Axes], ...]  # (dimension, the mesh axes that it is split over), for each that is
@@ -28,7 +28,7 @@ class WeightPlan:
     path: that of the parameter. use: how a piece gets at it:
         gathered  whole, gathered where the piece, or the layer, begins
         hoisted   gathered for all layers of a stack before their loop: a short collective in a layer waits for the
-                  long ones that have begun before it, and a pipeline may gather once per step (stage_gather.py)
+                  long ones that have begun before it, and a pipeline may gather once per step (pipeline_plan.py)
         held      gathered likewise, while its gradient is reduced in each layer, to the layout of the update
         chunked   gathered in chunks along the vocabulary (lm_head.py)
         sharded   as this device's shard: it is whole already, or an operation works on shards (embedding.py)
@@ -44,7 +44,7 @@ class WeightPlan:
     encoding: how it is stored, gathered and used.
     tile_rows: the rows of the compiler's tiles (CompilerTraits).
     over_stages: the dimension that the stages of a pipeline split, with the dimension `layers`; of a head that they
-    share its vocabulary (shared_head.py); None for none.
+    share its vocabulary (lm_head.py); None for none.
     """
 
     path: str

@@ -16,13 +16,13 @@ from ..core.known import as_json, or_unknown
 from ..estimate.estimate import StepEstimate, estimate_step
 from ..estimate.stage_buffers import WHAT, StageBuffer, bytes_in_use
 from ..parallel.operation import OpPlan
-from ..parallel.pipeline_plan import PipelinePlan
-from ..parallel.stage_gather import StageGather
+from ..parallel.pipeline_plan import PipelinePlan, StageGather
 from ..pipeline.table import PipelineOp, PipelineTable, Slot, microbatches
 from ..plan import Plan
 from ..schema import SCHEMA_VERSION
 from ..sharding.rules import ArrayPlan
 from ..spec.sharding_spec import Rule
+from ..target.placement import Placement
 from .explain_estimate import estimate_as_json, print_estimate, traffic_as_json, unknown_primitives
 
 COLUMNS = (
@@ -126,7 +126,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "mesh": dict(plan.mesh.sizes),
             "mesh_reasons": dict(plan.mesh.reasons),
             "flag_presets": list(plan.spec.overlap.flag_presets),
-            "placement": {axis: _placed(plan, axis) for axis in plan.mesh.placement.describe()},
+            "placement": {axis: _placed(plan.mesh.placement, axis) for axis in plan.mesh.placement.describe()},
             "warnings": [{"where": each.where, "what": each.what, "fix": each.fix} for each in plan.warnings],
             "program": {
                 "num_parameters": plan.num_parameters,
@@ -196,8 +196,7 @@ def _operation(plan: OpPlan) -> dict[str, Any]:
     }
 
 
-def _placed(plan: Plan, axis: str) -> dict[str, Any]:
-    placement = plan.mesh.placement
+def _placed(placement: Placement, axis: str) -> dict[str, Any]:
     link = placement.link_of([axis])
     return {
         "where": placement.describe()[axis],

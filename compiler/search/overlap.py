@@ -8,6 +8,7 @@ simple model orders them; the schedules of the compiled ones decide.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import jax
 
@@ -18,7 +19,7 @@ from ..figures import StepFigures
 from ..parallel.weight_plan import WeightPlan
 from ..plan import Plan
 from ..schema import TriedReport
-from ..sharding.sharding import check_gradients
+from ..sharding.sharding import ShardingPlan, check_gradients
 from ..spec.flag_presets import FlagPreset
 from ..spec.overlap_spec import LayerLoop, OverlapConfig, StrategyChoice
 from ..spec.plan_spec import AnyPlanSpec, PlanSpec
@@ -26,13 +27,7 @@ from ..target.compiler_options import aborts_unrolled, hidden_kinds, presets_for
 from ..target.target import TargetPlan
 from .evaluation import Candidate
 
-FLAT = LayerLoop(
-    unroll=1,
-    batch_split=1,
-    prefetch=0,
-    deferred_reduce_scatter=False,
-    reduce_in_backward=False,
-)
+FLAT = LayerLoop(unroll=1, batch_split=1, prefetch=0, deferred_reduce_scatter=False, reduce_in_backward=False)
 
 
 @dataclass(frozen=True, order=True)
@@ -234,20 +229,22 @@ def _loops(plan: Plan) -> Iterator[LayerLoop]:
             reduce_in_backward=is_early,
         )
         crosses = any(layout.scattered or (is_early and layout.is_reduced_once) for layout in own)
-        if (is_early and not _can_reduce_early(plan, loop)) or (is_deferred and not (distance and crosses)):
+        if (is_early and not _can_reduce_early(plan.spec, plan.sharding, layouts, loop)) or (
+            is_deferred and not (distance and crosses)
+        ):
             continue
         yield loop
 
 
-def _can_reduce_early(plan: Plan, loop: LayerLoop) -> bool:
+def _can_reduce_early(spec: PlanSpec, sharding: ShardingPlan, weights: Any, loop: LayerLoop) -> bool:
     """Returns True if some gradient is reduced once per step, and the layout of the update lets each layer's gradient
     be reduced."""
     try:
         way = OverlapConfig(layers=loop, parallel={}, flag_presets=())
-        check_gradients(applied(way, plan.spec), plan.sharding)
+        check_gradients(applied(way, spec), sharding)
     except ConfigError:
         return False
-    return any(layout.is_reduced_once for layout in jax.tree.leaves(plan.weights))
+    return any(layout.is_reduced_once for layout in jax.tree.leaves(weights))
 
 
 def _flag_presets(target: TargetPlan, *, has_partitioner: bool) -> Iterator[tuple[str, ...]]:

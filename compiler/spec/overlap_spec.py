@@ -14,7 +14,7 @@ AUTO = "auto"  # a strategy, or flag presets, that the plan chooses
 
 
 class LayerLoop(Config):
-    """The loop over the layers of a stack (sequential.py, prefetch.py)."""
+    """The loop over the layers of a stack (step/sequential.py)."""
 
     unroll: PositiveInt  # layers per iteration
     batch_split: PositiveInt  # parts of a device's sequences that are interleaved in a layer

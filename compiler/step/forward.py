@@ -1,4 +1,11 @@
-"""Makes the model functions of local batches: embedding, layers, head and loss. A schedule calls them (schedule.py)."""
+"""Makes the model functions of local batches: embedding, layers, head and loss. A schedule calls them (schedule.py).
+
+Where sequences are compared in pairs, a pair is two neighbouring rows of the batch, and lies on one device in one
+microbatch (sharding/batch.py). Where devices split the length of sequences, each has a part of every sum, and its share
+of every loss.
+
+Shapes: B sequences of a microbatch on a device, P pairs, T tokens, E embed.
+"""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -13,20 +20,22 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import register_dataclass
 
 from meshloom.models import PADDING_TARGET, Aux, Context, LogicalAxes, Model, Params, Stack, split_aux, split_output
-from meshloom.models.loss import sum_losses
+from meshloom.models.loss import has_loss, sum_losses
+from meshloom.models.preferences import dpo_losses, simpo_losses
 
 from ..core.partition_spec import Axes, axes_in, keep_axes
 from ..core.scopes import layout_scope, piece_scope
+from ..parallel.lm_head import stage_total, vocab_shard
 from ..parallel.operation import OpPlan, lower_operations
 from ..parallel.remat import Policy, build_policy, marked
-from ..parallel.shared_head import stage_total, vocab_shard
 from ..parallel.weights import Weights
 from ..plan import Plan
-from ..sharding.arrays import LAYER_INPUT, gradient_name, vocab_dimensions
+from ..sharding.arrays import LAYER_INPUT, PAIR_METRICS, gradient_name, vocab_dimensions
 from ..sharding.batch import REFERENCE, TokenOrder
 from ..sharding.sharding import ShardingPlan
+from ..spec.objective_spec import Dpo, Simpo
 from ..spec.step_spec import StepSpec
-from .preferences import compare_pairs
+from ..target.mesh import MeshPlan
 from .schedule import Batch, HeadOutput, Microbatch, ModelFunctions, StackFunctions
 
 BatchSplit = tuple[Any, ...]  # a tree for each part of the batch
@@ -47,10 +56,9 @@ def build_functions(
     the log-probabilities of sequences, (global_batch_size,), with 0 for those that are not in the microbatch.
     counts_misses: below them in (2, global_batch_size) the number of targets that another token is likelier than.
     """
-    model, spec, run = plan.model, plan.spec, lower_operations(plan.operations, "head")
+    model, spec, num_parts = plan.model, plan.spec, plan.spec.overlap.layers.batch_split
     make_context = _context_maker(model, plan.operations, plan.sharding)
-    of_pairs = compare_pairs(spec, plan.mesh, plan.roles.length) if spec.has_pairs else None
-    num_parts = spec.overlap.layers.batch_split
+    head = _Head(plan, make_context, num_targets, num_tokens, is_by_sequence, counts_misses)
 
     def prepare(batch: Batch) -> Microbatch:
         shared = _shared(batch, dropout_key, plan.roles.length, plan.batch.token_order)
@@ -64,36 +72,6 @@ def build_functions(
             x_BTE = model.embed.apply(whole, microbatch.inputs_BT, make_context("embed", microbatch.context, 0))
         return _parts_of_batch(x_BTE, num_parts), whole
 
-    def head(weights: Weights, embed: Params, x_parts: BatchSplit, microbatch: Microbatch) -> HeadOutput:
-        x_BTE = jnp.concatenate(x_parts)
-        with jax.named_scope(piece_scope("head")):
-            undropped = replace(microbatch.context, dropout_keys_B=None)
-            parts = _head_parts(model, plan.operations, weights, x_BTE)
-
-            def apply(params: Params, x_BTE: Array, targets_BT: Array) -> tuple[Any, Aux]:
-                context = make_context("head", replace(undropped, is_token_BT=_is_token(spec, targets_BT)), 0)
-                logits, aux = split_aux(model.head.apply(params, x_BTE, context))
-                return logits, _parts_of_means(aux, num_tokens)
-
-            of_parts = tuple(model.head_params(part, embed) for part in parts)
-            operands = (apply, of_parts, x_BTE, microbatch.targets_BT)
-            options: dict[str, Any] = {"z_loss_weight": spec.loss.z_loss_weight}
-            options |= {"counts_misses": True} if counts_misses else {}
-            if plan.pipeline and plan.pipeline.shares_head:
-                options["shard"] = vocab_shard(plan.sharding, plan.mesh)
-            if is_by_sequence or of_pairs:
-                summed: Any = run("loss", "cross_entropy", sum_losses, *operands, **options, by_sequence=True)
-                log_probs_B, aux = -summed[0][1], summed[1]
-                if of_pairs and not is_by_sequence:
-                    return of_pairs(log_probs_B, microbatch.targets_BT, microbatch.reference_B, aux)
-                values = jnp.stack([log_probs_B, summed[0][2]]) if counts_misses else log_probs_B
-                of_batch = jnp.zeros((*values.shape[:-1], spec.global_batch_size))
-                of_batch = of_batch.at[..., microbatch.rows_B].set(values)
-                return HeadOutput(jnp.zeros(()), of_batch, aux)
-            summed = run("loss", "cross_entropy", sum_losses, *operands, **options)
-            (objective, loss), aux = summed
-        return HeadOutput(objective / jnp.maximum(num_targets, 1), loss, aux)
-
     def over_batch(tree: Any) -> Any:
         """Sums a tree of arrays over all devices that hold tokens of a microbatch. The sum has no gradient."""
         tree, axes = jax.tree.map(jax.lax.stop_gradient, tree), plan.roles.tokens
@@ -105,6 +83,83 @@ def build_functions(
         for stack, first in zip(model.stacks, before, strict=False)
     )
     return ModelFunctions(prepare, embed, tuple(stacks), head, stage_total(plan.sharding))
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The head and the loss, as a function of `ModelFunctions`. The fields are the arguments of `build_functions`."""
+
+    plan: Plan
+    make_context: "ContextMaker"
+    num_targets: Array
+    num_tokens: Array | float
+    is_by_sequence: bool
+    counts_misses: bool
+
+    def __call__(self, weights: Weights, embed: Params, x_parts: BatchSplit, microbatch: Microbatch) -> HeadOutput:
+        x_BTE = jnp.concatenate(x_parts)
+        with jax.named_scope(piece_scope("head")):
+            sums, aux = self._summed(weights, embed, x_BTE, microbatch)
+            if self.is_by_sequence:
+                return HeadOutput(jnp.zeros(()), self._of_batch(sums, microbatch), aux)
+            if self.plan.spec.has_pairs:
+                return compare_pairs(self.plan.spec, self.plan.mesh, self.plan.roles.length, -sums[1], microbatch, aux)
+            objective, loss = sums
+        return HeadOutput(objective / jnp.maximum(self.num_targets, 1), loss, aux)
+
+    def _summed(self, weights: Weights, embed: Params, x_BTE: Array, microbatch: Microbatch) -> tuple[Any, Aux]:
+        """Returns what `sum_losses` does, with the head's outputs as parts of means."""
+        plan, model, spec = self.plan, self.plan.model, self.plan.spec
+        undropped = replace(microbatch.context, dropout_keys_B=None)
+        parts = _head_parts(model, plan.operations, weights, x_BTE)
+
+        def apply(params: Params, x_BTE: Array, targets_BT: Array) -> tuple[Any, Aux]:
+            context = self.make_context("head", replace(undropped, is_token_BT=_is_token(spec, targets_BT)), 0)
+            logits, aux = split_aux(model.head.apply(params, x_BTE, context))
+            return logits, _parts_of_means(aux, self.num_tokens)
+
+        of_parts = tuple(model.head_params(part, embed) for part in parts)
+        operands = (apply, of_parts, x_BTE, microbatch.targets_BT)
+        shard = vocab_shard(plan.sharding, plan.mesh) if plan.pipeline and plan.pipeline.shares_head else None
+        options = {"z_loss_weight": spec.loss.z_loss_weight, "counts_misses": self.counts_misses, "shard": shard}
+        options["by_sequence"] = self.is_by_sequence or spec.has_pairs
+        run: Any = lower_operations(plan.operations, "head")
+        return run("loss", "cross_entropy", sum_losses, *operands, **options)
+
+    def _of_batch(self, sums: Array, microbatch: Microbatch) -> Array:
+        """Returns the log-probabilities of sequences at their places in the global batch."""
+        values = jnp.stack([-sums[1], sums[2]]) if self.counts_misses else -sums[1]
+        of_batch = jnp.zeros((*values.shape[:-1], self.plan.spec.global_batch_size))
+        return of_batch.at[..., microbatch.rows_B].set(values)
+
+
+def compare_pairs(
+    spec: StepSpec, mesh: MeshPlan, axes: Axes, log_probs_B: Array, microbatch: Microbatch, aux: Aux
+) -> HeadOutput:
+    """Returns the declared objective of a device's sequences. axes: the mesh axes that split the length. aux: outputs
+    of the head.
+
+    Its loss is the sum over pairs, and its metrics are means over pairs: the share of pairs whose chosen sequence is
+    above the rejected one, the margin between them, and the log-probabilities of both.
+    """
+    declared, num_shards, num_pairs = spec.objective, mesh.num_shards(axes), spec.global_batch_size // 2
+
+    def whole(x: Array) -> Array:
+        return jax.lax.psum(x, axes) if axes else x
+
+    log_probs_B, num_targets_B = whole(log_probs_B), whole(jnp.sum(has_loss(microbatch.targets_BT), axis=-1))
+    match declared:
+        case Dpo(beta=beta, label_smoothing=smoothing):
+            assert microbatch.reference_B is not None
+            losses_P, margins_P = dpo_losses(log_probs_B, microbatch.reference_B, beta=beta, label_smoothing=smoothing)
+        case Simpo(beta=beta, margin=margin):
+            losses_P, margins_P = simpo_losses(log_probs_B, num_targets_B, beta=beta, margin=margin)
+        case _:
+            raise ValueError(f"objective={declared.kind} compares no pairs")
+    loss, count = jnp.sum(losses_P) / num_shards, num_pairs * num_shards
+    values = zip(PAIR_METRICS, (margins_P > 0, margins_P, log_probs_B[0::2], log_probs_B[1::2]), strict=True)
+    means = {name: jax.lax.stop_gradient(jnp.sum(x) / count).astype(jnp.float32) for name, x in values}
+    return HeadOutput(loss / num_pairs, loss, Aux(aux.losses, {**aux.statistics, **means}, aux.totals))
 
 
 def _stack(

@@ -3,7 +3,7 @@
     tick    gradients of the tick before go to the stages that wait for them    permutes, under F
             F   embedding on the first virtual stage, layers of a chunk, head on the last, with its gradients
             results go on                                                       permutes, under what follows
-            head of all stages, if they share it (shared_head.py)               in F's tick on the last virtual stage
+            head of all stages, if they share it (lm_head.py)                   in F's tick on the last virtual stage
             R   layers run again, if that is an operation of its own
             B   gradients of the layers' inputs, embedding's on the first virtual stage; or BW, of weights too
             W   gradients of the layers' weights
@@ -15,7 +15,7 @@ so a ring within a stage gives wrong results there.
 
 Arrays that wait for a later operation are in buffers, written in place: (slot, ...) for inputs of chunks and gradients
 of their results, (slot, layer, ...) for what the layers of a stack save for their backward pass. Weights of layers are
-gathered once per step, or where a layer is used, in the branch (stage_gather.py).
+gathered once per step, or where a layer is used, in the branch (parallel/pipeline_plan.py).
 
 Chunks may differ in their layers (pipeline/stage_layers.py). Each then has room for as many layers of a stack as the
 largest has, and a slot is a switch with a branch for each kind of chunk.
@@ -38,8 +38,18 @@ from ..parallel.weights import Weights, hoist
 from ..pipeline.buffers import COLUMN_OF, LoweredTable, forward_only, lower_table
 from ..pipeline.stage_layers import Counts, StageLayers
 from ..pipeline.table import PipelineOp, PipelineTable, StagePlacement
-from .pipeline_buffers import added_at, empty_buffer, read_layer, read_slot, write_layer, write_slot, zeros_of
 from .pipeline_head import PipelineHead, with_whole_vocabulary
+from .pipeline_state import (
+    SlotBranches,
+    added_at,
+    either,
+    empty_buffer,
+    read_layer,
+    read_slot,
+    write_layer,
+    write_slot,
+    zeros_of,
+)
 from .schedule import (
     Batch,
     Microbatch,
@@ -50,7 +60,6 @@ from .schedule import (
     cotangent_of,
     split_microbatches,
 )
-from .slot_branches import SlotBranches, either
 from .split_backward import LayerPasses, by_dimensions, rejoined, split_passes
 
 

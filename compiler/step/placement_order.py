@@ -7,7 +7,7 @@ Where all virtual stages have as many layers, each stage holds some whole layers
     placement order         0 2       1 3        what a loop runs; a V runs 0 3 | 1 2
 
 With one chunk for each stage both orders are equal. Else permutes bring chunks to their stages, in *rounds*. Where
-virtual stages differ in their layers, each stage holds a part of every layer (sharding/over_stages.py), and an
+virtual stages differ in their layers, each stage holds a part of every layer (sharding/sharding.py), and an
 all-to-all gives it its own layers.
 
 Once per step each stage sends its shards of weights where they are used, in the compute type, and gets back the

@@ -28,7 +28,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 
 from ..core.scopes import nested_scope
 from ..parallel.remat import Policy
-from .pipeline_buffers import Residual
+from .pipeline_state import Residual
 
 # Calls of a program, whose operations belong to different passes.
 _CALLS = frozenset({"checkpoint", "closed_call", "core_call", "jit", "pjit", "remat2"})

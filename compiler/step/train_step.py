@@ -2,15 +2,25 @@
 
 The gradient is a function of local batches. It is manual over the mesh axes that split tokens or layers (roles.py), so
 that the transfers of data parallelism are written down (weights.py), and automatic over the others, along which
-activation rules say how matmuls are split.
+activation rules say how matmuls are split. The update takes loss and gradients, and makes the next state:
+
+    gradients  in the layout of the update, reduce-scattered after those of the backward pass
+    masters    float32: state["master"], or this layout's part of the parameters
+    rules      what the model updates by a rule of its own, from totals of the global batch
+    params     the masters in their stored type, all-gathered where they are stored in larger shards
+
+Its arithmetic is float32. If a step may be skipped, all of its results are selected away: moments, counts and weights
+keep their bits, and nothing waits for the host.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array
 from jax.sharding import PartitionSpec
 
@@ -19,17 +29,18 @@ from meshloom.models.loss import has_loss
 
 from ..core.partition_spec import keep_axes
 from ..core.scopes import UPDATE, WORKING_PARAMETERS
-from ..core.trees import pick
-from ..parallel.weights import Reduction
+from ..core.trees import combined, leaves_by_path, nested_dict, pick
+from ..parallel.weights import Reduction, assemble, is_assembled
 from ..plan import Plan
-from ..sharding.batch import REFERENCE
-from ..sharding.state import State, initial_loss_scale, update_layouts
-from ..spec.step_spec import PrecisionSpec
+from ..sharding.batch import REFERENCE, BatchPlan
+from ..sharding.roles import AxisRoles
+from ..sharding.sharding import ShardingPlan
+from ..sharding.state import State, build_schedule, initial_loss_scale, update_layouts
+from ..spec.step_spec import LossScaleSpec, PrecisionSpec
 from ..target.mesh import MeshPlan
 from .forward import build_functions
 from .schedule import Batch, ModelWeights
 from .sequential import choose_schedule
-from .update import build_update
 
 LOSS_BY_SHARD = "loss_by_shard"
 NUM_TARGETS = "num_targets"
@@ -41,7 +52,7 @@ TrainStep = Callable[[State, Batch], tuple[State, dict[str, Array]]]
 def build_train_step(plan: Plan) -> TrainStep:
     """Returns the step as a function of global arrays, whose rows are in the order of `plan.batch.row_order`.
 
-    Its metrics are those of the update (update.py), NUM_TARGETS, NUM_PADDING if the data may have some,
+    Its metrics are those of the update, NUM_TARGETS, NUM_PADDING if the data may have some,
     `plan.auxiliary`, and those of a stack by layer. If the state before a step is kept, also LOSS_BY_SHARD: the sums
     over the shards of the batch, in the order of the mesh, which reveal a device that computes wrongly.
 
@@ -112,7 +123,8 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
         grads, auxiliary = pick(grads, plan.sharding.trained), jax.tree.map(over_batch, sums.auxiliary)
         return loss, grads, auxiliary, more | ({LOSS_BY_SHARD: by_shard(sums.loss)} if spec.keeps_state else {})
 
-    split = _over_the_mesh(plan, local, update_layouts(plan.model, plan.sharding) if with_gradients else None)
+    of_update = update_layouts(plan.model, plan.sharding) if with_gradients else None
+    split = _over_the_mesh(local, plan.specs["params"], of_update, plan.batch, plan.mesh, plan.roles)
 
     def over_the_mesh(params: Params, batch: Batch, dropout_key: Array | None = None, scale: Any = 1.0) -> Any:
         return split(params, batch, dropout_key, jnp.asarray(scale, jnp.float32))
@@ -136,40 +148,38 @@ def build_log_probs(plan: Plan, *, counts_misses: bool = False) -> Callable[[Par
         sums, _ = schedule.run(functions, weights, batch, gradient_scale=None)
         return jax.lax.psum(sums.loss, tokens) if tokens else sums.loss
 
-    split = _over_the_mesh(plan, local, None, without=[REFERENCE])
+    batch = replace(plan.batch, shapes={name: x for name, x in plan.batch.shapes.items() if name != REFERENCE})
+    split = _over_the_mesh(local, plan.specs["params"], None, batch, plan.mesh, plan.roles)
     return lambda params, batch: split(params, batch, None, jnp.zeros(()))
 
 
 def _over_the_mesh(
-    plan: Plan, local: Callable[..., Any], of_update: Any, *, without: Collection[str] = ()
+    local: Callable[..., Any], params: Any, of_update: Any, batch: BatchPlan, mesh: MeshPlan, roles: AxisRoles
 ) -> Callable[..., Any]:
     """Returns a function of this device's arrays as one of global arrays: (params, batch, dropout_key, scale).
 
-    of_update: the layouts of the gradients that it returns after its first result; None if it returns no gradients.
-    without: arrays that its batches lack.
+    params: the layouts of the parameters. of_update: those of the gradients that it returns after its first result;
+    None if it returns no gradients.
     """
-    roles, split = plan.roles, local
-    specs = {name: spec for name, (_, spec) in plan.batch.shapes.items() if name not in without}
+    specs = {name: spec for name, (_, spec) in batch.shapes.items()}
+    split, whole, order = local, PartitionSpec(), batch.row_order
+
+    def manual(specs: Any) -> Any:
+        is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
+        return jax.tree.map(lambda spec: keep_axes(spec, roles.manual), specs, is_leaf=is_spec)
+
     if roles.manual:
-        params_specs, update_specs = (
-            jax.tree.map(
-                lambda p: keep_axes(p, roles.manual), specs, is_leaf=lambda node: isinstance(node, PartitionSpec)
-            )
-            for specs in (plan.specs["params"], of_update)
-        )
         split = jax.shard_map(
             local,
-            in_specs=(params_specs, specs | {"row": roles.rows_spec}, PartitionSpec(), PartitionSpec()),
-            out_specs=PartitionSpec()
-            if of_update is None
-            else (PartitionSpec(), update_specs, PartitionSpec(), PartitionSpec()),
-            axis_names=set(plan.mesh.sizes) - set(roles.partitioner),  # an axis of size 1 may be manual, too
+            in_specs=(manual(params), specs | {"row": roles.rows_spec}, whole, whole),
+            out_specs=whole if of_update is None else (whole, manual(of_update), whole, whole),
+            axis_names=set(mesh.sizes) - set(roles.partitioner),  # an axis of size 1 may be manual, too
             check_vma=False,  # the reductions are all written out, and tested against one device
         )
 
     def with_rows(params: Params, batch: Batch, dropout_key: Array | None, scale: Array) -> Any:
         # The number of each sequence, on whichever device it is.
-        rows = {"row": plan.batch.row_order.rows_at(jnp.arange(plan.spec.global_batch_size))}
+        rows = {"row": order.rows_at(jnp.arange(order.num_rows))}
         return split(params, batch | rows, dropout_key, scale)
 
     return with_rows
@@ -196,3 +206,99 @@ def _auxiliary_metrics(model: Model, auxiliary: dict[str, Aux]) -> dict[str, Arr
         for stack in model.stacks
         for name, measure in stack.measures.items()
     }
+
+
+Totals = Mapping[str, Mapping[str, Array]]
+Update = Callable[[State, Array, Any, Totals], tuple[State, dict[str, Array]]]
+
+
+def build_update(plan: Plan) -> Update:
+    """Returns a function (state, loss, gradients, totals) -> (state, metrics).
+
+    gradients: the gradients of the loss times the loss scale, if there is one, for each trained parameter; other
+    parameters stay as they are unless a rule updates them. totals: the values that rules read, by stack and name, each
+    with a first dimension `layers`. Metrics: loss in nats per token, grad_norm before clipping, learning_rate, skipped
+    (1 if the update was left out), and loss_scale.
+    """
+    precision, schedule = plan.spec.precision, build_schedule(plan.spec)
+    of_update = update_layouts(plan.model, plan.sharding)
+    stored_types = pick(plan.abstract["params"], plan.sharding.trained)
+
+    def update(state: State, loss: Array, gradients: Any, totals: Totals) -> tuple[State, dict[str, Array]]:
+        scale = state["loss_scale"]["scale"] if "loss_scale" in state else 1.0
+        gradients = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, gradients)
+        grad_norm = optax.tree.norm(gradients)
+        masters = (
+            state["master"] if "master" in state else _split(plan.weights, plan.sharding, of_update, state["params"])
+        )
+        updates, optimizer = plan.optimizer.update(gradients, state["optimizer"], masters)
+        masters = optax.apply_updates(masters, updates)
+        params = jax.tree.map(lambda x, stored: x.astype(stored.dtype), masters, stored_types)
+        params = _assembled(plan.weights, plan.sharding, of_update, plan.specs["params"], params)
+        params = combined(state["params"], params)  # frozen parameters stay
+        ruled = [p.array.path for p in plan.sharding.parameters if p.array.updated_by == "rule"]
+        now, made = leaves_by_path(params), dict[str, Array]()
+        for path in ruled:
+            rule = plan.model.rules[path]
+            made[path] = jax.vmap(rule.update)(now[path], totals[path.split("/")[0]][rule.total])
+        params = combined(params, nested_dict(made))
+        new = state | {"step": state["step"] + 1, "params": params, "optimizer": optimizer}
+        new |= {"master": masters} if "master" in state else {}
+        is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        if plan.spec.may_skip:
+            new = jax.tree.map(lambda after, before: jnp.where(is_finite, after, before), new, state)
+        metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": schedule(state["step"])}
+        metrics["skipped"] = jnp.where(is_finite, 0.0, 1.0) if plan.spec.may_skip else jnp.zeros(())
+        if precision.loss_scale is not None:
+            metrics["loss_scale"] = scale
+            new["loss_scale"] = next_loss_scale(precision.loss_scale, state["loss_scale"], is_finite)
+        return new, metrics
+
+    return update
+
+
+def next_loss_scale(spec: LossScaleSpec, state: dict[str, Array], is_finite: Array) -> dict[str, Array]:
+    """Returns the state of the loss scale after a step: lowered, but not below 1, if gradients overflowed; raised after
+    enough steps that did not."""
+    scale, num_finite_steps = state["scale"], state["num_finite_steps"] + 1
+    is_due = num_finite_steps >= spec.growth_interval
+    raised = jnp.where(is_due, scale * spec.growth_factor, scale)
+    # A scale that is not finite would never be lowered again.
+    raised = jnp.where(jnp.isfinite(raised), raised, scale)
+    lowered = jnp.maximum(scale * spec.backoff_factor, 1.0)
+    return {
+        "scale": jnp.where(is_finite, raised, lowered),
+        "num_finite_steps": jnp.where(is_finite & ~is_due, num_finite_steps, 0),
+    }
+
+
+def _split(weights: Any, sharding: ShardingPlan, of_update: Any, params: Any) -> Any:
+    """Returns the trained parameters in float32 and in the layout of the update: a slice of what each device has."""
+
+    def split(x: Array, layout: Any, spec: PartitionSpec) -> Array:
+        x = jax.lax.with_sharding_constraint(x, spec) if is_assembled(layout) else x
+        return x.astype(jnp.float32)
+
+    trained, weights = (pick(tree, sharding.trained) for tree in (params, weights))
+    return jax.tree.map(split, trained, weights, of_update)
+
+
+def _assembled(weights: Any, sharding: ShardingPlan, of_update: Any, specs: Any, params: Any) -> Any:
+    """Returns updated parameters in the layout in which they are stored."""
+
+    def assembled(x: Array, layout: Any, updated: PartitionSpec, stored: PartitionSpec) -> Array:
+        if not is_assembled(layout):
+            return x
+        axes = sharding.roles.tokens
+        gather = jax.shard_map(
+            lambda x: assemble(x, layout),
+            in_specs=keep_axes(updated, axes),
+            out_specs=keep_axes(stored, axes),
+            axis_names=set(axes),
+            check_vma=False,
+        )
+        return gather(x)
+
+    weights = pick(weights, sharding.trained)
+    stored = pick(specs, sharding.trained, is_leaf=lambda node: isinstance(node, PartitionSpec))
+    return jax.tree.map(assembled, params, weights, of_update, stored)

@@ -11,8 +11,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..plan import Plan
 from ..sharding.batch import REFERENCE, BatchPlan
 from ..sharding.state import State
-from ..step.decode import BatchShape, batch_spec, build_decode, build_prefill, build_working, plan_cache
-from ..step.sampling import Sampling, sample
+from ..step.decode import (
+    BatchShape,
+    Sampling,
+    batch_spec,
+    build_decode,
+    build_prefill,
+    build_working,
+    plan_cache,
+    sample,
+)
 from ..step.train_step import build_init, build_log_probs, build_loss, build_train_step
 from ..target.compiler_options import Options, refused_options
 from ..target.target import TargetPlan

@@ -19,8 +19,7 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.declare.sections import GenerateSpec
-from meshloom.compiler.step.decode import BatchShape
-from meshloom.compiler.step.sampling import Sampling
+from meshloom.compiler.step.decode import BatchShape, Sampling
 from meshloom.compiler.xla.programs import Programs, lower_generation
 
 from ..data.tokenizers import HuggingFace, Tokenizer

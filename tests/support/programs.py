@@ -16,8 +16,8 @@ from meshloom.compiler.pipeline.stage_layers import layers_of, split_evenly
 from meshloom.compiler.pipeline.table import PipelineTable
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.step.pipeline import PipelineSchedule
+from meshloom.compiler.step.pipeline_state import SlotBranches
 from meshloom.compiler.step.placement_order import FromState
-from meshloom.compiler.step.slot_branches import SlotBranches
 from meshloom.compiler.step.train_step import build_loss
 from meshloom.compiler.target.target import TargetPlan, plan_target
 from meshloom.compiler.xla.programs import Programs, build, lower

@@ -33,6 +33,7 @@ from ...figures import text_of_figure
 from ...plan import Plan
 from ...schema import CollectiveReport, Event, Report, by_exposed, or_infinity
 from ...sharding.rules import ArrayPlan
+from ...spec.step_spec import StepSpec
 from ...xla.schedule.stage_clocks import SHOWN_STAGES, middle
 from . import charts
 from .facts import lines_of_rest, sums, unknown_values, verdict, why_exposed
@@ -85,7 +86,7 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan | None = Non
         findings=sorted(report.findings, key=lambda finding: finding.severity != "warning"),
         tables=array_tables(plan) if plan else [],
         picture=mesh_picture(plan.mesh.placement) if plan else None,
-        config=_config(plan) if plan else [],
+        config=_config(plan.spec) if plan else [],
         notes=reasons,
         unknown=unknown,
         report_json=report.model_dump(mode="json", exclude={"collectives": {"__all__": {"origin"}}}),  # it has the text
@@ -233,11 +234,11 @@ def _pipeline(plan: Plan, *, has_style: bool) -> dict[str, Any] | None:
     return {"how": plan.pipeline.how, "picture": picture, "is_timed": time is not None}
 
 
-def _config(plan: Plan) -> list[tuple[str, str]]:
+def _config(spec: StepSpec) -> list[tuple[str, str]]:
     """Returns the declaration by group, as YAML; single keys come together, first."""
-    spec = plan.spec.as_written()
-    single = {key: value for key, value in spec.items() if not isinstance(value, dict)}
-    groups = {"keys": single} | {key: value for key, value in spec.items() if isinstance(value, dict)}
+    written = spec.as_written()
+    single = {key: value for key, value in written.items() if not isinstance(value, dict)}
+    groups = {"keys": single} | {key: value for key, value in written.items() if isinstance(value, dict)}
     return [(name, yaml.safe_dump(value, sort_keys=False)) for name, value in groups.items()]
 
 
@@ -295,6 +296,9 @@ def page_in_frame(page: str, title: str) -> str:
 def _facts(plan: Plan, estimate: StepEstimate) -> list[tuple[str, str]]:
     spec, figures = plan.spec, estimate.figures
     roofline, least = roofline_seconds(estimate.roofline), least_step_seconds(plan)
+    per_step = plan.model_flops_per_step
+    why_unknown = f"FLOPs unknown: {plan.model_flops.why_unknown}"
+    flops = why_unknown if per_step is None else human_count(per_step, "FLOPs")
     limit = "limit unknown" if isinstance(figures.fits, Unknown) else "fits" if figures.fits else "does not fit"
     limit += f" in {human_bytes(figures.limit_bytes)}" if figures.limit_bytes else ""
     count, why = plan.model_flops_per_step, plan.model_flops.why_unknown

@@ -7,7 +7,7 @@ import pytest
 
 from conftest import plan_of
 from meshloom.compiler.parallel.operation import OpInputs
-from meshloom.compiler.parallel.stage_gather import plan_gather
+from meshloom.compiler.parallel.pipeline_plan import plan_gather
 
 FSDP = (
     "sharding=fsdp", "mesh.stage=2", "mesh.fsdp=2", "target=cpu-4", "num_microbatches=4", "model.num_layers=4",

@@ -30,9 +30,8 @@ from meshloom.compiler.parallel.weights import (
 )
 from meshloom.compiler.sharding.roles import AxisRoles
 from meshloom.compiler.spec.overlap_spec import LayerLoop
-from meshloom.compiler.step.prefetch import prefetch_layers
 from meshloom.compiler.step.schedule import StackFunctions
-from meshloom.compiler.step.sequential import scan_layers
+from meshloom.compiler.step.sequential import prefetch_layers, scan_layers
 from meshloom.compiler.target.compiler_options import plan_preset_options, refused_options
 from meshloom.models import Aux
 from support.programs import target_of

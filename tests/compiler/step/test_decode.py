@@ -11,8 +11,7 @@ import pytest
 from conftest import plan_of, pointwise_plan, spec_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.driver import plan_run
-from meshloom.compiler.step.decode import BatchShape, build_decode, build_prefill, plan_cache
-from meshloom.compiler.step.sampling import Sampling
+from meshloom.compiler.step.decode import BatchShape, Sampling, build_decode, build_prefill, plan_cache
 from meshloom.compiler.xla.programs import build, lower_generation
 from support.experts import MOE
 from support.reference import forward

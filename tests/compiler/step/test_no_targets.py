@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from conftest import LINEAR_STACK, plan_of
-from meshloom.compiler.step.train_step import build_init
-from meshloom.compiler.step.update import build_update
+from meshloom.compiler.step.train_step import build_init, build_update
 from meshloom.models import IGNORED_TARGET
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
 from meshloom.runtime.processes.distributed import Processes

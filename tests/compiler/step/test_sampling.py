@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from meshloom.compiler.step.sampling import Sampling, sample
+from meshloom.compiler.step.decode import Sampling, sample
 
 LOGITS = np.log(np.array([0.02, 0.3, 0.08, 0.25, 0.1, 0.25, 1e-9, 3.0], np.float32))  # the last is no token
 NUM_TOKENS, NUM_DRAWS = 7, 20_000

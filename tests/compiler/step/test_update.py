@@ -13,8 +13,7 @@ from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.spec.step_spec import LossScaleSpec
-from meshloom.compiler.step.train_step import build_init
-from meshloom.compiler.step.update import build_update, next_loss_scale
+from meshloom.compiler.step.train_step import build_init, build_update, next_loss_scale
 from meshloom.compiler.xla.programs import lower
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints, restore
 from meshloom.runtime.checkpoint.find import Checkpoint
