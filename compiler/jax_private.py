@@ -15,7 +15,7 @@ from typing import Any
 
 from jax._src.cudnn import fused_attention_stablehlo
 
-from .core.deferred import Deferred
+from .core.kernels import Deferred
 
 cudnn: Any = fused_attention_stablehlo  # without types
 cudnn_forward_p: Any = cudnn._dot_product_attention_fwd_p_wrapper

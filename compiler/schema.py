@@ -19,9 +19,8 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 from meshloom.models.record import Record
 
-from .core.collectives import ComputeKind
 from .core.known import OrUnknown, Reasoned, Unknown, all_known, each_known
-from .core.traffic import TimedTraffic
+from .core.traffic import ComputeKind, TimedTraffic
 from .figures import StepFigures, StepWork
 from .spec.overlap_spec import OverlapConfig
 

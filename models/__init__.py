@@ -5,6 +5,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .attention import Mask
     from .config import ModelConfig
     from .contract import (
         IGNORED_TARGET,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
         split_aux,
         split_output,
     )
-    from .mask import Mask
 
 # The axes that rules may name for any model, whether or not the model at hand has them (docs/sharding.md).
 LOGICAL_AXES = (

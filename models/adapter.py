@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .adapter_config import AdapterConfig
+from .config import AdapterConfig
 from .contract import ADAPTED_WEIGHT, Context, LogicalAxes, Model, Params, Piece, is_logical_axes, matmul
 
 ADAPTER = "adapter"  # the part of a piece's parameters that adapters are

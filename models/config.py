@@ -1,4 +1,5 @@
-"""The bases of all typed nodes: frozen, complete, strict, and with numbers that a step can hold.
+"""The bases of all typed nodes: frozen, complete, strict, and with numbers that a step can hold; and what a declaration
+says of adapters (adapter.py).
 
 What was declared of a number stays true in the types that a step computes in. It computes in float32 and counts in
 int32. 0.99999999 is below 1, and 1.0 in float32; 1e-60 is 0 there, and 1e39 infinity; 10^30 is more than a program can
@@ -7,11 +8,11 @@ count.
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import numpy as np
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import PositiveInt, ValidationInfo, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
 from .record import Record, mistake
@@ -120,3 +121,46 @@ def _holds(number: Any, bound: Any) -> bool:
             return number < bound.lt
         case _:
             return number <= bound.le
+
+
+class AdapterConfig(Config):
+    """The adapters of a model. targets: patterns of the paths of matrices; None: each matrix that a matmul of a layer
+    reads, but those that are kept in float32, as routers are, and those of experts."""
+
+    if TYPE_CHECKING:
+        kind: Any
+
+    rank: PositiveInt
+    alpha: PositiveFloat  # the change is multiplied by alpha / rank; of rslora by alpha / sqrt(rank)
+    dropout: Annotated[float, Field(ge=0, lt=1)]  # of the input of A
+    targets: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] | None
+
+    @property
+    def scale(self) -> float:
+        """Returns the factor of A B."""
+        return self.alpha / self.rank
+
+    @property
+    def has_magnitude(self) -> bool:
+        """Returns True where the length of each column is trained."""
+        return False
+
+
+class LoraConfig(AdapterConfig):
+    kind: Literal["lora"]
+
+
+class RsLoraConfig(AdapterConfig):
+    kind: Literal["rslora"]
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank**0.5
+
+
+class DoraConfig(AdapterConfig):
+    kind: Literal["dora"]
+
+    @property
+    def has_magnitude(self) -> bool:
+        return True

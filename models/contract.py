@@ -18,9 +18,8 @@ from flax import nnx
 from jax import Array
 from jax.tree_util import register_dataclass
 
-from .attention import attend
-from .experts import NO_EXPERT, apply_experts
-from .mask import Mask
+from .attention import Mask, attend
+from .parts import NO_EXPERT, apply_experts
 
 if TYPE_CHECKING:
     from .adapter import Adapter
@@ -130,7 +129,7 @@ class Context:
         down_XME: Array, *biases: Array, activation: str,
     ) -> tuple[Array, Array]:  # fmt: skip
         """Returns what each token's experts make of it, and how many choices were dropped, as
-        `models.experts.apply_experts`. The weights have the logical axes ("experts", "embed", "mlp"), down ("experts",
+        `models.parts.apply_experts`. The weights have the logical axes ("experts", "embed", "mlp"), down ("experts",
         "mlp", "embed"); biases, one for each of them or none at all, ("experts", "mlp") and ("experts", "embed").
         Experts may be on other devices: tokens are sent to them. Padding is sent to none."""
         ids_BTK = self.where_token(ids_BTK, NO_EXPERT)

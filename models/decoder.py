@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from .attention import Mask
 from .contract import Context, Model, Piece, Stack, build_piece, join_auxes, split_output
 from .family_configs import DecoderBase, DecoderConfig
-from .mask import Mask
 from .parts import ACTIVATIONS, Norm, Rope, bias, gated, matrix, rotate
 
 RESIDUAL = ("batch", "sequence_parallel_length", "embed")  # the residual stream and its norms: each token for itself

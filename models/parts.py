@@ -1,6 +1,11 @@
-"""Parts that decoders are made of: matrices, norms, rotary positions.
+"""Parts that decoders are made of: matrices, norms, rotary positions, and experts on one device.
 
-Shapes: B batch, T length, E embed (or whatever dimension is last), H heads, D head_dim.
+    scores     of each token for each expert, in float32
+    route      the best experts of each token, and the weight of each
+    apply_experts    sum over a token's experts of weight * (f(x gate) * (x up)) down, maybe with biases
+
+Shapes: B batch, T length, E embed (or whatever dimension is last), H heads, D head_dim, X experts, K experts of a
+token, M mlp, N tokens (B T), R rows (N K), G groups.
 """
 
 import math
@@ -123,3 +128,93 @@ def stretched(frequencies: Array, scaling: RopeScaling, theta: float) -> Array:
 def _dimension(turns: float, half: int, scaling: YarnScaling, theta: float) -> float:
     """Returns the dimension, maybe between two, that turns so many times over the original length."""
     return half * math.log(scaling.original_length / (2 * math.pi * turns)) / math.log(theta)
+
+
+NO_EXPERT = 2**31 - 1  # instead of an expert's number: the token goes to none, as padding does
+
+
+def route(
+    scores_BTX: Array, bias_X: Array | None = None,
+    *, num_chosen: int, num_groups: int, num_groups_chosen: int, is_normalized: bool, scale: float, num_best: int = 2,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Returns (weights, ids of experts), each (B, T, K), the best expert first.
+
+    bias_X: is added to the scores by which a token chooses, and not to those that are its weights (arXiv:2408.15664).
+
+    With groups, a token chooses among the experts of its best groups alone; a group's score is the sum of its num_best
+    best: 2 (DeepSeek-V3, arXiv:2412.19437) or 1 (DeepSeek-V2, arXiv:2405.04434). is_normalized: a token's weights sum
+    to `scale`; else they are its scores * scale.
+    """
+    eligible_BTX = scores_BTX if bias_X is None else scores_BTX + bias_X
+    if num_groups_chosen < num_groups:
+        eligible_BTX = _of_best_groups(eligible_BTX, num_groups, num_groups_chosen, num_best)
+    _, ids_BTK = jax.lax.top_k(jax.lax.stop_gradient(eligible_BTX), num_chosen)
+    # A sum over all experts, not a gather, whose derivative would be a scatter.
+    is_chosen_BTKX = ids_BTK[..., None] == jnp.arange(scores_BTX.shape[-1])
+    weights_BTK = jnp.sum(jnp.where(is_chosen_BTKX, scores_BTX[..., None, :], 0), axis=-1)
+    if is_normalized:
+        weights_BTK /= jnp.sum(weights_BTK, axis=-1, keepdims=True) + 1e-20
+    return weights_BTK * scale, ids_BTK
+
+
+def balanced_bias(bias_X: Array, tokens_X: Array, *, rate: float) -> Array:
+    """Returns the router's bias after a step in which each expert had so many tokens: `rate` more for those that had
+    less than the mean, `rate` less for those that had more (loss-free balancing, arXiv:2408.15664)."""
+    return bias_X + rate * jnp.sign(jnp.mean(tokens_X) - tokens_X)
+
+
+def expert_load(tokens_X: Array) -> Array:
+    """Returns the most tokens that an expert has, over the mean."""
+    return jnp.max(tokens_X) / jnp.maximum(jnp.mean(tokens_X), 1e-20)
+
+
+def expert_entropy(tokens_X: Array) -> Array:
+    """Returns the entropy of the experts' shares of the tokens, over that of an even spread."""
+    shares_X = shares(tokens_X)
+    return -jnp.sum(shares_X * jnp.log(jnp.maximum(shares_X, 1e-20))) / jnp.log(tokens_X.size)
+
+
+def shares(tokens_X: Array) -> Array:
+    """Returns each expert's share of the tokens; zeros where there are none."""
+    return tokens_X / jnp.maximum(jnp.sum(tokens_X), 1)
+
+
+def _of_best_groups(scores_BTX: Array, num_groups: int, num_chosen: int, num_best: int) -> Array:
+    """Returns the scores, -infinity for experts of other groups: with 0, one of them might beat a score below 0."""
+    scores_BTGX = scores_BTX.reshape(*scores_BTX.shape[:2], num_groups, -1)
+    best_BTGN, _ = jax.lax.top_k(scores_BTGX, min(num_best, scores_BTGX.shape[-1]))
+    _, groups_BTK = jax.lax.top_k(jnp.sum(best_BTGN, axis=-1), num_chosen)
+    is_chosen_BTG = jnp.any(groups_BTK[..., None] == jnp.arange(num_groups), axis=-2)
+    return jnp.where(is_chosen_BTG[..., None], scores_BTGX, -jnp.inf).reshape(scores_BTX.shape)
+
+
+def added(x: Array, more: Array | None) -> Array:
+    """Returns the sum, or x where there is nothing to add."""
+    return x if more is None else x + more
+
+
+def apply_experts(
+    x_BTE: Array, weights_BTK: Array, ids_BTK: Array, gate_XEM: Array, up_XEM: Array, down_XME: Array,
+    *biases: Array, activation: str,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Returns (the weighted sum of what each token's experts make of it, like x; choices of a token that were dropped,
+    a count: 0). Tokens are sorted by expert, so that each expert multiplies with its own alone; those of NO_EXPERT go
+    last, and come to 0."""
+    B, T, E = x_BTE.shape
+    is_sent_BT1 = ids_BTK[..., :1] != NO_EXPERT
+    x_BTE, weights_BTK = (jnp.where(is_sent_BT1, each, 0) for each in (x_BTE, weights_BTK))
+    order_R = jnp.argsort(ids_BTK.reshape(-1), stable=True)
+    num_chosen = ids_BTK.shape[-1]
+    sizes_X = jnp.sum(ids_BTK.reshape(-1, 1) == jnp.arange(gate_XEM.shape[0]), axis=0, dtype=jnp.int32)
+    x_RE = x_BTE.reshape(-1, E)[order_R // num_chosen]
+    ids_R = ids_BTK.reshape(-1)[order_R]
+    biases_RM = [jnp.take(each, ids_R, axis=0, mode="fill", fill_value=0) for each in biases] or [None] * 3
+
+    def multiplied(x: Array, w_XEM: Array, bias_RM: Array | None) -> Array:
+        return added(jax.lax.ragged_dot(x, w_XEM, sizes_X), bias_RM)
+
+    gate_RM, up_RM = (multiplied(x_RE, *each) for each in ((gate_XEM, biases_RM[0]), (up_XEM, biases_RM[1])))
+    y_RE = multiplied(gated(activation, gate_RM, up_RM), down_XME, biases_RM[2])
+    y_BTKE = y_RE[jnp.argsort(order_R)].reshape(B, T, num_chosen, E)
+    y_BTE = jnp.einsum("btke,btk->bte", y_BTKE.astype(jnp.float32), weights_BTK)
+    return jnp.where(is_sent_BT1, y_BTE, 0).astype(x_BTE.dtype), jnp.zeros(())

@@ -50,7 +50,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 # tenth to a quarter of the time of the tests.
 gc.set_threshold(50_000, 20, 100)
 
-from meshloom.compiler.core.user_imports import code_allowed_from  # noqa: E402
+from meshloom.compiler.core.user_code import code_allowed_from  # noqa: E402
 from meshloom.compiler.declare.compose import Request, read_spec  # noqa: E402
 from meshloom.compiler.declare.run_spec import RunSpec  # noqa: E402
 from meshloom.compiler.driver import plan_run  # noqa: E402

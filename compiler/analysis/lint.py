@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..core.collectives import CollectiveKind
 from ..core.float_types import NARROW
 from ..core.format import human_names, human_seconds, human_share
 from ..core.known import Unknown, first_unknown
 from ..core.partition_spec import Axes
+from ..core.traffic import CollectiveKind
 from ..estimate.communication import PlannedCollective
 from ..parallel.operation import OpPlan
 from ..parallel.pipeline_plan import PipelinePlan

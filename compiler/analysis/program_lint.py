@@ -14,8 +14,8 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from ..core.collectives import CollectiveKind
 from ..core.format import be, counted, human_bytes, human_names, human_seconds, human_share
+from ..core.traffic import CollectiveKind
 from ..schema import CollectiveReport, Finding, StepReport, or_infinity
 from ..target.compiler_options import presets_for
 from ..target.target import TargetPlan

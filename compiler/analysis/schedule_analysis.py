@@ -18,15 +18,14 @@ from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
 
-from ..core.collectives import MOVING, ComputeKind
 from ..core.errors import Problem, raise_if_any, use_one_of
 from ..core.format import counted, human_names
 from ..core.known import Unknown, each_known, or_unknown
 from ..core.scopes import OperationName, is_sum_of_matmul
-from ..core.traffic import Placed, TrafficSource
+from ..core.traffic import MOVING, ComputeKind, Placed, TrafficSource
 from ..estimate.communication import PlannedCollective
 from ..figures import StepWork, no_figures
-from ..jaxpr.operation_kinds import LANES
+from ..jaxpr.program import LANES
 from ..parallel.operation import ParallelOp, find_source
 from ..parallel.registry import OPERATIONS
 from ..plan import Plan

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..core.collectives import COMPUTE
 from ..core.format import counted
 from ..core.known import Unknown
 from ..core.scopes import MATMUL, OperationName
+from ..core.traffic import COMPUTE
 from ..schema import CollectiveReport, Event
 from ..xla.schedule.simulate import Segment
 from ..xla.schedule.stage_clocks import slot_of

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..core.collectives import CollectiveKind
 from ..core.float_types import numpy_name
 from ..core.format import counted, human_bytes, human_count, human_names, human_seconds, human_share
 from ..core.known import each_known, text_of
+from ..core.traffic import CollectiveKind
 from ..schema import CollectiveReport, Finding, StepReport, total
 from ..xla.hlo import Computation, Instruction, Module
 from ..xla.hlo.flow import Flow, ModuleValue, ValueUse

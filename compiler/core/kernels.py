@@ -1,15 +1,26 @@
 """Calls of kernels and what they cost: the vocabulary in which a program asks and an operation answers.
 
 A traced program calls a kernel by an equation, a compiled one by an instruction. Both become a `KernelCall`, and the
-operation that runs the kernel says what one call costs (`ParallelOp.kernel_cost`). This file does not import JAX.
+operation that runs the kernel says what one call costs (`ParallelOp.kernel_cost`). This file does not import JAX. The
+kernels of Pallas take 0.3 s to import, and most steps for CPUs use none: they are `Deferred`.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
+from types import ModuleType
 from typing import Any, Literal, Protocol
 
-from .collectives import ComputeKind
 from .scopes import OperationName
+from .traffic import ComputeKind
+
+
+class Deferred(ModuleType):
+    """A module of this name, which is imported when one of its attributes is first read."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self.__name__), name)
+
 
 # The kinds of kernel: each reaches a fraction of peak FLOP/s that was measured for its kind alone.
 Unit = Literal["matmul", "attention", "grouped"]

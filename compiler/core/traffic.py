@@ -1,4 +1,5 @@
-"""Collectives: what is sent over which mesh axes, where it comes from, and what of its time compute waits for.
+"""Collectives: what is sent over which mesh axes, where it comes from, and what of its time compute waits for. One
+vocabulary for the plan, the program and the report.
 
     Traffic    all-gather over fsdp of 64 x 90 MiB in bf16, of layers/mlp/up_EM, forward
     Timed      1.2 s alone, 1.1 s of it hidden behind compute, 0.1 s exposed
@@ -15,10 +16,18 @@ from typing import Annotated, Literal, Self
 
 from annotated_types import Ge, Gt
 
-from .collectives import CollectiveKind, LinkKind
 from .format import NUM_NAMED
 from .known import OrUnknown, Unknown, all_known
 from .scopes import Pass
+
+ComputeKind = Literal["matmul", "attention", "other"]
+CollectiveKind = Literal[
+    "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast", "send",
+]  # fmt: skip
+MOVING = ("all-gather", "all-to-all")  # kinds without a reduction: each device's operand is a part of the full array
+COMPUTE = "compute"  # the track of a timeline on which compute runs; the others are links
+LinkKind = Literal["ICI", "DCN", "NVLink", "NIC", "memory"]  # memory: simulated devices of one host
+
 
 NotNegative = Annotated[float, Ge(0)]
 

@@ -28,8 +28,7 @@ from pydantic import ValidationError
 
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from ..core.key_paths import is_within
-from ..core.user_code import blamed_on_user
-from ..core.user_imports import FLAG
+from ..core.user_code import FLAG, blamed_on_user
 from ..core.visible import visible_line
 from ..spec import target_names
 from ..spec.secrets import Sources

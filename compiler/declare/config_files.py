@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ..core.errors import ConfigError, Problem
 from ..core.key_paths import is_within, leaves, value_at
 from ..core.places import is_url
-from ..core.user_imports import check_importable
+from ..core.user_code import check_importable
 from ..spec import target_names
 from . import hydra_private
 from .hydra_settings import SEARCH_PATH

@@ -3,7 +3,7 @@
     model: {family: decoder, ...}                         one of ours
     model: {family: "my_package.models:MyConfig", ...}    theirs: its fields become the keys of the node, as checked
 
-compiler/core/user_imports.py imports them.
+compiler/core/user_code.py imports them.
 """
 
 from collections.abc import Mapping
@@ -17,8 +17,7 @@ from meshloom.models.config import Config
 from meshloom.models.family_configs import MODELS
 
 from ..core.errors import ConfigError, Problem
-from ..core.user_code import blamed_on_user
-from ..core.user_imports import load_class
+from ..core.user_code import blamed_on_user, load_class
 from ..optim.configs import OPTIMIZERS, SCHEDULES, OptimizerConfig, ScheduleConfig
 from .run_spec import RunSpec
 

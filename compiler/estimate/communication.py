@@ -10,10 +10,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ..core.collectives import MOVING
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName, Pass
-from ..core.traffic import Traffic, TrafficSource
+from ..core.traffic import MOVING, Traffic, TrafficSource
 from ..jaxpr.program import Operation
 from ..parallel.operation import find_source
 from ..plan import Plan

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from ..core.collectives import CollectiveKind
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName
-from ..core.traffic import Crossing
+from ..core.traffic import CollectiveKind, Crossing
 from ..jaxpr.program import Operation, Program
 from ..parallel.attention.exchange import EXCHANGE, RING
 from ..parallel.operation import ParallelOp, find_source

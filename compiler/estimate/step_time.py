@@ -16,9 +16,9 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from ..core.collectives import CollectiveKind
 from ..core.kernels import share_of_head
 from ..core.partition_spec import STAGE, Axes
+from ..core.traffic import CollectiveKind
 from ..parallel.operation import Exposed, exposed_by_source, head_dim_of, runs_beside_compute
 from ..pipeline.makespan import TickLoop, TickPart, TickPermute, TickSlot, time_ticks
 from ..plan import Plan

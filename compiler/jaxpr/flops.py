@@ -1,7 +1,7 @@
 """Counts the arithmetic of a traced program: its matmuls, convolutions and FFTs, and names what cannot be counted.
 
 As in every published MFU, arithmetic of single elements counts as zero. Unknown is never counted as zero: a primitive
-in no list (operation_kinds.py) is priced by JAX's own analysis, or reported by name (unknown.py).
+in no list (program.py) is priced by JAX's own analysis, or reported by name (unknown.py).
 """
 
 import math
@@ -21,7 +21,7 @@ from ..core.kernels import KernelArray, KernelCall, KernelCost, KernelOwner, ask
 from ..core.scopes import OperationName
 from ..core.trees import combined, leaves_by_path, pick
 from ..spec.step_spec import StepSpec
-from .operation_kinds import CALLS, PRODUCTS, equation_kind
+from .program import CALLS, PRODUCTS, equation_kind
 from .subprograms import scan_of, subprograms
 from .unknown import CallCost, UnknownPrimitive, ask_jax, unknown_of
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..core.partition_spec import Axes
-from .operation_kinds import REDUCTIONS
+from .program import REDUCTIONS
 
 DimAxes = tuple[Axes, ...]  # the mesh axes of each dimension
 

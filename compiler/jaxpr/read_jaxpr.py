@@ -14,15 +14,13 @@ import numpy as np
 from jax.extend.core import Jaxpr
 from jax.extend.core import Literal as Constant
 
-from ..core.collectives import CollectiveKind
 from ..core.errors import Problem, raise_if_any
 from ..core.kernels import KernelOwner
 from ..core.partition_spec import STAGE, Axes, axes_of
 from ..core.scopes import OperationName, nested_scope
-from ..core.traffic import Traffic
+from ..core.traffic import CollectiveKind, Traffic
 from .flops import TRIPS, calls_one, contracted_dims, cost_of, kernel_cost_of
-from .operation_kinds import COLLECTIVES, equation_kind
-from .program import Body, Kind, Operation, Program
+from .program import COLLECTIVES, Body, Kind, Operation, Program, equation_kind
 from .propagate import DimAxes, propagate, taken
 from .subprograms import KnownValues, consts_of, consts_within, scan_of, subprograms, without_consts
 from .unknown import EACH_BRANCH, CallCost, unknown_of

@@ -9,11 +9,9 @@ from typing import Any
 
 import jax
 
-from ..core.collectives import MOVING, CollectiveKind
 from ..core.partition_spec import Axes
-from ..core.traffic import Traffic
-from .operation_kinds import LANES
-from .program import Operation
+from ..core.traffic import MOVING, CollectiveKind, Traffic
+from .program import LANES, Operation
 from .propagate import DimAxes
 
 ADDITIONS = {"add", "add_any"}

@@ -2,7 +2,7 @@
 import path.
 
 A declaration is read and checked without JAX and optax, which take longer to import. So the arithmetic is in
-optimizers.py and lr_schedules.py, which `build` and `decay` import.
+optimizers.py, which `build` and `decay` import.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -182,7 +182,7 @@ class LibrarySchedule(ScheduleConfig):
     """The base of Meshloom's schedules."""
 
     def decay(self, peak: float, num_steps: int) -> "optax.Schedule":
-        from .lr_schedules import decay_of
+        from .optimizers import decay_of
 
         return decay_of(self, peak, num_steps)
 

@@ -22,11 +22,10 @@ import jax
 
 from meshloom.models import Model
 
-from ..core.collectives import CollectiveKind, ComputeKind
 from ..core.kernels import KernelCall, KernelCost
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName, Pass, fact_scope
-from ..core.traffic import Traffic, TrafficSource
+from ..core.traffic import CollectiveKind, ComputeKind, Traffic, TrafficSource
 from ..sharding.arrays import Arrays, OpSite
 from ..sharding.batch import BatchPlan
 from ..sharding.roles import AxisRoles

@@ -25,8 +25,7 @@ from meshloom.models import Model
 from ..core.errors import ConfigError, Problem, raise_if_any
 from ..core.format import be, counted, human_bytes, human_seconds, human_share
 from ..core.partition_spec import STAGE
-from ..core.user_code import blamed_on_user
-from ..core.user_imports import is_class_path, load_class
+from ..core.user_code import blamed_on_user, is_class_path, load_class
 from ..pipeline.buffers import buffer_bytes
 from ..pipeline.makespan import AS_SHORT, ChosenTable, TableTime, choose_table
 from ..pipeline.own_schedule import OwnSchedule, own_tables

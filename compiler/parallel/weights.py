@@ -18,7 +18,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from ..core.partition_spec import Axes, axes_in
-from ..jaxpr.operation_kinds import LANES
+from ..jaxpr.program import LANES
 from .weight_plan import ShardedDims, WeightPlan
 
 

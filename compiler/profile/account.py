@@ -8,7 +8,7 @@ which no compute runs is exposed, of the collective that began first where there
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..core.collectives import COMPUTE, ComputeKind
+from ..core.traffic import COMPUTE, ComputeKind
 from ..schema import Event
 from .prediction import PredictedCollective, Prediction
 from .trace import Execution, OpEvent

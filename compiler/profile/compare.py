@@ -16,10 +16,10 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from meshloom.models.record import Record
 
-from ..core.collectives import CollectiveKind, ComputeKind, LinkKind
 from ..core.errors import ConfigError, Problem
 from ..core.format import counted, human_names
 from ..core.known import OrUnknown, Reasoned, Unknown, each_known, known
+from ..core.traffic import CollectiveKind, ComputeKind, LinkKind
 from ..schema import total
 from ..spec.calibration_spec import CalibratedLink, Calibration, LinkCalibration
 from .account import Account, Roles, account, roles_of

@@ -8,9 +8,9 @@ from pydantic import NonNegativeFloat, PositiveInt
 from meshloom.models.record import Record
 
 from ..analysis.schedule_analysis import NO_CHIP, analyse_schedule
-from ..core.collectives import ComputeKind
 from ..core.known import OrUnknown, Reasoned, Unknown
 from ..core.scopes import OperationName
+from ..core.traffic import ComputeKind
 from ..estimate.communication import PlannedCollective
 from ..plan import Plan
 from ..schema import CollectiveReport, Event, StepReport

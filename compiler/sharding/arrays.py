@@ -15,7 +15,7 @@ from flax import nnx
 
 from meshloom.models import Context, LogicalAxes, Model, Params, is_logical_axes, split_aux
 from meshloom.models.adapter import Matrix, adapt, find_matrices, is_adapter
-from meshloom.models.adapter_config import AdapterConfig
+from meshloom.models.config import AdapterConfig
 from meshloom.models.contract import ADAPTED_WEIGHT
 
 from ..core.errors import Problem, raise_if_any, use_one_of

@@ -34,7 +34,7 @@ from meshloom.models.config import divisors
 
 from ..core.errors import ConfigError, Problem, raise_if_any
 from ..core.format import be, counted
-from ..jaxpr.operation_kinds import LANES
+from ..jaxpr.program import LANES
 from ..spec.plan_spec import PlanSpec
 from ..spec.step_spec import StepSpec, TokenOrderName
 from ..target.mesh import MeshPlan, nearest, plan_mesh

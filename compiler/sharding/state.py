@@ -22,8 +22,7 @@ from ..core.partition_spec import axes_of
 from ..core.trees import leaves_by_path, like, pick
 from ..core.user_code import blamed_on_user
 from ..optim.contract import Setting
-from ..optim.lr_schedules import learning_rates
-from ..optim.optimizers import parameter_kinds
+from ..optim.optimizers import learning_rates, parameter_kinds
 from ..spec.step_spec import StepSpec
 from ..target.mesh import MeshPlan
 from .sharding import ShardingPlan

@@ -9,8 +9,8 @@ from pydantic import Field
 
 from meshloom.models.record import Record
 
-from ..core.collectives import CollectiveKind
 from ..core.config_types import CompilerOption
+from ..core.traffic import CollectiveKind
 from .own_config import own_config
 
 

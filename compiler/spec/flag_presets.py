@@ -10,8 +10,8 @@ from pydantic import Field, model_validator
 
 from meshloom.models.record import Record
 
-from ..core.collectives import CollectiveKind
 from ..core.config_types import CompilerOption
+from ..core.traffic import CollectiveKind
 from .own_config import own_config
 
 Moved = Literal["weights", "activations"]

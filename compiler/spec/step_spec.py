@@ -16,8 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from meshloom.models.adapter_config import AdapterConfig, DoraConfig, LoraConfig, RsLoraConfig
-from meshloom.models.config import Config, ModelConfig, mistake
+from meshloom.models.config import AdapterConfig, Config, DoraConfig, LoraConfig, ModelConfig, RsLoraConfig, mistake
 
 from ..core.config_types import Fraction, NumBytes, Seed, Text
 from ..core.float_types import ComputeType, FloatType

@@ -20,8 +20,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import register_dataclass
 
 from meshloom.models import PADDING_TARGET, Aux, Context, LogicalAxes, Model, Params, Stack, split_aux, split_output
-from meshloom.models.loss import has_loss, sum_losses
-from meshloom.models.preferences import dpo_losses, simpo_losses
+from meshloom.models.loss import dpo_losses, has_loss, simpo_losses, sum_losses
 
 from ..core.partition_spec import Axes, axes_in, keep_axes
 from ..core.scopes import layout_scope, piece_scope

@@ -18,9 +18,9 @@ from typing import cast
 
 from meshloom.models.config import divisors
 
-from ..core.collectives import LinkKind
 from ..core.errors import ConfigError, Problem, raise_if_any
 from ..core.format import counted
+from ..core.traffic import LinkKind
 from ..spec.target_spec import ChipShape, SwitchSpec, TorusSpec
 from .links import InterconnectTier, Link, LinkLine
 from .target import TargetPlan

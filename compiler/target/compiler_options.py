@@ -8,9 +8,9 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from ..core.collectives import CollectiveKind
 from ..core.config_types import CompilerOption
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
+from ..core.traffic import CollectiveKind
 from ..spec.flag_presets import FlagPreset, Moved, Options
 from ..spec.overlap_spec import AUTO
 from ..spec.plan_spec import PlanSpec

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, permutations, product
 
-from ..core.collectives import CollectiveKind, LinkKind
+from ..core.traffic import CollectiveKind, LinkKind
 from ..spec.target_spec import TorusSpec
 from .axis_segments import LINK_KINDS, TORUS_AXES, GroupSpan, link_of_spans, rates_of
 from .links import Link

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ..core.collectives import CollectiveKind, LinkKind
+from ..core.traffic import CollectiveKind, LinkKind
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from meshloom.models.config import divisors
 
-from ..core.collectives import CollectiveKind
 from ..core.errors import ConfigError, Problem
 from ..core.format import counted
+from ..core.traffic import CollectiveKind
 from ..spec.plan_spec import MeshSpec
 from .links import collective_seconds
 from .placement import Placement, plan_placement

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..adapter import LORA_A, LORA_B, MAGNITUDE, Adapter, adapter_path
-from ..adapter_config import AdapterConfig
-from ..config import ModelConfig
+from ..config import AdapterConfig, ModelConfig
 from ..contract import Model
 from .contract import Mistake, NotUnderstood, PublishedTensor
 from .registry import tensors

@@ -11,7 +11,7 @@ from meshloom.compiler import plan as compiler_plan
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import Problem, raise_if_any
 from meshloom.compiler.core.format import human_bytes, human_parameters
-from meshloom.compiler.core.user_imports import parse_allowed
+from meshloom.compiler.core.user_code import parse_allowed
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.hydra_settings import SEARCH_PATH, search_path_override
 from meshloom.compiler.declare.overrides import overridden_key

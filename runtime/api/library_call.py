@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-from meshloom.compiler.core.user_imports import code_allowed_from
+from meshloom.compiler.core.user_code import code_allowed_from
 from meshloom.compiler.declare.hydra_private import hydra_state_put_back
 from meshloom.compiler.declare.problems import OF_HYDRA, as_config_error
 from meshloom.compiler.spec.target_spec import LocalTarget, TargetSpec

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from meshloom.compiler.core.errors import COMMAND_LINE, MISTAKE, ConfigError, Problem, all_of, raise_if_any
-from meshloom.compiler.core.user_imports import FLAG, VARIABLE, code_allowed_from, parse_allowed
+from meshloom.compiler.core.user_code import FLAG, VARIABLE, code_allowed_from, parse_allowed
 from meshloom.compiler.core.visible import write_error, write_out
 from meshloom.compiler.declare.application import run_application
 from meshloom.compiler.declare.choices import all_keys, described_groups

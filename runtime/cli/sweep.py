@@ -11,7 +11,7 @@ from pathlib import Path
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import counted
-from meshloom.compiler.core.user_imports import allowed_modules
+from meshloom.compiler.core.user_code import allowed_modules
 from meshloom.compiler.declare.application import run_application
 from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.declare.hydra_settings import SUBDIRECTORY, SWEEP_DIR

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import BinaryIO
 
-from meshloom.compiler.core.user_imports import code_allowed_from
+from meshloom.compiler.core.user_code import code_allowed_from
 from meshloom.compiler.declare.choices import model_of
 from meshloom.compiler.declare.overrides import override
 

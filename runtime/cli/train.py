@@ -11,7 +11,7 @@ from pathlib import Path
 
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import MISTAKE, all_of
-from meshloom.compiler.core.user_imports import allowed_modules
+from meshloom.compiler.core.user_code import allowed_modules
 from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.declare.application import HydraJob, run_application
 from meshloom.compiler.declare.choices import model_of

@@ -13,7 +13,7 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, EXPOSED, Problem, all_of, raise_if_any
 from meshloom.compiler.core.format import human_bytes, human_share
 from meshloom.compiler.core.known import Unknown, text_of
-from meshloom.compiler.core.user_imports import allow_words
+from meshloom.compiler.core.user_code import allow_words
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.overrides import override
 from meshloom.compiler.declare.run_spec import RunSpec

@@ -28,7 +28,7 @@ import jax
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, ConfigError, Problem
 from meshloom.compiler.core.format import human_bytes, human_names, human_seconds
-from meshloom.compiler.core.user_imports import allow_words
+from meshloom.compiler.core.user_code import allow_words
 from meshloom.compiler.target.compiler_options import option_problem
 from meshloom.compiler.xla.aot import parse_out_of_memory
 

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any, use_one_of
-from meshloom.compiler.core.user_code import problem_in_user_code
-from meshloom.compiler.core.user_imports import load_class
+from meshloom.compiler.core.user_code import load_class, problem_in_user_code
 from meshloom.compiler.declare.data_spec import PythonSource
 
 

@@ -19,7 +19,7 @@ from meshloom.compiler.core.errors import ConfigError, Problem, all_of
 from meshloom.compiler.core.format import be, counted
 from meshloom.compiler.core.key_paths import is_within
 from meshloom.compiler.core.places import PlaceError, local_path
-from meshloom.compiler.core.user_imports import FLAG
+from meshloom.compiler.core.user_code import FLAG
 from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.declare.hydra_settings import RUN_DIR
 from meshloom.compiler.declare.launch_spec import LaunchSpec, LocalLaunch, SlurmLaunch

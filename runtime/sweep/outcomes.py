@@ -18,7 +18,7 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, MISTAKE, ConfigError
 from meshloom.compiler.core.format import human_bytes, human_seconds
 from meshloom.compiler.core.known import Unknown
-from meshloom.compiler.core.user_imports import code_allowed_from
+from meshloom.compiler.core.user_code import code_allowed_from
 from meshloom.compiler.declare.choices import model_of
 from meshloom.compiler.declare.compose import read_spec
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error

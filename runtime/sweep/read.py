@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from meshloom import __version__
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import counted
-from meshloom.compiler.core.user_imports import allow_words
+from meshloom.compiler.core.user_code import allow_words
 from meshloom.compiler.declare.hydra_settings import SEARCH_PATH, SWEEP_DIR
 from meshloom.compiler.declare.overrides import overridden_key
 from meshloom.compiler.declare.sweep_request import SweepRequest

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
-from meshloom.compiler.core.user_imports import code_allowed_from
+from meshloom.compiler.core.user_code import code_allowed_from
 from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.declare.choices import model_of
 from meshloom.compiler.declare.compose import read_spec

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of
-from meshloom.compiler.core.user_imports import load_class
+from meshloom.compiler.core.user_code import load_class
 from meshloom.compiler.declare.run_spec import LoggingSpec, RunSpec
 from meshloom.compiler.plan import Plan
 

@@ -15,7 +15,7 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of
 from meshloom.compiler.core.format import be, counted
 from meshloom.compiler.core.key_paths import is_within
-from meshloom.compiler.core.user_imports import allow_words
+from meshloom.compiler.core.user_code import allow_words
 from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.declare.hydra_settings import RUN_DIR

@@ -27,7 +27,7 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
 from meshloom.compiler.core.format import human_bytes, human_seconds
 from meshloom.compiler.core.known import known
-from meshloom.compiler.core.user_imports import allowed_modules, code_allowed_from
+from meshloom.compiler.core.user_code import allowed_modules, code_allowed_from
 from meshloom.compiler.declare.choices import as_config_file
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.compositions import compositions_kept

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from conftest import plan_of
 from meshloom.models import Context
-from meshloom.models.experts import apply_experts, route
+from meshloom.models.parts import apply_experts, route
 from support.experts import MOE, dense_experts
 
 # (experts, chosen, groups, chosen groups): each compiles once.

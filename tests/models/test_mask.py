@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import meshloom
-from meshloom.models.mask import Mask
+from meshloom.models.attention import Mask
 
 ROOT = Path(meshloom.__file__).resolve().parent
 LENGTH = 24
 WINDOWS = (None, 1, 2, 5, 6, 7, 23, 24, 40)
 KNOWS_WINDOWS = {
-    "models/mask.py",
+    "models/attention.py",
     "models/decoder.py",  # makes masks of a config
     "compiler/parallel/attention/cudnn.py",  # hands the window to its kernel
 }

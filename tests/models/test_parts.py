@@ -8,9 +8,9 @@ import pytest
 from conftest import plan_of, spec_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.models import Context, build_piece
+from meshloom.models.attention import Mask
 from meshloom.models.decoder import rope_of, rounds
 from meshloom.models.family_configs import DecoderConfig, LinearScaling, Llama3Scaling, YarnScaling
-from meshloom.models.mask import Mask
 from meshloom.models.parts import Norm, Rope, rotate
 
 EPSILON = 0.1

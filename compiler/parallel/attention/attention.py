@@ -31,15 +31,14 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from meshloom.models.attention import attend
-from meshloom.models.mask import OWN_KEY, Mask
+from meshloom.models.attention import OWN_KEY, Mask, attend
 
-from ...core.collectives import ComputeKind
 from ...core.kernels import KernelCall, KernelCost, share_of_head
 from ...core.partition_spec import Axes, axes_in, axes_of
 from ...core.scopes import ATTENTION, OperationName, fact_scope, nested_scope
+from ...core.traffic import ComputeKind
 from ...jaxpr.flops import matmul_flops
-from ...jaxpr.operation_kinds import LANES
+from ...jaxpr.program import LANES
 from ...jaxpr.subprograms import subprograms
 from ...sharding.arrays import OpSite
 from ...spec.step_spec import StepSpec

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from meshloom.models.mask import Mask, is_same_document
+from meshloom.models.attention import Mask, is_same_document
 
 from ...core.scopes import OperationName, fact_scope
 from ...sharding.batch import TokenOrder

@@ -18,14 +18,13 @@ from typing import cast
 import jax.numpy as jnp
 import numpy as np
 
-from meshloom.models.mask import Mask
+from meshloom.models.attention import Mask
 
-from ...core.collectives import CollectiveKind
 from ...core.format import human_names, human_seconds
 from ...core.kernels import share_of_head
 from ...core.partition_spec import axes_of
 from ...core.scopes import OperationName, fact_scope
-from ...core.traffic import Traffic
+from ...core.traffic import CollectiveKind, Traffic
 from ...sharding.arrays import OpSite
 from ...sharding.batch import TokenOrder
 from ...spec.cost_model import cost_model

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from meshloom.models.mask import Mask, is_same_document
+from meshloom.models.attention import Mask, is_same_document
 
 from ...jax_private import cudnn, cudnn_backward_p, cudnn_forward_p
 from ...sharding.batch import TokenOrder

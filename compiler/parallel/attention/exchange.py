@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from meshloom.models.mask import Mask
+from meshloom.models.attention import Mask
 
 from ...core.partition_spec import Axes
 from ...sharding.batch import TokenOrder

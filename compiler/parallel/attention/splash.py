@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from meshloom.models.mask import Mask
+from meshloom.models.attention import Mask
 
-from ...core.deferred import Deferred
+from ...core.kernels import Deferred
 from ...sharding.batch import TokenOrder
 from .blocks import Attended, Gradient, Gradients, Keys, Queries, Sight, attend_with
 from .splash_kernels import (

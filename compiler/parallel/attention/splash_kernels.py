@@ -27,11 +27,11 @@ import numpy as np
 from jax import Array
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from meshloom.models.mask import Mask
+from meshloom.models.attention import Mask
 
 from ...core.format import human_bytes
 from ...jax_private import splash, splash_dkv, splash_dq
-from ...jaxpr.operation_kinds import LANES
+from ...jaxpr.program import LANES
 from ...target.target import TargetPlan
 from .blocks import Attended, Gradient, Gradients, Keys, Queries, blocks_scope, both_ids
 

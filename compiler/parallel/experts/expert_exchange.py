@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...core.collectives import CollectiveKind
-from ...core.traffic import Traffic
+from ...core.traffic import CollectiveKind, Traffic
 from ...sharding.arrays import OpSite
 from ...target.compiler_options import assumed_weight_presets, hidden_kinds
 from ..operation import OpInputs, moved

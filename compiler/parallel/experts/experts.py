@@ -23,15 +23,14 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from meshloom.models.experts import added
-from meshloom.models.parts import gated
+from meshloom.models.parts import added, gated
 
-from ...core.collectives import ComputeKind
 from ...core.errors import ConfigError, Problem
 from ...core.format import human_seconds
 from ...core.kernels import KernelCall, KernelCost
 from ...core.partition_spec import Axes, axes_of, keep_axes
 from ...core.scopes import OperationName, fact_scope, nested_scope
+from ...core.traffic import ComputeKind
 from ...sharding.arrays import EXPERTS, OpSite
 from ...sharding.rules import ArrayPlan
 from ...target.target import TargetPlan
@@ -286,7 +285,7 @@ def _capacity(site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -> Strategy:
 def apply_planned(
     x: Array, weights: Array, ids: Array, matrices: tuple[Array, ...], activation: str, plan: ExpertsPlan
 ) -> tuple[Array, Array]:
-    """Returns what `models.experts.apply_experts` does, as planned, of this device's tokens and experts: x (batch,
+    """Returns what `models.parts.apply_experts` does, as planned, of this device's tokens and experts: x (batch,
     length, embed). matrices: those into an expert, gate and up, and out of it, and after them maybe their biases."""
     layout = plan.layout
     run = partial(_apply_on_shards, plan=plan, activation=activation)

@@ -24,8 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...core.deferred import Deferred
-from ...core.kernels import KernelCall, KernelCost
+from ...core.kernels import Deferred, KernelCall, KernelCost
 
 # A tile: 3 stages of bfloat16 take 96 KiB of the 163 that A100's blocks have.
 ROWS, COLUMNS, DEPTH = 128, 128, 64

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from ...core.collectives import ComputeKind
 from ...core.format import LEAST_SECONDS, counted, human_bytes, human_names, human_range, human_seconds, human_share
 from ...core.known import Unknown, first_unknown, text_of
-from ...core.traffic import TimedTraffic
+from ...core.traffic import ComputeKind, TimedTraffic
 from ...figures import NOT_RATED, StepFigures, registered_figures, text_of_figure
 from ...schema import (
     MAX_IMBALANCE,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import count, pairwise
 from typing import Any, get_args
 
-from ...core.collectives import COMPUTE, CollectiveKind, ComputeKind
+from ...core.traffic import COMPUTE, CollectiveKind, ComputeKind
 from ...schema import Event, Report
 
 DIRECTIONS = ("forward", "backward")

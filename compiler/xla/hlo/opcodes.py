@@ -17,7 +17,7 @@ the whole array to take them from.
 
 from enum import Flag, auto
 
-from ...core.collectives import CollectiveKind
+from ...core.traffic import CollectiveKind
 
 
 class Does(Flag):

@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...core.collectives import ComputeKind
 from ...core.kernels import KernelCost, KernelOwner, share_of_head
 from ...core.scopes import OperationName
+from ...core.traffic import ComputeKind
 from ...spec.cost_model import cost_model
 from ..hlo import Computation, Instruction, Module
 from ..hlo.flow import Flow, ModuleValue

@@ -28,9 +28,9 @@ from functools import cached_property
 from itertools import dropwhile
 from typing import Any
 
-from ...core.collectives import MOVING, CollectiveKind
 from ...core.kernels import KernelOwner
 from ...core.scopes import MATMUL, OperationName
+from ...core.traffic import MOVING, CollectiveKind
 from ..hlo import Computation, HloError, Instruction, Module
 from ..hlo.flow import Flow, ModuleValue, num_trips
 from ..hlo.groups import ReplicaGroups, groups_of, parse_groups

@@ -12,8 +12,7 @@ that is waited for earlier, can make a step faster: with links that are shared e
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from ...core.collectives import COMPUTE, ComputeKind
-from ...core.traffic import Placed
+from ...core.traffic import COMPUTE, ComputeKind, Placed
 from .steps import Branches, Collective, Compute, Done, Loop, Start, Step
 
 SMALLEST_SECONDS = 1e-12  # smaller times are rounding errors

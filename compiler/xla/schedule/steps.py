@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
-from ...core.collectives import CollectiveKind, ComputeKind
+from ...core.traffic import CollectiveKind, ComputeKind
 
 PAIRS = ("collective-permute", "send")  # kinds whose groups are pairs of a sender and a receiver
 PricedBy = Literal["cycles", "bound", "flops", "bytes", "nothing"]

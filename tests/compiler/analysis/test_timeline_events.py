@@ -3,8 +3,7 @@
 import pytest
 
 from meshloom.compiler.analysis.timeline_events import name_of_collective, schedule_events
-from meshloom.compiler.core.collectives import CollectiveKind
-from meshloom.compiler.core.traffic import Placed
+from meshloom.compiler.core.traffic import CollectiveKind, Placed
 from meshloom.compiler.report.views.timeline import View, layer_views
 from meshloom.compiler.schema import CollectiveReport
 from meshloom.compiler.xla.schedule import simulate

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.compiler.core.user_imports import code_allowed_from
+from meshloom.compiler.core.user_code import code_allowed_from
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.runtime.train.train import plan_and_check
 from support.tiers import tiered

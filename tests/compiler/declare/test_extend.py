@@ -21,7 +21,7 @@ from hydra.core.plugins import Plugins
 import meshloom as package_under_test
 from conftest import plan_of, spec_of
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.compiler.core.user_imports import code_allowed_from
+from meshloom.compiler.core.user_code import code_allowed_from
 from meshloom.compiler.declare.hydra_settings import search_path_override
 from support.programs import gradients_of
 from support.reference import reference_loss

@@ -12,7 +12,7 @@ import yaml
 from conftest import LINEAR_STACK, SMALL, plan_of
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.compiler.core.user_imports import code_allowed_from
+from meshloom.compiler.core.user_code import code_allowed_from
 from meshloom.compiler.core.visible import hidden, hide, visible
 from meshloom.compiler.declare.application import run_application
 from meshloom.compiler.declare.compose import Request, read_spec

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from meshloom.compiler.core.errors import ConfigError, Problem
-from meshloom.compiler.core.user_imports import check_importable, code_allowed_from, load_class, parse_allowed
+from meshloom.compiler.core.user_code import check_importable, code_allowed_from, load_class, parse_allowed
 from meshloom.compiler.declare.compose import Request, check_config_files, read_spec
 from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.models import ModelConfig

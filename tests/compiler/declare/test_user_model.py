@@ -8,7 +8,7 @@ import pytest
 
 from conftest import LINEAR_STACK, SMALL
 from meshloom.compiler.core.errors import ConfigError, Problem
-from meshloom.compiler.core.user_imports import code_allowed_from
+from meshloom.compiler.core.user_code import code_allowed_from
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan

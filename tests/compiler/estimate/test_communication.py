@@ -6,8 +6,7 @@ import jax
 import pytest
 
 from conftest import WHOLE_STREAM, plan_of
-from meshloom.compiler.core.collectives import MOVING
-from meshloom.compiler.core.traffic import Traffic
+from meshloom.compiler.core.traffic import MOVING, Traffic
 from meshloom.compiler.estimate.communication import plan_communication, sent_bytes
 from meshloom.compiler.estimate.estimated_step import read_step
 from meshloom.compiler.estimate.regions import price_regions

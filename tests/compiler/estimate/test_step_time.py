@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from conftest import SMALL, plan_of
-from meshloom.compiler.core.collectives import CollectiveKind
+from meshloom.compiler.core.traffic import CollectiveKind
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.estimated_step import read_step
 from meshloom.compiler.estimate.program_costs import (

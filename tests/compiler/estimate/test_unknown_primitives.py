@@ -13,7 +13,7 @@ from conftest import LINEAR_STACK, SMALL
 from meshloom.compiler.analysis.compiled_step import CompiledStep
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.known import Unknown
-from meshloom.compiler.core.user_imports import code_allowed_from
+from meshloom.compiler.core.user_code import code_allowed_from
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run, report_of
 from meshloom.compiler.estimate.estimate import StepEstimate, estimate_step

@@ -14,7 +14,7 @@ from meshloom.compiler.optim.configs import (
     ScheduleConfig,
     WsdSchedule,
 )
-from meshloom.compiler.optim.lr_schedules import learning_rates
+from meshloom.compiler.optim.optimizers import learning_rates
 from meshloom.compiler.sharding.state import build_schedule
 
 PEAK, N, W, D, FINAL = 0.5, 40, 8, 10, 0.1

@@ -16,8 +16,7 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.parallel.attention.attention import Kernel, build_attend
 from meshloom.compiler.parallel.attention.splash import attend_splash
 from meshloom.compiler.parallel.attention.splash_kernels import NO_BUDGET, Budget
-from meshloom.models.attention import attend
-from meshloom.models.mask import Mask
+from meshloom.models.attention import Mask, attend
 from support.reference import forward
 from support.tiers import tiered
 

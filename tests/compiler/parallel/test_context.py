@@ -13,7 +13,7 @@ from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.parallel.attention.context import balance
 from meshloom.compiler.report.explain import plan_as_json
 from meshloom.compiler.sharding.batch import TokenOrder
-from meshloom.models.mask import Mask
+from meshloom.models.attention import Mask
 from support.programs import plan_as_declared
 
 CONTEXT = ("sharding=fsdp_context", "mesh.context=4", "sequence_length=32")

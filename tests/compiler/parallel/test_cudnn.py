@@ -13,7 +13,7 @@ from meshloom.compiler.parallel.attention import attention as attention_module
 from meshloom.compiler.parallel.attention.cudnn import attend_cudnn
 from meshloom.compiler.spec.target_names import chip_file, kinds
 from meshloom.compiler.spec.target_spec import SwitchSpec
-from meshloom.models.mask import Mask
+from meshloom.models.attention import Mask
 from meshloom.runtime.cli import explain as explain_module
 from meshloom.runtime.cli.main import run
 

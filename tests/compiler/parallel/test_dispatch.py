@@ -23,8 +23,7 @@ from meshloom.compiler.parallel.experts.dispatch import (
     without_unsent,
 )
 from meshloom.compiler.parallel.experts.grouped_matmul import grouped_matmul
-from meshloom.models.experts import NO_EXPERT
-from meshloom.models.parts import gated
+from meshloom.models.parts import NO_EXPERT, gated
 from support.experts import dense_experts, emulated_ragged_all_to_all
 from support.tiers import tiered
 

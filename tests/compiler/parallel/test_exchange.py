@@ -22,7 +22,7 @@ from meshloom.compiler.parallel.attention.exchange import Exchange, attend_by_bl
 from meshloom.compiler.parallel.attention.splash import SplashBlocks
 from meshloom.compiler.parallel.attention.splash_kernels import NO_BUDGET, Budget
 from meshloom.compiler.sharding.batch import TokenOrder
-from meshloom.models.mask import Mask
+from meshloom.models.attention import Mask
 from support.tiers import tiered
 
 SCALE = 0.4

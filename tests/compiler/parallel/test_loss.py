@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from conftest import LINEAR_STACK, plan_of
-from meshloom.compiler.core.user_imports import code_allowed_from
+from meshloom.compiler.core.user_code import code_allowed_from
 from meshloom.compiler.parallel.loss import sum_losses_in_blocks
 from meshloom.models import IGNORED_TARGET, Context
 from meshloom.models.loss import cross_entropy_sums, sum_losses

@@ -13,11 +13,11 @@ from jax.experimental import pallas as pl
 
 from conftest import LINEAR_STACK, plan_of, spec_of
 from meshloom.compiler.analysis.schedule_analysis import source_of
-from meshloom.compiler.core.collectives import ComputeKind
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.kernels import KernelCall, KernelCost
 from meshloom.compiler.core.known import why_unknown
 from meshloom.compiler.core.scopes import OperationName
+from meshloom.compiler.core.traffic import ComputeKind
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.estimated_step import read_step

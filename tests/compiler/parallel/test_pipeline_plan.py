@@ -4,7 +4,7 @@ import pytest
 
 from conftest import POINTWISE, plan_of
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.compiler.core.user_imports import code_allowed_from
+from meshloom.compiler.core.user_code import code_allowed_from
 from meshloom.compiler.pipeline.schedules import build_table
 from meshloom.compiler.pipeline.table import PipelineOp, TickForm
 from meshloom.compiler.pipeline.table_file import write_table

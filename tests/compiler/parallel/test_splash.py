@@ -22,7 +22,7 @@ from meshloom.compiler.parallel.attention.splash_kernels import (
     fused_tables,
     seen_blocks,
 )  # fmt: skip
-from meshloom.models.mask import Mask
+from meshloom.models.attention import Mask
 
 WINDOWS = (None, 1, 2, 127, 128, 129, 130, 255, 256, 257, 258, 385, 513, 1000, 5000)
 BLOCKS = [(128, 128), (256, 128), (640, 128), (1024, 256), (1536, 512)]

@@ -4,7 +4,7 @@ import pytest
 
 from conftest import plan_of
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.compiler.core.user_imports import code_allowed_from
+from meshloom.compiler.core.user_code import code_allowed_from
 from meshloom.compiler.pipeline.own_schedule import own_tables
 from meshloom.compiler.pipeline.schedules import SCHEDULES, build_table
 from meshloom.compiler.pipeline.table import PipelineOp, PipelineTable, Slot, StagePlacement, TickForm

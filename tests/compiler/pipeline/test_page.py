@@ -9,7 +9,7 @@ import pytest
 
 from conftest import plan_of
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.compiler.core.user_imports import code_allowed_from
+from meshloom.compiler.core.user_code import code_allowed_from
 from meshloom.compiler.pipeline.schedules import SCHEDULES, build_table
 from meshloom.compiler.pipeline.table import TickForm, max_in_flight_of
 from meshloom.compiler.pipeline.table_file import parse_table

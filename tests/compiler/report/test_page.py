@@ -11,9 +11,8 @@ from typing import Any, get_args
 
 import pytest
 
-from meshloom.compiler.core.collectives import CollectiveKind, ComputeKind
 from meshloom.compiler.core.known import Unknown
-from meshloom.compiler.core.traffic import TrafficSource
+from meshloom.compiler.core.traffic import CollectiveKind, ComputeKind, TrafficSource
 from meshloom.compiler.report.views.page import NUM_EVENTS, render_page
 from meshloom.compiler.report.views.timeline import lay_out, layer_views
 from meshloom.compiler.schema import Event

@@ -11,7 +11,7 @@ from conftest import plan_of, spec_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.xla.programs import build, lower
-from meshloom.models.preferences import dpo_losses, simpo_losses
+from meshloom.models.loss import dpo_losses, simpo_losses
 from meshloom.runtime.train.feed import in_token_order
 from support.programs import gradients_of
 from support.reference import forward

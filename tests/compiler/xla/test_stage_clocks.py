@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from meshloom.compiler.core.collectives import COMPUTE
 from meshloom.compiler.core.scopes import at_most_once_scope, end_scope, nested_scope, shared_end_scope, slot_scope
-from meshloom.compiler.core.traffic import Placed
+from meshloom.compiler.core.traffic import COMPUTE, Placed
 from meshloom.compiler.xla.hlo import HloError, Module, parse_module
 from meshloom.compiler.xla.schedule.prices import Chip
 from meshloom.compiler.xla.schedule.program import read_steps

@@ -25,7 +25,7 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, ConfigError
 from meshloom.compiler.core.known import Unknown, known, why_unknown
 from meshloom.compiler.core.traffic import TrafficSource
-from meshloom.compiler.core.user_imports import code_allowed_from
+from meshloom.compiler.core.user_code import code_allowed_from
 from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.driver import compile_plan, report_of
 from meshloom.compiler.estimate.estimate import estimate_step

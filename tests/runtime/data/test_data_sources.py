@@ -17,7 +17,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from conftest import spec_of
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.compiler.core.user_imports import code_allowed_from
+from meshloom.compiler.core.user_code import code_allowed_from
 from meshloom.models import IGNORED_TARGET, PADDING_TARGET
 from meshloom.runtime.data import open_data
 from meshloom.runtime.data.corpus import open_store

@@ -8,7 +8,7 @@ import pytest
 
 from conftest import LINEAR_STACK, SMALL, plan_of, spec_of
 from meshloom.compiler.core.errors import ConfigError, Problem
-from meshloom.compiler.core.user_imports import code_allowed_from
+from meshloom.compiler.core.user_code import code_allowed_from
 from meshloom.runtime.core.failures import RunFailed
 from meshloom.runtime.train.tensorboard import TensorBoard
 from meshloom.runtime.train.trackers import Trackers, find_trackers, tracked_run
