@@ -57,7 +57,7 @@ from meshloom.compiler.driver import plan_run  # noqa: E402
 from meshloom.compiler.plan import Plan  # noqa: E402
 from support.tiers import TIERS, tier_of  # noqa: E402
 
-pytest_plugins = ("support.times",)
+pytest_plugins = ("support.times", "support.proofs")
 
 
 def _tiers(text: str) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ def test_ci_runs_the_two_commands_of_the_readme():
     # The extra `dev` has `test`, and the plain tier is what `pytest` runs; both with more, so that it is done once.
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert "meshloom[test]" in project["optional-dependencies"]["dev"]
-    assert lines.index("uv pip install -q -e '.[dev]'") < lines.index("pytest --tier=plain,ci")
+    assert lines.index("uv pip install -q -e '.[dev]'") < lines.index('pytest --tier=plain,ci "$@"')
 
 
 @pytest.mark.ci

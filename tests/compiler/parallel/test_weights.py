@@ -35,6 +35,7 @@ from meshloom.compiler.step.sequential import prefetch_layers, scan_layers
 from meshloom.compiler.target.compiler_options import plan_preset_options, refused_options
 from meshloom.models import Aux
 from support.programs import target_of
+from support.proofs import Computation
 
 DIMENSIONS = {"scale_E": "LE", "up_EM": "LEM", "down_ME": "LME"}  # of a layer's weights
 SIZES = {"L": 3, "E": 8, "M": 6}
@@ -171,7 +172,7 @@ IN_FLOAT64 = Encoding("float64", "float64", "float64")
 
 
 def _gradients(layout, loop, when, skip_boundary_collectives):
-    """Returns the gradients of the weights, in the layout of the update, and of the inputs."""
+    """Returns the computation of gradients: of the weights, in the layout of the update, and of the inputs."""
     stored, updated = (
         {name: PartitionSpec(*map(axes.get, dimensions)) for name, dimensions in DIMENSIONS.items()}
         for axes in (layout.stored, layout.updated)
@@ -227,11 +228,11 @@ def _gradients(layout, loop, when, skip_boundary_collectives):
     mesh = jax.make_mesh(tuple(layout.mesh.values()), tuple(layout.mesh), axis_types=types)
     with jax.set_mesh(mesh):
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (stored, stored, rows, rows))
-        return jax.tree.map(np.asarray, jax.jit(split)(*jax.device_put(_arrays(), shardings)))
+        return Computation(split, *jax.device_put(_arrays(), shardings))
 
 
 @pytest.mark.parametrize(("name", "loop", "when", "skip_boundary_collectives"), list(_in_tiers()), ids=str)
-def test_gradients_are_finite_differences(name, loop, when, skip_boundary_collectives):
+def test_gradients_are_finite_differences(name, loop, when, skip_boundary_collectives, proof):
     layout, (unroll, distance, deferred) = LAYOUTS[name], LOOPS[loop]
     chosen = LayerLoop(
         unroll=unroll,
@@ -241,7 +242,10 @@ def test_gradients_are_finite_differences(name, loop, when, skip_boundary_collec
         reduce_in_backward=when != BEHIND,
     )
     with jax.enable_x64(True):
-        grads, dx = _gradients(layout, chosen, when, skip_boundary_collectives)
+        computation = _gradients(layout, chosen, when, skip_boundary_collectives)
+        if proof.is_known(computation.parts):
+            return
+        grads, dx = jax.tree.map(np.asarray, computation.run())
     copies = layout.num_devices(layout.alone)
     before = copies * (copies + 1) / 2 if when == ADDED else 0  # 1 + 2 + ... along these devices
     expected = {name: _differences()[name] + before * _arrays()[1][name] for name in DIMENSIONS}

@@ -16,7 +16,7 @@ from meshloom.runtime.checkpoint.checkpoints import Checkpoints, restore
 from meshloom.runtime.checkpoint.find import Checkpoint
 from meshloom.runtime.data import open_data
 from support.collectives import written_collectives
-from support.programs import gradients_of, on_devices, programs_of
+from support.programs import Gradients, batch_of, on_devices, programs_of
 from support.tiers import tiered
 
 FROZEN = "frozen_parameters=[embed/*,layers/up_EM]"
@@ -38,10 +38,12 @@ SIZES = {"embed/table_VE": V * E, "layers/scale_E": NUM_LAYERS * E, "layers/up_E
 
 
 @pytest.mark.parametrize("name", tiered(CASES, plain=list(CASES)[1:2]))
-def test_gradients_of_the_others_are_those_of_a_run_without_frozen_ones(name, tokens):
-    whole, some = pointwise_plan(*CASES[name]), pointwise_plan(*CASES[name], FROZEN)
-    params = jax.tree.map(np.asarray, whole.model.init(jax.random.key(0)))
-    (loss, expected), (our_loss, ours) = (gradients_of(plan, params, tokens[0]) for plan in (whole, some))
+def test_gradients_of_the_others_are_those_of_a_run_without_frozen_ones(name, tokens, proof):
+    whole, some = (Gradients(pointwise_plan(*CASES[name], *more), batch_of(tokens[0])) for more in ((), (FROZEN,)))
+    if proof.is_known(whole.parts, some.parts):
+        return
+    params = jax.tree.map(np.asarray, whole.plan.model.init(jax.random.key(0)))
+    (loss, expected), (our_loss, ours) = whole(params), some(params)
     assert our_loss == pytest.approx(loss, rel=1e-6)
     expected, ours = leaves_by_path(expected), leaves_by_path(ours)
     assert expected.keys() - ours.keys() == {"embed/table_VE", "layers/up_EM"}

@@ -10,7 +10,7 @@ from conftest import plan_of
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.pipeline.table import StagePlacement
 from meshloom.compiler.step.placement_order import plan_rounds
-from support.programs import gradients_of
+from support.programs import Gradients, batch_of
 
 
 @pytest.mark.parametrize(
@@ -62,12 +62,14 @@ TENSOR = ("sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.stage=2", "mesh.tensor=2"
         ),
     ],
 )
-def test_gradients_have_the_layers_of_the_state(model, others, tokens):
+def test_gradients_have_the_layers_of_the_state(model, others, tokens, proof):
     """Against one device, which knows no stages."""
-    one = plan_of("target=cpu-1", "sharding=ddp", "num_microbatches=4", *model)
-    params = jax.tree.map(np.asarray, one.model.init(jax.random.key(0)))
-    expected_loss, expected = gradients_of(one, params, tokens[0])
-    loss, ours = gradients_of(plan_of(*model, *others), params, tokens[0])
+    plans = (plan_of("target=cpu-1", "sharding=ddp", "num_microbatches=4", *model), plan_of(*model, *others))
+    one, staged = (Gradients(plan, batch_of(tokens[0])) for plan in plans)
+    if proof.is_known(one.parts, staged.parts):
+        return
+    params = jax.tree.map(np.asarray, one.plan.model.init(jax.random.key(0)))
+    (expected_loss, expected), (loss, ours) = one(params), staged(params)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     reference = leaves_by_path(expected)
     assert leaves_by_path(ours).keys() == reference.keys()

@@ -18,7 +18,7 @@ from meshloom.compiler.xla.programs import lower
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints, restore
 from meshloom.runtime.checkpoint.find import Checkpoint
 from meshloom.runtime.data import open_data
-from support.programs import on_devices, programs_of
+from support.programs import lowered_of, on_devices, on_host, programs_of
 
 ONE = "target=cpu-1"
 
@@ -84,8 +84,12 @@ def float16():
     return plan, programs_of(plan)
 
 
-def test_training_recovers_from_an_overflow(float16, tokens):
-    _, programs = float16
+def test_training_recovers_from_an_overflow(float16, tokens, proof):
+    plan, programs = float16
+    plain = plan_of("sharding=zero2", *LINEAR_STACK)
+    inputs = [on_host(programs, batch) for batch in tokens]
+    if proof.is_known(lowered_of(plan, "init", "train"), lowered_of(plain, "init", "train"), inputs):
+        return
     state, seen = programs["init"](), []
     before = _bits(state["params"])
     for batch in tokens:
@@ -98,7 +102,7 @@ def test_training_recovers_from_an_overflow(float16, tokens):
     assert [m["skipped"] for m in seen] == sorted((m["skipped"] for m in seen), reverse=True)
     assert seen[-1]["loss_scale"] == 2.0 ** (40 - 8 * num_skipped)
     assert int(state["step"]) == len(tokens) - num_skipped
-    exact = programs_of(plan_of("sharding=zero2", *LINEAR_STACK))
+    exact = programs_of(plain)
     state, losses = exact["init"](), []
     for batch in tokens[int(num_skipped) :]:
         state, metrics = exact["train"](state, on_devices(exact, batch))
@@ -127,6 +131,9 @@ def test_a_master_moves_where_bfloat16_cannot():
             assert _bits(rounded) == _bits(state["params"])
 
 
+THREE_BATCHES = np.random.default_rng(1).integers(0, 257, (3, 16, 17), dtype=np.int32)
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -135,21 +142,23 @@ def test_a_master_moves_where_bfloat16_cannot():
         pytest.param(("sharding=zero2",), marks=pytest.mark.ci),
     ],
 )
-def test_bfloat16_gradients_cross_the_network(layout):
+def test_bfloat16_gradients_cross_the_network(layout, proof):
     """All-reduced, reduce-scattered, beside a tensor axis: XLA's CPU compiler dies of each where it is told wrongly."""
-    exact, _ = _third_loss("sharding=ddp", "precision=float32")
-    loss, state = _third_loss(*layout, "precision=bfloat16_params")
+    declared = (("sharding=ddp", "precision=float32"), (*layout, "precision=bfloat16_params"))
+    plans = [plan_of(*LINEAR_STACK, *overrides) for overrides in declared]
+    inputs = [[on_host(programs_of(plan), batch) for batch in THREE_BATCHES] for plan in plans]
+    if proof.is_known([lowered_of(plan, "init", "train") for plan in plans], inputs):
+        return
+    (exact, _), (loss, state) = map(_third_loss, plans)
     assert loss == pytest.approx(exact, rel=2e-2, abs=1e-6)
     assert _bits(jax.tree.map(lambda x: x.astype(jnp.bfloat16), state["master"])) == _bits(state["params"])
 
 
-@cache
-def _third_loss(*overrides: str) -> tuple[float, Any]:
+def _third_loss(plan: Plan[RunSpec]) -> tuple[float, Any]:
     """Loss of the third step, and the state behind it."""
-    tokens = np.random.default_rng(1).integers(0, 257, (3, 16, 17), dtype=np.int32)
-    programs, metrics = programs_of(plan_of(*LINEAR_STACK, *overrides)), {}
+    programs, metrics = programs_of(plan), {}
     state = programs["init"]()
-    for batch in tokens:
+    for batch in THREE_BATCHES:
         state, metrics = programs["train"](state, on_devices(programs, batch))
     return float(metrics["loss"]), state
 
@@ -167,12 +176,15 @@ UNEVEN_STAGES = ("target=cpu-4", "mesh.stage=2", "mesh.fsdp=2", "num_microbatche
     [(ADAFACTOR, 2, SPLIT_MATRICES), (MUON, 2, SPLIT_MATRICES), (MUON, 3, UNEVEN_STAGES)],
     ids=["adafactor", "muon", "muon-stages"],
 )
-def test_state_over_two_mesh_axes_steps_as_on_one_device(optimizer, num_layers, layout, tokens):
+def test_state_over_two_mesh_axes_steps_as_on_one_device(optimizer, num_layers, layout, tokens, proof):
     """What takes means and products over whole matrices is not changed by how they lie."""
     fixed = (*optimizer, f"model.num_layers={num_layers}", "schedule.num_warmup_steps=0")
-    curves, finals = [], []
-    for mesh in ((ONE,), layout):
-        plan = plan_of(*fixed, *mesh)
+    curves, finals, plans = [], [], [plan_of(*fixed, *mesh) for mesh in ((ONE,), layout)]
+    inputs = [[on_host(programs_of(plan), batch) for batch in tokens[:4]] for plan in plans]
+    sizes = [str(plan.memory.state_bytes) for plan in plans]
+    if proof.is_known([lowered_of(plan, "init", "train") for plan in plans], inputs, sizes):
+        return
+    for plan in plans:
         programs = programs_of(plan)
         state, curve = programs["init"](), []
         for batch in tokens[:4]:
