@@ -4,7 +4,7 @@
     step = compile_plan(plan, devices)    Plan -> CompiledStep        estimated, lowered, compiled, and its text read
     report = report_of(step)              CompiledStep -> Report      judged, for people and tools
 
-A program that somebody else compiled has no plan, and comes in at the end of the line (analysis/inspected.py,
+A program that somebody else compiled has no plan, and comes in at the end of the line (analysis/compiled_step.py,
 report/build_report.py):
 
     program = inspect_text(text, devices)    text -> InspectedProgram      read, and its findings
@@ -123,10 +123,7 @@ def plan_layout(
     sharding, tables, preset_options, *_ = all_of(
         lambda: _plan_sharding(spec, arrays, mesh, roles, target, layers_stay=layers_stay(spec, model, tables_of)),
         tables_of,
-        lambda: {
-            **options_around_faults(spec, target),
-            **plan_preset_options(spec.overlap.flag_presets, target),
-        },
+        lambda: {**options_around_faults(spec, target), **plan_preset_options(spec.overlap.flag_presets, target)},
         lambda: check_batch(spec, mesh, roles),
         lambda: check_length(spec, model),
         lambda: check_length_split(spec, model, roles, per_token_operation(ops)),

@@ -305,7 +305,11 @@ def steady_keys(report: "Report") -> dict[str, Any]:
     step = {key: getattr(report.compiled, name) for key, name in STEP.items()}
     keys: dict[str, Any] = {
         "step": step | {"predicted_range_seconds": report.compiled.range_of(report.compiled.step_seconds)},
-        "memory": {key: _value(getattr(report, part), name) for key, (part, name) in MEMORY.items()},
+        "memory": {
+            key: getattr(figures, name, figures)  # unknown, if all of the figures are
+            for key, (part, name) in MEMORY.items()
+            for figures in [getattr(report, part)]
+        },
         "alternatives": [_values(one.figures, ALTERNATIVE) for one in report.alternatives],
     }
     return keys | ({"search": {"tried": [_tried(one.figures) for one in report.search.tried]}} if report.search else {})
@@ -336,7 +340,3 @@ def _tried(figures: StepFigures) -> dict[str, Any]:
 
 def _values(figures: StepFigures, keys: Mapping[str, str]) -> dict[str, Any]:
     return {key: getattr(figures, name) for key, name in keys.items()}
-
-
-def _value(figures: StepFigures | Unknown, name: str) -> Any:
-    return figures if isinstance(figures, Unknown) else getattr(figures, name)

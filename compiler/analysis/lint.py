@@ -169,11 +169,7 @@ def _at_all_places(group: Sequence[Costly]) -> Finding:
 
 
 def _of_collective(
-    plan: Plan,
-    each: CollectiveReport,
-    matches: Sequence[Match],
-    planned: Sequence[PlannedCollective],
-    narrower: Advice,
+    plan: Plan, each: CollectiveReport, matches: Sequence[Match], planned: Sequence[PlannedCollective], narrower: Advice
 ) -> list[Costly]:
     alike = [candidate for match in matches for candidate in match.candidates]
     scattered = [candidate for candidate in alike if candidate.kind == "reduce-scatter"]

@@ -236,13 +236,7 @@ def chip_of(target: TargetPlan) -> Chip:
 
 
 def _collective(
-    totals: CollectiveTotals,
-    where: Placed,
-    known: Declared,
-    matches: Sequence[Match],
-    *,
-    line: str,
-    is_timed: bool,
+    totals: CollectiveTotals, where: Placed, known: Declared, matches: Sequence[Match], *, line: str, is_timed: bool
 ) -> CollectiveReport:
     found = totals.collective
     alone = or_unknown(totals.alone_seconds, where.why) if is_timed else Unknown(NO_CHIP)

@@ -22,9 +22,8 @@ from ..core.known import OrUnknown, Reasoned, Unknown, each_known, known
 from ..core.traffic import CollectiveKind, ComputeKind, LinkKind
 from ..schema import total
 from ..spec.calibration_spec import CalibratedLink, Calibration, LinkCalibration
-from .account import Account, Roles, account, roles_of
 from .prediction import PredictedCollective, Prediction
-from .trace import Execution, Trace
+from .trace import Account, Execution, Roles, Trace, account, roles_of
 
 PROFILE_VERSION = 1  # of profile.json
 NUM_UNMATCHED = 3

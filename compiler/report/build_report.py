@@ -5,8 +5,7 @@ Facts that cannot be read in a program's text are unknown, and so are those that
 
 from collections.abc import Iterator
 
-from ..analysis.compiled_step import REFUSED, CompiledStep
-from ..analysis.inspected import InspectedProgram
+from ..analysis.compiled_step import REFUSED, CompiledStep, InspectedProgram
 from ..analysis.schedule_analysis import NOT_DECLARED
 from ..core.format import human_bytes
 from ..core.known import Unknown, each_known, or_unknown

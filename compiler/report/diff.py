@@ -160,7 +160,9 @@ def by_words(rows: Sequence[Mapping[str, Any]], path: str) -> Iterator[tuple[str
     totals: dict[str, Any] = {}
     for row in rows:
         numbers = {key: v for key, v in row.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-        words = without_numbers(", ".join(_words(v) for key, v in row.items() if key not in numbers and v))
+        others = (value for key, value in row.items() if key not in numbers and value)
+        told = ("+".join(map(str, value)) if isinstance(value, list) else str(value) for value in others)
+        words = without_numbers(", ".join(told))
         for key, value in numbers.items() or {"count": 1}.items():
             at = f"{path}[{words}].{key}"
             totals[at] = totals.get(at, 0) + value
@@ -196,10 +198,6 @@ def _leaves(node: Any, path: str, rows: Rows) -> Iterator[tuple[str, Any]]:
         yield from rows(node, path)
     else:
         yield path, node
-
-
-def _words(value: Any) -> str:
-    return "+".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def without_numbers(text: str) -> str:

@@ -67,13 +67,15 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
         console.wrapped((title, "bold"), how)
     if plan.pipeline:
         console.wrapped(("pipeline", "bold"), f" {plan.pipeline.how}")
-        console.wrapped("  ", _in_flight(plan.pipeline))
+        table, counts = plan.pipeline.table, ", ".join(map(str, plan.pipeline.in_flight))
+        in_chunks = f" in {table.placement.num_chunks} chunks" if table.placement.num_chunks > 1 else ""
+        console.wrapped("  ", f"in flight by stage: {counts} of {microbatches(table.num_microbatches)}{in_chunks}")
         console.wrapped("  ", f"head {plan.pipeline.head.how}")
         if plan.gather:
             console.wrapped("  ", plan.gather.how)
         for text in memory_lines(estimate.stage_buffers):
             console.wrapped("  ", text)
-        for line in pipeline_lines(plan.pipeline.table, console.width):
+        for line in pipeline_lines(table, console.width):
             console.line(*line)
     if plan.flag_presets:
         console.wrapped(("flags", "bold"), f" {plan.flag_presets}")
@@ -149,13 +151,6 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             },
         }
     )
-
-
-def _in_flight(plan: PipelinePlan) -> str:
-    """Returns what stages hold at most: 'in flight by stage: 7, 5, 3, 1 of 8 microbatches'."""
-    counts, chunks = ", ".join(map(str, plan.in_flight)), plan.table.placement.num_chunks
-    of = microbatches(plan.table.num_microbatches)
-    return f"in flight by stage: {counts} of {of}" + (f" in {chunks} chunks" if chunks > 1 else "")
 
 
 def _pipeline(estimate: StepEstimate, plan: PipelinePlan, gather: StageGather) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from jax.sharding import Mesh
 from ..core.errors import ConfigError
 from ..plan import Plan
 from ..target.compiler_options import option_problem
-from .fingerprint import Fingerprint, fingerprint_of
-from .programs import PROGRAMS, Programs, build, lower
+from .programs import PROGRAMS, Fingerprint, Programs, build, fingerprint_of, lower
 
 REMATERIALIZATION = "Involuntary full rematerialization"  # printed by JAX 0.12 where it gathers a whole array
 TRAIN = "train"
@@ -119,9 +118,15 @@ def lower_ahead(plan: Plan, mesh: Mesh) -> LoweredStep:
 def compile_ahead(lowered: LoweredStep) -> Built:
     """Compiles what was lowered, the train step among it. Raises ConfigError for options that the compiler refuses."""
     start = time.perf_counter()
-    compiled, refused = _compiled_or_refused(lowered.programs)
-    seconds = time.perf_counter() - start
-    return built_of(compiled, seconds) if compiled else Built(None, None, refused, {}, {}, seconds, ())
+    try:
+        compiled = build(lowered.programs)
+    except jax.errors.JaxRuntimeError as error:
+        if refused := parse_out_of_memory(str(error)):
+            return Built(None, None, refused, {}, {}, time.perf_counter() - start, ())
+        if problem := option_problem(str(error), "this target"):
+            raise ConfigError([problem]) from error
+        raise
+    return built_of(compiled, time.perf_counter() - start)
 
 
 def built_of(compiled: Programs, seconds: float) -> Built:
@@ -169,17 +174,6 @@ def parse_out_of_memory(said: str) -> OutOfMemory | None:
     sizes = next((match for form in _SIZES if (match := form.search(said))), None)
     needed, available = (_bytes(sizes["needed"]), _bytes(sizes["available"])) if sizes else (None, None)
     return OutOfMemory(needed, available, said.splitlines()[0])
-
-
-def _compiled_or_refused(lowered: Programs) -> tuple[Programs | None, OutOfMemory | None]:
-    try:
-        return build(lowered), None
-    except jax.errors.JaxRuntimeError as error:
-        if refused := parse_out_of_memory(str(error)):
-            return None, refused
-        if problem := option_problem(str(error), "this target"):
-            raise ConfigError([problem]) from error
-        raise
 
 
 def _bytes(text: str) -> int:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import jax
 from pydantic import TypeAdapter, ValidationError
 
-from meshloom.compiler.analysis.inspected import InspectedProgram, choose_program, inspect_text, problems_of_devices
+from meshloom.compiler.analysis.compiled_step import InspectedProgram, choose_program, inspect_text, problems_of_devices
 from meshloom.compiler.analysis.program_devices import ProgramDevices
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any

@@ -20,8 +20,7 @@ from jax.sharding import Mesh
 
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.xla.aot import Built, OutOfMemory, ProgramMemory, load_program
-from meshloom.compiler.xla.fingerprint import Fingerprint, differences
-from meshloom.compiler.xla.programs import PROGRAMS, Programs, build
+from meshloom.compiler.xla.programs import PROGRAMS, Fingerprint, Programs, build, differences
 
 from ..core.files import parse_json, replace_json
 from ..core.manifest import FILE as MANIFEST

@@ -25,7 +25,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.places import is_url
-from meshloom.compiler.xla.fingerprint import Fingerprint
+from meshloom.compiler.xla.programs import Fingerprint
 
 from ..core.failures import RunFailed
 from .abort_watchdog import read_abort_reason

@@ -28,8 +28,7 @@ from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.target.target import TargetPlan
 from meshloom.compiler.xla.aot import REMATERIALIZATION, built_of, memory_of
-from meshloom.compiler.xla.fingerprint import Fingerprint, fingerprint_of
-from meshloom.compiler.xla.programs import Programs, build, lower
+from meshloom.compiler.xla.programs import Fingerprint, Programs, build, fingerprint_of, lower
 
 from ..core.failures import RunFailed
 from ..core.host_memory import available_bytes

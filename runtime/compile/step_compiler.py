@@ -38,7 +38,7 @@ from meshloom.compiler.search.overlap import (
 )
 from meshloom.compiler.spec.overlap_spec import OverlapSpec
 from meshloom.compiler.xla.aot import REMATERIALIZATION, Built, LoweredStep, compile_ahead
-from meshloom.compiler.xla.fingerprint import sha256
+from meshloom.compiler.xla.programs import sha256
 
 from ..core.files import replace_text
 from ..core.stderr_capture import Captured, captured_stderr

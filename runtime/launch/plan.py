@@ -28,7 +28,7 @@ from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.spec.flag_presets import read_environment
 from meshloom.compiler.spec.own_config import own_config
 from meshloom.compiler.spec.target_spec import CpuTarget, GpuTarget, TargetSpec, TpuTarget
-from meshloom.compiler.xla.fingerprint import FLAGS, UNSET
+from meshloom.compiler.xla.programs import FLAGS, UNSET
 from meshloom.models.record import Record
 
 from ..compile.artifact import read_artifact

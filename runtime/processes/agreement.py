@@ -17,8 +17,7 @@ from typing import Any
 from meshloom import __version__
 from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.declare.run_spec import RunSpec
-from meshloom.compiler.xla.fingerprint import flat
-from meshloom.compiler.xla.programs import Programs
+from meshloom.compiler.xla.programs import Programs, flat
 
 from .distributed import Disagreement, Processes, name_processes
 

@@ -25,8 +25,7 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.spec.overlap_spec import OverlapSpec
 from meshloom.compiler.target.compiler_options import check_compiler_options
-from meshloom.compiler.xla.fingerprint import fingerprint_of
-from meshloom.compiler.xla.programs import lower
+from meshloom.compiler.xla.programs import fingerprint_of, lower
 
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.find import checkpoint_folder

@@ -7,18 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from ...core.format import LEAST_SECONDS, counted, human_bytes, human_names, human_range, human_seconds, human_share
-from ...core.known import Unknown, first_unknown, text_of
+from ...core.known import Unknown, all_known, first_unknown, known, text_of
 from ...core.traffic import ComputeKind, TimedTraffic
 from ...figures import NOT_RATED, StepFigures, registered_figures, text_of_figure
-from ...schema import (
-    MAX_IMBALANCE,
-    Alternative,
-    CollectiveReport,
-    Report,
-    SearchReport,
-    TriedReport,
-    or_infinity,
-)
+from ...schema import MAX_IMBALANCE, Alternative, CollectiveReport, Report, SearchReport, TriedReport, or_infinity
 
 PER_CHIP = "tokens/s per chip"
 STEP, EXPECTED_STEP, STEP_OF_ANY = "predicted step", "expected step", "step as compiled"
@@ -44,7 +36,10 @@ def verdict(report: Report) -> tuple[Fact, ...]:
     between = text_of(step.range_of(step.step_seconds), lambda ends: f"{human_range(ends)} ({step.range_basis})", "")
     detail = "; ".join(filter(None, (between, roofline)))
     own = _whole_step(report) or _fact(STEP, step.step_seconds, human_seconds, detail)
-    return (_fit(step, left_bytes(report)), *_host(step), *_of_imbalance(report, own), *_rates(step))
+    fit = _fit("memory", step.peak_bytes, step.limit_bytes, fits=step.fits, left=left_bytes(report))
+    host, left = step.host_bytes, all_known((step.host_limit_bytes, step.host_bytes), lambda both: both[0] - both[1])
+    of_host = _fit("host memory", host, step.host_limit_bytes, fits=step.host_fits, left=known(left))
+    return (fit, *([of_host] if host else []), *_of_imbalance(report, own), *_rates(step))
 
 
 def _rates(step: StepFigures) -> Iterator[Fact]:
@@ -64,11 +59,8 @@ def _rates(step: StepFigures) -> Iterator[Fact]:
 def at_usual_imbalance(report: Report) -> Alternative | None:
     """Returns the step with room for the usual imbalance of experts, by the estimate; None if the compiled step has no
     room for more."""
-    return next((one for one in report.alternatives if one.overrides[:1] and _is_of_imbalance(one.overrides[0])), None)
-
-
-def _is_of_imbalance(text: str) -> bool:
-    return text.startswith(f"{MAX_IMBALANCE}=")
+    first = f"{MAX_IMBALANCE}="
+    return next((one for one in report.alternatives if one.overrides and one.overrides[0].startswith(first)), None)
 
 
 def _of_imbalance(report: Report, own: Fact) -> tuple[Fact, ...]:
@@ -94,16 +86,15 @@ def _whole_step(report: Report) -> Fact | None:
     return Fact(STEP, value, "the time of a part is", "unknown", step.step_seconds.why)
 
 
-def _fit(step: StepFigures, left: int | None) -> Fact:
-    peak, limit = step.peak_bytes, step.limit_bytes
-    if isinstance(peak, Unknown):
-        return Fact("memory", "unknown", "", "unknown", peak.why)
+def _fit(name: str, needed: int | Unknown, limit: int | Unknown, *, fits: bool | Unknown, left: int | None) -> Fact:
+    if isinstance(needed, Unknown):
+        return Fact(name, "unknown", "", "unknown", needed.why)
     if isinstance(limit, Unknown):
-        return Fact("memory", human_bytes(peak), "its limit is", "unknown", limit.why)
-    detail = f"{human_bytes(peak)} of {human_bytes(limit)}"
-    if step.fits:
-        return Fact("memory", "fits", f"{detail}, {human_bytes(max(0, left or 0))} left", "good")
-    return Fact("memory", "does not fit", f"{detail}, {human_bytes(peak - limit)} too much", "bad")
+        return Fact(name, human_bytes(needed), "its limit is", "unknown", limit.why)
+    detail = f"{human_bytes(needed)} of {human_bytes(limit)}"
+    if fits:
+        return Fact(name, "fits", f"{detail}, {human_bytes(max(0, left or 0))} left", "good")
+    return Fact(name, "does not fit", f"{detail}, {human_bytes(needed - limit)} too much", "bad")
 
 
 def left_bytes(report: Report) -> int | None:
@@ -112,20 +103,6 @@ def left_bytes(report: Report) -> int | None:
     if isinstance(peak, Unknown) or isinstance(limit, Unknown):
         return None
     return limit - peak - (report.memory.breakdown.get("code") or 0)  # the limit excludes the reserved part
-
-
-def _host(step: StepFigures) -> Iterator[Fact]:
-    count, limit = step.host_bytes, step.host_limit_bytes
-    if not count:
-        return
-    if isinstance(limit, Unknown):
-        yield Fact("host memory", human_bytes(count), "its limit is", "unknown", limit.why)
-    elif step.host_fits:
-        detail = f"{human_bytes(count)} of {human_bytes(limit)}, {human_bytes(limit - count)} left"
-        yield Fact("host memory", "fits", detail, "good")
-    else:
-        detail = f"{human_bytes(count)} of {human_bytes(limit)}, {human_bytes(count - limit)} too much"
-        yield Fact("host memory", "does not fit", detail, "bad")
 
 
 def _fact(name: str, value: float | Unknown, human: Any, detail: str) -> Fact:

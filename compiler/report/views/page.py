@@ -296,9 +296,6 @@ def page_in_frame(page: str, title: str) -> str:
 def _facts(plan: Plan, estimate: StepEstimate) -> list[tuple[str, str]]:
     spec, figures = plan.spec, estimate.figures
     roofline, least = roofline_seconds(estimate.roofline), least_step_seconds(plan)
-    per_step = plan.model_flops_per_step
-    why_unknown = f"FLOPs unknown: {plan.model_flops.why_unknown}"
-    flops = why_unknown if per_step is None else human_count(per_step, "FLOPs")
     limit = "limit unknown" if isinstance(figures.fits, Unknown) else "fits" if figures.fits else "does not fit"
     limit += f" in {human_bytes(figures.limit_bytes)}" if figures.limit_bytes else ""
     count, why = plan.model_flops_per_step, plan.model_flops.why_unknown

@@ -8,10 +8,9 @@ from typing import Any
 from ...core.console import Column, Console, Part, Table
 from ...core.format import counted, human_seconds
 from ...core.known import Unknown, text_of
-from ...profile.account import execution_events, roles_of
 from ...profile.compare import Compared, KindRow, OperationRow, ProfileReport, compared
 from ...profile.prediction import Prediction
-from ...profile.trace import Execution
+from ...profile.trace import Execution, execution_events, roles_of
 from ...schema import Event, total
 from .page import compact_timeline, policy_hash, template_environment, template_source
 from .summary import show_files
@@ -175,17 +174,20 @@ def _operations(rows: Sequence[Operations], title: str, *, is_predicted: bool, i
         Column("kind"),
         Column("operation" + (", HLO instruction" if is_by_name else ""), overflow="fold"),
     )
-    shown = [[*_cells(row.exposed or row.alone, is_predicted), _kind(row), _name(row, is_by_name)] for row in rows]
+    shown = [
+        [
+            *_cells(row.exposed or row.alone, is_predicted),
+            row.kind if row.exposed is None else f"{row.kind}, exposed",
+            _name(row, is_by_name),
+        ]
+        for row in rows
+    ]
     return Table(columns, shown, title=title)
 
 
 def _headings(is_predicted: bool) -> tuple[Column, ...]:
     names = ("measured", "predicted", "ratio") if is_predicted else ("measured",)
     return tuple(Column(name, justify="right", min_width=9) for name in names)
-
-
-def _kind(row: Operations) -> str:
-    return row.kind if row.exposed is None else f"{row.kind}, exposed"
 
 
 def _name(row: Operations, is_by_name: bool) -> str:

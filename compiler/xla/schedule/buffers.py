@@ -271,7 +271,9 @@ class _Walk:
             return {}
         first = dict.fromkeys(own, 0)
         for place, (each, step) in reversed(list(enumerate(zip(computation.instructions, steps, strict=True)))):
-            free = [n for n in self._dying(each, values, last, place) if not self._is_async(n)]
+            dying = self._dying(each, values, last, place)
+            # GPUs put what an asynchronous collective brings nowhere else.
+            free = [n for n in dying if not self.arrays[n].writers[0].opcode.endswith("-start")]
             for n in sorted(step.made):
                 if (result := self.place(n)) not in first:
                     continue
@@ -284,10 +286,6 @@ class _Walk:
                     free.remove(before)
                     self.same[before] = result
         return {n: (-1, place) for n, place in first.items()}
-
-    def _is_async(self, n: int) -> bool:
-        """Returns whether an array is what an asynchronous collective brings, which GPUs put nowhere else."""
-        return self.arrays[n].writers[0].opcode.endswith("-start")
 
     def _with_room(self, places: Mapping[int, tuple[int, int]], num_bytes: int, begin: int, until: int) -> int | None:
         """Returns the smallest place of a result in which an array can lie before the result is written. XLA's compiler

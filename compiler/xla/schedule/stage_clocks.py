@@ -182,12 +182,11 @@ class _Stages:
         for stage, clock in enumerate(self.clocks):
             if stage not in self.left_out:
                 clock.show_end(result.seconds)
-        result.stages = tuple(self._stage_time(clock) for clock in self.clocks)
+        for clock in self.clocks:
+            compute, exposed = clock.spent.compute / self.weight, clock.spent.exposed / self.weight
+            bubble = max(0.0, result.seconds - compute - exposed)
+            result.stages = (*result.stages, StageTime(compute, exposed, bubble))
         return result
-
-    def _stage_time(self, clock: Clock) -> StageTime:
-        compute, exposed = clock.spent.compute / self.weight, clock.spent.exposed / self.weight
-        return StageTime(compute, exposed, max(0.0, self.result.seconds - compute - exposed))
 
     def _start(self, collective: Collective, awaited: list[set[int]], loops: Loops, is_shown: bool) -> None:
         """Starts a collective on all stages. Where a send's stage is sent nothing, no recv-done waits for it."""
@@ -211,17 +210,15 @@ class _Stages:
             if left_out and trip == left_out.start:
                 begins = [clock.seconds for clock in self.clocks]
             if left_out and trip == left_out.stop and is_shown:
-                self._show_left_out(Trip(loop.name, left_out.start, len(left_out)), begins)
+                unseen = Trip(loop.name, left_out.start, len(left_out))
+                for stage, (clock, begin) in enumerate(zip(self.clocks, begins, strict=True)):
+                    if stage not in self.left_out:
+                        clock.show_left_out(unseen, begin)
             for clock in self.clocks:
                 clock.enter(loop.name, trip)
             self.run(loop.body, loops=(*loops, (loop.name, trips)), is_shown=is_shown and trip not in left_out)
         for clock in self.clocks:
             clock.leave()
-
-    def _show_left_out(self, trips: Trip, begins: Sequence[float]) -> None:
-        for stage, (clock, begin) in enumerate(zip(self.clocks, begins, strict=True)):
-            if stage not in self.left_out:
-                clock.show_left_out(trips, begin)
 
     def _is_seen(self, is_shown: bool, stage: int) -> bool:
         return is_shown and stage not in self.left_out

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from meshloom.compiler.analysis.inspected import InspectedProgram, inspect_text
+from meshloom.compiler.analysis.compiled_step import InspectedProgram, inspect_text
 from meshloom.compiler.analysis.program_devices import ProgramDevices
 from meshloom.compiler.core.known import Unknown
 from meshloom.compiler.report.build_report import report_inspected

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshloom.compiler.analysis.inspected import inspect_text
+from meshloom.compiler.analysis.compiled_step import inspect_text
 from meshloom.compiler.analysis.program_devices import ProgramDevices, connected, strides_of
 from meshloom.compiler.analysis.program_text import SourceLine, shown
 from meshloom.compiler.analysis.schedule_analysis import NOT_DECLARED

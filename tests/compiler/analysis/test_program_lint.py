@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshloom.compiler.analysis.inspected import inspect_text
+from meshloom.compiler.analysis.compiled_step import inspect_text
 from meshloom.compiler.analysis.program_devices import ProgramDevices
 from meshloom.compiler.schema import Finding
 from meshloom.compiler.target.placement import plan_own_order

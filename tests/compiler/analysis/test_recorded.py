@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshloom.compiler.analysis.inspected import inspect_text
+from meshloom.compiler.analysis.compiled_step import inspect_text
 from meshloom.compiler.analysis.lint import lint
 from meshloom.compiler.analysis.program_devices import ProgramDevices
 from meshloom.compiler.analysis.program_memory import read_peak

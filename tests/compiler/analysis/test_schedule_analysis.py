@@ -6,11 +6,7 @@ from dataclasses import replace
 import pytest
 
 from conftest import plan_of
-from meshloom.compiler.analysis.schedule_analysis import (
-    ScheduleAnalysis,
-    analyse_schedule,
-    source_of,
-)
+from meshloom.compiler.analysis.schedule_analysis import ScheduleAnalysis, analyse_schedule, source_of
 from meshloom.compiler.core.known import Unknown, why_unknown
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.jaxpr.flops import ModelFlops

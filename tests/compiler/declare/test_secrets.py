@@ -20,7 +20,7 @@ from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.report.views.page import _config
 from meshloom.compiler.spec.step_spec import StepSpec
-from meshloom.compiler.xla.fingerprint import flat
+from meshloom.compiler.xla.programs import flat
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
 from meshloom.runtime.cli.app import parse_flags
 from meshloom.runtime.cli.commands import COMMANDS

@@ -21,7 +21,7 @@ from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.explain import explain, plan_as_json
 from meshloom.compiler.report.views.facts import unknown_values
 from meshloom.compiler.xla.aot import Built, LoweredStep, OutOfMemory
-from meshloom.compiler.xla.fingerprint import Fingerprint
+from meshloom.compiler.xla.programs import Fingerprint
 
 MODEL = """
 import jax, jax.numpy as jnp

@@ -4,9 +4,8 @@ import pytest
 
 from meshloom.compiler.analysis.schedule_analysis import NO_CHIP
 from meshloom.compiler.core.known import Unknown
-from meshloom.compiler.profile.account import account, execution_events, roles_of
 from meshloom.compiler.profile.compare import compare, typical_execution
-from meshloom.compiler.profile.trace import Trace, read_trace
+from meshloom.compiler.profile.trace import Trace, account, execution_events, read_trace, roles_of
 from support.profiles import GPU_STEP, MODULE, STEPS, TPU_STEP, prediction
 from support.traces import gpu_trace, tpu_trace
 

@@ -66,9 +66,7 @@ def recompiled(report: Report, seed: int) -> Report:
     rng.shuffle(findings)
     assert report.build
     build = report.build.model_copy(update={"compile_seconds": rng.uniform(1, 99), "fingerprint": str(rng.random())})
-    return report.model_copy(
-        update={"collectives": tuple(collectives), "findings": tuple(findings), "build": build},
-    )
+    return report.model_copy(update={"collectives": tuple(collectives), "findings": tuple(findings), "build": build})
 
 
 @pytest.mark.parametrize("case", reports.CASES)

@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshloom
-from meshloom.compiler.analysis.inspected import inspect_text
+from meshloom.compiler.analysis.compiled_step import inspect_text
 from meshloom.compiler.analysis.program_devices import ProgramDevices
 from meshloom.compiler.target.placement import plan_own_order
 from meshloom.compiler.xla.hlo import parse_module

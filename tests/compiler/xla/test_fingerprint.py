@@ -11,8 +11,7 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.spec.plan_spec import PlanSpec
 from meshloom.compiler.spec.step_spec import StepSpec
-from meshloom.compiler.xla.fingerprint import Fingerprint, differences, fingerprint_of, flat
-from meshloom.compiler.xla.programs import Programs, lower
+from meshloom.compiler.xla.programs import Fingerprint, Programs, differences, fingerprint_of, flat, lower
 
 TINY = ("model.num_layers=1", "global_batch_size=8")
 

@@ -11,8 +11,8 @@ from meshloom.compiler.core.known import Unknown
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.schema import Report
 from meshloom.compiler.xla.aot import Built, ProgramMemory
-from meshloom.compiler.xla.fingerprint import Fingerprint
 from meshloom.compiler.xla.hlo import parse_module
+from meshloom.compiler.xla.programs import Fingerprint
 from meshloom.runtime.compile.artifact import write_artifact
 from meshloom.runtime.rundir.run_dir import write_declaration
 from support.commands import run_in_process

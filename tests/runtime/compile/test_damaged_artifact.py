@@ -8,7 +8,7 @@ import pytest
 
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.xla.aot import Built
-from meshloom.compiler.xla.fingerprint import Fingerprint
+from meshloom.compiler.xla.programs import Fingerprint
 from meshloom.runtime.compile.artifact import EXPECTED, TEXT, read_artifact, write_artifact
 from meshloom.runtime.core.manifest import FILE, damage_in, write_manifest
 

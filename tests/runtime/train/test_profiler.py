@@ -12,7 +12,7 @@ from jax.profiler import ProfileData
 
 from conftest import LINEAR_STACK, plan_of, spec_of
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.compiler.profile.account import account, roles_of
+from meshloom.compiler.profile.trace import account, roles_of
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.stop import StopRequest
