@@ -207,6 +207,9 @@ BAND = SQUARE * (1 / 8 - 1 / 128)  # of a window of 64 keys before each query
         ("__cudnn$fmhaSoftmax", ("bf16[2,8,256,64]", "bf16[2,8,512,64]"),
          ', backend_config={"cudnn_fmha_backend_config":{"intermediate_tensor_shape": {"element_type": "BF16", '
          '"dimensions": ["2", "8", "256", "512"]}, "mask_type": "CAUSAL"}}', SQUARE / 2),
+        *(("__cudnn$fmhaSoftmax", ("bf16[2,256,8,64]", "bf16[2,512,8,64]"),
+           f', backend_config={{"cudnn_fmha_backend_config":{{"mask_type": "{mask}"}}}}', share * SQUARE)
+          for mask, share in (("NO_MASK", 1.0), ("CAUSAL", 0.5))),
         ("__cudnn$fmhaSoftmaxBackward", ("bf16[2,8,256,64]", "bf16[2,8,512,64]"),
          ', backend_config={"cudnn_fmha_backend_config":{"intermediate_tensor_shape": {"dimensions": ["2", "8", "256", '
          '"512"]}, "mask_type": "CAUSAL", "sliding_window_length": 64}}', BAND * 5 / 2),

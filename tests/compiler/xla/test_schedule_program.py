@@ -20,7 +20,6 @@ from meshloom.compiler.xla.schedule.steps import (
     Collective,
     Compute,
     Loop,
-    Step,
     apply_choices,
     conditionals,
     every,
@@ -60,15 +59,20 @@ def totals(result: Simulation) -> dict[str, tuple[float, float | None, float]]:
     }  # fmt: skip
 
 
-def computed(steps: tuple[Step, ...]) -> dict[str, Compute]:
-    return {step.name: step for step in steps if isinstance(step, Compute)}
+def computed(text: str, chip: Chip = TPU, ops=()) -> dict[str, Compute]:
+    return {step.name: step for step in read_steps(parse_module(text), chip, ops) if isinstance(step, Compute)}
+
+
+def only_collective(text: str) -> Collective:
+    (found,) = collectives_of(read_steps(parse_module(text), TPU))
+    return found
 
 
 def test_a_synchronous_collective_is_exposed_whole():
     result = simulated(module(compute("a", 100), f"  %g = {GATHER}", f"  ROOT {compute('b', 50).strip()}"))
     assert result.seconds == pytest.approx(0.214)
     assert totals(result) == {"g": (1, 0.064, 0.064)}
-    (found,) = collectives_of(read_steps(parse_module(module(f"  ROOT %g = {GATHER}")), TPU))
+    found = only_collective(module(f"  ROOT %g = {GATHER}"))
     assert (found.kind, found.num_bytes, found.group_size, found.is_async) == ("all-gather", 64, 4, False)
 
 
@@ -79,7 +83,7 @@ def test_a_ragged_exchange_sends_what_its_smaller_side_holds(sent, arrives):
     lines = [f"  %rows = bf16[{sent}]{{0}} parameter(1)", f"  %buffer = bf16[{arrives}]{{0}} parameter(2)",
              *(f"  %i{n} = s32[4]{{0}} parameter({n + 3})" for n in range(4)),
              f"  ROOT %r = bf16[{arrives}]{{0}} ragged-all-to-all(%rows, %buffer, {places}), {GROUPS}"]  # fmt: skip
-    (found,) = collectives_of(read_steps(parse_module(module(*lines)), TPU))
+    found = only_collective(module(*lines))
     assert (found.kind, found.num_bytes, found.group_size) == ("all-to-all", 4 * 8 * 2, 4)
 
 
@@ -493,16 +497,14 @@ def test_pairs_of_gpus_send_until_it_is_received():
 
 def test_the_bytes_of_an_exchange_are_those_of_all_parts():
     """Each of four devices has a part of the array before and after."""
-    (found,) = collectives_of(
-        read_steps(parse_module(module(f"  ROOT %g = bf16[8]{{0}} all-to-all(%x), {GROUPS}, dimensions={{0}}")), TPU)
-    )
+    found = only_collective(module(f"  ROOT %g = bf16[8]{{0}} all-to-all(%x), {GROUPS}, dimensions={{0}}"))
     assert (found.kind, found.num_bytes, found.num_elements) == ("all-to-all", 64, (32,))
 
 
 def test_an_all_reduce_is_as_large_as_what_it_gives():
     """TPUs add up in float32 what they are given in bfloat16."""
     line = f"  ROOT %g = f32[8]{{0}} all-reduce(%x), {GROUPS}, to_apply=%work"
-    (found,) = collectives_of(read_steps(parse_module(module(line)), TPU))
+    found = only_collective(module(line))
     assert (found.num_bytes, found.dtype, found.is_padded) == (32, "f32", False)
 
 
@@ -515,22 +517,19 @@ def test_matmuls_of_gpus_are_priced_from_their_shapes():
         '  ROOT %mm = (bf16[64,32]{1,0}, s8[100]{0}) custom-call(%l, %r), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[]}}}',
     ]
     slow = Chip("gpu", None, {"bfloat16": 1e6}, hbm_bytes_per_second=1e12, matmul_share=0.8, memory_share=0.9)
-    steps = read_steps(parse_module(module(*lines, before=before)), slow)
-    matmul = computed(steps)["mm"]
+    matmul = computed(module(*lines, before=before), slow)["mm"]
     assert matmul.kind == "matmul"
     assert matmul.priced_by == "flops"
     assert matmul.seconds == pytest.approx(2 * 64 * 128 * 32 / 0.8e6 + cost_model().kernel_gap_seconds)
     fast = replace(slow, peak_flops_per_second={"bfloat16": 1e15}, hbm_bytes_per_second=1e6)
-    matmul = computed(read_steps(parse_module(module(*lines)), fast))["mm"]
+    matmul = computed(module(*lines), fast)["mm"]
     assert matmul.priced_by == "bytes"
     assert matmul.seconds == pytest.approx(
         (64 * 128 * 2 + 128 * 32 * 2 + 64 * 32 * 2 + 100) / 0.9e6 + cost_model().kernel_gap_seconds
     )
 
 
-def test_only_what_is_touched_of_an_array_counts_as_moved():
-    """A slice of a large operand is read, an update of one is written; the operand itself is neither."""
-    sliced = """\
+SLICED = """\
 %slice (p: f32[1000], i: s32[]) -> f32[10] {
   %p = f32[1000]{0} parameter(0)
   %i = s32[] parameter(1)
@@ -543,13 +542,52 @@ def test_only_what_is_touched_of_an_array_counts_as_moved():
   %i = s32[] parameter(2)
   ROOT %dus = f32[1000]{0} dynamic-update-slice(%p, %u, %i)
 }
+
+%nested (q: f32[1000], j: s32[]) -> f32[10] {
+  %q = f32[1000]{0} parameter(0)
+  %j = s32[] parameter(1)
+  %one = f32[10]{0} fusion(%q, %j), kind=kLoop, calls=%slice
+  ROOT %n = f32[10]{0} negate(%one)
+}
+
+%slice_of_view (p: f32[1000], i: s32[]) -> f32[10,1] {
+  %p = f32[1000]{0} parameter(0)
+  %v = f32[10,100]{0,1} bitcast(%p)
+  %i = s32[] parameter(1)
+  ROOT %ds = f32[10,1]{1,0} dynamic-slice(%v, %i, %i), dynamic_slice_sizes={10,1}
+}
+
+%write_to_view (p: f32[1000], u: f32[10], i: s32[]) -> f32[1000] {
+  %p = f32[1000]{0} parameter(0)
+  %v = f32[10,100]{0,1} bitcast(%p)
+  %u = f32[10]{0} parameter(1)
+  %w = f32[10,1]{1,0} bitcast(%u)
+  %i = s32[] parameter(2)
+  %dus = f32[10,100]{0,1} dynamic-update-slice(%v, %w, %i, %i)
+  ROOT %back = f32[1000]{0} bitcast(%dus)
+}
 """
-    lines = ["  %big = f32[1000]{0} broadcast(%x)", "  %i = s32[] constant(0)",
-             "  %some = f32[10]{0} fusion(%big, %i), kind=kLoop, calls=%slice",
-             "  ROOT %all = f32[1000]{0} fusion(%big, %some, %i), kind=kLoop, calls=%write"]  # fmt: skip
-    steps = computed(read_steps(parse_module(module(*lines, before=sliced)), GPU))
-    assert steps["some"].seconds == pytest.approx((40 + 40 + 4) / 0.9e6 + cost_model().kernel_gap_seconds)
-    assert steps["all"].seconds == pytest.approx((40 + 40 + 4) / 0.9e6 + cost_model().kernel_gap_seconds)
+
+
+@pytest.mark.parametrize(
+    "fusion",
+    [
+        "f32[10]{0} fusion(%big, %i), kind=kLoop, calls=%slice",
+        "f32[1000]{0} fusion(%big, %some, %i), kind=kLoop, calls=%write",
+        # XLA for TPUs gives the fusion of a matmul the stack of all layers; a fusion within it takes one layer.
+        "f32[10]{0} fusion(%big, %i), kind=kOutput, calls=%nested",
+        # XLA for GPUs gives fusions the stack of all layers, transposed by a bitcast, and slices or updates a layer.
+        "f32[10,1]{1,0} fusion(%big, %i), kind=kLoop, calls=%slice_of_view",
+        "f32[1000]{0} fusion(%big, %some, %i), kind=kLoop, calls=%write_to_view",
+    ],
+    ids=["slice", "update", "slice in a fusion", "slice of a view", "update of a view"],
+)
+def test_only_what_is_touched_of_an_array_counts_as_moved(fusion):
+    """A slice of a large operand is read, an update of one is written; the operand itself is neither. So 40 bytes are
+    read and 40 written, and the place is read."""
+    given = ("  %big = f32[1000]{0} broadcast(%x)", "  %some = f32[10]{0} broadcast(%x)", "  %i = s32[] constant(0)")
+    found = computed(module(*given, f"  ROOT %f = {fusion}", before=SLICED), GPU)["f"]
+    assert found.seconds == pytest.approx((40 + 40 + 4) / 0.9e6 + cost_model().kernel_gap_seconds)
 
 
 def test_copies_to_the_host_and_back_run_beside_the_compute():
@@ -584,7 +622,7 @@ def test_an_attention_kernel_takes_the_time_of_its_matmuls_over_half_of_the_squa
     shape = f"bf16[{batch}4,256,128]"
     lines = ["  %mask = s8[1,16,16] constant({...})", f"  %q = {shape} parameter(1)", f"  %k = {shape} parameter(2)",
              f'  ROOT %{kernel}.1 = {shape} custom-call(%mask, %q, %k), custom_call_target="tpu_custom_call"']  # fmt: skip
-    (found,) = computed(read_steps(parse_module(module(*lines)), TPU)).values()
+    (found,) = computed(module(*lines)).values()
     flops = 2 * matmuls * 4 * 256 * 256 * 128 / 2 * int(batch.rstrip(",") or 1)
     assert (found.kind, found.priced_by) == ("attention", "flops")
     assert found.seconds == pytest.approx(flops / (0.6 * 1e3))
@@ -597,7 +635,7 @@ def test_one_backward_kernel_takes_the_time_of_five_matmuls(batch):
     lines = [f"  %q = {q} parameter(0)", f"  %k = {q} parameter(1)",
              f"  ROOT %splash_mha_dkv.1 = ({scratch}, {scratch}, {partials}, {q}, {q}) custom-call(%q, %k, %k), "
              'custom_call_target="tpu_custom_call"']  # fmt: skip
-    (found,) = computed(read_steps(parse_module(module(*lines)), TPU)).values()
+    (found,) = computed(module(*lines)).values()
     flops = 2 * 5 * 4 * 256 * 256 * 128 / 2 * int(batch.rstrip(",") or 1)
     assert found.seconds == pytest.approx(flops / (0.6 * 1e3))
 
@@ -608,7 +646,7 @@ def test_an_attention_kernel_that_names_its_blocks_takes_the_time_of_those():
     lines = [f"  %q = {q} parameter(0)", f"  %k = {k} parameter(1)",
              f'  ROOT %splash_mha_fwd.1 = {q} custom-call(%q, %k, %k), custom_call_target="tpu_custom_call", '
              'metadata={op_name="jit(step)/attend/blocks=3_of_8/pallas_call"}']  # fmt: skip
-    (found,) = computed(read_steps(parse_module(module(*lines)), TPU, OPERATIONS)).values()
+    (found,) = computed(module(*lines), ops=OPERATIONS).values()
     assert found.seconds == pytest.approx(2 * 2 * 4 * 256 * 512 * 128 * 3 / 8 / (0.6 * 1e3))
 
 
@@ -627,7 +665,7 @@ def test_the_size_of_a_head_decides_what_attention_reaches(size, share):
     q = f"bf16[4,256,{size}]"
     text = module(f"  %q = {q} parameter(0)", f"  %k = {q} parameter(1)",
                   f'  ROOT %splash_mha_fwd.1 = {q} custom-call(%q, %k, %k), custom_call_target="tpu_custom_call"')  # fmt: skip
-    (found,) = computed(read_steps(parse_module(text), replace(TPU, attention_shares={128: 0.4, 256: 0.6}))).values()
+    (found,) = computed(text, replace(TPU, attention_shares={128: 0.4, 256: 0.6})).values()
     assert found.seconds == pytest.approx(2 * 2 * 4 * 256 * 256 * size / 2 / (share * 1e3), rel=1e-4)
 
 
@@ -709,7 +747,7 @@ def test_the_flops_of_a_convolution_are_those_of_the_matmuls_it_stands_for(convo
 )
 def test_the_program_says_how_many_axes_carry_a_collective_at_once(config, num_axes):
     line = f'  ROOT %g = {GATHER}, backend_config={{"collective_algorithm_config":{{{config}}}}}'
-    (found,) = collectives_of(read_steps(parse_module(module(line)), TPU))
+    found = only_collective(module(line))
     assert found.num_axes == num_axes
 
 
@@ -738,12 +776,12 @@ def test_pairs_of_two_slices_are_their_devices():
         '_xla_megascale_target={{100000->200000},{100001->200001}},_xla_megascale_transfer_type="ONE_TO_ONE"}'
     )
     lines = ["  %t = token[] after-all()", f"  ROOT %send = (bf16[8]{{0}}, u32[], token[]) send(%x, %t), {sent}"]
-    (found,) = collectives_of(read_steps(parse_module(module(*lines)), TPU))
+    found = only_collective(module(*lines))
     assert (found.kind, found.groups, found.num_slices, found.num_bytes) == ("send", ((0, 4), (1, 5)), None, 16)
     assert found.is_certain
     group = '{{100000,100001,200000,200001}},_xla_megascale_transfer_type="ALL_TO_ALL"'
     exchanged = sent[: sent.index("{{")] + group + "}"
-    (found,) = collectives_of(read_steps(parse_module(module(*lines).replace(sent, exchanged)), TPU))
+    found = only_collective(module(*lines).replace(sent, exchanged))
     assert (found.kind, found.groups, found.num_bytes) == ("all-to-all", ((0, 1, 4, 5),), 4 * 16)
 
 
@@ -777,70 +815,6 @@ def test_a_grouped_matmul_of_a_gpu_takes_one_matrix_for_each_row_that_is_filled(
     assert simulated(text.replace("experts=routed", "other"), chip=chip).unpriced == {"k": "k"}
 
 
-@pytest.mark.parametrize(("mask", "share"), [("NO_MASK", 1.0), ("CAUSAL", 0.5)])
-def test_an_attention_kernel_of_cudnn_says_whether_it_has_a_mask(mask, share):
-    """Queries of 256 tokens, keys of 512."""
-    q, k = "bf16[2,256,4,64]", "bf16[2,512,4,64]"
-    lines = [f"  %q = {q} parameter(0)", f"  %k = {k} parameter(1)",
-             f'  ROOT %f = {q} custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaSoftmax", '
-             f'backend_config={{"cudnn_fmha_backend_config":{{"mask_type": "{mask}"}}}}']  # fmt: skip
-    (found,) = computed(
-        read_steps(parse_module(module(*lines)), replace(GPU, attention_shares={64: 0.5}, hbm_bytes_per_second=1e15))
-    ).values()
-    flops = 2 * 2 * 2 * 4 * 256 * 512 * 64 * share
-    assert found.seconds == pytest.approx(flops / (0.5 * 1e9) + cost_model().kernel_gap_seconds)
-
-
-def test_a_slice_in_a_nested_fusion_counts_as_the_slice():
-    """XLA for TPUs gives the fusion of a matmul the stack of all layers; a fusion within it takes one layer."""
-    fused = """\
-%layer (p: f32[1000], i: s32[]) -> f32[10] {
-  %p = f32[1000]{0} parameter(0)
-  %i = s32[] parameter(1)
-  ROOT %ds = f32[10]{0} dynamic-slice(%p, %i), dynamic_slice_sizes={10}
-}
-
-%outer (q: f32[1000], j: s32[]) -> f32[10] {
-  %q = f32[1000]{0} parameter(0)
-  %j = s32[] parameter(1)
-  %one = f32[10]{0} fusion(%q, %j), kind=kLoop, calls=%layer
-  ROOT %n = f32[10]{0} negate(%one)
-}
-"""
-    lines = ["  %big = f32[1000]{0} broadcast(%x)", "  %i = s32[] constant(0)",
-             "  ROOT %some = f32[10]{0} fusion(%big, %i), kind=kOutput, calls=%outer"]  # fmt: skip
-    steps = computed(read_steps(parse_module(module(*lines, before=fused)), GPU))
-    assert steps["some"].seconds == pytest.approx((40 + 40 + 4) / 0.9e6 + cost_model().kernel_gap_seconds)
-
-
-def test_a_slice_behind_a_view_counts_as_the_slice():
-    """XLA for GPUs gives fusions the stack of all layers, transposed by a bitcast, and slices or updates a layer."""
-    fused = """\
-%slice (p: f32[100,10], i: s32[]) -> f32[10,1] {
-  %p = f32[100,10]{1,0} parameter(0)
-  %v = f32[10,100]{0,1} bitcast(%p)
-  %i = s32[] parameter(1)
-  ROOT %ds = f32[10,1]{1,0} dynamic-slice(%v, %i, %i), dynamic_slice_sizes={10,1}
-}
-
-%write (p: f32[100,10], u: f32[10], i: s32[]) -> f32[10,100] {
-  %p = f32[100,10]{1,0} parameter(0)
-  %v = f32[10,100]{0,1} bitcast(%p)
-  %u = f32[10]{0} parameter(1)
-  %w = f32[10,1]{1,0} bitcast(%u)
-  %i = s32[] parameter(2)
-  %dus = f32[10,100]{0,1} dynamic-update-slice(%v, %w, %i, %i)
-  ROOT %back = f32[100,10]{1,0} bitcast(%dus)
-}
-"""
-    lines = ["  %big = f32[100,10]{1,0} broadcast(%x)", "  %i = s32[] constant(0)",
-             "  %some = f32[10,1]{1,0} fusion(%big, %i), kind=kLoop, calls=%slice",
-             "  ROOT %all = f32[100,10]{1,0} fusion(%big, %some, %i), kind=kLoop, calls=%write"]  # fmt: skip
-    steps = computed(read_steps(parse_module(module(*lines, before=fused)), GPU))
-    for name in ("some", "all"):  # 40 bytes there, 40 back, and where
-        assert steps[name].seconds == pytest.approx((40 + 40 + 4) / 0.9e6 + cost_model().kernel_gap_seconds), name
-
-
 @pytest.mark.parametrize(
     ("line", "attributes", "given", "groups"),
     [
@@ -854,7 +828,7 @@ def test_groups_number_devices_replicas_or_partitions(line, attributes, given, g
     """Two replicas of two partitions: devices 0 to 3."""
     text = module(f"  ROOT %g = {line}").replace(GROUPS, f"{attributes}replica_groups={given}")
     text = text.replace("num_partitions=4", "replica_count=2, num_partitions=2")
-    (found,) = collectives_of(read_steps(parse_module(text), TPU))
+    found = only_collective(text)
     assert found.groups == parse_groups(groups, 4)
 
 
