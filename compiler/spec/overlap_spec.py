@@ -74,7 +74,7 @@ class OverlapConfig(Config):
 
 
 class OverlapSearch(Config):
-    """Bounds of the search for the loop and the flag presets that hide the most (search/overlap.py)."""
+    """Bounds of the search for the loop and the flag presets that hide the most (search/candidates.py)."""
 
     max_candidates: PositiveInt  # programs that are compiled, including the declared one
     budget_seconds: PositiveFloat  # after this time no further program is compiled

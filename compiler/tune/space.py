@@ -24,7 +24,7 @@ from ..estimate.step_time import plan_rates
 from ..parallel.operation import loop_trips
 from ..parallel.pipeline_plan import PipelinePlan
 from ..parallel.remat import check_remat
-from ..search.evaluation import Candidate
+from ..search.candidates import Candidate
 from ..sharding.arrays import Arrays, build_model, find_arrays
 from ..sharding.roles import AxisRoles, plan_roles
 from ..spec.plan_spec import PlanSpec

@@ -22,9 +22,7 @@ from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.views.summary import show_summary as show_report
 from meshloom.compiler.schema import Alternative, MemoryChange, Report
-from meshloom.compiler.search.alternatives import find_alternatives, suggest_changes
-from meshloom.compiler.search.evaluation import Replan
-from meshloom.compiler.search.overlap import check_can_judge
+from meshloom.compiler.search.candidates import Replan, check_can_judge, find_alternatives, suggest_changes
 from meshloom.compiler.target.compiler_options import check_compiler_options
 from meshloom.compiler.target.target import plan_target
 from meshloom.compiler.target.topology import find_devices

@@ -29,7 +29,7 @@ from meshloom.compiler.figures import StepFigures, no_figures
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.views.facts import line_of
 from meshloom.compiler.schema import SearchReport, TriedReport
-from meshloom.compiler.search.overlap import (
+from meshloom.compiler.search.candidates import (
     OverlapCandidate,
     applied,
     best_of,

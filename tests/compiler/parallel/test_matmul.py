@@ -15,7 +15,7 @@ from meshloom.compiler.parallel.matmul import ring_reduce_scatter
 from meshloom.compiler.parallel.operation import OpPlan
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.schema import Report
-from meshloom.compiler.search.overlap import applied, overlap_candidates
+from meshloom.compiler.search.candidates import applied, overlap_candidates
 from meshloom.compiler.xla.programs import lower
 from support.collectives import collectives_per_step
 from support.commands import meshloom

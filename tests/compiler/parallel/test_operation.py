@@ -28,7 +28,7 @@ from meshloom.compiler.parallel.choose import choose_strategy
 from meshloom.compiler.parallel.operation import Cost, Exposed, Lowered, OpInputs, OpPlan, ParallelOp, Refusal, Strategy
 from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.report.explain import plan_as_json
-from meshloom.compiler.search.overlap import overlap_candidates
+from meshloom.compiler.search.candidates import overlap_candidates
 from meshloom.compiler.sharding.arrays import OpSite
 from meshloom.compiler.spec.overlap_spec import StrategyChoice
 from meshloom.compiler.step.train_step import build_loss

@@ -10,7 +10,7 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.report.explain import plan_as_json
 from meshloom.compiler.schema import Alternative
-from meshloom.compiler.search.alternatives import find_alternatives
+from meshloom.compiler.search.candidates import find_alternatives
 
 OVERRIDES = (*SMALL, "precision=bfloat16", "model.head_dim=8", "remat=full")
 

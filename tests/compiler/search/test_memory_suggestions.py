@@ -9,7 +9,7 @@ from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.search.alternatives import UNTIMED, suggest_changes
+from meshloom.compiler.search.candidates import UNTIMED, suggest_changes
 from support.programs import programs_of
 
 LONG = (*SMALL, "sequence_length=256", "global_batch_size=16", "model.num_layers=4")

@@ -25,7 +25,7 @@ from meshloom.compiler.report.views.facts import unknown_values
 from meshloom.compiler.report.views.page import render_page
 from meshloom.compiler.report.views.summary import show_summary
 from meshloom.compiler.schema import Report, TriedReport
-from meshloom.compiler.search.overlap import FLAT, applied, best_of, could_gain, expected_wait, overlap_candidates
+from meshloom.compiler.search.candidates import FLAT, applied, best_of, could_gain, expected_wait, overlap_candidates
 from meshloom.compiler.spec.flag_presets import preset_file
 from meshloom.compiler.spec.overlap_spec import LayerLoop, OverlapConfig
 from meshloom.compiler.target.compiler_options import (

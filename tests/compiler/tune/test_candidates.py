@@ -6,8 +6,7 @@ from conftest import LINEAR_STACK, SMALL
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_declared, estimate_step
-from meshloom.compiler.search.evaluation import Candidate, estimate_allowed
-from meshloom.compiler.search.overlap import applied, overlap_candidates
+from meshloom.compiler.search.candidates import Candidate, applied, estimate_allowed, overlap_candidates
 from meshloom.compiler.tune.answer import estimate_spec
 from meshloom.compiler.tune.space import Variant, find_candidates
 
