@@ -36,7 +36,7 @@ from .report.build_report import build_report
 from .schema import Alternative, MemoryChange, Report, SearchReport
 from .sharding.arrays import Arrays, build_model, find_arrays
 from .sharding.batch import check_batch, check_length, check_token_order, plan_batch
-from .sharding.length_split import check_length_split
+from .sharding.model_check import check_length_split
 from .sharding.roles import AxisRoles, plan_roles
 from .sharding.sharding import ShardingPlan, check_gradients, check_rules, plan_sharding
 from .sharding.state import build_optimizer, check_schedule, plan_state, update_layouts

@@ -66,7 +66,10 @@ def check_numbers(value: Any, field: FieldInfo) -> None:
         if isinstance(number, float):
             _check_float(number, tuple(_bounds(field.annotation, field.metadata)))
         elif isinstance(number, int) and abs(number) > MOST_COUNTED:
-            _check_int(number, tuple(_bounds(field.annotation, field.metadata)))
+            if any(isinstance(bound, Le | Lt) for bound in _bounds(field.annotation, field.metadata)):
+                continue
+            side, most = ("most", MOST_COUNTED) if number > 0 else ("least", -MOST_COUNTED)
+            raise mistake(f"{number} is out of range", f"give at {side} {most}")
 
 
 def divisors(number: int) -> list[int]:
@@ -86,12 +89,6 @@ def _check_float(number: float, bounds: tuple[Bound, ...]) -> None:
         is_above = float(rounded) > number
         nearest = np.nextafter(rounded, np.float32("-inf" if is_above else "inf"))
         raise mistake(f"{number} is {rounded!s} in float32", f"give at {'most' if is_above else 'least'} {nearest!s}")
-
-
-def _check_int(number: int, bounds: tuple[Bound, ...]) -> None:
-    if not any(isinstance(bound, Le | Lt) for bound in bounds):
-        side, bound = ("most", MOST_COUNTED) if number > 0 else ("least", -MOST_COUNTED)
-        raise mistake(f"{number} is out of range", f"give at {side} {bound}")
 
 
 def _bounds(annotation: Any, metadata: Any = ()) -> Iterator[Bound]:

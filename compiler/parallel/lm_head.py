@@ -55,11 +55,9 @@ class LmHeadOp(ParallelOp):
     after = ("loss",)
 
     def sites(self, inputs: OpInputs) -> Sequence[OpSite]:
-        del inputs
         return (OpSite(self.kind, "head", "head"),)
 
     def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
-        del site
         spec, model, sharding, mesh = inputs.spec, inputs.model, inputs.sharding, inputs.mesh
         gathers = [(plan, gathered_bytes(plan, mesh, sharding.roles)) for plan in _with_vocab(sharding)]
         num_bytes, axes = sum(size for _, size in gathers), _gathered_over(sharding)

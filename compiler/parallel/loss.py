@@ -35,11 +35,9 @@ class LossOp(ParallelOp):
     is_declared = False
 
     def sites(self, inputs: OpInputs) -> Sequence[OpSite]:
-        del inputs
         return (OpSite(self.kind, "cross_entropy", "head"),)
 
     def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
-        del site
         spec, mesh = inputs.spec, inputs.mesh
         most = max(spec.loss.max_logits_bytes, spec.loss.max_logits_share * (inputs.target.hbm_bytes_per_device or 0))
         shards = {d.logical: mesh.num_shards(d.axes) for plan in inputs.sharding.activations for d in plan.dimensions}
@@ -62,7 +60,6 @@ class LossOp(ParallelOp):
 
     def scope(self, plan: OpPlan) -> str | None:
         """Returns None: its operations have the names of the head."""
-        del plan
         return None
 
 

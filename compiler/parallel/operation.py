@@ -231,7 +231,6 @@ class ParallelOp(ABC):
 
     def lower(self, plan: OpPlan) -> Lowered | None:
         """Returns the function that runs the chosen strategy; None: the model's own plain function."""
-        del plan
         return None
 
     def per_token(self, plain: Lowered, *operands: Any, **options: Any) -> Any:
@@ -247,7 +246,6 @@ class ParallelOp(ABC):
 
         An operation that looks at other tokens overrides it.
         """
-        del tokens, name
         return plain(*operands, **options)
 
     def scope(self, plan: OpPlan) -> str | None:
@@ -257,34 +255,28 @@ class ParallelOp(ABC):
     def compute_kind(self, name: OperationName, *, is_pallas: bool) -> ComputeKind | None:
         """Returns the kind under which compute of this name is shown and calibrated; None: that of the instruction by
         itself. is_pallas: it is a kernel that is written in Pallas."""
-        del name, is_pallas
         return None
 
     def kernel_cost(self, call: KernelCall) -> KernelCost | None:
         """Returns the cost of one call of a kernel of the operation, in a traced or a compiled program; None for the
         kernels of others, and for those whose cost their program states."""
-        del call
         return None
 
     def masked_share(self, spec: StepSpec, *operands: Any, **options: Any) -> Fraction:
         """Returns the share of the products of its plain function that a mask makes needless. operands, options: what
         the model hands to `Context.operation`."""
-        del spec, operands, options
         return Fraction(0)
 
     def weight_use(self, plan: OpPlan, weight: ArrayPlan) -> WeightUse | None:
         """Returns how a site gets at a parameter; None for one that is not the operation's to say."""
-        del plan, weight
         return None
 
     def hiding(self, plan: OpPlan, target: TargetPlan) -> Exposed | None:
         """Returns the exposed share of this site's collectives, or None to use the default for activations."""
-        del plan, target
         return None
 
     def candidates(self, plans: Sequence[OpPlan]) -> Sequence[StrategyChoice]:
         """Returns the choices for its sites that `overlap.search` tries, the plan's first; empty: it tries none."""
-        del plans
         return ()
 
     def source(self, name: OperationName) -> str | None:

@@ -42,8 +42,7 @@ from ..core.user_code import blamed_on_user
 from ..parallel.operation import Lowered, NewestTokens, ParallelOp, cached_operation, per_token_operation
 from ..parallel.weight_plan import WeightPlan
 from ..plan import Plan
-from ..sharding.length_split import LENGTH, mixing_pieces
-from ..sharding.model_check import WHERE
+from ..sharding.model_check import LENGTH, WHERE, mixing_pieces
 from ..spec.sharding_spec import Rule, ShardingRules
 from ..spec.step_spec import StepSpec
 from ..target.mesh import MeshPlan

@@ -7,11 +7,8 @@ kv_a_proj_with_mqa are put in our order.
 
 from typing import Any
 
-from .config_json import Reader
-from .config_table import Entry, Table, changed, flag, key, only, ours, unread
-from .contract import SOME, Mistake, Row
-from .family import Family
-from .layouts import linear, neighbours_turned, same
+from .contract import SOME, Mistake, Row, linear, neighbours_turned, same
+from .family import Entry, Family, Reader, Table, changed, flag, key, only, ours, unread
 from .llama import ENDS, MLP, NORMS, UNUSED, decoder
 from .qwen import DENSE_MLP, EXPERTS, ROUTED
 

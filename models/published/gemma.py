@@ -12,11 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from .config_json import Reader
-from .config_table import Entry, Table, changed, choice, fits_of, flag, key, ours, read_table, unread
-from .contract import Row
-from .family import Family
-from .layouts import same
+from .contract import Row, same
+from .family import Entry, Family, Reader, Table, changed, choice, fits_of, flag, key, ours, read_table, unread
 from .llama import ACTIVATIONS, ATTENTION, ENDS, MLP, UNUSED, decoder, one_window, windows_by_layer
 from .llama import NORMS as LLAMA_NORMS
 from .rope import rope_by_layer

@@ -2,11 +2,8 @@
 
 from typing import Any
 
-from .config_json import Reader
-from .config_table import Entry, changed, choice, key, only, ours, unread
-from .contract import Mistake, Row
-from .family import Family
-from .layouts import columns, same
+from .contract import Mistake, Row, columns, same
+from .family import Entry, Family, Reader, changed, choice, key, only, ours, unread
 from .llama import ACTIVATIONS, PLAIN, width_of_head
 
 ROWS = (

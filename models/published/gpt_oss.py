@@ -4,11 +4,8 @@ in one tensor. As published, experts are quantised (MXFP4); files in bfloat16 ar
 from dataclasses import replace
 from typing import Any
 
-from .config_json import Reader
-from .config_table import changed, key, only, ours, unread
-from .contract import Row
-from .family import Family
-from .layouts import flat, interleaved, linear, same
+from .contract import Row, flat, interleaved, linear, same
+from .family import Family, Reader, changed, key, only, ours, unread
 from .llama import ATTENTION, ENDS, NORMS, UNUSED, decoder, one_window, windows_by_layer
 from .qwen import ROUTED
 from .rope import read_rope, rope

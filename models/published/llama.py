@@ -3,11 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from .config_json import Reader, layer_types, windows
-from .config_table import Entry, Table, changed, choice, flag, key, only, ours
-from .contract import Mistake, Row
-from .family import Family
-from .layouts import flat, linear, same
+from .contract import Mistake, Row, flat, linear, same
+from .family import Entry, Family, Reader, Table, changed, choice, flag, key, layer_types, only, ours, windows
 from .rope import rope
 
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",

@@ -1,9 +1,7 @@
 """Mixtral: Llama with experts. In files, w1 is the gate of an expert, w3 its way up and w2 its way down."""
 
-from .config_table import changed, key, only
-from .contract import Row
-from .family import Family
-from .layouts import linear
+from .contract import Row, linear
+from .family import Family, changed, key, only
 from .llama import ATTENTION, ENDS, NORMS, UNUSED, decoder, same_window, window_of_all
 from .qwen import ROUTED
 

@@ -2,11 +2,8 @@
 
 from typing import Any
 
-from .config_json import Reader, layer_types, windows
-from .config_table import Entry, Table, changed, flag, key, only, ours, unread
-from .contract import Row
-from .family import Family
-from .layouts import linear
+from .contract import Row, linear
+from .family import Entry, Family, Reader, Table, changed, flag, key, layer_types, only, ours, unread, windows
 from .llama import ATTENTION, ENDS, MLP, NORMS, UNUSED, decoder, one_window, same_window
 
 EXPERTS = (

@@ -11,10 +11,8 @@ import jax
 from ..config import ModelConfig
 from ..contract import Model
 from . import deepseek, gemma, gpt2, gpt_oss, llama, mixtral, qwen
-from .config_json import UNUSED, Reader
-from .config_table import fits_of, read_table, write_table
 from .contract import Mistake, NotUnderstood, PublishedTensor, Row, Slot, Values
-from .family import Family
+from .family import UNUSED, Family, Reader, fits_of, read_table, write_table
 
 FAMILIES: tuple[Family, ...] = (
     *llama.FAMILIES, *qwen.FAMILIES, *gemma.FAMILIES, *mixtral.FAMILIES, *deepseek.FAMILIES,

@@ -7,9 +7,8 @@ from functools import partial
 from typing import Any
 
 from ..family_configs import Llama3Scaling, YarnScaling
-from .config_json import Reader
-from .config_table import Entry
 from .contract import SOME, Mistake, NotUnderstood, Values
+from .family import Entry, Reader
 
 NAMES = ("rope_theta", "rope_scaling", "rope_parameters")
 OURS = ("rope_theta", "rope_scaling", "window_rope_theta")

@@ -5,8 +5,7 @@ from collections import Counter
 import pytest
 
 from meshloom.models.published import FAMILIES
-from meshloom.models.published.config_json import Reader
-from meshloom.models.published.config_table import read_table
+from meshloom.models.published.family import Reader, read_table
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 4, "n_embd": 64, "n_head": 8, "n_layer": 4}
 LENGTHS = {"max_position_embeddings", "original_max_position_embeddings"}  # what a stretch of positions begins with

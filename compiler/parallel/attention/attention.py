@@ -152,7 +152,6 @@ class AttentionOp(ParallelOp):
         return 1 - Fraction(mask.num_pairs(keys), queries * keys)
 
     def compute_kind(self, name: OperationName, *, is_pallas: bool) -> ComputeKind | None:
-        del is_pallas
         return "attention" if name.is_attention else None
 
     def kernel_cost(self, call: KernelCall) -> KernelCost | None:

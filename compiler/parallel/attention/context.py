@@ -32,8 +32,7 @@ from ...target.compiler_options import why_permutes_wait
 from ...target.target import TargetPlan
 from ..operation import Cost, Exposed, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, moved, refused
 from .attention import cudnn_refusal, plan_backward
-from .exchange import ALL_GATHER, EXCHANGE, RING, ULYSSES, Exchange, ExchangeName
-from .ring import full_steps
+from .exchange import ALL_GATHER, EXCHANGE, RING, ULYSSES, Exchange, ExchangeName, full_steps
 from .splash_kernels import ONE_KERNEL, TWO_KERNELS
 
 FORWARD_MATMULS = 2  # attention's; backward it has 5 in one kernel, 7 in two (splash_kernels.py)

@@ -48,16 +48,7 @@ from .dispatch import (
     run_equal_groups,
     without_unsent,
 )
-from .expert_exchange import (
-    CAPACITY,
-    GATHERED,
-    PADDED,
-    RAGGED,
-    ExchangeSizes,
-    exchange_legs,
-    exchange_time,
-    sent_once,
-)
+from .expert_exchange import CAPACITY, GATHERED, PADDED, RAGGED, ExchangeSizes, exchange_legs, exchange_time, sent_once
 from .grouped_matmul import Kernels, grouped_cost, grouped_matmul
 
 _ROWS = 128  # buffers have a multiple of these rows: grouped matmuls on TPUs work on as many at once
@@ -138,7 +129,6 @@ class ExpertsOp(ParallelOp):
 
     def per_token(self, plain: Lowered, *operands: Any, **options: Any) -> tuple[Array, Array]:
         """Returns each token times the sum of its weights: experts sort tokens, and put them back."""
-        del plain, options
         x, weights, *_ = operands
         return x * jnp.sum(weights, axis=-1, keepdims=True).astype(x.dtype), jnp.zeros(())
 
@@ -154,7 +144,6 @@ class ExpertsOp(ParallelOp):
         return experts_scope(plan.site.name, plan.chosen.parameters.filled)
 
     def hiding(self, plan: OpPlan, target: TargetPlan) -> Exposed:
-        del target
         return Exposed(plan.chosen.parameters.waited_share)
 
     def source(self, name: OperationName) -> str | None:

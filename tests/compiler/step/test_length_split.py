@@ -13,7 +13,7 @@ from conftest import pointwise_plan
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.parallel.operation import per_token_operation
-from meshloom.compiler.sharding.length_split import check_length_split
+from meshloom.compiler.sharding.model_check import check_length_split
 from meshloom.models import Stack, build_piece
 from meshloom.runtime.train.feed import local_rows, to_devices
 from support.programs import Gradients, batch_of, programs_of
