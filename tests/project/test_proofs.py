@@ -64,27 +64,23 @@ def repository(folder: Path) -> Path:
 
 
 def test_sources_that_judge_are_in_the_key(tmp_path, monkeypatch):
-    test, found = repository(tmp_path), list[str]()
-    unused = tmp_path / "tests/support/unused.py"
-    for path in (
-        None,
-        test,
-        tmp_path / "tests/support/proofs.py",
-        tmp_path / "tests/conftest.py",
-        tmp_path / "models/parts.py",
-    ):
-        if path is not None:
-            path.write_text(path.read_text() + "# changed\n")
+    test = repository(tmp_path)
+
+    def now() -> str:
         judges.cache_clear()
-        found.append(judges(test, tmp_path))
-    unused.write_text("")
-    judges.cache_clear()
-    assert judges(test, tmp_path) == found[-1], "no test of this file reads it"
-    for flags in ("--xla_cpu_enable_fast_math=true", "--xla_cpu_enable_fast_math=true --xla_cpu_enable_fast_math=true"):
-        monkeypatch.setenv("XLA_FLAGS", flags)
-        judges.cache_clear()
-        found.append(judges(test, tmp_path))
-    assert found.pop() == found[-1], "as in a worker"
+        return judges(test, tmp_path)
+
+    found = [now()]
+    for path in ("tests/unit/test_sum.py", "tests/support/proofs.py", "tests/conftest.py", "models/parts.py"):
+        with (tmp_path / path).open("a") as file:
+            file.write("# changed\n")
+        found.append(now())
+    (tmp_path / "tests/support/unused.py").write_text("")
+    assert now() == found[-1], "the test does not name it"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    found.append(now())
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true --xla_cpu_enable_fast_math=true")
+    assert now() == found[-1], "so it is in a worker"
     assert len(set(found)) == len(found)
 
 
