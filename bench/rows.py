@@ -7,150 +7,39 @@ bench/NAME.jsonl (compiled_rows.py).
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-import jax
 from compiled_rows import (
     NOT_COMPILED,
+    SUMS,
+    Cell,
     Facts,
     Overrides,
     Rows,
+    Table,
     add_options,
     compile_report,
+    compiled,
+    estimated,
+    fitting,
     gib,
     kept_rows,
     make_rows,
     markdown,
+    memory,
+    percent,
     read_kept,
-    versions_of,
+    short_seconds,
+    step,
 )
 
-from meshloom.compiler.core.errors import ConfigError
-from meshloom.compiler.core.known import known
 from meshloom.compiler.core.partition_spec import STAGE
-from meshloom.compiler.declare.compose import Request, read_spec
-from meshloom.compiler.declare.run_spec import RunSpec
-from meshloom.compiler.driver import plan_run
-from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.pipeline.buffers import LoweredTable, lower_table
 from meshloom.compiler.pipeline.schedules import build_table
 from meshloom.compiler.pipeline.table import TickForm
-from meshloom.compiler.spec.overlap_spec import OverlapConfig
-from meshloom.models.adapter import ADAPTER
-
-SUMS = ("reduce-scatter", "all-reduce")
-OF_STEP = {  # the figures that are kept of a step
-    "predicted_seconds": "step_seconds", "compute_seconds": "compute_seconds", "exposed_seconds": "exposed_seconds",
-    "exposed_fraction": "exposed_fraction", "bubble_fraction": "bubble_fraction", "predicted_mfu": "mfu",
-    "peak_bytes": "peak_bytes", "limit_bytes": "limit_bytes", "fits": "fits",
-}  # fmt: skip
-
-
-# What is kept of a row.
-
-
-def estimated(overrides: Overrides) -> Facts:
-    """Returns what `meshloom explain` knows of a declaration: bytes of a chip; gathered and reduced, bytes of full
-    arrays. why_not: why it cannot be declared."""
-    jax.config.update("jax_platforms", "cpu")
-    try:
-        return read_spec(Request(overrides), then=_estimate)
-    except ConfigError as error:
-        return {"why_not": error.problems[0].what}
-
-
-def _estimate(spec: RunSpec) -> Facts:
-    plan = plan_run(spec)
-    found, memory = estimate_step(plan), plan.memory
-    step, sent = found.figures, found.communication
-    return {
-        "why_not": "", "kernel": plan.operation("attention").chosen.name,
-        "base": memory.parameters - memory.adapters, "adapters": memory.adapters, "optimizer": memory.optimizer,
-        "peak_bytes": found.memory.peak_bytes, "limit_bytes": known(found.figures.limit_bytes),
-        "num_trained": plan.num_trained_parameters, "flops": plan.model_flops_per_step,
-        "gathered": sum(one.bytes for one in sent if one.kind == "all-gather"),
-        "reduced": sum(one.bytes for one in sent if one.kind in SUMS),
-        "tokens": spec.tokens_per_step, "num_chips": plan.target.num_chips, "jax": jax.__version__,
-        "step_seconds": known(step.step_seconds), "bubble_seconds": known(step.bubble_seconds),
-        "exposed": step.exposed_by_axes if step.step_seconds else None,
-    }  # fmt: skip
-
-
-def compiled(report: Facts) -> Facts:
-    """Returns what is kept of report.json: figures of the step; of each kind of collective the number and the bytes of
-    its full arrays; of_base: the bytes of sums of gradients that are not of adapters."""
-    step, memory, search = report["compiled"], report["memory"], report["search"]
-    kinds, exposed, of_base = dict[str, list[int]](), dict[str, float](), 0
-    for one in report["collectives"]:
-        total, axes = kinds.setdefault(one["kind"], [0, 0]), "+".join(one["mesh_axes"] or ["unknown"])
-        total[0], total[1] = total[0] + one["count"], total[1] + one["bytes"]
-        exposed[axes] = exposed.get(axes, 0.0) + (one["exposed_seconds"] or 0.0)
-        is_sum = one["kind"] in SUMS and "backward" in one["source"]
-        of_base += one["bytes"] if is_sum and f"/{ADAPTER}/" not in one["source"] else 0
-    return {key: step[name] for key, name in OF_STEP.items()} | {
-        "breakdown": memory["breakdown"], "exposed_over": exposed, "kinds": kinds,
-        "of_base": of_base, "link_seconds": sum(part["link_seconds"] or 0.0 for part in report["roofline"]),
-        "tried": [_tried(each) for each in search["tried"]] if search else None,
-        "chosen": search["chosen"] if search else None, "versions": versions_of(report),
-    }  # fmt: skip
-
-
-def _tried(one: Facts) -> Facts:
-    way = OverlapConfig.model_validate_json(json.dumps({key: one[key] for key in OverlapConfig.model_fields}))
-    kept = {key: one["figures"][name] for key, name in OF_STEP.items()}
-    return {"name": way.name, "compile_seconds": one["compile_seconds"], "why_not": one["why_not"]} | kept
-
-
-# Cells.
-
-
-def _percent(key: str) -> Callable[[Facts], str]:
-    return lambda row: "not compiled" if row[key] is None else f"{row[key]:.1%}"
-
-
-def _step(row: Facts) -> str:  # the TPU compiler gives no program that does not fit
-    return "not compiled" if row["predicted_seconds"] is None else f"{row['predicted_seconds']:.2f} s"
-
-
-def _memory(row: Facts) -> str:
-    return f"{gib(row['peak_bytes'])} GiB"
-
-
-def _fitting(row: Facts, unit: str = "") -> str:
-    fits = row.get("fits", row.get("limit_bytes") is None or row["peak_bytes"] <= (row["limit_bytes"] or 0))
-    return f"{gib(row['peak_bytes'])}{unit}{'' if fits else ' (does not fit)'}"
-
-
-def _short_seconds(key: str) -> Callable[[Facts], str]:
-    return lambda row: f"{row[key]:.3g} s" if row[key] else ""
-
-
-Cell = Callable[[Facts], str]
-
-
-@dataclass(frozen=True)
-class Table:
-    """Declarations, and a table of what is kept of them. table: given what is kept, prints what `columns`, a cell by
-    heading, cannot. is_estimated: whether no compiler runs."""
-
-    rows: Mapping[str, Overrides]
-    first: str = ""
-    columns: Mapping[str, Cell] | None = None
-    table: Callable[[Rows], str] | None = None
-    is_estimated: bool = False
-
-    def markdown(self, kept: Rows) -> str:
-        if self.columns is None:
-            assert self.table is not None
-            return self.table(kept)
-        cells = ([name, *(cell(row) for cell in self.columns.values())] for name, row in kept_rows(self.rows, kept))
-        return markdown([*self.first.split(" | "), *self.columns], cells)
-
 
 # Experts: what of their exchanges stays exposed. Two layers with experts, as all are the same.
 
@@ -186,7 +75,7 @@ EXPERTS = Table(
     {
         "exchanges exposed": lambda row: f"{row['exposed_over'].get('expert', 0.0) * 1e3:.1f} ms",
         "step": lambda row: f"{row['predicted_seconds'] * 1e3:,.0f} ms",
-        "all exposed": _percent("exposed_fraction"), "MFU": _percent("predicted_mfu"), "peak": _memory,
+        "all exposed": percent("exposed_fraction"), "MFU": percent("predicted_mfu"), "peak": memory,
     },
 )  # fmt: skip
 
@@ -236,8 +125,8 @@ PIPELINES = Table(
     },
     "place, schedule, microbatches",
     {
-        "bubble": _percent("bubble_fraction"), "exposed": _percent("exposed_fraction"), "step": _step,
-        "MFU": _percent("predicted_mfu"), "memory of a chip": _memory,
+        "bubble": percent("bubble_fraction"), "exposed": percent("exposed_fraction"), "step": step,
+        "MFU": percent("predicted_mfu"), "memory of a chip": memory,
     },
 )  # fmt: skip
 
@@ -351,7 +240,7 @@ PUBLISHED_PIPELINES = Table(
         "step": lambda row: f"{row['step_seconds']:.2f} s",
         "bubble": lambda row: f"{row['bubble_seconds'] / row['step_seconds']:.1%}",
         "over tensor": _share_over("tensor"), "over fsdp": _share_over("fsdp"), "over stage": _share_over(STAGE),
-        "memory of a GPU": lambda row: _memory(row) + (
+        "memory of a GPU": lambda row: memory(row) + (
             "" if row["peak_bytes"] <= row["limit_bytes"] else ", does not fit"
         ),
     },
@@ -392,12 +281,12 @@ def _by_strategy(cells: Callable[[Facts], list[str]], cut: Overrides = ()) -> Ca
 def _long_estimate(row: Facts) -> list[str]:
     """exposed: the share of the step that waits for keys, values or heads."""
     share = row["exposed"].get("context", 0.0) / row["step_seconds"]
-    return [f"{row['step_seconds']:.3g} s", f"{100 * share:.1f} %", _fitting(row, " GiB")]
+    return [f"{row['step_seconds']:.3g} s", f"{100 * share:.1f} %", fitting(row, " GiB")]
 
 
 def _long_compiled(row: Facts) -> list[str]:
     """exposed: all communication."""
-    return [*(f"{row[key] * 1e3:.1f} ms" for key in ("predicted_seconds", "exposed_seconds")), _memory(row)]
+    return [*(f"{row[key] * 1e3:.1f} ms" for key in ("predicted_seconds", "exposed_seconds")), memory(row)]
 
 
 TWO_LAYERS: Overrides = ("model.num_layers=2",)
@@ -453,7 +342,7 @@ ADAPTERS = Table(
     MODEL_AND_CHIPS,
     {
         "trained": lambda row: f"{row['num_trained'] / 1e6:,.0f} M", **_in_gib("base", "adapters", "optimizer"),
-        "peak": _fitting, **_in_gib("gathered", "reduced"), "step": _short_seconds("step_seconds"),
+        "peak": fitting, **_in_gib("gathered", "reduced"), "step": short_seconds("step_seconds"),
     },
     is_estimated=True,
 )  # fmt: skip
@@ -461,10 +350,10 @@ ADAPTERS_COMPILED = Table(
     {name.replace(", ", " | "): overrides for name, overrides in TUNED.items() if not name.endswith(DORA)},
     MODEL_AND_CHIPS,
     {
-        **{part: _held(part) for part in ("base", "adapters", "optimizer", "gradients")}, "peak": _fitting,
+        **{part: _held(part) for part in ("base", "adapters", "optimizer", "gradients")}, "peak": fitting,
         **{kind: _moved(kind) for kind in ("all-gather", *SUMS)},
         "sums of the base": lambda row: gib(row["of_base"]) if row["fits"] else "",
-        "step": _short_seconds("predicted_seconds"),
+        "step": short_seconds("predicted_seconds"),
     },
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""From a command to its answer, in processor seconds, and from a command to the first step, in parts. Medians.
+"""From a command to its answer, in seconds of processor time and MB, and from a command to the first step, in parts.
 
     python bench/start.py [repeats] [override ...]
 
@@ -6,14 +6,22 @@ Each start is a process. A first start finds an empty cache of compiled programs
 """
 
 import json
-import resource
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 
-COMMANDS = ("train --help", "runs", "explain sharding=fsd", "explain")  # the third is refused
+COMMANDS = (
+    "train --help",
+    "runs",
+    "explain sharding=fsd",  # it is refused
+    "explain",
+    "explain model=llama3_405b target=cpu-4096 global_batch_size=4096",
+    "explain model=llama3_8b target=v5p-128 sharding=fsdp_tensor mesh.tensor=8 global_batch_size=8"
+    " sequence_length=1048576",
+)
 PARTS = ("python", "import", "compose and plan", "data", "trace and lower", "compile or load", "first step")
 
 
@@ -60,19 +68,22 @@ def measure(cache: str, overrides: list[str]) -> dict[str, float]:
     return json.loads(subprocess.run(line, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
 
 
-def processor_seconds(command: str) -> float:
-    """Returns what a command takes in an empty directory, without what the system does for it."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+def run(command: str) -> tuple[float, float]:
+    """Returns the processor seconds of a command in an empty directory, without those of the system, and its MB."""
+    line, nowhere = [sys.executable, "-m", "meshloom", *command.split()], subprocess.DEVNULL
     with tempfile.TemporaryDirectory() as empty:
-        subprocess.run([sys.executable, "-m", "meshloom", *command.split()], cwd=empty, capture_output=True)
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+        process = subprocess.Popen(line, cwd=empty, stdout=nowhere, stderr=nowhere)
+        _, _, usage = os.wait4(process.pid, 0)
+    return usage.ru_utime, usage.ru_maxrss / 1000
 
 
 def main() -> None:
     repeats, overrides = int(sys.argv[1]) if len(sys.argv) > 1 else 5, sys.argv[2:]
-    print(f"processor seconds, medians of {repeats}")
+    print(f"processor seconds, medians of {repeats}, and peak memory")
     for command in COMMANDS:
-        print(f"{command:24}{statistics.median(processor_seconds(command) for _ in range(repeats)):14.2f}", flush=True)
+        runs = [run(command) for _ in range(repeats)]
+        seconds, size = statistics.median(seconds for seconds, _ in runs), max(size for _, size in runs)
+        print(f"{seconds:8.2f} s{size:8.0f} MB   {command}", flush=True)
     print()
     starts: dict[str, list[dict[str, float]]] = {"first": [], "second": []}
     for _ in range(repeats):

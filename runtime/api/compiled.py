@@ -27,8 +27,7 @@ from ..core.failures import RunFailed
 from ..processes.process_log import meshloom_log
 from ..rundir.folders import REPORT, RunFolder
 from ..rundir.run_dir import only_run_in
-from .declared import Plan, request_of_origin, shown_as, with_spec
-from .library_call import library_call, settings_put_back, start_for_compile
+from .declared import Plan, library_call, request_of_origin, settings_put_back, shown_as, start_for_compile, with_spec
 
 PAGE = "report.html"
 

@@ -14,7 +14,7 @@ from ..inference.generate import Completion
 from ..inference.generation_job import prepare_generation
 from ..inference.harness import TaskResults
 from ..inference.run_request import request_of_run
-from .library_call import library_call, settings_put_back, warn
+from .declared import library_call, settings_put_back, warn
 
 
 def evaluate(place: str | PathLike[str], *overrides: str) -> Evaluation | TaskResults:

@@ -44,7 +44,7 @@ from meshloom.compiler.xla.schedule.steps import ALL, Choices
 from ..compile.artifact import FOLDER, TEXT, read_artifact
 from ..rundir.folders import SPEC, RunFolder
 from ..rundir.run_dir import write_report
-from .library_call import library_call
+from .declared import library_call
 
 T = TypeVar("T", int, float)
 DUMPED = "*after_optimizations.txt"

@@ -21,8 +21,7 @@ from ..processes.process_log import meshloom_log
 from ..rundir.folders import METRICS
 from ..train.metrics import Metrics, read_metrics
 from ..train.train import Job, prepare, run_training
-from .declared import Plan, request_of_origin, shown_as, with_spec
-from .library_call import library_call, settings_put_back, warn
+from .declared import Plan, library_call, request_of_origin, settings_put_back, shown_as, warn, with_spec
 
 
 @dataclass(frozen=True, repr=False)

@@ -21,8 +21,7 @@ from meshloom.compiler.declare.run_spec import CheckpointSpec, RunSpec
 from meshloom.models.adapter import saved_part
 
 from ..core.failures import STORAGE, RunFailed, is_of_one_process, storage_reason
-from ..core.files import Folder, free_name, is_remote, remove_for_good, what_store_said
-from ..core.manifest import write_manifest
+from ..core.files import Folder, free_name, is_remote, remove_for_good, what_store_said, write_manifest
 from ..data.batches import converted_state
 from .adapters import Base
 from .find import COMMITTED, Checkpoint, checkpoint_folder, finished

@@ -8,8 +8,7 @@ from typing import Any
 from meshloom.compiler.core.errors import ConfigError, Problem
 
 from ..core.failures import STORAGE, RunFailed
-from ..core.files import Folder, absolute, folder_at, is_remote
-from ..core.manifest import FILE, VerifiedBy, damage_in
+from ..core.files import FILE, Folder, VerifiedBy, absolute, damage_in, folder_at, is_remote
 from ..rundir.folders import CHECKPOINTS
 
 RESTORE_FROM = "checkpoint.restore_from"

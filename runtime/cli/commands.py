@@ -67,7 +67,7 @@ _ALL = (
     Command(
         "evaluate",
         "show the loss of a run's weights, or of published ones, on any data",
-        "inference:evaluate_command",
+        "weights:evaluate_command",
         opens_weights=True,
         joins_processes=True,
         flags=(Flag("--json", "print the losses as one JSON object"),),
@@ -185,7 +185,7 @@ two levels below it, such as hydra.run.dir=my-run or runs/first.
     Command(
         "generate",
         "continue a prompt with the weights of a run or a published model",
-        "inference:generate_command",
+        "weights:generate_command",
         opens_weights=True,
         joins_processes=True,
         flags=(Flag("--json", "a JSON line for each prompt, when its text is complete"),),
@@ -194,7 +194,7 @@ two levels below it, such as hydra.run.dir=my-run or runs/first.
     Command(
         "export",
         "write the weights of a run as transformers and vLLM read them",
-        "export:export_command",
+        "weights:export_command",
         opens_weights=True,
         section="export",
     ),

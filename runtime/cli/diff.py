@@ -9,8 +9,7 @@ from meshloom.compiler.core.visible import write_out
 from meshloom.compiler.report.diff import Run, diff_runs
 from meshloom.compiler.report.views.diff_text import show_diff
 
-from ..rundir.find_runs import check_directory
-from ..rundir.folders import RunFolder
+from ..rundir.folders import RunFolder, check_directory
 from .words import Words
 
 

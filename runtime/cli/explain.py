@@ -12,8 +12,7 @@ from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.explain import explain
 
 from ..processes.devices import plan_without_devices
-from ..start.find import check_checkpoint
-from ..start.start import RunStart, declared_start
+from ..start.start import RunStart, check_checkpoint, declared_start
 
 
 def explain_command(request: Request, flags: argparse.Namespace) -> int:

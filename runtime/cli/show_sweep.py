@@ -8,9 +8,9 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.visible import write_error, write_out
 
-from ..sweep.figures import best_first, find_figure
 from ..sweep.page import PAGE, render_sweep
 from ..sweep.read import Sweep, read_sweep
+from ..sweep.rows import best_first, find_figure
 from ..sweep.table import show_table, write_csv, write_file, write_parquet
 from .words import Words
 

@@ -22,9 +22,8 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.xla.aot import Built, OutOfMemory, ProgramMemory, load_program
 from meshloom.compiler.xla.programs import PROGRAMS, Fingerprint, Programs, build, differences
 
-from ..core.files import parse_json, replace_json
-from ..core.manifest import FILE as MANIFEST
-from ..core.manifest import damage_in, write_manifest
+from ..core.files import FILE as MANIFEST
+from ..core.files import damage_in, parse_json, replace_json, write_manifest
 
 SCHEMA_VERSION = 2
 FOLDER = "artifact"

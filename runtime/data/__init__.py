@@ -3,7 +3,7 @@
 `open_data(spec)` is the entry point; docs/data.md explains the rest.
 
 files.py                         files on disk and behind URLs, and the texts in them
-documents.py, user_code.py       documents of a source, or of a class of the user
+documents.py                     documents of a source, or of a class of the user
 tokenizers.py, tokenize.py       documents and chats as tokens, and which of them are trained on
 chats.py, chat_template.py       chats as documents
 store.py                         tokens with a table of documents, in memory, or memory-mapped from shards
@@ -15,8 +15,8 @@ write.py, show.py                `meshloom data`: a corpus of any size into shar
 """
 
 from .batches import Batches, BatchIterator, HostBatch
+from .documents import DataSource
 from .splits import Data, describe_documents, open_data
 from .store import Split
-from .user_code import DataSource
 
 __all__ = ["BatchIterator", "Batches", "Data", "DataSource", "HostBatch", "Split", "describe_documents", "open_data"]

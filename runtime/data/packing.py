@@ -24,8 +24,8 @@ from meshloom.compiler.declare.data_spec import DataSpec, PythonSource
 from meshloom.compiler.sharding.batch import REFERENCE
 from meshloom.models import IGNORED_TARGET, PADDING_TARGET
 
+from .documents import UserItems, as_tokens, load_items
 from .store import SPLITS, Split, TokenStream, in_split
-from .user_code import UserItems, as_tokens, load_items
 
 # The arrays of one sequence, int32 (length,), by the names of compiler/sharding/batch.py
 PackedSequence = dict[str, np.ndarray]

@@ -19,8 +19,7 @@ from meshloom.compiler.declare.hydra_settings import SEARCH_PATH, search_path_ov
 from meshloom.compiler.declare.overrides import overridden_key, override
 from meshloom.compiler.declare.published_folder import PublishedFolder
 
-from ..rundir.find_runs import check_directory
-from ..rundir.folders import CHECKPOINTS, RunFolder
+from ..rundir.folders import CHECKPOINTS, RunFolder, check_directory
 from ..rundir.run_record import RECORD_FILE
 
 WEIGHTS_FROM = "checkpoint.weights_from"

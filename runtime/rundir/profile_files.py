@@ -19,7 +19,7 @@ from meshloom.compiler.profile.trace import Trace, read_trace
 from meshloom.compiler.report.views.profile import render_profile
 
 from ..core.files import replace_text
-from .find_runs import check_directory
+from .folders import check_directory
 
 FOLDER = "profile"
 TEXT, PREDICTED = "train.hlo.txt", "predicted.json"

@@ -30,7 +30,7 @@ from ..processes.distributed import Processes, together
 from ..processes.process_log import announce
 from ..weights.find import StoredWeights, check_content, describe_weights, find_weights
 from ..weights.load import with_weights
-from .find import find_checkpoint
+from .start import find_checkpoint
 
 LEAST_COMPRESSED = 0.5  # Orbax compresses arrays with zstd; trained float32 shrinks by a tenth, never to half
 

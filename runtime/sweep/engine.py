@@ -33,9 +33,8 @@ from meshloom.compiler.declare.sweep_request import SweepRequest, value_of
 from meshloom.models.record import Record
 
 from ..core.files import locked, replace_json, replace_text
-from ..rundir.find_runs import ROWS_FILE, SWEEP_FILE
+from ..rundir.folders import ROWS_FILE, SWEEP_FILE
 from ..rundir.run_dir import as_typed
-from .figures import find_figure
 from .page import PAGE, render_sweep
 from .pool import OwnProcess, Pool, PoolSettings
 from .read import Sweep, as_glob, identity_of, read_sweep, sweeps_in, versions
@@ -50,6 +49,7 @@ from .rows import (
     SweepFile,
     Task,
     directory_name,
+    find_figure,
     swept_of,
 )
 from .submitted import ENGINES, ClusterSettings, SubmittedPoints

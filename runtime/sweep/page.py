@@ -18,9 +18,11 @@ from meshloom.compiler.core.format import counted
 from meshloom.compiler.core.known import known
 from meshloom.compiler.report.views.page import policy_hash, template_environment, template_source
 
-from .figures import (
+from .read import Sweep, read_curves, running_rows
+from .rows import (
     FIGURES,
     Figure,
+    Row,
     best_first,
     best_of,
     chip_panels,
@@ -33,8 +35,6 @@ from .figures import (
     typed_value,
     value_of,
 )
-from .read import Sweep, read_curves, running_rows
-from .rows import Row
 from .table import STATUS_TEXT, count_reasons
 
 PAGE = "sweep.html"

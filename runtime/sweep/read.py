@@ -24,10 +24,8 @@ from meshloom.compiler.declare.overrides import overridden_key
 from meshloom.compiler.declare.sweep_request import SweepRequest
 
 from ..core.files import is_held, parse_json
-from ..rundir.find_runs import ROWS_FILE, SWEEP_FILE, check_directory
-from ..rundir.folders import METRICS, SPEC, steps_in
-from .figures import find_figure
-from .rows import SWEEP_VERSION, Row, SweepCommand, SweepFile
+from ..rundir.folders import METRICS, ROWS_FILE, SPEC, SWEEP_FILE, check_directory, steps_in
+from .rows import SWEEP_VERSION, Row, SweepCommand, SweepFile, find_figure
 
 _AGAIN = "type the sweep's command again: it does what is missing"
 NUM_SAMPLES = 120_000  # in all curves together: a page of some megabytes

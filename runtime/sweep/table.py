@@ -21,10 +21,14 @@ from meshloom.compiler.core.format import counted, human_seconds
 from meshloom.compiler.core.known import known
 
 from ..core.files import replace_bytes
-from .figures import (
+from .rows import (
     FIGURES,
     SHOWN,
     Figure,
+    Figures,
+    Row,
+    Status,
+    SweepFile,
     best_first,
     best_of,
     figure_text,
@@ -33,7 +37,6 @@ from .figures import (
     swept_keys,
     typed_value,
 )
-from .rows import Figures, Row, Status, SweepFile
 
 NUM_SHOWN = 20  # the best points of a longer sweep
 NUM_REASONS = 12

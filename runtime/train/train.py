@@ -41,8 +41,7 @@ from ..processes.stop import StopRequest
 from ..rundir.folders import CHECKPOINTS
 from ..rundir.run_dir import only_run_in, only_run_that_saves_in, write_declaration
 from ..rundir.run_record import recorded_run
-from ..start.find import check_checkpoint
-from ..start.start import RunStart, check_steps_left, declared_start, find_start
+from ..start.start import RunStart, check_checkpoint, check_steps_left, declared_start, find_start
 from ..weights.find import StoredWeights
 from .display import next_steps, show_header, show_rows
 from .feed import local_rows, prepare_reference, sequences_of

@@ -15,11 +15,10 @@ from meshloom.compiler.tune.answer import Answer, Estimated, WhatIf, remembering
 
 from ..core.files import replace_json, replace_text
 from ..processes.process_log import announce, say_command
-from ..rundir.find_runs import ROWS_FILE, SWEEP_FILE
-from ..sweep.figures import FIGURES, SAME_CHIP, range_of, tied_with_best
+from ..rundir.folders import ROWS_FILE, SWEEP_FILE
 from ..sweep.page import PAGE, render_sweep
 from ..sweep.read import read_sweep
-from ..sweep.rows import Row
+from ..sweep.rows import FIGURES, SAME_CHIP, Row, range_of, tied_with_best
 from ..sweep.table import show_table
 from .show import OBJECTIVES, above_published, row_of_estimate, rows_of, show_answer, sweep_file, why_it_wins
 from .variants import (

@@ -38,8 +38,8 @@ from ..checkpoint.adapters import find_saved
 from ..checkpoint.find import saved_tree
 from ..checkpoint.s3 import SCHEME, s3_kvstore
 from ..core.failures import STORAGE, RunFailed, storage_reason
+from ..core.files import FILE as MANIFEST
 from ..core.files import LOCK, Folder, file_sha256, is_remote, locked, parse_json, replace_json
-from ..core.manifest import FILE as MANIFEST
 from ..data.progress import TextProgress
 from ..rundir.folders import RunFolder
 from .folder import FROM, INDEX, SINGLE, WeightsFolder, match_folder, match_saved, open_folder

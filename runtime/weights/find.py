@@ -18,8 +18,7 @@ from meshloom.models.published import tensors_in
 
 from ..checkpoint.find import EXPECTED, Checkpoint, check_is_there, newest_good, saved_tree
 from ..core.failures import STORAGE, RunFailed
-from ..core.files import check_bucket, folder_at, is_remote
-from ..core.manifest import damage_in
+from ..core.files import check_bucket, damage_in, folder_at, is_remote
 from ..processes.distributed import Processes, together
 from ..rundir.folders import RunFolder
 from .folder import FROM, Matched, WeightsFolder, match_folder, match_saved, open_folder

@@ -16,7 +16,7 @@ from meshloom.compiler.report.views.diff_text import show_diff
 from meshloom.compiler.report.views.page import render_page
 from meshloom.compiler.report.views.summary import show_summary
 from meshloom.compiler.schema import Report
-from meshloom.runtime.rundir.find_runs import ROWS_FILE
+from meshloom.runtime.rundir.folders import ROWS_FILE
 from meshloom.runtime.sweep.outcomes import outcome_of_plan
 from meshloom.runtime.sweep.read import read_sweep
 from meshloom.runtime.sweep.rows import Point

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshloom.compiler.figures import StepWork
-from meshloom.runtime.rundir.find_runs import ROWS_FILE, SWEEP_FILE
+from meshloom.runtime.rundir.folders import ROWS_FILE, SWEEP_FILE
 from meshloom.runtime.sweep.rows import SWEEP_VERSION, Figures, Row, SweepFile
 
 GIB = 2**30

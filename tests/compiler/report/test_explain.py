@@ -137,7 +137,7 @@ def test_json_adds_up_and_is_json():
 
 @pytest.mark.ci
 def test_the_largest_model_is_planned_without_its_memory():
-    """405 B parameters over 4,096 devices: nothing is allocated. (bench/explain.py measures the time.)"""
+    """405 B parameters over 4,096 devices: nothing is allocated. (bench/start.py measures the time.)"""
     code = (
         "from meshloom.runtime.cli.main import run; "
         "assert run(['explain', 'model=llama3_405b', 'target=cpu-4096', 'global_batch_size=4096']) == 0; "

@@ -14,7 +14,7 @@ from meshloom.runtime.checkpoint.adapters import base_of, check_base, digest_of,
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints, restore
 from meshloom.runtime.checkpoint.find import Checkpoint
 from meshloom.runtime.data import open_data
-from meshloom.runtime.start.find import find_checkpoint
+from meshloom.runtime.start.start import find_checkpoint
 from meshloom.runtime.weights.write import check_peft
 from support.experts import MOE
 from support.programs import on_devices, programs_of

@@ -14,7 +14,7 @@ from meshloom.runtime.checkpoint.find import saved_tree
 from meshloom.runtime.checkpoint.restore_plan import plan_restore
 from meshloom.runtime.processes.distributed import Processes
 from meshloom.runtime.processes.process_log import process_log
-from meshloom.runtime.start.find import find_restorable
+from meshloom.runtime.start.start import find_restorable
 from meshloom.runtime.train.train import plan_and_check, run_training
 from support.commands import run_in_process
 

@@ -12,10 +12,9 @@ import pytest
 from conftest import LINEAR_STACK, SMALL, spec_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.runtime.checkpoint.find import finished
-from meshloom.runtime.core.files import file_sizes, folder_at
-from meshloom.runtime.core.manifest import damage_in
+from meshloom.runtime.core.files import damage_in, file_sizes, folder_at
 from meshloom.runtime.data.corpus import local_copy
-from meshloom.runtime.start.find import check_checkpoint
+from meshloom.runtime.start.start import check_checkpoint
 from support.commands import meshloom
 
 pytest.importorskip("moto.server", reason="pip install -e '.[test]'")

@@ -20,7 +20,7 @@ from conftest import spec_of
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.runtime.checkpoint.find import EXPECTED
 from meshloom.runtime.core.failures import NONFINITE, STORAGE
-from meshloom.runtime.core.manifest import FILE, damage_in
+from meshloom.runtime.core.files import FILE, damage_in
 from meshloom.runtime.rundir.folders import CHECKPOINTS
 from meshloom.runtime.train.loop import NonFinite, SkipCounter
 from meshloom.runtime.train.metrics import NOTHING, Metrics

@@ -17,11 +17,10 @@ from meshloom.runtime.checkpoint.checkpoints import Checkpoints, restore, set_as
 from meshloom.runtime.checkpoint.find import describe_damage, finished, parse_place
 from meshloom.runtime.checkpoint.restore_plan import tree_differences
 from meshloom.runtime.core.failures import RunFailed
-from meshloom.runtime.core.files import remove_for_good
-from meshloom.runtime.core.manifest import FILE, FileEntry
+from meshloom.runtime.core.files import FILE, FileEntry, remove_for_good
 from meshloom.runtime.data import open_data
 from meshloom.runtime.rundir.folders import CHECKPOINTS
-from meshloom.runtime.start.find import find_checkpoint
+from meshloom.runtime.start.start import find_checkpoint
 from support.loops import NoData
 from support.programs import programs_of
 

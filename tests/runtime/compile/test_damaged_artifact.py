@@ -10,7 +10,7 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.xla.aot import Built
 from meshloom.compiler.xla.programs import Fingerprint
 from meshloom.runtime.compile.artifact import EXPECTED, TEXT, read_artifact, write_artifact
-from meshloom.runtime.core.manifest import FILE, damage_in, write_manifest
+from meshloom.runtime.core.files import FILE, damage_in, write_manifest
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda _: b"",

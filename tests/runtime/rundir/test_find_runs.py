@@ -8,7 +8,7 @@ import pytest
 
 from meshloom.compiler.core.errors import Problem
 from meshloom.runtime.core.files import locked
-from meshloom.runtime.rundir.find_runs import find_directories, read_run
+from meshloom.runtime.rundir.folders import find_directories, read_run
 from meshloom.runtime.rundir.run_record import RunRecord, recorded_run
 
 BUSY = Problem("here", "is busy", "wait")

@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshloom.runtime.sweep.figures import FIGURES, best_first, best_of, pareto_front, swept_keys, typed_value
-from meshloom.runtime.sweep.rows import Row
+from meshloom.runtime.sweep.rows import FIGURES, Row, best_first, best_of, pareto_front, swept_keys, typed_value
 from support.sweeps import figures, point, sweep_file
 
 coordinates = st.integers(0, 6).map(float)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from meshloom.runtime.sweep.figures import FIGURES, chip_panels, tied_with_best
-from meshloom.runtime.sweep.rows import Row
+from meshloom.runtime.sweep.rows import FIGURES, Row, chip_panels, tied_with_best
 from support.sweeps import figures, point
 
 STEP = FIGURES["step_seconds"]

@@ -19,7 +19,7 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.driver import plan_run
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
-from meshloom.runtime.cli.export import open_merged
+from meshloom.runtime.cli.weights import open_merged
 from meshloom.runtime.weights.export import SavedParams, prepare_export, run_export
 from meshloom.runtime.weights.find import find_weights
 from meshloom.runtime.weights.folder import open_folder
@@ -182,7 +182,7 @@ SLOW = """
     from dataclasses import replace
     from meshloom.compiler.core.console import Console
     from meshloom.compiler.declare.compose import Request, read_spec
-    from meshloom.runtime.cli.export import open_merged
+    from meshloom.runtime.cli.weights import open_merged
     from meshloom.runtime.weights.export import prepare_export, run_export
 
     def slowed(tensor):

@@ -11,7 +11,7 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints
-from meshloom.runtime.cli.export import open_merged
+from meshloom.runtime.cli.weights import open_merged
 from meshloom.runtime.weights.export import prepare_export, run_export
 from meshloom.runtime.weights.find import find_weights
 from meshloom.runtime.weights.folder import open_folder
