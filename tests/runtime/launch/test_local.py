@@ -126,24 +126,33 @@ RUN = (*SMALL, "model.num_layers=1", "num_steps=3", "schedule.num_warmup_steps=1
        "distributed.initialization_timeout_seconds=120", "distributed.shutdown_timeout_seconds=60")  # fmt: skip
 
 
+LAYOUT = ("sharding=hsdp", "mesh.replica=2", "mesh.fsdp=4")
+
+
+@pytest.fixture(scope="module")
+def losses_alone(tmp_path_factory) -> list[float]:
+    folder = tmp_path_factory.mktemp("alone")
+    alone = meshloom("train", *RUN, *LAYOUT, "hydra.run.dir=run", cwd=folder)
+    assert alone.returncode == 0, alone.stderr
+    return losses(folder / "run")
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    "launch",
+    ("number", "hosts"),
     [
-        ("launch.num_processes=4",),
-        ("launch.num_processes=4", "launch.num_slices=2"),  # GKE's variables, replica over the network of the slices
+        (2, "2 hosts"),
+        (4, "2 slices of 2 hosts"),  # GKE's variables, replica over the network of the slices
     ],
 )
-def test_four_processes_train_as_one_does(tmp_path, launch):
-    layout = ("sharding=hsdp", "mesh.replica=2", "mesh.fsdp=4")
-    alone = meshloom("train", *RUN, *layout, f"hydra.run.dir={tmp_path}/alone", cwd=tmp_path)
-    assert alone.returncode == 0, alone.stderr
-    four = meshloom("launch", *RUN, *layout, *launch, f"hydra.run.dir={tmp_path}/four", cwd=tmp_path)
-    assert four.returncode == 0, four.stderr
-    assert "4 hosts" in four.stderr or "2 slices of 2 hosts" in four.stderr
-    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "alone"), rel=1e-6)
-    for index in range(4):
-        assert f"process {index} of 4" in (tmp_path / "four" / "logs" / f"process-{index}.log").read_text()
+def test_several_processes_train_as_one_does(tmp_path, losses_alone, number, hosts):
+    launch = (f"launch.num_processes={number}", *(["launch.num_slices=2"] if "slices" in hosts else []))
+    several = meshloom("launch", *RUN, *LAYOUT, *launch, "hydra.run.dir=run", cwd=tmp_path)
+    assert several.returncode == 0, several.stderr
+    assert hosts in several.stderr
+    assert losses(tmp_path / "run") == pytest.approx(losses_alone, rel=1e-6)
+    for index in range(number):
+        assert f"process {index} of {number}" in (tmp_path / "run" / "logs" / f"process-{index}.log").read_text()
 
 
 @pytest.mark.release
