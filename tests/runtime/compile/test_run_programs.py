@@ -4,6 +4,7 @@ import json
 import os
 
 import jax
+import numpy as np
 import pytest
 
 from conftest import LINEAR_STACK, plan_of
@@ -11,6 +12,7 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, ConfigError, Problem
 from meshloom.compiler.xla.programs import Programs, build
 from meshloom.runtime.compile import run_programs
+from meshloom.runtime.compile.compile_cache import cached_compilation
 from meshloom.runtime.compile.run_programs import made_together, make_programs
 from meshloom.runtime.core.failures import RunFailed
 from meshloom.runtime.processes.distributed import Processes
@@ -87,3 +89,22 @@ def test_a_compile_that_fails_in_one_process_ends_the_others(monkeypatch):
         made_together(plan_of(*LINEAR_STACK), fail, Processes(0, 2))
     assert raised.value.exit_code == 1
     assert "failed" in told[0]
+
+
+@pytest.fixture(autouse=True)
+def settings_put_back():
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_a_process_keeps_programs_in_the_folder_of_each_run(tmp_path):
+    found = []
+    for name, factor in (("first", 2.0), ("second", 3.0), ("second", 3.0), (None, 3.0)):
+        with cached_compilation(name and str(tmp_path / name)) as use:
+            assert jax.jit(lambda x, factor=factor: x * factor)(np.float32(2)) == 2 * factor
+        found.append(use.num_hits)
+    assert found == [0, 0, 1, 0]
+    assert all([*(tmp_path / name).glob("jit__lambda*-cache")] for name in ("first", "second"))

@@ -1,6 +1,7 @@
 """`meshloom generate`: a run's weights continue prompts as a forward pass without a cache does, on any mesh."""
 
 import json
+import random
 from functools import partial
 
 import jax
@@ -12,8 +13,13 @@ import meshloom
 from conftest import SMALL, spec_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.visible import visible
+from meshloom.compiler.declare.overrides import parse_override
+from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.declare.sections import GENERATE, in_section
 from meshloom.compiler.driver import plan_run
 from meshloom.runtime.checkpoint.adapters import find_saved, load_parameters
+from meshloom.runtime.data.tokenizers import Bytes
+from meshloom.runtime.inference.generate import Stops, TextStream
 from meshloom.runtime.inference.generation_job import prepare_generation
 from support.commands import run_in_process
 from support.reference import forward
@@ -23,6 +29,7 @@ RUN = (*SMALL, "data=python_stdlib", "num_steps=3", "checkpoint.every_num_steps=
 GREEDY = ("temperature=0", "max_new_tokens=6")
 LEARNED = ("model.positions=learned", "model.rope_theta=null", "model.num_positions=16")
 PROMPTS = ("import os\n", "", "class Gr\u00f6\u00dfe:")
+TEXT = "Grüße, 世界 🌍! e\u0301 "
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +114,74 @@ def test_a_line_of_prompts_that_is_none_is_named(tmp_path):
     assert f"{file}:2: is not a JSON object with a text as `prompt`, or `messages`" in problem_of(
         f"generate.prompts={file}"
     )
+
+
+def streamed(tokens, before=()):
+    stream = TextStream(Bytes().decode, before)
+    return [*(stream.add(token) for token in tokens), stream.end()]
+
+
+def test_a_character_comes_when_its_last_byte_does():
+    pieces = streamed(TEXT.encode(), before=b"as ")
+    assert [piece for piece in pieces if piece] == list(TEXT)
+    assert all(not piece or piece.encode()[-1] == byte for piece, byte in zip(pieces, TEXT.encode(), strict=False))
+
+
+def test_bytes_that_are_no_text_come_as_python_decodes_them():
+    draw = random.Random(0)
+    for _ in range(200):
+        tokens = [draw.choice([*TEXT.encode(), *range(256)]) for _ in range(draw.randrange(1, 40))]
+        assert "".join(streamed(tokens)) == bytes(tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize(("stops", "expected"), [
+    ((), "one two three"),
+    (("two",), "one "),
+    (("three", "one t"), ""),
+    (("twx", "tthr"), "one two three"),
+    (("e e", "ee"), "one two thr"),
+])  # fmt: skip
+def test_a_stop_is_never_shown_however_the_text_is_cut(stops, expected):
+    for width in range(1, 14):
+        stream, shown = Stops(stops), ""
+        for start in range(0, 13, width):
+            shown += stream.add("one two three"[start : start + width])
+            assert expected.startswith(shown)
+            if stream.is_over:
+                break
+        assert stream.is_over == (expected != "one two three")
+        assert shown + stream.end() == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "12", "null", "a, 'b' = {c} [d", 'say "hi"', "${oc.env:HOME}", "a\\", "l\nm", "=", "~/x"]
+)
+def test_a_prompt_is_text_as_it_stands(text):
+    (word,) = in_section(GENERATE, [f"prompt={text}"])
+    parsed = parse_override(word)
+    assert parsed.key_or_group == "generate.prompt"
+    value = parsed.value()
+    assert str(value).replace("\\${", "${") == text
+
+
+def test_keys_of_generation_need_no_section():
+    words = [
+        "top_k=5",
+        "stop=[a,b]",
+        "stop=###",
+        "target=cpu-1",
+        "seed=3",
+        "generate.top_p=1",
+        "model.seed=2",
+        "max_tokens=4",
+    ]
+    assert in_section(GENERATE, words) == [
+        "generate.top_k=5", "generate.stop=[a,b]", "generate.stop=['###']", "target=cpu-1", "generate.seed=3",
+        "generate.top_p=1", "model.seed=2", "generate.max_tokens=4",
+    ]  # fmt: skip
+
+
+def test_no_other_key_is_taken_for_one_of_generation():
+    assert in_section(GENERATE, [f"{key}=1" for key in RunSpec.model_fields if key != "seed"]) == [
+        f"{key}=1" for key in RunSpec.model_fields if key != "seed"
+    ]
