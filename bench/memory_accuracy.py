@@ -84,19 +84,8 @@ def compile_row(plan: Plan) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Facts]) -> str:
-    columns = (
-        "model, layers",
-        "sequences",
-        "target",
-        "sharding",
-        "remat",
-        "",
-        "estimate",
-        "XLA's peak",
-        "off",
-        "reserved",
-    )
-    return markdown(columns, map(_cells, rows))
+    columns = "model, layers | sequences | target | sharding | remat |  | estimate | XLA's peak | off | reserved"
+    return markdown(columns.split(" | "), map(_cells, rows))
 
 
 def _cells(kept: Facts) -> list[str]:

@@ -129,17 +129,8 @@ def print_facts(facts: dict[str, Any]) -> None:
 
 
 def table(rows: Sequence[Facts]) -> str:
-    columns = (
-        "program",
-        "exposed, step",
-        "short ones not queued",
-        "compute",
-        "of it attention",
-        "links",
-        "peak",
-        "unpriced",
-    )
-    return markdown(columns, map(_cells, rows))
+    columns = "program | exposed, step | short ones not queued | compute | of it attention | links | peak | unpriced"
+    return markdown(columns.split(" | "), map(_cells, rows))
 
 
 def _cells(row: Facts) -> list[str]:

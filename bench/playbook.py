@@ -12,13 +12,12 @@ layers, as `pipeline.layers=balanced` does (https://github.com/huggingface/nanot
 examples/config_tiny_llama_bench.yaml). Minutes for each row, which is kept (compiled_rows.py).
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from compiled_rows import Facts, Overrides, Rows, gib, keep, kept_rows, markdown, parser_of, read_kept
+from compiled_rows import Facts, Overrides, Rows, gib, kept_rows, make_rows, markdown, parser_of, read_kept
 
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
@@ -108,10 +107,7 @@ def priced(cell: Cell) -> tuple[Prices, int, Plan]:
 
 
 def traced(function: Callable[[TracePoint], Reference], points: Sequence[TracePoint]) -> Iterator[Reference]:
-    for number, point in enumerate(points, start=1):
-        print(f"\r  tracing {number} of {len(points)}", end="", file=sys.stderr, flush=True)
-        yield function(point)
-    print(file=sys.stderr)
+    return map(function, points)
 
 
 def is_published(one: MeshCandidate, cell: Cell) -> bool:
@@ -179,10 +175,9 @@ def _row(cell: Cell, facts: Facts) -> list[str]:
 
 def main() -> None:
     given = parser_of(__doc__, KEPT).parse_args()
-    for cell in CELLS:
-        if given.rows in cell.name and not given.show and overrides_of(cell) not in read_kept(given.file):
-            print(cell.name, file=sys.stderr)
-            keep(given.file, cell.name, overrides_of(cell), facts_of(cell))
+    cells = {overrides_of(cell): cell for cell in CELLS}
+    rows = ((cell.name, overrides) for overrides, cell in cells.items())
+    make_rows(given, rows, dict, make=lambda overrides: (facts_of(cells[overrides]), None))
     for is_staged in (True, False):
         print(table(read_kept(given.file), is_staged=is_staged))
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from compiled_rows import NOT_COMPILED, Overrides, keep, make_rows, markdown, parser_of, read_kept, versions_of
+from compiled_rows import NOT_COMPILED, Overrides, gib, keep, make_rows, markdown, parser_of, read_kept, versions_of
 from prediction_range import BASES, GROUPINGS, LONG, Run, coverage, find_least, kind_of, source_of, table_of
 from published_recipes import RECIPES, Recipe
 from pydantic import TypeAdapter
@@ -55,12 +55,7 @@ def facts_of(report: dict[str, Any]) -> dict[str, Any]:
     step, program, target = report["compiled"], report["program"], report["target"]
     exposed: dict[tuple[str, ...], dict[str, Any]] = {}
     for each in report["collectives"]:
-        of = {
-            "kind": each["kind"],
-            "mesh_axes": "+".join(each["mesh_axes"]),
-            "form": each["form"],
-            "dtype": each["dtype"],
-        }
+        of = {name: each[name] for name in ("kind", "form", "dtype")} | {"mesh_axes": "+".join(each["mesh_axes"])}
         sums = exposed.setdefault(tuple(of.values()), of | {"exposed_seconds": 0.0, "alone_seconds": 0.0})
         for name in ("exposed_seconds", "alone_seconds"):
             sums[name] += each[name] or 0.0
@@ -128,20 +123,16 @@ def _cells(recipe: Recipe, kept: Rows, estimates: Rows) -> list[str]:
             f"{1 / off - 1:+.0%}" if off else "",
             _percent(facts["exposed_fraction"]),
         ]
-    published = planned["published_seconds"] if planned else None
-    cells += (
-        [f"{planned['estimated_seconds'] / published - 1:+.0%}", f"{planned['bound_seconds'] / published:.0%}"]
-        if (planned and published)
-        else ["", ""]
-    )
-    cells += (
-        ["", ""]
-        if facts is None
-        else [
-            f"{facts['peak_bytes'] / 2**30:.1f}{'' if facts['fits'] else ', too much'}",
-            f"{facts['host_bytes'] / 2**30:.1f}" if facts.get("host_bytes") else "",
-        ]
-    )
+    if planned and (published := planned["published_seconds"]):
+        off = planned["estimated_seconds"] / published - 1
+        cells += [f"{off:+.0%}", f"{planned['bound_seconds'] / published:.0%}"]
+    else:
+        cells += ["", ""]
+    if facts is None:
+        cells += ["", ""]
+    else:
+        on_host = gib(facts["host_bytes"]) if facts.get("host_bytes") else ""
+        cells += [f"{gib(facts['peak_bytes'])}{'' if facts['fits'] else ', too much'}", on_host]
     return [f"[{recipe.name}]({recipe.source})", recipe.half, _percent(recipe.published_mfu), *cells]
 
 

@@ -40,7 +40,7 @@ def start(began: float, cache: str, overrides: list[str]) -> dict[str, float]:
     from meshloom import compose
     from meshloom.compiler.driver import plan_run
     from meshloom.compiler.xla.programs import build, lower
-    from meshloom.runtime.compile.compile_cache import cached_compilation
+    from meshloom.runtime.compile.artifact import cached_compilation
     from meshloom.runtime.data import open_data
     from meshloom.runtime.processes.devices import start_devices
     from meshloom.runtime.processes.distributed import Processes

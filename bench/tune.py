@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compiled_rows import Facts, Overrides, Rows, gib, keep, make_rows, markdown, parser_of, read_kept, versions_of
+from compiled_rows import Facts, Overrides, Rows, gib, make_rows, markdown, parser_of, read_kept, versions_of
 
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
@@ -78,14 +78,13 @@ ROWS = (
 )
 
 
-def search(row: Row) -> dict[str, Any] | None:
-    """Returns the best of a row, the smallest that does not fit, and the seconds that the search took; None where the
-    command fails and has said why."""
+def search(row: Row) -> dict[str, Any]:
+    """Returns the best of a row, the smallest that does not fit, and the seconds that the search took. Raises
+    CalledProcessError if the command fails."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as run_dir:
         command = [sys.executable, "-m", "meshloom", "tune", *row.overrides, f"hydra.run.dir={run_dir}"]
-        if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
-            return None
+        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
         seconds = round(time.perf_counter() - start, 1)
         answer = json.loads(Path(run_dir, "tune.json").read_text())
         priced = [json.loads(line) for line in Path(run_dir, "sweep.jsonl").read_text().splitlines()]
@@ -185,13 +184,10 @@ def main() -> int:
     parser.add_argument("--compile", type=int, default=1, help="the first N of each answer")
     parser.add_argument("--too-large", action="store_true", help="compile what does not fit by the estimate, too")
     given = parser.parse_args()
-    for row in [] if given.show else [row for row in ROWS if given.rows in row.name]:
-        if row.overrides not in read_kept(given.file):
-            print(f"searching: {row.name}", file=sys.stderr, flush=True)
-            if (answer := search(row)) is not None:
-                keep(given.file, row.name, row.overrides, answer)
-    kept = read_kept(given.file)
-    num_missing = make_rows(given, candidates_of(kept, given), facts_of)
+    rows = {row.overrides: row for row in ROWS}
+    searched = ((row.name, overrides) for overrides, row in rows.items())
+    make_rows(given, searched, dict, make=lambda overrides: (search(rows[overrides]), None))
+    num_missing = make_rows(given, candidates_of(read_kept(given.file), given), facts_of)
     print(table(read_kept(given.file)))
     return int(num_missing > 0)
 

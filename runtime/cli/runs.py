@@ -13,8 +13,16 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.format import counted, human_seconds
 from meshloom.compiler.core.visible import write_out
 
-from ..rundir.folders import METRICS, ROWS_FILE, SPEC, SWEEP_FILE, check_directory, find_directories, read_run
-from ..rundir.run_record import RECORD_FILE
+from ..rundir.folders import (
+    METRICS,
+    RECORD_FILE,
+    ROWS_FILE,
+    SPEC,
+    SWEEP_FILE,
+    check_directory,
+    find_directories,
+    read_run,
+)
 from ..sweep.read import read_sweep
 from ..sweep.rows import FIGURES, Status, best_of, value_of
 from ..sweep.table import came_to

@@ -23,8 +23,8 @@ from ..core.failures import RunFailed
 from ..processes.devices import plan_without_devices
 from ..processes.initialize import plan_start, process_index
 from ..processes.process_log import announce
+from ..rundir.folders import link_latest
 from ..rundir.run_dir import only_run_in
-from ..rundir.run_record import link_latest
 from ..sweep.engine import Engine, launching, open_sweep
 from ..sweep.pool import pool_settings
 from ..sweep.rows import POINT_NAME, SWEEP_COMMANDS, SweepCommand

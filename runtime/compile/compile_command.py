@@ -32,10 +32,9 @@ from ..core.stderr_capture import captured_stderr
 from ..processes.devices import plan_without_devices, start_devices
 from ..processes.distributed import Processes
 from ..processes.process_log import announce, say_command, say_labels
+from ..rundir.folders import recorded_run
 from ..rundir.run_dir import only_run_in, write_declaration, write_report
-from ..rundir.run_record import recorded_run
-from .artifact import FOLDER, TEXT, write_artifact
-from .compile_cache import cache_folder, cached_compilation
+from .artifact import FOLDER, TEXT, cache_folder, cached_compilation, write_artifact
 from .step_compiler import COMPILER_LOG, StepCompiler, StoredStep, search_overlap
 from .watched import Phases, compiler_errors_reported
 

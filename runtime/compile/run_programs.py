@@ -37,8 +37,7 @@ from ..processes.agreement import check_same_program
 from ..processes.distributed import COMPILED, Processes, together
 from ..processes.process_log import announce
 from ..processes.stop import StopRequest
-from .artifact import Artifact, find_artifact, load_programs, write_artifact
-from .compile_cache import cached_compilation, store_of, unkept
+from .artifact import Artifact, cached_compilation, find_artifact, load_programs, store_of, unkept, write_artifact
 from .watched import LOWER, Phases, compiler_errors_reported, watched
 
 STATUS = "compiling the train step"

@@ -43,8 +43,17 @@ from meshloom.compiler.xla.programs import sha256
 from ..core.files import replace_text
 from ..core.stderr_capture import Captured, captured_stderr
 from ..processes.process_log import announce
-from .artifact import FOLDER, Artifact, find_artifact, write_artifact
-from .compile_cache import cache_folder, check_did_not_abort, one_compiles, store_of, unkept
+from .artifact import (
+    FOLDER,
+    Artifact,
+    cache_folder,
+    check_did_not_abort,
+    find_artifact,
+    one_compiles,
+    store_of,
+    unkept,
+    write_artifact,
+)
 from .watched import COMPILE, LOWER, READ, Phases, compile_in_child, watched
 
 COMPILER_LOG = Path("logs/compiler.log")

@@ -29,7 +29,7 @@ from meshloom.compiler.xla.programs import Programs
 
 from ..checkpoint.adapters import find_saved, load_parameters, read_base
 from ..checkpoint.find import describe_damage
-from ..compile.compile_cache import cached_compilation
+from ..compile.artifact import cached_compilation
 from ..compile.run_programs import WatchedBuild, check_devices, check_program_memory, mesh_of
 from ..compile.watched import LOWER, Phases
 from ..processes.agreement import check_same_declaration, check_same_program

@@ -19,8 +19,7 @@ from meshloom.compiler.declare.hydra_settings import SEARCH_PATH, search_path_ov
 from meshloom.compiler.declare.overrides import overridden_key, override
 from meshloom.compiler.declare.published_folder import PublishedFolder
 
-from ..rundir.folders import CHECKPOINTS, RunFolder, check_directory
-from ..rundir.run_record import RECORD_FILE
+from ..rundir.folders import CHECKPOINTS, RECORD_FILE, RunFolder, check_directory
 
 WEIGHTS_FROM = "checkpoint.weights_from"
 WHAT_TO_NAME = (

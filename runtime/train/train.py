@@ -38,9 +38,8 @@ from ..processes.distributed import Processes, join, together
 from ..processes.initialize import plan_start
 from ..processes.process_log import announce, say_labels
 from ..processes.stop import StopRequest
-from ..rundir.folders import CHECKPOINTS
+from ..rundir.folders import CHECKPOINTS, recorded_run
 from ..rundir.run_dir import only_run_in, only_run_that_saves_in, write_declaration
-from ..rundir.run_record import recorded_run
 from ..start.start import RunStart, check_checkpoint, check_steps_left, declared_start, find_start
 from ..weights.find import StoredWeights
 from .display import next_steps, show_header, show_rows

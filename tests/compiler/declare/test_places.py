@@ -9,7 +9,7 @@ from meshloom.compiler.core.key_paths import value_at
 from meshloom.compiler.declare.compose import Request, hydra_arguments, hydra_run_dir, hydra_sweep_dir, read_spec
 from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.runtime.checkpoint.find import parse_place
-from meshloom.runtime.compile.compile_cache import cached_compilation
+from meshloom.runtime.compile.artifact import cached_compilation
 from meshloom.runtime.core.files import folder_at
 from meshloom.runtime.rundir.run_dir import only_run_that_saves_in
 

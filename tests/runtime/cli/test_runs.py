@@ -13,7 +13,7 @@ from conftest import LINEAR_STACK, SMALL
 from meshloom.compiler.core.errors import Problem
 from meshloom.runtime.cli.main import run
 from meshloom.runtime.core.files import locked
-from meshloom.runtime.rundir.run_record import recorded_run
+from meshloom.runtime.rundir.folders import recorded_run
 from support.commands import run_python
 from support.forked import start
 from support.sweeps import figures, point, sweep_file, write_sweep

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshloom.runtime.compile.abort_watchdog import read_abort_reason
-from meshloom.runtime.compile.compile_cache import check_did_not_abort
+from meshloom.runtime.compile.artifact import check_did_not_abort
 from meshloom.runtime.core.failures import RunFailed
 from support.commands import Ended, run_python
 from support.forked import start

@@ -12,7 +12,7 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, ConfigError, Problem
 from meshloom.compiler.xla.programs import Programs, build
 from meshloom.runtime.compile import run_programs
-from meshloom.runtime.compile.compile_cache import cached_compilation
+from meshloom.runtime.compile.artifact import cached_compilation
 from meshloom.runtime.compile.run_programs import made_together, make_programs
 from meshloom.runtime.core.failures import RunFailed
 from meshloom.runtime.processes.distributed import Processes

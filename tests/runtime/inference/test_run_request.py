@@ -10,7 +10,7 @@ from meshloom.compiler.declare.compose import Request
 from meshloom.runtime.cli.app import parse_flags
 from meshloom.runtime.cli.commands import Command
 from meshloom.runtime.inference.run_request import request_of_run
-from meshloom.runtime.rundir.run_record import recorded_run
+from meshloom.runtime.rundir.folders import recorded_run
 
 OF_ITS_WEIGHTS = (
     "sharding=fsdp_tensor", "mesh.tensor=2", "data=text_files", "data.source.paths=[a.txt]", "model.num_layers=3",

@@ -11,8 +11,7 @@ import pytest
 from meshloom.compiler.core.errors import DOES_NOT_FIT, ConfigError, Problem
 from meshloom.runtime.core.failures import NONFINITE, RunFailed
 from meshloom.runtime.core.files import locked
-from meshloom.runtime.rundir.folders import RunFolder, find_directories, read_run
-from meshloom.runtime.rundir.run_record import RunRecord, link_latest, recorded_run
+from meshloom.runtime.rundir.folders import RunFolder, RunRecord, find_directories, link_latest, read_run, recorded_run
 from support.commands import run_python
 
 PROBLEM = Problem("optimizer.learning_rate", "the loss of step 7 is NaN", "lower it")
@@ -67,7 +66,7 @@ def test_a_command_that_leaves_at_once_is_recorded_too(tmp_path):
     code = f"""
 from pathlib import Path
 from meshloom.runtime.core.interruptible import hear_interrupts, leave_now
-from meshloom.runtime.rundir.run_record import recorded_run
+from meshloom.runtime.rundir.folders import recorded_run
 hear_interrupts()
 with recorded_run(Path({str(tmp_path)!r}), "train"):
     leave_now(130)
