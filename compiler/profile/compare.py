@@ -222,16 +222,13 @@ def _operations(accounts: Sequence[Account], prediction: Prediction, roles: Role
                 **_values(measured, report.alone_seconds),
             )
         )
-    return sorted(rows, key=lambda row: (-difference(row), row.name))
+    return sorted(rows, key=lambda row: (-difference(row.exposed or row), row.name))
 
 
-def difference(row: OperationRow) -> float:
-    """Returns the difference of measured and predicted seconds; the measured time where nothing is predicted. For a
-    collective both are the time that compute waits for it."""
-    of_step = row.exposed or row
-    if isinstance(of_step.predicted_seconds, Unknown):
-        return of_step.measured_seconds
-    return abs(of_step.measured_seconds - of_step.predicted_seconds)
+def difference(of_step: Compared) -> float:
+    """Returns the difference of measured and predicted seconds; the measured time where nothing is predicted. of_step:
+    of a collective, the time that compute waits for it."""
+    return abs(of_step.measured_seconds - (of_step.predicted_seconds or 0.0))
 
 
 KINDS: tuple[ComputeKind, ...] = ("matmul", "attention", "other")

@@ -8,7 +8,7 @@ from typing import Any
 from ...core.console import Column, Console, Part, Table
 from ...core.format import counted, human_seconds
 from ...core.known import Unknown, text_of
-from ...profile.compare import Compared, KindRow, OperationRow, ProfileReport, compared
+from ...profile.compare import Compared, KindRow, OperationRow, ProfileReport, compared, difference
 from ...profile.prediction import Prediction
 from ...profile.trace import Execution, execution_events, roles_of
 from ...schema import Event, total
@@ -62,7 +62,7 @@ def by_source(rows: Sequence[OperationRow]) -> list[Operations]:
     for row in rows:
         groups.setdefault((row.source, row.kind), []).append(row)
     found = [_together(each) for each in groups.values()]
-    return sorted(found, key=lambda one: -_difference(one))
+    return sorted(found, key=lambda one: -difference(one.exposed or one.alone))
 
 
 def alone(row: OperationRow) -> Operations:
@@ -84,11 +84,6 @@ def _together(rows: Sequence[OperationRow]) -> Operations:
 def _added(values: Sequence[Compared]) -> Compared:
     predicted = total(each.predicted_seconds for each in values)
     return compared(sum(each.measured_seconds for each in values), predicted)
-
-
-def _difference(one: Operations) -> float:
-    of_step = one.exposed or one.alone
-    return abs(of_step.measured_seconds - (of_step.predicted_seconds or 0.0))
 
 
 def render_profile(report: ProfileReport, prediction: Prediction, execution: Execution) -> str:

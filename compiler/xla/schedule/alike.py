@@ -274,8 +274,6 @@ class _Walk:
 
     def _either(self, values: Sequence[Value]) -> Value:
         """Returns the value that is one of several, element by element."""
-        if all(isinstance(value, list) for value in values) and len({len(value) for value in values}) == 1:
-            return [self._either(several) for several in zip(*values, strict=True)]
         lists = [value for value in values if isinstance(value, list)]
         if lists and len({len(value) for value in lists}) == 1:
             size = len(lists[0])

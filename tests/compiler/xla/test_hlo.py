@@ -1,9 +1,11 @@
-"""The text of scheduled programs, both dialects, as instructions, types, groups and source lines."""
+"""The text of scheduled programs, both dialects, as instructions, types, groups, opcodes and source lines."""
 
+import ast
 import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +13,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import meshloom.compiler
 from conftest import plan_of
 from meshloom.compiler.analysis.program_text import SourceLine, source_finder
 from meshloom.compiler.xla.hlo import HloError, Module, module_name, parse_module, split_modules
 from meshloom.compiler.xla.hlo.groups import groups_of, parse_groups
+from meshloom.compiler.xla.hlo.opcodes import COLLECTIVES, Does, all_that
 from meshloom.compiler.xla.hlo.types import ArrayType, num_bytes, parse_type
 from support.programs import programs_of
 
@@ -292,3 +296,35 @@ def test_modules_of_one_text_are_told_apart():
 def test_groups_that_the_program_does_not_have_are_an_error(groups, said):
     with pytest.raises(HloError, match=re.escape(said)):
         parse_groups(groups, 8)
+
+
+COMPILER = Path(meshloom.compiler.__file__).resolve().parent
+VIEWS = all_that(Does.VIEW) | all_that(Does.CAST)
+
+
+def test_no_other_file_lists_opcodes_that_look_at_a_value_differently():
+    """Two walks with two lists would not agree on which arrays are one."""
+    assert listing(VIEWS, "xla", "analysis", "profile") == {"xla/hlo/opcodes.py"}
+
+
+def test_no_other_file_lists_the_collectives():
+    assert listing({"all-reduce", "collective-permute", "ragged-all-to-all"}, "xla") == {"xla/hlo/opcodes.py"}
+
+
+def test_opcodes_that_name_memory_give_no_work():
+    """All but those that end or go on with something asynchronous, which the reader of a schedule asks first."""
+    named = all_that(Does.NAME) - all_that(Does.FREE)
+    assert all(each.endswith(("-done", "-update")) for each in named)
+    assert not COLLECTIVES.keys() & all_that(Does.FREE)
+
+
+def listing(opcodes: set[str] | frozenset[str], *folders: str) -> set[str]:
+    """Files with a set, a tuple or a table that has three of these opcodes or more."""
+    found = set()
+    for file in (file for folder in folders for file in (COMPILER / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            elements = node.elts if isinstance(node, ast.Set | ast.Tuple | ast.List) else ()
+            elements = node.keys if isinstance(node, ast.Dict) else elements
+            if len({each.value for each in elements if isinstance(each, ast.Constant)} & opcodes) > 2:
+                found.add(str(file.relative_to(COMPILER)))
+    return found
