@@ -21,18 +21,7 @@ from ..sharding.arrays import OpSite
 from ..sharding.roles import AxisRoles
 from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import accumulated_layouts, gathered_bytes
-from .operation import (
-    Cost,
-    Lowered,
-    OpInputs,
-    OpPlan,
-    ParallelOp,
-    Refusal,
-    Strategy,
-    WeightUse,
-    moved,
-    refused,
-)
+from .operation import Cost, Lowered, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, WeightUse, moved, refused
 
 EMBED = "embed"  # the piece
 ALL_GATHER, ALL_TO_ALL = "all_gather", "all_to_all"

@@ -250,10 +250,7 @@ def _exchanged_backward(axis: Any, sender: _Buffer, receiver: _Buffer, saved: An
 
 
 _exchanged.defvjp(
-    lambda axis, sender, receiver, x, there, back: (
-        _exchanged(axis, sender, receiver, x, there, back),
-        (there, back),
-    ),
+    lambda axis, sender, receiver, x, there, back: (_exchanged(axis, sender, receiver, x, there, back), (there, back)),
     _exchanged_backward,
 )
 
