@@ -14,7 +14,7 @@ Finding what was compiled before and watching a compiler at work are the caller'
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -128,14 +128,13 @@ def plan_layout(
         lambda: check_length(spec, model),
         lambda: check_length_split(spec, model, roles, per_token_operation(ops)),
     )
-    batch = plan_batch(spec, mesh, roles)
-    pipeline = plan_pipeline(tables, spec, mesh, batch, model, sharding, target)
+    inputs = OpInputs(spec, model, arrays, sharding, mesh, plan_batch(spec, mesh, roles), target)
+    pipeline = plan_pipeline(tables, inputs)
     if pipeline and pipeline.shares_head:
-        sharding = share_head(sharding, mesh)
-    inputs = OpInputs(spec, model, arrays, sharding, mesh, batch, target)
+        inputs = replace(inputs, sharding=share_head(sharding, mesh))
     operations, *_ = all_of(
         lambda: plan_operations(ops, inputs),
-        lambda: check_gradients(spec, sharding),
+        lambda: check_gradients(spec, inputs.sharding),
         lambda: check_unroll(spec.overlap.layers.unroll, roles.partitioner, target),
     )
     return Layout(inputs, operations, pipeline, preset_options)

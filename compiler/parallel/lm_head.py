@@ -212,8 +212,9 @@ def cut_refusal(spec: PlanSpec, model: Model) -> str | None:
 SHARED = "each stage has its part of the head"
 
 
-def why_not_shared(spec: PlanSpec, mesh: MeshPlan, model: Model, sharding: ShardingPlan) -> str | None:
-    """Returns why stages cannot share the head; None where they can. sharding: the layouts without that."""
+def why_not_shared(inputs: OpInputs) -> str | None:
+    """Returns why stages cannot share the head; None where they can. inputs: with the layouts without that."""
+    spec, mesh, model, sharding = inputs.spec, inputs.mesh, inputs.model, inputs.sharding
     stored, updated = (list(_vocabularies(plans)) for plans in (sharding.parameters, sharding.optimizer))
     if not stored:
         return "it has no parameter with a dimension 'vocab'"

@@ -34,13 +34,11 @@ from ..pipeline.stage_layers import StageLayers, layers_of, split_evenly
 from ..pipeline.table import PipelineTable, StagePlacement, TickForm, max_in_flight_of, microbatches
 from ..pipeline.table_file import read_table
 from ..sharding.arrays import EXPERTS
-from ..sharding.batch import BatchPlan
 from ..sharding.rules import ArrayPlan
-from ..sharding.sharding import ShardingPlan, gathered_bytes
+from ..sharding.sharding import gathered_bytes
 from ..spec.pipeline_spec import HeadPlace, PipelineSpec
 from ..spec.plan_spec import PlanSpec
 from ..target.mesh import MeshPlan
-from ..target.target import TargetPlan
 from .lm_head import why_not_shared
 from .operation import OpInputs
 from .stage_times import StageTimes, plan_slot_bytes, plan_stage_times, recomputes_layers, x_bytes
@@ -225,36 +223,32 @@ class PipelinePlan:
         return self.time.bubble_fraction
 
 
-def plan_pipeline(
-    tables: TablesByLabel,
-    spec: PlanSpec,
-    mesh: MeshPlan,
-    batch: BatchPlan,
-    model: Model,
-    sharding: ShardingPlan,
-    target: TargetPlan,
-) -> PipelinePlan | None:
-    """Returns the pipeline by the table that `choose_table` finds; None without stages. tables: those of
-    `read_tables`."""
+def plan_pipeline(tables: TablesByLabel, inputs: OpInputs) -> PipelinePlan | None:
+    """Returns the pipeline by the table that `choose_table` finds; None without stages. tables: of `read_tables`."""
     if not tables:
         return None
-    times = plan_stage_times(spec, mesh, batch, model, sharding, target)
+    spec, model, sharding, times = inputs.spec, inputs.model, inputs.sharding, plan_stage_times(inputs)
     declared = spec.pipeline.head
-    refusal = why_not_shared(spec, mesh, model, sharding) if declared != LAST else None
+    refusal = why_not_shared(inputs) if declared != LAST else None
     if refusal and declared == STAGES:
         what = f"is stages, and they cannot share the head: {refusal}"
         raise ConfigError([Problem("pipeline.head", what, "set pipeline.head=last, or auto")])
     placement = next(iter(tables.values())).placement
     splits = list(_splits(spec, model, placement))
+    # A device has room for buffers beside the parameters and one set of optimizer state: more than buffers get.
+    state, limit = (
+        sum(x.bytes_per_device for x in (*sharding.parameters, *sharding.optimizer)),
+        inputs.target.hbm_bytes_per_device,
+    )
     choose = partial(
         choose_table,
         tables,
         permute_seconds=times.permute,
-        num_bytes=partial(buffer_bytes, slot_bytes=plan_slot_bytes(spec, model, sharding, placement.num_virtual)),
-        room_bytes=_room_for_buffers(sharding, target),
+        num_bytes=partial(buffer_bytes, slot_bytes=plan_slot_bytes(inputs, placement.num_virtual)),
+        room_bytes=math.inf if limit is None else limit - state,
     )
     is_open = declared == "auto" and not refusal and times.head_sent is not None
-    head_seconds = {LAST: None, STAGES: times.head_seconds(mesh.sizes[STAGE])}
+    head_seconds = {LAST: None, STAGES: times.head_seconds(inputs.mesh.sizes[STAGE])}
     places = (LAST, STAGES) if is_open else (STAGES,) if declared == STAGES else (LAST,)
     by_place = {place: _choose_split(splits, choose, times, head_seconds[place]) for place in places}
     head = _choose_head(declared, refusal, {place: each.time.seconds for place, (each, _) in by_place.items()})
@@ -275,13 +269,6 @@ def _choose_split(
         for layers in splits
     ]
     return min(found, key=lambda each: each[0].time.seconds)
-
-
-def _room_for_buffers(sharding: ShardingPlan, target: TargetPlan) -> float:
-    """Returns the bytes of a device beside the parameters and one set of optimizer state: more than buffers have."""
-    limit = target.hbm_bytes_per_device
-    state = sum(plan.bytes_per_device for plan in (*sharding.parameters, *sharding.optimizer))
-    return math.inf if limit is None else limit - state
 
 
 def _choose_head(

@@ -17,13 +17,11 @@ from ..pipeline.makespan import OpSeconds
 from ..pipeline.stage_layers import StageLayers
 from ..pipeline.table import PipelineOp, PipelineTable
 from ..sharding.arrays import EXPERTS
-from ..sharding.batch import BatchPlan
 from ..sharding.sharding import ShardingPlan
 from ..spec.cost_model import cost_model
-from ..spec.plan_spec import PlanSpec
 from ..spec.step_spec import RematSpec
-from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
+from .operation import OpInputs
 
 NO_MATMULS = ("none", "save_dots")  # remat policies under which no matmul is computed again
 RESIDUAL = "residual"  # the name of the stream that layers add to (models/decoder.py)
@@ -94,13 +92,12 @@ class StageTimes:
         return of_slot
 
 
-def plan_stage_times(
-    spec: PlanSpec, mesh: MeshPlan, batch: BatchPlan, model: Model, sharding: ShardingPlan, target: TargetPlan
-) -> StageTimes:
+def plan_stage_times(inputs: OpInputs) -> StageTimes:
     """Returns the times by the products of tokens with parameters and with each other, and
     by the bytes of the layers' activations, at the rates that its programs reach."""
-    speeds, roles = _speeds(target), sharding.roles
-    tokens = batch.tokens_of_device
+    spec, mesh, model, sharding = inputs.spec, inputs.mesh, inputs.model, inputs.sharding
+    speeds, roles = _speeds(inputs.target), sharding.roles
+    tokens = inputs.batch.tokens_of_device
     shards = mesh.num_shards(roles.partitioner)
     num_multiplied = {
         piece: _num_multiplied(model, sharding, piece) / shards
@@ -133,14 +130,15 @@ def plan_stage_times(
     )
 
 
-def plan_slot_bytes(spec: PlanSpec, model: Model, sharding: ShardingPlan, num_virtual: int) -> dict[str, float]:
+def plan_slot_bytes(inputs: OpInputs, num_virtual: int) -> dict[str, float]:
     """Returns about the bytes of a slot of each buffer, by the planned activations, to compare tables. What a layer
     saves is its input if it runs again, else what it makes; R leaves what the layers make, and so, about, does B,
     unless the forward pass has saved a part of it."""
-    num_layers = sum(stack.num_layers for stack in model.stacks) / num_virtual
+    sharding, remat = inputs.sharding, inputs.spec.remat
+    num_layers = sum(stack.num_layers for stack in inputs.model.stacks) / num_virtual
     made = num_layers * _made_bytes(sharding)
-    saved = num_layers * x_bytes(sharding) if recomputes_layers(spec.remat) else made
-    cut = made * _left_to_weights(spec.remat)
+    saved = num_layers * x_bytes(sharding) if recomputes_layers(remat) else made
+    cut = made * _left_to_weights(remat)
     return {"x": x_bytes(sharding) + saved, "gradient": x_bytes(sharding), "residuals": made, "cut": cut}
 
 
