@@ -25,11 +25,11 @@ from .core.errors import all_of
 from .core.trees import like
 from .estimate.estimate import estimate_declared
 from .parallel.choose import plan_operations
-from .parallel.lm_head import share_head
 from .parallel.operation import OpInputs, OpPlan, ParallelOp, per_token_operation
 from .parallel.pipeline_plan import PipelinePlan, layers_stay, plan_gather, plan_pipeline, read_tables
 from .parallel.registry import OPERATIONS
 from .parallel.remat import check_remat
+from .parallel.shared_head import share_head
 from .parallel.weight_plan import plan_weights
 from .plan import Plan, plan_memory, plan_state_arrays
 from .report.build_report import build_report

@@ -39,8 +39,8 @@ from ..sharding.sharding import gathered_bytes
 from ..spec.pipeline_spec import HeadPlace, PipelineSpec
 from ..spec.plan_spec import PlanSpec
 from ..target.mesh import MeshPlan
-from .lm_head import why_not_shared
 from .operation import OpInputs
+from .shared_head import why_not_shared
 from .stage_times import StageTimes, plan_slot_bytes, plan_stage_times, recomputes_layers, x_bytes
 
 KEY, TABLE = f"mesh.{STAGE}", "pipeline.table"
@@ -173,7 +173,7 @@ STAGES: Literal["stages"] = "stages"
 @dataclass(frozen=True)
 class HeadChoice:
     """The stages that run the head, and why. place: `LAST`, the one of the last virtual stage, or `STAGES`, all of them
-    (lm_head.py)."""
+    (shared_head.py)."""
 
     place: HeadPlace
     reason: str

@@ -44,7 +44,7 @@ class WeightPlan:
     encoding: how it is stored, gathered and used.
     tile_rows: the rows of the compiler's tiles (CompilerTraits).
     over_stages: the dimension that the stages of a pipeline split, with the dimension `layers`; of a head that they
-    share its vocabulary (lm_head.py); None for none.
+    share its vocabulary (shared_head.py); None for none.
     """
 
     path: str

@@ -261,7 +261,6 @@ def choose_table(
     candidates: Mapping[str, PipelineTable],
     op_seconds: Callable[[PipelineTable], OpSeconds],
     permute_seconds: float = 0.0,
-    tick_seconds: float = 0.0,
     head_seconds: float = 0.0,
     num_bytes: Callable[[PipelineTable], float] = lambda _: 0.0,
     room_bytes: float = math.inf,
@@ -271,7 +270,7 @@ def choose_table(
     operations of a table, which save for each other what others compute at once. num_bytes: of the buffers of a
     table."""
     times = {
-        label: time_table(table, op_seconds(table), permute_seconds, tick_seconds, head_seconds)
+        label: time_table(table, op_seconds(table), permute_seconds, head_seconds=head_seconds)
         for label, table in candidates.items()
     }
     sizes = {label: num_bytes(table) for label, table in candidates.items()}

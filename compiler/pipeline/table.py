@@ -242,34 +242,23 @@ class Violation:
         return f"tick {self.tick}, stage {self.stage}"
 
 
-def find_violations(table: PipelineTable, max_in_flight: int | None = None) -> tuple[Violation, ...]:
+def find_violations(table: PipelineTable) -> tuple[Violation, ...]:
     """Returns all that is wrong with a table: what it names and does not have, operations twice or never, two of one
-    place in a tick, before what they need, and more in flight than is allowed on any stage."""
-    shape = tuple(_of_shape(table))
-    if shape:
+    place in a tick, and before what they need."""
+    if shape := tuple(_of_shape(table)):
         return shape
-    found = [*_of_ticks(table), *_of_operations(table)]
-    if not found:
-        found += _of_needs(table)
-    if max_in_flight is not None:
-        found += _of_flight(table, max_in_flight)
-    return tuple(found)
-
-
-def count_in_flight(table: PipelineTable) -> tuple[tuple[int, ...], ...]:
-    """Returns by stage, after each operation of its own, the microbatches of its chunks that have gone forward and are
-    not yet done: with W too, where there is one."""
-    last = {PipelineOp.BACKWARD, PipelineOp.WEIGHT_GRADIENT}
-    counts: list[list[int]] = [[] for _ in range(table.placement.num_stages)]
-    for _, stage, slot in table.slots():
-        before = counts[stage][-1] if counts[stage] else 0
-        counts[stage].append(before + (slot.op == PipelineOp.FORWARD) - (slot.op in last))
-    return tuple(map(tuple, counts))
+    return (*_of_ticks(table), *_of_operations(table)) or tuple(_of_needs(table))
 
 
 def max_in_flight_of(table: PipelineTable) -> tuple[int, ...]:
-    """Returns by stage the most microbatches of its chunks in flight."""
-    return tuple(max(counts, default=0) for counts in count_in_flight(table))
+    """Returns by stage the most microbatches of its chunks that have gone forward and are not yet done: with W too,
+    where there is one."""
+    last = {PipelineOp.BACKWARD, PipelineOp.WEIGHT_GRADIENT}
+    counts, most = [0] * table.placement.num_stages, [0] * table.placement.num_stages
+    for _, stage, slot in table.slots():
+        counts[stage] += (slot.op == PipelineOp.FORWARD) - (slot.op in last)
+        most[stage] = max(most[stage], counts[stage])
+    return tuple(most)
 
 
 def _of_shape(table: PipelineTable) -> Iterator[Violation]:
@@ -328,13 +317,3 @@ def _of_needs(table: PipelineTable) -> Iterator[Violation]:
                 where = f" on stage {other}" if other != stage else ""
                 needs = f"{need.op} of chunk {chunk}{where}{' in an earlier tick' if is_earlier else ''}"
                 yield Violation(tick, stage, f"{slot} needs {needs}, which runs in tick {at}")
-
-
-def _of_flight(table: PipelineTable, most: int) -> Iterator[Violation]:
-    """Yields the first tick of each stage that has more in flight."""
-    done, counts = set[int](), [iter(each) for each in count_in_flight(table)]
-    for tick, stage, _ in table.slots():
-        count = next(counts[stage])
-        if count > most and stage not in done:
-            done.add(stage)
-            yield Violation(tick, stage, f"{microbatches(count)} in flight, more than {most}")

@@ -33,7 +33,7 @@ class StepPipeline(ProgramKeys):
     last where that takes less time, or the number on each. ticks:
     the operations of a stage in a tick (compiler/pipeline/table.py); auto: the form that is predicted to take the least
     time, or those of the file. head: whether the last stage runs the head, or each of them with its part of the
-    vocabulary (parallel/lm_head.py); auto: what is predicted to take less time. gather: when a stage gathers the
+    vocabulary (parallel/shared_head.py); auto: what is predicted to take less time. gather: when a stage gathers the
     weights of its layers (parallel/pipeline_plan.py); auto: once per step if the target's memory has room for that.
     table: a schedule of the user's own, instead of `schedule`: a CSV file with its chunks (pipeline/table_file.py), or
     module:Class (pipeline/own_schedule.py).

@@ -24,9 +24,9 @@ from meshloom.models.loss import dpo_losses, has_loss, simpo_losses, sum_losses
 
 from ..core.partition_spec import Axes, axes_in, keep_axes
 from ..core.scopes import layout_scope, piece_scope
-from ..parallel.lm_head import stage_total, vocab_shard
 from ..parallel.operation import OpPlan, lower_operations
 from ..parallel.remat import Policy, build_policy, marked
+from ..parallel.shared_head import stage_total, vocab_shard
 from ..parallel.weights import Weights
 from ..plan import Plan
 from ..sharding.arrays import LAYER_INPUT, PAIR_METRICS, gradient_name, vocab_dimensions

@@ -3,7 +3,7 @@
     tick    gradients of the tick before go to the stages that wait for them    permutes, under F
             F   embedding on the first virtual stage, layers of a chunk, head on the last, with its gradients
             results go on                                                       permutes, under what follows
-            head of all stages, if they share it (lm_head.py)                   in F's tick on the last virtual stage
+            head of all stages, if they share it (shared_head.py)               in F's tick on the last virtual stage
             R   layers run again, if that is an operation of its own
             B   gradients of the layers' inputs, embedding's on the first virtual stage; or BW, of weights too
             W   gradients of the layers' weights

@@ -1,4 +1,4 @@
-"""The head of a pipeline: on the stage of the last virtual stage alone, or over all stages (parallel/lm_head.py).
+"""The head of a pipeline: on the stage of the last virtual stage alone, or over all stages (parallel/shared_head.py).
 
 It runs forward and backward at once, in the tick in which the last virtual stage has made its input.
 """
@@ -15,7 +15,7 @@ from jax import Array
 from meshloom.models import Params
 
 from ..core.partition_spec import STAGE
-from ..parallel.lm_head import given_by
+from ..parallel.shared_head import given_by
 from ..parallel.weight_plan import WeightPlan
 from ..parallel.weights import Weights
 from .pipeline_state import zeros_of

@@ -292,19 +292,11 @@ def apply_planned(
 
 
 def _apply_on_shards(
-    x: Array,
-    weights: Array,
-    ids: Array,
-    gate: Array,
-    up: Array,
-    down: Array,
-    *biases: Array,
-    plan: ExpertsPlan,
-    activation: str,
+    x: Array, weights: Array, ids: Array, *matrices: Array, plan: ExpertsPlan, activation: str
 ) -> tuple[Array, Array]:
     """Returns the same as `apply_planned`, of shards over all mesh axes. Devices that share an expert's hidden
     dimension need all tokens of one another, and add their results up."""
-    layout = plan.layout
+    layout, (gate, up, down, *biases) = plan.layout, matrices
     together = parts_of([tuple(axis for axis in axes_of(e) if axis in layout.summed_axes) for e in layout.tokens])
     tokens_apart = tuple(axis for e in layout.tokens for axis in axes_of(e) if axis not in layout.summed_axes)
     x, weights, ids = (gather_dims(each, together) for each in (x, weights, ids))
@@ -312,7 +304,7 @@ def _apply_on_shards(
     down = gather_dims(down, parts_of([(), (), axes_of(layout.out_of[2])]))
     if biases and layout.summed_axes:  # of what is added up, one device has the bias
         *of_hidden, last = biases
-        biases = (*of_hidden, jnp.where(jax.lax.axis_index(layout.summed_axes) == 0, last, 0))
+        biases = [*of_hidden, jnp.where(jax.lax.axis_index(layout.summed_axes) == 0, last, 0)]
     y, num_dropped = _apply_in_chunks(x, weights, ids, _runner(gate, up, down, biases, activation, plan), plan)
     y = scatter_dims(y, together)
     rest = tuple(axis for axis in layout.summed_axes if all(axis not in axes for _, axes in together))
@@ -353,7 +345,7 @@ def _biases_of_rows(biases: Sequence[Array], sizes_X: Array, num_rows: int) -> l
     return [jnp.matmul(is_of_RX.astype(each.dtype), each, precision="highest") for each in biases]
 
 
-def _runner(gate: Array, up: Array, down: Array, biases: tuple[Array, ...], activation: str, plan: ExpertsPlan) -> Any:
+def _runner(gate: Array, up: Array, down: Array, biases: list[Array], activation: str, plan: ExpertsPlan) -> Any:
     """Returns a function of rows sorted by expert and the rows of each, that makes what the experts make of them; for
     capacity it takes rows of equal groups and their weights."""
     f = partial(gated, activation)

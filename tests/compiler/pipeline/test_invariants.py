@@ -23,8 +23,8 @@ def changed(table, *changes):
     return replace(table, rows=tuple(map(tuple, rows)))
 
 
-def said(table, **limits):
-    return [str(each) for each in find_violations(table, **limits)]
+def said(table):
+    return [str(each) for each in find_violations(table)]
 
 
 def test_the_table_that_the_others_break(table):
@@ -110,12 +110,3 @@ def test_chunks_microbatches_and_stages_that_are_not_there(table):
         "tick 0, stage 0: F of microbatch 4 in chunk 0: the table has 4 microbatches"
     ]
     assert said(replace(table, rows=(*table.rows, ((),)))) == ["tick 6, stage 1: the tick has 1 stage"]
-
-
-def test_more_in_flight_than_allowed(table):
-    assert said(table, max_in_flight=3) == []
-    assert said(table, max_in_flight=2) == ["tick 2, stage 0: 3 microbatches in flight, more than 2"]
-    assert said(table, max_in_flight=0) == [
-        "tick 0, stage 0: 1 microbatch in flight, more than 0",
-        "tick 1, stage 1: 1 microbatch in flight, more than 0",
-    ]
