@@ -48,10 +48,8 @@ from .xla.aot import Built, LoweredStep, compile_ahead, lower_ahead
 
 
 def plan_run(spec: AnyPlanSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan[AnyPlanSpec]:
-    """Decides everything that can be decided without a compiler. Raises ConfigError with all that cannot run.
-
-    ops: the operations that run by a strategy of the plan; the registry's, and yours.
-    """
+    """Decides everything that can be decided without a compiler. Raises ConfigError with all that cannot run. ops: the
+    operations that run by a strategy of the plan; the registry's, and yours."""
     model = build_model(spec)
     target = calibrate_target(plan_target(spec.target, spec.precision.compute), spec.calibration)
     arrays = find_arrays(spec, model)
@@ -152,11 +150,9 @@ def compile_plan(
     plan: Plan, devices: Sequence[Any], *, compile_step: Callable[[LoweredStep], Built] = compile_ahead
 ) -> CompiledStep:
     """Compiles the plan's step for devices, which need not be attached, and reads what the compiler made of it.
-
     compile_step: a caller's own, such as one that looks first among what was compiled before. Raises ConfigError for
     compiler options that are wrong and for a program that would hang, JaxRuntimeError where the compiler fails for
-    another reason than memory.
-    """
+    another reason than memory."""
     estimate = estimate_declared(plan)
     lowered = lower_ahead(plan, plan.mesh.of_devices(devices))
     built = compile_step(lowered)
@@ -173,11 +169,9 @@ def report_of(
     search: SearchReport | None = None,
     alternatives: tuple[Alternative, ...] = (),
 ) -> Report:
-    """Returns the report of a compiled step, with its findings.
-
-    overrides, model: the words that declared it, and their name for the model. changes: those that would make it fit.
-    search: the search that chose it. alternatives: other declarations, by the estimate.
-    """
+    """Returns the report of a compiled step, with its findings. overrides, model: the words that declared it, and their
+    name for the model. changes: those that would make it fit. search: the search that chose it. alternatives: other
+    declarations, by the estimate."""
     findings = find_findings(step, is_searched=search is not None)
     return build_report(
         step, findings, overrides=overrides, model=model, changes=changes, search=search, alternatives=alternatives

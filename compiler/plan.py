@@ -62,10 +62,8 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Plan(Generic[AnyPlanSpec]):
-    """Everything that is decided before a compiler is called.
-
-    abstract, specs: the state (state.py) as trees of ShapeDtypeStruct and of PartitionSpec.
-    """
+    """Everything that is decided before a compiler is called. abstract, specs: the state (state.py) as trees of
+    ShapeDtypeStruct and of PartitionSpec."""
 
     spec: AnyPlanSpec
     target: TargetPlan

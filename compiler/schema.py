@@ -74,12 +74,10 @@ class Alternative(Record):
 
 
 class MemoryReport(Record):
-    """What fills the memory of a chip at the worst moment of a step.
-
-    breakdown: bytes by class: parameters (with adapters: base, adapters), master, optimizer,
-    working_parameters (cast for use), gathered_weights,
-    gradients, activations, temporaries, code, reserved, where the compiled program tells them apart; `arguments`
-    instead of the first three if no plan names them."""
+    """What fills the memory of a chip at the worst moment of a step. breakdown: bytes by class: parameters (with
+    adapters: base, adapters), master, optimizer, working_parameters (cast for use), gathered_weights, gradients,
+    activations, temporaries, code, reserved, where the compiled program tells them apart; `arguments` instead of the
+    first three if no plan names them."""
 
     breakdown: dict[str, OrUnknown[NonNegativeInt]]
     changes: tuple[MemoryChange, ...]  # the cheapest first; empty where it fits
@@ -118,11 +116,8 @@ class StepReport(StepFigures):
 
 class StageBufferReport(Record):
     """A buffer that each stage of a pipeline has. Stages run one program, so each allocates as many slots as the one
-    that uses most.
-
-    name: x, gradient, saved, kept or cut. what: what it holds. num_slots: those that each stage allocates. slot_bytes:
-    of one, by the traced step. in_use_by_stage: the most slots that each stage uses at once.
-    """
+    that uses most. name: x, gradient, saved, kept or cut. what: what it holds. num_slots: those that each stage
+    allocates. slot_bytes: of one, by the traced step. in_use_by_stage: the most slots that each stage uses at once."""
 
     name: str
     what: str

@@ -139,10 +139,8 @@ def _stages(pipeline: PipelinePlan | None, mesh_sizes: Mapping[str, int], num_de
 
 
 def find_findings(step: CompiledStep, *, is_searched: bool) -> tuple[Finding, ...]:
-    """Returns all findings: unmet demands first, then what the program does that the plan did not ask for.
-
-    is_searched: whether the step is the best of `overlap.search`.
-    """
+    """Returns all findings: unmet demands first, then what the program does that the plan did not ask for. is_searched:
+    whether the step is the best of `overlap.search`."""
     analysis = step.analysis
     unmet: list[Finding | None] = []
     if step.built.text:

@@ -320,10 +320,8 @@ def find_too_exposed(
     plan: Plan, step: StepReport, collectives: Sequence[CollectiveReport], *, is_searched: bool = False
 ) -> Finding | None:
     """Returns the finding that more of the step is exposed than `overlap.max_exposed` allows; None if there is no
-    limit, or the schedule meets it. An unknown exposure does not meet it.
-
-    is_searched: whether the step is the best of `overlap.search`.
-    """
+    limit, or the schedule meets it. An unknown exposure does not meet it. is_searched: whether the step is the best of
+    `overlap.search`."""
     limit, share = plan.spec.overlap.max_exposed, step.exposed_fraction
     if limit is None:
         return None

@@ -64,12 +64,9 @@ class OperationRow(Compared):
 
 
 class ProfileReport(Reasoned):
-    """A traced run, compared with its prediction.
-
-    steps: the traced steps, where the trace names them. fastest, slowest: of the steps on any device. idle: neither
-    compute nor a collective ran. unmatched: seconds of instructions that the program does not have. notes: what is
-    missing in the trace.
-    """
+    """A traced run, compared with its prediction. steps: the traced steps, where the trace names them. fastest,
+    slowest: of the steps on any device. idle: neither compute nor a collective ran. unmatched: seconds of instructions
+    that the program does not have. notes: what is missing in the trace."""
 
     schema_version: Literal[1]
     model: str

@@ -35,9 +35,7 @@ Row = tuple[str, str | Line, str]  # the cells of COLUMNS
 
 def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) -> None:
     """Prints the plan: mesh, arrays with reasons, parameters and FLOPs; memory, communication and bounds of a step.
-
-    estimate: the plan's estimate, if it has been made.
-    """
+    estimate: the plan's estimate, if it has been made."""
     spec, estimate = plan.spec, estimate or estimate_step(plan)  # work that may fail comes before the first line
     devices = f"{counted(plan.target.num_devices, 'device')} of target {plan.target.name}"
     console.wrapped(("mesh", "bold"), f"  {plan.mesh}, {devices}")

@@ -110,12 +110,9 @@ def _of_sharding(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 def suggest_changes(plan: Plan, needed_bytes: int, limit_bytes: int, replan: Replan) -> tuple[MemoryChange, ...]:
     """Returns changes that save memory, by the estimate: those that fit first, then by the time that they cost. If no
-    single change fits, several are combined.
-
-    needed_bytes: the bytes that the compiled program needs on a device. Changes that the declaration does not allow are
-    omitted. Changes that affect the result of training, or the number of tokens in a step, are tried only if nothing
-    that costs time alone fits.
-    """
+    single change fits, several are combined. needed_bytes: the bytes that the compiled program needs on a device.
+    Changes that the declaration does not allow are omitted. Changes that affect the result of training, or the number
+    of tokens in a step, are tried only if nothing that costs time alone fits."""
     now, per_chip = estimate_step(plan).figures, plan.target.used_devices_per_chip
 
     def change(one: Candidate) -> MemoryChange | None:

@@ -31,10 +31,7 @@ _SIZES = (  # the sizes needed and available, in each form that libtpu has been 
 
 @dataclass(frozen=True)
 class LoweredStep:
-    """The programs of a plan before they are compiled, with their fingerprint.
-
-    seconds: the time that lowering took.
-    """
+    """The programs of a plan before they are compiled, with their fingerprint. seconds: the time that lowering took."""
 
     programs: Programs
     fingerprint: Fingerprint
@@ -43,11 +40,9 @@ class LoweredStep:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """The compiler could not fit the program into a device's memory.
-
-    needed_bytes: the least that it found, with all arrays; None where its message does not say. available_bytes: the
-    limit, likewise. said: the first line of its message.
-    """
+    """The compiler could not fit the program into a device's memory. needed_bytes: the least that it found, with all
+    arrays; None where its message does not say. available_bytes: the limit, likewise. said: the first line of its
+    message."""
 
     needed_bytes: int | None
     available_bytes: int | None
@@ -88,13 +83,10 @@ class ProgramMemory:
 
 @dataclass(frozen=True)
 class Built:
-    """The compiler's output for all programs.
-
-    text, memory: those of the train step; None if it does not fit. executables: the serialised programs, by name.
-    not_serialised: the reason for each of the others. notes: the compiler's lines about arrays that it gathers whole
-    without being asked (REMATERIALIZATION). cache: whether the programs were found among earlier ones; off: nothing was
-    looked up.
-    """
+    """The compiler's output for all programs. text, memory: those of the train step; None if it does not fit.
+    executables: the serialised programs, by name. not_serialised: the reason for each of the others. notes: the
+    compiler's lines about arrays that it gathers whole without being asked (REMATERIALIZATION). cache: whether the
+    programs were found among earlier ones; off: nothing was looked up."""
 
     text: str | None
     memory: ProgramMemory | None

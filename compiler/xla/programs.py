@@ -47,12 +47,9 @@ from ..target.topology import options_without_device
 
 @dataclass(frozen=True)
 class Programs(Mapping[str, Any]):
-    """The programs of a run, by name.
-
-    by_name: those that were asked for. state, batch: what they take, as sharded
+    """The programs of a run, by name. by_name: those that were asked for. state, batch: what they take, as sharded
     ShapeDtypeStructs. compiler_options: the declared ones, for all programs. options_without_device: those that
-    compiling for absent chips takes. options_left_out: options of presets that the compiler does not know.
-    """
+    compiling for absent chips takes. options_left_out: options of presets that the compiler does not know."""
 
     by_name: Mapping[str, Any]
     state: Any
@@ -73,10 +70,7 @@ class Programs(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class _Operands:
-    """The operands of a plan's programs, as sharded ShapeDtypeStructs.
-
-    replicated: the layout of small results.
-    """
+    """The operands of a plan's programs, as sharded ShapeDtypeStructs. replicated: the layout of small results."""
 
     state: Any
     batch: Any
@@ -129,12 +123,10 @@ def lower(plan: Plan, mesh: Mesh, names: Collection[str] = PROGRAMS) -> Programs
 def lower_generation(
     plan: Plan, mesh: Mesh, shape: BatchShape, names: Collection[str] = ("working", "prefill", "decode")
 ) -> Programs:
-    """Traces and lowers the programs that generate text (step/decode.py) for batches of one size.
-
-    working: parameters as they are stored -> as the others take them. prefill: (parameters, tokens, padding, sampling,
-    numbers of the sequences) -> (next token of each, cache). decode: (parameters, cache, newest tokens, their slot,
-    padding, sampling, numbers of the sequences, number of the next token) -> the same; the cache is donated.
-    """
+    """Traces and lowers the programs that generate text (step/decode.py) for batches of one size. working: parameters
+    as they are stored -> as the others take them. prefill: (parameters, tokens, padding, sampling, numbers of the
+    sequences) -> (next token of each, cache). decode: (parameters, cache, newest tokens, their slot, padding, sampling,
+    numbers of the sequences, number of the next token) -> the same; the cache is donated."""
     operands = _operands(plan.abstract, plan.specs, plan.batch, mesh)
     stored = operands.state["params"]
     cache, specs = plan_cache(plan, shape)

@@ -29,11 +29,8 @@ Path = tuple[int, ...]  # the place of an element within nested tuples
 
 @dataclass(frozen=True)
 class ValueUse:
-    """An instruction that uses a value.
-
-    place: the position of the operand. array: the value as the instruction reads it. loops: the loops that the value
-    enters on its way, the outermost first. is_result: it leaves the program.
-    """
+    """An instruction that uses a value. place: the position of the operand. array: the value as the instruction reads
+    it. loops: the loops that the value enters on its way, the outermost first. is_result: it leaves the program."""
 
     reader: Instruction
     place: int

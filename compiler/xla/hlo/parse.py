@@ -42,11 +42,8 @@ _UNKNOWN_CYCLES = 2**63 - 1  # the TPU compiler writes it where it has no estima
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One line of a computation.
-
-    operands: their names, in order. argument: the text in parentheses if it is not an operand: the 4 of `constant(4)`.
-    attributes: the rest of the line.
-    """
+    """One line of a computation. operands: their names, in order. argument: the text in parentheses if it is not an
+    operand: the 4 of `constant(4)`. attributes: the rest of the line."""
 
     name: str
     opcode: str
@@ -137,10 +134,7 @@ class Computation:
 
 @dataclass(frozen=True)
 class Module:
-    """A program.
-
-    header: its first line. tables: the lines of the tables of source lines that may follow the header.
-    """
+    """A program. header: its first line. tables: the lines of the tables of source lines that may follow the header."""
 
     name: str
     header: str
@@ -221,11 +215,8 @@ def parse_module(text: str) -> Module:
 
 @dataclass
 class _Reader:
-    """Reads a text line by line.
-
-    name: the name of the open computation. body: its instructions, each with the number of its first line; the last one
-    is open until its brackets close.
-    """
+    """Reads a text line by line. name: the name of the open computation. body: its instructions, each with the number
+    of its first line; the last one is open until its brackets close."""
 
     header: str = ""
     entry: str = ""

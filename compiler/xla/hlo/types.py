@@ -16,11 +16,8 @@ HBM = 0
 
 @dataclass(frozen=True, slots=True)
 class ArrayType:
-    """The type of an array.
-
-    memory_space: 0 is HBM; on TPUs 1 is the vector memory and 5 the host's. num_padding: the elements that fill up its
-    tiles.
-    """
+    """The type of an array. memory_space: 0 is HBM; on TPUs 1 is the vector memory and 5 the host's. num_padding: the
+    elements that fill up its tiles."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -46,11 +46,8 @@ _WRAPPED = frozenset({"async-start", "call-start"})
 
 @dataclass(frozen=True)
 class Repeated:
-    """The arithmetic of one instruction in a step.
-
-    within: the instruction of the schedule that holds it. classes: a number for each device; devices that compute the
-    same have the same number.
-    """
+    """The arithmetic of one instruction in a step. within: the instruction of the schedule that holds it. classes: a
+    number for each device; devices that compute the same have the same number."""
 
     instruction: Instruction
     within: str
@@ -101,12 +98,10 @@ def _walked(module: Module) -> "_Walk | None":
 
 @dataclass
 class _Walk:
-    """Walks a program with the classes of each value.
-
-    predicates: those of each conditional, by name. found: the arithmetic, filled where instructions run `times`; times
-    is 0 while a loop's state is not known yet. Equal classes are one object, so that they are joined once. A
-    computation is walked once for the same arguments, with what it finds.
-    """
+    """Walks a program with the classes of each value. predicates: those of each conditional, by name. found: the
+    arithmetic, filled where instructions run `times`; times is 0 while a loop's state is not known yet. Equal classes
+    are one object, so that they are joined once. A computation is walked once for the same arguments, with what it
+    finds."""
 
     module: Module
     found: Found = field(default_factory=dict)

@@ -35,11 +35,8 @@ _ALIAS = re.compile(r"\{([\d, ]*)\}: ?\((\d+), ?\{([\d, ]*)\}")
 
 @dataclass(frozen=True)
 class Buffer:
-    """An array in memory.
-
-    writers, readers: instructions, in the order of the text; one that writes a part of the array is not a reader.
-    loops: the names of the `while`s throughout which it lives.
-    """
+    """An array in memory. writers, readers: instructions, in the order of the text; one that writes a part of the array
+    is not a reader. loops: the names of the `while`s throughout which it lives."""
 
     name: str  # the instruction that made it
     array: ArrayType
@@ -54,12 +51,9 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Buffers:
-    """The arrays of a program.
-
-    arguments: those of the program, which are always there. others: all that it makes. at_peak: those of the others
-    that live at the peak. peak_at: the instruction that runs then, after the loops around it. bytes_during: the bytes
-    that live while an instruction runs, by its name.
-    """
+    """The arrays of a program. arguments: those of the program, which are always there. others: all that it makes.
+    at_peak: those of the others that live at the peak. peak_at: the instruction that runs then, after the loops around
+    it. bytes_during: the bytes that live while an instruction runs, by its name."""
 
     arguments: tuple[Buffer, ...]
     others: tuple[Buffer, ...]
@@ -94,10 +88,7 @@ def read_buffers(module: Module) -> Buffers:
 
 @dataclass(frozen=True)
 class _Peak:
-    """The worst moment of a computation.
-
-    during: the bytes that live while an instruction runs, by its name.
-    """
+    """The worst moment of a computation. during: the bytes that live while an instruction runs, by its name."""
 
     num_bytes: int = 0
     live: tuple[int, ...] = ()
@@ -121,11 +112,8 @@ class _Made:
 
 @dataclass(frozen=True)
 class _Ran:
-    """A computation that was walked.
-
-    outside: the numbers of the arrays that it was given. touched: the writers and readers that it added to each. value:
-    its result. new: the arrays of the result that it made, by number.
-    """
+    """A computation that was walked. outside: the numbers of the arrays that it was given. touched: the writers and
+    readers that it added to each. value: its result. new: the arrays of the result that it made, by number."""
 
     outside: tuple[int, ...]
     touched: list[tuple[tuple[Instruction, ...], tuple[Instruction, ...]]]
@@ -136,10 +124,7 @@ class _Ran:
 
 @dataclass
 class _Step:
-    """The effect of an instruction on memory.
-
-    names_only: it moves nothing.
-    """
+    """The effect of an instruction on memory. names_only: it moves nothing."""
 
     value: ArraySet
     made: set[int] = field(default_factory=set)

@@ -246,10 +246,7 @@ _TE_WHOLE, _TE_PACKED = (0, 1), 10  # NVTE_Mask_Type without a causal mask, and 
 
 @dataclass(frozen=True)
 class _Square:
-    """The scores of all heads together, queries x keys.
-
-    share: the part of them that is computed.
-    """
+    """The scores of all heads together, queries x keys. share: the part of them that is computed."""
 
     num_queries: int
     num_keys: int

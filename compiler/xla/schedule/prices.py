@@ -30,12 +30,9 @@ _FREE_TARGETS = frozenset({
 
 @dataclass(frozen=True)
 class Chip:
-    """The figures of one JAX device that prices are made from.
-
-    peak_flops_per_second: peaks by type of the operands. matmul_share, attention_shares, memory_share: the shares of
-    the peaks that single large kernels reach; for attention by the size of a head. factors: how much longer each kind
-    of compute takes, by a calibration.
-    """
+    """The figures of one JAX device that prices are made from. peak_flops_per_second: peaks by type of the operands.
+    matmul_share, attention_shares, memory_share: the shares of the peaks that single large kernels reach; for attention
+    by the size of a head. factors: how much longer each kind of compute takes, by a calibration."""
 
     platform: str  # tpu, gpu
     clock_hz: float | None
@@ -72,11 +69,9 @@ def price_instruction(
 
 @dataclass(frozen=True)
 class _Price:
-    """The price of an instruction.
-
-    seconds: its time, or the least that it takes where `by` is "nothing"; None where that is not known. estimated: the
-    compiler's estimate, if the price is another. unknown: the kernel without a known time.
-    """
+    """The price of an instruction. seconds: its time, or the least that it takes where `by` is "nothing"; None where
+    that is not known. estimated: the compiler's estimate, if the price is another. unknown: the kernel without a known
+    time."""
 
     seconds: float | None
     by: PricedBy

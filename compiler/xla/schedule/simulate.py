@@ -20,10 +20,8 @@ SMALLEST_SECONDS = 1e-12  # smaller times are rounding errors
 
 @dataclass(frozen=True)
 class Taken:
-    """A branch, by the share of executions that run it; None: the share is not known, and the branch counts always.
-
-    by: who says so.
-    """
+    """A branch, by the share of executions that run it; None: the share is not known, and the branch counts always. by:
+    who says so."""
 
     share: float | None
     by: str = "as chosen"
@@ -39,11 +37,9 @@ Loops = tuple[tuple[str, int | Taken | None], ...]  # the loops around a step, b
 
 @dataclass
 class CollectiveTotals:
-    """The totals of one collective over all its executions in a step.
-
-    hidden_behind: the compute that ran during its time, in seconds by name. The part of its time that is neither there
-    nor exposed passed while compute waited for another collective.
-    """
+    """The totals of one collective over all its executions in a step. hidden_behind: the compute that ran during its
+    time, in seconds by name. The part of its time that is neither there nor exposed passed while compute waited for
+    another collective."""
 
     collective: Collective
     loops: Loops
@@ -69,11 +65,8 @@ class CollectiveTotals:
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of time on one track, on which nothing overlaps.
-
-    name: the instruction that runs, or that is waited for, or the loop whose last trips are not shown. trip: the trip
-    of the innermost loop around it.
-    """
+    """A stretch of time on one track, on which nothing overlaps. name: the instruction that runs, or that is waited
+    for, or the loop whose last trips are not shown. trip: the trip of the innermost loop around it."""
 
     track: str
     name: str
@@ -87,10 +80,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Trip:
-    """One iteration of a loop, or several that are alike.
-
-    index: the number of the first, from 0.
-    """
+    """One iteration of a loop, or several that are alike. index: the number of the first, from 0."""
 
     loop: str
     index: int  # from 0
@@ -155,10 +145,7 @@ class Picked:
 
 @dataclass(frozen=True)
 class _Transfer:
-    """One execution of a collective.
-
-    behind: the transfer whose end it had to wait for in a queue.
-    """
+    """One execution of a collective. behind: the transfer whose end it had to wait for in a queue."""
 
     collective: Collective
     loops: Loops
@@ -178,11 +165,9 @@ class Spent:
 
 
 class Clock:
-    """Runs steps in time. spent: what the time was spent on, over all executions.
-
-    _now: the time without the trips that are represented by others, which are _skipped. _shown: the seconds by which
-    segments are later than on average, because a branch before them is shown as taken.
-    """
+    """Runs steps in time. spent: what the time was spent on, over all executions. _now: the time without the trips that
+    are represented by others, which are _skipped. _shown: the seconds by which segments are later than on average,
+    because a branch before them is shown as taken."""
 
     def __init__(
         self,

@@ -30,13 +30,10 @@ SHOWN_STAGES, SHOWN_TICKS = 8, 24  # whose steps a timeline shows: the first hal
 
 @dataclass(frozen=True)
 class StagedDevices:
-    """The ticks that a program runs, and the stage of each device.
-
-    rows: by tick and stage the slots that have work, each an operation with its virtual stage: the place of its layers
-    in the model. kinds: of each virtual stage, by its layers; where there are several, a slot has a branch for each, or
-    a conditional.
-    num_in_program: the devices that the program names; all slices run the program of one.
-    """
+    """The ticks that a program runs, and the stage of each device. rows: by tick and stage the slots that have work,
+    each an operation with its virtual stage: the place of its layers in the model. kinds: of each virtual stage, by its
+    layers; where there are several, a slot has a branch for each, or a conditional. num_in_program: the devices that
+    the program names; all slices run the program of one."""
 
     rows: Sequence[Sequence[Sequence[tuple[str, int]]]]
     kinds: Sequence[int]
@@ -99,12 +96,9 @@ def middle(count: int, shown: int) -> range:
 
 @dataclass
 class _Stages:
-    """Runs stages side by side.
-
-    seen: how often the conditionals of each slot have been reached. now: the slot and the tick that each stage is in.
-    crossing: by the identity of steps, whether they start a collective among stages. taken: how often each slot runs.
-    left_out: the stages that the timeline does not show.
-    """
+    """Runs stages side by side. seen: how often the conditionals of each slot have been reached. now: the slot and the
+    tick that each stage is in. crossing: by the identity of steps, whether they start a collective among stages. taken:
+    how often each slot runs. left_out: the stages that the timeline does not show."""
 
     steps: tuple[Step, ...]
     price: Callable[[Collective], Placed]

@@ -12,11 +12,9 @@ PricedBy = Literal["cycles", "bound", "flops", "bytes", "nothing"]
 
 @dataclass(frozen=True)
 class Compute:
-    """One operation on the compute unit.
-
-    seconds: its time; None where nothing is known of it. estimated_seconds: the compiler's estimate, if the price is
-    bounded below it. unknown: the kernel, if it takes at least `seconds` and nobody knows how much longer.
-    """
+    """One operation on the compute unit. seconds: its time; None where nothing is known of it. estimated_seconds: the
+    compiler's estimate, if the price is bounded below it. unknown: the kernel, if it takes at least `seconds` and
+    nobody knows how much longer."""
 
     name: str
     kind: ComputeKind
@@ -76,10 +74,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Done:
-    """The steps that follow need the result of the collective of this name.
-
-    by: the instruction that waits for it.
-    """
+    """The steps that follow need the result of the collective of this name. by: the instruction that waits for it."""
 
     name: str
     by: str = ""
@@ -87,10 +82,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop.
-
-    num_trips: its iterations; None where the program does not say, and it counts once.
-    """
+    """A loop. num_trips: its iterations; None where the program does not say, and it counts once."""
 
     name: str
     num_trips: int | None
@@ -99,12 +91,9 @@ class Loop:
 
 @dataclass(frozen=True)
 class Branches:
-    """A conditional, which runs one of its branches.
-
-    share: the share of executions that run the branch that ends last, while the others run the one that ends first;
-    None: it is not known, and the last one counts. op_name: its names in the program. on: the place of the branch that
-    runs where a predicate is true; None where there are not two.
-    """
+    """A conditional, which runs one of its branches. share: the share of executions that run the branch that ends last,
+    while the others run the one that ends first; None: it is not known, and the last one counts. op_name: its names in
+    the program. on: the place of the branch that runs where a predicate is true; None where there are not two."""
 
     name: str
     branches: tuple[tuple["Step", ...], ...]
@@ -143,11 +132,9 @@ ALL = ""  # the key of the choice for all others
 
 @dataclass(frozen=True)
 class Choices:
-    """Facts of a run that its user gives because the program does not contain them.
-
-    trips: the iterations of loops whose number is not known, by name. shares: by the name of a conditional, the share
-    of its executions that run the branch that ends last.
-    """
+    """Facts of a run that its user gives because the program does not contain them. trips: the iterations of loops
+    whose number is not known, by name. shares: by the name of a conditional, the share of its executions that run the
+    branch that ends last."""
 
     trips: Mapping[str, int] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
