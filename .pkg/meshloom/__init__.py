@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from meshloom.compiler.declare.run_spec import RunSpec
     from meshloom.runtime.api.compiled import CompiledStep, Report, compile, report
     from meshloom.runtime.api.declared import Explanation, Plan, compose, explain, plan
-    from meshloom.runtime.api.inference import evaluate, generate
     from meshloom.runtime.api.inspected import Inspection, inspect
-    from meshloom.runtime.api.trained import TrainedRun, train
+    from meshloom.runtime.api.trained import TrainedRun, evaluate, generate, train
     from meshloom.runtime.core.failures import RunFailed
     from meshloom.runtime.inference.evaluate import Evaluation
     from meshloom.runtime.inference.generate import Completion
@@ -62,9 +61,8 @@ _PLACES = {  # of the names above; a module is imported when one of its names is
     "compiler.core.errors": ("ConfigError", "Problem"),
     "runtime.api.compiled": ("CompiledStep", "Report", "compile", "report"),
     "runtime.api.declared": ("Explanation", "Plan", "compose", "explain", "plan"),
-    "runtime.api.inference": ("evaluate", "generate"),
     "runtime.api.inspected": ("Inspection", "inspect"),
-    "runtime.api.trained": ("TrainedRun", "train"),
+    "runtime.api.trained": ("TrainedRun", "evaluate", "generate", "train"),
     "runtime.core.failures": ("RunFailed",),
     "runtime.inference.evaluate": ("Evaluation",),
     "runtime.inference.generate": ("Completion",),

@@ -1,4 +1,4 @@
-"""Trains a declaration, and returns the run with its metrics."""
+"""Runs a declaration from Python, and evaluates and generates text with the weights of a run or published ones."""
 
 import os
 import signal
@@ -7,14 +7,22 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
+from typing import overload
 
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import counted
+from meshloom.compiler.declare.compose import read_spec
 from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.declare.sections import EVALUATION, GENERATE, in_section
 
+from ..inference.evaluate import Evaluation, EvaluationJob, evaluate_weights, prepare_evaluation
+from ..inference.generate import Completion
+from ..inference.generation_job import prepare_generation
+from ..inference.harness import TaskResults
+from ..inference.run_request import request_of_run
 from ..processes.distributed import Processes
 from ..processes.initialize import plan_start
 from ..processes.process_log import meshloom_log
@@ -93,3 +101,40 @@ def _folder(run_dir: str | PathLike[str] | None) -> Iterator[Path]:
 
 def _lines(path: Path) -> Sequence[str]:
     return path.read_text().splitlines() if path.exists() else ()  # without a file, nothing was left to do
+
+
+def evaluate(place: str | PathLike[str], *overrides: str) -> Evaluation | TaskResults:
+    """Returns the loss of weights: of a run directory, RUN/checkpoints/STEP, or a folder of published weights; with
+    `tasks`, the results of lm-evaluation-harness.
+
+    overrides: as after `meshloom evaluate RUN`: "data=jsonl", "split=all", "target=cpu-1". Raises
+    ConfigError with all problems, and its subclass RunFailed for a loss that is not finite.
+    """
+    with settings_put_back(), library_call():
+        job = read_spec(request_of_run(fspath(place), in_section(EVALUATION, overrides)), then=_prepare)
+        return evaluate_weights(job, Console(is_quiet=True))
+
+
+def _prepare(spec: RunSpec) -> EvaluationJob:
+    return prepare_evaluation(spec, warn)
+
+
+@overload
+def generate(  # pyright: ignore[reportOverlappingOverload] (a text is a sequence of texts, too)
+    place: str | PathLike[str], prompt: str, *overrides: str
+) -> Completion: ...
+@overload
+def generate(place: str | PathLike[str], prompt: Sequence[str], *overrides: str) -> list[Completion]: ...
+def generate(place: str | PathLike[str], prompt: str | Sequence[str], *overrides: str) -> Completion | list[Completion]:
+    """Continues a prompt, or several, with the weights of a run or of a folder of published weights.
+
+    overrides: as typed after `meshloom generate`: "temperature=0", "max_new_tokens=20", "target=cpu-1". Raises
+    ConfigError with all problems.
+    """
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    with settings_put_back(), library_call():
+        request = request_of_run(fspath(place), in_section(GENERATE, overrides))
+        job = read_spec(request, then=lambda spec: prepare_generation(spec, prompts, warn))
+        completions = [each for each in job.run(Console(is_quiet=True)) if isinstance(each, Completion)]
+    completions.sort(key=lambda each: each.number)
+    return completions[0] if isinstance(prompt, str) else completions

@@ -13,7 +13,7 @@ from typing import NoReturn
 from meshloom.compiler.core.errors import MISTAKE, use_one_of
 from meshloom.compiler.core.visible import write_error, write_out
 
-from ..core.interruptible import hear_interrupts
+from ..core.failures import hear_interrupts
 from .commands import COMMANDS, Command
 
 USAGE = """\

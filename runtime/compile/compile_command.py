@@ -27,7 +27,7 @@ from meshloom.compiler.target.compiler_options import check_compiler_options
 from meshloom.compiler.target.target import plan_target
 from meshloom.compiler.target.topology import find_devices
 
-from ..core.interruptible import raise_if_interrupted
+from ..core.failures import raise_if_interrupted
 from ..core.stderr_capture import captured_stderr
 from ..processes.devices import plan_without_devices, start_devices
 from ..processes.distributed import Processes

@@ -32,8 +32,7 @@ from meshloom.compiler.core.user_code import allow_words
 from meshloom.compiler.target.compiler_options import option_problem
 from meshloom.compiler.xla.aot import parse_out_of_memory
 
-from ..core.failures import RunFailed
-from ..core.interruptible import before_leaving, interruptibly, leave_now
+from ..core.failures import RunFailed, before_leaving, interruptibly, leave_now
 from ..processes.process_log import announce
 from .abort_watchdog import abort_reported
 

@@ -28,8 +28,7 @@ from meshloom.compiler.declare.problems import MISTAKES, as_config_error
 from meshloom.compiler.declare.run_spec import DistributedSpec
 from meshloom.compiler.spec.target_spec import TargetSpec
 
-from ..core.failures import LOST, RunFailed
-from ..core.interruptible import interruptibly
+from ..core.failures import LOST, RunFailed, interruptibly
 from ..core.stderr_capture import captured_native_stderr
 from .initialize import initialize, plan_start
 from .jax_private import joined

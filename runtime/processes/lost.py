@@ -27,8 +27,7 @@ from meshloom.compiler.core.format import be
 from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.declare.run_spec import DistributedSpec
 
-from ..core.failures import LOST
-from ..core.interruptible import leave_now
+from ..core.failures import LOST, leave_now
 from ..core.stderr_capture import captured_tail
 
 LOG = logging.getLogger("meshloom")

@@ -40,8 +40,8 @@ from meshloom.compiler.declare.problems import MISTAKES, as_config_error
 from meshloom.compiler.schema import SCHEMA_VERSION, Report
 from meshloom.models.record import Record
 
+from ..core.failures import before_leaving
 from ..core.files import is_held, parse_json, replace_text
-from ..core.interruptible import before_leaving
 
 RECORD_FILE = "run.json"
 LINK = "latest"

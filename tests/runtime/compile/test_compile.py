@@ -611,7 +611,7 @@ def test_an_interrupt_that_a_callback_swallowed_is_heard_behind_it():
     """What is raised in `__del__` is ignored by Python, as in a callback of C++."""
     code = """
 import os, signal
-from meshloom.runtime.core.interruptible import hear_interrupts, interruptibly, raise_if_interrupted
+from meshloom.runtime.core.failures import hear_interrupts, interruptibly, raise_if_interrupted
 class Swallows:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGINT)

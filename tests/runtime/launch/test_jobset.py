@@ -1,19 +1,47 @@
 """JobSets by the published schema, and what decides how one restarts."""
 
+import json
+import os
 import shlex
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
+from conftest import SMALL
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.runtime.core.failures import FINAL, HUNG, LOST, PREEMPTED, STORAGE
 from meshloom.runtime.launch.engines import schema_problems
+from support.commands import meshloom, run_in_process
 from support.launch import launched, rendered
 
 NEEDED = ("launch=jobset", "launch.image=registry/image:1", "launch.directory=/mnt/runs",
           "launch.volumes=[{kind: claim, name: runs, mount: /mnt}]")  # fmt: skip
 TWO_SLICES = ("target=v5p-128", "target.num_slices=2")
+KUBECTL = f"""#!{sys.executable}
+import json, pathlib, subprocess, sys, yaml
+jobs = pathlib.Path(__file__).parent / "jobs"
+jobs.mkdir(exist_ok=True)
+words = sys.argv[1:]
+with (jobs.parent / "calls").open("a") as calls:
+    print(json.dumps(words), file=calls)
+if words[0] == "apply":
+    made = yaml.safe_load(pathlib.Path(words[1].removeprefix("--filename=")).read_text())
+    (container,) = made["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    command = [word.replace("$$(", "$(") for word in container["command"]]
+    job = jobs / made["metadata"]["name"]
+    if not job.exists():
+        job.write_text(str(subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode))
+elif words[:2] == ["get", "jobset"]:
+    print("Failed" if int((jobs / words[2]).read_text()) else "Completed")
+elif words[:2] == ["get", "pods"]:
+    print((jobs / words[2].rpartition("=")[2]).read_text())
+elif words[:2] == ["get", "jobsets"]:
+    for job in jobs.iterdir():
+        print(f"jobset.jobset.x-k8s.io/{{job.name}}")
+"""
 
 
 def manifest(*overrides):
@@ -159,3 +187,43 @@ def test_the_script_is_readable():
     assert "&id001" not in text
     assert f"exec {launched(*NEEDED, *TWO_SLICES).command()}" in text
     assert shlex.split(text[text.index("exec ") :].splitlines()[0])[1:3] == ["meshloom", "train"]
+
+
+def sweep(folder: Path, *more: str) -> tuple[str, ...]:
+    return (
+        "train", "-m", *SMALL, "model.num_layers=1", "num_steps=4", "checkpoint=disabled",
+        "hydra/launcher=meshloom_jobset", "launch=jobset", "launch.image=i", f"hydra.sweep.dir={folder}/sweep",
+        f"launch.volumes=[{{kind: host, name: {folder}, mount: {folder}}}]",
+        f"launch.program='{sys.executable} -m meshloom'", *more,
+    )  # fmt: skip
+
+
+def with_kubectl(folder: Path) -> dict[str, str]:
+    (folder / "kubectl").write_text(KUBECTL)
+    (folder / "kubectl").chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def rows_of(folder: Path) -> list[dict]:
+    rows = [json.loads(text) for text in (folder / "sweep/sweep.jsonl").read_text().splitlines()]
+    return sorted(rows, key=lambda row: row["index"])
+
+
+@pytest.mark.release
+def test_a_sweep_is_a_jobset_for_each_point(tmp_path):
+    environment = with_kubectl(tmp_path)
+    told = meshloom(*sweep(tmp_path, "launch.dry_run=false", "seed=1,2", "mesh.data=1,3"), cwd=tmp_path, **environment)
+    rows = rows_of(tmp_path)
+    assert [row["status"] for row in rows] == ["done", "refused"] * 2, told
+    assert [row["exit_code"] for row in rows] == [0, 2] * 2
+    assert len({row["figures"]["final_loss"] for row in rows if row["figures"]}) == 2
+
+
+@pytest.mark.ci
+def test_a_dry_run_writes_manifests_and_no_rows(tmp_path):
+    told = run_in_process(*sweep(tmp_path, "launch.dry_run=true", "seed=1,2"), cwd=tmp_path)
+    assert told.returncode == 0, told.stderr
+    manifests = sorted((tmp_path / "sweep/.jobs").glob("*.yaml"))
+    assert len(manifests) == 2
+    assert all(f"not applied, as launch.dry_run=true: {path}" in told.stderr for path in manifests)
+    assert not (tmp_path / "sweep/sweep.jsonl").exists() or rows_of(tmp_path) == []

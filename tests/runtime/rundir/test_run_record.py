@@ -65,7 +65,7 @@ def test_exit_codes_say_how_it_ended(tmp_path):
 def test_a_command_that_leaves_at_once_is_recorded_too(tmp_path):
     code = f"""
 from pathlib import Path
-from meshloom.runtime.core.interruptible import hear_interrupts, leave_now
+from meshloom.runtime.core.failures import hear_interrupts, leave_now
 from meshloom.runtime.rundir.folders import recorded_run
 hear_interrupts()
 with recorded_run(Path({str(tmp_path)!r}), "train"):
