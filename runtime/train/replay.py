@@ -36,9 +36,6 @@ from .observer import ObservedRun, Observer, TakeStep
 NUM_LOSSES = 32  # for the median
 FEWEST_LOSSES = 8  # before a loss can be a spike
 MOST_NAMED = 4  # devices in a message
-
-HARDWARE = "the hardware"
-ANY_ORDER = f"{HARDWARE}, or a sum in another order, which {{}} may take"
 DETERMINISTIC_OPTIONS = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
 
 
@@ -51,10 +48,10 @@ def suspect_of(platform: str, options: Mapping[str, Any]) -> str:
     """
     is_set = any(str(options.get(name)).lower() in ("true", "1") for name in DETERMINISTIC_OPTIONS)
     if platform == "tpu" or (platform == "gpu" and is_set):
-        return HARDWARE
-    if platform == "gpu":
-        return f"{ANY_ORDER.format('GPUs')} without compiler_options.{DETERMINISTIC_OPTIONS[0]}=true"
-    return ANY_ORDER.format("CPUs with several threads")
+        return "the hardware"
+    of_gpus = f"GPUs may take without compiler_options.{DETERMINISTIC_OPTIONS[0]}=true"
+    who = of_gpus if platform == "gpu" else "CPUs with several threads may take"
+    return f"the hardware, or a sum in another order, which {who}"
 
 
 @dataclass(frozen=True)
@@ -76,8 +73,7 @@ class Replay(Observer):
 
     def __init__(self, run: ObservedRun):
         self._run, self._plan, self._spec, self._mesh = run, run.plan, run.spec, mesh_of(run.plan)
-        options = {**run.plan.preset_options, **run.spec.compiler_options}
-        self._suspect = suspect_of(run.plan.target.platform, options)
+        self._suspect = suspect_of(run.plan.target.platform, {**run.plan.preset_options, **run.spec.compiler_options})
         self._losses: deque[float] = deque(maxlen=NUM_LOSSES)
         specs = leaves_by_path(run.plan.specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
         self._specs = dict(sorted(specs.items()))  # the order in which JAX hands on the values of a dict
@@ -126,8 +122,8 @@ class Replay(Observer):
         if len(self._losses) < FEWEST_LOSSES:
             return None
         times = loss / statistics.median(self._losses)
-        is_spike = times > self._spec.replay.spike_factor
-        return f"the loss is {loss:.4g}, {times:.2g} times what it was" if is_spike else None
+        told = f"the loss is {loss:.4g}, {times:.2g} times what it was"
+        return told if times > self._spec.replay.spike_factor else None
 
     def _result(self, after: Any, metrics: Any) -> Result:
         with jax.set_mesh(self._mesh):
@@ -173,14 +169,13 @@ class Replay(Observer):
         """Raises RunFailed if devices hold different bits of the same shard."""
         odd, where = np.zeros(self._mesh.devices.shape, bool), list[str]()
         for (path, spec), sums in zip(self._specs.items(), result.digest.T, strict=True):
-            split = axes_in(spec)
-            along = [i for i, axis in enumerate(self._mesh.axis_names) if axis not in split]
+            along = [i for i, axis in enumerate(self._mesh.axis_names) if axis not in axes_in(spec)]
             if (is_odd := odd_replicas(sums.reshape(odd.shape), along)).any():
                 odd |= is_odd
                 where.append(path)
         if where:
-            named = self._named(self._mesh.devices[odd])
-            what = f"the replicas of {human_names(where, most=1)} differ: {named}; {self._suspect}"
+            who = self._named(self._mesh.devices[odd])
+            what = f"the replicas of {human_names(where, most=1)} differ: {who}; {self._suspect}"
             fix = "start the same command again, without that host: it goes on from the last checkpoint"
             raise RunFailed(Problem(f"step {step}", what, fix), FAULTY)
 
@@ -195,22 +190,17 @@ def odd_replicas(sums: np.ndarray, along: Sequence[int]) -> np.ndarray:
     sums: a value for each device, in the shape of the mesh. along: the dimensions of the mesh with replicas. If two
     replicas differ, both are marked.
     """
-    size = int(np.prod([sums.shape[i] for i in along]))
-    last = [i for i in range(sums.ndim) if i not in along]
-    groups = np.transpose(sums, [*last, *along]).reshape(-1, size)
+    ends = list(range(-len(along), 0))
+    moved = np.moveaxis(sums, along, ends)
+    groups = moved.reshape(-1, size := int(np.prod(moved.shape[sums.ndim - len(along) :])))
     counts = (groups[:, :, None] == groups[:, None, :]).sum(axis=2)  # replicas with the same bits
     is_odd = (counts < size) & ((counts < counts.max(axis=1, keepdims=True)) | (2 * counts <= size))
-    shape = [sums.shape[i] for i in (*last, *along)]
-    return np.transpose(is_odd.reshape(shape), np.argsort([*last, *along]))
+    return np.moveaxis(is_odd.reshape(moved.shape), ends, along)
 
 
 def _sums_of_bits(state: Mapping[str, jax.Array]) -> jax.Array:
     """Returns the sum of the bits of each array of this device's state, (1, arrays)."""
-    kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-    bits = [
-        jax.lax.bitcast_convert_type(x, kinds[x.dtype.itemsize]) if jnp.issubdtype(x.dtype, jnp.floating) else x
-        for x in state.values()
-    ]
+    bits = (x.view(f"u{x.dtype.itemsize}") if jnp.issubdtype(x.dtype, jnp.floating) else x for x in state.values())
     return jnp.stack([jnp.sum(x.astype(jnp.uint32), dtype=jnp.uint32) for x in bits])[None]
 
 
