@@ -71,8 +71,7 @@ def all_of(*steps: Callable[[], Any]) -> tuple[Any, ...]:
             results.append(step())
         except ConfigError as error:
             problems += error.problems
-    if problems:
-        raise ConfigError(problems)
+    raise_if_any(problems)
     return tuple(results)
 
 

@@ -111,7 +111,7 @@ def _count_forward(model: Model, spec: StepSpec, ops: Sequence[CountedOp]) -> Fl
     def count(apply: Any, params: Any, x: Any, part: str) -> tuple[FlopCount, Any]:
         def forward(params: Any, x: Any) -> Any:  # positions are traced, so that no array of their length is made
             positions = jnp.arange(spec.sequence_length)[None]
-            context = Context(positions, lambda _, x, *axes, **__: x, partial(_marking_masks, spec, ops))
+            context = Context(positions, lambda _, x, *axes, **__: x, _marking_masks(spec, ops))
             return split_aux(apply(params, x, context))
 
         traced = jax.jit(forward).trace(params, x)
@@ -129,25 +129,18 @@ def _count_forward(model: Model, spec: StepSpec, ops: Sequence[CountedOp]) -> Fl
 _MASKED = "meshloom_masked"  # a call's name says which share of its products a mask hides: meshloom_masked_3_of_8
 
 
-def _marking_masks(
-    spec: StepSpec,
-    ops: Sequence[CountedOp],
-    kind: str,
-    _: str,
-    plain: Callable[..., Any],
-    *operands: Any,
-    **options: Any,
-) -> Any:
-    """Returns what an operation gives; one that masks products as a call that is named after its mask."""
-    hidden = next((op.masked_share(spec, *operands, **options) for op in ops if op.kind == kind), Fraction(0))
-    if not hidden:
-        return plain(*operands, **options)
+def _marking_masks(spec: StepSpec, ops: Sequence[CountedOp]) -> Callable[..., Any]:
+    """Returns the `Context.operation` that runs an operation which masks products as a call named after its mask."""
 
-    def masked(*operands: Any) -> Any:
-        return plain(*operands, **options)
+    def operation(kind: str, _: str, plain: Callable[..., Any], *operands: Any, **options: Any) -> Any:
+        hidden = next((op.masked_share(spec, *operands, **options) for op in ops if op.kind == kind), Fraction(0))
+        if not hidden:
+            return plain(*operands, **options)
+        masked = lambda *operands: plain(*operands, **options)  # noqa: E731
+        masked.__name__ = f"{_MASKED}_{hidden.numerator}_of_{hidden.denominator}"
+        return jax.jit(masked)(*operands)
 
-    masked.__name__ = f"{_MASKED}_{hidden.numerator}_of_{hidden.denominator}"
-    return jax.jit(masked)(*operands)
+    return operation
 
 
 def _count_with_frozen(model: Model, spec: StepSpec, ops: Sequence[CountedOp], frozen: Collection[str]) -> FlopCount:
@@ -264,12 +257,15 @@ def kernel_cost_of(equation: Any, scope: str, ops: Sequence[KernelOwner]) -> Cal
     if kind not in ("kernel", "unknown") and name not in _GROUPED:
         return None
     stated = None if kind == "unknown" else cost_of(equation)
+    unit = "grouped" if name in _GROUPED else "matmul"
     call = KernelCall(
         kernel=f"{name} {getattr(equation.params.get('jaxpr'), 'debug_info', '')}",
         name=OperationName(scope),
         operands=tuple(map(_array, equation.invars)),
         results=tuple(map(_array, equation.outvars)),
-        stated=_stated(stated, name) if isinstance(stated, CallCost) else None,
+        stated=KernelCost(stated.flops, num_bytes=stated.hbm_bytes, unit=unit)
+        if isinstance(stated, CallCost)
+        else None,
         parameters=equation.params,
         is_pallas=name == "pallas_call",
     )
@@ -279,10 +275,6 @@ def kernel_cost_of(equation: Any, scope: str, ops: Sequence[KernelOwner]) -> Cal
 
 def _array(x: Any) -> KernelArray:
     return KernelArray(tuple(getattr(x.aval, "shape", ())), str(getattr(x.aval, "dtype", "")))
-
-
-def _stated(cost: CallCost, name: str) -> KernelCost:
-    return KernelCost(cost.flops, num_bytes=cost.hbm_bytes, unit="grouped" if name in _GROUPED else "matmul")
 
 
 def contracted_dims(equation: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
