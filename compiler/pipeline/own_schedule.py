@@ -37,16 +37,16 @@ def own_tables(
     its own unless a form is chosen. Raises ConfigError with what is wrong, by tick and stage. name: of the class."""
     if isinstance(made, PipelineTable) and form is None:
         return {f"{name}, ticks as written": _checked(made, name, where)}
-    table_placement = made.placement if isinstance(made, PipelineTable) else placement
-    orders = made
+    orders: Any = made
     if isinstance(made, PipelineTable):
-        stages = range(table_placement.num_stages)
+        placement = made.placement
+        stages = range(placement.num_stages)
         orders = [list(chain.from_iterable(row[stage] for row in made.rows)) for stage in stages]
-    if what := _not_orders(orders, table_placement.num_stages):
+    if what := _not_orders(orders, placement.num_stages):
         raise ConfigError([Problem(where, f"{name} {what}", FIX_ORDERS)])
     try:
         forms = TickForm if form is None else (form,)
-        found = {f"{name}, {each} ticks": pack_ticks(name, table_placement, orders, each) for each in forms}
+        found = {f"{name}, {each} ticks": pack_ticks(name, placement, orders, each) for each in forms}
     except ValueError as error:
         raise ConfigError([Problem(where, str(error), FIX_TABLE)]) from error
     return {label: _checked(table, name, where) for label, table in found.items()}
