@@ -5,6 +5,7 @@ Facts that cannot be read in a program's text are unknown, and so are those that
 
 from collections.abc import Iterator
 
+from .. import schema
 from ..analysis.compiled_step import REFUSED, CompiledStep, InspectedProgram
 from ..analysis.schedule_analysis import NOT_DECLARED
 from ..core.format import human_bytes
@@ -13,20 +14,6 @@ from ..estimate.estimate import NO_LIMIT
 from ..estimate.liveness import MemoryClass
 from ..estimate.stage_buffers import WHAT, bytes_in_use
 from ..plan import Plan
-from ..schema import (
-    SCHEMA_VERSION,
-    Alternative,
-    BuildReport,
-    Finding,
-    MemoryChange,
-    MemoryReport,
-    PipelineReport,
-    ProgramReport,
-    Report,
-    SearchReport,
-    StageBufferReport,
-    TargetReport,
-)
 from ..target.placement import Placement
 from ..target.target import TargetPlan
 
@@ -39,25 +26,25 @@ LARGEST_ERROR = 0.1  # the largest difference from XLA's peak, relative to it
 
 def build_report(
     step: CompiledStep,
-    findings: tuple[Finding, ...],
+    findings: tuple[schema.Finding, ...],
     *,
     overrides: tuple[str, ...],
     model: str | None,
-    changes: tuple[MemoryChange, ...],
-    search: SearchReport | None,
-    alternatives: tuple[Alternative, ...],
-) -> Report:
+    changes: tuple[schema.MemoryChange, ...],
+    search: schema.SearchReport | None,
+    alternatives: tuple[schema.Alternative, ...],
+) -> schema.Report:
     """Returns the report. overrides: the overrides of the declaration. model: the declaration's name for its model, if
     it has one. changes: changes that would make the step fit. search: the search that chose this program. alternatives:
     other declarations, by the estimate."""
     plan, estimate = step.plan, step.estimate
-    return Report(
-        schema_version=SCHEMA_VERSION,
+    return schema.Report(
+        schema_version=schema.SCHEMA_VERSION,
         target=target_report(plan.mesh.placement),
         program=program_report(plan, model),
         estimated=estimate.figures,
         compiled=step.figures,
-        memory=MemoryReport(breakdown=_breakdown(step), changes=changes),
+        memory=schema.MemoryReport(breakdown=_breakdown(step), changes=changes),
         collectives=step.analysis.collectives,
         pipeline=_pipeline(step),
         roofline=estimate.roofline,
@@ -69,19 +56,19 @@ def build_report(
     )
 
 
-def _pipeline(step: CompiledStep) -> PipelineReport | None:
+def _pipeline(step: CompiledStep) -> schema.PipelineReport | None:
     """Returns the stages of a pipeline, with their buffers by the traced step."""
     plan, buffers = step.plan.pipeline, step.estimate.stage_buffers
     if plan is None:
         return None
     per_chip = step.plan.target.used_devices_per_chip
-    return PipelineReport(
+    return schema.PipelineReport(
         schedule=plan.table.name,
         num_stages=plan.num_stages,
         num_microbatches=plan.table.num_microbatches,
         in_flight_by_stage=plan.in_flight,
         buffers=tuple(
-            StageBufferReport(
+            schema.StageBufferReport(
                 name=each.name,
                 what=WHAT[each.name],
                 num_slots=each.num_slots,
@@ -149,10 +136,10 @@ def reserved_bytes(target: TargetPlan) -> int | Unknown:
     return whole - limit * target.used_devices_per_chip
 
 
-def target_report(placement: Placement) -> TargetReport:
+def target_report(placement: Placement) -> schema.TargetReport:
     """Returns the part of a report about the target."""
     target, peak = placement.target, placement.target.peak_flops_per_second
-    return TargetReport(
+    return schema.TargetReport(
         name=target.name,
         chip=target.chip.name if target.chip else target.platform,
         num_chips=target.num_chips,
@@ -166,8 +153,8 @@ def target_report(placement: Placement) -> TargetReport:
     )
 
 
-def program_report(plan: Plan, model: str | None) -> ProgramReport:
-    return ProgramReport(
+def program_report(plan: Plan, model: str | None) -> schema.ProgramReport:
+    return schema.ProgramReport(
         model=model or plan.spec.model.family,
         num_parameters=plan.num_parameters,
         num_active_parameters=plan.num_active_parameters,
@@ -176,10 +163,10 @@ def program_report(plan: Plan, model: str | None) -> ProgramReport:
     )
 
 
-def _build(step: CompiledStep) -> BuildReport:
+def _build(step: CompiledStep) -> schema.BuildReport:
     lowered, built, fingerprint = step.lowered, step.built, step.lowered.fingerprint
     environment = fingerprint.environment
-    return BuildReport(
+    return schema.BuildReport(
         lower_seconds=lowered.seconds,
         compile_seconds=built.compile_seconds,
         cache=built.cache,
@@ -195,13 +182,13 @@ def _build(step: CompiledStep) -> BuildReport:
 ELSEWHERE = "it was compiled elsewhere: neither its versions nor its options are in its text"
 
 
-def report_inspected(program: InspectedProgram) -> Report:
+def report_inspected(program: InspectedProgram) -> schema.Report:
     """Returns the report of a program without a declaration."""
     undeclared = Unknown(NOT_DECLARED)
-    return Report(
-        schema_version=SCHEMA_VERSION,
+    return schema.Report(
+        schema_version=schema.SCHEMA_VERSION,
         target=target_report(program.devices.placement),
-        program=ProgramReport(
+        program=schema.ProgramReport(
             model=program.module.name,
             num_parameters=undeclared,
             num_active_parameters=undeclared,
@@ -210,7 +197,7 @@ def report_inspected(program: InspectedProgram) -> Report:
         ),
         estimated=undeclared,
         compiled=program.figures,
-        memory=MemoryReport(breakdown=_inspected_breakdown(program), changes=()),
+        memory=schema.MemoryReport(breakdown=_inspected_breakdown(program), changes=()),
         collectives=program.analysis.collectives,
         pipeline=None,
         roofline=(),
@@ -222,11 +209,11 @@ def report_inspected(program: InspectedProgram) -> Report:
     )
 
 
-def _memory_notes(program: InspectedProgram) -> Iterator[Finding]:
+def _memory_notes(program: InspectedProgram) -> Iterator[schema.Finding]:
     """Yields the note on how much memory a text does not show. docs/inspect.md has the range, which
     bench/memory_by_text.py measures."""
     if program.memory is None and not isinstance(program.peak, Unknown):
-        yield Finding(
+        yield schema.Finding(
             rule="memory-by-text",
             severity="note",
             what="the memory is counted in the program's text: mostly 5 % below to 3 % above XLA's own figure, without "

@@ -18,21 +18,7 @@ from ...core.format import (
 from ...core.known import Unknown, known, text_of
 from ...figures import text_of_figure
 from ...schema import Report, by_exposed
-from .facts import (
-    EXPECTED_STEP,
-    PER_CHIP,
-    STEP,
-    STEP_OF_ANY,
-    Fact,
-    at_usual_imbalance,
-    compute_by_kind,
-    lines_of_rest,
-    origin,
-    sums,
-    unknown_values,
-    verdict,
-    why_exposed,
-)
+from . import facts
 
 FILE_WIDTH = 1000  # columns; nothing is wrapped
 BAR_WIDTH = 48
@@ -56,8 +42,8 @@ def show_summary(report: Report, console: Console, *, files: Sequence[Path]) -> 
     target, program = report.target, report.program
     slices = f" in {target.num_slices} slices" if target.num_slices > 1 else ""
     between = known(report.compiled.range_of(report.compiled.step_seconds))
-    facts = [_fact(fact, between) for fact in verdict(report)]
-    console.wrapped(*(part for index, fact in enumerate(facts) for part in ((" · ", *fact) if index else fact)))
+    shown = [_fact(fact, between) for fact in facts.verdict(report)]
+    console.wrapped(*(part for index, fact in enumerate(shown) for part in ((" · ", *fact) if index else fact)))
     size = text_of(program.num_parameters, lambda count: f", {human_parameters(count)} parameters", "")
     size += text_of(program.tokens_per_step, ", {:,} tokens per step".format, "")
     console.wrapped(f"{program.model} on {target.name}: {counted(target.num_chips, 'chip')}{slices}{size}")
@@ -72,7 +58,7 @@ def show_summary(report: Report, console: Console, *, files: Sequence[Path]) -> 
     show_files(console, files)
 
 
-def _fact(fact: Fact, between: tuple[float, float] | None) -> Line:
+def _fact(fact: facts.Fact, between: tuple[float, float] | None) -> Line:
     value = (fact.value, TONES[fact.tone])
     if fact.name in ("memory", "host memory"):
         detail = fact.detail.split(",")[0]
@@ -81,14 +67,16 @@ def _fact(fact: Fact, between: tuple[float, float] | None) -> Line:
         if fact.name == "memory":
             return [value, f": {detail}"]
         return ["host ", (detail, TONES["good"])] if fact.tone == "good" else ["host ", value, f": {detail}"]
-    if fact.name == PER_CHIP:
-        return [value, f" {PER_CHIP}"]
-    if fact.name == EXPECTED_STEP:
+    if fact.name == facts.PER_CHIP:
+        return [value, f" {facts.PER_CHIP}"]
+    if fact.name == facts.EXPECTED_STEP:
         return [f"{fact.name} ", value, f" ({fact.detail})"]
-    name = {STEP: "step", "predicted MFU": "MFU", STEP_OF_ANY: "as compiled, for any imbalance of experts: step"}.get(
-        fact.name, fact.name
-    )
-    is_step = fact.name in (STEP, STEP_OF_ANY) and between
+    name = {
+        facts.STEP: "step",
+        "predicted MFU": "MFU",
+        facts.STEP_OF_ANY: "as compiled, for any imbalance of experts: step",
+    }.get(fact.name, fact.name)
+    is_step = fact.name in (facts.STEP, facts.STEP_OF_ANY) and between
     return [f"{name} ", value, *([f" ({human_range(between)})"] if is_step and between else [])]
 
 
@@ -116,7 +104,7 @@ def _memory(report: Report) -> Iterable[Line]:
 
 def _step(report: Report) -> Iterable[Line]:
     step = report.compiled
-    parts = compute_by_kind(report)
+    parts = facts.compute_by_kind(report)
     if not isinstance(step.exposed_seconds, Unknown):
         parts.append(("exposed", step.exposed_seconds))
     if step.bubble_seconds:
@@ -146,7 +134,7 @@ def _search(report: Report) -> Iterable[Line]:
         gain = f", {human_share(saved)} shorter than {declared.name}"
     judged = f"best of {num_tried}" if chosen.figures.step_seconds else f"none of {num_tried} can be judged"
     yield [("search", "bold"), f"   {judged} compiled: {name}{gain}"]
-    for line in lines_of_rest(search):
+    for line in facts.lines_of_rest(search):
         yield [("         " + line, "dim")]
 
 
@@ -154,7 +142,7 @@ def _faster(report: Report) -> Iterable[Line]:
     """Yields another declaration that fits and is shorter by the estimate, if it is shorter by more than a few
     percent."""
     own, others = report.alternatives[:1], report.alternatives[1:]
-    usual = at_usual_imbalance(report)  # it may drop tokens, and is in the verdict
+    usual = facts.at_usual_imbalance(report)  # it may drop tokens, and is in the verdict
     steps = [(one.figures.step_seconds, one) for one in others if one.figures.fits and one is not usual]
     timed = [(seconds, one) for seconds, one in steps if not isinstance(seconds, Unknown)]
     if not own or not timed:
@@ -191,7 +179,7 @@ def _legend(entries: Sequence[tuple[str, str, str]]) -> Line:
 
 def _collectives(report: Report) -> Iterable[Table | Line]:
     yield []
-    for row in sums(report.collectives)[:3]:
+    for row in facts.sums(report.collectives)[:3]:
         times = f"{counted(row.count, 'time')}, {human_bytes(row.bytes)}"
         if not isinstance(row.hidden_seconds, Unknown) and not isinstance(row.exposed_seconds, Unknown):
             times += f", {human_seconds(row.hidden_seconds)} hidden, {human_seconds(row.exposed_seconds)} exposed"
@@ -199,7 +187,9 @@ def _collectives(report: Report) -> Iterable[Table | Line]:
     alike: dict[tuple[str, str], list[float]] = {}
     for c in by_exposed(report.collectives):
         if c.exposed_seconds:
-            alike.setdefault((f"{c.kind}: {origin(report, c)}", why_exposed(c)), []).append(c.exposed_seconds)
+            alike.setdefault((f"{c.kind}: {facts.origin(report, c)}", facts.why_exposed(c)), []).append(
+                c.exposed_seconds
+            )
     worst = sorted(alike.items(), key=lambda row: -sum(row[1]))
     if not worst:
         return
@@ -249,7 +239,7 @@ def _findings(report: Report) -> Iterable[Line]:
 
 def _unknown(report: Report) -> Iterable[Line]:
     reasons: dict[str, list[str]] = {}
-    for path, reason in unknown_values(report):
+    for path, reason in facts.unknown_values(report):
         reasons.setdefault(reason, []).append(path)
     for reason, paths in islice(reasons.items(), NUM_REASONS):
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
