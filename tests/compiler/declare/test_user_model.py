@@ -90,12 +90,6 @@ def test_a_model_from_outside_declares_its_longest_sequence(plan_with):
     assert problem == Problem("sequence_length", "17 tokens are more than the model's maximum of 16", "use 16 or less")
 
 
-def test_the_key_that_makes_a_model_longer_is_named():
-    with pytest.raises(ConfigError) as error:
-        read_spec(Request(("model=gpt2_124m", "sequence_length=2048")), then=plan_run)
-    assert [p.fix for p in error.value.problems] == ["use 1024 or less, or model.num_positions=2048"]
-
-
 WRONG = {
     "a call without the context": (
         'def __call__(self, x, context):\n        return context.activation("residual"',

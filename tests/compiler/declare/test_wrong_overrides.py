@@ -56,7 +56,6 @@ TYPED = {
     ("num_steps='${'",): ("num_steps", "cannot be set"),
     ("run.extra=[1]",): ("run.extra", "cannot be set"),
     ("~nobody/x",): ("nobody/x", "does not exist"),
-    ("artifact=''",): ("artifact", "is empty"),
     ("hydra.run.dir=''",): ("hydra.run.dir", "is empty"),
     ("hydra.run.dir=${nobody}",): ("hydra.run.dir", "nobody"),
     ("hydra.job.chdir=true",): ("hydra.job.chdir", "resolved in the run directory"),

@@ -12,6 +12,7 @@ import pytest
 from conftest import LINEAR_STACK, plan_of
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.format import (
+    human_bytes,
     human_count,
     human_parameters,
     human_seconds,
@@ -253,7 +254,8 @@ def test_sums_lose_nothing():
         (human_share(0), "0.0 %"), (human_count(197e12, "FLOP/s"), "197 TFLOP/s"), (human_count(0.002), "0.00200"),
         (human_parameters(6_738_415_616), "6.74 B"), (human_parameters(923_000), "923 k"),
         (three_digits(99.96), "100"), (three_digits(9.996), "10.0"), (milliseconds(0.01651), "16.51"),
-        (milliseconds(1e-9), "< 0.01"), (milliseconds(0), "0"),
+        (milliseconds(1e-9), "< 0.01"), (milliseconds(0), "0"), (human_bytes(0), "0 B"), (human_bytes(1023), "1023 B"),
+        (human_bytes(1536), "1.5 KiB"), (human_bytes(5 * 2**40), "5.0 TiB"),
     ],
 )  # fmt: skip
 def test_numbers_as_people_read_them(told, text):

@@ -3,8 +3,6 @@
 import inspect
 import os
 import re
-import subprocess
-import sys
 from itertools import takewhile
 from pathlib import Path
 
@@ -25,17 +23,12 @@ from support.commands import meshloom, run_in_process
 from support.forked import start
 
 
-def test_help_imports_nothing_heavy():
-    code = "import sys; from meshloom.runtime.cli.main import run; run(['--help']); print([m for m in ('jax', 'hydra', 'flax', 'rich', 'pydantic') if m in sys.modules])"  # noqa: E501
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
-    assert all(command in done.stdout for command in COMMANDS)
-
-
 @pytest.mark.parametrize("command", [None, *(name for name, one in COMMANDS.items() if one.paths)])
 def test_help_fits_80_columns(capsys, command):
     assert run([*([command] if command else []), "--help"]) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert f"usage: meshloom {command or 'COMMAND'} " in out
 
 
 def test_every_command_of_the_registry_is_there_and_is_told_alike_everywhere():

@@ -16,6 +16,7 @@ def found(names, *line):
     loaded = [name for name in names if name in sys.modules]
     print(code, *line, "imports", *loaded, file=sys.stderr)
 
+found({nothing}, "--help")
 found({computing} + {running}, "runs", ".")
 found({computing} + {running}, "train", "--help")
 found({computing} + {running}, "explain", "target=v5q-8")
@@ -25,10 +26,11 @@ found(("jax",), "explain", "target=cpu-8")
 
 
 def test_a_command_imports_no_library_that_it_does_not_use(tmp_path):
-    program = LINES.format(computing=COMPUTING, running=RUNNING)
+    program = LINES.format(nothing=(*COMPUTING, "hydra", "rich", "pydantic"), computing=COMPUTING, running=RUNNING)
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     said = [line for line in done.stderr.splitlines() if " imports" in line]
     assert said == [
+        "0 --help imports",
         "0 runs . imports",
         "0 train --help imports",
         "2 explain target=v5q-8 imports",

@@ -71,9 +71,3 @@ def test_a_page_that_cannot_be_written_is_told_after_the_table(sweep, capsys):
     assert exit_code == 2
     assert "best by step_seconds" in out
     assert "cannot be written: No such file or directory\n  fix: name a file that can be written: --page FILE" in err
-
-
-def test_help_says_what_each_flag_does(capsys):
-    exit_code, out, _ = _told(capsys, "--help")
-    assert exit_code == 0
-    assert out.startswith("usage: meshloom sweep DIR [--sort FIGURE] [--all]")
