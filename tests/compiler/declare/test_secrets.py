@@ -168,7 +168,7 @@ def test_messages_of_users_code_and_tracebacks_name_the_variable(capsys):
 
 def test_the_page_and_a_printed_config_show_the_interpolation():
     plan = plan_of("artifact=${oc.env:TOKEN}")
-    assert "artifact: ${oc.env:TOKEN}" in dict(_config(plan))["keys"]
+    assert "artifact: ${oc.env:TOKEN}" in dict(_config(plan.spec))["keys"]
     for flags in ((), ("--resolve",)):
         done = run_in_process("train", "--cfg", "job", *flags, "artifact=${oc.env:TOKEN}")
         assert "artifact: ${oc.env:TOKEN}\n" in done.stdout, done.stderr
