@@ -13,7 +13,7 @@ The file repeats some figures under the keys that tools have read since before a
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -271,9 +271,6 @@ def or_infinity(seconds: float | Unknown) -> float:
     return math.inf if isinstance(seconds, Unknown) else seconds
 
 
-if TYPE_CHECKING:
-    from .schema import Report
-
 STEP = {
     "compute_seconds": "compute_seconds", "compute_seconds_by_kind": "compute_seconds_by_kind",
     "exposed_seconds": "exposed_seconds", "exposed_fraction": "exposed_fraction", "bubble_seconds": "bubble_seconds",
@@ -295,13 +292,13 @@ ALTERNATIVE = {"seconds": "step_seconds", "exposed_seconds": "exposed_seconds", 
                "fits": "fits"}  # fmt: skip
 
 
-def steady_keys(report: "Report") -> dict[str, Any]:
+def steady_keys(report: Report) -> dict[str, Any]:
     """Returns these keys of a report with their values."""
     step = {key: getattr(report.compiled, name) for key, name in STEP.items()}
     keys: dict[str, Any] = {
         "step": step | {"predicted_range_seconds": report.compiled.range_of(report.compiled.step_seconds)},
         "memory": {
-            key: getattr(figures, name, figures)  # unknown, if all of the figures are
+            key: figures if isinstance(figures, Unknown) else getattr(figures, name)
             for key, (part, name) in MEMORY.items()
             for figures in [getattr(report, part)]
         },

@@ -1,5 +1,5 @@
 """Finds what a program does for nothing: transfers that another layout or another order of operations would save, and
-arithmetic that several devices repeat, since a batch is split over fewer devices than run.
+arithmetic that several devices repeat, since a batch or another array is split over fewer devices than run.
 
 stack-gathered-whole        a stack of layers is split along the dimension that a loop runs along: all of it is gathered
 gathered-then-sliced        each device uses only a part of what an all-gather gives it

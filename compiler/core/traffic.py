@@ -1,5 +1,5 @@
-"""Collectives: what is sent over which mesh axes, where it comes from, and what of its time compute waits for. One
-vocabulary for the plan, the program and the report.
+"""Collectives: what is sent over which mesh axes, where it comes from, and what of its time compute waits for; and the
+kinds of compute and of links. One vocabulary for the plan, the program and the report.
 
     Traffic    all-gather over fsdp of 64 x 90 MiB in bf16, of layers/mlp/up_EM, forward
     Timed      1.2 s alone, 1.1 s of it hidden behind compute, 0.1 s exposed

@@ -28,7 +28,7 @@ from pydantic import ValidationError
 
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from ..core.key_paths import is_within
-from ..core.user_code import FLAG, blamed_on_user
+from ..core.user_code import FLAG, allowed_modules, blamed_on_user
 from ..core.visible import visible_line
 from ..spec import target_names
 from ..spec.secrets import Sources
@@ -132,9 +132,12 @@ class Reading:
 def read_request(request: Request) -> Reading:
     """Returns what a request declares, and what is wrong with it."""
     with compositions_kept() as memory:
-        if memory.last[0] != request:
-            memory.last = request, _read(request)
-        return memory.last[1]
+        asked = request, allowed_modules()
+        last, reading = memory.last
+        if last != asked:
+            reading = _read(request)
+            memory.last = asked, reading
+        return reading
 
 
 def _read(request: Request) -> Reading:

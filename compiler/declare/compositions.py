@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydra import compose
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig
 
 from .hydra_private import apply_overrides
@@ -89,8 +91,11 @@ def compose_kept(
     if (pickled := kept.composed.get(key)) is None:
         if len(kept.composed) >= MOST_KEPT:
             kept.composed.clear()
-        pickled = pickle.dumps(compose(config_name, overrides=choices, return_hydra_config=True))
-        kept.composed[key] = pickled
+        made = compose(config_name, overrides=choices, return_hydra_config=True)
+        try:
+            pickled = kept.composed[key] = pickle.dumps(made)
+        except (pickle.PicklingError, AttributeError, TypeError):  # a structured config of a class within a function
+            return compose(config_name, overrides=list(overrides), return_hydra_config=True)
     composed: DictConfig = pickle.loads(pickled)  # a copy takes seven times as long
     parsed = [found for found in map(parsed_or_none, values) if found]
     apply_overrides(parsed, composed)
@@ -99,7 +104,8 @@ def compose_kept(
 
 def _kept_for(config_path: str | None, overrides: Sequence[str]) -> Kept | None:
     """Returns where compositions of these files are kept; None if they may have changed."""
-    has_users_files = config_path is not None or any(SEARCH_PATH in text for text in overrides)
+    is_plugged_in = bool(Plugins.instance().discover(SearchPathPlugin))  # a package adds its files by itself
+    has_users_files = is_plugged_in or config_path is not None or any(SEARCH_PATH in text for text in overrides)
     return _kept.get() if has_users_files else _own
 
 

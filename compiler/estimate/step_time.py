@@ -227,7 +227,7 @@ def plan_rates(target: TargetPlan, head_dim: int | None) -> Rates | None:
     of_heads = share.matmul if head_dim is None else share_of_head(share.attention, head_dim)
     memory, slower = bandwidth * share.memory, target.calibration.matmul if target.calibration else 1.0
     # On TPUs XLA keeps much of a ring's sums in vector memory: a compiled step for v5p merges 21 bytes for each element
-    # of the queries at the full bandwidth (parallel/context.py), as many as are counted here.
+    # of the queries at the full bandwidth (parallel/attention/context.py), as many as are counted here.
     return Rates(
         matmul_flops_per_second=peak * share.matmul * power,
         attention_flops_per_second=peak * of_heads * power,

@@ -166,7 +166,8 @@ class PipelineTable:
 def dependencies(
     work: PipelineWork, num_virtual: int, ops: frozenset[PipelineOp]
 ) -> Iterator[tuple[PipelineWork, bool]]:
-    """Yields the same in a schedule of these operations."""
+    """Yields what an operation needs in a schedule of these operations, and whether that has to be from an earlier
+    tick: what another stage sends."""
 
     def same(op: PipelineOp, virtual: int = work.virtual) -> PipelineWork:
         return PipelineWork(op, virtual, work.microbatch)

@@ -1,6 +1,6 @@
 """Compares a trace with the prediction of its program: the time of each kind of work, and of each operation.
 
-A chip is calibrated by such comparisons: by the factors by which runs on it were slower than predicted. Compute has a
+Such comparisons calibrate a chip: they give the factors by which runs on it were slower than predicted. Compute has a
 factor for each kind, the measured over the predicted time. Links have two for each kind: one for the part of a
 collective's time that depends on its size, and one for the part that does not. They are fitted to all collectives whose
 transfer was measured, for the least relative errors. Where these do not tell the two parts apart, both have the same

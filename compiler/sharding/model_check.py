@@ -1,7 +1,7 @@
 """Checks what the compiler requires of a model, so that a mistake in a user's model is one clear error.
 
-With the length of sequences split over devices, a model can run in which no token sees another but by attention, which
-exchanges keys and values itself (compiler/parallel/attention/context.py).
+With the length of sequences split over devices, only a model can run in which no token sees another but by attention,
+which exchanges keys and values itself (compiler/parallel/attention/context.py).
 """
 
 from collections.abc import Callable, Iterator

@@ -86,7 +86,8 @@ def build_functions(
 
 @dataclass(frozen=True)
 class _Head:
-    """The head and the loss, as a function of `ModelFunctions`. The fields are the arguments of `build_functions`."""
+    """The head and the loss, as a function of `ModelFunctions`. make_context: makes the context of a part of the model.
+    The other fields are arguments of `build_functions`."""
 
     plan: Plan
     make_context: "ContextMaker"

@@ -6,9 +6,9 @@ F is blue, B and BW are teal, W is green and R is grey; later chunks are paler. 
 as long as they take; else F, R, B and W are alike, and BW is twice as long. A long table has its middle left out, and
 one of many stages its last ones; the picture says so.
 
-A torus is drawn as its planes of x and y, one for each z and slice; nodes as rows of their GPUs. Each mesh axis has the
-group of devices that the first device belongs to. Groups of two mesh axes have one device in common, so each chip has
-the colour of one axis at most, but for the first.
+A torus is drawn as its planes of x and y, one for each z and slice; nodes as rows of their GPUs. Along each mesh axis,
+the group of the first device is drawn. Groups of two mesh axes have one device in common, so each chip has the colour
+of one axis at most, but for the first.
 """
 
 import math

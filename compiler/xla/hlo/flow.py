@@ -8,7 +8,7 @@
 
 The only use of %g is the dynamic-slice of %inner, within the loop %w.
 
-The trips of a loop follow from its values where the program does not state them, as programs for GPUs do:
+Programs for GPUs state the trips of a loop. In others they follow from its values:
 
     condition: compare(get-tuple-element(state, i), bound), direction=LT
     body:      element i of its result is element i of its argument plus a step

@@ -9,7 +9,7 @@ What differs between devices comes in by the program's arguments, by `partition-
 collectives make it the same within their groups. Wherever the text does not say, devices are taken to differ: so what
 is found to be the same is the same, and some of it is not found.
 
-So are found collectives that hang: in a branch that some stages of their group take, and others do not.
+The same walk finds collectives that hang: in a branch that some stages of their group take, and others do not.
 
     %which = compare(%stage, %last)                                   differs between stages
     conditional(%which, ..), branch_computations={%idle, %head}

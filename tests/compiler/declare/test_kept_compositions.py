@@ -3,6 +3,9 @@
 import threading
 
 import pytest
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 from conftest import LINEAR_STACK, SMALL
 from meshloom.compiler.core.errors import ConfigError
@@ -100,4 +103,20 @@ def test_threads_that_read_at_once_leave_nothing_kept(tmp_path):
         assert is_first.wait(60)
     is_over.set()
     other.join()
+    assert [seed(3), seed(4)] == [3, 4]
+
+
+def test_files_that_a_package_plugs_in_are_read_again(tmp_path, monkeypatch):
+    (tmp_path / "experiment").mkdir()
+
+    class Plugged(SearchPathPlugin):
+        def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+            search_path.append("plugged", f"file://{tmp_path}")
+
+    monkeypatch.setitem(Plugins.instance().plugin_type_to_subclass_list, SearchPathPlugin, [Plugged])
+
+    def seed(number: int) -> int:
+        (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\nseed: {number}\n")
+        return read_spec(Request(("experiment=mine",)), lambda spec: spec).seed
+
     assert [seed(3), seed(4)] == [3, 4]
