@@ -13,10 +13,11 @@ import sys
 import tempfile
 import time
 
+REFUSED = "explain sharding=fsd"
 COMMANDS = (
     "train --help",
     "runs",
-    "explain sharding=fsd",  # it is refused
+    REFUSED,
     "explain",
     "explain model=llama3_405b target=cpu-4096 global_batch_size=4096",
     "explain model=llama3_8b target=v5p-128 sharding=fsdp_tensor mesh.tensor=8 global_batch_size=8"
@@ -69,11 +70,14 @@ def measure(cache: str, overrides: list[str]) -> dict[str, float]:
 
 
 def run(command: str) -> tuple[float, float]:
-    """Returns the processor seconds of a command in an empty directory, without those of the system, and its MB."""
+    """Returns the processor seconds of a command in an empty directory, without those of the system, and its MB. Raises
+    RuntimeError if it fails, or if the line that is to be refused does not."""
     line, nowhere = [sys.executable, "-m", "meshloom", *command.split()], subprocess.DEVNULL
     with tempfile.TemporaryDirectory() as empty:
         process = subprocess.Popen(line, cwd=empty, stdout=nowhere, stderr=nowhere)
-        _, _, usage = os.wait4(process.pid, 0)
+        _, status, usage = os.wait4(process.pid, 0)
+    if (os.waitstatus_to_exitcode(status) == 0) == (command == REFUSED):
+        raise RuntimeError(f"exit code {os.waitstatus_to_exitcode(status)}: meshloom {command}")
     return usage.ru_utime, usage.ru_maxrss / 1000
 
 

@@ -3,7 +3,7 @@
 This process alone writes the rows, one line for each point that has ended, at once and to the disk. Whatever ends a
 sweep, the same command finds the rows and goes on with the points that have none.
 
-Ours of Hydra's launchers hands its batch to the engine. Others call a task for each point, which may be pickled and
+Meshloom's own launcher hands its batch to the engine. Others call a task for each point, which may be pickled and
 called in another process or on another machine. It runs the point in a process of its own and leaves the outcome in the
 sweep's directory; the process of the sweep finds it there and writes the row.
 """

@@ -308,6 +308,7 @@ DAMAGE = {
     ("plan.json", "deep"): (lambda t: "[" * 100_000, "plan.json: is damaged: its JSON cannot be read"),
     ("spec.yaml", "deep"): (lambda t: "[" * 500, "spec.yaml: is damaged: it holds no declaration"),
     ("spec.yaml", "a cycle"): (lambda t: "a: &a [*a]", "spec.yaml: is damaged: it holds no declaration"),
+    ("spec.yaml", "a date"): (lambda t: "a: 2001-01-01", "spec.yaml: is damaged: it holds no declaration"),
     ("spec.yaml", "no mapping"): (lambda t: "[1]", "spec.yaml: is damaged: it holds no declaration"),
 }  # fmt: skip
 
