@@ -29,7 +29,7 @@ MOST_KEPT = 256  # compositions; each takes about 40 kB
 
 @dataclass
 class Kept:
-    """What is kept. last: the last request, and what it declares, as a command that has checked it reads it again."""
+    """Holds what is kept. last: the last request and what it declares; a command checks it, then reads it again."""
 
     last: tuple[object, Any] = (None, None)
     groups: dict[tuple[str | None, ...], ConfigGroups] = field(default_factory=dict)

@@ -110,13 +110,18 @@ def interruptibly(step: Callable[[], T]) -> T:
     The step continues in its thread and would keep the process from ending; `leave_now` ends both.
     """
     raise_if_interrupted()
-    done: Future[T] = Future()
+    return in_thread(step).result()
+
+
+def in_thread(call: Callable[[], T]) -> "Future[T]":
+    """Returns the future of a call in a thread that does not keep this process from ending."""
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            done.set_result(step())
+            future.set_result(call())
         except BaseException as error:
-            done.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return done.result()
+    return future

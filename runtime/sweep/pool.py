@@ -32,6 +32,7 @@ from pydantic import ValidationError
 from meshloom.compiler.core.errors import Problem, raise_if_any
 from meshloom.compiler.declare.compositions import keep_compositions
 
+from ..core.failures import in_thread
 from ..core.host_memory import available_bytes
 from .outcomes import evaluate_point, outcome_of_death, outcome_of_error, outcome_of_memory, outcome_of_timeout
 from .rows import PRINTED, Outcome, Point, SweepCommand, Task
@@ -289,7 +290,7 @@ class Pool:
         task, own, seconds = self.task_of(point), None, self.settings.timeout_seconds
         if is_own:
             own = OwnProcess(task, seconds)
-            future: Future[Outcome | None] = _in_thread(own.run)
+            future: Future[Outcome | None] = in_thread(own.run)
         else:
             self._warm = self._warm or ProcessPool(
                 max_workers=self.settings.num_workers,
@@ -350,17 +351,3 @@ class Pool:
                 one.own.end()
             else:
                 one.future.cancel()
-
-
-def _in_thread(run: Callable[[], Outcome]) -> "Future[Outcome | None]":
-    """Returns the future of a call in a thread that does not keep this process from ending."""
-    future: Future[Outcome | None] = Future()
-
-    def call() -> None:
-        try:
-            future.set_result(run())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=call, daemon=True).start()
-    return future
