@@ -16,7 +16,7 @@ from meshloom.compiler.xla.programs import lower  # noqa: E402
 
 MODEL = ("model.num_layers=8", "model.embed_dim=256", "model.num_heads=16", "model.num_kv_heads=8", "model.mlp_dim=768",
          "sequence_length=256", "global_batch_size=32", "data=synthetic")  # fmt: skip
-REMAT = ("none", "save_dots", "save_names", "offload", "full")
+REMAT = ("none", "minimal", "save_dots", "save_names", "offload", "full")
 SHARDINGS = ("ddp", "zero1", "zero2", "hsdp", "fsdp")
 MIB = 2**20
 

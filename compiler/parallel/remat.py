@@ -61,6 +61,9 @@ def build_policy(spec: RematSpec, stack: str, arrays: Arrays) -> Policy:
             return _all_but_moved
         case "save_dots":
             return policies.dots_with_no_batch_dims_saveable
+        case "minimal":
+            attention = policies.save_only_these_names(ATTENTION_RESULT, ATTENTION_LSE)
+            return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attention)
         case "save_names":
             return policies.save_only_these_names(*names)
         case "offload":

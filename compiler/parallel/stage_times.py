@@ -23,7 +23,7 @@ from ..spec.step_spec import RematSpec
 from ..target.target import TargetPlan
 from .operation import OpInputs
 
-NO_MATMULS = ("none", "save_dots")  # remat policies under which no matmul is computed again
+NO_MATMULS = ("none", "minimal", "save_dots")  # remat policies under which no matmul is computed again
 RESIDUAL = "residual"  # the name of the stream that layers add to (models/decoder.py)
 NOT_OF_LAYERS = ("embedded", "head_input", "logits", "gradient of ")  # activations that no layer makes for its backward
 

@@ -55,7 +55,7 @@ def estimate_allowed(one: Candidate, replan: Replan) -> tuple[Plan, StepFigures]
         return None
 
 
-POLICIES = ("full", "save_names", "save_dots", "none")
+POLICIES = ("full", "save_names", "save_dots", "minimal", "none")
 OVERLAPS = (("overlap=none",), ("overlap=xla",), ("overlap=auto",))
 _AXES = ("replica", "data", "fsdp", "tensor")
 UNTIMED = "the time of a step cannot be estimated: see `meshloom explain`"
@@ -174,9 +174,14 @@ def _memory_changes(plan: Plan) -> Iterator[list[Sequence[Candidate]]]:
     counts = [n for n in range(spec.num_microbatches + 1, most + 1) if most % n == 0]
     cost = "smaller matmuls, and weights are gathered for each microbatch"
     dimensions = (dimension for array in plan.sharding.parameters for dimension in array.dimensions)
+    policies = {
+        "minimal": "all but matmuls and attention is computed twice",
+        "full": "the forward pass is computed twice",
+    }
+    recomputing = [(name, cost) for name, cost in policies.items() if spec.remat.policy not in (name, "full")]
     is_whole = plan.mesh.num_devices > 1 and not any(dimension.axes for dimension in dimensions)
     yield [
-        *only(spec.remat.policy != "full", "remat=full", "the forward pass is computed twice"),
+        [Candidate((f"remat={policy}",), cost=cost) for policy, cost in recomputing],
         [Candidate((f"num_microbatches={count}",), cost=cost) for count in counts],
         *only(is_whole, "sharding=fsdp", "weights are gathered for each layer"),
     ]

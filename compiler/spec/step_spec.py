@@ -30,7 +30,7 @@ from .secrets import Sources, as_compared, as_written
 from .sharding_spec import ShardingRules
 
 TokenOrderName = Literal["zigzag", "contiguous"]
-RematPolicy = Literal["none", "full", "save_dots", "save_names", "offload"]
+RematPolicy = Literal["none", "minimal", "save_dots", "save_names", "offload", "full"]
 
 
 class LossScaleSpec(Config):

@@ -38,7 +38,7 @@ examples:
   meshloom train -m sharding=ddp,fsdp  a run for each value; type it again after
                                        Ctrl-C, and it goes on
   meshloom explain -m model=llama3_8b target=v5p-128 global_batch_size=256 \\
-    remat=none,save_dots,full
+    remat=none,minimal,full
   meshloom explain model=llama3_405b target=cpu-4096 global_batch_size=4096
   meshloom compile model=llama2_7b target=v5e-256 global_batch_size=256 \\
     sequence_length=4096 remat=full

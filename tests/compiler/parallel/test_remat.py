@@ -57,6 +57,11 @@ def test_none_computes_nothing_again(matmul):
     assert _flops("remat=none") == matmul["step"]
 
 
+def test_minimal_computes_no_matmul_with_weights_again(matmul):
+    """Plain attention saves its result alone, so its scores are computed again."""
+    assert _flops("remat=minimal") == matmul["step"] + matmul["scores"]
+
+
 def test_full_computes_all_again_that_the_backward_pass_reads(matmul):
     # All but the last matmul of a layer, whose result is the input of the next one: gate, up; q, k, v, out; attention.
     again = 2 * matmul["mlp"] + 2 * matmul["query"] + 2 * matmul["key"] + 2 * matmul["scores"]
@@ -142,6 +147,17 @@ def test_gradients_with_offloaded_layer_inputs_are_those_of_one_device(loop, tok
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5 * np.abs(b).max() + 1e-7), gradients, expected)
 
 
+def test_minimal_saves_results_of_matmuls_and_of_attention_alone():
+    """A token's arrays in a layer, in bfloat16: the layer's input, queries, keys, values, attention's result and what
+    is made of it, gate and up; and the log-sum-exp of each head in float32."""
+    plan = plan_of(*ATTENTION, "global_batch_size=4", "target=h100-4", "remat=minimal")
+    model, tokens = plan.spec.model, plan.spec.tokens_per_step // plan.mesh.num_devices
+    assert isinstance(model, DecoderConfig)
+    heads = 2 * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads) + FLOAT32_BYTES * model.num_heads
+    token = 2 * (2 * model.embed_dim + 2 * model.mlp_dim) + heads
+    assert estimate_step(plan).memory.activations == model.num_layers * tokens * token
+
+
 ATTENTION = ("model.num_layers=2", "model.num_heads=8", "model.num_kv_heads=4", "model.head_dim=128",
              "sequence_length=2048", "precision=bfloat16")  # fmt: skip
 OVER_LENGTH = ("sharding=fsdp_context", "mesh.context=4")
@@ -170,13 +186,14 @@ def _attention(*overrides: str) -> tuple[int, dict[str, int]]:
 
 
 @pytest.mark.parametrize("kernel", tiered(KERNELS, plain=["splash in a ring", "cudnn"]))
-@pytest.mark.parametrize("policy", ["save_names", pytest.param("offload", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("policy", ["save_names", "minimal", pytest.param("offload", marks=pytest.mark.ci)])
 def test_saved_attention_does_not_run_again(kernel, policy):
     """Neither a kernel nor what sends keys and values to it runs more often than where all is saved; but heads are
     exchanged again, as queries, keys and values are computed again."""
+    names = () if policy == "minimal" else ("remat.names=[attended]",)
     saved, everything, nothing = (
         _attention(*KERNELS[kernel], *remat)
-        for remat in ((f"remat={policy}", "remat.names=[attended]"), ("remat=none",), ("remat=full",))
+        for remat in ((f"remat={policy}", *names), ("remat=none",), ("remat=full",))
     )
     assert saved[0] == everything[0] < nothing[0]
     if "heads" not in kernel:

@@ -33,7 +33,7 @@ def test_the_cheapest_that_fits_comes_first():
     plan = planned("target=h100-8")
     needed = estimate_step(plan).memory.peak_bytes
     changes = suggest_changes(plan, needed, needed - 1000, lambda more: planned("target=h100-8", *more))
-    assert [change.overrides for change in changes] == [("remat=full",), ("num_microbatches=2",)]
+    assert [change.overrides for change in changes] == [("remat=minimal",), ("num_microbatches=2",)]
     assert all(change.fits for change in changes)
     own = seconds_of(plan)
     slower = [seconds_of(planned("target=h100-8", *each.overrides)) / own - 1 for each in changes]
@@ -56,7 +56,7 @@ def test_without_the_times_of_a_target_changes_come_in_the_order_of_what_they_co
     plan = planned()
     needed = estimate_step(plan).memory.peak_bytes
     changes = suggest_changes(plan, needed, needed - 1000, lambda more: planned(*more))
-    assert [change.overrides for change in changes] == [("remat=full",), ("num_microbatches=2",)]
+    assert [change.overrides for change in changes] == [("remat=minimal",), ("num_microbatches=2",)]
     assert {change.slower_fraction for change in changes} == {Unknown(UNTIMED)}
 
 

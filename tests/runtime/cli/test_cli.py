@@ -67,7 +67,7 @@ def test_train_help_lists_every_group_and_option_a_line_each():
         "mesh": ["ddp", "fsdp", "tensor", "fsdp_tensor", "hsdp"],
         "sharding": ["ddp", "fsdp", "tensor", "fsdp_tensor", "zero1", "zero2", "hsdp"],
         "precision": ["float32", "bfloat16", "bfloat16_params", "bfloat16_pure", "float16"],
-        "remat": ["none", "full", "save_dots", "save_names", "offload"],
+        "remat": ["none", "minimal", "full", "save_dots", "save_names", "offload"],
         "optimizer": ["adamw", "adafactor", "lion", "muon", "sgd"], "schedule": ["constant", "cosine", "linear", "wsd"],
         "data": ["python_stdlib", "synthetic"], "checkpoint": ["every_100", "disabled"],
         "distributed": ["auto", "alone"], "logging": ["default", "quiet"],
