@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ..core.partition_spec import Axes
+from ..core.partition_spec import STAGE, Axes
 from ..core.scopes import OperationName, Pass
 from ..core.traffic import MOVING, Traffic, TrafficSource
 from ..jaxpr.program import Operation
@@ -72,14 +72,15 @@ def _operation_name(operation: Operation) -> str:
 
 
 def _rule(sharding: ShardingPlan, activations: Sequence[Rule], kind: str, axes: Axes, path: str | None) -> str | None:
-    """Returns the rule that splits the parameter over these axes, or else the activations' rule."""
+    """Returns the rule that splits the parameter over these axes, or else the activations' rule; None for
+    the stages of a pipeline, over which no rule splits anything."""
     tables = (sharding.parameters, sharding.optimizer) if path and kind != "all-reduce" else ()
     for table in tables:
         for array in table:
             if array.array.path != path:
                 continue
             for dimension in array.dimensions:
-                if set(axes) & set(dimension.axes):
+                if set(axes) & set(dimension.axes) - {STAGE}:
                     return f"sharding.{array.table}[{dimension.rule}]"
     for index, rule in enumerate(activations):
         if set(axes) & set(rule.mesh):

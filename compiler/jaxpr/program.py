@@ -7,6 +7,7 @@ cheap one, and the estimate names what it does not know about it (unknown.py).
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from ..core.traffic import CollectiveKind, Traffic
@@ -67,6 +68,11 @@ class Program:
     outputs: tuple[int, ...]
     donates: bool = True
 
+    @cached_property
+    def makers(self) -> Mapping[int, Operation]:
+        """The operation that makes each value; none for an input."""
+        return {made: operation for operation in self.operations for made in operation.outputs}
+
     def walk(self) -> Iterator[Operation]:
         """Yields the operations, each before those of its bodies."""
         for operation in self.operations:
@@ -78,32 +84,34 @@ class Program:
 def origins_of(operation: Operation) -> Mapping[int, int]:
     """Returns the results of a loop or of branches that are written in place of an operand, with that operand: a branch
     that runs on a part of the stages writes a buffer or hands it on as it is, and a loop writes it layer by layer."""
-    found: dict[int, int] = {}
-    if not operation.bodies:
-        return found
-    first = len(operation.inputs) - len(operation.bodies[0].program.inputs)
-    num = operation.num_carried if operation.kind == "loop" else len(operation.outputs)
-    for place, result in enumerate(operation.outputs[:num]):
-        programs = [body.program for body in operation.bodies]
-        origins = [origin_of(each, each.outputs[place]) for each in programs]
-        places = {None if i is None else each.inputs.index(i) for each, i in zip(programs, origins, strict=True)}
-        if len(places) == 1 and (origin := places.pop()) is not None:
-            found[result] = operation.inputs[first + origin]
-    return found
+    found = ((result, _origin_in(operation, place)) for place, result in enumerate(operation.outputs))
+    return {result: origin for result, origin in found if origin is not None}
+
+
+def _origin_in(operation: Operation, place: int) -> int | None:
+    """Returns the operand in whose place a result of a loop or of branches is written, or None. Only this result is
+    followed into the bodies: they are nested, and following all of them takes a time that is exponential in the
+    depth."""
+    if not operation.bodies or (operation.kind == "loop" and place >= operation.num_carried):
+        return None
+    programs = [body.program for body in operation.bodies]
+    origins = (origin_of(each, each.outputs[place]) for each in programs)
+    places = {None if i is None else each.inputs.index(i) for each, i in zip(programs, origins, strict=True)}
+    origin, first = places.pop(), len(operation.inputs) - len(programs[0].inputs)
+    return None if places or origin is None else operation.inputs[first + origin]
 
 
 def origin_of(program: Program, value: int) -> int | None:
     """Returns the argument whose buffer this value reuses, or None."""
-    makers = {made: operation for operation in program.operations for made in operation.outputs}
     while value not in program.inputs:
-        operation = makers.get(value)
+        operation = program.makers.get(value)
         if operation is None:
             return None
         if operation.kind == "move" or operation.name == "dynamic_update_slice":
             value = operation.inputs[0]
         elif operation.name == "optimization_barrier":
             value = operation.inputs[operation.outputs.index(value)]
-        elif (origin := origins_of(operation).get(value)) is not None:
+        elif (origin := _origin_in(operation, operation.outputs.index(value))) is not None:
             value = origin
         else:
             return None

@@ -179,15 +179,19 @@ def _weights(site: OpSite, inputs: OpInputs) -> tuple[ArrayPlan, ArrayPlan]:
 
 
 def _expert_axes(site: OpSite, inputs: OpInputs) -> Axes:
-    """Returns the mesh axes that split the experts. Raises ConfigError for those that do not split the batch."""
+    """Returns the mesh axes that split a layer's experts. Raises ConfigError for those that do not split the batch.
+
+    Stages may store parts of the experts: each brings its own layers together before it runs them.
+    """
     plan = _weights(site, inputs)[0]
     (dimension,) = (d for d in plan.dimensions if d.logical == EXPERTS)
-    others = [axis for axis in dimension.axes if axis not in inputs.roles.tokens]
+    axes = tuple(axis for axis in dimension.axes if axis not in inputs.roles.stage)
+    others = [axis for axis in axes if axis not in inputs.roles.tokens]
     if others:
         what = f"'{plan.array.path}' has its experts over {', '.join(others)}, which does not split the batch"
         fix = "split them over an axis that the rule for batch names, such as expert, or split mlp instead"
         raise ConfigError([Problem(f"sharding.parameters[{dimension.rule}]", what, fix)])
-    return dimension.axes
+    return axes
 
 
 def _layout(site: OpSite, inputs: OpInputs) -> ExpertLayout:

@@ -100,3 +100,13 @@ def test_what_a_device_sends():
     send = {kind: sent_bytes(Traffic(kind, ("fsdp",), 8, 800))
             for kind in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")}  # fmt: skip
     assert send == {"all-gather": 700, "reduce-scatter": 700, "all-reduce": 1400, "all-to-all": 87}
+
+
+def test_what_a_pipeline_sends_between_stages_is_there_by_no_rule():
+    rows = _planned(
+        "model=tiny_moe", "model.num_layers=3", "sharding=fsdp_expert", "mesh.fsdp=1", "mesh.expert=2", "mesh.stage=2",
+        "target=cpu-4", "num_microbatches=4", "pipeline.layers=[2,1]",
+    )  # fmt: skip
+    assert "layers/mlp/up_XEM" in {one.origin.name for one in rows if one.mesh_axes == ("stage",)}
+    assert {one.rule for one in rows if one.mesh_axes == ("stage",)} == {None}
+    assert None not in {one.rule for one in rows if one.mesh_axes == ("expert",)}

@@ -9,6 +9,7 @@ from meshloom.compiler.pipeline.schedules import build_table
 from meshloom.compiler.pipeline.table import PipelineOp, TickForm
 from meshloom.compiler.pipeline.table_file import write_table
 from meshloom.compiler.report.explain import plan_as_json
+from support.programs import plan_as_declared
 
 STAGED = ("mesh.stage=2", "num_microbatches=4", "remat=full", "model.num_layers=4")
 
@@ -80,6 +81,27 @@ def test_a_stage_holds_a_part_of_every_layer_where_stages_have_different_numbers
             if one.array.path.startswith("layers"):
                 (split,) = (d.logical for d in other.dimensions if "stage" in d.axes)
                 assert split != "layers"
+
+
+@pytest.mark.parametrize(
+    ("words", "numbers"),
+    [
+        (("model=qwen3_235b_a22b", "mesh.stage=8", "mesh.expert=8", "target=h100-64"), [11, *[12] * 6, 11]),
+        (("model=deepseek_v3", "mesh.stage=16", "mesh.expert=16", "target=h100-256"), [3, 3, *[4] * 13, 3]),
+    ],
+)
+def test_experts_may_have_layers_that_stages_do_not_divide(words, numbers):
+    """The state has a part of each device's experts on each stage; tokens are exchanged over `expert` alone."""
+    plan = plan_as_declared(
+        *words, "sharding=fsdp_expert", "mesh.fsdp=1", "num_microbatches=32", "global_batch_size=512",
+        "sequence_length=4096", "data=synthetic", "remat=full",
+    )  # fmt: skip
+    assert plan.pipeline is not None
+    assert sorted(plan.pipeline.layers.totals) == sorted(numbers)
+    assert plan.pipeline.layers.totals[-1] == numbers[-1]
+    (stored,) = (p.dimensions[1].axes for p in plan.sharding.parameters if p.array.path == "layers/mlp/up_XEM")
+    (exchange,) = (each.chosen.parameters for each in plan.operations if each.op.kind == "experts")
+    assert (stored, exchange.experts.axes) == (("expert", "stage"), ("expert",))
 
 
 def test_the_last_stage_has_fewer_layers_where_the_head_takes_as_long():

@@ -231,6 +231,9 @@ BALANCES = {
     "gathered, tensor 2, 2 parts of the batch": (
         *EXPERT[:2], "mesh.fsdp=1", "mesh.expert=2", "mesh.tensor=2", GATHERED, "overlap.layers.batch_split=2",
     ),
+    "2 stages, a dense layer and one of experts, and one of experts": (
+        *EXPERT[:2], "mesh.fsdp=1", "mesh.expert=2", "mesh.stage=2", "num_microbatches=4", "pipeline.layers=[2,1]",
+    ),
 }  # fmt: skip
 
 

@@ -36,6 +36,8 @@ def test_every_chunk_gets_to_the_stage_that_runs_it_and_back(num_stages, num_chu
 
 INTERLEAVED = ("mesh.fsdp=2", "mesh.stage=2", "target=cpu-4", "pipeline=interleaved_1f1b", "num_microbatches=4")
 TENSOR = ("sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.stage=2", "mesh.tensor=2", "num_microbatches=4")
+# Each stage stores a part of the experts of each device of `expert`.
+EXPERTS = ("sharding=fsdp_expert", "mesh.expert=2", "mesh.stage=2", "mesh.tensor=2", "num_microbatches=4")
 
 
 @pytest.mark.ci
@@ -51,7 +53,7 @@ TENSOR = ("sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.stage=2", "mesh.tensor=2"
         (("model.num_layers=5", "adapter=lora", "adapter.rank=4"), (*TENSOR, "target=cpu-8", "pipeline=zb_v")),
         (
             ("model=tiny_moe", "model.num_layers=5", "model.num_dense_layers=2", "model.dense_mlp_dim=64"),
-            (*TENSOR, "target=cpu-8", "pipeline=zb_h1", "pipeline.layers=[3,2]"),
+            (*EXPERTS, "target=cpu-8", "pipeline=zb_h1", "pipeline.layers=[3,2]"),
         ),
         (
             (
