@@ -232,6 +232,7 @@ def chip_of(target: TargetPlan) -> Chip:
         attention_shares={size: each * arithmetic for size, each in chip.kernels.attention.items()},
         memory_share=chip.kernels.memory,
         factors=factors,
+        matmuls=target.matmul_times(),
     )
 
 

@@ -40,7 +40,8 @@ class KernelCost:
 
     flops: its arithmetic. dtype: the type of the arithmetic; empty: that of its first matrix of floats. num_bytes: the
     bytes that it moves; None: its operands and results, once. head_dim: the size of a head, of attention. unknown: the
-    name of a kernel that takes at least this, if nobody knows how much longer."""
+    name of a kernel that takes at least this, if nobody knows how much longer. num_results: the elements of a matmul's
+    result, or of several together; 0: not known."""
 
     flops: float = 0.0
     dtype: str = ""
@@ -48,6 +49,7 @@ class KernelCost:
     num_bytes: int | None = None
     unknown: str = ""
     head_dim: int = 0
+    num_results: int = 0
 
 
 @dataclass(frozen=True)

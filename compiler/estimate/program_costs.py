@@ -18,7 +18,7 @@ import numpy as np
 
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName
-from ..core.traffic import CollectiveKind, Crossing
+from ..core.traffic import Crossing
 from ..jaxpr.program import Operation, Program
 from ..parallel.attention.exchange import EXCHANGE, RING
 from ..parallel.operation import ParallelOp, find_source
@@ -35,12 +35,15 @@ WorkKind = Literal["matmul", "attention", "merged", "other"]  # merged: sums of 
 @dataclass(frozen=True)
 class Work:
     """An operation that computes. flops: the place of its FLOPs in the numbers. moved: the places of the arrays that it
-    reads and writes in memory, each as often as it is moved."""
+    reads and writes in memory, each as often as it is moved. results: of a matmul, the place of the elements of its
+    result; dtype: the type of its operands."""
 
     kind: WorkKind
     region: int
     flops: int | None
     moved: tuple[int, ...]
+    results: int | None = None
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,9 +83,9 @@ class ProgramShape:
         return replace(self, live=(), on_host=(), ticks=self.ticks and self.ticks.form)
 
     @property
-    def collectives(self) -> tuple[tuple[CollectiveKind, Axes], ...]:
-        """Returns the kinds of collectives with the mesh axes that they run over, each once."""
-        return tuple(dict.fromkeys((each.kind, each.mesh_axes) for each in self.transfers))
+    def collective_axes(self) -> tuple[Axes, ...]:
+        """Returns the mesh axes that collectives run over, each once."""
+        return tuple(dict.fromkeys(each.mesh_axes for each in self.transfers))
 
     @cached_property
     def membership(self) -> "csr_array":
@@ -104,15 +107,28 @@ def read_costs(step: Region, weights: frozenset[str], ops: Sequence[ParallelOp])
 
 
 @dataclass(frozen=True)
+class MatmulCosts:
+    """The costs of one matmul: its FLOPs, the elements of its result and the bytes that it moves, of each declaration;
+    its executions in a step, (stages, declarations)."""
+
+    dtype: str
+    flops: Numbers
+    num_results: Numbers
+    num_bytes: Numbers
+    executions: Numbers
+
+
+@dataclass(frozen=True)
 class RegionCosts:
     """The costs of one region in a whole step. flops, num_bytes: arrays (stages, declarations) by kind of work, with
-    one row where all stages have the same.
+    one row where all stages have the same. matmuls: those that flops and num_bytes count together.
 
     transfers: collectives, each with its bytes (declarations) and its number of executions (stages, declarations).
     """
 
     flops: dict[WorkKind, Numbers]
     num_bytes: dict[WorkKind, Numbers]
+    matmuls: tuple[MatmulCosts, ...]
     transfers: tuple[tuple[Transfer, Numbers, Numbers], ...]
 
 
@@ -147,14 +163,19 @@ class Costs:
         executions = self.executions(number)
         flops: dict[WorkKind, Numbers] = defaultdict(lambda: np.zeros_like(executions))
         num_bytes: dict[WorkKind, Numbers] = defaultdict(lambda: np.zeros_like(executions))
+        matmuls: list[MatmulCosts] = []
         for work in self.shape.works:
             if work.region == number:
-                num_bytes[work.kind] += executions * self.numbers[list(work.moved)].sum(axis=0)
+                moved = self.numbers[list(work.moved)].sum(axis=0)
+                num_bytes[work.kind] += executions * moved
                 if work.flops is not None:
                     flops[work.kind] += executions * self.numbers[work.flops]
+                if work.flops is not None and work.results is not None:
+                    own = self.numbers[work.flops], self.numbers[work.results]
+                    matmuls.append(MatmulCosts(work.dtype, *own, moved, executions))
         own = (each for each in self.shape.transfers if each.region == number)
         transfers = tuple((each, self.numbers[each.full_bytes], executions) for each in own)
-        return RegionCosts(dict(flops), dict(num_bytes), transfers)
+        return RegionCosts(dict(flops), dict(num_bytes), tuple(matmuls), transfers)
 
 
 def _membership(sets: tuple[tuple[int, ...], ...], num_numbers: int) -> "csr_array":
@@ -267,7 +288,16 @@ class _Reader:
                 moved = (self.number(step.hbm_bytes),)
             flops = self.number(operation.flops) if operation.flops else None
             if moved or flops is not None:
-                self.works.append(Work(_kind_of(operation), number, flops, moved))
+                work = Work(_kind_of(operation), number, flops, moved)
+                if work.kind == "matmul" and flops is not None:
+                    results = self.number(_num_results(operation, region.program))
+                    work = replace(work, results=results, dtype=region.program.dtypes[operation.inputs[0]])
+                self.works.append(work)
+
+
+def _num_results(operation: Operation, program: Program) -> float:
+    """Returns the elements of a matmul's result on a device."""
+    return sum(program.sizes[each] / np.dtype(program.dtypes[each]).itemsize for each in operation.outputs)
 
 
 def _kind_of(operation: Operation) -> WorkKind:

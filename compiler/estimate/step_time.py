@@ -24,6 +24,8 @@ from ..pipeline.makespan import TickLoop, TickPart, TickPermute, TickSlot, time_
 from ..plan import Plan
 from ..spec.cost_model import cost_model
 from ..target.compiler_options import hidden_kinds, why_permutes_wait
+from ..target.links import Link, collective_seconds
+from ..target.matmul_times import MatmulTimes
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
 from .estimated_step import assume_overlap
@@ -36,13 +38,14 @@ Seconds = TypeVar("Seconds", float, Numbers)
 @dataclass(frozen=True)
 class Rates:
     """The speeds that programs reach on a device. hbm: for pointwise passes. stream: for a matmul or kernel, which
-    reads ahead. merged: for the sums of ring attention."""
+    reads ahead. merged: for the sums of ring attention. matmuls: measured times; None: the FLOP/s count."""
 
     matmul_flops_per_second: float
     attention_flops_per_second: float
     hbm_bytes_per_second: float
     stream_bytes_per_second: float
     merged_bytes_per_second: float
+    matmuls: MatmulTimes | None = None
 
 
 @dataclass(frozen=True)
@@ -92,14 +95,28 @@ class StepTime(Generic[Seconds]):
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """The price of one collective over some mesh axes: its latency, and seconds per byte of the full array. Each
-    declaration has a price of its own, since its mesh does."""
+    """The links of collectives over some mesh axes. Each declaration has links of its own, since its mesh does.
 
-    latency: Mapping[tuple[CollectiveKind, Axes], Numbers]
-    per_byte: Mapping[tuple[CollectiveKind, Axes], Numbers]
+    of: by mesh axes, the links that occur, each with the places of its declarations. speed: how much faster they are
+    than the target's.
+    """
+
+    of: Mapping[Axes, Mapping[Link, Sequence[int]]]
+    speed: float = 1.0
 
     def seconds(self, kind: CollectiveKind, axes: Axes, num_bytes: Numbers) -> Numbers:
-        return self.latency[kind, axes] + self.per_byte[kind, axes] * num_bytes
+        """Returns the seconds of one collective alone. num_bytes: of the full array, of each declaration."""
+        seconds = np.zeros_like(num_bytes, dtype=np.float64)
+        for link, places in self.of[axes].items():
+            start, whole = (_alone(kind, size, link) for size in (0 * num_bytes[places], num_bytes[places]))
+            seconds[places] = start + (whole - start) / self.speed
+        return seconds
+
+
+def _alone(kind: CollectiveKind, num_bytes: Numbers, link: Link) -> Numbers:
+    seconds = collective_seconds(kind, num_bytes, link.group_size, link)
+    assert seconds is not None
+    return seconds
 
 
 def estimate_time(plan: Plan, step: Region) -> StepTime[float] | None:
@@ -109,7 +126,7 @@ def estimate_time(plan: Plan, step: Region) -> StepTime[float] | None:
         return None
     weights = frozenset(array.array.path for array in plan.sharding.parameters)
     shape, numbers = read_costs(step, weights, plan.ops)
-    links = plan_link_times([plan.mesh], shape.collectives)
+    links = plan_link_times([plan.mesh], shape.collective_axes)
     return time_step(Costs(shape, numbers[:, None]), rates, links, plan_hiding(plan)).of(0)
 
 
@@ -174,7 +191,12 @@ def _compute_seconds(region: RegionCosts, rates: Rates, only: WorkKind | None = 
     for kind, num_bytes in region.num_bytes.items():
         if only not in (None, kind):
             continue
-        if kind in peaks and kind in region.flops:
+        if kind == "matmul" and rates.matmuls is not None and all(rates.matmuls.knows(m.dtype) for m in region.matmuls):
+            for one in region.matmuls:
+                streamed = one.num_bytes / rates.stream_bytes_per_second
+                alone = rates.matmuls.seconds(one.dtype, one.flops, one.num_results)
+                total = total + one.executions * np.maximum(alone, streamed)
+        elif kind in peaks and kind in region.flops:
             streamed = num_bytes / rates.stream_bytes_per_second
             total = total + np.maximum(region.flops[kind] / peaks[kind], streamed)
         else:
@@ -234,6 +256,7 @@ def plan_rates(target: TargetPlan, head_dim: int | None) -> Rates | None:
         hbm_bytes_per_second=memory,
         stream_bytes_per_second=bandwidth * chip.kernels.memory / slower,
         merged_bytes_per_second=bandwidth if target.platform == "tpu" else memory,
+        matmuls=target.matmul_times(slower),
     )
 
 
@@ -252,14 +275,15 @@ def plan_hiding(plan: Plan) -> Hiding:
     )
 
 
-def plan_link_times(meshes: Sequence[MeshPlan], wanted: Iterable[tuple[CollectiveKind, Axes]]) -> LinkTimes:
-    """Returns the times of these collectives on each mesh. Raises ValueError for links that are unknown."""
-    size = 1e9
-    latency, per_byte = {}, {}
-    for kind, axes in wanted:
-        ends = np.array([[mesh.alone_seconds(kind, each, axes) for each in (0.0, size)] for mesh in meshes], float)
-        if np.isnan(ends).any():
-            raise ValueError(f"the links along {', '.join(axes)} are not known")
-        latency[kind, axes] = ends[:, 0]
-        per_byte[kind, axes] = (ends[:, 1] - ends[:, 0]) / size
-    return LinkTimes(latency, per_byte)
+def plan_link_times(meshes: Sequence[MeshPlan], wanted: Iterable[Axes]) -> LinkTimes:
+    """Returns the links of these mesh axes on each mesh. Raises ValueError for links that are unknown."""
+    found: dict[Axes, Mapping[Link, Sequence[int]]] = {}
+    for axes in wanted:
+        places: dict[Link, list[int]] = {}
+        for place, mesh in enumerate(meshes):
+            link = mesh.placement.link_of(axes)
+            if not link.levels and mesh.num_shards(axes) > 1:
+                raise ValueError(f"the links along {', '.join(axes)} are not known")
+            places.setdefault(link, []).append(place)
+        found[axes] = places
+    return LinkTimes(found)

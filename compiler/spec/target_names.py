@@ -45,7 +45,8 @@ def examples(kind: str) -> tuple[str, ...]:
         return ("cpu-8",)
     chip, network = chip_file(kind)
     if isinstance(network, SwitchSpec):
-        return tuple(f"{kind}-{size}" for size in (8, 16, 32, 64, 128, 256, 512, 1024))
+        sizes = (8, 16, 32, 64, 128, 256, 512, 1024, *(network.chips_per_node * 2**n for n in range(5)))
+        return tuple(f"{kind}-{size}" for size in sorted(set(sizes)) if network.shape_of(size))
     counts = sorted({math.prod(shape) for shape in network.shapes()})
     return tuple(f"{kind}-{count * chip.num_cores}" for count in counts if count.bit_count() == 1)
 
@@ -91,10 +92,7 @@ def _shape(match: re.Match[str]) -> ChipShape | None:
     if isinstance(network, SwitchSpec):
         if given:
             return given if len(given) == 2 and given[1] <= network.chips_per_node else None
-        num_nodes, rest = divmod(int(match["size"]), network.chips_per_node)
-        if num_nodes == 0:
-            return (1, rest)
-        return None if rest else (num_nodes, network.chips_per_node)
+        return network.shape_of(int(match["size"]))
     if given:
         return given if given in network.shapes() else None
     num_chips, rest = divmod(int(match["size"]), chip.num_cores)
@@ -105,8 +103,9 @@ def _no_such_size(match: re.Match[str]) -> Problem:
     chip, network = chip_file(_kind(match))
     shown = match["shape"] or match["size"]
     if isinstance(network, SwitchSpec):
-        what = f"there is no {chip.name} target of {shown} GPUs: a node has {network.chips_per_node}"
-        fix = f"use {chip.name}-N with N up to {network.chips_per_node} or a multiple of it, or {chip.name}:NODESxGPUS"
+        most = network.chips_per_node
+        what = f"there is no {chip.name} target of {shown} GPUs: {most} are behind one switch"
+        fix = f"use {chip.name}-N with N up to {most} or a multiple of it, or {chip.name}:NODESxGPUS"
         return Problem("target", what, fix)
     exist = slices_that_exist(chip, network)
     if match["shape"]:

@@ -15,6 +15,7 @@ from meshloom.models.config import Config, mistake
 from ..core.config_types import NumBytes, Text, UpToOne
 from ..core.float_types import PeakType
 from ..core.format import counted
+from .measured_tables import NamedCollectives, NamedMatmuls
 
 ChipShape = tuple[PositiveInt, ...]
 
@@ -66,6 +67,7 @@ class ChipSpec(Config):
     power_limit_watts: PositiveFloat | None  # that your operator set (nvidia-smi -q -d POWER); None: as sold
     efficiency: Efficiency
     kernels: KernelShares
+    matmuls: NamedMatmuls  # measured times; where a type has none, its share of the peak counts
     sustained: UpToOne  # share of the kernels' arithmetic that a run keeps at the power as sold
     sources: dict[str, str]  # by figure: a page or a document
 
@@ -127,16 +129,33 @@ class TorusSpec(Config):
 
 
 class SwitchSpec(Config):
-    """Chips of a node behind one switch (NVLink), nodes over their network adapters (NIC)."""
+    """Chips of a node behind one switch (NVLink), nodes over their network adapters (NIC).
+
+    collectives: measured times of collectives behind the switch; those across nodes are in the same file.
+    """
 
     kind: Literal["switch"]
-    chips_per_node: PositiveInt
+    chips_per_node: PositiveInt  # behind one switch
+    chips_per_host: PositiveInt
     chip_bytes_per_second: PositiveFloat  # of one chip into the switch, one way
-    chip_seconds: PositiveFloat  # latency
     node_bytes_per_second: PositiveFloat  # of all adapters of a node, one way
-    node_seconds: PositiveFloat
-    collective_share: UpToOne  # share of these bandwidths that collectives of large arrays reach
+    collectives: NamedCollectives
     sources: dict[str, str]
+
+    def shape_of(self, num_chips: int) -> ChipShape | None:
+        """Returns (nodes, GPUs of each) of this many GPUs: whole nodes, or equal parts of a rack's NVLink domains in
+        whole hosts. None if they do not divide so."""
+        if num_chips <= self.chips_per_node:
+            return 1, num_chips
+        num_nodes = -(-num_chips // self.chips_per_node)
+        each, rest = divmod(num_chips, num_nodes)
+        is_rack = self.chips_per_node > self.chips_per_host and each % self.chips_per_host == 0
+        return (num_nodes, each) if rest == 0 and (each == self.chips_per_node or is_rack) else None
+
+    @property
+    def nic_bytes_per_second(self) -> float:
+        """Returns a GPU's share of its node's adapters, one way."""
+        return self.node_bytes_per_second / self.chips_per_node
 
 
 class CpuTarget(Config):
@@ -196,8 +215,8 @@ class GpuTarget(Config):
     @property
     def name(self) -> str:
         num_nodes, per_node = self.shape
-        is_whole = per_node == self.network.chips_per_node or num_nodes == 1
-        return f"{self.chip.name}-{num_nodes * per_node}" if is_whole else f"{self.chip.name}:{num_nodes}x{per_node}"
+        is_usual = self.network.shape_of(num_nodes * per_node) == self.shape
+        return f"{self.chip.name}-{num_nodes * per_node}" if is_usual else f"{self.chip.name}:{num_nodes}x{per_node}"
 
     @model_validator(mode="after")
     def _exists(self) -> Self:

@@ -21,8 +21,10 @@ from meshloom.models.config import divisors
 from ..core.errors import ConfigError, Problem, raise_if_any
 from ..core.format import counted
 from ..core.traffic import LinkKind
+from ..spec.measured_tables import across_nodes
 from ..spec.target_spec import ChipShape, SwitchSpec, TorusSpec
 from .links import InterconnectTier, Link, LinkLine
+from .switch import SwitchTimes, TimeCurve
 from .target import TargetPlan
 
 # The rough traffic of each mesh axis, relative to the others: activations of every layer, weights of every layer once
@@ -183,10 +185,17 @@ def _ordinal(number: int) -> str:
 @dataclass(frozen=True)
 class Rate:
     """The rate of a link. bytes_per_second: one way, over one link of a torus, or from one device into a switch.
-    seconds: the latency of a hop."""
+    seconds: the latency of a hop. measured: the times of a permute where they were measured."""
 
     bytes_per_second: float
     seconds: float
+    measured: TimeCurve | None = None
+
+    def transfer_seconds(self, num_bytes: float) -> float:
+        """Returns the time of bytes that one device sends, without the latency."""
+        if self.measured is not None:
+            return self.measured.seconds(num_bytes) - self.seconds
+        return num_bytes / self.bytes_per_second
 
 
 @dataclass(frozen=True)
@@ -218,12 +227,29 @@ def link_of_spans(rows: Mapping[str, GroupSpan], target: TargetPlan) -> Link:
     rates, is_torus = rates_of(target), isinstance(target.network, TorusSpec)
     near, far = ("core", "DCN") if is_torus else ("NVLink", "NIC")
     lines = [_line(name, rows[name], rates[name], target) for name in TORUS_AXES if name in rows]
+    times = None if is_torus else switch_times(target, rows)
     levels = (
         *([_switch(near, rows[near], rates[near])] if near in rows else []),
         *([InterconnectTier("ICI", tuple(lines), is_switch=False)] if lines else []),
         *([_switch(far, rows[far], rates[far])] if far in rows else []),
     )
-    return Link(levels[-1].kind if levels else LINK_KINDS[near], levels, is_pipelined=not is_torus, note="")
+    return Link(levels[-1].kind if levels else LINK_KINDS[near], levels, note="", times=times)
+
+
+def switch_times(target: TargetPlan, rows: Mapping[str, GroupSpan]) -> SwitchTimes:
+    """Returns the measured times of a group of GPUs. rows: its spans in the node and across nodes."""
+    network, found = cast(SwitchSpec, target.network), target.calibration.links if target.calibration else {}
+    near, far = (rows[name].size if name in rows else 1 for name in ("NVLink", "NIC"))
+    slower = tuple(found[kind].latency if kind in found else 1.0 for kind in ("NVLink", "NIC"))
+    return SwitchTimes(
+        near=near,
+        far=far,
+        chip_bytes_per_second=network.chip_bytes_per_second,
+        nic_bytes_per_second=network.nic_bytes_per_second,
+        inside=network.collectives,
+        across=across_nodes(),
+        latency=(slower[0], slower[1]),
+    )
 
 
 def rates_of(target: TargetPlan) -> dict[str, Rate]:
@@ -237,12 +263,9 @@ def rates_of(target: TargetPlan) -> dict[str, Rate]:
             **dict.fromkeys(TORUS_AXES, Rate(network.link_bytes_per_second, network.hop_seconds)),
             "core": Rate(network.core_bytes_per_second or math.inf, network.hop_seconds),
         }
-    switch = cast(SwitchSpec, network)
-    share, node_bytes_per_second = switch.collective_share, switch.node_bytes_per_second
-    return {
-        "NIC": Rate(share * node_bytes_per_second / switch.chips_per_node, switch.node_seconds),
-        "NVLink": Rate(share * switch.chip_bytes_per_second, switch.chip_seconds),
-    }
+    pair = GroupSpan(2, 1, 1, 1, is_ring=False)
+    of_pairs = {name: switch_times(target, {name: pair}).permute for name in ("NIC", "NVLink")}
+    return {name: Rate(curve.last_bytes_per_second, curve.start_seconds, curve) for name, curve in of_pairs.items()}
 
 
 def _line(name: str, row: GroupSpan, rate: Rate, target: TargetPlan) -> LinkLine:

@@ -64,7 +64,7 @@ def send_between(placement: Placement, pairs: DeviceGroups, num_bytes: float) ->
         hops |= Counter(name for name, _, _ in links)
     rates, seconds, latency = rates_of(placement.target), 0.0, 0.0
     for (name, _, _), count in loads.items():
-        seconds = max(seconds, count * num_bytes / rates[name].bytes_per_second)
+        seconds = max(seconds, rates[name].transfer_seconds(count * num_bytes))
     for name, count in hops.items():
         latency += count * rates[name].seconds
     slowest = min(hops, key=lambda name: rates[name].bytes_per_second, default=names[-1])

@@ -9,8 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from ..core.traffic import CollectiveKind, LinkKind
+from .switch import Bytes, SwitchTimes
+
+LARGE = 2**30  # bytes of an array that a rate is given for
 
 
 @dataclass(frozen=True)
@@ -61,14 +67,13 @@ class InterconnectTier:
 class Link:
     """The links of a collective over a group. levels: the tiers, the fastest first; empty if the links are unknown.
 
-    is_pipelined: whether the levels carry parts of the data at the same time (NCCL) instead of one after the other
-    (ICI, then DCN).
+    times: the measured times of a group of GPUs, which its levels only name.
     """
 
     kind: LinkKind  # of the slowest level
     levels: tuple[InterconnectTier, ...]
-    is_pipelined: bool
     note: str  # why the links are unknown; else empty
+    times: SwitchTimes | None = None
 
     def over(self, num_axes: int | None) -> Link:
         """Returns the link of a gather that uses this many axes of the torus at the same time; None means all."""
@@ -85,40 +90,45 @@ class Link:
         if it is unknown."""
         if self.group_size == 1:
             return None
-        seconds = _combined(self, [_gather(1.0, *level) for level in _with_shares(self)])
-        return (self.group_size - 1) / self.group_size / seconds
+        size = float(LARGE) if self.times else 1.0
+        seconds = self.times.seconds("all-gather", size) if self.times else _gathers(size, self)
+        return size * (self.group_size - 1) / self.group_size / seconds
 
     @property
     def latency_seconds(self) -> float:
+        if self.times is not None:
+            return self.times.start_seconds()
         return sum(level.latency_seconds for level in self.levels)
 
 
-def collective_seconds(kind: CollectiveKind, num_bytes: float, group_size: int, link: Link) -> float | None:
+def collective_seconds(kind: CollectiveKind, num_bytes: Bytes, group_size: int, link: Link) -> Bytes | None:
     """Returns the seconds that one collective takes alone; None if the bandwidth of its links is unknown.
 
-    num_bytes: V, the bytes of the full array; for collective-permute and send, the bytes that one device sends. Raises
-    ValueError if the group size differs from the link's.
+    num_bytes: V, the bytes of the full array, or of each of several; for collective-permute and send, the bytes that
+    one device sends. Raises ValueError if the group size differs from the link's.
 
-    An all-gather takes V (n - 1) / n / W, a reduce-scatter the same, an all-reduce both. Latency is added.
+    On a torus an all-gather takes V (n - 1) / n / W, a reduce-scatter the same, an all-reduce both. Latency is added.
+    Of GPUs the time was measured (switch.py).
     """
     if group_size == 1:
-        return 0.0
+        return 0.0 * num_bytes
     if not link.levels:
         return None
     if group_size != link.group_size:
         raise ValueError(f"a group of {group_size} on the links of one of {link.group_size}")
+    if link.times is not None:
+        return link.times.seconds(kind, num_bytes)
     match kind:
         case "all-gather" | "reduce-scatter" | "collective-broadcast":
-            transfers = [_gather(num_bytes, *level) for level in _with_shares(link)]
-            return _combined(link, transfers) + link.latency_seconds
+            return _gathers(num_bytes, link) + link.latency_seconds
         case "all-reduce":
-            transfers = [_gather(num_bytes, *level) for level in _with_shares(link)]
-            return 2 * (_combined(link, transfers) + link.latency_seconds)
+            return 2 * (_gathers(num_bytes, link) + link.latency_seconds)
         case "all-to-all":
-            return _combined(link, _exchanges(num_bytes, link)) + link.latency_seconds
+            return _exchanges(num_bytes, link) + link.latency_seconds
         case "collective-permute" | "send":
             lines = [line for level in link.levels for line in level.lines]
-            return max(num_bytes / line.neighbour_bytes_per_second + line.neighbour_seconds for line in lines)
+            each: list[Any] = [num_bytes / line.neighbour_bytes_per_second + line.neighbour_seconds for line in lines]
+            return np.maximum.reduce(each) if isinstance(num_bytes, np.ndarray) else max(each)
 
 
 def _with_shares(link: Link) -> list[tuple[InterconnectTier, int]]:
@@ -128,25 +138,26 @@ def _with_shares(link: Link) -> list[tuple[InterconnectTier, int]]:
     return [(level, math.prod(sizes[:i])) for i, level in enumerate(link.levels)]
 
 
-def _gather(num_bytes: float, level: InterconnectTier, num_below: int) -> float:
-    return num_bytes / num_below * (level.size - 1) / level.size / level.bytes_per_second
+def _gathers(num_bytes: Any, link: Link) -> Any:
+    """Returns the time of a gather over all levels, one after the other: ICI, then DCN."""
+    return sum(
+        num_bytes / num_below * (level.size - 1) / level.size / level.bytes_per_second
+        for level, num_below in _with_shares(link)
+    )
 
 
-def _exchanges(num_bytes: float, link: Link) -> list[float]:
-    """Returns the times of an all-to-all on each level: a device sends 1 / n of its V / n to each of the others.
+def _exchanges(num_bytes: Any, link: Link) -> Any:
+    """Returns the time of an all-to-all over all levels: a device sends 1 / n of its V / n to each of the others.
 
     Along an axis of m chips a message goes m / 4 hops on average around a ring (both ways), and half of all messages
     cross the middle of a line (one way): either way V / n (m / 4) / W of that axis, all axes at the same time.
     """
-    n, seconds = link.group_size, []
+    n, seconds = link.group_size, 0.0
     for level, num_below in _with_shares(link):
         share = num_bytes / n * num_below / n  # what a device sends to each block of the level
         if level.is_switch:
-            seconds.append(share * (level.size - 1) / level.bytes_per_second)
+            seconds = seconds + share * (level.size - 1) / level.bytes_per_second
         else:
-            seconds.append(max(share * level.size * line.size / 4 / line.bytes_per_second for line in level.lines))
+            slowest = max(level.size * line.size / 4 / line.bytes_per_second for line in level.lines)
+            seconds = seconds + share * slowest
     return seconds
-
-
-def _combined(link: Link, seconds: list[float]) -> float:
-    return max(seconds) if link.is_pipelined else sum(seconds)

@@ -64,7 +64,7 @@ class Placement:
         """Returns the link of a collective over the devices along these mesh axes."""
         axes = [axis for axis in axes if self.sizes[axis] > 1]
         if not self.is_known:
-            return Link("memory", (), is_pipelined=False, note="simulated, or of unknown links")
+            return Link("memory", (), note="simulated, or of unknown links")
         parts = [part for axis in axes for part in self.parts[axis]]
         names = physical_sizes(self.target)
         along = {name: [part for part in parts if part.physical == name] for name in names}

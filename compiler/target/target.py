@@ -29,6 +29,7 @@ from ..spec.target_spec import (
     TorusSpec,
     TpuTarget,
 )
+from .matmul_times import MatmulTimes
 
 AS_DECLARED = LinkCalibration(transfer=1.0, latency=1.0)
 
@@ -58,6 +59,13 @@ class TargetPlan:
     compiler: CompilerTraits
     flag_presets: Mapping[str, FlagPreset]
     calibration: Calibration | None = None
+
+    def matmul_times(self, factor: float = 1.0) -> MatmulTimes | None:
+        """Returns the times of matmuls under the load of a run; None where none were measured. factor: by how much they
+        take longer still."""
+        if self.chip is None or self.chip.matmuls is None:
+            return None
+        return MatmulTimes(self.chip.matmuls, factor / (self.chip.sustained * self.chip.power_share))
 
     @property
     def hbm_bytes_per_chip(self) -> int | None:
@@ -248,10 +256,8 @@ def _network(network: TorusSpec | SwitchSpec, calibration: Calibration) -> Torus
         }
         return network.model_copy(update=update)
     near, far = (calibration.links.get(kind, AS_DECLARED) for kind in ("NVLink", "NIC"))
-    update = {
+    update = {  # their latencies are with the measured times (axis_segments.switch_times)
         "chip_bytes_per_second": network.chip_bytes_per_second / near.transfer,
-        "chip_seconds": network.chip_seconds * near.latency,
         "node_bytes_per_second": network.node_bytes_per_second / far.transfer,
-        "node_seconds": network.node_seconds * far.latency,
     }
     return network.model_copy(update=update)

@@ -5,6 +5,7 @@ Candidates of one family (families.py) run the same operations in the same form 
 stage. Their tables differ in length, and so in the slots that buffers have.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -70,15 +71,18 @@ def price_candidates(
 
 
 def _link_times(candidates: Sequence[MeshCandidate], family: Family, speed: float) -> LinkTimes:
-    """Returns the times of the family's collectives on each candidate's mesh. Each mesh is priced once."""
+    """Returns the links of the family's collectives on each candidate's mesh. Each mesh is looked at once."""
     meshes = {(one.sizes, one.device_order): one.mesh for one in candidates}
     place = {mesh: i for i, mesh in enumerate(meshes)}
-    times = plan_link_times(list(meshes.values()), family.shape.collectives)
-    own = [place[one.sizes, one.device_order] for one in candidates]
-    return LinkTimes(
-        latency={key: seconds[own] for key, seconds in times.latency.items()},
-        per_byte={key: seconds[own] / speed for key, seconds in times.per_byte.items()},
-    )
+    candidates_on = defaultdict[int, list[int]](list)
+    for number, one in enumerate(candidates):
+        candidates_on[place[one.sizes, one.device_order]].append(number)
+    links = plan_link_times(list(meshes.values()), family.shape.collective_axes)
+    of = {
+        axes: {link: [each for mesh in own for each in candidates_on[mesh]] for link, own in found.items()}
+        for axes, found in links.of.items()
+    }
+    return LinkTimes(of, speed)
 
 
 def with_table(costs: Costs, pipeline: PipelinePlan | None) -> Costs:

@@ -146,7 +146,9 @@ def find_hosts(launch: LaunchSpec, target: TargetSpec) -> Hosts:
         is_usual, cores = network.shape_of(size) == target.shape, target.chip.num_cores
         hosts = Hosts(target.num_slices, *of_slice, is_usual_shape=is_usual, cores=cores)
     elif isinstance(target, GpuTarget):
-        hosts = Hosts(1, target.shape[0], target.shape[1], target.chip.name, target.shape, is_gpu=True)
+        of_host = min(target.shape[1], target.network.chips_per_host)
+        num_hosts = target.shape[0] * -(-target.shape[1] // of_host)
+        hosts = Hosts(1, num_hosts, of_host, target.chip.name, target.shape, is_gpu=True)
     else:
         hosts = Hosts(1, launch.num_hosts or 1)
     asked = hosts.count if isinstance(launch, LocalLaunch) else launch.num_hosts

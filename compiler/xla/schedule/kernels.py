@@ -159,7 +159,9 @@ def _matmul(instruction: Instruction, operands: tuple[ArrayType, ...]) -> Kernel
     if flops is None and instruction.opcode == "custom-call":
         matrices = [each for each in operands if len(each.shape) > 1][:2]  # scales and biases are vectors
         flops = contraction(matrices[0], matrices[1], instruction.arrays[0]) if len(matrices) == 2 else None
-    return None if flops is None else KernelCost(flops, peak_name(operands[0].dtype))
+    if flops is None:
+        return None
+    return KernelCost(flops, peak_name(operands[0].dtype), num_results=instruction.arrays[0].num_elements)
 
 
 def _convolution(instruction: Instruction, operands: tuple[ArrayType, ...], target: str) -> KernelCost | None:

@@ -11,6 +11,7 @@ nothing  for an unknown kernel: at least what it writes, and a launch
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from ...core.kernels import KernelCost, KernelOwner, share_of_head
 from ...core.scopes import OperationName
@@ -23,6 +24,9 @@ from ..hlo.types import ArrayType, parse_type
 from .kernels import is_attention, is_matmul, is_pallas, kernel_work
 from .steps import Compute, PricedBy
 
+if TYPE_CHECKING:
+    from ...target.matmul_times import MatmulTimes  # which imports NumPy: reading a program needs none
+
 _FREE_TARGETS = frozenset({
     "AllocateBuffer", "ConcatBitcast", "PrepareAsyncCallDone", "PrepareAsyncCallStart", "Sharding", "SliceBuffer",
 })  # fmt: skip
@@ -30,9 +34,12 @@ _FREE_TARGETS = frozenset({
 
 @dataclass(frozen=True)
 class Chip:
-    """The figures of one JAX device that prices are made from. peak_flops_per_second: peaks by type of the operands.
-    matmul_share, attention_shares, memory_share: the shares of the peaks that single large kernels reach; for attention
-    by the size of a head. factors: how much longer each kind of compute takes, by a calibration."""
+    """The figures of one JAX device that prices are made from.
+
+    peak_flops_per_second: peaks by type of the operands. matmul_share, attention_shares, memory_share: the shares of
+    the peaks that single large kernels reach; for attention by the size of a head. matmuls: measured times of matmuls;
+    None: their share of the peak counts. factors: how much longer each kind of compute takes, by a calibration.
+    """
 
     platform: str  # tpu, gpu
     clock_hz: float | None
@@ -42,6 +49,7 @@ class Chip:
     attention_shares: Mapping[int, float] = field(default_factory=lambda: {128: 1.0})  # by the size of a head
     memory_share: float = 1.0
     factors: Mapping[ComputeKind, float] = field(default_factory=dict)
+    matmuls: "MatmulTimes | None" = None
 
 
 def price_instruction(
@@ -95,7 +103,7 @@ def _price(
     peak = chip.peak_flops_per_second.get(work.dtype)
     if work.flops and peak is None and estimated is not None:
         return _Price(estimated, "cycles")
-    flops_seconds = work.flops / (peak * _share(work, chip)) if work.flops and peak else 0.0
+    flops_seconds = _arithmetic_seconds(work, peak, chip) if work.flops and peak else 0.0
     allowed = max(flops_seconds, memory_seconds)
     if estimated is not None:
         return _Price(allowed, "bound", estimated) if estimated > allowed else _Price(estimated, "cycles")
@@ -103,6 +111,13 @@ def _price(
     if work.unknown or (work.flops and peak is None):
         return _Price(seconds, "nothing", unknown=work.unknown or f"{work.dtype} arithmetic")
     return _Price(seconds, "flops" if flops_seconds > memory_seconds else "bytes")
+
+
+def _arithmetic_seconds(work: KernelCost, peak: float, chip: Chip) -> float:
+    """Returns the time of a kernel's arithmetic: measured for matmuls of this size, else at a share of the peak."""
+    if work.unit == "matmul" and work.num_results and chip.matmuls is not None and chip.matmuls.knows(work.dtype):
+        return float(chip.matmuls.seconds(work.dtype, work.flops, work.num_results))
+    return work.flops / (peak * _share(work, chip))
 
 
 def _share(work: KernelCost, chip: Chip) -> float:
@@ -127,6 +142,7 @@ def _work_of(
                 total,
                 flops=total.flops + found.flops,
                 dtype=found.dtype if found.flops else total.dtype,
+                num_results=total.num_results + found.num_results,
                 unknown=total.unknown or found.unknown,
             )
     return total

@@ -24,6 +24,7 @@ from meshloom.compiler.estimate.roofline import find_unknown, plan_roofline
 from meshloom.compiler.estimate.step_time import Hiding, LinkTimes, Rates, StepTime, time_step
 from meshloom.compiler.jaxpr.read_jaxpr import read_jaxpr
 from meshloom.compiler.pipeline.makespan import TickPermute
+from support.links import links_of
 
 SIZE, TRIPS, FSDP = 64, 4, 8
 SQUARE, MATMUL = 4 * SIZE**2, 2 * SIZE**3
@@ -60,8 +61,7 @@ def loop(trip):
 def time_of(step):
     """(seconds of compute, of exposed communication) where nothing hides and everything runs at RATE."""
     shape, numbers = read_costs(step, frozenset(), ())
-    key = ("all-reduce", ("fsdp",))
-    links = LinkTimes({key: np.array([LATENCY])}, {key: np.array([1 / RATE])})
+    links = LinkTimes(links_of({("fsdp",): FSDP}, rate=2 * RATE, start=LATENCY / 2))
     hiding = Hiding(frozenset(), 1.0, is_doubled=False)
     time = time_step(Costs(shape, numbers[:, None]), Rates(*[RATE] * 5), links, hiding).of(0)
     return time.compute_seconds, time.exposed_seconds
@@ -160,8 +160,7 @@ def test_stages_run_what_a_table_says(plan):
 
 def time_of_matmuls(costs: Costs, permute: float = 0.0) -> StepTime[float]:
     """The time where memory is fast, and a permute takes as long as given."""
-    key = ("collective-permute", (STAGE,))
-    links = LinkTimes({key: np.array([permute])}, {key: np.array([0.0])})
+    links = LinkTimes(links_of({(STAGE,): 2}, RATE, permute))
     rates, hiding = Rates(RATE, RATE, *[1e4 * RATE] * 3), Hiding(frozenset(), 1.0, is_doubled=False)
     return time_step(costs, rates, links, hiding).of(0)
 

@@ -17,6 +17,7 @@ from meshloom.compiler.estimate.program_costs import (
 from meshloom.compiler.estimate.regions import price_regions
 from meshloom.compiler.estimate.step_time import Hiding, LinkTimes, Rates, time_step
 from meshloom.compiler.parallel.operation import Exposed
+from support.links import links_of
 
 RATES = Rates(
     matmul_flops_per_second=10.0,
@@ -26,10 +27,7 @@ RATES = Rates(
     merged_bytes_per_second=100.0,
 )
 ALL: frozenset[CollectiveKind] = frozenset({"all-gather", "reduce-scatter", "all-reduce"})
-LINKS = LinkTimes(
-    latency={("all-gather", ("fsdp",)): np.array([0.5]), ("all-reduce", ("tensor",)): np.array([0.0])},
-    per_byte={("all-gather", ("fsdp",)): np.array([0.1]), ("all-reduce", ("tensor",)): np.array([0.2])},
-)
+LINKS = links_of({("fsdp",): 2}, rate=10.0, start=0.5) | links_of({("tensor",): 2}, rate=10.0)
 
 
 def _loop(work, transfers, numbers, trips=4):
@@ -47,7 +45,7 @@ def _loop(work, transfers, numbers, trips=4):
 
 
 def _seconds(costs, hiding):
-    time = time_step(costs, RATES, LINKS, hiding)
+    time = time_step(costs, RATES, LinkTimes(LINKS), hiding)
     return float(time.compute_seconds[0]), {axes: float(x[0]) for axes, x in time.exposed.items()}
 
 

@@ -117,8 +117,9 @@ def test_a_ring_passes_on_in_one_direction_and_leaves_the_other():
 
 def test_pairs_in_nodes_between_nodes_and_across_slices():
     gpus = placed("h100-16", fsdp=2, tensor=8)
-    assert send_between(gpus, [(0, 1)], 0.82 * 450e6).seconds == pytest.approx(1e-3 + 3.4e-6)
-    assert send_between(gpus, [(0, 8)], 0.82 * 50e6).seconds == pytest.approx(1e-3 + 14e-6)
+    # Measured: 573 us for 64 MiB behind a switch. Over the network 78 % of an adapter's 50 GB/s, and 37 us.
+    assert send_between(gpus, [(0, 1)], 64 * 2**20).seconds == pytest.approx(573e-6, rel=0.01)
+    assert send_between(gpus, [(0, 8)], 0.78 * 50e8).seconds == pytest.approx(100e-3 + 37e-6, rel=0.05)
     assert send_between(gpus, [(0, 8)], 50e6).kind == "NIC"
     slices = placed("v5e-16", 2, replica=2, fsdp=16)
     assert send_between(slices, [(0, 16), (1, 17)], 3.125e6).seconds == pytest.approx(1e-3 + 10e-6)
@@ -174,7 +175,7 @@ def test_groups_across_slices_that_are_no_boxes_are_bound_by_the_fewest_members(
     assert 11 / 12 * 1e9 / 90e9 < inside < 4 * 11 / 12 * 1e9 / 90e9
     gpus = placed("h100-16", fsdp=2, tensor=8)
     uneven = place_collective(collective("all-gather", ((*range(6), 8, 9), (6, 7, *range(10, 16)))), gpus)
-    assert uneven.alone_seconds == pytest.approx(1e9 * 6 / 8 / 2 / (0.82 * 50e9) + 14e-6)  # NVLink at the same time
+    assert uneven.alone_seconds == pytest.approx(1e9 * 6 / 8 / 2 / (0.78 * 50e9), rel=0.05)  # NVLink at once
     assert uneven.level == "NIC"
 
 

@@ -37,7 +37,9 @@ def test_every_figure_has_a_source(kind):
         figures = set(type(spec).model_fields) - {"name", "kind", "device_kind", "sources"}
         assert set(spec.sources) == figures
         for figure, source in spec.sources.items():
-            assert re.search(r"https://|libtpu|jax|xla|arXiv|assumption|one device|matmul|v6e", source), figure
+            assert re.search(
+                r"https://|conf/|libtpu|jax|xla|arXiv|assumption|NVIDIA|one device|one host|matmul|v6e", source
+            ), figure
 
 
 @pytest.mark.parametrize("kind", TPUS)
@@ -257,14 +259,11 @@ def test_the_constants_of_the_page_are_those_of_the_files():
 
 
 def _constants(chip, network):
-    is_torus, shares = isinstance(network, TorusSpec), chip.kernels
-    near, far = (
-        (network.hop_seconds, network.host_seconds) if is_torus else (network.chip_seconds, network.node_seconds)
-    )
+    shares = chip.kernels
+    latencies = (network.hop_seconds, network.host_seconds) if isinstance(network, TorusSpec) else (0, 0)
     figures = (
         shares.matmul, *(shares.attention.get(size) for size in (64, 128, 256)), shares.memory, chip.sustained,
-        chip.power_watts,
-        near * 1e6, far * 1e6, 1 if is_torus else network.collective_share,
+        chip.power_watts, *(seconds * 1e6 for seconds in latencies),
     )  # fmt: skip
     return [f"{figure:g}" if figure else "" for figure in figures]
 

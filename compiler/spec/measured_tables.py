@@ -1,0 +1,216 @@
+"""Reads measured times of collectives of GPUs: conf/calibration/_collectives.yaml, or a table in a target of one's own.
+
+all-gather:
+  8: 28.2 31.1 47.1      microseconds for each of `bytes`: 8 GPUs behind one switch
+  4x8: 62.1 84.3 99.6    4 nodes, 8 GPUs of each
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from itertools import pairwise
+from typing import Annotated, Any, Self, TypeVar
+
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+
+from meshloom.models.config import Config, mistake
+
+from ..core.config_types import Text
+from ..core.errors import use_one_of
+from ..core.float_types import PeakType
+from ..core.traffic import CollectiveKind
+from .own_config import own_config
+
+UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+MOST_FALL = 0.4  # measurements are noisy: a larger array may take less, but not so much less
+MOST_OVER = 1.05  # the same of a rate above the physical one
+NEEDED: tuple[CollectiveKind, ...] = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|)")
+_GROUP = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)")
+
+NodeGroup = tuple[int, int]  # nodes, GPUs of each
+
+
+def _sizes(value: Any) -> Any:
+    """Returns the sizes of a line such as '64Ki 1Mi'."""
+    if not isinstance(value, str):
+        return tuple(value) if isinstance(value, list) else value
+    found = [(_SIZE.fullmatch(word), word) for word in value.split()]
+    if wrong := [word for match, word in found if match is None]:
+        raise mistake(f"{wrong[0]} is not a size", "give sizes such as 64Ki, 1Mi and 2Gi, in bytes")
+    return tuple(float(match[1]) * UNITS[match[2]] for match, _ in found if match)
+
+
+def _numbers(value: Any) -> Any:
+    """Returns the numbers of a line such as '28.2 31.1'."""
+    if not isinstance(value, str):
+        return tuple(value) if isinstance(value, list) else value
+    try:
+        return tuple(float(word) for word in value.split())
+    except ValueError as error:
+        raise mistake(f"{value!r} is not a line of numbers", "give microseconds, separated by spaces") from error
+
+
+def _in_seconds(row: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(each * 1e-6 for each in row)
+
+
+Times = Annotated[tuple[PositiveFloat, ...], BeforeValidator(_numbers), Field(min_length=1)]
+AscendingSizes = Annotated[tuple[PositiveFloat, ...], BeforeValidator(_sizes), Field(min_length=2)]
+
+
+class CollectiveTable(Config):
+    """Times of collectives alone, by kind, group and size.
+
+    source: where they were measured. chip_bytes_per_second: the bandwidth of the links of one GPU there, one way; on a
+    chip with other links rates follow theirs. bytes: of the array that is gathered or summed; of a device's own array
+    for exchanges and permutes.
+    """
+
+    source: Text
+    chip_bytes_per_second: PositiveFloat
+    bytes: AscendingSizes
+    microseconds: dict[CollectiveKind, dict[Text, Times]]
+
+    def __hash__(self) -> int:
+        return hash((self.source, self.chip_bytes_per_second, self.bytes))
+
+    def seconds(self, kind: CollectiveKind) -> dict[NodeGroup, tuple[float, ...]]:
+        """Returns the seconds of a kind for each size, by group; empty if it was not measured."""
+        return {_group(name): _in_seconds(row) for name, row in self.microseconds.get(kind, {}).items()}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if any(low >= high for low, high in pairwise(self.bytes)):
+            raise mistake("the sizes do not ascend", "give each size once, the smallest first", "bytes")
+        for kind, rows in self.microseconds.items():
+            for name, row in rows.items():
+                if problem := next(self._problems(kind, name, row), None):
+                    raise mistake(*problem, f"microseconds.{kind}.{name}")
+        if missing := [kind for kind in NEEDED if not self.microseconds.get(kind)]:
+            raise mistake(f"there are no times of {' and '.join(missing)}", "measure them too", "microseconds")
+        return self
+
+    def _problems(self, kind: CollectiveKind, name: str, row: tuple[float, ...]) -> Iterator[tuple[str, str]]:
+        if not _GROUP.fullmatch(name):
+            yield f"{name} is not a group", "name it by its GPUs, 8, or by nodes and GPUs of each, 4x8"
+            return
+        if len(row) != len(self.bytes):
+            yield f"{len(row)} times for {len(self.bytes)} sizes", "give a time for each of `bytes`, in microseconds"
+            return
+        for (size, time), (larger, after) in pairwise(zip(self.bytes, row, strict=True)):
+            if after < MOST_FALL * time:
+                yield (
+                    f"{larger:.4g} bytes take {after:g} us where {size:.4g} take {time:g}",
+                    "check these two times: a larger array cannot take so much less",
+                )
+        for size, time in zip(self.bytes, row, strict=True):
+            rate = _least_bytes(kind, _group(name), size) / _in_seconds((time,))[0]
+            if rate > MOST_OVER * self.chip_bytes_per_second:
+                yield (
+                    f"{time:g} us for {size:.4g} bytes are {rate / 1e9:.4g} GB/s for each GPU, of which a link has "
+                    f"{self.chip_bytes_per_second / 1e9:.4g}",
+                    "give times in microseconds, and sizes of the whole array",
+                )
+
+
+def _least_bytes(kind: CollectiveKind, group: NodeGroup, size: float) -> float:
+    """Returns what a GPU has to receive over the slowest links of its group, by any algorithm."""
+    nodes, near = group
+    if kind in ("all-to-all", "collective-permute", "send"):
+        others = (nodes - 1) / nodes if nodes > 1 else (near - 1) / near
+        return size * (others if kind == "all-to-all" else 1.0)
+    return size * ((nodes - 1) / nodes / near if nodes > 1 else (near - 1) / near)
+
+
+def _group(name: str) -> NodeGroup:
+    found = _GROUP.fullmatch(name)
+    assert found is not None
+    return int(found[1] or 1), int(found[2])
+
+
+class MatmulTable(Config):
+    """Times of matmuls alone, by the type of their operands, the contracted size, and the elements of the result, of
+    all matmuls of a batch together.
+
+    source: where they were measured.
+    """
+
+    source: Text
+    results: AscendingSizes
+    microseconds: dict[PeakType, dict[PositiveInt, Times]]
+
+    def __hash__(self) -> int:
+        return hash((self.source, self.results))
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if any(low >= high for low, high in pairwise(self.results)):
+            raise mistake("the sizes do not ascend", "give each size once, the smallest first", "results")
+        for dtype, rows in self.microseconds.items():
+            where = f"microseconds.{dtype}"
+            if len(rows) < 2:
+                raise mistake("there are fewer than two contracted sizes", "give two rows or more", where)
+            for depth, row in rows.items():
+                if len(row) != len(self.results):
+                    what = f"{len(row)} times for {len(self.results)} sizes"
+                    raise mistake(what, "give a time for each of `results`, in microseconds", f"{where}.{depth}")
+        return self
+
+    def seconds(self, dtype: PeakType) -> dict[int, tuple[float, ...]]:
+        """Returns the seconds of a type for each size of the result, by contracted size."""
+        return {depth: _in_seconds(row) for depth, row in sorted(self.microseconds[dtype].items())}
+
+
+MeasuredTable = TypeVar("MeasuredTable", CollectiveTable, MatmulTable)
+
+
+def _shipped(file: str, kind: type[MeasuredTable]) -> dict[str, MeasuredTable]:
+    found = own_config(f"calibration/{file}")
+    return {name: kind.model_validate(_with_text(table, kind)) for name, table in found.items()}
+
+
+@cache
+def shipped_collectives() -> Mapping[str, CollectiveTable]:
+    """Returns the tables of conf/calibration/_collectives.yaml by name."""
+    return _shipped("_collectives.yaml", CollectiveTable)
+
+
+@cache
+def shipped_matmuls() -> Mapping[str, MatmulTable]:
+    """Returns the tables of conf/calibration/_matmuls.yaml by name."""
+    return _shipped("_matmuls.yaml", MatmulTable)
+
+
+def across_nodes() -> CollectiveTable:
+    """Returns the times of groups that span several nodes."""
+    return shipped_collectives()["across_nodes"]
+
+
+def _with_text(table: Any, kind: type[Config]) -> Any:
+    """Returns a table of collectives whose groups are text: YAML reads 8 as a number."""
+    rows = table.get("microseconds") if isinstance(table, dict) else None
+    if kind is not CollectiveTable or not isinstance(rows, dict):
+        return table
+    named = {
+        name: {str(group): row for group, row in groups.items()} if isinstance(groups, dict) else groups
+        for name, groups in rows.items()
+    }
+    return {**table, "microseconds": named}
+
+
+def _by_name(kind: type[MeasuredTable], shipped: Callable[[], Mapping[str, MeasuredTable]]) -> BeforeValidator:
+    """Returns the validator of a table that a chip names or has itself."""
+
+    def find(value: Any) -> Any:
+        if not isinstance(value, str):
+            return _with_text(value, kind)
+        if (found := shipped().get(value)) is None:
+            raise mistake(f"there is no table '{value}'", f"{use_one_of(value, list(shipped()))}, or give a table")
+        return found
+
+    return BeforeValidator(find)
+
+
+NamedCollectives = Annotated[CollectiveTable, _by_name(CollectiveTable, shipped_collectives)]
+NamedMatmuls = Annotated[MatmulTable | None, _by_name(MatmulTable, shipped_matmuls)]  # None: none were measured

@@ -1,0 +1,201 @@
+"""Prices of GPUs' collectives and matmuls: near what was measured, between and beyond it, and what a table refuses."""
+
+import importlib
+import re
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean, median
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from meshloom.compiler.spec.calibration_spec import Calibration, LinkCalibration
+from meshloom.compiler.spec.measured_tables import (
+    NEEDED,
+    CollectiveTable,
+    MatmulTable,
+    across_nodes,
+    shipped_collectives,
+)
+from meshloom.compiler.spec.target_names import chip_file
+from meshloom.compiler.target.axis_segments import GroupSpan, switch_times
+from meshloom.compiler.target.matmul_times import MatmulTimes
+from meshloom.compiler.target.switch import SwitchTimes
+from meshloom.compiler.target.target import calibrate_target
+from support.programs import target_of
+
+BENCH = Path(__file__).parents[3] / "bench"
+MIB = 2**20
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+
+
+@pytest.fixture
+def operations(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module("operations")
+
+
+def times_of(name: str, near: int, far: int = 1) -> SwitchTimes:
+    spans = {"NVLink": near, "NIC": far}
+    rows = {axis: GroupSpan(size, 1, 1, 1, is_ring=False) for axis, size in spans.items() if size > 1}
+    return switch_times(target_of(name), rows)
+
+
+def test_collectives_take_what_was_measured_in_each_band_of_sizes(operations):
+    errors = defaultdict(list)
+    for each in operations.collectives():
+        errors[each.chip, each.band].append(abs(each.error))
+    assert len(errors) == 3 * 4
+    assert all(mean(own) < 0.08 for own in errors.values())
+
+
+def test_matmuls_take_what_was_measured_in_each_decade(operations):
+    errors = defaultdict(list)
+    for each in operations.matmuls():
+        errors[each.chip, each.kind, each.band].append(abs(each.error))
+    assert len(errors) == 5 * 5
+    assert all(median(own) < 0.08 for own in errors.values())
+
+
+@pytest.mark.parametrize("chip", ["h100", "b200", "gb200"])
+def test_sizes_that_are_left_out_are_found_between_the_others(chip):
+    whole = shipped_collectives()[chip]
+    kept = range(0, len(whole.bytes), 2)
+    thinned = whole.model_copy(
+        update={
+            "source": "every second size",
+            "bytes": tuple(whole.bytes[n] for n in kept),
+            "microseconds": {
+                kind: {group: tuple(row[n] for n in kept) for group, row in rows.items()}
+                for kind, rows in whole.microseconds.items()
+            },
+        }
+    )
+    rate, errors = whole.chip_bytes_per_second, []
+    for kind in KINDS[:3]:
+        for (_, near), row in whole.seconds(kind).items():
+            times = SwitchTimes(near, 1, rate, rate, thinned, across_nodes())
+            for n in range(1, len(whole.bytes) - 1, 2):
+                if whole.bytes[n] >= MIB:
+                    errors.append(abs(times.seconds(kind, whole.bytes[n]) / row[n] - 1))
+    assert mean(errors) < 0.1
+
+
+# Over nodes of 8 H100, of an array of 16, 64, 256 MiB and 1 GiB: NCCL 2.27's tuning, corrected by nccl-tests.
+@pytest.mark.parametrize(
+    ("kind", "num_nodes", "microseconds"),
+    [
+        ("all-gather", 2, {16: 123, 64: 311, 256: 900, 1024: 3083}),
+        ("all-gather", 8, {16: 231, 64: 479, 256: 1309, 1024: 3781}),
+        ("reduce-scatter", 32, {16: 647, 64: 898, 256: 1903, 1024: 5300}),
+        ("all-reduce", 2, {256: 1060}),
+        ("all-reduce", 8, {256: 1787}),
+        ("all-reduce", 32, {256: 2495}),
+    ],
+)
+def test_groups_across_nodes_take_what_nccl_takes(kind, num_nodes, microseconds):
+    times = times_of("h100-256", 8, num_nodes)
+    for size, expected in microseconds.items():
+        assert times.seconds(kind, size * MIB) == pytest.approx(expected * 1e-6, rel=0.15)
+
+
+def test_across_two_domains_of_72_gathers_stay_as_fast_and_exchanges_become_ten_times_slower():
+    """nccl-tests over two NVL72, 16 GiB: 691 to 798 GB/s of the bus, of an exchange 65 to 88."""
+    times, size = times_of("gb200-144", 72, 2), 16 * 2**30
+    assert 0.85 * 691e9 < size * 143 / 144 / times.seconds("all-gather", size) < 1.15 * 798e9
+    assert 0.85 * 65e9 < size * 143 / 144 / times.seconds("all-to-all", size * 144) < 1.15 * 88e9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("near", "far"), [(3, 1), (8, 1), (1, 2), (2, 3), (8, 5), (8, 100), (4, 1000)])
+def test_a_price_of_several_sizes_is_that_of_each_and_grows(kind, near, far):
+    times = times_of("h100-8000", near, far)
+    sizes = np.geomspace(1, 1e13, 60) * (near * far if kind == "all-to-all" else 1)  # of a device, 1 B to 10 TB
+    seconds = times.seconds(kind, sizes)
+    assert seconds.tolist() == pytest.approx([times.seconds(kind, float(size)) for size in sizes])
+    assert np.isfinite(seconds).all()
+    assert (seconds[1:] > 0.4 * np.maximum.accumulate(seconds)[:-1]).all()
+    assert seconds[-1] / seconds[-6] == pytest.approx(sizes[-1] / sizes[-6], rel=0.05)  # beyond: the last rate
+
+
+def test_more_nodes_take_longer_to_start_each_as_much():
+    starts = [times_of("h100-8000", 8, num).start_seconds() for num in (16, 32, 48, 64)]
+    steps = np.diff(starts)
+    assert steps[0] > 0
+    assert steps[1:] == pytest.approx([steps[0]] * 2)
+
+
+def test_a_slower_link_stretches_the_measured_times():
+    """A100 has two thirds of H100's links: an array takes as long as one of half as many bytes more."""
+    fast, slow = times_of("h100-8", 8), times_of("a100-8", 8)
+    assert slow.seconds("all-gather", 64 * MIB) == pytest.approx(fast.seconds("all-gather", 96 * MIB))
+    assert slow.start_seconds() == fast.start_seconds()
+
+
+def test_a_calibration_scales_rate_and_start():
+    target, links = target_of("h100-64"), {"NVLink": LinkCalibration(transfer=2.0, latency=3.0)}
+    measured = Calibration(chip="h100", matmul=1.0, attention=1.0, other=1.0, links=links, source="a test")  # type: ignore[arg-type]
+    slower = calibrate_target(target, measured)
+    span = {"NVLink": GroupSpan(8, 1, 1, 1, is_ring=False)}
+    before, after = switch_times(target, span), switch_times(slower, span)
+    start = before.start_seconds()
+    assert after.start_seconds() == pytest.approx(3 * start)
+    assert after.seconds("all-gather", 64 * MIB) == pytest.approx(before.seconds("all-gather", 128 * MIB) + 2 * start)
+
+
+def test_a_matmul_beyond_the_table_runs_at_its_last_rate_and_a_small_one_takes_the_least():
+    table = chip_file("h100")[0].matmuls
+    assert table is not None
+    times, results = MatmulTimes(table), np.array([1.0, 2.0**20, 2.0**28, 2.0**33])
+    seconds = times.seconds("bfloat16", 2 * results * 16384, results)
+    rates = 2 * results * 16384 / seconds
+    assert 750e12 < rates[2] < 850e12
+    assert rates[3] == pytest.approx(rates[2], rel=0.05)
+    assert seconds[0] > 4e-6
+    of_type = {dtype: times.seconds(dtype, 2 * results, results).tolist() for dtype in ("bfloat16", "float16")}
+    assert of_type["float16"] == of_type["bfloat16"]
+    slower = MatmulTimes(table, 2.0).seconds("bfloat16", 2 * results, results)
+    assert slower.tolist() == pytest.approx([2 * each for each in of_type["bfloat16"]])
+
+
+GOOD = {"source": "a test", "chip_bytes_per_second": 1e11, "bytes": "1Mi 2Mi 4Mi",
+        "microseconds": {kind: {"8": "20 30 50"} for kind in NEEDED}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"bytes": "1Mi 4Mi 2Mi"}, "the sizes do not ascend"),
+        ({"bytes": "1Mi 2MB 4Mi"}, "2MB is not a size"),
+        ({"microseconds": {"all-gather": {"8": "20 30"}}}, "2 times for 3 sizes"),
+        ({"microseconds": {"all-gather": {"8": "20 - 50"}}}, "is not a line of numbers"),
+        ({"microseconds": {"all-gather": {"8 GPUs": "20 30 50"}}}, "8 GPUs is not a group"),
+        ({"microseconds": {"all-gather": {"8": "20 30 5"}}}, "take 5 us where"),
+        ({"microseconds": {"all-gather": {"8": "0.02 0.03 0.05"}}}, "GB/s for each GPU, of which a link has 100"),
+        ({"microseconds": {"gather": {"8": "20 30 50"}}}, "all-gather"),
+        (
+            {"microseconds": {kind: {"8": "20 30 50"} for kind in NEEDED[:3]}},
+            "there are no times of collective-permute",
+        ),
+    ],
+)
+def test_a_wrong_table_of_collectives_is_refused(changed, message):
+    CollectiveTable.model_validate(GOOD)
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        CollectiveTable.model_validate(GOOD | changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"results": "64Ki 32Ki"}, "the sizes do not ascend"),
+        ({"microseconds": {"bfloat16": {256: "1 2"}}}, "fewer than two contracted sizes"),
+        ({"microseconds": {"bfloat16": {256: "1 2", 512: "2"}}}, "1 times for 2 sizes"),
+    ],
+)
+def test_a_wrong_table_of_matmuls_is_refused(changed, message):
+    good = {"source": "a test", "results": "64Ki 128Ki", "microseconds": {"bfloat16": {256: "1 2", 512: "2 4"}}}
+    MatmulTable.model_validate(good)
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        MatmulTable.model_validate(good | changed)

@@ -1,0 +1,17 @@
+"""Links whose collectives take times that can be computed in one's head."""
+
+from meshloom.compiler.core.partition_spec import Axes
+from meshloom.compiler.target.links import InterconnectTier, Link, LinkLine
+
+
+def links_of(sizes: dict[Axes, int], rate: float, start: float = 0.0) -> dict[Axes, dict[Link, tuple[int]]]:
+    """Links of groups of these sizes, as `LinkTimes` has them for one declaration.
+
+    A gather of V bytes takes start + V / rate, an all-reduce twice as long; a permute of any size takes start.
+    """
+    return {axes: {_link(size, rate, start): (0,)} for axes, size in sizes.items()}
+
+
+def _link(size: int, rate: float, start: float) -> Link:
+    line = LinkLine("x", size, rate * (size - 1) / size, float("inf"), start, start)
+    return Link("ICI", (InterconnectTier("ICI", (line,), is_switch=False),), "")
