@@ -12,10 +12,12 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from statistics import mean, median
 
 import chaos
 import faults
 import memory_accuracy
+import operations
 import pipelines
 import playbook
 import published
@@ -46,6 +48,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "tune": lambda: tune.table(read_kept(tune.KEPT)),
     "memory": lambda: memory_accuracy.table(read_lines(memory_accuracy.KEPT)),
     "chaos": lambda: chaos.table(read_lines(chaos.KEPT)),
+    "operations-collectives": lambda: operations.table(list(operations.collectives()), mean),
+    "operations-matmuls": lambda: operations.table(list(operations.matmuls()), median),
     "pipeline-bubbles": pipelines.bubbles,
     "pipeline-recomputed": pipelines.recomputed,
     "pipeline-permutes": pipelines.permutes,
