@@ -5,6 +5,7 @@ synchronous-collective      a collective without a start and an end: nothing can
 random-bits                 a transfer of random bits
 wide-collective             a transfer in float32, where a narrower type may do
 reduced-then-sliced         each device uses only part of an all-reduce; a reduce-scatter would move half the bytes
+update-inside-tiles         a dynamic-update-slice changes a part of each tile, and all tiles are read and written
 assumed-order               the program does not say where its devices are, so the links of a group are assumed
 
 There is one finding per rule and kind, which names the places that cost most. lint.py compares with a plan.
@@ -22,13 +23,14 @@ from ..target.target import TargetPlan
 from ..xla.hlo import Module
 from ..xla.hlo.flow import Flow, ModuleValue, ValueUse
 from ..xla.hlo.opcodes import SAME_ELEMENTS
+from ..xla.schedule.prices import updated_inside_tiles
 from .program_devices import ProgramDevices
-from .program_text import LEAST_BYTES, NUM_PLACES
+from .program_text import LEAST_BYTES, NUM_PLACES, shown, source_finder
 from .schedule_analysis import ScheduleAnalysis
 from .waste import find_repeated_work, find_wasted_transfers
 
 LEAST_ARRAY_BYTES = 64 * 2**20  # the default of sharding.replicated_bytes_threshold
-LEAST_SHARE = 0.01  # the least share of the step that synchronous collectives of a kind cost
+LEAST_SHARE = 0.01  # the least share of the step that synchronous collectives of a kind, or updates, cost
 
 _RANDOM = re.compile(r"threefry|random_bits|random_seed|shuffle|bernoulli|_uniform|_normal")  # JAX's names
 
@@ -41,6 +43,7 @@ def lint_program(module: Module, devices: ProgramDevices, schedule: ScheduleAnal
         *find_wasted_transfers(module, collectives, schedule.dones, is_cpu=target.platform == "cpu"),
         *_reduced_then_sliced(module, collectives, schedule.dones, target),
         *find_repeated_work(module, devices, schedule.compute_seconds, step),
+        *_inside_tiles(module, schedule),
         *_replicated(module, target),
         *_random_bits(collectives),
         *_wide(collectives),
@@ -163,6 +166,34 @@ def _is_used_by_shard(uses: Sequence[ValueUse], num_parts: int) -> bool:
         and use.reader.arrays[0].num_elements == -(-use.array.num_elements // num_parts)
         for use in uses
     )  # fmt: skip
+
+
+def _inside_tiles(module: Module, schedule: ScheduleAnalysis) -> Iterator[Finding]:
+    """Yields the finding on stacks of which the dimension of the layers is one of the two that tiles cover."""
+    updates = [
+        (each, tiles / around.by_name[each.operands[1]].num_bytes)
+        for around in module.computations.values()
+        for each in around.instructions
+        if each.name in schedule.compute_seconds and (tiles := updated_inside_tiles(each, around))
+    ]
+    seconds = sum(schedule.compute_seconds[each.name] for each, _ in updates)
+    if not updates or not schedule.step.least_seconds or seconds / schedule.step.least_seconds < LEAST_SHARE:
+        return
+    updates.sort(key=lambda found: (-schedule.compute_seconds[found[0].name], found[0].name))
+    dearest, times = updates[0]
+    lines = source_finder(module)
+    named = (shown(at, each.op_name) if (at := lines(each)) else each.name for each, _ in updates)
+    places = human_names(list(dict.fromkeys(named)), NUM_PLACES, between="; ")
+    yield Finding(
+        rule="update-inside-tiles",
+        severity="warning",
+        what=f"{counted(len(updates), 'update')} of a part of an array lie inside its tiles, of which {times:.0f} "
+        f"times the bytes are read and written: {human_seconds(seconds)}, "
+        f"{human_share(seconds / schedule.step.least_seconds)} of the step",
+        where=f"{places} ({dearest.name}, {dearest.type_text})",
+        fix="stack layers along the first dimension (MaxText: param_scan_axis=0), or give the array a layout with the "
+        "dimension of the layers outermost: jax.experimental.layout.Format in in_shardings and out_shardings",
+    )
 
 
 def _assumed_order(devices: ProgramDevices, collectives: Sequence[CollectiveReport]) -> Iterator[Finding]:

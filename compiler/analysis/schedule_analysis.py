@@ -231,6 +231,7 @@ def chip_of(target: TargetPlan) -> Chip:
         matmul_share=chip.kernels.matmul * arithmetic,
         attention_shares={size: each * arithmetic for size, each in chip.kernels.attention.items()},
         memory_share=chip.kernels.memory,
+        passes=chip.kernels.passes,
         factors=factors,
         matmuls=target.matmul_times(),
     )

@@ -21,6 +21,8 @@ from .known import OrUnknown, Unknown, all_known
 from .scopes import Pass
 
 ComputeKind = Literal["matmul", "attention", "other"]
+# Passes over memory by what they do with it; "tile": an update of a part of tiles, of the bytes of whole tiles.
+PassKind = Literal["read", "write", "update", "tile"]
 CollectiveKind = Literal[
     "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast", "send",
 ]  # fmt: skip

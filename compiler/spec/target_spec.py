@@ -15,6 +15,7 @@ from meshloom.models.config import Config, mistake
 from ..core.config_types import NumBytes, Text, UpToOne
 from ..core.float_types import PeakType
 from ..core.format import counted
+from ..core.traffic import PassKind
 from .measured_tables import NamedCollectives, NamedMatmuls
 
 ChipShape = tuple[PositiveInt, ...]
@@ -32,11 +33,15 @@ class Efficiency(Config):
 
 
 class KernelShares(Config):
-    """Shares of the peaks that single large kernels reach, measured; what prices of compiled programs rest on."""
+    """Shares of the peaks that single large kernels reach, measured; what prices of compiled programs rest on.
+
+    memory: a pass that reads and writes. passes: kinds of passes that reach another share.
+    """
 
     matmul: UpToOne
     attention: HeadShares  # of the blocks that a mask leaves
     memory: UpToOne
+    passes: dict[PassKind, UpToOne]
 
 
 class Processor(Config):

@@ -2,7 +2,8 @@
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
 
 # Bits of an element. Other types say them in their names: f32, s8.
@@ -17,12 +18,13 @@ HBM = 0
 @dataclass(frozen=True, slots=True)
 class ArrayType:
     """The type of an array. memory_space: 0 is HBM; on TPUs 1 is the vector memory and 5 the host's. num_padding: the
-    elements that fill up its tiles."""
+    elements that fill up its tiles. tile: the size of its tiles along each dimension; empty without tiles."""
 
     dtype: str
     shape: tuple[int, ...]
     memory_space: int = HBM
     num_padding: int = 0
+    tile: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def num_elements(self) -> int:
@@ -37,6 +39,17 @@ class ArrayType:
     def held_bytes(self) -> int:
         """Returns its bytes in memory, with padding."""
         return -(-(self.num_elements + self.num_padding) * bits_of(self.dtype) // 8)
+
+    def touched_bytes(self, part: Sequence[int]) -> int:
+        """Returns the bytes of the tiles that hold a part of this shape, if it begins at the edge of one: of
+        f32[16,512,7168]{2,0,1:T(8,128)} a part [1,512,7168] lies in tiles that hold eight of them."""
+        if len(part) != len(self.shape) or not self.tile:
+            return -(-math.prod(part) * bits_of(self.dtype) // 8)
+        sizes = (
+            -(-own // step) * step if own < whole else own
+            for own, whole, step in zip(part, self.shape, self.tile, strict=True)
+        )
+        return -(-math.prod(sizes) * bits_of(self.dtype) // 8)
 
 
 @cache
@@ -79,16 +92,29 @@ def bits_of(dtype: str) -> int:
 def _array(dtype: str, dimensions: str, layout: str | None) -> ArrayType:
     shape = tuple(int(size.lstrip("<=")) for size in dimensions.split(",") if size)
     space = _MEMORY_SPACE.search(layout) if layout else None
-    return ArrayType(dtype, shape, int(space[1]) if space else HBM, _padding(shape, layout or ""))
+    order, tile = _tiles(layout or "")
+    along = dict(zip(order, reversed(tile), strict=False))
+    return ArrayType(
+        dtype=dtype,
+        shape=shape,
+        memory_space=int(space[1]) if space else HBM,
+        num_padding=_padding(shape, order, tile),
+        tile=tuple(along.get(dimension, 1) for dimension in range(len(shape))) if tile else (),
+    )
 
 
-def _padding(shape: tuple[int, ...], layout: str) -> int:
+def _tiles(layout: str) -> tuple[list[int], list[int]]:
+    """Returns the dimensions, the innermost first, and the sizes of a tile, the innermost last: {1,0:T(8,128)}."""
+    match = _TILE.match(layout)
+    order, tile = ([int(n) for n in numbers.split(",") if n] for numbers in match.groups()) if match else ([], [])
+    return order, tile
+
+
+def _padding(shape: tuple[int, ...], order: list[int], tile: list[int]) -> int:
     """Returns the elements that are added: {1,0:T(8,128)} fills the innermost dimensions up to multiples of 8 and of
     128."""
-    match = _TILE.match(layout)
-    if not match:
+    if not tile:
         return 0
-    order, tile = ([int(n) for n in numbers.split(",") if n] for numbers in match.groups())
     inner_first = [shape[dimension] for dimension in order]
     inner_first += [1] * (len(tile) - len(inner_first))
     sizes = [-(-size // step) * step for size, step in zip(inner_first, reversed(tile), strict=False)]

@@ -1,10 +1,11 @@
 """Prices compute on a chip, by the best source that the program has for each operation.
 
+bytes    for what only passes over memory: what is read and written, at the measured share of the memory's bandwidth; of
+         an update inside the tiles of an array, all of these tiles
 cycles   the TPU compiler's own estimate, divided by the clock
 bound    for a matmul whose estimate is longer than both its arithmetic at the chip's measured share of the peak and its
          memory traffic: the longer of these two
 flops    for matmuls and attention kernels without an estimate: arithmetic at a measured share of the peak
-bytes    for all else: what is read and written, at a measured share of the memory's bandwidth
 nothing  for an unknown kernel: at least what it writes, and a launch
 """
 
@@ -15,12 +16,12 @@ from typing import TYPE_CHECKING
 
 from ...core.kernels import KernelCost, KernelOwner, share_of_head
 from ...core.scopes import OperationName
-from ...core.traffic import ComputeKind
+from ...core.traffic import ComputeKind, PassKind
 from ...spec.cost_model import cost_model
 from ..hlo import Computation, Instruction, Module
 from ..hlo.flow import Flow, ModuleValue
 from ..hlo.opcodes import FREE, NAMES_IN_FUSION, PARTS
-from ..hlo.types import ArrayType, parse_type
+from ..hlo.types import HBM, ArrayType, parse_type
 from .kernels import is_attention, is_matmul, is_pallas, kernel_work
 from .steps import Compute, PricedBy
 
@@ -38,7 +39,8 @@ class Chip:
 
     peak_flops_per_second: peaks by type of the operands. matmul_share, attention_shares, memory_share: the shares of
     the peaks that single large kernels reach; for attention by the size of a head. matmuls: measured times of matmuls;
-    None: their share of the peak counts. factors: how much longer each kind of compute takes, by a calibration.
+    None: their share of the peak counts. passes: the shares of the bandwidth that some kinds of passes over memory
+    reach instead. factors: how much longer each kind of compute takes, by a calibration.
     """
 
     platform: str  # tpu, gpu
@@ -48,15 +50,22 @@ class Chip:
     matmul_share: float = 1.0
     attention_shares: Mapping[int, float] = field(default_factory=lambda: {128: 1.0})  # by the size of a head
     memory_share: float = 1.0
+    passes: Mapping[PassKind, float] = field(default_factory=dict)
     factors: Mapping[ComputeKind, float] = field(default_factory=dict)
     matmuls: "MatmulTimes | None" = None
 
 
 def price_instruction(
-    instruction: Instruction, around: Computation, module: Module, chip: Chip, ops: Sequence[KernelOwner] = ()
+    instruction: Instruction,
+    around: Computation,
+    module: Module,
+    chip: Chip,
+    ops: Sequence[KernelOwner] = (),
+    *,
+    sends: bool = False,
 ) -> Compute | None:
     """Returns the compute of an instruction that is neither a collective nor a loop; None if it takes no time. ops:
-    operations that know their own kernels."""
+    operations that know their own kernels. sends: whether chunks of a collective are sent from within it."""
     if instruction.opcode in FREE or instruction.attribute("custom_call_target") in _FREE_TARGETS:
         return None
     price = _price(instruction, around, module, chip, ops)
@@ -64,6 +73,8 @@ def price_instruction(
         return None
     kind = instruction_kind(instruction, module, ops)
     factor = chip.factors.get(kind, 1.0)
+    if sends and any(map(is_matmul, _within(instruction, module))):
+        factor *= cost_model().sending_matmul
     return Compute(
         name=instruction.name,
         kind=kind,
@@ -94,10 +105,14 @@ def _price(
     if chip.clock_hz and (cycles := instruction.estimated_cycles) is not None:
         estimated = cycles / chip.clock_hz
     work = _work_of(instruction, _operand_types(instruction, around), module, ops)
-    if estimated is not None and not work.flops:
+    is_pass = chip.passes and not work.flops and _is_pass(instruction, around, module)
+    if estimated is not None and not work.flops and not is_pass:
         return _Price(estimated, "cycles")
-    moved = _moved_bytes(instruction, around, module) if work.num_bytes is None else work.num_bytes
-    memory_seconds = moved / (chip.hbm_bytes_per_second * chip.memory_share)
+    traffic = _traffic(instruction, around, module) if work.num_bytes is None else _Traffic(0, work.num_bytes)
+    moved = traffic.read + traffic.written
+    kind = _pass_kind(instruction, around, traffic) if is_pass else None
+    share = chip.passes.get(kind, chip.memory_share) if kind else chip.memory_share
+    memory_seconds = moved / (chip.hbm_bytes_per_second * share)
     if chip.platform == "tpu" and not work.flops and moved <= numbers.negligible_bytes:
         return _Price(None, "nothing", unknown=work.unknown) if work.unknown else _Price(0.0, "bytes")
     peak = chip.peak_flops_per_second.get(work.dtype)
@@ -105,7 +120,7 @@ def _price(
         return _Price(estimated, "cycles")
     flops_seconds = _arithmetic_seconds(work, peak, chip) if work.flops and peak else 0.0
     allowed = max(flops_seconds, memory_seconds)
-    if estimated is not None:
+    if estimated is not None and not is_pass:
         return _Price(allowed, "bound", estimated) if estimated > allowed else _Price(estimated, "cycles")
     seconds = max(allowed, numbers.kernel_seconds) + numbers.kernel_gap_seconds if chip.platform == "gpu" else allowed
     if work.unknown or (work.flops and peak is None):
@@ -154,27 +169,81 @@ def _is_xla_triton(instruction: Instruction) -> bool:
     return bool(instruction.called) and (instruction.attribute("custom_call_target") or "").startswith("__triton")
 
 
-def _moved_bytes(instruction: Instruction, around: Computation, module: Module) -> int:
-    """Returns the bytes that an operation reads and writes. An operand that is only sliced counts as its slices, and
-    one that is updated in place as the update."""
+@dataclass(frozen=True)
+class _Traffic:
+    """The bytes that an operation reads and writes."""
+
+    read: int
+    written: int
+
+
+def _traffic(instruction: Instruction, around: Computation, module: Module) -> _Traffic:
+    """Returns what an operation reads and writes. An operand that is only sliced counts as its slices, and one that is
+    updated in place as the update; where that lies inside tiles, all of them are read and written."""
     if instruction.opcode == "dynamic-update-slice":
-        return 2 * _bytes_of(instruction.operands[1], around)
+        update, tiles = _bytes_of(instruction.operands[1], around), updated_inside_tiles(instruction, around)
+        return _Traffic(update + tiles, tiles or update)
     if instruction.opcode in PARTS:
-        return 2 * instruction.num_bytes
+        return _Traffic(instruction.num_bytes, instruction.num_bytes)
     if instruction.opcode != "fusion" or not instruction.called:
-        return instruction.num_bytes + sum(_bytes_of(name, around) for name in instruction.operands)
+        return _Traffic(sum(_bytes_of(name, around) for name in instruction.operands), instruction.num_bytes)
     inner = module.computations[instruction.called[0]]
-    flow = Flow(module)
+    flow, written = Flow(module), 0
     root = inner.root
     paths = [(place,) for place in range(len(root.operands))] if root.opcode == "tuple" else [()]
     outputs = (flow.origin(ModuleValue(inner, root, path), through=NAMES_IN_FUSION, within=inner) for path in paths)
-    moved = sum(_read_of(parameter, inner, flow) for parameter in inner.parameters)
     for each in outputs:
         if each.instruction.opcode == "dynamic-update-slice":  # it writes the update of an array alone
-            moved += _bytes_of(each.instruction.operands[1], each.computation)
+            written += _bytes_of(each.instruction.operands[1], each.computation)
         else:
-            moved += each.array.num_bytes if each.array else each.instruction.num_bytes
-    return moved
+            written += each.array.num_bytes if each.array else each.instruction.num_bytes
+    return _Traffic(sum(_read_of(parameter, inner, flow) for parameter in inner.parameters), written)
+
+
+# Compute that depends on data, or on more than its operands: its time is not that of a pass over memory.
+_IRREGULAR = frozenset({
+    "custom-call", "gather", "reduce-window", "rng", "rng-bit-generator", "scatter", "select-and-scatter", "sort",
+})  # fmt: skip
+_MUCH_MORE = 8  # times as many bytes
+_LEAST_UPDATED = 3  # arrays: weights and two states of an optimizer
+
+
+def _is_pass(instruction: Instruction, around: Computation, module: Module) -> bool:
+    """Returns True for compute that streams large arrays of the HBM through the chip, and does nothing else."""
+    arrays = _large((*instruction.arrays, *_operand_types(instruction, around)))
+    is_streamed = bool(arrays) and all(each.memory_space == HBM for each in arrays)
+    return is_streamed and not any(each.opcode in _IRREGULAR for each in _within(instruction, module))
+
+
+def _pass_kind(instruction: Instruction, around: Computation, traffic: _Traffic) -> PassKind | None:
+    """Returns the kind of a pass over memory; None for one that reads and writes."""
+    if updated_inside_tiles(instruction, around):
+        return "tile"
+    if traffic.written > _MUCH_MORE * traffic.read:
+        return "write"
+    if traffic.read > _MUCH_MORE * traffic.written:
+        return "read"
+    of_operands = {(each.dtype, each.shape) for each in _operand_types(instruction, around)}
+    updated = [each for each in _large(instruction.arrays) if (each.dtype, each.shape) in of_operands]
+    return "update" if len(updated) >= _LEAST_UPDATED else None
+
+
+def _large(arrays: Sequence[ArrayType]) -> list[ArrayType]:
+    return [each for each in arrays if each.num_bytes > cost_model().negligible_bytes]
+
+
+def updated_inside_tiles(instruction: Instruction, around: Computation) -> int:
+    """Returns the bytes of the tiles that an update of an array changes in part; 0 for any other instruction.
+
+    The dimension in which a part differs from the whole is one of the two innermost ones of the layout.
+    """
+    if instruction.opcode != "dynamic-update-slice":
+        return 0
+    update = around.by_name.get(instruction.operands[1])
+    if update is None or not update.arrays or not instruction.arrays:
+        return 0
+    tiles = instruction.arrays[0].touched_bytes(update.arrays[0].shape)
+    return tiles if tiles > update.num_bytes else 0
 
 
 def _read_of(parameter: Instruction, inner: Computation, flow: Flow) -> int:
@@ -198,10 +267,15 @@ def instruction_kind(instruction: Instruction, module: Module, ops: Sequence[Ker
         return kind
     if re.search(r"splash|fmha", f"{instruction.name} {instruction.op_name}") or is_attention(instruction):
         return "attention"
-    called = (name for name in instruction.called if name in module.computations)
-    within = (instruction, *(inner for name in called for inner in module.all_within(name)))
+    within = _within(instruction, module)
     has_matmul = any(is_matmul(each) or _kind_by_operation(each, ops) == "matmul" for each in within)
     return "matmul" if has_matmul else "other"
+
+
+def _within(instruction: Instruction, module: Module) -> tuple[Instruction, ...]:
+    """Returns an instruction and all that it calls."""
+    called = (name for name in instruction.called if name in module.computations)
+    return (instruction, *(inner for name in called for inner in module.all_within(name)))
 
 
 def _kind_by_operation(instruction: Instruction, ops: Sequence[KernelOwner]) -> ComputeKind | None:

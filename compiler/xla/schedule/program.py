@@ -120,7 +120,7 @@ class _Reader:
         if "AsyncCollectiveDone" in targets:
             return [Done(self._started_by(instruction, around), instruction.name)]
         if self._is_chunk(inner, instruction, around):
-            return self._computed(instruction, around)
+            return self._computed(instruction, around, sends=True)
         return self._at_once(inner, instruction, around, form="synchronous, fused") + self._computed(
             instruction, around
         )
@@ -166,8 +166,8 @@ class _Reader:
         collective = self._collective(inner, instruction, around, form, is_async=False)
         return [Start(collective), Done(collective.name, collective.name)]
 
-    def _computed(self, instruction: Instruction, around: Computation) -> list[Step]:
-        compute = price_instruction(instruction, around, self.module, self.chip, self.ops)
+    def _computed(self, instruction: Instruction, around: Computation, *, sends: bool = False) -> list[Step]:
+        compute = price_instruction(instruction, around, self.module, self.chip, self.ops, sends=sends)
         return [compute] if compute is not None else []
 
     def _collective(

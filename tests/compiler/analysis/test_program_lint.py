@@ -62,6 +62,30 @@ def test_it_is_found_where_only_parts_are_used(after, is_found):
 
 
 @pytest.mark.parametrize(
+    ("layout", "times"),
+    [("{2,0,1:T(8,128)}", "8 times"), ("{2,1,0:T(8,128)}", ""), ("{0,2,1:T(8,128)}", "128 times")],
+    ids=["second innermost", "outermost", "innermost"],
+)
+def test_an_update_of_a_layer_that_lies_inside_tiles_is_named_with_its_share(layout, times):
+    stack, layer = f"f32[16,512,7168]{layout}", "f32[1,512,7168]{2,0,1:T(1,128)}"
+    update = f"  %d = {stack} dynamic-update-slice(%stack, %layer, %i, %i, %i)"
+    lines = [
+        f"  %stack = {stack} parameter(1)",
+        f"  %layer = {layer} parameter(2)",
+        "  %i = s32[] parameter(3)",
+        update,
+    ]
+    found = findings(*lines, compute("a", 10**6), target="v5p-8")
+    assert ("update-inside-tiles" in found) == bool(times)
+    if times:
+        said = found["update-inside-tiles"]
+        assert times in said.what
+        assert "of the step" in said.what
+        assert layout in said.where
+        assert "first dimension" in said.fix
+
+
+@pytest.mark.parametrize(
     ("size", "sharding", "target", "is_found"),
     [
         (16, "{replicated}", "v5e-4", True),

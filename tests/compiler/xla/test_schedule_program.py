@@ -245,7 +245,7 @@ def test_a_collective_that_is_fused_with_matmuls_counts_once():
         f"  ROOT {compute('b', 10).strip()}",
     ]
     result = simulated(module(*lines, before=FUSED))
-    assert totals(result) == {"start": (1, 0.064, 0.014)}
+    assert totals(result) == {"start": (1, 0.064, 0.0105)}, "its matmul takes 7 % longer"
     found = result.collectives["start"].collective
     assert (found.kind, found.form, found.op_name, found.num_bytes) == (
         "all-gather",
@@ -253,7 +253,7 @@ def test_a_collective_that_is_fused_with_matmuls_counts_once():
         "gathered",
         64,
     )
-    assert result.compute_seconds == {"matmul": pytest.approx(0.05), "other": pytest.approx(0.01)}
+    assert result.compute_seconds == {"matmul": pytest.approx(0.0535), "other": pytest.approx(0.01)}
 
 
 def test_a_collective_whose_chunks_are_sent_from_within_a_loop_counts_once():
@@ -268,7 +268,7 @@ def test_a_collective_whose_chunks_are_sent_from_within_a_loop_counts_once():
     done = "  ROOT %done = bf16[32]{0} fusion(%loop, %loop), kind=kCustom, calls=%finish"
     result = simulated(module(begin, carried, done, before=FUSED + computations))
     assert totals(result) == {"start": (1, 0.064, 0.0)}
-    assert result.compute_seconds == {"matmul": pytest.approx(0.15)}
+    assert result.compute_seconds == {"matmul": pytest.approx(3 * 0.0535)}, "each takes 7 % longer"
 
 
 def test_an_all_reduce_of_which_a_slice_is_kept_is_a_reduce_scatter():

@@ -1,0 +1,107 @@
+"""Prices operations of TPUs that others measured, each from its own line of a program's text: read by operations.py.
+
+A profile has an operation's line, and not the computations that it calls: matmuls are priced by the FLOPs that the
+profile counts, other fusions as passes over all of their operands, reduce-scatters by the bytes of their operand.
+"""
+
+import csv
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from meshloom.compiler.analysis.schedule_analysis import chip_of
+from meshloom.compiler.core.traffic import CollectiveKind
+from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.spec.cost_model import cost_model
+from meshloom.compiler.target.device_links import link_of_devices
+from meshloom.compiler.target.links import collective_seconds
+from meshloom.compiler.target.placement import plan_own_order
+from meshloom.compiler.target.target import TargetPlan, plan_target
+from meshloom.compiler.xla.hlo import parse_module
+from meshloom.compiler.xla.schedule.prices import price_instruction
+
+MEASURED = Path(__file__).with_name("measured")
+MIB = 2**20
+COLLECTIVES: dict[str, CollectiveKind] = {
+    "all-gather": "all-gather",
+    "all-reduce-scatter fusion": "reduce-scatter",
+    "all-to-all": "all-to-all",
+}
+PASSES = ("broadcast", "data formatting", "dynamic-update-slice", "loop fusion", "non-fusion elementwise")
+_TYPED = re.compile(r"((?:\w+\[[\d,]*\](?:\{[^}]*\})?))\s+%([\w.\-]+)")
+_SLICED = re.compile(
+    r"s32\[\]\{:T\(128\)(?:S\(6\))?\} %"
+)  # the place of a layer in a stack, of which the rest is not read
+_SENDS = re.compile(r"u32\[\]\{:S\(2\)\}")  # the state of a transfer that a matmul goes on with
+
+
+class Operation(NamedTuple):
+    """A measured operation and its price, in seconds. group: its size; band: what a table has a column for."""
+
+    chip: str
+    kind: str
+    group: str
+    band: str
+    measured: float
+    price: float
+
+
+@cache
+def _target(name: str) -> TargetPlan:
+    return plan_target(read_spec(Request((f"target={name}",)), then=lambda spec: spec.target), "bfloat16")
+
+
+def tpu_operations() -> Iterator[Operation]:
+    """Yields the operations of all chips."""
+    with (MEASURED / "v5p_train_step_ops.csv").open() as file:
+        for row in csv.DictReader(file):
+            yield from _of_step(row)
+
+
+def _of_step(row: dict[str, str]) -> Iterator[Operation]:
+    """Yields the operation of a row of a step on v5p-8, unless it runs on one core beside another one."""
+    text, category, measured = row["text"], row["category"], float(row["microseconds"]) * 1e-6
+    target = _target("v5p-8")
+    chip = chip_of(target)
+    if "in_megacore" in text or measured < 5e-6:
+        return
+    if category == "convolution fusion":
+        flops = float(row["gflops_of_core"]) * 2e9 * measured
+        sends = _SENDS.search(text.partition(" fusion(")[0]) is not None
+        price = flops / (chip.peak_flops_per_second["bfloat16"] * chip.matmul_share)
+        kind, price = ("matmul that sends", price * cost_model().sending_matmul) if sends else ("matmul", price)
+        yield Operation("v5p", kind, f"{flops / 1e9:.0f} GFLOP", "", measured, price)
+    elif category in PASSES and (category == "dynamic-update-slice" or not _SLICED.search(text)):
+        module = parse_module(alone(text))
+        entry = module.entry_computation
+        price = price_instruction(entry.root, entry, module, chip)
+        if price is not None and price.seconds is not None:
+            kind = "update inside tiles" if category == "dynamic-update-slice" else "pass over memory"
+            yield Operation("v5p", kind, entry.root.type_text, "", measured, price.seconds)
+    elif (kind := COLLECTIVES.get(category)) is not None:
+        entry = parse_module(alone(text)).entry_computation
+        size = max(entry.root.num_bytes, *(each.num_bytes for each in entry.parameters))
+        size = size * 4 if kind == "all-to-all" else size
+        yield Operation("v5p", kind, f"{size / 1e6:.0f} MB", "", measured, collective("v5p-8", kind, size))
+
+
+def collective(name: str, kind: CollectiveKind, num_bytes: float) -> float:
+    """Returns the seconds of a collective over all devices of a target."""
+    placement, devices = plan_own_order(_target(name)), range(_target(name).num_devices)
+    link = link_of_devices(placement, [tuple(devices)])
+    assert link is not None
+    seconds = collective_seconds(kind, num_bytes, len(devices), link)
+    assert seconds is not None
+    return seconds
+
+
+def alone(text: str) -> str:
+    """Returns a program of one operation, without the computation that it calls: `%a = T op(U %b), calls=%c`."""
+    head, _, _ = re.sub(r", calls=%[\w.\-]+|/\*[^*]*\*/", "", text).partition(", metadata=")
+    name, _, rest = head.partition(" = ")
+    operands = {operand: kind for kind, operand in _TYPED.findall(rest)}
+    lines = [f"  %{operand} = {kind} parameter({n})" for n, (operand, kind) in enumerate(operands.items())]
+    return "\n".join(["HloModule m, is_scheduled=true, num_partitions=4", "", "ENTRY %main () -> f32[] {", *lines,
+                      f"  ROOT {name} = {rest}", "}", ""])  # fmt: skip
