@@ -1,15 +1,18 @@
 """Proofs: what makes a key another, and that only a test that passes is recorded, by a pytest of its own."""
 
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import numpy as np
 import pytest
 
-from support.proofs import ROOT, TABLE, judges, key_of, read_table, updated, write_table
+from support.proofs import ROOT, TABLE, judges, key_of, ran_whole_files, read_table, updated, write_table
 
 TEST = """
 import jax.numpy as jnp
@@ -47,9 +50,16 @@ def test_a_key_depends_on_programs_arrays_and_texts():
     assert len(set(keys)) == len(keys)
 
 
+def test_a_key_depends_on_which_operands_are_used():
+    x = np.arange(4.0, dtype=np.float32)
+    first, second = (jax.jit(lambda x, y, i=i: 2 * (x, y)[i]).lower(x, x) for i in (0, 1))
+    assert first.as_text() == second.as_text()
+    assert key_of("judge", [first]) != key_of("judge", [second])
+
+
 def repository(folder: Path) -> Path:
     """Returns a test that uses a proof, with what judges it."""
-    for name in ("tests/support", "tests/unit", "models"):
+    for name in ("tests/support", "tests/unit", "models", "compiler/core"):
         (folder / name).mkdir(parents=True)
     for name in ("proofs", "tiers"):
         shutil.copy(ROOT / f"tests/support/{name}.py", folder / f"tests/support/{name}.py")
@@ -58,6 +68,7 @@ def repository(folder: Path) -> Path:
         '    parser.addoption("--tier", default=("plain", "ci"))\n'
     )
     (folder / "models/parts.py").write_text("WIDTH = 3\n")
+    (folder / "compiler/core/trees.py").write_text("")
     test = folder / "tests/unit/test_sum.py"
     test.write_text(TEST)
     return test
@@ -71,7 +82,8 @@ def test_sources_that_judge_are_in_the_key(tmp_path, monkeypatch):
         return judges(test, tmp_path)
 
     found = [now()]
-    for path in ("tests/unit/test_sum.py", "tests/support/proofs.py", "tests/conftest.py", "models/parts.py"):
+    judging = ("unit/test_sum.py", "support/proofs.py", "conftest.py")
+    for path in (*(f"tests/{name}" for name in judging), "models/parts.py", "compiler/core/trees.py"):
         with (tmp_path / path).open("a") as file:
             file.write("# changed\n")
         found.append(now())
@@ -85,37 +97,63 @@ def test_sources_that_judge_are_in_the_key(tmp_path, monkeypatch):
 
 
 @pytest.mark.ci
-def test_what_passes_is_recorded_and_not_run_again(tmp_path, monkeypatch):
+def test_what_passes_is_recorded_and_not_run_again(tmp_path):
     repository(tmp_path)
+    environment = {name: value for name, value in os.environ.items() if name != "MESHLOOM_UPDATE"}
 
-    def run(*options: str) -> str:
+    def run(*options: str, **more: str) -> str:
         ours = ("-c", "/dev/null", f"--rootdir={tmp_path}", f"--override-ini=pythonpath={tmp_path}/tests")
         command = [sys.executable, "-m", "pytest", "--import-mode=importlib", *ours, *options, str(tmp_path / "tests")]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+        return subprocess.run(command, cwd=tmp_path, env=environment | more, capture_output=True, text=True).stdout
 
     passes, fails = (f"tests/unit/test_sum.py::test_the_sum_is_less[{limit}]" for limit in (10, 0))
     assert "proofs: 0 tests known, 2 compiled and run" in run()
     assert not (tmp_path / TABLE).exists(), "it is recorded on request"
-    with monkeypatch.context() as update:
-        update.setenv("MESHLOOM_UPDATE", "1")
-        assert "1 failed, 1 passed" in run()
+    assert "1 failed, 1 passed" in run(MESHLOOM_UPDATE="1")
     table = read_table((tmp_path / TABLE).read_text())
     assert [*table] == [passes]
     (tmp_path / TABLE).write_text(write_table(table | {fails: table[passes]}))
     output = run()
     assert "proofs: 1 tests known, 1 compiled and run" in output
     assert "1 failed, 1 passed" in output, "a key of another test proves nothing"
-    assert "proofs: 0 tests known, 2 compiled and run" in run("--prove-again")
+    assert "proofs: 0 tests known, 2 compiled and run" in run("--prove-again", MESHLOOM_UPDATE="1")
+    assert [*read_table((tmp_path / TABLE).read_text())] == [passes], "what fails is no longer proven"
 
 
 def test_a_table_loses_what_is_gone():
     here = "tests/project/test_proofs.py"
     before = {f"{here}::test_a": "1", f"{here}::test_b": "2", "tests/gone.py::test_c": "3", "tests/conftest.py::d": "4"}
     proven = {f"{here}::test_a": "5"}
-    some = updated(before, proven, run_files={here}, is_whole=False)
+    some = updated(before, proven, (), run_files={here}, is_whole=False)
     assert some == {f"{here}::test_a": "5", f"{here}::test_b": "2", "tests/conftest.py::d": "4"}
-    whole = updated(before, proven, run_files={here}, is_whole=True)
+    without_failed = {f"{here}::test_a": "5", "tests/conftest.py::d": "4"}
+    assert updated(before, proven, {f"{here}::test_b"}, run_files={here}, is_whole=False) == without_failed
+    whole = updated(before, proven, (), run_files={here}, is_whole=True)
     assert whole == {f"{here}::test_a": "5", "tests/conftest.py::d": "4"}
+
+
+@pytest.mark.parametrize(
+    ("options", "exit_status", "expected"),
+    [
+        ({}, 0, True),
+        ({}, 1, True),
+        ({}, 2, False),  # interrupted
+        ({"maxfail": 1}, 1, False),
+        ({"lf": True}, 0, False),
+        ({"stepwise": True}, 1, False),
+        ({"keyword": "sum"}, 0, False),
+        ({"markexpr": "ci"}, 0, False),
+        ({"deselect": ["tests/unit"]}, 0, False),
+        ({"tier": ("ci",)}, 0, False),
+        ({"args": ["tests/unit/test_sum.py::test_a"]}, 0, False),
+    ],
+)
+def test_files_are_run_as_a_whole_unless_something_chose_tests(options, exit_status, expected):
+    def option(name: str, default: Any = None) -> Any:
+        return ({"tier": ("plain", "ci")} | options).get(name, default)
+
+    config = SimpleNamespace(getoption=option, args=options.get("args", ["tests/unit"]))
+    assert ran_whole_files(cast(pytest.Config, config), exit_status) == expected
 
 
 def test_the_table_is_sorted_and_of_tests_that_are_here():

@@ -73,7 +73,8 @@ def programs_of(plan: Plan) -> Programs:
 def lowered_of(plan: Plan, *names: str) -> list[Any]:
     """Returns what the plan's compiled programs are made from, for a proof (support/proofs.py)."""
     programs = cast(_LazyPrograms, programs_of(plan))
-    return [programs.lowered(name)[name] for name in names] + [repr(programs.compiler_options), of_reference(plan)]
+    options = repr((programs.compiler_options, programs.options_without_device))
+    return [programs.lowered(name)[name] for name in names] + [options, of_reference(plan)]
 
 
 def on_host(programs: Programs, tokens: np.ndarray, order: np.ndarray | None = None) -> dict[str, np.ndarray]:

@@ -27,7 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @cache
 def judges(test_file: Path, root: Path = ROOT) -> str:
     """Returns a hash of what decides whether a test passes, apart from its programs and their inputs: the sources of
-    the test, of conftest.py, of the parts of tests/support that they name, and of the models; versions, and flags."""
+    the test, of conftest.py, of the parts of tests/support that they name, of the models, and of what finds the leaves
+    that are compared; versions, and flags."""
     named, sources = [test_file, root / "tests/conftest.py"], dict[str, bytes]()
     while named:
         path = named.pop()
@@ -35,7 +36,8 @@ def judges(test_file: Path, root: Path = ROOT) -> str:
             source = sources[path.relative_to(root).as_posix()] = path.read_bytes()
             parts = {part.decode() for part in re.findall(rb"\bsupport(?:[./]| import )(\w+)", source)}
             named += [path for part in sorted(parts) if (path := root / f"tests/support/{part}.py").is_file()]
-    sources |= {path.relative_to(root).as_posix(): path.read_bytes() for path in (root / "models").rglob("*.py")}
+    ours = [*root.glob("models/**/*.py"), *root.glob("compiler/core/trees.py")]
+    sources |= {path.relative_to(root).as_posix(): path.read_bytes() for path in ours}
     flags = dict.fromkeys(os.environ.get("XLA_FLAGS", "").split())  # workers of pytest-xdist have them twice
     found = hashlib.sha256(repr([*flags, *map(metadata.version, PACKAGES)]).encode())
     for name, source in sorted(sources.items()):
@@ -45,15 +47,20 @@ def judges(test_file: Path, root: Path = ROOT) -> str:
 
 def key_of(test: str, parts: Any) -> str:
     """Returns the key of a proof. test: its id, and what judges. parts: a tree of lowered programs, NumPy arrays and
-    texts."""
+    texts. The text of a program does not say which operands are its arguments: unused ones are left out."""
     found = hashlib.sha256(test.encode())
     for path, part in jax.tree_util.tree_leaves_with_path(parts):
         if isinstance(part, np.ndarray):
             text, data = f"{part.dtype} {part.shape}", part.tobytes()
         else:
-            text, data = part if isinstance(part, str) else f"{part.in_tree} {part.as_text()}", b""
+            text, data = part if isinstance(part, str) else _text_of(part), b""
         found.update(f"{jax.tree_util.keystr(path)} {len(text)} {len(data)} {text}".encode() + data)
     return found.hexdigest()[:20]
+
+
+def _text_of(program: Any) -> str:
+    used = sorted(program._lowering.compile_args["kept_var_idx"])  # JAX has no public name for it
+    return f"{program.in_tree} {used} {program.as_text()}"
 
 
 def read_table(text: str) -> dict[str, str]:
@@ -66,14 +73,27 @@ def write_table(proofs: Mapping[str, str]) -> str:
 
 
 def updated(
-    before: Mapping[str, str], proven: Mapping[str, str], *, run_files: Collection[str], is_whole: bool
+    before: Mapping[str, str],
+    proven: Mapping[str, str],
+    failed: Collection[str],
+    *,
+    run_files: Collection[str],
+    is_whole: bool,
 ) -> dict[str, str]:
-    """Returns a table with new proofs. What it says of files that are gone is left out, and so is what it says of other
-    tests in files that were run as a whole."""
+    """Returns a table with new proofs. What it says of tests that failed or of files that are gone is left out, and so
+    is what it says of other tests in files that were run as a whole."""
     gone = set(run_files) if is_whole else set[str]()
-    files = {test: test.partition("::")[0] for test in before}
-    kept = {test: key for test, key in before.items() if files[test] not in gone and (ROOT / files[test]).is_file()}
+    files = {test: test.partition("::")[0] for test in before if test not in failed}
+    kept = {test: before[test] for test, file in files.items() if file not in gone and (ROOT / file).is_file()}
     return kept | dict(proven)
+
+
+def ran_whole_files(config: pytest.Config, exit_status: int) -> bool:
+    """Returns True if a session ran all tests of the plain and the ci tier that its files have."""
+    limits = ("keyword", "markexpr", "deselect", "lf", "stepwise", "maxfail")
+    chosen = [config.getoption(name, None) for name in limits] + ["::" in each for each in config.args]
+    tiers, ended = config.getoption("tier") or (), (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    return not any(chosen) and {"plain", "ci"} <= set(tiers) and exit_status in ended
 
 
 class Computation:
@@ -112,11 +132,11 @@ class Proof:
 
 @pytest.fixture
 def proof(request: pytest.FixtureRequest) -> Proof:
-    """What is known of the test that asks for it."""
+    """Returns what is known of the test that asks for it."""
     return Proof(request.node)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
     """Says how many tests were known, and with MESHLOOM_UPDATE records those that passed."""
     stats = terminalreporter.stats
     ended = [report for kind in ("passed", "failed") for report in stats.get(kind, ()) if report.when == "call"]
@@ -126,11 +146,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         num_known = sum(is_known for _, is_known in found.values())
         terminalreporter.line(f"proofs: {num_known} tests known, {len(found) - num_known} compiled and run")
     if os.environ.get("MESHLOOM_UPDATE") and found:
-        chosen = (config.getoption("keyword"), config.getoption("markexpr"), *("::" in each for each in config.args))
         table = updated(
             _table(),
             {report.nodeid: key for report, (key, _) in found.items() if report.passed},
+            {report.nodeid for report in ended if report.failed},
             run_files={report.nodeid.partition("::")[0] for report in ended},
-            is_whole=not any(chosen) and {"plain", "ci"} <= set(config.getoption("tier") or ()),
+            is_whole=ran_whole_files(config, exitstatus),
         )
         (ROOT / TABLE).write_text(write_table(table))

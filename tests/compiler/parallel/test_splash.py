@@ -53,7 +53,7 @@ def test_tables_are_those_that_jax_makes(length, block, keys_first):
         np.testing.assert_array_equal(ours.q_sequence, np.arange(first, length))
 
 
-@pytest.mark.ci  # the kernels' operations one by one
+@pytest.mark.ci  # two programs of interpreted kernels
 def test_queries_in_parts_give_what_they_give_at_once(proof, monkeypatch):
     """Two parts of 256 queries in two blocks, with gradients."""
     draw = np.random.default_rng(0).normal
