@@ -1,6 +1,5 @@
 """Runs the `meshloom` command. Nothing heavy is imported before the subcommand is known."""
 
-import gc
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ from meshloom.compiler.core.errors import MISTAKE, use_one_of
 from meshloom.compiler.core.visible import write_error, write_out
 
 from ..core.failures import hear_interrupts
+from ..core.garbage import collect_seldom
 from .commands import COMMANDS, Command
 
 USAGE = """\
@@ -57,7 +57,7 @@ For completion in bash: eval "$(meshloom train -sc install=bash)"
 
 def main() -> NoReturn:
     """Runs the console script."""
-    gc.set_threshold(50_000, 20, 100)  # imported modules and traced programs are a million objects that stay
+    collect_seldom()
     hear_interrupts()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # an ASCII terminal shows other letters as escapes

@@ -5,7 +5,6 @@ then an engine starts the same run on the hosts.
 """
 
 import argparse
-import gc
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.spec.target_spec import LocalTarget
 
 from ..core.failures import is_of_one_process
+from ..core.garbage import collect_often
 from ..launch.local import run_launch
 from ..launch.plan import plan_launch
 from ..processes import distributed
@@ -36,7 +36,6 @@ from ..train.train import Job, prepare, run_training
 from .in_directory import run_together, show_once
 
 LOG = logging.getLogger("meshloom")
-OFTEN = 700, 10, 10  # Python's own thresholds, not those of main: cycles of a user's code may hold arrays for days
 
 
 def train_command(request: Request, flags: argparse.Namespace) -> int:
@@ -63,7 +62,7 @@ def _train_together(request: Request, flags: argparse.Namespace) -> int:
             job, words, began = replace(declared, request=request), request.overrides, process_began()
             if job.plan.spec.profile.steps:  # the profile shows the prediction by this name
                 job = replace(job, model=hydra_job.model())
-            gc.set_threshold(*OFTEN)
+            collect_often()
             return run_training(job, shown, overrides=words, console=console, processes=processes, began=began)
         except MISTAKES as error:  # Hydra would print a line of its own about it
             LOG.error(error, exc_info=isinstance(error, OSError))

@@ -33,6 +33,7 @@ from meshloom.compiler.core.errors import Problem, raise_if_any
 from meshloom.compiler.declare.compositions import keep_compositions
 
 from ..core.failures import in_thread
+from ..core.garbage import collect_seldom
 from ..core.host_memory import available_bytes
 from .outcomes import evaluate_point, outcome_of_death, outcome_of_error, outcome_of_memory, outcome_of_timeout
 from .rows import PRINTED, Outcome, Point, SweepCommand, Task
@@ -196,7 +197,7 @@ def start_worker(parent: int, scratch: Path) -> None:
     prepare_worker(parent, scratch)
     keep_compositions()
     gc.freeze()  # all imported objects, some 500,000
-    gc.set_threshold(50_000, 20, 100)  # a traced program has as many: do not collect at every 700 new ones
+    collect_seldom()
 
 
 def _work(work: Work, task: Task, index: int, scratch: Path) -> Outcome | None:

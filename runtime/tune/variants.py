@@ -39,6 +39,7 @@ from meshloom.compiler.tune.space import GroupChoices, Variant, check_pins, num_
 
 from ..core.failures import RunFailed
 from ..core.files import replace_text
+from ..core.garbage import collect_seldom
 from ..processes.devices import plan_without_devices
 from ..processes.process_log import announce
 from ..sweep.pool import OwnProcess, end_with
@@ -298,9 +299,8 @@ def _start(parent: int, target: TargetSpec, allowed: tuple[str, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches the command, which ends this
     code_allowed_from(allowed).__enter__()  # as long as the process lives
     plan_without_devices(target)
-    # A traced program is many objects that stay, as modules are: collecting takes a fourth of the time otherwise.
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
+    gc.freeze()  # all imported objects
+    collect_seldom()
 
 
 @dataclass(frozen=True)
