@@ -76,7 +76,7 @@ def with_preset_for(target: TargetPlan, kind: CollectiveKind) -> Advice | None:
         return None
     return Advice(
         f"set overlap.flag_presets=[{name}], which keeps {kind}s of most shapes as they are",
-        lambda plan: kind in hidden_kinds(plan.spec.overlap.flag_presets, "weights", plan.target),
+        lambda plan: kind in hidden_kinds(plan.spec.overlap.flag_presets, plan.spec, plan.target),
     )
 
 

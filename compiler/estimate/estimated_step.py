@@ -76,7 +76,7 @@ def assume_overlap(plan: Plan) -> OverlapSpec:
     overlap, target = plan.spec.overlap, plan.target
     if overlap.search is None:
         return overlap
-    layers, presets = overlap.layers, assumed_weight_presets(overlap.flag_presets, target)
+    layers, presets = overlap.layers, assumed_weight_presets(plan.spec, target)
     if plan.roles.partitioner and can_split_batch(plan.batch.sequences_of_device, target):
         layers = layers.model_copy(update={"batch_split": max(BATCH_SPLIT, layers.batch_split)})
         of_activations = [name for name, one in presets_for(target).items() if "activations" in one.tried_for]

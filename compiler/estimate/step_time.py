@@ -223,11 +223,12 @@ def _exposed(
         elif not one.is_weight:
             ring = 0.5 if one.kind == "collective-permute" else 1.0  # a ring sends one way around, a collective both
             waited[one.mesh_axes] = waited.get(one.mesh_axes, 0.0) + hiding.activations_exposed * ring * seconds
-        elif one.kind in hiding.weights:
-            beside[one.mesh_axes] = beside.get(one.mesh_axes, 0.0) + seconds
         else:
-            twice = 2.0 if hiding.is_doubled and one.kind == "reduce-scatter" else 1.0
-            waited[one.mesh_axes] = waited.get(one.mesh_axes, 0.0) + twice * seconds
+            kind = one.kind
+            if hiding.is_doubled and kind == "reduce-scatter":
+                kind, seconds = "all-reduce", 2.0 * seconds
+            group = beside if kind in hiding.weights else waited
+            group[one.mesh_axes] = group.get(one.mesh_axes, 0.0) + seconds
     for axes, (seconds, least) in beside_blocks.items():
         waited[axes] = waited.get(axes, 0.0) + np.maximum(seconds - blocks, least)
     hidden = sum(beside.values(), start=np.zeros(()))
@@ -264,7 +265,7 @@ def plan_hiding(plan: Plan) -> Hiding:
     """Returns what the compiler hides with the declared overlap, or with the one that a search is expected to find
     (estimated_step.py)."""
     target, assumed = plan.target, assume_overlap(plan)
-    weights = hidden_kinds(assumed.flag_presets, "weights", target)
+    weights = hidden_kinds(assumed.flag_presets, plan.spec, target)
     is_ring = runs_beside_compute(plan.ops, ((each.op.kind, each.chosen.name) for each in plan.operations))
     beside_matmuls = cost_model().exposed_beside_matmuls if why_permutes_wait(target) is None else 1.0
     return Hiding(

@@ -94,8 +94,8 @@ def _objection(inputs: OpInputs) -> str | None:
     target = inputs.target
     if not target.compiler.gathers_before_loops:
         return f"the compiler for {target.name} does not wait for the head's gather before the layers"
-    if "all-gather" not in hidden_kinds(inputs.spec.overlap.flag_presets, "weights", target):
-        return "with these flag presets no gather runs beside the head's matmuls"
+    if "all-gather" not in hidden_kinds(inputs.spec.overlap.flag_presets, inputs.spec, target):
+        return "with these XLA options no gather runs beside the head's matmuls"
     ((loss,),) = inputs.after
     if loss.chosen.parameters > 1:
         return f"each of {loss.chosen.parameters} chunks of tokens needs the whole vocabulary"

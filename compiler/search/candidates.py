@@ -28,10 +28,10 @@ from ..parallel.weight_plan import WeightPlan
 from ..plan import Plan
 from ..schema import Alternative, MemoryChange, TriedReport
 from ..sharding.sharding import ShardingPlan, check_gradients
-from ..spec.flag_presets import FlagPreset
+from ..spec.flag_presets import FlagPreset, begin_early
 from ..spec.overlap_spec import LayerLoop, OverlapConfig, StrategyChoice
 from ..spec.plan_spec import AnyPlanSpec, PlanSpec
-from ..target.compiler_options import aborts_unrolled, hidden_kinds, presets_for
+from ..target.compiler_options import aborts_unrolled, hidden_kinds, options_with, presets_for
 from ..target.target import TargetPlan
 
 Replan = Callable[[tuple[str, ...]], Plan]  # the plan with these additional overrides; raises ConfigError
@@ -296,8 +296,8 @@ def expected_wait(plan: Plan, estimate: StepEstimate, way: OverlapConfig) -> Exp
     """
     loop, flag_presets = way.layers, way.flag_presets
     stacks = {stack.name for stack in plan.model.stacks}
-    hidden = {moved: hidden_kinds(flag_presets, moved, plan.target) for moved in ("weights", "activations")}
-    begins_early = any(plan.target.flag_presets[name].begins_early for name in flag_presets)
+    hidden = hidden_kinds(flag_presets, plan.spec, plan.target)
+    begins_early = begin_early(options_with(flag_presets, plan.spec, plan.target), plan.target.option_effects)
     passes = max((op.beside_compute.get(name, 0) for op in plan.ops for name in way.strategies), default=0)
     turns = 1 if loop.unroll % (loop.prefetch + 1) else loop.prefetch + 1
     is_copied = plan.target.compiler.copies_loop_carry and loop.prefetch
@@ -317,9 +317,9 @@ def expected_wait(plan: Plan, estimate: StepEstimate, way: OverlapConfig) -> Exp
             else:
                 share = 1 / 2 / loop.batch_split
         elif not one.origin.parameter:
-            if one.kind not in hidden["activations"]:
-                share = 1 / loop.batch_split if one.kind in hidden["weights"] else 1.0
-        elif one.kind not in hidden["weights"] or one not in of_layers or is_late:
+            if one.kind != "all-to-all" or one.kind not in hidden:  # other chips' tokens are independent compute
+                share = 1 / loop.batch_split if one.kind in hidden else 1.0
+        elif one.kind not in hidden or one not in of_layers or is_late:
             share = 1.0
         elif not begins_early and not (loop.prefetch if is_gather else loop.deferred_reduce_scatter):
             share = 1 / sum((other.kind, other.origin.in_pass) == (one.kind, one.origin.in_pass) for other in of_layers)

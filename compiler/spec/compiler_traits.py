@@ -10,14 +10,12 @@ from pydantic import Field
 from meshloom.models.record import Record
 
 from ..core.config_types import CompilerOption
-from ..core.traffic import CollectiveKind
 from .own_config import own_config
 
 
 class CompilerTraits(Record):
     """Traits of the compiler for one target. The defaults describe an unknown compiler.
 
-    async_by_default: kinds of weight collectives that overlap with compute without any option.
     synchronous_collectives: every collective is waited for, whatever the options, so a redundant one costs its time.
     unordered_collectives: devices may run independent collectives in different orders, and deadlock.
     all_reduces_each_matmul: the partial results of each matmul are all-reduced separately; otherwise several are
@@ -37,7 +35,6 @@ class CompilerTraits(Record):
     ragged_all_to_all: it compiles ragged all-to-alls, on up to max_chips_ragged_all_to_all chips.
     """
 
-    async_by_default: tuple[CollectiveKind, ...] = ()
     synchronous_collectives: bool = False
     unordered_collectives: bool = False
     all_reduces_each_matmul: bool = False

@@ -1,4 +1,7 @@
-"""XLA flag presets: named sets of options for a chip, read from conf/overlap/_flag_presets.yaml."""
+"""XLA's options for overlap, and flag presets, which are named sets of them; read from conf/overlap/_flag_presets.yaml.
+
+What an option does to overlap is said of the option, so that it counts the same from a preset and written by hand.
+"""
 
 import json
 from collections.abc import Mapping
@@ -16,6 +19,52 @@ from .own_config import own_config
 
 Moved = Literal["weights", "activations"]
 Options = Mapping[str, CompilerOption]
+_ON, _OFF = ("true", "1", "enabled"), ("false", "0", "disabled")
+
+
+@dataclass(frozen=True)
+class OptionEffect:
+    """What an option does to overlap, on one target.
+
+    hides: kinds of collectives that run beside compute while it is on. needs: options without which it does nothing.
+    is_default: whether the compiler has it on by itself. begins_early: whether it starts collectives in the loop
+    iteration before the one that needs them. waits: kinds of collectives that are waited for, by the word of its value.
+    """
+
+    hides: tuple[CollectiveKind, ...]
+    needs: tuple[str, ...]
+    is_default: bool
+    begins_early: bool
+    waits: Mapping[str, CollectiveKind]
+
+
+Effects = Mapping[str, OptionEffect]
+
+
+def hidden_by(options: Options, effects: Effects, *, by_default: bool = True) -> frozenset[CollectiveKind]:
+    """Returns the kinds of collectives that run beside compute with these options. by_default: also those that do so
+    by options that are on where nothing is said of them."""
+
+    def is_on(name: str) -> bool:
+        return _is_on(options.get(name), default=effects[name].is_default)
+
+    asked = effects if by_default else effects.keys() & options.keys()
+    working = (effects[name] for name in asked if all(map(is_on, (name, *effects[name].needs))))
+    hidden: set[CollectiveKind] = {kind for one in working for kind in one.hides}
+    words = ((one.waits, str(options.get(name, "")).split(",")) for name, one in effects.items())
+    waited = {kind for waits, named in words for word, kind in waits.items() if word in named}
+    return frozenset(hidden - waited)
+
+
+def begin_early(options: Options, effects: Effects) -> bool:
+    """Returns True if one of these options starts collectives in the loop iteration before."""
+    return any(one.begins_early and _is_on(options.get(name), default=False) for name, one in effects.items())
+
+
+def _is_on(value: CompilerOption | None, *, default: bool) -> bool:
+    """Returns True if a value, as a type or as text, turns an option on. default: for none, and for any other value."""
+    word = str(value).lower()
+    return word in _ON or (default and word not in _OFF)
 
 
 @dataclass(frozen=True)
@@ -23,14 +72,12 @@ class FlagPreset:
     """One preset, for one target.
 
     flags: the options; None if the preset has none for the target and cannot be chosen. hides: kinds of collectives
-    that it overlaps with compute. begins_early: kinds that it starts in the loop iteration before the one that needs
-    them. tried_for: what `overlap.search` tries to hide with it; empty: never tried. is_default: part of `auto`.
-    inert: why the target's programs are the same without it; None if they are not.
+    that these options overlap with compute. tried_for: what `overlap.search` tries to hide with it; empty: never tried.
+    is_default: part of `auto`. inert: why the target's programs are the same without it; None if they are not.
     """
 
     tried_for: tuple[Moved, ...]
-    hides: tuple[CollectiveKind, ...]
-    begins_early: bool
+    hides: frozenset[CollectiveKind]
     flags: Options | None
     is_default: bool = False
     inert: str | None = None
@@ -43,12 +90,18 @@ class FlagPreset:
 
 class OptionNote(Record):
     """One option. since: the oldest compiler known to have it. hazard: what it may cost or break; None: nothing
-    known."""
+    known. hides: kinds of collectives, by chip or platform; a chip's take precedence. default_for: chips and platforms
+    whose compiler has it on by itself. needs, begins_early, waits: as of `OptionEffect`."""
 
     what: str
     why: str
     since: str
     hazard: str | None
+    hides: dict[str, tuple[CollectiveKind, ...]] = Field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    default_for: tuple[str, ...] = ()
+    begins_early: bool = False
+    waits: dict[str, CollectiveKind] = Field(default_factory=dict)
 
 
 class EnvironmentNote(Record):
@@ -66,8 +119,6 @@ class PresetEntry(Record):
 
     what: str
     tried_for: tuple[Moved, ...]
-    hides: tuple[CollectiveKind, ...]
-    begins_early: bool
     values: dict[str, dict[str, CompilerOption]]
     default_for: tuple[str, ...] = ()
     inert: dict[str, str] = Field(default_factory=dict)
@@ -87,6 +138,8 @@ class FlagPresetFile(Record):
             raise ValueError(
                 f"options need a preset and a description; one is missing: {sorted(used ^ set(self.options))}"
             )
+        if unknown := {name for one in self.options.values() for name in one.needs} - set(self.options):
+            raise ValueError(f"options that others need have no description: {sorted(unknown)}")
         return self
 
 
@@ -98,17 +151,32 @@ def preset_file() -> FlagPresetFile:
 
 def read_flag_presets(platform: str, chip: str | None) -> dict[str, FlagPreset]:
     """Returns every preset by name, as it is for a chip of a platform. chip None: any device of the platform."""
-    keys = (chip, platform)
-    return {
-        name: FlagPreset(
+    keys, found = (chip, platform), dict[str, FlagPreset]()
+    effects = read_option_effects(platform, chip)
+    for name, one in preset_file().presets.items():
+        flags = next((one.values[key] for key in keys if key in one.values), None)
+        found[name] = FlagPreset(
             tried_for=one.tried_for,
-            hides=one.hides,
-            begins_early=one.begins_early,
-            flags=next((one.values[key] for key in keys if key in one.values), None),
+            hides=hidden_by(flags or {}, effects, by_default=False),
+            flags=flags,
             is_default=chip in one.default_for,
             inert=next((one.inert[key] for key in keys if key in one.inert), None),
         )
-        for name, one in preset_file().presets.items()
+    return found
+
+
+def read_option_effects(platform: str, chip: str | None) -> dict[str, OptionEffect]:
+    """Returns what each option does to overlap on a chip of a platform. chip None: any device of the platform."""
+    keys = (chip, platform)
+    return {
+        name: OptionEffect(
+            hides=next((one.hides[key] for key in keys if key in one.hides), ()),
+            needs=one.needs,
+            is_default=any(key in one.default_for for key in keys),
+            begins_early=one.begins_early,
+            waits=one.waits,
+        )
+        for name, one in preset_file().options.items()
     }
 
 

@@ -11,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 from ..core.config_types import CompilerOption
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from ..core.traffic import CollectiveKind
-from ..spec.flag_presets import FlagPreset, Moved, Options
+from ..spec.flag_presets import FlagPreset, Options, hidden_by
 from ..spec.overlap_spec import AUTO
 from ..spec.plan_spec import PlanSpec
 from .target import TargetPlan
@@ -60,19 +60,25 @@ def inert_presets(names: Sequence[str], target: TargetPlan) -> tuple[Problem, ..
     )
 
 
-def hidden_kinds(names: Sequence[str], moved: Moved, target: TargetPlan) -> frozenset[CollectiveKind]:
-    """Returns the kinds of collectives that these presets overlap with compute. moved: weights or activations."""
-    other: Moved = "activations" if moved == "weights" else "weights"
-    chosen = [target.flag_presets[name].hides for name in names if target.flag_presets[name].tried_for != (other,)]
-    if moved == "weights" and not chosen:
-        chosen = [target.compiler.async_by_default]
-    return frozenset(kind for kinds in chosen for kind in kinds)
+def options_with(names: Sequence[str], spec: PlanSpec, target: TargetPlan) -> Options:
+    """Returns the options of a program with these presets: theirs, then those that the declaration has by hand."""
+    found = dict[str, CompilerOption]()
+    for name in names:
+        found |= target.flag_presets[name].flags or {}
+    return found | spec.compiler_options
 
 
-def assumed_weight_presets(declared: Sequence[str], target: TargetPlan) -> tuple[str, ...]:
+def hidden_kinds(names: Sequence[str], spec: PlanSpec, target: TargetPlan) -> frozenset[CollectiveKind]:
+    """Returns the kinds of collectives that the compiler overlaps with compute, given these presets and the options
+    that the declaration has by hand."""
+    return hidden_by(options_with(names, spec, target), target.option_effects)
+
+
+def assumed_weight_presets(spec: PlanSpec, target: TargetPlan) -> tuple[str, ...]:
     """Returns the declared presets, or the one that overlaps more kinds of collectives of weights with compute."""
     tried = [(name,) for name, one in presets_for(target).items() if "weights" in one.tried_for]
-    return max([tuple(declared), *tried], key=lambda names: len(hidden_kinds(names, "weights", target)))
+    declared = spec.overlap.flag_presets
+    return max([declared, *tried], key=lambda names: len(hidden_kinds(names, spec, target)))
 
 
 def why_permutes_wait(target: TargetPlan) -> str | None:

@@ -15,7 +15,7 @@ from ..core.errors import ConfigError, Problem
 from ..core.float_types import ComputeType
 from ..spec.calibration_spec import Calibration, LinkCalibration
 from ..spec.compiler_traits import CompilerTraits, read_compiler_traits
-from ..spec.flag_presets import FlagPreset, read_flag_presets
+from ..spec.flag_presets import Effects, FlagPreset, read_flag_presets, read_option_effects
 from ..spec.target_names import chip_file, kinds
 from ..spec.target_spec import (
     ChipShape,
@@ -41,8 +41,8 @@ class TargetPlan:
 
     shape: chips of a slice along the axes of its torus, or (nodes, GPUs in each); None for simulated devices, and for
     attached devices without such a shape. topology_name: the name for `jax.experimental.topologies.get_topology_desc`.
-    compiler: traits of XLA's compiler for it. flag_presets: presets of its options, by name. calibration: the one that
-    the figures of chip and network include.
+    compiler: traits of XLA's compiler for it. flag_presets: presets of its options, by name. option_effects: what
+    each option does to overlap. calibration: the one that the figures of chip and network include.
     """
 
     name: str  # its common name
@@ -58,6 +58,7 @@ class TargetPlan:
     hbm_bytes_per_device: int | None  # the part that a program may use
     compiler: CompilerTraits
     flag_presets: Mapping[str, FlagPreset]
+    option_effects: Effects
     calibration: Calibration | None = None
 
     def matmul_times(self, factor: float = 1.0) -> MatmulTimes | None:
@@ -145,6 +146,7 @@ def _of_chips(
         hbm_bytes_per_device=chip.compiler_hbm_bytes // chip.num_devices,
         compiler=read_compiler_traits(platform, chip.name),
         flag_presets=read_flag_presets(platform, chip.name),
+        option_effects=read_option_effects(platform, chip.name),
     )
 
 
@@ -164,6 +166,7 @@ def _plain(name: str, platform: str, num_devices: int) -> TargetPlan:
         hbm_bytes_per_device=None,
         compiler=read_compiler_traits(platform, None),
         flag_presets=read_flag_presets(platform, None),
+        option_effects=read_option_effects(platform, None),
     )
 
 
@@ -189,6 +192,7 @@ def _local(spec: LocalTarget, compute: ComputeType) -> TargetPlan:
             shape=shape,
             compiler=read_compiler_traits(plan.platform, chip.name),
             flag_presets=read_flag_presets(plan.platform, chip.name),
+            option_effects=read_option_effects(plan.platform, chip.name),
         )
     return replace(plan, peak_flops_per_second=peak, hbm_bytes_per_device=hbm)
 

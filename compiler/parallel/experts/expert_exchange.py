@@ -123,8 +123,8 @@ def exchange_time(legs: Sequence[Leg], site: OpSite, inputs: OpInputs, num_runs:
     is_recomputed = spec.remat.stacks.get(site.piece, spec.remat.policy) != "none"
     overlap, target = spec.overlap, inputs.target
     # With the declared presets, or with the one that `overlap.search` is taken to find.
-    names = overlap.flag_presets if overlap.search is None else assumed_weight_presets(overlap.flag_presets, target)
-    hidden = hidden_kinds(names, "weights", target) | hidden_kinds(names, "activations", target)
+    names = overlap.flag_presets if overlap.search is None else assumed_weight_presets(spec, target)
+    hidden = hidden_kinds(names, spec, target)
     for each in legs:
         one = each.sent
         seconds = inputs.mesh.alone_seconds(one.kind, one.bytes_each, one.mesh_axes)

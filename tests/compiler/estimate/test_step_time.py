@@ -1,5 +1,7 @@
 """The time of a step without a compiler, against sums by hand; costs of many declarations against one at a time."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -15,9 +17,11 @@ from meshloom.compiler.estimate.program_costs import (
     read_costs,
 )
 from meshloom.compiler.estimate.regions import price_regions
-from meshloom.compiler.estimate.step_time import Hiding, LinkTimes, Rates, time_step
+from meshloom.compiler.estimate.step_time import Hiding, LinkTimes, Rates, plan_hiding, time_step
 from meshloom.compiler.parallel.operation import Exposed
+from meshloom.compiler.spec.flag_presets import hidden_by
 from support.links import links_of
+from support.programs import target_of
 
 RATES = Rates(
     matmul_flops_per_second=10.0,
@@ -26,6 +30,8 @@ RATES = Rates(
     stream_bytes_per_second=200.0,
     merged_bytes_per_second=100.0,
 )
+FUSION, SPLIT = "xla_tpu_enable_async_collective_fusion", "xla_enable_async_all_gather"
+OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
 ALL: frozenset[CollectiveKind] = frozenset({"all-gather", "reduce-scatter", "all-reduce"})
 LINKS = links_of({("fsdp",): 2}, rate=10.0, start=0.5) | links_of({("tensor",): 2}, rate=10.0)
 
@@ -67,6 +73,14 @@ def test_gathers_hide_behind_the_arithmetic_of_their_own_loop(compute_flops, exp
 def test_what_the_compiler_does_not_overlap_is_waited_for():
     costs = _loop([Work("matmul", 1, 1, ())], [Transfer("all-gather", ("fsdp",), True, 1, 2)], [1000.0, 10.0])
     assert _seconds(costs, Hiding(frozenset(), 1.0, is_doubled=False))[1][("fsdp",)] == pytest.approx(4 * 1.5)
+
+
+@pytest.mark.parametrize(("hidden", "exposed"), [("all-gather", 4 * 3.0), ("all-reduce", 4 * (3.0 - 1.0))])
+def test_a_gradient_that_becomes_an_all_reduce_hides_where_all_reduces_do(hidden, exposed):
+    """10 bytes take 0.5 + 1 s as a reduce-scatter and twice that as an all-reduce, beside one second of a matmul."""
+    costs = _loop([Work("matmul", 1, 1, ())], [Transfer("reduce-scatter", ("fsdp",), True, 1, 2)], [10.0, 10.0])
+    found = time_step(costs, RATES, LinkTimes(LINKS), Hiding(frozenset({hidden}), 1.0, is_doubled=True))
+    assert float(found.exposed_seconds[0]) == pytest.approx(exposed)
 
 
 def test_of_activations_the_share_beside_matmuls_is_waited_for():
@@ -124,3 +138,50 @@ def test_the_costs_of_a_program_are_those_of_its_estimate(overrides):
     assert moved == sum(part.hbm_bytes or 0 for part in estimate.roofline)
     sent = sum((one[1] * one[2])[0, 0] for region in regions for one in region.transfers)
     assert sent == sum(one.bytes for one in estimate.communication)
+
+
+def _by_hand(options):
+    """A declaration of these options without a preset."""
+    typed = ", ".join(f"{name}: {json.dumps(value)}" for name, value in options.items())
+    return "overlap.flag_presets=[]", f"compiler_options={{{typed}}}"
+
+
+@pytest.mark.parametrize("chip", ["v5p-16", "v6e-8", "tpu7x-8", "v5e-8", "v4-16", "h100-8"])
+def test_options_by_hand_count_as_the_preset_that_has_them(chip):
+    declared = (*SMALL, f"target={chip}", "sharding=fsdp")
+    presets = {name: one.flags for name, one in target_of(chip).flag_presets.items() if one.flags is not None}
+    assert len(presets) > 2
+    for name, flags in presets.items():
+        preset = plan_of(*declared, f"overlap.flag_presets=[{name}]")
+        by_hand = plan_of(*declared, *_by_hand(flags))
+        assert plan_hiding(by_hand) == plan_hiding(preset), name
+        if preset.target.flag_presets[name].hides:
+            assert estimate_step(by_hand).figures == estimate_step(preset).figures, name
+
+
+def test_an_option_that_is_off_by_hand_takes_the_presets_effect_away():
+    declared = (*SMALL, "target=v5p-16", "sharding=fsdp", "overlap.flag_presets=[sparse_core]")
+    by_hand = ("true", "false", "'true'", "'False'", "0", "AUTO")
+    plans = (plan_of(*declared, f"compiler_options={{{OFFLOAD}_reduce_scatter: {value}}}") for value in by_hand)
+    hidden = [plan_hiding(plan).weights for plan in plans]
+    rest = ALL - {"reduce-scatter"}
+    assert hidden == [ALL, rest, ALL, rest, rest, rest]
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "hidden"),
+    [
+        ("v6e-8", {f"{FUSION}_fuse_all_gather": True, FUSION: True}, set()),  # what is not split stays
+        ("v6e-8", {f"{FUSION}_fuse_all_gather": True, FUSION: True, SPLIT: True}, {"all-gather"}),
+        ("v6e-8", {f"{OFFLOAD}_2d_all_gather": True}, set()),
+        ("v6e-8", {f"{OFFLOAD}_2d_all_gather": True, SPLIT: True}, {"all-gather"}),
+        ("v5e-8", {}, {"all-gather"}),
+        ("v5e-8", {FUSION: False}, set()),
+        ("v5e-8", {SPLIT: False}, set()),
+        ("v4-16", {SPLIT: True}, {"all-gather"}),
+        ("h100-8", {"xla_gpu_disable_async_collectives": "ALLREDUCE,ALLTOALL"}, {"all-gather", "reduce-scatter"}),
+        ("h100-8", {"xla_gpu_enable_latency_hiding_scheduler": False}, set()),
+    ],
+)
+def test_what_an_option_hides_depends_on_the_chip_and_on_the_others(target, options, hidden):
+    assert hidden_by(options, target_of(target).option_effects) == hidden

@@ -55,7 +55,7 @@ def test_parts_of_llama3_on_64_chips():
     ("overrides", "why"),
     [
         (("overlap.flag_presets=[]",),
-         "vocab_chunks is not used: with these flag presets no gather runs beside the head's matmuls"),
+         "vocab_chunks is not used: with these XLA options no gather runs beside the head's matmuls"),
         (("overlap.flag_presets=[sparse_core]", "loss.max_logits_bytes=1", "loss.max_logits_share=0.05"),
          "vocab_chunks is not used: each of 4 chunks of tokens needs the whole vocabulary"),
         ((WHOLE,), "parallel.lm_head=whole"),

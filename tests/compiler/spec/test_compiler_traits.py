@@ -18,7 +18,8 @@ PLATFORMS = {"cpu", "gpu", "tpu"}
 def test_what_is_described_is_a_platform_or_a_chip():
     files = preset_file().presets.values()
     presets = {name for one in files for name in (*one.values, *one.default_for, *one.inert)}
-    assert set(traits_by_name()) | presets <= PLATFORMS | set(kinds())
+    options = {name for one in preset_file().options.values() for name in (*one.hides, *one.default_for)}
+    assert set(traits_by_name()) | presets | options <= PLATFORMS | set(kinds())
 
 
 @pytest.mark.parametrize("name", ["cpu-8", "v5e-16", "v5p-128", "h100-8"])
@@ -34,9 +35,8 @@ def test_a_target_carries_the_traits_of_its_own_compiler(name):
 
 def test_a_chip_replaces_what_its_platform_says_and_keeps_the_rest():
     tpu, v5e = read_compiler_traits("tpu", None), read_compiler_traits("tpu", "v5e")
-    assert (tpu.async_by_default, v5e.async_by_default) == ((), ("all-gather",))
     assert (tpu.max_chips_async_permutes, v5e.max_chips_async_permutes) == (None, 16)
-    own = {"async_by_default": ("all-gather",), "max_chips_async_permutes": 16, "max_chips_ragged_all_to_all": 8}
+    own = {"max_chips_async_permutes": 16, "max_chips_ragged_all_to_all": 8}
     assert v5e == tpu.model_copy(update=own)
 
 
@@ -113,5 +113,5 @@ def test_passes_do_not_read_the_files_of_conf():
     assert not [
         path for path in own if "importlib.resources" in path.read_text() or "meshloom.conf" in path.read_text()
     ]
-    readers = ("read_compiler_traits", "read_flag_presets", "preset_file", "chip_file")
+    readers = ("read_compiler_traits", "read_flag_presets", "read_option_effects", "preset_file", "chip_file")
     assert {path.name for path in own if any(name in path.read_text() for name in readers)} == {"target.py"}
