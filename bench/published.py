@@ -1,11 +1,10 @@
 """The model FLOPs utilisation that `meshloom compile` predicts, beside what others measured and published.
 
-    pip install -e '.[tpu]' && pip install 'jax[cuda13]' && python bench/published.py [FILE] [--rows TEXT] [--runs DIR]
+    pip install -e '.[tpu]' && pip install 'jax[cuda13]' && python bench/published.py [FILE] [--rows TEXT]
 
 A row is a public recipe declared as overrides, with the XLA options that it sets, and compiled by the command for its
-hardware, which need not be there. Each takes minutes (compiled_rows.py). With DIR the
-run directories are kept there, and steps that were compiled before are priced again from their text, in seconds: FILE
-is written anew. Every recipe is planned and estimated anew, in a second or two (bench/published_estimates.jsonl).
+hardware, which need not be there. Each takes minutes (compiled_rows.py); again.py takes them again with other prices.
+Every recipe is planned and estimated anew, in a second or two (bench/published_estimates.jsonl).
 Prints tables in Markdown, and writes compiler/target/accuracy.json, from which predictions get their range: what it
 takes for the checked rows (prediction_range.py).
 
@@ -14,7 +13,6 @@ be looked at to choose them, the others only check.
 """
 
 import json
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -22,20 +20,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from compiled_rows import NOT_COMPILED, Overrides, gib, keep, make_rows, markdown, parser_of, read_kept, versions_of
+from compiled_rows import NOT_COMPILED, Overrides, gib, make_rows, markdown, parser_of, read_kept, versions_of
 from prediction_range import BASES, GROUPINGS, LONG, Run, coverage, find_least, kind_of, source_of, table_of
 from published_recipes import RECIPES, Recipe
-from pydantic import TypeAdapter
 
-from meshloom.compiler.analysis.schedule_analysis import analyse_schedule
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.roofline import least_step_seconds
-from meshloom.compiler.schema import CollectiveReport
 from meshloom.compiler.target.accuracy import TABLE
-from meshloom.compiler.xla.hlo import parse_module
 from meshloom.runtime.processes.devices import plan_without_devices
 
 KEPT = Path(__file__).with_suffix(".jsonl")
@@ -210,19 +204,6 @@ def _coverage(runs: list[Run]) -> Iterator[list[str]]:
             yield [grouping, group, str(found[0][group].total), *(str(each[group].inside) for each in found)]
 
 
-def again(run_dir: Path, declaration: Overrides) -> dict[str, Any]:
-    """The report of an earlier compile, with its step priced as today."""
-    report = json.loads((run_dir / "report.json").read_text())
-    text = run_dir / "artifact" / "train.hlo.txt"
-    if text.exists():
-        plan = read_spec(Request(declaration), then=plan_run)
-        found = analyse_schedule(parse_module(text.read_text()), plan, ())
-        of_memory = {key: value for key, value in report["compiled"].items() if "bytes" in key or "fits" in key}
-        report["compiled"] = found.step.model_dump() | of_memory
-        report["collectives"] = TypeAdapter(list[CollectiveReport]).dump_python([*found.collectives], mode="json")
-    return report
-
-
 def rows_table(kept: Rows, estimates: Rows) -> str:
     columns = ("recipe", "half", "MFU published", "by our FLOPs", "predicted", "step", "exposed", "estimated", "bound",
                "GiB", "on the host")  # fmt: skip
@@ -259,12 +240,8 @@ def declarations_table() -> str:
 def main() -> int:
     """Returns 1 if a row could not be compiled."""
     parser = parser_of(__doc__, KEPT)
-    parser.add_argument("--runs", type=Path, help="directory of run directories, by name: price these again")
     given = parser.parse_args()
-    if given.runs:
-        num_missing = price_runs(given.file, given.runs)
-    else:
-        num_missing = make_rows(given, [(each.name, each.declaration) for each in RECIPES], facts_of)
+    num_missing = make_rows(given, [(each.name, each.declaration) for each in RECIPES], facts_of)
     kept = read_kept(given.file)
     estimates = estimate_all(ESTIMATES if given.file == KEPT else given.file.with_suffix(".estimates"))
     tables = (rows_table(kept, estimates), errors_table(kept), ranges_table(kept, estimates), declarations_table())
@@ -272,24 +249,6 @@ def main() -> int:
     if given.file == KEPT:
         TABLE.write_text(json.dumps(table_of(checked_runs(kept, estimates), best_mfus(kept)), indent=1) + "\n")
     return int(num_missing > 0)
-
-
-def price_runs(path: Path, runs: Path) -> int:
-    """Prices the rows again that have a run directory, keeps the others, and returns the number of recipes that have
-    neither."""
-    kept, num_missing = read_kept(path), 0
-    path.write_text("")
-    for recipe in RECIPES:
-        run_dir = runs / re.sub(r"[^a-zA-Z0-9]+", "_", recipe.name) / "run"
-        if (run_dir / "report.json").exists():
-            keep(path, recipe.name, recipe.declaration, facts_of(again(run_dir, recipe.declaration)))
-        elif recipe.declaration in kept:
-            with path.open("a") as file:
-                file.write(json.dumps(kept[recipe.declaration]) + "\n")
-        else:
-            print(f"{NOT_COMPILED}: {recipe.name}", file=sys.stderr)
-            num_missing += 1
-    return num_missing
 
 
 if __name__ == "__main__":
