@@ -50,14 +50,14 @@ def all_rows() -> Iterator[Row]:
     sources += [(rows.kept_of(name), compiled) for name, one in rows.TABLES.items() if not one.is_estimated]
     for file, facts_of in sources:
         for overrides, kept in read_kept(file).items():
-            if "versions" in kept:
+            if "predicted_seconds" in kept:
                 yield Row(file, kept["name"], overrides, facts_of, kept.get("seconds", USUAL_SECONDS))
 
 
 def replace_row(row: Row, facts: Facts) -> None:
     """Writes what is kept of a row, in its place in the file."""
     lines = [
-        one | facts if tuple(one["overrides"]) == row.overrides and "versions" in one else one
+        one | facts if tuple(one["overrides"]) == row.overrides and "predicted_seconds" in one else one
         for one in read_lines(row.file)
     ]
     new = row.file.with_suffix(".new")
