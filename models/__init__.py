@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         UpdateRule,
         build_piece,
         is_logical_axes,
+        run_at_once,
         split_aux,
         split_output,
     )
@@ -36,7 +37,7 @@ LOGICAL_AXES = (
 __all__ = [
     "IGNORED_TARGET", "LOGICAL_AXES", "PADDING_TARGET", "Aux", "AuxOfTotals", "Context", "LogicalAxes", "Mask",
     "Measure", "Model", "ModelConfig", "Params", "Piece", "Stack", "UpdateRule", "build_piece", "is_logical_axes",
-    "split_aux", "split_output",
+    "run_at_once", "split_aux", "split_output",
 ]  # fmt: skip
 
 

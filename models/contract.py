@@ -64,6 +64,11 @@ def remember_nothing(name: str, x: Array, *logical_axes: str | None) -> Array:
     return x
 
 
+def run_at_once(layer: Callable[[Array], Any], x: Array) -> Any:
+    """Returns `layer(x)`: `Context.run_layer` where nothing of a layer is computed again."""
+    return layer(x)
+
+
 @dataclass(frozen=True)
 class Context:
     """The values and functions that the compiler hands to a piece besides its parameters and its input.
@@ -85,6 +90,8 @@ class Context:
         length, ...), what it makes of the tokens at hand. In training and evaluation that is `x` itself. While text is
         generated, the tokens at hand may be the newest alone: those before come from the layer's cache
         (compiler/step/decode.py). Whatever a token reads of other tokens has to go through it, and through `attend`.
+    run_layer: `run_layer(layer, x)` returns what `layer(x)` does, x or (x, auxiliary outputs). A piece that consists of
+        several layers runs each of them so: then the backward pass computes one of them again at a time.
     """
 
     positions_BT: Array
@@ -94,6 +101,7 @@ class Context:
     dropout_keys_B: Array | None = None
     is_token_BT: Array | None = None
     remember: Callable[..., Array] = remember_nothing
+    run_layer: Callable[[Callable[[Array], Any], Array], Any] = run_at_once
 
     def where_token(self, x: Array, otherwise: float = 0) -> Array:
         """Returns `x` (batch, length, ...) with `otherwise` at padding."""

@@ -6,7 +6,7 @@ P positions.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -99,7 +99,7 @@ class LayerGroup(nnx.Module):
     def __call__(self, x_BTE: Array, context: Context) -> Any:
         auxes = {}
         for i in range(self.num_layers):
-            output = getattr(self, f"layer_{i}")(x_BTE, context)
+            output = context.run_layer(partial(getattr(self, f"layer_{i}"), context=context), x_BTE)
             x_BTE, aux = split_output(output)
             auxes |= {f"layer_{i}": aux} if isinstance(output, tuple) else {}
         return (x_BTE, join_auxes(auxes)) if auxes else x_BTE

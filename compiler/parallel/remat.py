@@ -6,15 +6,18 @@ derivative reads: a policy that saves the activation which the model makes of it
 nothing of attention runs again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from meshloom.models import Aux, AuxOfTotals, run_at_once, split_output
 
 from ..core.errors import Problem, raise_if_any, use_one_of
-from ..sharding.arrays import Arrays
+from ..sharding.arrays import LAYER_INPUT, Arrays
 from ..spec.step_spec import RematSpec
 
 # Operations that move data and compute nothing. Their results are made again in the backward pass, never kept: to keep
@@ -24,8 +27,10 @@ _MOVES = frozenset({
 })  # fmt: skip
 
 Policy = Callable[..., Any]
+RunLayer = Callable[[Callable[[Array], Any], Array], Any]
 
 ATTENTION_RESULT, ATTENTION_LSE = "attention.result", "attention.lse"
+GROUPED_INPUT = "group.layer_input"  # the input of a layer of a group
 
 
 def check_remat(spec: RematSpec, arrays: Arrays) -> None:
@@ -52,28 +57,65 @@ def policy_of(spec: RematSpec, stack: str) -> str:
 
 def build_policy(spec: RematSpec, stack: str, arrays: Arrays) -> Policy:
     """Returns what `jax.checkpoint` asks about each operation of the stack's layers."""
-    policies, names = jax.checkpoint_policies, list(spec.names)
-    others = [name for name in names if name not in arrays.results.get("attention", ())]
-    if len(others) < len(names):
-        names = [*others, ATTENTION_RESULT, ATTENTION_LSE]
-    match policy_of(spec, stack):
-        case "none":
-            return _all_but_moved
-        case "save_dots":
-            return policies.dots_with_no_batch_dims_saveable
-        case "minimal":
-            attention = policies.save_only_these_names(ATTENTION_RESULT, ATTENTION_LSE)
-            return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attention)
-        case "save_names":
-            return policies.save_only_these_names(*names)
-        case "offload":
-            return policies.save_and_offload_only_these_names(
-                names_which_can_be_saved=[],
-                names_which_can_be_offloaded=names,
-                offload_src="device",
-                offload_dst="pinned_host",
-            )
-    return policies.nothing_saveable
+    policies, policy = jax.checkpoint_policies, policy_of(spec, stack)
+    if policy == "none":
+        return _all_but_moved
+    names = spec.names if policy in ("save_names", "offload") else ()
+    marks = [mark for name in names for mark in _marks_of(name, arrays)]
+    moved = marks if policy == "offload" else []
+    saved = {GROUPED_INPUT, *marks, *((ATTENTION_RESULT, ATTENTION_LSE) if policy == "minimal" else ())}
+    by_name = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=saved - set(moved),
+        names_which_can_be_offloaded=moved,
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    if policy not in ("minimal", "save_dots"):
+        return by_name
+
+    def by_name_and_dots(*operation: Any, **parameters: Any) -> Any:
+        return policies.dots_with_no_batch_dims_saveable(*operation, **parameters) or by_name(*operation, **parameters)
+
+    return by_name_and_dots
+
+
+def _marks_of(name: str, arrays: Arrays) -> tuple[str, ...]:
+    """Returns the names in the traced step of what is saved for an activation of this name."""
+    if name == LAYER_INPUT:
+        return LAYER_INPUT, GROUPED_INPUT
+    return (ATTENTION_RESULT, ATTENTION_LSE) if name in arrays.results.get("attention", ()) else (name,)
+
+
+def layer_runner(spec: RematSpec, stack: str) -> RunLayer:
+    """Returns how a layer of the stack that is a group runs each of its own (`Context.run_layer`)."""
+    return run_at_once if policy_of(spec, stack) == "none" else _recomputed_alone
+
+
+def _recomputed_alone(layer: Callable[[Array], Any], x: Array) -> Any:
+    """Runs a layer of a group. The policy saves its input, and what else it saves of any layer; the rest is computed
+    again when the backward pass of this layer begins, so that one layer at a time is in memory."""
+    make_aux: list[Callable[[Mapping[str, Array], Sequence[Array]], Aux]] = []
+
+    def run(x: Array) -> tuple[Array, Any]:
+        output = layer(x)
+        if not isinstance(output, tuple):
+            return output, None
+        x, aux = split_output(output)
+        totals = dict(aux.totals)
+        made, shapes = jax.make_jaxpr(aux.make, return_shape=True)(totals)
+
+        def make(totals: Mapping[str, Array], values: Sequence[Array]) -> Aux:
+            leaves = jaxpr_as_fun(ClosedJaxpr(made.jaxpr, values))(*jax.tree.leaves(dict(totals)))
+            return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+        make_aux.append(make)
+        return x, (totals, made.consts)
+
+    x, of_aux = jax.checkpoint(run, prevent_cse=False)(marked(GROUPED_INPUT, x))
+    if of_aux is None:
+        return x
+    totals, values = of_aux
+    return x, AuxOfTotals(totals, lambda totals: make_aux[0](totals, values))
 
 
 def marked(name: str, x: Array) -> Array:

@@ -25,7 +25,7 @@ from meshloom.models.loss import dpo_losses, has_loss, simpo_losses, sum_losses
 from ..core.partition_spec import Axes, axes_in, keep_axes
 from ..core.scopes import layout_scope, piece_scope
 from ..parallel.operation import OpPlan, lower_operations
-from ..parallel.remat import Policy, build_policy, marked
+from ..parallel.remat import RunLayer, build_policy, layer_runner, marked
 from ..parallel.shared_head import stage_total, vocab_shard
 from ..parallel.weights import Weights
 from ..plan import Plan
@@ -35,7 +35,7 @@ from ..sharding.sharding import ShardingPlan
 from ..spec.objective_spec import Dpo, Simpo
 from ..spec.step_spec import StepSpec
 from ..target.mesh import MeshPlan
-from .schedule import Batch, HeadOutput, Microbatch, ModelFunctions, StackFunctions
+from .schedule import Batch, HeadOutput, LayerFunction, Microbatch, ModelFunctions, StackFunctions
 
 BatchSplit = tuple[Any, ...]  # a tree for each part of the batch
 
@@ -78,7 +78,12 @@ def build_functions(
 
     before = itertools.accumulate((stack.num_layers for stack in model.stacks), initial=1)
     stacks = (
-        _stack(stack, build_policy(spec.remat, stack.name, plan.arrays), make_context, over_batch, first, num_tokens)
+        StackFunctions(
+            stack.name,
+            stack.num_layers,
+            _layer(stack, layer_runner(spec.remat, stack.name), make_context, over_batch, first, num_tokens),
+            build_policy(spec.remat, stack.name, plan.arrays),
+        )
         for stack, first in zip(model.stacks, before, strict=False)
     )
     return ModelFunctions(prepare, embed, tuple(stacks), head, stage_total(plan.sharding))
@@ -162,14 +167,14 @@ def compare_pairs(
     return HeadOutput(loss / num_pairs, loss, Aux(aux.losses, {**aux.statistics, **means}, aux.totals))
 
 
-def _stack(
-    stack: Stack, policy: Policy, make_context: "ContextMaker", over_batch: Callable[[Any], Any], first: int,
+def _layer(
+    stack: Stack, run_layer: RunLayer, make_context: "ContextMaker", over_batch: Callable[[Any], Any], first: int,
     num_tokens: Array | float,
-) -> StackFunctions:  # fmt: skip
-    """Returns the functions of a stack. first: the number of its first layer in the model, counted from 1."""
+) -> LayerFunction:  # fmt: skip
+    """Returns the function of a stack's layers. first: the number of the first one in the model, counted from 1."""
 
     def layer(params: Params, shared: BatchSplit, index: Array, x: BatchSplit) -> tuple[BatchSplit, Aux]:
-        contexts = (make_context(stack.name, part, first + index) for part in shared)
+        contexts = (replace(make_context(stack.name, part, first + index), run_layer=run_layer) for part in shared)
         named = (marked(LAYER_INPUT, part) for part in x)
         outputs = [stack.layer.apply(params, *part) for part in zip(named, contexts, strict=True)]
         x, aux = zip(*(split_output(output) for output in outputs), strict=True)
@@ -177,7 +182,7 @@ def _stack(
         totals = over_batch(_sum_of([dict(each.totals) for each in aux]))
         return x, _sum_of([_parts_of_means(each.make(totals), num_tokens) for each in aux])
 
-    return StackFunctions(stack.name, stack.num_layers, layer, policy)
+    return layer
 
 
 def _sum_of(trees: Sequence[Any]) -> Any:

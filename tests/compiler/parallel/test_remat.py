@@ -91,6 +91,24 @@ def test_a_policy_may_be_of_one_stack_alone():
     assert _flops("remat=full", "remat.stacks.layers=none") == _flops("remat=none")
 
 
+GROUPED = ("model.num_layers=6", "model.attention_windows=[16,16,null]")  # windows of the whole sequence
+
+
+@pytest.mark.parametrize("loop", tiered(LOOPS, plain=["prefetch"]))
+@pytest.mark.parametrize("remat", [
+    ("remat=full",), pytest.param(("remat=minimal",), marks=pytest.mark.ci),
+    ("remat=offload", "remat.names=[layer_input,mlp_up]"),
+])  # fmt: skip
+def test_layers_of_a_group_are_computed_again_one_at_a_time(remat, loop):
+    """As layers without a group: with the same FLOPs, in the same memory but for a few numbers."""
+    single, grouped = (("model.num_layers=6", *remat, *LOOPS[loop]), (*GROUPED, *remat, *LOOPS[loop]))
+    assert _flops(*grouped) == _flops(*single)
+    expected, found = (estimate_step(plan_of("target=cpu-1", *each)).memory for each in (single, grouped))
+    assert (found.activations, found.host_bytes) == (expected.activations, expected.host_bytes)
+    weights = 2 * found.gradients // 6  # two more layers of a group are whole at once, and their gradients
+    assert abs(found.peak_bytes - expected.peak_bytes) <= 2 * weights
+
+
 @pytest.mark.parametrize("loop", tiered(LOOPS, plain=["scan", "prefetch"]))
 def test_every_loop_keeps_offloaded_layer_inputs_on_the_host_alone(loop):
     plan = plan_of("target=cpu-1", "remat=offload", "remat.names=[layer_input]", *LOOPS[loop])
