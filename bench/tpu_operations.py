@@ -6,10 +6,10 @@ profile counts, other fusions as passes over all of their operands, reduce-scatt
 
 import csv
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from meshloom.compiler.analysis.schedule_analysis import chip_of
 from meshloom.compiler.core.traffic import CollectiveKind
@@ -23,7 +23,6 @@ from meshloom.compiler.xla.hlo import parse_module
 from meshloom.compiler.xla.schedule.prices import price_instruction
 
 MEASURED = Path(__file__).with_name("measured")
-MIB = 2**20
 COLLECTIVES: dict[str, CollectiveKind] = {
     "all-gather": "all-gather",
     "all-reduce-scatter fusion": "reduce-scatter",
@@ -38,12 +37,11 @@ _SENDS = re.compile(r"u32\[\]\{:S\(2\)\}")  # the state of a transfer that a mat
 
 
 class Operation(NamedTuple):
-    """A measured operation and its price, in seconds. group: its size; band: what a table has a column for."""
+    """A measured operation and its price, in seconds. size: of what it moves or computes, as text."""
 
     chip: str
     kind: str
-    group: str
-    band: str
+    size: str
     measured: float
     price: float
 
@@ -55,16 +53,38 @@ def _target(name: str) -> TargetPlan:
 
 def tpu_operations() -> Iterator[Operation]:
     """Yields the operations of all chips."""
+    with (MEASURED / "tpu_operations.csv").open() as file:
+        for row in csv.DictReader(file):
+            yield _alone(row)
     with (MEASURED / "v5p_train_step_ops.csv").open() as file:
         for row in csv.DictReader(file):
             yield from _of_step(row)
 
 
+def _alone(row: dict[str, str]) -> Operation:
+    """Returns the operation of a row that was measured by itself."""
+    size, name, kind = float(row["bytes"]), row["target"], row["kind"]
+    if row["text"]:
+        price = _of_text(row["text"], name)
+    else:
+        groups = [tuple(map(int, group.split())) for group in row["groups"].split(";") if group]
+        price = collective(name, cast(CollectiveKind, kind), size, groups)
+    return Operation(row["chip"], kind, f"{size / 1e6:.0f} MB", float(row["microseconds"]) * 1e-6, price)
+
+
+def _of_text(text: str, name: str) -> float:
+    module = parse_module(alone(text))
+    entry = module.entry_computation
+    price = price_instruction(entry.root, entry, module, chip_of(_target(name)))
+    assert price is not None
+    assert price.seconds is not None
+    return price.seconds
+
+
 def _of_step(row: dict[str, str]) -> Iterator[Operation]:
     """Yields the operation of a row of a step on v5p-8, unless it runs on one core beside another one."""
     text, category, measured = row["text"], row["category"], float(row["microseconds"]) * 1e-6
-    target = _target("v5p-8")
-    chip = chip_of(target)
+    chip = chip_of(_target("v5p-8"))
     if "in_megacore" in text or measured < 5e-6:
         return
     if category == "convolution fusion":
@@ -72,27 +92,26 @@ def _of_step(row: dict[str, str]) -> Iterator[Operation]:
         sends = _SENDS.search(text.partition(" fusion(")[0]) is not None
         price = flops / (chip.peak_flops_per_second["bfloat16"] * chip.matmul_share)
         kind, price = ("matmul that sends", price * cost_model().sending_matmul) if sends else ("matmul", price)
-        yield Operation("v5p", kind, f"{flops / 1e9:.0f} GFLOP", "", measured, price)
+        yield Operation("v5p", kind, f"{flops / 1e9:.0f} GFLOP", measured, price)
     elif category in PASSES and (category == "dynamic-update-slice" or not _SLICED.search(text)):
-        module = parse_module(alone(text))
-        entry = module.entry_computation
-        price = price_instruction(entry.root, entry, module, chip)
-        if price is not None and price.seconds is not None:
-            kind = "update inside tiles" if category == "dynamic-update-slice" else "pass over memory"
-            yield Operation("v5p", kind, entry.root.type_text, "", measured, price.seconds)
+        kind = "update inside tiles" if category == "dynamic-update-slice" else "pass over memory"
+        yield Operation(
+            "v5p", kind, text.partition(" = ")[2].partition("}")[0] + "}", measured, _of_text(text, "v5p-8")
+        )
     elif (kind := COLLECTIVES.get(category)) is not None:
         entry = parse_module(alone(text)).entry_computation
         size = max(entry.root.num_bytes, *(each.num_bytes for each in entry.parameters))
         size = size * 4 if kind == "all-to-all" else size
-        yield Operation("v5p", kind, f"{size / 1e6:.0f} MB", "", measured, collective("v5p-8", kind, size))
+        yield Operation("v5p", kind, f"{size / 1e6:.0f} MB", measured, collective("v5p-8", kind, size))
 
 
-def collective(name: str, kind: CollectiveKind, num_bytes: float) -> float:
-    """Returns the seconds of a collective over all devices of a target."""
-    placement, devices = plan_own_order(_target(name)), range(_target(name).num_devices)
-    link = link_of_devices(placement, [tuple(devices)])
+def collective(name: str, kind: CollectiveKind, num_bytes: float, groups: Sequence[tuple[int, ...]] = ()) -> float:
+    """Returns the seconds of a collective over groups of a target's devices at once; without groups over all of
+    them."""
+    placement, everyone = plan_own_order(_target(name)), tuple(range(_target(name).num_devices))
+    link = link_of_devices(placement, groups or [everyone])
     assert link is not None
-    seconds = collective_seconds(kind, num_bytes, len(devices), link)
+    seconds = collective_seconds(kind, num_bytes, link.group_size, link)
     assert seconds is not None
     return seconds
 

@@ -101,6 +101,9 @@ class TorusSpec(Config):
     kind: Literal["torus"]
     link_bytes_per_second: PositiveFloat  # one way
     hop_seconds: PositiveFloat
+    call_seconds: PositiveFloat  # until a collective of several chips moves data, besides its hops
+    ring_ways: Literal[1, 2]  # in which a ring through chips of several axes sends, none of which wraps
+    axes_at_once: UpToOne  # share of their bandwidth that several axes at once reach, of which one wraps
     core_bytes_per_second: PositiveFloat | None  # between the two devices of a chip, one way; None: one device
     wrapped_size: PositiveInt | None  # an axis of this size is a ring
     cube_size: PositiveInt | None  # in slices of whole cubes all axes are rings

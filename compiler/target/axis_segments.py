@@ -230,10 +230,23 @@ def link_of_spans(rows: Mapping[str, GroupSpan], target: TargetPlan) -> Link:
     times = None if is_torus else switch_times(target, rows)
     levels = (
         *([_switch(near, rows[near], rates[near])] if near in rows else []),
-        *([InterconnectTier("ICI", tuple(lines), is_switch=False)] if lines else []),
+        *([_torus(tuple(lines), cast(TorusSpec, target.network))] if lines else []),
         *([_switch(far, rows[far], rates[far])] if far in rows else []),
     )
-    return Link(levels[-1].kind if levels else LINK_KINDS[near], levels, note="", times=times)
+    is_near = any(level.kind == "ICI" for level in levels)
+    call = target.network.call_seconds if isinstance(target.network, TorusSpec) and is_near else 0.0
+    return Link(levels[-1].kind if levels else LINK_KINDS[near], levels, note="", times=times, call_seconds=call)
+
+
+def _torus(lines: tuple[LinkLine, ...], network: TorusSpec) -> InterconnectTier:
+    """Returns the tier of axes of a torus."""
+    return InterconnectTier(
+        kind="ICI",
+        lines=lines,
+        is_switch=False,
+        share_at_once=network.axes_at_once,
+        ring_ways=network.ring_ways,
+    )
 
 
 def switch_times(target: TargetPlan, rows: Mapping[str, GroupSpan]) -> SwitchTimes:

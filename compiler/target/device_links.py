@@ -183,7 +183,9 @@ def uneven_seconds(kind: CollectiveKind, num_bytes: float, placement: Placement,
         outside = max(_received(each) for each in split) * num_bytes
     rate = rates_of(placement.target)[far]
     crossing = outside / rate.bytes_per_second + rate.seconds if outside else 0.0
-    seconds = times * sum_or_max([crossing, *(each.seconds for each in inner)])
+    network, is_near = placement.target.network, any(each.tracks for each in inner)
+    call = network.call_seconds if isinstance(network, TorusSpec) and is_near else 0.0
+    seconds = call + times * sum_or_max([crossing, *(each.seconds for each in inner)])
     tracks = {track for each in inner for track in each.tracks} | ({far} if outside else set())
     return Sent(seconds, LINK_KINDS[far] if outside else inner[0].kind, tuple(sorted(tracks)))
 

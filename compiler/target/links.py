@@ -37,12 +37,18 @@ class LinkLine:
 
 @dataclass(frozen=True)
 class InterconnectTier:
-    """Links of one kind in a group. Several lines are the axes of a torus, which carry parts of the data at once."""
+    """Links of one kind in a group. Several lines are the axes of a torus, which carry parts of the data at once.
+
+    num_at_once: lines that a gather uses at the same time; None: all. share_at_once: the share of their bandwidth that
+    several reach. ring_ways: the ways in which a ring through all devices sends, where no line is a ring.
+    """
 
     kind: LinkKind
     lines: tuple[LinkLine, ...]
     is_switch: bool
-    num_at_once: int | None = None  # lines that a gather uses at the same time; None: all
+    num_at_once: int | None = None
+    share_at_once: float = 1.0
+    ring_ways: int = 2
 
     @property
     def size(self) -> int:
@@ -51,12 +57,17 @@ class InterconnectTier:
     @property
     def bytes_per_second(self) -> float:
         """Returns W of a gather. If it uses only some of the lines at a time, W is that of the fastest of these, or
-        that of a ring through the whole group where all lines together have as much."""
+        that of a ring through the whole group where all lines together have as much. Lines none of which is a ring
+        carry such a ring, too."""
         rates = sorted((line.bytes_per_second for line in self.lines), reverse=True)
-        if self.num_at_once is None or self.num_at_once >= len(rates):
-            return sum(rates)
-        ring = 2 * min(line.neighbour_bytes_per_second for line in self.lines)
-        return max(sum(rates[: self.num_at_once]), min(sum(rates), ring))
+        if len(rates) == 1:
+            return rates[0]
+        one_way = min(line.neighbour_bytes_per_second for line in self.lines)
+        if not any(line.bytes_per_second > line.neighbour_bytes_per_second for line in self.lines):
+            return min(sum(rates), self.ring_ways * one_way)
+        used = rates if self.num_at_once is None else rates[: self.num_at_once]
+        together = sum(used) * (self.share_at_once if len(used) > 1 else 1.0)
+        return max(rates[0], together, 0.0 if len(used) == len(rates) else min(sum(rates), 2 * one_way))
 
     @property
     def latency_seconds(self) -> float:
@@ -67,13 +78,15 @@ class InterconnectTier:
 class Link:
     """The links of a collective over a group. levels: the tiers, the fastest first; empty if the links are unknown.
 
-    times: the measured times of a group of GPUs, which its levels only name.
+    times: the measured times of a group of GPUs, which its levels only name. call_seconds: until a collective on a
+    torus moves data.
     """
 
     kind: LinkKind  # of the slowest level
     levels: tuple[InterconnectTier, ...]
     note: str  # why the links are unknown; else empty
     times: SwitchTimes | None = None
+    call_seconds: float = 0.0
 
     def over(self, num_axes: int | None) -> Link:
         """Returns the link of a gather that uses this many axes of the torus at the same time; None means all."""
@@ -98,7 +111,7 @@ class Link:
     def latency_seconds(self) -> float:
         if self.times is not None:
             return self.times.start_seconds()
-        return sum(level.latency_seconds for level in self.levels)
+        return self.call_seconds + sum(level.latency_seconds for level in self.levels)
 
 
 def collective_seconds(kind: CollectiveKind, num_bytes: Bytes, group_size: int, link: Link) -> Bytes | None:
@@ -107,8 +120,8 @@ def collective_seconds(kind: CollectiveKind, num_bytes: Bytes, group_size: int, 
     num_bytes: V, the bytes of the full array, or of each of several; for collective-permute and send, the bytes that
     one device sends. Raises ValueError if the group size differs from the link's.
 
-    On a torus an all-gather takes V (n - 1) / n / W, a reduce-scatter the same, an all-reduce both. Latency is added.
-    Of GPUs the time was measured (switch.py).
+    On a torus an all-gather takes V (n - 1) / n / W, a reduce-scatter the same, an all-reduce both. Latency is added,
+    and once what a call takes to begin; a permute has its hops alone. Of GPUs the time was measured (switch.py).
     """
     if group_size == 1:
         return 0.0 * num_bytes
@@ -122,7 +135,7 @@ def collective_seconds(kind: CollectiveKind, num_bytes: Bytes, group_size: int, 
         case "all-gather" | "reduce-scatter" | "collective-broadcast":
             return _gathers(num_bytes, link) + link.latency_seconds
         case "all-reduce":
-            return 2 * (_gathers(num_bytes, link) + link.latency_seconds)
+            return 2 * (_gathers(num_bytes, link) + link.latency_seconds) - link.call_seconds
         case "all-to-all":
             return _exchanges(num_bytes, link) + link.latency_seconds
         case "collective-permute" | "send":

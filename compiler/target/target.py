@@ -255,6 +255,7 @@ def _network(network: TorusSpec | SwitchSpec, calibration: Calibration) -> Torus
             "link_bytes_per_second": network.link_bytes_per_second / near.transfer,
             "core_bytes_per_second": core and core / near.transfer,
             "hop_seconds": network.hop_seconds * near.latency,
+            "call_seconds": network.call_seconds * near.latency,
             "host_bytes_per_second": network.host_bytes_per_second / far.transfer,
             "host_seconds": network.host_seconds * far.latency,
         }

@@ -15,6 +15,7 @@ from meshloom.compiler.target.placement import Placement
 from meshloom.compiler.xla.schedule.steps import Collective
 from support.placements import placed
 
+CALL = 6e-6  # until a collective of v5e moves data
 MESHES = [
     ("v5e-16", 1, {"fsdp": 4, "tensor": 4}), ("v5e-64", 1, {"data": 2, "fsdp": 8, "tensor": 4}),
     ("v5e-256", 1, {"data": 2, "fsdp": 16, "expert": 2, "tensor": 4}), ("v5e-256", 1, {"fsdp": 32, "tensor": 8}),
@@ -109,7 +110,7 @@ def test_a_ring_passes_on_in_one_direction_and_leaves_the_other():
     rings = groups_over(placement, {"tensor"})
     forth = [(ring[i], ring[(i + 1) % 4]) for ring in rings for i in range(4)]
     back = [(to, at) for at, to in forth]
-    one, other = send_between(placement, forth, 90e6), send_between(placement, back, 90e6)
+    one, other = send_between(placement, forth, 100e6), send_between(placement, back, 100e6)
     assert one.seconds == other.seconds == pytest.approx(1e-3 + 1e-6)
     assert len(set(one.tracks)) == len(set(other.tracks)) == 1
     assert one.tracks != other.tracks
@@ -139,11 +140,11 @@ def test_halves_of_an_axis_are_faster_than_the_axis():
     pairs = tuple(group[i : i + 2] for group in whole for i in range(0, 16, 2))
     found = place_collective(collective("all-gather", halves), placement)
     assert (found.mesh_axes, found.group_size, found.level) == (("fsdp",), 8, "ICI")
-    assert found.alone_seconds == pytest.approx(1e9 * 7 / 8 / 45e9 + 7e-6)
+    assert found.alone_seconds == pytest.approx(1e9 * 7 / 8 / 45e9 + 7e-6 + CALL)
     of_pairs = place_collective(collective("all-gather", pairs), placement).alone_seconds
-    assert of_pairs == pytest.approx(0.5e9 / 45e9 + 1e-6)
+    assert of_pairs == pytest.approx(0.5e9 / 45e9 + 1e-6 + CALL)
     of_whole = place_collective(collective("all-gather", whole), placement).alone_seconds
-    assert of_whole == pytest.approx(1e9 * 15 / 16 / 90e9 + 8e-6)
+    assert of_whole == pytest.approx(1e9 * 15 / 16 / 90e9 + 8e-6 + CALL)
 
 
 def test_groups_that_are_no_boxes_go_around_a_ring_of_their_members():
@@ -152,15 +153,15 @@ def test_groups_that_are_no_boxes_go_around_a_ring_of_their_members():
     squares = tuple(tuple(base + i for i in (0, 1, 4, 5)) for base in (0, 2, 8, 10))
     boxes = place_collective(collective("all-gather", squares), placement).alone_seconds
     walked = uneven_seconds("all-gather", 1e9, placement, squares)
-    assert boxes == pytest.approx(0.75e9 / 90e9 + 2e-6)
+    assert boxes == pytest.approx(0.75e9 / 90e9 + 2e-6 + CALL)
     assert walked.seconds == pytest.approx(boxes, rel=1e-3)
     corners = ((0, 1, 4), (15, 14, 11))
     for kind, times in (("all-gather", 1), ("reduce-scatter", 1), ("all-reduce", 2)):
         found = place_collective(collective(kind, corners), placement)
-        assert found.alone_seconds == pytest.approx(times * (2 / 3 * 1e9 / 45e9 + 2e-6))
+        assert found.alone_seconds == pytest.approx(times * (2 / 3 * 1e9 / 45e9 + 2e-6) + CALL)
         assert (found.why, found.is_certain) == (None, False)
     exchanged = place_collective(collective("all-to-all", corners), placement)  # 1 of 9 parts each way, and one passes
-    assert exchanged.alone_seconds == pytest.approx(2 * 1e9 / 9 / 45e9 + 2e-6)
+    assert exchanged.alone_seconds == pytest.approx(2 * 1e9 / 9 / 45e9 + 2e-6 + CALL)
 
 
 def test_groups_across_slices_that_are_no_boxes_are_bound_by_the_fewest_members():
@@ -182,7 +183,7 @@ def test_groups_across_slices_that_are_no_boxes_are_bound_by_the_fewest_members(
 def test_groups_of_different_sizes_have_a_price():
     placement = placed("v5e-16", fsdp=4, tensor=4)
     found = place_collective(collective("all-gather", ((0, 1, 2), (4, 5))), placement)
-    assert found.alone_seconds == pytest.approx(2 / 3 * 1e9 / 45e9 + 2e-6)
+    assert found.alone_seconds == pytest.approx(2 / 3 * 1e9 / 45e9 + 2e-6 + CALL)
 
 
 def test_collectives_of_some_slices_have_the_price_of_as_many():

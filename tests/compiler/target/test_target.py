@@ -260,7 +260,11 @@ def test_the_constants_of_the_page_are_those_of_the_files():
 
 def _constants(chip, network):
     shares = chip.kernels
-    latencies = (network.hop_seconds, network.host_seconds) if isinstance(network, TorusSpec) else (0, 0)
+    latencies = (
+        (network.hop_seconds, network.host_seconds, network.call_seconds)
+        if isinstance(network, TorusSpec)
+        else (0, 0, 0)
+    )
     figures = (
         shares.matmul, *(shares.attention.get(size) for size in (64, 128, 256)), shares.memory, chip.sustained,
         chip.power_watts, *(seconds * 1e6 for seconds in latencies),

@@ -13,7 +13,16 @@ from meshloom.compiler.xla.schedule.prices import price_instruction
 from support.programs import target_of
 
 BENCH = Path(__file__).parents[3] / "bench"
-MOST = {"matmul": 0.13, "matmul that sends": 0.08, "pass over memory": 0.13, "update inside tiles": 0.08}
+MOST = {  # the largest mean error of a kind
+    "all-gather": 0.08,
+    "reduce-scatter": 0.05,
+    "all-reduce": 0.05,
+    "all-to-all": 0.25,
+    "matmul": 0.13,
+    "matmul that sends": 0.08,
+    "pass over memory": 0.13,
+    "update inside tiles": 0.08,
+}
 SUM = """\
 HloModule m, is_scheduled=true
 
