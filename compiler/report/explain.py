@@ -13,6 +13,8 @@ from typing import Any
 from ..core.console import Column, Console, Line, Table
 from ..core.format import counted, human_bytes
 from ..core.known import as_json, or_unknown
+from ..core.partition_spec import Axes
+from ..estimate.communication import PlannedCollective
 from ..estimate.estimate import StepEstimate, estimate_step
 from ..estimate.stage_buffers import WHAT, StageBuffer, bytes_in_use
 from ..parallel.operation import OpPlan
@@ -23,6 +25,7 @@ from ..schema import SCHEMA_VERSION
 from ..sharding.rules import ArrayPlan
 from ..spec.sharding_spec import Rule
 from ..target.placement import Placement
+from ..target.target import TargetPlan
 from .explain_estimate import estimate_as_json, print_estimate, traffic_as_json, unknown_primitives
 
 COLUMNS = (
@@ -48,6 +51,9 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
         console.wrapped("      ", (f"{axis}={plan.mesh.sizes[axis]}", "bold cyan"), f" {why}")
     if plan.target.calibration:
         console.wrapped(("calibrated", "bold"), f" {plan.target.calibration.describe()}")
+    dtype, placement = spec.precision.compute, plan.mesh.placement
+    for text in assumptions(plan.target, dtype, placement, estimate.communication):
+        console.wrapped(("assumed", "bold"), f" {text}")
     console.wrapped(
         ("step", "bold"),
         f"  {counted(spec.tokens_per_step, 'token')}: {counted(spec.global_batch_size, 'sequence')} of "
@@ -92,6 +98,25 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
     print_estimate(plan, estimate, console)
 
 
+def assumptions(
+    target: TargetPlan, dtype: str, placement: Placement, communication: Sequence[PlannedCollective]
+) -> Iterator[str]:
+    """Yields what the prices of a step assume: figures of the target that nobody measured, matmuls and collectives
+    beyond those that were measured. dtype: the type of its matmuls."""
+    if target.assumed:
+        yield f"{', '.join(target.assumed)}: their sources in the target's file say as what"
+    matmuls = target.matmul_times()
+    if target.platform == "gpu" and target.chip and not (matmuls and matmuls.knows(dtype)):
+        yield f"matmuls in {dtype}: {target.chip.kernels.matmul:g} of the peak at every size; none was measured"
+    beyond: dict[tuple[Axes, str], dict[str, None]] = {}
+    for one in communication:
+        times = placement.link_of(one.mesh_axes).times
+        if times and (how := times.beyond_measured(one.kind, one.bytes_each)):
+            beyond.setdefault((one.mesh_axes, how), {})[one.kind] = None
+    for (axes, how), kinds in beyond.items():
+        yield f"{', '.join(kinds)} over {'+'.join(axes)} as the last that were measured: {how}"
+
+
 def _operation_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yields each operation and how it runs at each site. Sites of one name in several pieces share a line if they run
     alike."""
@@ -127,6 +152,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "mesh_reasons": dict(plan.mesh.reasons),
             "flag_presets": list(plan.spec.overlap.flag_presets),
             "placement": {axis: _placed(plan.mesh.placement, axis) for axis in plan.mesh.placement.describe()},
+            "assumed": [*assumptions(target, plan.spec.precision.compute, plan.mesh.placement, estimate.communication)],
             "warnings": [{"where": each.where, "what": each.what, "fix": each.fix} for each in plan.warnings],
             "program": {
                 "num_parameters": plan.num_parameters,

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ..core.format import human_bytes
 from ..core.traffic import CollectiveKind
 from ..spec.measured_tables import CollectiveTable, NodeGroup
 
@@ -78,6 +79,17 @@ class SwitchTimes:
             return over_network
         # More GPUs of a node than were measured: all of the array still reaches each of them behind the switch.
         return _as_given(np.maximum(over_network, self._behind_switch(kind, size)), num_bytes)
+
+    def beyond_measured(self, kind: CollectiveKind, num_bytes: float) -> str:
+        """Returns in words how a group and an array exceed what was measured; empty if they do not."""
+        table = self.across if self.far > 1 else self.inside
+        size, most_bytes = num_bytes / (self.near * self.far if kind == "all-to-all" else 1), table.bytes[-1]
+        most_nodes, found = max(far for far, _ in _rows(table, kind)), []
+        if self.far > most_nodes > 1:
+            found.append(f"{self.far} nodes of at most {most_nodes}")
+        if size > most_bytes:
+            found.append(f"arrays of {human_bytes(int(size))} of at most {human_bytes(int(most_bytes))}")
+        return " and ".join(found)
 
     def start_seconds(self, kind: CollectiveKind = "all-gather") -> float:
         """Returns the seconds of the smallest message."""

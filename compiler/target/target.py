@@ -61,6 +61,17 @@ class TargetPlan:
     option_effects: Effects
     calibration: Calibration | None = None
 
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """Returns the figures whose source is an assumption, by their key in `conf/target`."""
+        parts = {"chip": self.chip, "network": self.network}
+        return tuple(
+            f"{part}.{name}"
+            for part, spec in parts.items() if spec
+            for name, source in spec.sources.items()
+            if "an assumption" in source and getattr(spec, name) is not None
+        )  # fmt: skip
+
     def matmul_times(self, factor: float = 1.0) -> MatmulTimes | None:
         """Returns the times of matmuls under the load of a run; None where none were measured. factor: by how much they
         take longer still."""

@@ -38,6 +38,20 @@ def test_a_size_that_nobody_declared_has_its_reason():
     assert f"replica=4 {why}" in file.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("h100-8", []),
+        ("h100-512", ["64 nodes of at most 32"]),
+        ("a100-8", ["network.collectives: their", "matmuls in bfloat16: 0.87 of the peak"]),
+    ],
+)
+def test_prices_that_nobody_measured_are_named(target, said):
+    plan = plan_of(f"target={target}", "sharding=fsdp", "global_batch_size=512", "model.embed_dim=512", *ON_CHIPS)
+    found = plan_as_json(plan)["assumed"]
+    assert all(part in text for text, part in zip(found, said, strict=True))
+
+
 def test_the_bubble_of_a_pipeline_is_named_beside_what_is_exposed():
     plan = plan_of("target=v5p-8", *ON_CHIPS)
     estimate = estimate_declared(plan)
