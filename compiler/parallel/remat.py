@@ -18,7 +18,7 @@ from meshloom.models import Aux, AuxOfTotals, run_at_once, split_output
 
 from ..core.errors import Problem, raise_if_any, use_one_of
 from ..sharding.arrays import LAYER_INPUT, Arrays
-from ..spec.step_spec import RematSpec
+from ..spec.step_spec import RematChoice, RematSpec
 
 # Operations that move data and compute nothing. Their results are made again in the backward pass, never kept: to keep
 # a gathered weight would undo its sharding, and what is derived from one by moving it is as large.
@@ -40,13 +40,16 @@ def check_remat(spec: RematSpec, arrays: Arrays) -> None:
         for stack in spec.stacks
         if stack not in arrays.in_layers
     ]
-    by_name = [stack for stack in arrays.in_layers if policy_of(spec, stack) in ("save_names", "offload")]
-    names = list(dict.fromkeys(name for stack in by_name for name in arrays.in_layers[stack]))
-    problems += [
-        Problem(f"remat.names[{index}]", f"no layer names an activation '{name}'", use_one_of(name, names))
-        for index, name in enumerate(spec.names)
-        if by_name and name not in names
-    ]
+    of_names = {f"remat.names[{index}]": name for index, name in enumerate(spec.names)}
+    of_choices = {f"remat.choices.{name}": name for name in spec.choices}
+    for asked, policies in ((of_names, ("save_names", "offload")), (of_choices, ("by_name",))):
+        by_name = [stack for stack in arrays.in_layers if policy_of(spec, stack) in policies]
+        names = list(dict.fromkeys(name for stack in by_name for name in arrays.in_layers[stack]))
+        problems += [
+            Problem(where, f"no layer names an activation '{name}'", use_one_of(name, names))
+            for where, name in asked.items()
+            if by_name and name not in names
+        ]
     raise_if_any(problems)
 
 
@@ -55,18 +58,30 @@ def policy_of(spec: RematSpec, stack: str) -> str:
     return spec.stacks.get(stack, spec.policy)
 
 
+def choices_of(spec: RematSpec, stack: str) -> Mapping[str, RematChoice]:
+    """Returns the activations of a stack that the declaration names, and whether each is saved or moved to the host."""
+    match policy_of(spec, stack):
+        case "save_names":
+            return dict.fromkeys(spec.names, "save")
+        case "offload":
+            return dict.fromkeys(spec.names, "offload")
+        case "by_name":
+            return spec.choices
+    return {}
+
+
 def build_policy(spec: RematSpec, stack: str, arrays: Arrays) -> Policy:
     """Returns what `jax.checkpoint` asks about each operation of the stack's layers."""
     policies, policy = jax.checkpoint_policies, policy_of(spec, stack)
     if policy == "none":
         return _all_but_moved
-    names = spec.names if policy in ("save_names", "offload") else ()
-    marks = [mark for name in names for mark in _marks_of(name, arrays)]
-    moved = marks if policy == "offload" else []
-    saved = {GROUPED_INPUT, *marks, *((ATTENTION_RESULT, ATTENTION_LSE) if policy == "minimal" else ())}
+    attention = (ATTENTION_RESULT, ATTENTION_LSE) if policy == "minimal" else ()
+    choices: dict[str, str] = dict.fromkeys((GROUPED_INPUT, *attention), "save")
+    for name, choice in choices_of(spec, stack).items():
+        choices |= dict.fromkeys(_marks_of(name, arrays), choice)
     by_name = policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=saved - set(moved),
-        names_which_can_be_offloaded=moved,
+        names_which_can_be_saved=[mark for mark, choice in choices.items() if choice == "save"],
+        names_which_can_be_offloaded=[mark for mark, choice in choices.items() if choice == "offload"],
         offload_src="device",
         offload_dst="pinned_host",
     )

@@ -30,7 +30,8 @@ from .secrets import Sources, as_compared, as_written
 from .sharding_spec import ShardingRules
 
 TokenOrderName = Literal["zigzag", "contiguous"]
-RematPolicy = Literal["none", "minimal", "save_dots", "save_names", "offload", "full"]
+RematPolicy = Literal["none", "minimal", "save_dots", "save_names", "offload", "by_name", "full"]
+RematChoice = Literal["save", "offload"]
 
 
 class LossScaleSpec(Config):
@@ -72,9 +73,17 @@ class RematSpec(Config):
     policy: RematPolicy  # for every stack of layers
     stacks: dict[str, RematPolicy]  # for single stacks, by name
     names: tuple[Text, ...]  # the activations that save_names saves and offload moves to host memory
+    choices: dict[Text, RematChoice]  # by_name: activations that are saved or moved to host memory, by name
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        by_name = "by_name" in self.policies
+        if by_name and not self.choices:
+            what = "is empty, and by_name saves or offloads activations by name"
+            raise mistake(what, "set remat.choices={...}, such as {layer_input: offload, attended: save}", "choices")
+        if self.choices and not by_name:
+            what = f"chooses for {', '.join(self.choices)}, but the policy {self.policy} has no choices"
+            raise mistake(what, "set remat.choices={}, or choose remat=by_name", "choices")
         used = [policy for policy in self.policies if policy in ("save_names", "offload")]
         if used and not self.names:
             what = f"is empty, and {used[0]} saves activations by name"

@@ -118,6 +118,20 @@ def test_every_loop_keeps_offloaded_layer_inputs_on_the_host_alone(loop):
     assert memory.activations == 0
 
 
+def test_by_name_keeps_some_names_on_the_device_and_others_on_the_host():
+    """A group's layers too. What is offloaded is layer_input and mlp_up; queries are saved, and the rest runs again."""
+    by_name = ("remat=by_name", "remat.choices={mlp_up: offload, queries: save}", "~remat.choices.attended")
+    plan = plan_of("target=cpu-1", *GROUPED, *by_name)
+    assert plan.spec.remat.choices == {"layer_input": "offload", "mlp_up": "offload", "queries": "save"}
+    model, memory = plan.spec.model, estimate_step(plan).memory
+    assert isinstance(model, DecoderConfig)
+    numbers = model.num_layers * plan.spec.tokens_per_step * FLOAT32_BYTES
+    assert memory.host_bytes == numbers * (model.embed_dim + model.mlp_dim)
+    assert memory.activations == numbers * model.num_heads * model.head_dim
+    of_names = ("remat=save_names", "remat.names=[layer_input,mlp_up,queries]")
+    assert _flops(*GROUPED, *by_name) == _flops(*GROUPED, *of_names)
+
+
 def test_stages_keep_on_the_host_what_is_offloaded_of_all_microbatches_in_flight():
     plan = plan_of("target=cpu-2", "sharding=ddp", "mesh.stage=2", "num_microbatches=4", "model.num_layers=4",
                    "remat=offload", "remat.names=[mlp_up]")  # fmt: skip
@@ -149,6 +163,28 @@ def test_a_name_that_no_layer_has_is_an_error_with_the_nearest_one():
     (problem,) = refused.value.problems
     assert problem.where == "remat.names[0]"
     assert "layer_input" in problem.fix.replace(",", " ").split()
+
+
+def test_a_choice_for_a_name_that_no_layer_has_is_an_error_with_the_nearest_one():
+    with pytest.raises(ConfigError) as refused:
+        plan_of("target=cpu-1", "remat=by_name", "remat.choices={layer_inputs: offload, queries: save}")
+    (problem,) = refused.value.problems
+    assert problem.where == "remat.choices.layer_inputs"
+    assert "layer_input" in problem.fix.replace(",", " ").split()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where"),
+    [
+        (("remat=by_name", "remat.choices={layer_input: keep}"), "remat.choices.layer_input"),
+        (("remat=by_name", "remat.choices=null"), "remat.choices"),
+        (("remat=full", "remat.choices={queries: save}"), "remat.choices"),
+    ],
+)
+def test_choices_that_cannot_be_are_errors(overrides, where):
+    with pytest.raises(ConfigError) as refused:
+        plan_of("target=cpu-1", *overrides)
+    assert [problem.where for problem in refused.value.problems] == [where]
 
 
 @pytest.mark.parametrize("loop", tiered(LOOPS, plain=["prefetch"], release=["unrolled"]))
