@@ -7,9 +7,11 @@ nothing of attention runs again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
@@ -17,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from meshloom.models import Aux, AuxOfTotals, run_at_once, split_output
 
 from ..core.errors import Problem, raise_if_any, use_one_of
+from ..core.float_types import ComputeType
 from ..sharding.arrays import LAYER_INPUT, Arrays
 from ..spec.step_spec import RematChoice, RematSpec
 
@@ -24,6 +27,13 @@ from ..spec.step_spec import RematChoice, RematSpec
 # a gathered weight would undo its sharding, and what is derived from one by moving it is as large.
 _MOVES = frozenset({
     "all_gather", "broadcast_in_dim", "name", "reshape", "sharding_constraint", "squeeze", "transpose",
+})  # fmt: skip
+
+# Arithmetic on single entries. In a wider type than the layer computes in, its results are made again from the narrow
+# arrays that are saved: a norm of a bfloat16 array would save three of float32 beside it.
+_ARITHMETIC = frozenset({
+    "add", "convert_element_type", "cos", "div", "exp", "integer_pow", "log", "logistic", "max", "min", "mul", "neg",
+    "rsqrt", "select_n", "sin", "sqrt", "square", "sub", "tanh",
 })  # fmt: skip
 
 Policy = Callable[..., Any]
@@ -70,11 +80,12 @@ def choices_of(spec: RematSpec, stack: str) -> Mapping[str, RematChoice]:
     return {}
 
 
-def build_policy(spec: RematSpec, stack: str, arrays: Arrays) -> Policy:
-    """Returns what `jax.checkpoint` asks about each operation of the stack's layers."""
+def build_policy(spec: RematSpec, stack: str, arrays: Arrays, compute: ComputeType) -> Policy:
+    """Returns what `jax.checkpoint` asks about each operation of the stack's layers. compute: the type in which they
+    compute."""
     policies, policy = jax.checkpoint_policies, policy_of(spec, stack)
     if policy == "none":
-        return _all_but_moved
+        return partial(_is_saved, jnp.dtype(compute).itemsize)
     attention = (ATTENTION_RESULT, ATTENTION_LSE) if policy == "minimal" else ()
     choices: dict[str, str] = dict.fromkeys((GROUPED_INPUT, *attention), "save")
     for name, choice in choices_of(spec, stack).items():
@@ -138,5 +149,9 @@ def marked(name: str, x: Array) -> Array:
     return checkpoint_name(x, name)
 
 
-def _all_but_moved(primitive: Any, *_: Any, **__: Any) -> bool:
+def _is_saved(itemsize: int, primitive: Any, *operands: Any, **parameters: Any) -> bool:
+    """Returns True for operations whose results `none` saves. itemsize: the bytes of a number in the compute type."""
+    if primitive.name in _ARITHMETIC:
+        made = jnp.dtype(parameters.get("new_dtype", operands[-1].dtype))
+        return not (jnp.issubdtype(made, jnp.floating) and made.itemsize > itemsize)
     return primitive.name not in _MOVES

@@ -82,7 +82,7 @@ def build_functions(
             stack.name,
             stack.num_layers,
             _layer(stack, layer_runner(spec.remat, stack.name), make_context, over_batch, first, num_tokens),
-            build_policy(spec.remat, stack.name, plan.arrays),
+            build_policy(spec.remat, stack.name, plan.arrays, spec.precision.compute),
         )
         for stack, first in zip(model.stacks, before, strict=False)
     )
