@@ -22,6 +22,7 @@ import pipelines
 import playbook
 import published
 import rows
+import tpu_operations
 import tune
 from compiled_rows import read_kept, read_lines
 
@@ -50,6 +51,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "chaos": lambda: chaos.table(read_lines(chaos.KEPT)),
     "operations-collectives": lambda: operations.table(list(operations.collectives()), mean),
     "operations-matmuls": lambda: operations.table(list(operations.matmuls()), median),
+    "operations-tpus": tpu_operations.tpu_table,
     "pipeline-bubbles": pipelines.bubbles,
     "pipeline-recomputed": pipelines.recomputed,
     "pipeline-permutes": pipelines.permutes,

@@ -1,4 +1,6 @@
-"""Prices operations of TPUs that others measured, each from its own line of a program's text: read by operations.py.
+"""Prices operations of TPUs that others measured, each from its own line of a program's text.
+
+    python bench/tpu_operations.py          # every operation, one a line
 
 A profile has an operation's line, and not the computations that it calls: matmuls are priced by the FLOPs that the
 profile counts, other fusions as passes over all of their operands, reduce-scatters by the bytes of their operand.
@@ -6,6 +8,7 @@ profile counts, other fusions as passes over all of their operands, reduce-scatt
 
 import csv
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -44,6 +47,18 @@ class Operation(NamedTuple):
     size: str
     measured: float
     price: float
+
+
+def tpu_table() -> str:
+    """Returns the errors by chip and kind, in Markdown: without signs averaged, and the worst."""
+    rows: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for each in tpu_operations():
+        rows[each.chip, each.kind].append(each.price / each.measured - 1)
+    lines = ["| chip | kind | operations | mean | worst |", "|---|---|---|---|---|"]
+    for (chip, kind), errors in sorted(rows.items()):
+        average = sum(map(abs, errors)) / len(errors)
+        lines.append(f"| {chip} | {kind} | {len(errors)} | {average:.0%} | {max(errors, key=abs):+.0%} |")
+    return "\n".join(lines)
 
 
 @cache
@@ -90,7 +105,7 @@ def _of_step(row: dict[str, str]) -> Iterator[Operation]:
     if category == "convolution fusion":
         flops = float(row["gflops_of_core"]) * 2e9 * measured
         sends = _SENDS.search(text.partition(" fusion(")[0]) is not None
-        price = flops / (chip.peak_flops_per_second["bfloat16"] * chip.matmul_share)
+        price = flops / (chip.peak_flops_per_second["bfloat16"] * chip.matmul_share) + cost_model().matmul_seconds
         kind, price = ("matmul that sends", price * cost_model().sending_matmul) if sends else ("matmul", price)
         yield Operation("v5p", kind, f"{flops / 1e9:.0f} GFLOP", measured, price)
     elif category in PASSES and (category == "dynamic-update-slice" or not _SLICED.search(text)):
@@ -124,3 +139,11 @@ def alone(text: str) -> str:
     lines = [f"  %{operand} = {kind} parameter({n})" for n, (operand, kind) in enumerate(operands.items())]
     return "\n".join(["HloModule m, is_scheduled=true, num_partitions=4", "", "ENTRY %main () -> f32[] {", *lines,
                       f"  ROOT {name} = {rest}", "}", ""])  # fmt: skip
+
+
+if __name__ == "__main__":
+    for each in tpu_operations():
+        figures = (
+            f"{each.measured * 1e6:11.1f} us, priced {each.price * 1e6:11.1f}: {each.price / each.measured - 1:+.0%}"
+        )
+        print(f"{each.chip:<6} {each.kind:<20} {each.size:<52} {figures}")

@@ -132,7 +132,8 @@ def _arithmetic_seconds(work: KernelCost, peak: float, chip: Chip) -> float:
     """Returns the time of a kernel's arithmetic: measured for matmuls of this size, else at a share of the peak."""
     if work.unit == "matmul" and work.num_results and chip.matmuls is not None and chip.matmuls.knows(work.dtype):
         return float(chip.matmuls.seconds(work.dtype, work.flops, work.num_results))
-    return work.flops / (peak * _share(work, chip))
+    start = cost_model().matmul_seconds if chip.platform == "tpu" and work.num_results else 0.0
+    return work.flops / (peak * _share(work, chip)) + start
 
 
 def _share(work: KernelCost, chip: Chip) -> float:

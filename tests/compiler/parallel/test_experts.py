@@ -96,15 +96,15 @@ ON_V5P = (*MIXTRAL, "overlap=prefetch", "target=v5p-128", "mesh.fsdp=16", "mesh.
 
 def test_an_exchange_is_priced_by_what_nothing_hides():
     """Of two chunks, the first is sent and the last comes back beside no matmul. Gathering tokens does not wait for the
-    router; recomputed results feed the gradient of its weights alone."""
+    router; recomputed results feed the gradient of its weights alone. Parts begin more often than whole arrays."""
     plans = [plan_as_declared(*ON_V5P, "moe.num_chunks=2", *more) for more in ((ASYNC,), (ASYNC, "remat=none"))]
     mesh, tokens_bytes = plans[0].mesh, 8192 * 4096 * 2
     exchanged = mesh.alone_seconds("all-to-all", 4 * 2 * tokens_bytes, ("expert",)) or math.nan
     scattered = mesh.alone_seconds("reduce-scatter", 4 * tokens_bytes, ("expert",)) or math.nan
     for plan, num_legs in zip(plans, (4, 3), strict=True):
         costs = _costs(plan.operation("experts"))
-        assert costs["ragged"] == pytest.approx(num_legs * exchanged / 2, rel=0.03)
-        assert costs["gathered"] == pytest.approx(2 * scattered / 2, rel=0.03)
+        assert costs["ragged"] == pytest.approx(num_legs * exchanged / 2, rel=0.06)
+        assert costs["gathered"] == pytest.approx(2 * scattered / 2, rel=0.06)
     assert plans[0].operation("experts").chosen.name == "gathered"
     # The SparseCores send no all-to-all: all six legs of it are waited for.
     on_cores = plan_as_declared(*ON_V5P, "overlap.flag_presets=[sparse_core]").operation("experts")
