@@ -212,6 +212,19 @@ def test_minimal_saves_results_of_matmuls_and_of_attention_alone():
     assert estimate_step(plan).memory.activations == model.num_layers * tokens * token
 
 
+def test_none_saves_each_array_of_a_layer_once():
+    """A token's arrays in bfloat16: the layer's input, the results of both norms, queries, keys, values, attention's
+    result, the residual stream between attention and MLP, gate, up and their product. In float32 the log-sum-exp of
+    each head and the sum of each norm."""
+    plan = plan_of(*ATTENTION, "global_batch_size=4", "target=h100-4", "remat=none")
+    model, tokens = plan.spec.model, plan.spec.tokens_per_step // plan.mesh.num_devices
+    assert isinstance(model, DecoderConfig)
+    heads = 2 * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads) + FLOAT32_BYTES * model.num_heads
+    token = 2 * (4 * model.embed_dim + 3 * model.mlp_dim) + heads + 2 * FLOAT32_BYTES
+    found = estimate_step(plan).memory.activations
+    assert found == pytest.approx(model.num_layers * tokens * token, rel=1e-3)  # wavelengths are saved once a layer
+
+
 ATTENTION = ("model.num_layers=2", "model.num_heads=8", "model.num_kv_heads=4", "model.head_dim=128",
              "sequence_length=2048", "precision=bfloat16")  # fmt: skip
 OVER_LENGTH = ("sharding=fsdp_context", "mesh.context=4")
