@@ -35,21 +35,58 @@ class KernelArray:
 
 
 @dataclass(frozen=True)
+class AttentionCall:
+    """What the rate of an attention kernel depends on. head_dim: the size of a head of the queries. length: the tokens
+    that a query may see; 0 for a part of a long sequence. block: the tokens of a block; 0: not known. matmuls: that one
+    call computes for each score: 2 forward; backward 5, or 3 and 4 in two kernels."""
+
+    head_dim: int = 0
+    length: int = 0
+    block: int = 0
+    matmuls: int = 2
+
+    @property
+    def is_backward(self) -> bool:
+        return self.matmuls > 2
+
+
+def contracted_size(matmuls: int, of_keys: int, of_values: int) -> int:
+    """Returns what an attention kernel of so many matmuls sums over for each score. Forward one matmul has the width of
+    keys, and one that of values; backward the scores again, and a gradient of each of four factors (arXiv:2205.14135),
+    of which keys' and values' are one kernel, or the queries' another."""
+    with_values = {2: 1, 3: 1, 4: 2, 5: 2}[matmuls]
+    return (matmuls - with_values) * of_keys + with_values * of_values
+
+
+# What the rate of a kernel depends on: a call of attention, or the name of a kernel of grouped matmuls.
+RatedBy = AttentionCall | str
+
+
+@dataclass(frozen=True)
 class KernelCost:
     """The cost of one call.
 
     flops: its arithmetic. dtype: the type of the arithmetic; empty: that of its first matrix of floats. num_bytes: the
-    bytes that it moves; None: its operands and results, once. head_dim: the size of a head, of attention. unknown: the
-    name of a kernel that takes at least this, if nobody knows how much longer. num_results: the elements of a matmul's
-    result, or of several together; 0: not known."""
+    bytes that it moves; None: its operands and results, once. attention: of an attention kernel, what its rate depends
+    on. grouped: of grouped matmuls, the kernel's name in conf/calibration/_kernels.yaml. unknown: the name of a kernel
+    that takes at least this, if nobody knows how much longer. num_results: the elements of a matmul's result, or of
+    several together; 0: not known."""
 
     flops: float = 0.0
     dtype: str = ""
     unit: Unit = "matmul"
     num_bytes: int | None = None
     unknown: str = ""
-    head_dim: int = 0
+    attention: AttentionCall | None = None
+    grouped: str = "declared"
     num_results: int = 0
+
+    @property
+    def rated_by(self) -> RatedBy | None:
+        """Returns what its rate depends on; None for a plain matmul."""
+        if self.unit == "attention":
+            return self.attention or AttentionCall()
+        return self.grouped if self.unit == "grouped" else None
 
 
 @dataclass(frozen=True)
@@ -88,19 +125,3 @@ class KernelOwner(Protocol):
 def ask_owners(owners: Sequence[KernelOwner], call: KernelCall) -> KernelCost | None:
     """Returns the cost of a call by the first operation that knows the kernel; None where none of them does."""
     return next((cost for owner in owners if (cost := owner.kernel_cost(call)) is not None), None)
-
-
-def share_of_head(shares: Mapping[int, float], size: int) -> float:
-    """Returns the share of the peak that attention with heads of this size reaches. Between two sizes that are known,
-    what a score takes is a line: its matmuls, and its part of the softmax. A smaller head takes as long as the smallest
-    that is known."""
-    known = sorted(shares)
-    if size <= known[0]:
-        return shares[known[0]] * size / known[0]
-    if size >= known[-1]:
-        return shares[known[-1]]
-    low, high = max(each for each in known if each <= size), min(each for each in known if each >= size)
-    if low == high:
-        return shares[low]
-    at_low, at_high = low / shares[low], high / shares[high]
-    return size / (at_low + (at_high - at_low) * (size - low) / (high - low))

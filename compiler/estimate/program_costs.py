@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from ..core.kernels import AttentionCall, RatedBy
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName
 from ..core.traffic import Crossing
 from ..jaxpr.program import Operation, Program
 from ..parallel.attention.exchange import EXCHANGE, RING
+from ..parallel.experts.experts import ExpertsOp
 from ..parallel.operation import ParallelOp, find_source
 from ..pipeline.makespan import Numbers, TickLoop, TickPart, TickPermute, TickSlot
 from .liveness import host_sets, live_sets
@@ -29,14 +31,15 @@ from .regions import Region
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
-WorkKind = Literal["matmul", "attention", "merged", "other"]  # merged: sums of ring attention outside its kernels
+# merged: sums of ring attention outside its kernels. routed: passes over the rows of experts.
+WorkKind = Literal["matmul", "attention", "grouped", "merged", "routed", "other"]
 
 
 @dataclass(frozen=True)
 class Work:
     """An operation that computes. flops: the place of its FLOPs in the numbers. moved: the places of the arrays that it
     reads and writes in memory, each as often as it is moved. results: of a matmul, the place of the elements of its
-    result; dtype: the type of its operands."""
+    result; dtype: the type of its operands. rated_by: of a kernel, what its rate depends on."""
 
     kind: WorkKind
     region: int
@@ -44,6 +47,7 @@ class Work:
     moved: tuple[int, ...]
     results: int | None = None
     dtype: str = ""
+    rated_by: RatedBy | None = None
 
 
 @dataclass(frozen=True)
@@ -119,9 +123,18 @@ class MatmulCosts:
 
 
 @dataclass(frozen=True)
+class KernelCosts:
+    """The costs of one kernel in a whole step: FLOPs and bytes, (stages, declarations)."""
+
+    rated_by: RatedBy
+    flops: Numbers
+    num_bytes: Numbers
+
+
+@dataclass(frozen=True)
 class RegionCosts:
     """The costs of one region in a whole step. flops, num_bytes: arrays (stages, declarations) by kind of work, with
-    one row where all stages have the same. matmuls: those that flops and num_bytes count together.
+    one row where all stages have the same. matmuls, kernels: those that flops and num_bytes count together, by kind.
 
     transfers: collectives, each with its bytes (declarations) and its number of executions (stages, declarations).
     """
@@ -129,6 +142,7 @@ class RegionCosts:
     flops: dict[WorkKind, Numbers]
     num_bytes: dict[WorkKind, Numbers]
     matmuls: tuple[MatmulCosts, ...]
+    kernels: dict[WorkKind, tuple[KernelCosts, ...]]
     transfers: tuple[tuple[Transfer, Numbers, Numbers], ...]
 
 
@@ -164,18 +178,22 @@ class Costs:
         flops: dict[WorkKind, Numbers] = defaultdict(lambda: np.zeros_like(executions))
         num_bytes: dict[WorkKind, Numbers] = defaultdict(lambda: np.zeros_like(executions))
         matmuls: list[MatmulCosts] = []
+        kernels: dict[WorkKind, tuple[KernelCosts, ...]] = defaultdict(tuple)
         for work in self.shape.works:
             if work.region == number:
                 moved = self.numbers[list(work.moved)].sum(axis=0)
                 num_bytes[work.kind] += executions * moved
                 if work.flops is not None:
-                    flops[work.kind] += executions * self.numbers[work.flops]
+                    computed = executions * self.numbers[work.flops]
+                    flops[work.kind] += computed
+                    if work.rated_by is not None:
+                        kernels[work.kind] += (KernelCosts(work.rated_by, computed, executions * moved),)
                 if work.flops is not None and work.results is not None:
                     own = self.numbers[work.flops], self.numbers[work.results]
                     matmuls.append(MatmulCosts(work.dtype, *own, moved, executions))
         own = (each for each in self.shape.transfers if each.region == number)
         transfers = tuple((each, self.numbers[each.full_bytes], executions) for each in own)
-        return RegionCosts(dict(flops), dict(num_bytes), tuple(matmuls), transfers)
+        return RegionCosts(dict(flops), dict(num_bytes), tuple(matmuls), dict(kernels), transfers)
 
 
 def _membership(sets: tuple[tuple[int, ...], ...], num_numbers: int) -> "csr_array":
@@ -288,7 +306,7 @@ class _Reader:
                 moved = (self.number(step.hbm_bytes),)
             flops = self.number(operation.flops) if operation.flops else None
             if moved or flops is not None:
-                work = Work(_kind_of(operation), number, flops, moved)
+                work = Work(_kind_of(operation), number, flops, moved, rated_by=operation.rated_by)
                 if work.kind == "matmul" and flops is not None:
                     results = self.number(_num_results(operation, region.program))
                     work = replace(work, results=results, dtype=region.program.dtypes[operation.inputs[0]])
@@ -301,6 +319,11 @@ def _num_results(operation: Operation, program: Program) -> float:
 
 
 def _kind_of(operation: Operation) -> WorkKind:
-    if operation.kind in ("matmul", "kernel"):
-        return "matmul" if operation.kind == "matmul" else "attention"
-    return "merged" if OperationName(operation.scope).fact(EXCHANGE) == RING else "other"
+    if operation.rated_by is not None:
+        return "attention" if isinstance(operation.rated_by, AttentionCall) else "grouped"
+    if operation.kind == "matmul":
+        return "matmul"
+    name = OperationName(operation.scope)
+    if name.fact(EXCHANGE) == RING:
+        return "merged"
+    return "routed" if name.fact(ExpertsOp.kind) else "other"

@@ -90,7 +90,8 @@ def largest_sum(terms: Iterable[tuple[Region, float]]) -> float:
 def _with_steps(region: Region, compiler: CompilerTraits) -> Region:
     program, steps = region.program, []
     places = {id(operation): place for place, operation in enumerate(program.operations)}
-    for step, arrays in traffic(region.fused, into_matmuls=compiler.fuses_into_matmuls):
+    fusion = {"into_matmuls": compiler.fuses_into_matmuls, "fuses_gathers": compiler.fuses_gathers}
+    for step, arrays in traffic(region.fused, **fusion):
         operation = step.operation
         inside = tuple(_with_steps(one, compiler) for one in _inside(operation, region, compiler))
         declares = operation.hbm_bytes is not None or operation.flops is None

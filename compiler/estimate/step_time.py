@@ -9,17 +9,17 @@ exposed    collectives that the compiler overlaps hide behind the arithmetic of 
 docs/estimate.md compares it with compiled schedules.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
 import numpy as np
 
-from ..core.kernels import share_of_head
+from ..core.kernels import RatedBy
 from ..core.partition_spec import STAGE, Axes
 from ..core.traffic import CollectiveKind
-from ..parallel.operation import Exposed, exposed_by_source, head_dim_of, runs_beside_compute
+from ..parallel.operation import Exposed, exposed_by_source, runs_beside_compute
 from ..pipeline.makespan import TickLoop, TickPart, TickPermute, TickSlot, time_ticks
 from ..plan import Plan
 from ..spec.cost_model import cost_model
@@ -38,13 +38,15 @@ Seconds = TypeVar("Seconds", float, Numbers)
 @dataclass(frozen=True)
 class Rates:
     """The speeds that programs reach on a device. hbm: for pointwise passes. stream: for a matmul or kernel, which
-    reads ahead. merged: for the sums of ring attention. matmuls: measured times; None: the FLOP/s count."""
+    reads ahead. merged: for the sums of ring attention. routed: for passes over the rows of experts. kernel: the FLOP/s
+    of a kernel. matmuls: measured times; None: the FLOP/s count."""
 
     matmul_flops_per_second: float
-    attention_flops_per_second: float
+    kernel: Callable[[RatedBy], float]
     hbm_bytes_per_second: float
     stream_bytes_per_second: float
     merged_bytes_per_second: float
+    routed_bytes_per_second: float
     matmuls: MatmulTimes | None = None
 
 
@@ -121,7 +123,7 @@ def _alone(kind: CollectiveKind, num_bytes: Numbers, link: Link) -> Numbers:
 
 def estimate_time(plan: Plan, step: Region) -> StepTime[float] | None:
     """Returns the time of the plan's step; None where the target's figures are not known."""
-    rates = plan_rates(plan.target, head_dim_of(plan.operations))
+    rates = plan_rates(plan.target)
     if rates is None:
         return None
     weights = frozenset(array.array.path for array in plan.sharding.parameters)
@@ -186,22 +188,27 @@ def _of_part(part: TickPart, of_regions: Sequence[Numbers], costs: Costs, links:
 
 
 def _compute_seconds(region: RegionCosts, rates: Rates, only: WorkKind | None = None) -> Numbers | float:
-    peaks = {"matmul": rates.matmul_flops_per_second, "attention": rates.attention_flops_per_second}
     total: Numbers | float = 0.0
     for kind, num_bytes in region.num_bytes.items():
         if only not in (None, kind):
             continue
-        if kind == "matmul" and rates.matmuls is not None and all(rates.matmuls.knows(m.dtype) for m in region.matmuls):
+        if kind in region.kernels:
+            for one in region.kernels[kind]:
+                streamed = one.num_bytes / rates.stream_bytes_per_second
+                total = total + np.maximum(one.flops / rates.kernel(one.rated_by), streamed)
+        elif (
+            kind == "matmul" and rates.matmuls is not None and all(rates.matmuls.knows(m.dtype) for m in region.matmuls)
+        ):
             for one in region.matmuls:
                 streamed = one.num_bytes / rates.stream_bytes_per_second
                 alone = rates.matmuls.seconds(one.dtype, one.flops, one.num_results)
                 total = total + one.executions * np.maximum(alone, streamed)
-        elif kind in peaks and kind in region.flops:
+        elif kind == "matmul" and kind in region.flops:
             streamed = num_bytes / rates.stream_bytes_per_second
-            total = total + np.maximum(region.flops[kind] / peaks[kind], streamed)
+            total = total + np.maximum(region.flops[kind] / rates.matmul_flops_per_second, streamed)
         else:
-            is_merged = kind == "merged"
-            total = total + num_bytes / (rates.merged_bytes_per_second if is_merged else rates.hbm_bytes_per_second)
+            passes = {"merged": rates.merged_bytes_per_second, "routed": rates.routed_bytes_per_second}
+            total = total + num_bytes / passes.get(kind, rates.hbm_bytes_per_second)
     return total
 
 
@@ -239,24 +246,25 @@ def _exposed(
     return waited
 
 
-def plan_rates(target: TargetPlan, head_dim: int | None) -> Rates | None:
-    """Returns the speeds of a device of the target; None where its figures are not known. head_dim: the width of the
-    model's attention heads; None where it has no attention."""
+def plan_rates(target: TargetPlan) -> Rates | None:
+    """Returns the speeds of a device of the target; None where its figures are not known."""
     chip, peak = target.chip, target.peak_flops_per_second
     bandwidth = target.hbm_bytes_per_second_per_device
     if chip is None or peak is None or bandwidth is None:
         return None
     share, power = chip.efficiency, chip.power_share
-    of_heads = share.matmul if head_dim is None else share_of_head(share.attention, head_dim)
     memory, slower = bandwidth * share.memory, target.calibration.matmul if target.calibration else 1.0
+    stream = bandwidth * chip.kernels.memory / slower
+    # On GPUs passes over the rows of experts are large kernels: those of a compiled qwen3_30b_a3b on h100-8 move GBs.
     # On TPUs XLA keeps much of a ring's sums in vector memory: a compiled step for v5p merges 21 bytes for each element
     # of the queries at the full bandwidth (parallel/attention/context.py), as many as are counted here.
     return Rates(
         matmul_flops_per_second=peak * share.matmul * power,
-        attention_flops_per_second=peak * of_heads * power,
+        kernel=lambda of: target.kernel_rate(of) or peak,
         hbm_bytes_per_second=memory,
-        stream_bytes_per_second=bandwidth * chip.kernels.memory / slower,
+        stream_bytes_per_second=stream,
         merged_bytes_per_second=bandwidth if target.platform == "tpu" else memory,
+        routed_bytes_per_second=memory if target.platform == "tpu" else stream,
         matmuls=target.matmul_times(slower),
     )
 

@@ -236,12 +236,12 @@ def cost_of(equation: Any) -> CallCost | str:
     why it is unknown."""
     name, kind = equation.primitive.name, equation_kind(equation)
     if name in PRODUCTS:
-        return CallCost(_product_flops(equation))
+        return CallCost(_product_flops(equation), rated_by="ragged_dot" if name in _GROUPED else None)
     if name in _FORMULAS:
         return CallCost(_FORMULAS[name](equation))
     if name == "pallas_call":
         declared = equation.params.get("cost_estimate")
-        return CallCost(int(declared.flops), int(declared.bytes_accessed)) if declared else NO_ESTIMATE
+        return CallCost(int(declared.flops), int(declared.bytes_accessed), "declared") if declared else NO_ESTIMATE
     if kind != "unknown":
         return CallCost(0)
     flops = ask_jax(equation)
@@ -270,7 +270,7 @@ def kernel_cost_of(equation: Any, scope: str, ops: Sequence[KernelOwner]) -> Cal
         is_pallas=name == "pallas_call",
     )
     cost = ask_owners(ops, call)
-    return cost and CallCost(round(cost.flops), cost.num_bytes)
+    return cost and CallCost(round(cost.flops), cost.num_bytes, cost.rated_by)
 
 
 def _array(x: Any) -> KernelArray:

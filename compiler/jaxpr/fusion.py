@@ -15,7 +15,8 @@ What XLA does on accelerators, as rules:
 6. On TPUs a result that only matmuls read is computed inside of them, and crosses the memory no more than its operands
    do. (It is counted in memory all the same: where several matmuls read it, XLA may also write it.)
 7. On TPUs a value that a loop stacks for the backward pass is copied into the stack, and copied out of it there.
-8. Nothing is fused across the border of a loop's body or a branch.
+8. On GPUs rows that are gathered, and that only pointwise operations and reductions read, are gathered inside of these.
+9. Nothing is fused across the border of a loop's body or a branch.
 
 The rest is in the order of the traced program.
 """
@@ -97,18 +98,23 @@ def fuse(program: Program, *, is_loop: bool) -> Fused:
     return Fused(program, _late_collectives(steps, is_ahead=is_loop), given)
 
 
-def traffic(fused: Fused, *, into_matmuls: bool) -> list[tuple[FusedStep, tuple[int, ...]]]:
-    """Returns each step with the arrays that it reads and writes in memory, each as often as it is moved. into_matmuls:
-    True where rule 6 holds. Pointwise operations on the same arrays are one pass over them."""
+def traffic(
+    fused: Fused, *, into_matmuls: bool, fuses_gathers: bool = False
+) -> list[tuple[FusedStep, tuple[int, ...]]]:
+    """Returns each step with the arrays that it reads and writes in memory, each as often as it is moved. into_matmuls,
+    fuses_gathers: True where rules 6 and 8 hold. Pointwise operations on the same arrays are one pass over them."""
     inlined = _inlined(fused) if into_matmuls else {}
+    readers = _readers(fused) if fuses_gathers else {}
     read_already: set[int] = set()
     moved = []
     for step in fused.steps:
         reads = dict.fromkeys(j for i in step.reads for j in inlined.get(i, (i,)))
-        if any(i in inlined for i in step.writes):
+        is_gather = step.operation.name == "gather"
+        is_fused = is_gather and all(readers.get(i, {""}) <= {*_FUSED} and i not in fused.outputs for i in step.writes)
+        if is_fused or any(i in inlined for i in step.writes):
             moved.append((step, ()))
             continue
-        if step.operation.name == "gather":  # only the rows of the table that are looked up
+        if is_gather:  # only the rows of the table that are looked up
             moved.append((step, (*step.writes, *step.writes)))
         else:
             writes = [i for i in step.writes if i not in step.in_place]
@@ -138,12 +144,18 @@ def _size(program: Program, value: int) -> int:
     return program.sizes[value] + program.host_sizes[value]
 
 
-def _inlined(fused: Fused) -> dict[int, tuple[int, ...]]:
-    """Returns the pointwise results that only matmuls read, with the arrays that they are made of."""
+def _readers(fused: Fused) -> dict[int, set[str]]:
+    """Returns the kinds of operations that read each array."""
     readers: dict[int, set[str]] = defaultdict(set)
     for step in fused.steps:
         for i in step.reads:
             readers[i].add(step.operation.kind)
+    return readers
+
+
+def _inlined(fused: Fused) -> dict[int, tuple[int, ...]]:
+    """Returns the pointwise results that only matmuls read, with the arrays that they are made of."""
+    readers = _readers(fused)
     found: dict[int, tuple[int, ...]] = {}
     for step in fused.steps:
         is_read = all(readers[i] == {"matmul"} and i not in fused.outputs for i in step.writes)

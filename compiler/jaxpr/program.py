@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+from ..core.kernels import RatedBy
 from ..core.traffic import CollectiveKind, Traffic
 from .unknown import UnknownPrimitive
 
@@ -34,9 +35,9 @@ class Operation:
     inputs, outputs: indices of values. scope: the names of the parts that it belongs to. flops: those of a device;
     None: unknown. stage_pairs: of a permute between stages, the senders with their receivers. hbm_bytes: the bytes that
     it declares to read and write. bodies: the body of a loop, or the branches; their inputs are the last ones of the
-    operation. num_carried: the number of the loop's first results that each trip hands to the next; the others are
-    stacked. chosen: of a slot of a pipeline, the branch that each stage runs, by
-    tick. unknown: the record of what is not known of it.
+    operation. rated_by: of a kernel, what its rate depends on. num_carried: the number of the loop's first results that
+    each trip hands to the next; the others are stacked. chosen: of a slot of a pipeline, the branch that each stage
+    runs, by tick. unknown: the record of what is not known of it.
     """
 
     kind: Kind
@@ -52,6 +53,7 @@ class Operation:
     hbm_bytes: int | None = None
     chosen: tuple[tuple[int, ...], ...] = ()
     unknown: UnknownPrimitive | None = None
+    rated_by: RatedBy | None = None
 
 
 @dataclass(frozen=True)

@@ -156,6 +156,7 @@ class _Reader(ProgramValues):
                 kind, name, scope, tuple(operands), tuple(results),
                 flops=cost.flops if isinstance(cost, CallCost) else None,
                 hbm_bytes=cost.hbm_bytes if isinstance(cost, CallCost) else None,
+                rated_by=cost.rated_by if isinstance(cost, CallCost) else None,
                 unknown=unknown,
                 collective=(sent := self.collective(equation, operands, results) if kind == "collective" else None),
                 stage_pairs=_stage_pairs(equation) if sent is not None and sent.mesh_axes == (STAGE,) else (),
@@ -277,7 +278,7 @@ class _Reader(ProgramValues):
         axes = dict.fromkeys((*(axis for axes in self.layouts[results[0]] for axis in axes), *reduced))
         num_shards = self.num_shards(tuple(axes))
         num_bytes = None if cost.hbm_bytes is None else cost.hbm_bytes // num_shards
-        return CallCost(cost.flops // num_shards, num_bytes)
+        return replace(cost, flops=cost.flops // num_shards, hbm_bytes=num_bytes)
 
     def shard_map(self, equation: Any, operands: list[int], scope: str) -> list[int]:
         """Reads a shard_map. Inside, values that are split over its manual axes have the shape of a shard."""

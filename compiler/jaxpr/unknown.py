@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from ..core.kernels import RatedBy
 from ..core.user_code import LIBRARIES, OURS, STDLIB
 
 _PACKAGES = "site-packages"
@@ -26,10 +27,11 @@ _FIX_WHILE = "use jax.lax.scan, or jax.lax.fori_loop with bounds that are Python
 @dataclass(frozen=True)
 class CallCost:
     """The cost of one call. hbm_bytes: the bytes that the operation declares; None: each operand and result is moved
-    once."""
+    once. rated_by: what its rate depends on; None: it is no kernel with a rate of its own."""
 
     flops: int
     hbm_bytes: int | None = None
+    rated_by: RatedBy | None = None
 
 
 @dataclass(frozen=True)

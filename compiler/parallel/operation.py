@@ -94,7 +94,6 @@ class Strategy:
     is_trivial: `explain` has nothing to show of a site that is run so.
     weights: how it gets at the weights of its site (weight_plan.py), whatever its name.
     num_trips: how many times a loop of its own runs; 1: it has none.
-    head_dim: the size of the heads that its kernels compute, which their rate depends on; None: it has none.
     has_spare_room: its buffers have room for any imbalance, so that the usual one leaves some of it empty.
     """
 
@@ -108,7 +107,6 @@ class Strategy:
     is_trivial: bool = False
     weights: WeightUse = "gathered"
     num_trips: int = 1
-    head_dim: int | None = None
     has_spare_room: bool = False
 
     @property
@@ -328,11 +326,6 @@ def exposed_by_source(plans: Iterable[OpPlan], target: TargetPlan) -> dict[str, 
     found = ((plan, plan.op.hiding(plan, target)) for plan in plans)
     sources = ((plan.op.source(OperationName(plan.op.scope(plan) or "")), one) for plan, one in found if one)
     return {source: one for source, one in sources if source is not None}
-
-
-def head_dim_of(plans: Iterable[OpPlan]) -> int | None:
-    """Returns the size of the heads of the first operation that has some; None where none has."""
-    return next((plan.chosen.head_dim for plan in plans if plan.chosen.head_dim is not None), None)
 
 
 def loop_trips(plans: Iterable[OpPlan]) -> int:

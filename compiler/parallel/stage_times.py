@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from meshloom.models import Model, Stack
 
-from ..core.kernels import share_of_head
+from ..core.kernels import AttentionCall
 from ..core.partition_spec import STAGE
 from ..pipeline.makespan import OpSeconds
 from ..pipeline.stage_layers import StageLayers
@@ -115,7 +115,7 @@ def plan_stage_times(inputs: OpInputs) -> StageTimes:
         of_weights = num_multiplied[stack.name] / stack.num_layers
         return LayerTimes(
             matmuls=2 * tokens * of_weights / speeds.matmul,
-            attention=flops / speeds.attention(head_dim),
+            attention=flops / speeds.attention(head_dim, spec.sequence_length),
             moved=moved,
             left=left,
             added=3 * of_weights * itemsize / speeds.memory,  # two read, one written
@@ -160,18 +160,18 @@ class _Speeds:
 
     matmul: float
     memory: float
-    attention: Callable[[int], float]  # by the width of heads
+    attention: Callable[[int, int], float]  # by the width of heads and the length
     is_known: bool
 
 
 def _speeds(target: TargetPlan) -> _Speeds:
     chip, peak, bandwidth = target.chip, target.peak_flops_per_second, target.hbm_bytes_per_second_per_device
     if chip is None or peak is None or bandwidth is None:
-        return _Speeds(1.0, math.inf, lambda head_dim: 1.0, is_known=False)
+        return _Speeds(1.0, math.inf, lambda head_dim, length: 1.0, is_known=False)
     share, peak = chip.efficiency, peak * chip.power_share
 
-    def attention(head_dim: int) -> float:
-        return peak * share_of_head(share.attention, head_dim)
+    def attention(head_dim: int, length: int) -> float:
+        return target.kernel_rate(AttentionCall(head_dim, length)) or peak
 
     return _Speeds(peak * share.matmul, bandwidth * share.memory, attention, is_known=True)
 

@@ -21,6 +21,7 @@ class CompilerTraits(Record):
     all_reduces_each_matmul: the partial results of each matmul are all-reduced separately; otherwise several are
         combined, in shards.
     fuses_into_matmuls: pointwise operations whose result only matmuls read are computed inside of these.
+    fuses_gathers: a gather of rows is computed inside of the pointwise operations that read it.
     async_permutes: permutes overlap with independent work, on up to max_chips_async_permutes chips.
     copies_loop_carry: the state that a loop carries to its next iteration is copied.
     copies_conditionals: what a conditional takes and gives is copied, whichever branch runs.
@@ -39,6 +40,7 @@ class CompilerTraits(Record):
     unordered_collectives: bool = False
     all_reduces_each_matmul: bool = False
     fuses_into_matmuls: bool = False
+    fuses_gathers: bool = False
     async_permutes: bool = False
     max_chips_async_permutes: int | None = None
     copies_loop_carry: bool = False

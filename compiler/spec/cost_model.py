@@ -16,7 +16,6 @@ from .own_config import own_config
 class CostModel(Record):
     """The numbers of the cost model.
 
-    grouped_efficiency: the share of the peak that grouped matmuls reach on TPUs, and of cuBLAS's rate on GPUs.
     kernel_seconds: the shortest GPU kernel. kernel_gap_seconds: from the end of a kernel to the start of the next.
     negligible_bytes: arrays of at most this size take no time on TPUs.
     matmul_seconds: what a matmul takes on TPUs besides its arithmetic.
@@ -39,7 +38,6 @@ class CostModel(Record):
     usual_imbalance: the room for experts that a balanced router needs, over the mean.
     """
 
-    grouped_efficiency: UpToOne
     kernel_seconds: PositiveFloat
     kernel_gap_seconds: PositiveFloat
     negligible_bytes: PositiveInt

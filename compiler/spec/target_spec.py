@@ -16,19 +16,16 @@ from ..core.config_types import NumBytes, Text, UpToOne
 from ..core.float_types import PeakType
 from ..core.format import counted
 from ..core.traffic import PassKind
+from .kernel_rates import NamedAttention
 from .measured_tables import NamedCollectives, NamedMatmuls
 
 ChipShape = tuple[PositiveInt, ...]
-
-
-HeadShares = Annotated[dict[PositiveInt, UpToOne], Field(min_length=1)]  # by the size of a head
 
 
 class Efficiency(Config):
     """Shares of the peaks that compiled programs reach, over whole steps; what an estimate of time rests on."""
 
     matmul: UpToOne
-    attention: HeadShares
     memory: UpToOne
 
 
@@ -39,7 +36,6 @@ class KernelShares(Config):
     """
 
     matmul: UpToOne
-    attention: HeadShares  # of the blocks that a mask leaves
     memory: UpToOne
     passes: dict[PassKind, UpToOne]
 
@@ -72,6 +68,7 @@ class ChipSpec(Config):
     power_limit_watts: PositiveFloat | None  # that your operator set (nvidia-smi -q -d POWER); None: as sold
     efficiency: Efficiency
     kernels: KernelShares
+    attention: NamedAttention  # the kernel that attention is priced with
     matmuls: NamedMatmuls  # measured times; where a type has none, its share of the peak counts
     sustained: UpToOne  # share of the kernels' arithmetic that a run keeps at the power as sold
     sources: dict[str, str]  # by figure: a page or a document

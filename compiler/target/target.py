@@ -13,9 +13,11 @@ import jax
 
 from ..core.errors import ConfigError, Problem
 from ..core.float_types import ComputeType
+from ..core.kernels import AttentionCall, RatedBy
 from ..spec.calibration_spec import Calibration, LinkCalibration
 from ..spec.compiler_traits import CompilerTraits, read_compiler_traits
 from ..spec.flag_presets import Effects, FlagPreset, read_flag_presets, read_option_effects
+from ..spec.kernel_rates import grouped_kernels
 from ..spec.target_names import chip_file, kinds
 from ..spec.target_spec import (
     ChipShape,
@@ -78,6 +80,16 @@ class TargetPlan:
         if self.chip is None or self.chip.matmuls is None:
             return None
         return MatmulTimes(self.chip.matmuls, factor / (self.chip.sustained * self.chip.power_share))
+
+    def kernel_rate(self, of: RatedBy) -> float | None:
+        """Returns the FLOP/s that a kernel keeps over a run; None where they are not known."""
+        chip, peak, slower = self.chip, self.peak_flops_per_second, self.calibration
+        if chip is None or peak is None:
+            return None
+        kept = chip.sustained * chip.power_share
+        if isinstance(of, AttentionCall):
+            return chip.attention.flops_per_second(of, peak) * kept / (slower.attention if slower else 1.0)
+        return peak * grouped_kernels()[of].share * kept / (slower.matmul if slower else 1.0)
 
     @property
     def hbm_bytes_per_chip(self) -> int | None:
@@ -246,7 +258,6 @@ def calibrate_target(target: TargetPlan, calibration: Calibration) -> TargetPlan
     share = target.chip.efficiency
     efficiency = Efficiency.model_construct(  # it may exceed 1: a figure of the chip may be too low
         matmul=share.matmul / calibration.matmul,
-        attention={size: each / calibration.attention for size, each in share.attention.items()},
         memory=share.memory / calibration.other,
     )
     return replace(

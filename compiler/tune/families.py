@@ -36,7 +36,7 @@ from ..estimate.estimated_step import BATCH_SPLIT, can_split_batch, plan_assumed
 from ..estimate.program_costs import Costs, Numbers, ProgramShape, read_costs
 from ..estimate.regions import price_regions
 from ..estimate.step_time import Hiding, plan_hiding
-from ..parallel.operation import head_dim_of, loop_trips, runs_beside_compute
+from ..parallel.operation import loop_trips, runs_beside_compute
 from ..parallel.pipeline_plan import PipelinePlan
 from ..parallel.registry import OPERATIONS
 from ..sharding.roles import plan_roles
@@ -82,15 +82,13 @@ class TracePoint:
 @dataclass(frozen=True)
 class Reference:
     """A traced point. point: with the number of chunks in which the loss was computed. is_last_apart: gradients are
-    reduced in the backward pass of the last microbatch, which is not part of the loop of the others. head_dim: the
-    width of attention heads; None where the model has no attention."""
+    reduced in the backward pass of the last microbatch, which is not part of the loop of the others."""
 
     point: TracePoint
     shape: ProgramShape
     numbers: Numbers
     hiding: Hiding
     is_last_apart: bool
-    head_dim: int | None
 
     @property
     def variables(self) -> Numbers:
@@ -107,7 +105,6 @@ class Family:
     is_last_apart: bool
     origin: tuple[Numbers, Numbers]
     exponents: Numbers
-    head_dim: int | None
 
     def costs(self, candidates: Sequence[MeshCandidate]) -> Costs:
         """Returns the costs of candidates of the family; of a pipeline, of candidates with one table."""
@@ -295,9 +292,8 @@ def trace(point: TracePoint) -> Reference:
     trips = {int(numbers[region[0][0]]) for region in shape.regions if len(region) == 1}  # trips of outer loops
     number = point.num_microbatches
     is_last_apart = plan.spec.overlap.layers.reduce_in_backward and number not in trips and number - 1 in trips
-    head_dim = head_dim_of(plan.operations)
     hiding, point = plan_hiding(plan), replace(point, num_loss_chunks=loss)
-    return Reference(point, shape, numbers, hiding, is_last_apart, head_dim)
+    return Reference(point, shape, numbers, hiding, is_last_apart)
 
 
 def fit_family(references: Sequence[Reference]) -> Family:
@@ -320,7 +316,7 @@ def fit_family(references: Sequence[Reference]) -> Family:
         of_mesh, of_counts = steps[:, :num_axes], steps[:, num_axes:] @ exponents[num_axes:]
         exponents[:num_axes] = np.linalg.pinv(of_mesh, rcond=RANK_TOLERANCE) @ (_grown(meshes, numbers) - of_counts)
     origins = origin, numbers
-    return Family(first.shape, first.hiding, first.is_last_apart, origins, exponents, first.head_dim)
+    return Family(first.shape, first.hiding, first.is_last_apart, origins, exponents)
 
 
 def count_exponents(grown: Numbers, steps: Numbers) -> Numbers:

@@ -54,7 +54,7 @@ def price_candidates(
     exposed: dict[Axes, Numbers] = {}
     for key, own in places.items():
         family, ones = families[key], [candidates[place] for place in own]
-        rates = plan_rates(ones[0].variant.target(), family.head_dim)
+        rates = plan_rates(ones[0].variant.target())
         assert rates is not None, "a variant without is refused by the rules"
         tables: dict[int, list[int]] = {}  # candidates that are priced at once: of a pipeline those with one table
         for place, one in enumerate(ones):

@@ -208,7 +208,7 @@ class _Rules:
 
     def refusal(self) -> ConfigError | None:
         """Returns why the variant can run on no mesh, or cannot be priced; None if it can."""
-        if plan_rates(self.target, None) is None:
+        if plan_rates(self.target) is None:
             what = f"the speed of {self.target.name} in {self.spec.precision.compute} is not known"
             return ConfigError([Problem("precision.compute", what, "choose a precision whose speed it declares")])
         try:

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec
 
 from meshloom.models.attention import OWN_KEY, Mask, attend
 
-from ...core.kernels import KernelCall, KernelCost, share_of_head
+from ...core.kernels import AttentionCall, KernelCall, KernelCost, contracted_size
 from ...core.partition_spec import Axes, axes_in, axes_of
 from ...core.scopes import ATTENTION, OperationName, fact_scope, nested_scope
 from ...core.traffic import ComputeKind
@@ -61,6 +61,7 @@ from .splash import Cut, attend_splash, plan_cut
 from .splash_kernels import (
     BLOCKS,
     NO_BUDGET,
+    ONE_KERNEL,
     AttentionShape,
     Backward,
     Budget,
@@ -101,23 +102,23 @@ class AttentionOp(ParallelOp):
         (contexts,) = inputs.after
         exchange = next((each.chosen.parameters for each in contexts if each.site.path == site.path), None)
         merit, head_dim = f"the kernel for {platform}", site.operands[0].shape[-1]
-        budget = _budget(inputs.target, head_dim)
+        budget, chip = _budget(inputs.target, head_dim), inputs.target.chip
+        priced = f"{merit}, priced as {chip.attention.title}" if chip else merit
         kernels = [
             Strategy(
                 name,
                 f"by {name}",
                 Kernel(name, heads, exchange, inputs.roles.partitioner, budget),
-                reason=f"{merit}, {plan_backward(site, inputs, exchange).reason}" if name == SPLASH else merit,
+                reason=f"{priced}; {plan_backward(site, inputs, exchange).reason}" if name == SPLASH else priced,
                 refusal=refused(
                     _refusal(name, site, inputs, exchange),
                     loss="attention keeps all scores in memory" if PLATFORM_OF[name] == platform else "",
                 ),
-                head_dim=head_dim,
             )
             for name in (CUDNN, SPLASH)
         ]
         kernel = Kernel(XLA, heads, exchange, inputs.roles.partitioner)
-        plain = Strategy(XLA, f"by {XLA}", kernel, reason=merit, head_dim=head_dim)
+        plain = Strategy(XLA, f"by {XLA}", kernel, reason=merit)
         own, others = ([k for k in kernels if (PLATFORM_OF[k.name] == platform) is is_own] for is_own in (True, False))
         return (*own, plain, *others)
 
@@ -163,9 +164,8 @@ class AttentionOp(ParallelOp):
 
 
 def _budget(target: TargetPlan, head_dim: int) -> Budget:
-    if target.chip is None:
-        return NO_BUDGET
-    return plan_budget(target, share_of_head(target.chip.efficiency.attention, head_dim))
+    rate = target.kernel_rate(AttentionCall(head_dim, matmuls=ONE_KERNEL))
+    return NO_BUDGET if rate is None else plan_budget(target, rate)
 
 
 def plan_backward(site: OpSite, inputs: OpInputs, exchange: Exchange | None) -> Backward:
@@ -295,17 +295,38 @@ def _traced_splash(call: KernelCall) -> KernelCost:
     num_calls = math.prod(n for n in grid if isinstance(n, int))
     flops = num_calls * sum(matmul_flops(inner) for inner in subprograms(call.parameters))
     used = used_blocks(call.name)
-    return _cost(_causal_flops(flops, rows, entries) if used is None else flops * used[0] // (rows * entries))
+    flops = _causal_flops(flops, rows, entries) if used is None else flops * used[0] // (rows * entries)
+    queries, keys = [each.shape for each in call.operands if len(each.shape) > 2 and "float" in each.dtype][:2]
+    attention = _attention(call, queries, keys[-2], _num_matmuls(call, queries))
+    return KernelCost(flops, unit="attention", attention=attention)
 
 
 def _traced_cudnn(call: KernelCall) -> KernelCost:
     # Two matmuls forward; backward the scores again, and a gradient of each of four factors (arXiv:2205.14135).
-    queries, keys = (each.shape for each in call.operands[:2])
+    queries, keys, values = (each.shape for each in call.operands[:3])
     num_keys = keys[2 if call.parameters["layout"] else 1]
     count = 2 if call.kernel.startswith(_CUDNN[0]) else 5
-    flops, blocks = 2 * count * math.prod(queries) * num_keys, max(1, num_keys // _CUDNN_BLOCK)
-    used = used_blocks(call.name)
-    return _cost(_causal_flops(flops, blocks, blocks) if used is None else flops * used[0] // used[1])
+    flops = 2 * math.prod(queries[:-1]) * num_keys * contracted_size(count, queries[-1], values[-1])
+    blocks, used = max(1, num_keys // _CUDNN_BLOCK), used_blocks(call.name)
+    flops = _causal_flops(flops, blocks, blocks) if used is None else flops * used[0] // used[1]
+    return KernelCost(flops, unit="attention", attention=AttentionCall(queries[-1], num_keys, _CUDNN_BLOCK, count))
+
+
+def _attention(call: KernelCall, queries: Sequence[int], num_keys: int, matmuls: int) -> AttentionCall:
+    """Returns what the rate of a call of splash depends on. A block of queries x keys has its mean size. The calls of a
+    ring see a part of the sequence each."""
+    _, num_blocks = used_blocks(call.name) or (0, 0)
+    block = round(math.sqrt(queries[-2] * num_keys / num_blocks)) if num_blocks else 0
+    length = 0 if call.name.fact(EXCHANGE) == RING else num_keys
+    return AttentionCall(queries[-1], length, block, matmuls)
+
+
+def _num_matmuls(call: KernelCall, queries: Sequence[int]) -> int:
+    """Returns the matmuls of a traced kernel of splash. That of keys' gradients which also returns partial sums of the
+    queries' computes all five."""
+    if "dkv" in call.kernel:
+        return 5 if any(len(each.shape) > len(queries) for each in call.results) else 4
+    return 3 if "_dq" in call.kernel else 2
 
 
 def _compiled_splash(call: KernelCall) -> KernelCost | None:
@@ -314,11 +335,10 @@ def _compiled_splash(call: KernelCall) -> KernelCost | None:
     used, stated = used_blocks(call.name), call.stated
     if used is None or stated is None or stated.unit != "attention":
         return None
-    return replace(stated, flops=2 * stated.flops * used[0] / used[1])
-
-
-def _cost(flops: int) -> KernelCost:
-    return KernelCost(flops, unit="attention")
+    queries = next(each.shape for each in call.operands if len(each.shape) > 2 and "float" in each.dtype)
+    assert stated.attention is not None
+    attention = _attention(call, queries, stated.attention.length, stated.attention.matmuls)
+    return replace(stated, flops=2 * stated.flops * used[0] / used[1], attention=attention)
 
 
 def _causal_flops(flops: int, rows: int, entries: int) -> int:

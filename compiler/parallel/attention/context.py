@@ -21,7 +21,7 @@ import numpy as np
 from meshloom.models.attention import Mask
 
 from ...core.format import human_names, human_seconds
-from ...core.kernels import share_of_head
+from ...core.kernels import AttentionCall
 from ...core.partition_spec import axes_of
 from ...core.scopes import OperationName, fact_scope
 from ...core.traffic import CollectiveKind, Traffic
@@ -252,7 +252,8 @@ def _seconds(name: str, local: _Local, inputs: OpInputs, matmuls: int) -> float 
     nothing hides them: sending, and passes over memory. None where they are not known. matmuls: of the
     backward pass; those that one kernel would not have count, too."""
     mesh, target, axes = inputs.mesh, inputs.target, inputs.roles.length
-    n, peak, bandwidth = local.order.num_shards, target.peak_flops_per_second, target.hbm_bytes_per_second_per_device
+    n, bandwidth = local.order.num_shards, target.hbm_bytes_per_second_per_device
+    rate = target.kernel_rate(AttentionCall(local.head_dim))
     num_calls = inputs.spec.overlap.layers.batch_split * len(local.masks)
     exchanged_kv_bytes = local.kv_bytes * local.exchanged_kv_heads // local.kv_heads
     sizes: dict[str, tuple[CollectiveKind, int]] = {
@@ -264,11 +265,10 @@ def _seconds(name: str, local: _Local, inputs: OpInputs, matmuls: int) -> float 
     }
     found = {what: mesh.alone_seconds(*one, axes) for what, one in sizes.items()}
     took = {what: seconds for what, seconds in found.items() if seconds is not None}
-    if len(took) < len(sizes) or peak is None or bandwidth is None or target.chip is None:
+    if len(took) < len(sizes) or rate is None or bandwidth is None or target.chip is None:
         return None
     memory = bandwidth * target.chip.efficiency.memory
-    arithmetic = peak * share_of_head(target.chip.efficiency.attention, local.head_dim)
-    of_matmul = 2 * local.sequences * local.heads * local.head_dim / arithmetic  # seconds for each pair
+    of_matmul = 2 * local.sequences * local.heads * local.head_dim / rate  # seconds for each pair
     more = inputs.spec.overlap.layers.batch_split * (matmuls - ONE_KERNEL) * of_matmul * _pairs(local)
     numbers = cost_model()
     ordered = numbers.ordered_bytes_tpu if target.platform == "tpu" else numbers.ordered_bytes

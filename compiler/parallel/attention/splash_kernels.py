@@ -95,12 +95,12 @@ class Backward:
     reason: str = ""
 
 
-def plan_budget(target: TargetPlan, share: float) -> Budget:
-    """Returns what a device of the target allows. share: the part of the peak that attention reaches."""
+def plan_budget(target: TargetPlan, rate: float) -> Budget:
+    """Returns what a device of the target allows. rate: the FLOP/s that attention reaches."""
     memory, bandwidth = target.hbm_bytes_per_device, target.hbm_bytes_per_second_per_device
-    if memory is None or bandwidth is None or target.peak_flops_per_second is None:
+    if memory is None or bandwidth is None:
         return NO_BUDGET
-    return Budget(int(memory * PARTIALS_SHARE), target.peak_flops_per_second * share / bandwidth)
+    return Budget(int(memory * PARTIALS_SHARE), rate / bandwidth)
 
 
 def choose_backward(shape: AttentionShape, seen: Seen, budget: Budget) -> Backward:

@@ -136,9 +136,7 @@ class ExpertsOp(ParallelOp):
         return "matmul" if is_pallas and name.fact(self.kind) else None
 
     def kernel_cost(self, call: KernelCall) -> KernelCost | None:
-        """Returns the cost of a grouped matmul: its kernels skip the rows that no token fills."""
-        cost = grouped_cost(call) if call.name.fact(self.kind) else None
-        return cost and replace(cost, flops=cost.flops * float(call.name.fact(FILLED) or 1.0))
+        return grouped_cost(call, float(call.name.fact(FILLED) or 1.0)) if call.name.fact(self.kind) else None
 
     def scope(self, plan: OpPlan) -> str:
         return experts_scope(plan.site.name, plan.chosen.parameters.filled)

@@ -182,6 +182,7 @@ Kernels = Literal["megablox", "triton", "none"]
 # gmm and tgmm without the derivatives of `ops.gmm`
 megablox: Any = Deferred("jax.experimental.pallas.ops.tpu.megablox.gmm")
 TILE = (512, 1024, 1024)  # rows, what is contracted, columns: of 16384 x 4096 x 14336 on v5p (docs/experts.md)
+RAGGED_ROWS = 128  # the rows of a tile of XLA's own kernel for TPUs: libtpu 0.0.42.1, "128,4096,256"
 _MIN_ROWS = 128  # the entries that the kernels take at once
 _ROWS_ARE_CONTRACTED = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
@@ -228,8 +229,7 @@ def _by_triton(x_RE: Array, w_GEM: Array, sizes_G: Array, g_RM: Array, interpret
 def _by_megablox(x_RE: Array, w_GEM: Array, sizes_G: Array, g_RM: Array, interpret: bool) -> tuple[Array, Array]:
     num_rows = x_RE.shape[0]
     x_RE, g_RM = (padded(x, _MIN_ROWS, 1) for x in (x_RE, g_RM))
-    rows = next(size for size in (TILE[0], 256, _MIN_ROWS) if x_RE.shape[0] % size == 0)
-    tile = (rows, *TILE[1:])
+    tile = (_tile_rows(x_RE.shape[0]), *TILE[1:])
     # The kernels ask the attached device whether it multiplies bfloat16, which starts JAX while a step is only planned,
     # and may not be the target. Every TPU from v4 on does, and so do the others.
     megablox.common.supports_bfloat16_matmul = lambda: True
@@ -238,16 +238,37 @@ def _by_megablox(x_RE: Array, w_GEM: Array, sizes_G: Array, g_RM: Array, interpr
     return dx_RE[:num_rows], dw_GEM
 
 
-def grouped_cost(call: KernelCall) -> KernelCost | None:
-    """Returns the cost of a grouped matmul with all of its rows filled; None for another kernel.
+def _tile_rows(num_rows: int) -> int:
+    return next((size for size in (TILE[0], 256) if num_rows % size == 0), _MIN_ROWS)
 
-    The kernels declare it, but a compiled one for Triton loses what it declared: there each element of the rows meets a
-    row of the group's matrix, or of the other rows, and both are as long as the result's last dimension.
+
+def grouped_cost(call: KernelCall, filled: float) -> KernelCost | None:
+    """Returns the cost of a grouped matmul; None for another kernel. filled: the share of its rows that tokens fill.
+
+    Rows that are not filled are skipped, and a tile in which groups meet is computed for each of them: one tile more
+    for each group that has rows. The kernels declare the FLOPs of all rows, but a compiled one for Triton loses what it
+    declared: there each element of the rows meets a row of the group's matrix, or of the other rows, and both are as
+    long as the result's last dimension.
     """
-    is_grouped = call.is_pallas or (call.stated is not None and call.stated.unit == "grouped")
-    if is_grouped and call.stated is not None:
-        return replace(call.stated, unit="grouped")
-    if not is_grouped or "triton" not in call.kernel:
+    if not (call.is_pallas or (call.stated is not None and call.stated.unit == "grouped")):
         return None
-    rows = next(each.shape for each in call.operands if len(each.shape) > 1)
-    return KernelCost(2.0 * math.prod(rows) * call.results[0].shape[-1], unit="grouped")
+    matrices = [each.shape for each in call.operands if len(each.shape) == 2]
+    of_groups = next((each.shape for each in (*call.results, *call.operands) if len(each.shape) == 3), None)
+    cost = call.stated
+    if cost is None and "triton" in call.kernel:
+        cost = KernelCost(2.0 * math.prod(matrices[0]) * call.results[0].shape[-1])
+    if cost is None or not cost.flops or not matrices or of_groups is None:
+        return cost
+    num_rows = matrices[-1][0]  # the rows of groups may be the columns of a first matrix
+    name, tile = _kernel_of(call, num_rows)
+    computed = filled * num_rows + min(of_groups[0], filled * num_rows) * tile
+    return replace(cost, flops=cost.flops * computed / num_rows, unit="grouped", grouped=name)
+
+
+def _kernel_of(call: KernelCall, num_rows: int) -> tuple[str, int]:
+    """Returns the name of a kernel in conf/calibration/_kernels.yaml, and the rows of its tiles."""
+    if "ragged" in call.kernel:
+        return "ragged_dot", RAGGED_ROWS
+    if "triton" in call.kernel or "grouped_matmul" in call.kernel:
+        return "triton", _ROW_DEPTH if any(len(each.shape) == 3 for each in call.results) else ROWS
+    return "megablox", _tile_rows(num_rows)

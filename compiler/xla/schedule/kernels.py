@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...core.float_types import XLA_NAMES, numpy_name, peak_name
-from ...core.kernels import KernelArray, KernelCall, KernelCost, KernelOwner, ask_owners
+from ...core.kernels import AttentionCall, KernelArray, KernelCall, KernelCost, KernelOwner, ask_owners, contracted_size
 from ...core.scopes import OperationName
 from ...spec.cost_model import cost_model
 from ..hlo import Instruction
@@ -197,7 +197,7 @@ def _grouped_by_shapes(instruction: Instruction, operands: tuple[ArrayType, ...]
     sizes = {key: int(size) for key, size in _SIZE.findall(instruction.attributes.partition("backend_config=")[2])}
     matrices, result = [each for each in operands if len(each.shape) > 1][:2], instruction.arrays[0]
     if len(sizes) == 3 and result.shape[-2:] == (sizes["M"], sizes["N"]):
-        return KernelCost(2.0 * math.prod(sizes.values()), peak_name(operands[0].dtype), "grouped")
+        return KernelCost(2.0 * math.prod(sizes.values()), peak_name(operands[0].dtype), "grouped", grouped="library")
     ranks = (*(len(each.shape) for each in matrices), len(result.shape))
     if ranks == (2, 3, 2):
         flops = contraction(matrices[0], _of_group(matrices[1]), result)
@@ -205,7 +205,7 @@ def _grouped_by_shapes(instruction: Instruction, operands: tuple[ArrayType, ...]
         flops = contraction(matrices[0], matrices[1], _of_group(result))
     else:
         return None
-    return None if flops is None else KernelCost(flops, peak_name(matrices[0].dtype), "grouped")
+    return None if flops is None else KernelCost(flops, peak_name(matrices[0].dtype), "grouped", grouped="library")
 
 
 def _of_group(array: ArrayType) -> ArrayType:
@@ -288,8 +288,13 @@ def attention_work(instruction: Instruction, operands: tuple[ArrayType, ...]) ->
     name = kernel_name(instruction)
     count = next((count for key, count in _MATMULS.items() if key in name), 2)
     count += count == _DKV_MATMULS and any(len(each.shape) > len(queries.shape) for each in instruction.arrays)
-    flops = 2.0 * count * square.num_queries * square.num_keys * square.depth * square.share
-    return KernelCost(flops, peak_name(queries.dtype), "attention", head_dim=square.depth)
+    place = arrays.index(queries)
+    values = next(
+        (x.shape[-1] for x in arrays[place + 2 : place + 3] if len(x.shape) == len(queries.shape)), square.depth
+    )
+    flops = 2.0 * square.num_queries * square.num_keys * contracted_size(count, square.depth, values) * square.share
+    attention = AttentionCall(square.depth, square.num_keys, matmuls=count)
+    return KernelCost(flops, peak_name(queries.dtype), "attention", attention=attention)
 
 
 def _of_transformer_engine(told: dict[str, int]) -> _Square | None:

@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ...core.kernels import KernelCost, KernelOwner, share_of_head
+from ...core.kernels import AttentionCall, KernelCost, KernelOwner
 from ...core.scopes import OperationName
 from ...core.traffic import ComputeKind, PassKind
 from ...spec.cost_model import cost_model
+from ...spec.kernel_rates import AttentionKernel, grouped_kernels
 from ..hlo import Computation, Instruction, Module
 from ..hlo.flow import Flow, ModuleValue
 from ..hlo.opcodes import FREE, NAMES_IN_FUSION, PARTS
@@ -37,10 +38,11 @@ _FREE_TARGETS = frozenset({
 class Chip:
     """The figures of one JAX device that prices are made from.
 
-    peak_flops_per_second: peaks by type of the operands. matmul_share, attention_shares, memory_share: the shares of
-    the peaks that single large kernels reach; for attention by the size of a head. matmuls: measured times of matmuls;
-    None: their share of the peak counts. passes: the shares of the bandwidth that some kinds of passes over memory
-    reach instead. factors: how much longer each kind of compute takes, by a calibration.
+    peak_flops_per_second: by type of the operands. matmul_share, memory_share: the shares of the peaks that single
+    large kernels reach. attention: the kernel that attention is priced with; None: at the peak. arithmetic: what a run
+    keeps of the rate of the other kernels. matmuls: measured times of matmuls; None: their share of the peak counts.
+    passes: the shares of the bandwidth that some kinds of passes over memory reach instead. factors: how much longer
+    each kind of compute takes, by a calibration.
     """
 
     platform: str  # tpu, gpu
@@ -48,7 +50,8 @@ class Chip:
     peak_flops_per_second: Mapping[str, float]
     hbm_bytes_per_second: float
     matmul_share: float = 1.0
-    attention_shares: Mapping[int, float] = field(default_factory=lambda: {128: 1.0})  # by the size of a head
+    attention: AttentionKernel | None = None
+    arithmetic: float = 1.0
     memory_share: float = 1.0
     passes: Mapping[PassKind, float] = field(default_factory=dict)
     factors: Mapping[ComputeKind, float] = field(default_factory=dict)
@@ -133,14 +136,16 @@ def _arithmetic_seconds(work: KernelCost, peak: float, chip: Chip) -> float:
     if work.unit == "matmul" and work.num_results and chip.matmuls is not None and chip.matmuls.knows(work.dtype):
         return float(chip.matmuls.seconds(work.dtype, work.flops, work.num_results))
     start = cost_model().matmul_seconds if chip.platform == "tpu" and work.num_results else 0.0
-    return work.flops / (peak * _share(work, chip)) + start
+    return work.flops / _rate(work, peak, chip) + start
 
 
-def _share(work: KernelCost, chip: Chip) -> float:
-    """Returns the share of the peak that kernels of a kind reach."""
+def _rate(work: KernelCost, peak: float, chip: Chip) -> float:
+    """Returns the FLOP/s that kernels of a kind reach."""
     if work.unit == "grouped":
-        return cost_model().grouped_efficiency * (chip.matmul_share if chip.platform == "gpu" else 1.0)
-    return share_of_head(chip.attention_shares, work.head_dim) if work.unit == "attention" else chip.matmul_share
+        return peak * grouped_kernels()[work.grouped].share * chip.arithmetic
+    if work.unit == "attention" and chip.attention is not None:
+        return chip.attention.flops_per_second(work.attention or AttentionCall(), peak) * chip.arithmetic
+    return peak * (chip.arithmetic if work.unit == "attention" else chip.matmul_share)
 
 
 def _work_of(

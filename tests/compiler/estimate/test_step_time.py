@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from conftest import SMALL, plan_of
+from meshloom.compiler.core.kernels import AttentionCall
 from meshloom.compiler.core.traffic import CollectiveKind
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.estimated_step import read_step
@@ -25,10 +26,11 @@ from support.programs import target_of
 
 RATES = Rates(
     matmul_flops_per_second=10.0,
-    attention_flops_per_second=5.0,
+    kernel=lambda of: 5.0 if isinstance(of, AttentionCall) else 2.0,
     hbm_bytes_per_second=100.0,
     stream_bytes_per_second=200.0,
     merged_bytes_per_second=100.0,
+    routed_bytes_per_second=150.0,
 )
 FUSION, SPLIT = "xla_tpu_enable_async_collective_fusion", "xla_enable_async_all_gather"
 OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
@@ -61,6 +63,19 @@ def test_a_matmul_takes_the_longer_of_its_arithmetic_and_its_traffic():
     work = [Work("matmul", 1, 1, (2,)), Work("other", 1, 1, (3,))]
     compute, _ = _seconds(_loop(work, [], [20.0, 1000.0, 50.0]), Hiding(ALL, 1.0, is_doubled=False))
     assert compute == pytest.approx(4 * (5.0 + 0.5))
+
+
+def test_each_kernel_takes_its_own_time_and_rows_of_experts_their_own_rate():
+    """20 FLOPs of attention in 4 s, as many of a grouped matmul in 10 s, 3,000 bytes of one that streams in 15 s; 50
+    bytes of rows of experts."""
+    work = [
+        Work("attention", 1, 1, (), AttentionCall()),
+        Work("grouped", 1, 1, (), "triton"),
+        Work("grouped", 1, 1, (2,), "triton"),
+        Work("routed", 1, None, (3,)),
+    ]
+    compute, _ = _seconds(_loop(work, [], [20.0, 3000.0, 50.0]), Hiding(ALL, 1.0, is_doubled=False))
+    assert compute == pytest.approx(4 * (4.0 + 10.0 + 15.0 + 50 / 150))
 
 
 @pytest.mark.parametrize(("compute_flops", "exposed"), [(100.0, 0.0), (5.0, 4 * (1.5 - 0.5))])
@@ -106,7 +121,7 @@ def test_exchanges_of_tokens_are_waited_for_as_far_as_their_plan_says():
 )
 def test_a_rings_permutes_hide_behind_attention_alone(exchange, attention_flops, is_beside, waited):
     """A large matmul is in the same loop; it needs what attention makes."""
-    works = [Work("matmul", 1, 1, ()), Work("attention", 1, 2, ())]
+    works = [Work("matmul", 1, 1, ()), Work("attention", 1, 2, (), AttentionCall())]
     transfer = Transfer("all-reduce", ("tensor",), False, 1, 3, exchange)
     costs = _loop(works, [transfer], [1000.0, attention_flops, 10.0])
     exposed = Exposed(0.35, is_beside_attention=True) if is_beside else Exposed(1.0)

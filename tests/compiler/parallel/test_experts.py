@@ -13,8 +13,9 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.jaxpr.flops import count_model_flops
 from meshloom.compiler.parallel.experts.experts import experts_scope
+from meshloom.compiler.parallel.experts.grouped_matmul import RAGGED_ROWS
 from meshloom.compiler.parallel.registry import OPERATIONS
-from meshloom.compiler.spec.cost_model import cost_model
+from meshloom.compiler.spec.kernel_rates import grouped_kernels
 from meshloom.compiler.tune.space import mesh_axes
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.compiler.xla.schedule.prices import Chip, price_instruction
@@ -179,7 +180,8 @@ def test_a_grouped_kernel_is_priced_by_the_rows_that_are_filled():
     compute = price_instruction(entry.instructions[-1], entry, module, chip, OPERATIONS)
     assert compute is not None
     assert compute.kind == "matmul"
-    assert compute.seconds == pytest.approx(0.5 * 1.073741824 / cost_model().grouped_efficiency)
+    computed = (0.5 * 1024 + 4 * RAGGED_ROWS) / 1024  # of the rows: half, and a tile more for each of four experts
+    assert compute.seconds == pytest.approx(computed * 1.073741824 / grouped_kernels()["ragged_dot"].share)
 
 
 def test_expert_is_an_axis_that_a_search_varies():

@@ -100,7 +100,7 @@ def test_a_number_that_grows_with_one_axis_over_another_does_not_grow_with_the_c
     for point in (first, last):
         fsdp, tensor = (size for _, size in point.sizes)
         numbers = np.array([fsdp / tensor, 1 / fsdp, point.num_loss_chunks * tensor])
-        references.append(Reference(point, shape, numbers, hiding, is_last_apart=False, head_dim=None))
+        references.append(Reference(point, shape, numbers, hiding, is_last_apart=False))
     assert fit_family(references).exponents[2:].T.tolist() == [[0, 0, 0], [0, 0, 0], [0, 1, 0]]
 
 

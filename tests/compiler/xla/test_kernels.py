@@ -4,18 +4,19 @@ import pytest
 
 from meshloom.compiler.core.traffic import Placed
 from meshloom.compiler.spec.cost_model import cost_model
+from meshloom.compiler.spec.kernel_rates import grouped_kernels
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.compiler.xla.schedule.prices import Chip
 from meshloom.compiler.xla.schedule.program import read_steps
 from meshloom.compiler.xla.schedule.simulate import Simulation, simulate
-from support.schedules import module
+from support.schedules import attention_of, module
 
 FLOPS, BANDWIDTH = 1e9, 1e9
 
 
 def chip(platform: str = "gpu", *, bandwidth: float = 1e15, flops: float = FLOPS) -> Chip:
     peaks: dict[str, float] = dict.fromkeys(["bfloat16", "float16", "float32", "float8"], flops)
-    return Chip(platform, None, peaks, bandwidth, attention_shares={1: 0.5})
+    return Chip(platform, None, peaks, bandwidth, attention=attention_of({1: 0.5}))
 
 
 def called(target: str, result: str, *operands: str, config: str = "", of: Chip | None = None) -> Simulation:
@@ -124,7 +125,7 @@ SIZES = (
 def test_a_grouped_matmul_meets_one_matrix_for_each_row_forward_and_for_the_gradient(target, result, operands, config):
     """640 rows of 200, by 4 matrices of 200 x 320."""
     found = called(target, result, *operands, config=config)
-    seconds = 2 * 640 * 200 * 320 / (cost_model().grouped_efficiency * FLOPS)
+    seconds = 2 * 640 * 200 * 320 / (grouped_kernels()["library"].share * FLOPS)
     assert (found.priced_by, found.unpriced) == ({"flops": 1}, {})
     assert found.compute_seconds == {"matmul": pytest.approx(seconds + cost_model().kernel_gap_seconds)}
 

@@ -7,6 +7,7 @@ import pytest
 from meshloom.compiler.core.traffic import Placed
 from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.spec.cost_model import cost_model
+from meshloom.compiler.spec.kernel_rates import grouped_kernels
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.compiler.xla.hlo.flow import num_trips
 from meshloom.compiler.xla.hlo.groups import parse_groups
@@ -25,7 +26,7 @@ from meshloom.compiler.xla.schedule.steps import (
     every,
     open_loops,
 )
-from support.schedules import GATHER, GROUPS, START, collectives_of, compute, loop, module
+from support.schedules import GATHER, GROUPS, START, attention_of, collectives_of, compute, loop, module
 
 TPU = Chip(
     "tpu",
@@ -33,7 +34,7 @@ TPU = Chip(
     peak_flops_per_second={"bfloat16": 1e3, "float32": 1e3},
     hbm_bytes_per_second=1e6,
     matmul_share=0.8,
-    attention_shares={128: 0.6},
+    attention=attention_of({128: 0.6}),
 )
 GPU = Chip(
     "gpu",
@@ -665,7 +666,7 @@ def test_the_size_of_a_head_decides_what_attention_reaches(size, share):
     q = f"bf16[4,256,{size}]"
     text = module(f"  %q = {q} parameter(0)", f"  %k = {q} parameter(1)",
                   f'  ROOT %splash_mha_fwd.1 = {q} custom-call(%q, %k, %k), custom_call_target="tpu_custom_call"')  # fmt: skip
-    (found,) = computed(text, replace(TPU, attention_shares={128: 0.4, 256: 0.6})).values()
+    (found,) = computed(text, replace(TPU, attention=attention_of({128: 0.4, 256: 0.6}))).values()
     assert found.seconds == pytest.approx(2 * 2 * 4 * 256 * 256 * size / 2 / (share * 1e3), rel=1e-4)
 
 
@@ -790,7 +791,7 @@ def test_a_kernel_that_says_its_flops_is_priced_by_them():
     line = f'  ROOT %k = bf16[8]{{0}} custom-call(%x), custom_call_target="tpu_custom_call", {config}'
     result = simulated(module(line))
     assert (result.priced_by, result.unpriced) == ({"flops": 1}, {})
-    assert result.seconds == pytest.approx(1200 / (cost_model().grouped_efficiency * 1e3))
+    assert result.seconds == pytest.approx(1200 / (grouped_kernels()["declared"].share * 1e3))
 
 
 @pytest.mark.parametrize(
@@ -807,10 +808,11 @@ def test_a_grouped_matmul_of_a_gpu_takes_one_matrix_for_each_row_that_is_filled(
     lines = [f"  {each} = {kind} parameter({n + 1})" for n, (kind, each) in enumerate(given)]
     call = f'custom-call({", ".join(each for _, each in given)}), custom_call_target="{TRITON}"'
     text = module(*lines, f"  ROOT %k = {result} {call}, {name}")
-    chip = replace(GPU, peak_flops_per_second={"bfloat16": 1e6}, hbm_bytes_per_second=1e12, matmul_share=0.5)
+    chip = replace(GPU, peak_flops_per_second={"bfloat16": 1e6}, hbm_bytes_per_second=1e12, arithmetic=0.5)
     found = simulated(text, chip=chip)
     assert (found.priced_by, found.unpriced) == ({"flops": 1}, {})
-    seconds = 0.5 * 2 * 64 * 16 * 32 / (0.5 * cost_model().grouped_efficiency * 1e6)
+    tile = 64 if result.startswith("bf16[4,") else 128  # of the rows, of which each group computes one tile more
+    seconds = (0.5 * 64 + 4 * tile) * 2 * 16 * 32 / (0.5 * grouped_kernels()["triton"].share * 1e6)
     assert found.seconds == pytest.approx(seconds + cost_model().kernel_gap_seconds)
     assert simulated(text.replace("experts=routed", "other"), chip=chip).unpriced == {"k": "k"}
 
