@@ -255,7 +255,7 @@ def plan_rates(target: TargetPlan) -> Rates | None:
     share, power = chip.efficiency, chip.power_share
     memory, slower = bandwidth * share.memory, target.calibration.matmul if target.calibration else 1.0
     stream = bandwidth * chip.kernels.memory / slower
-    # On GPUs passes over the rows of experts are large kernels: those of a compiled qwen3_30b_a3b on h100-8 move GBs.
+    # Passes over the rows of experts are large: those of a compiled qwen3_30b_a3b on h100-8 move GBs each.
     # On TPUs XLA keeps much of a ring's sums in vector memory: a compiled step for v5p merges 21 bytes for each element
     # of the queries at the full bandwidth (parallel/attention/context.py), as many as are counted here.
     return Rates(
@@ -264,7 +264,7 @@ def plan_rates(target: TargetPlan) -> Rates | None:
         hbm_bytes_per_second=memory,
         stream_bytes_per_second=stream,
         merged_bytes_per_second=bandwidth if target.platform == "tpu" else memory,
-        routed_bytes_per_second=memory if target.platform == "tpu" else stream,
+        routed_bytes_per_second=stream,
         matmuls=target.matmul_times(slower),
     )
 

@@ -111,6 +111,21 @@ def test_what_only_matmuls_read_is_computed_inside_of_them():
     assert both[0] == both[1] == [2 * x, 2 * x + square], "what the program returns is written all the same"
 
 
+def test_rows_are_gathered_inside_of_what_reads_them_where_the_compiler_does_so():
+    """Eight rows of 16 of a table: read and written, and read again by what doubles them; or read by that alone."""
+    program = _program(lambda table, rows: table[rows.astype(jnp.int32)] * 2, (64, 16), (8,))
+    rows = 8 * 16 * 4
+
+    def moved(*, fuses_gathers):
+        steps = traffic(fuse(program, is_loop=False), into_matmuls=False, fuses_gathers=fuses_gathers)
+        names = [step.operation.name for step, _ in steps]
+        gathered = names.index("gather")
+        return [sum(program.sizes[i] for i in each) for _, each in steps[gathered:]]
+
+    assert moved(fuses_gathers=False) == [2 * rows, 2 * rows]
+    assert moved(fuses_gathers=True) == [0, 2 * rows]
+
+
 def test_a_trip_copies_what_it_stacks_and_what_it_takes_from_a_stack():
     """Carried: 64 bytes, not copied here. Taken from a stack: 32 of four trips; stacked: 64. Each read and written."""
 

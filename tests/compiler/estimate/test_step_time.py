@@ -69,9 +69,9 @@ def test_each_kernel_takes_its_own_time_and_rows_of_experts_their_own_rate():
     """20 FLOPs of attention in 4 s, as many of a grouped matmul in 10 s, 3,000 bytes of one that streams in 15 s; 50
     bytes of rows of experts."""
     work = [
-        Work("attention", 1, 1, (), AttentionCall()),
-        Work("grouped", 1, 1, (), "triton"),
-        Work("grouped", 1, 1, (2,), "triton"),
+        Work("attention", 1, 1, (), rated_by=AttentionCall()),
+        Work("grouped", 1, 1, (), rated_by="triton"),
+        Work("grouped", 1, 1, (2,), rated_by="triton"),
         Work("routed", 1, None, (3,)),
     ]
     compute, _ = _seconds(_loop(work, [], [20.0, 3000.0, 50.0]), Hiding(ALL, 1.0, is_doubled=False))
@@ -121,7 +121,7 @@ def test_exchanges_of_tokens_are_waited_for_as_far_as_their_plan_says():
 )
 def test_a_rings_permutes_hide_behind_attention_alone(exchange, attention_flops, is_beside, waited):
     """A large matmul is in the same loop; it needs what attention makes."""
-    works = [Work("matmul", 1, 1, ()), Work("attention", 1, 2, (), AttentionCall())]
+    works = [Work("matmul", 1, 1, ()), Work("attention", 1, 2, (), rated_by=AttentionCall())]
     transfer = Transfer("all-reduce", ("tensor",), False, 1, 3, exchange)
     costs = _loop(works, [transfer], [1000.0, attention_flops, 10.0])
     exposed = Exposed(0.35, is_beside_attention=True) if is_beside else Exposed(1.0)

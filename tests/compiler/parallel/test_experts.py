@@ -4,16 +4,19 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from conftest import plan_of
 from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.core.kernels import KernelArray, KernelCall, KernelCost
 from meshloom.compiler.core.scopes import OperationName
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.estimate.estimated_step import read_step
 from meshloom.compiler.jaxpr.flops import count_model_flops
 from meshloom.compiler.parallel.experts.experts import experts_scope
-from meshloom.compiler.parallel.experts.grouped_matmul import RAGGED_ROWS
+from meshloom.compiler.parallel.experts.grouped_matmul import RAGGED_ROWS, grouped_cost
 from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.spec.kernel_rates import grouped_kernels
 from meshloom.compiler.tune.space import mesh_axes
@@ -152,7 +155,9 @@ def test_the_estimate_counts_filled_rows_once_each_and_larger_buffers_as_memory(
     tokens = mixtral.spec.tokens_per_step
     head = 6 * 32000 * 4096 * tokens
     attention = 2 * 3 * 4 * 2048 * 4096 * tokens
-    assert flops[0] == pytest.approx((model - head - attention) / 64 * 4 / 3, rel=0.02)
+    # A tile more for each of two experts: of 128 rows forward, twice, and of 512 in six kernels backward.
+    tiles = 2 * mixtral.model.stacks[0].num_layers * (2 * 3 * 128 + 6 * 512) * 2 * 4096 * 14336
+    assert flops[0] == pytest.approx((model - head - attention) / 64 * 4 / 3 + tiles, rel=0.005)
     memory = [each.memory.peak_bytes for each in estimates]
     assert memory[1] > memory[0] + 2 * 8192 * 2 * 14336 * 2  # the hidden rows of a layer, at least
     assert not estimates[0].unknown
@@ -182,6 +187,33 @@ def test_a_grouped_kernel_is_priced_by_the_rows_that_are_filled():
     assert compute.kind == "matmul"
     computed = (0.5 * 1024 + 4 * RAGGED_ROWS) / 1024  # of the rows: half, and a tile more for each of four experts
     assert compute.seconds == pytest.approx(computed * 1.073741824 / grouped_kernels()["ragged_dot"].share)
+
+
+def test_a_tile_in_which_groups_meet_is_computed_for_each_of_them():
+    """Sixteen groups of about 1,000 rows, which fill half of a buffer: what megablox computes, tile by tile."""
+    ends = np.cumsum(np.random.default_rng(0).integers(800, 1200, 16))
+    starts = np.concatenate([[0], ends[:-1]])
+    computed = 512 * sum(-(-end // 512) - start // 512 for start, end in zip(starts, ends, strict=True))
+    rows = 2 * 512 * -(-int(ends[-1]) // 512)
+    operands = KernelArray((rows, 64), "bfloat16"), KernelArray((16, 64, 32), "bfloat16")
+    call = KernelCall(
+        kernel="tpu_custom_call gmm",
+        name=OperationName(""),
+        operands=operands,
+        results=(KernelArray((rows, 32), "bfloat16"),),
+        stated=KernelCost(2.0 * rows * 64 * 32),
+        is_pallas=True,
+    )
+    cost = grouped_cost(call, ends[-1] / rows)
+    assert cost is not None
+    assert cost.grouped == "megablox"
+    assert cost.flops == pytest.approx(2 * computed * 64 * 32, rel=0.03)
+
+
+@pytest.mark.parametrize(("target", "kernels"), [("v5p-16", {"ragged_dot", "megablox"}), ("h100-8", {"triton"})])
+def test_estimates_price_grouped_matmuls_by_the_kernels_that_run(target, kernels):
+    plan = plan_of(*MOE, f"target={target}", "precision=bfloat16", "model.head_dim=8")
+    assert {each.rated_by for each in read_step(plan).walk() if isinstance(each.rated_by, str)} == kernels
 
 
 def test_expert_is_an_axis_that_a_search_varies():

@@ -17,6 +17,7 @@ from jax.sharding import SingleDeviceSharding
 
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.spec.kernel_rates import attention_kernels
 from meshloom.compiler.spec.target_names import chip_file, examples, is_sized, kinds, problem_of
 from meshloom.compiler.spec.target_spec import SwitchSpec, TorusSpec, TpuTarget
 from meshloom.compiler.target.target import plan_target, topology_arguments
@@ -265,11 +266,27 @@ def _constants(chip, network):
         if isinstance(network, TorusSpec)
         else (0, 0, 0)
     )
-    figures = (
-        shares.matmul, *(shares.attention.get(size) for size in (64, 128, 256)), shares.memory, chip.sustained,
-        chip.power_watts, *(seconds * 1e6 for seconds in latencies),
-    )  # fmt: skip
-    return [f"{figure:g}" if figure else "" for figure in figures]
+    figures = (shares.memory, chip.sustained, chip.power_watts, *(seconds * 1e6 for seconds in latencies))
+    kernel = next(name for name, kernel in attention_kernels().items() if kernel == chip.attention)
+    return [f"{shares.matmul:g}", kernel, *(f"{figure:g}" if figure else "" for figure in figures)]
+
+
+def test_the_attention_kernels_of_the_page_are_those_of_the_file():
+    page = (Path(__file__).parents[3] / "docs" / "targets.md").read_text()
+    rows = {
+        tuple(cell.strip().replace(",", "") for cell in line.split("|")[1:-1])
+        for line in page.splitlines()
+        if line.startswith(tuple(f"| {name} |" for name in attention_kernels()))
+    }
+    for name, kernel in attention_kernels().items():
+        if isinstance(kernel.forward, float):
+            assert (name, "any", "any", "any", f"{kernel.forward:g} ps", f"{kernel.backward:g} ps") in rows
+            continue
+        for head, block, length in (
+            (h, b, n) for h, blocks in kernel.forward.items() for b, lengths in blocks.items() for n in lengths
+        ):
+            shares = (f"{each[head][block][length]:g}" for each in (kernel.forward, kernel.backward))
+            assert (name, str(head), str(block), str(length), *shares) in rows
 
 
 def _row(chip, network):

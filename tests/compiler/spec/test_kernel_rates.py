@@ -1,0 +1,80 @@
+"""Rates of attention kernels: operations that were measured, in the units in which they were, and declared kernels."""
+
+import pytest
+
+from conftest import plan_of
+from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.core.kernels import AttentionCall
+from meshloom.compiler.spec.kernel_rates import attention_kernels
+
+V5P, V6E, H100 = 459e12, 918e12, 989.4e12
+
+
+def score_flops(matmuls, head_dim):
+    return 2 * matmuls * head_dim
+
+
+@pytest.mark.parametrize(
+    ("kernel", "peak", "call", "scores", "milliseconds"),
+    [
+        # 16 heads of 2,048 tokens, of whose 16 blocks of 512 a causal mask leaves 10: a profile of v5p
+        ("splash_v5p", V5P, AttentionCall(128, 2048, 512), 16 * 10 * 512**2, 0.1232),
+        ("splash_v5p", V5P, AttentionCall(128, 2048, 512, 3), 16 * 10 * 512**2, 0.604 * 3 / 7),
+        ("splash_v5p", V5P, AttentionCall(128, 2048, 512, 4), 16 * 10 * 512**2, 0.604 * 4 / 7),
+        # 3 x 32 heads of 8,192 tokens in blocks of 2,048, one backward kernel: a profile of v6e
+        ("splash_v6e", V6E, AttentionCall(128, 8192, 2048), 96 * 10 * 2048**2, 9.41),
+        ("splash_v6e", V6E, AttentionCall(128, 8192, 2048, 5), 96 * 10 * 2048**2, 13.87),
+        # and in blocks of 1,024, of which 36 of 64 are left: 217 and 485 ms in 36 layers
+        ("splash_v6e", V6E, AttentionCall(128, 8192, 1024), 96 * 36 * 1024**2, 217 / 36),
+        ("splash_v6e", V6E, AttentionCall(128, 8192, 1024, 5), 96 * 36 * 1024**2, 485 / 36),
+    ],
+)
+def test_measured_kernels_take_as_long_as_they_were_measured_to(kernel, peak, call, scores, milliseconds):
+    rate = attention_kernels()[kernel].flops_per_second(call, peak)
+    assert scores * score_flops(call.matmuls, call.head_dim) / rate == pytest.approx(milliseconds * 1e-3, rel=0.03)
+
+
+@pytest.mark.parametrize(("matmuls", "measured"), [(2, 554e12), (5, 473e12)])
+def test_heads_of_deepseek_reach_what_its_profile_has(matmuls, measured):
+    rate = attention_kernels()["cudnn_h100"].flops_per_second(AttentionCall(192, 4096, 128, matmuls), H100)
+    assert rate == pytest.approx(measured, rel=0.01)
+
+
+def test_the_share_grows_with_the_length_up_to_the_longest_that_was_measured():
+    kernel = attention_kernels()["splash_v5p"]
+    shares = [kernel.flops_per_second(AttentionCall(128, n, 512), 1.0) for n in (1024, 2048, 8192, 65536, 2**20, 0)]
+    middle = 0.38 + (0.69 - 0.38) * 2 / 5  # two of the five doublings from 2,048 to 65,536
+    assert shares == pytest.approx([0.38, 0.38, middle, 0.69, 0.69, 0.69])
+
+
+@pytest.mark.parametrize("kernels", [(2, 5), (2, 3, 4)], ids=["one backward kernel", "two backward kernels"])
+def test_a_time_for_a_score_does_not_depend_on_what_the_program_computes_for_it(kernels):
+    early = attention_kernels()["early_pallas_v5p"]
+    rates = [early.flops_per_second(AttentionCall(128, 4096, 512, each), V5P) for each in kernels]
+    seconds = sum(score_flops(n, 128) / rate for n, rate in zip(kernels, rates, strict=True))
+    assert seconds == pytest.approx(27e-12)
+
+
+def test_a_slower_kernel_is_declared_by_name_or_by_its_figures():
+    declared = "target.chip.attention={title: mine, source: a trace, forward: 7.7, backward: 19.3}"
+    words = "target=v5p-16", "precision=bfloat16", "sequence_length=256"
+    plans = [plan_of(*words, *each) for each in ((), ("target.chip.attention=early_pallas_v5p",), (declared,))]
+    splash, early, mine = (plan.target.kernel_rate(AttentionCall(128, 4096, 512)) for plan in plans)
+    assert splash is not None
+    assert early is not None
+    assert early < splash
+    assert early == mine
+    assert "priced as an early Pallas kernel" in plans[1].operation("attention").chosen.reason
+
+
+@pytest.mark.parametrize(
+    ("declared", "told"),
+    [
+        ("target.chip.attention=splash_v9", "there is no attention kernel 'splash_v9'"),
+        ("target.chip.attention={title: a, source: b, forward: 0, backward: 1.0}", "neither a table of shares nor"),
+        ("target.chip.attention={title: a, source: b, forward: {128: {512: {2048: 1.5}}}, backward: 1.0}", "1.5"),
+    ],
+)
+def test_a_kernel_that_is_none_is_an_error_with_its_place(declared, told):
+    with pytest.raises(ConfigError, match=told):
+        plan_of("target=v5p-16", declared)
