@@ -38,7 +38,7 @@ def _by_head_or_picoseconds(value: Any) -> Any:
     raise mistake(f"{value!r} is neither a table of shares nor a time", fix)
 
 
-Rate = Annotated[ByHead | PositiveFloat, BeforeValidator(_by_head_or_picoseconds)]
+PassRate = Annotated[ByHead | PositiveFloat, BeforeValidator(_by_head_or_picoseconds)]
 
 
 class AttentionKernel(Record):
@@ -47,8 +47,8 @@ class AttentionKernel(Record):
 
     title: Text
     source: Text
-    forward: Rate
-    backward: Rate
+    forward: PassRate
+    backward: PassRate
 
     def __hash__(self) -> int:
         return hash((self.title, self.source))

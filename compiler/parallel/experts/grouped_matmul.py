@@ -255,10 +255,10 @@ def grouped_cost(call: KernelCall, filled: float) -> KernelCost | None:
     matrices = [each.shape for each in call.operands if len(each.shape) == 2]
     of_groups = next((each.shape for each in (*call.results, *call.operands) if len(each.shape) == 3), None)
     cost = call.stated
-    if cost is None and "triton" in call.kernel:
+    if cost is None and "triton" in call.kernel and matrices:
         cost = KernelCost(2.0 * math.prod(matrices[0]) * call.results[0].shape[-1])
     if cost is None or not cost.flops or not matrices or of_groups is None:
-        return cost
+        return cost and replace(cost, unit="grouped")
     num_rows = matrices[-1][0]  # the rows of groups may be the columns of a first matrix
     name, tile = _kernel_of(call, num_rows)
     computed = filled * num_rows + min(of_groups[0], filled * num_rows) * tile
