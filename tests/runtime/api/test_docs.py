@@ -71,8 +71,9 @@ def test_examples_that_train_nothing(tmp_path):
 @pytest.mark.tpu
 def test_the_snippet_of_the_readme(tmp_path):
     """As typed, with a narrower model: the compile for a TPU is the longest part of it."""
-    narrow = "model.num_layers=4", "model.embed_dim=1024", "model.mlp_dim=2048", "model.vocab_size=8192"
-    code = snippet_of_readme().replace('"model=llama3_8b"', ", ".join(map(repr, ("model=llama3_8b", *narrow))))
+    narrow = {"num_layers": 2, "embed_dim": 512, "mlp_dim": 1024, "vocab_size": 4096, "num_heads": 4, "num_kv_heads": 2}
+    words = "model=llama3_8b", *(f"model.{key}={value}" for key, value in narrow.items())
+    code = snippet_of_readme().replace('"model=llama3_8b"', ", ".join(map(repr, words)))
     told = run_fresh(f"{code}\nprint(plan, run, step, sep='\\n')", tmp_path)
     assert re.search(r"<Plan: .*fsdp=64 on v5p-128.*\n<TrainedRun: 20 of 20 steps, .*\n<CompiledStep: .* fits>>", told)
 
