@@ -137,6 +137,7 @@ class RegionCosts:
     one row where all stages have the same. matmuls, kernels: those that flops and num_bytes count together, by kind.
 
     transfers: collectives, each with its bytes (declarations) and its number of executions (stages, declarations).
+    is_step: True for the step itself, False for the body of a loop or a branch.
     """
 
     flops: dict[WorkKind, Numbers]
@@ -144,6 +145,7 @@ class RegionCosts:
     matmuls: tuple[MatmulCosts, ...]
     kernels: dict[WorkKind, tuple[KernelCosts, ...]]
     transfers: tuple[tuple[Transfer, Numbers, Numbers], ...]
+    is_step: bool
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ class Costs:
                     matmuls.append(MatmulCosts(work.dtype, *own, moved, executions))
         own = (each for each in self.shape.transfers if each.region == number)
         transfers = tuple((each, self.numbers[each.full_bytes], executions) for each in own)
-        return RegionCosts(dict(flops), dict(num_bytes), tuple(matmuls), dict(kernels), transfers)
+        return RegionCosts(dict(flops), dict(num_bytes), tuple(matmuls), dict(kernels), transfers, is_step=number == 0)
 
 
 def _membership(sets: tuple[tuple[int, ...], ...], num_numbers: int) -> "csr_array":

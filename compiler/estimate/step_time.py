@@ -234,7 +234,9 @@ def _exposed(
             kind = one.kind
             if hiding.is_doubled and kind == "reduce-scatter":
                 kind, seconds = "all-reduce", 2.0 * seconds
-            group = beside if kind in hiding.weights else waited
+            # After the loops all of a gradient is there: nothing is left to compute beside its sum.
+            is_last = region.is_step and one.kind == "all-reduce"
+            group = beside if kind in hiding.weights and not is_last else waited
             group[one.mesh_axes] = group.get(one.mesh_axes, 0.0) + seconds
     for axes, (seconds, least) in beside_blocks.items():
         waited[axes] = waited.get(axes, 0.0) + np.maximum(seconds - blocks, least)

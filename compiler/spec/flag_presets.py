@@ -29,6 +29,7 @@ class OptionEffect:
     hides: kinds of collectives that run beside compute while it is on. needs: options without which it does nothing.
     is_default: whether the compiler has it on by itself. begins_early: whether it starts collectives in the loop
     iteration before the one that needs them. waits: kinds of collectives that are waited for, by the word of its value.
+    unless: options with which they are not.
     """
 
     hides: tuple[CollectiveKind, ...]
@@ -36,6 +37,7 @@ class OptionEffect:
     is_default: bool
     begins_early: bool
     waits: Mapping[str, CollectiveKind]
+    unless: tuple[str, ...]
 
 
 Effects = Mapping[str, OptionEffect]
@@ -51,8 +53,9 @@ def hidden_by(options: Options, effects: Effects, *, by_default: bool = True) ->
     asked = effects if by_default else effects.keys() & options.keys()
     working = (effects[name] for name in asked if all(map(is_on, (name, *effects[name].needs))))
     hidden: set[CollectiveKind] = {kind for one in working for kind in one.hides}
-    words = ((one.waits, str(options.get(name, "")).split(",")) for name, one in effects.items())
-    waited = {kind for waits, named in words for word, kind in waits.items() if word in named}
+    holding = ((name, one) for name, one in effects.items() if not any(map(is_on, one.unless)))
+    words = ((one.waits, str(options.get(name, "")).lower().split(",")) for name, one in holding)
+    waited = {kind for waits, named in words for word, kind in waits.items() if word.lower() in named}
     return frozenset(hidden - waited)
 
 
@@ -91,7 +94,7 @@ class FlagPreset:
 class OptionNote(Record):
     """One option. since: the oldest compiler known to have it. hazard: what it may cost or break; None: nothing
     known. hides: kinds of collectives, by chip or platform; a chip's take precedence. default_for: chips and platforms
-    whose compiler has it on by itself. needs, begins_early, waits: as of `OptionEffect`."""
+    whose compiler has it on by itself. needs, begins_early, waits, unless: as of `OptionEffect`."""
 
     what: str
     why: str
@@ -102,6 +105,7 @@ class OptionNote(Record):
     default_for: tuple[str, ...] = ()
     begins_early: bool = False
     waits: dict[str, CollectiveKind] = Field(default_factory=dict)
+    unless: tuple[str, ...] = ()
 
 
 class EnvironmentNote(Record):
@@ -138,8 +142,8 @@ class FlagPresetFile(Record):
             raise ValueError(
                 f"options need a preset and a description; one is missing: {sorted(used ^ set(self.options))}"
             )
-        if unknown := {name for one in self.options.values() for name in one.needs} - set(self.options):
-            raise ValueError(f"options that others need have no description: {sorted(unknown)}")
+        if unknown := {name for one in self.options.values() for name in (*one.needs, *one.unless)} - set(self.options):
+            raise ValueError(f"options that others name have no description: {sorted(unknown)}")
         return self
 
 
@@ -175,6 +179,7 @@ def read_option_effects(platform: str, chip: str | None) -> dict[str, OptionEffe
             is_default=any(key in one.default_for for key in keys),
             begins_early=one.begins_early,
             waits=one.waits,
+            unless=one.unless,
         )
         for name, one in preset_file().options.items()
     }

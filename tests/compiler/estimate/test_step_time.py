@@ -33,6 +33,7 @@ RATES = Rates(
     routed_bytes_per_second=150.0,
 )
 FUSION, SPLIT = "xla_tpu_enable_async_collective_fusion", "xla_enable_async_all_gather"
+PIPELINED = "xla_gpu_enable_pipelined_all_reduce"
 OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
 ALL: frozenset[CollectiveKind] = frozenset({"all-gather", "reduce-scatter", "all-reduce"})
 LINKS = links_of({("fsdp",): 2}, rate=10.0, start=0.5) | links_of({("tensor",): 2}, rate=10.0)
@@ -96,6 +97,14 @@ def test_a_gradient_that_becomes_an_all_reduce_hides_where_all_reduces_do(hidden
     costs = _loop([Work("matmul", 1, 1, ())], [Transfer("reduce-scatter", ("fsdp",), True, 1, 2)], [10.0, 10.0])
     found = time_step(costs, RATES, LinkTimes(LINKS), Hiding(frozenset({hidden}), 1.0, is_doubled=True))
     assert float(found.exposed_seconds[0]) == pytest.approx(exposed)
+
+
+@pytest.mark.parametrize(("region", "exposed"), [(0, 3.0), (1, 0.0)])
+def test_a_gradient_that_is_summed_after_the_loops_is_waited_for(region, exposed):
+    """10 bytes take 2 (0.5 + 1) s: beside 100 s of a matmul of the same region, or once after all of them."""
+    works = [Work("matmul", region, 1, ())]
+    costs = _loop(works, [Transfer("all-reduce", ("fsdp",), True, region, 2)], [1000.0, 10.0])
+    assert _seconds(costs, Hiding(ALL, 1.0, is_doubled=False))[1][("fsdp",)] == pytest.approx(exposed)
 
 
 def test_of_activations_the_share_beside_matmuls_is_waited_for():
@@ -196,6 +205,9 @@ def test_an_option_that_is_off_by_hand_takes_the_presets_effect_away():
         ("v4-16", {SPLIT: True}, {"all-gather"}),
         ("h100-8", {"xla_gpu_disable_async_collectives": "ALLREDUCE,ALLTOALL"}, {"all-gather", "reduce-scatter"}),
         ("h100-8", {"xla_gpu_enable_latency_hiding_scheduler": False}, set()),
+        ("h100-8", {PIPELINED: True}, {"all-gather", "reduce-scatter"}),
+        ("h100-8", {PIPELINED: False}, ALL),
+        ("h100-8", {PIPELINED: True, "xla_gpu_enable_while_loop_double_buffering": True}, ALL),
     ],
 )
 def test_what_an_option_hides_depends_on_the_chip_and_on_the_others(target, options, hidden):
