@@ -115,7 +115,7 @@ def test_collectives_of_one_size_give_both_parts_one_factor():
     world = _measured(_predicted(*_overrides(1.0, 1.0, 1.5, 3.0)), _predicted())
     large = [row for row in world.operations if row.name != "all-reduce.1"]
     found = calibrate([world.model_copy(update={"operations": tuple(large)})], "a run").links["ICI"]
-    assert found.transfer == found.latency == pytest.approx(1.5, rel=0.01)
+    assert found.transfer == found.latency == pytest.approx(1.5, rel=0.02)  # and some of the start
 
 
 @pytest.mark.parametrize(
