@@ -26,6 +26,7 @@ PassKind = Literal["read", "write", "update", "tile"]
 CollectiveKind = Literal[
     "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast", "send",
 ]  # fmt: skip
+HostCopyKind = Literal["copy-to-device", "copy-to-host"]  # between a device and its host, not between devices
 MOVING = ("all-gather", "all-to-all")  # kinds without a reduction: each device's operand is a part of the full array
 COMPUTE = "compute"  # the track of a timeline on which compute runs; the others are links
 LinkKind = Literal["ICI", "DCN", "NVLink", "NIC", "memory"]  # memory: simulated devices of one host

@@ -14,7 +14,6 @@ from ..core.console import Column, Console, Line, Table
 from ..core.format import counted, human_bytes
 from ..core.known import as_json, or_unknown
 from ..core.partition_spec import Axes
-from ..estimate.communication import PlannedCollective
 from ..estimate.estimate import StepEstimate, estimate_step
 from ..estimate.stage_buffers import WHAT, StageBuffer, bytes_in_use
 from ..parallel.operation import OpPlan
@@ -51,8 +50,7 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
         console.wrapped("      ", (f"{axis}={plan.mesh.sizes[axis]}", "bold cyan"), f" {why}")
     if plan.target.calibration:
         console.wrapped(("calibrated", "bold"), f" {plan.target.calibration.describe()}")
-    dtype, placement = spec.precision.compute, plan.mesh.placement
-    for text in assumptions(plan.target, dtype, placement, estimate.communication):
+    for text in assumptions(plan.target, spec.precision.compute, plan.mesh.placement, estimate):
         console.wrapped(("assumed", "bold"), f" {text}")
     console.wrapped(
         ("step", "bold"),
@@ -98,18 +96,17 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
     print_estimate(plan, estimate, console)
 
 
-def assumptions(
-    target: TargetPlan, dtype: str, placement: Placement, communication: Sequence[PlannedCollective]
-) -> Iterator[str]:
+def assumptions(target: TargetPlan, dtype: str, placement: Placement, estimate: StepEstimate) -> Iterator[str]:
     """Yields what the prices of a step assume: figures of the target that nobody measured, matmuls and collectives
     beyond those that were measured. dtype: the type of its matmuls."""
-    if target.assumed:
-        yield f"{', '.join(target.assumed)}: their sources in the target's file say as what"
+    copies = estimate.memory.host_bytes > 0
+    if assumed := [each for each in target.assumed if copies or each != "chip.host_link"]:
+        yield f"{', '.join(assumed)}: their sources in the target's file say as what"
     matmuls = target.matmul_times()
     if target.platform == "gpu" and target.chip and not (matmuls and matmuls.knows(dtype)):
         yield f"matmuls in {dtype}: {target.chip.kernels.matmul:g} of the peak at every size; none was measured"
     beyond: dict[tuple[Axes, str], dict[str, None]] = {}
-    for one in communication:
+    for one in estimate.communication:
         times = placement.link_of(one.mesh_axes).times
         if times and (how := times.beyond_measured(one.kind, one.bytes_each)):
             beyond.setdefault((one.mesh_axes, how), {})[one.kind] = None
@@ -152,7 +149,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
             "mesh_reasons": dict(plan.mesh.reasons),
             "flag_presets": list(plan.spec.overlap.flag_presets),
             "placement": {axis: _placed(plan.mesh.placement, axis) for axis in plan.mesh.placement.describe()},
-            "assumed": [*assumptions(target, plan.spec.precision.compute, plan.mesh.placement, estimate.communication)],
+            "assumed": [*assumptions(target, plan.spec.precision.compute, plan.mesh.placement, estimate)],
             "warnings": [{"where": each.where, "what": each.what, "fix": each.fix} for each in plan.warnings],
             "program": {
                 "num_parameters": plan.num_parameters,

@@ -51,6 +51,14 @@ class Processor(Config):
     l2_cache_bytes: NumBytes
 
 
+class HostLink(Config):
+    """The link between chips and the memory of their host: bytes per second of each way, shared by so many chips."""
+
+    to_device_bytes_per_second: PositiveFloat
+    to_host_bytes_per_second: PositiveFloat
+    num_chips: PositiveInt
+
+
 class ChipSpec(Config):
     name: Text
     device_kind: Text  # JAX's name of its devices
@@ -61,6 +69,7 @@ class ChipSpec(Config):
     compiler_hbm_bytes: NumBytes  # the part of it that a program may use
     hbm_bytes_per_second: PositiveFloat
     host_bytes: NumBytes | None  # the chip's share of its host's memory; None: hosts differ
+    host_link: HostLink
     vector_memory_bytes: NumBytes  # on the chip: a TPU's VMEM, a GPU's shared memory
     clock_hz: PositiveFloat  # clock of the cycles that XLA estimates
     processor: Processor | None  # of a GPU

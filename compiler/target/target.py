@@ -14,6 +14,7 @@ import jax
 from ..core.errors import ConfigError, Problem
 from ..core.float_types import ComputeType
 from ..core.kernels import AttentionCall, RatedBy
+from ..core.traffic import HostCopyKind
 from ..spec.calibration_spec import Calibration, LinkCalibration
 from ..spec.compiler_traits import CompilerTraits, read_compiler_traits
 from ..spec.flag_presets import Effects, FlagPreset, read_flag_presets, read_option_effects
@@ -99,6 +100,14 @@ class TargetPlan:
     def host_bytes_per_device(self) -> int | None:
         """Returns a device's share of the memory of its host."""
         return self.chip.host_bytes // self.chip.num_devices if self.chip and self.chip.host_bytes else None
+
+    def host_bytes_per_second(self, kind: HostCopyKind) -> float | None:
+        """Returns the speed of a copy between a device and its host, while all devices copy; None: unknown."""
+        if self.chip is None:
+            return None
+        link = self.chip.host_link
+        whole = link.to_device_bytes_per_second if kind == "copy-to-device" else link.to_host_bytes_per_second
+        return whole / (min(link.num_chips, self.num_chips) * self.used_devices_per_chip)
 
     @property
     def hbm_bytes_per_second_per_device(self) -> float | None:

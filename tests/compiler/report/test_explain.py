@@ -52,6 +52,12 @@ def test_prices_that_nobody_measured_are_named(target, said):
     assert all(part in text for text, part in zip(found, said, strict=True))
 
 
+@pytest.mark.parametrize(("remat", "is_said"), [("full", False), ("offload", True)])
+def test_the_assumed_link_to_the_host_is_named_where_arrays_lie_there(remat, is_said):
+    plan = plan_of("target=h100-8", "sharding=fsdp", "global_batch_size=512", f"remat={remat}", *ON_CHIPS)
+    assert ["chip.host_link" in each for each in plan_as_json(plan)["assumed"]] == [True] * is_said
+
+
 def test_the_bubble_of_a_pipeline_is_named_beside_what_is_exposed():
     plan = plan_of("target=v5p-8", *ON_CHIPS)
     estimate = estimate_declared(plan)

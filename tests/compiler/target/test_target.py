@@ -294,4 +294,27 @@ def _row(chip, network):
     host = network.host_bytes_per_second if isinstance(network, TorusSpec) else network.node_bytes_per_second
     peak = chip.peak_flops_per_second["bfloat16"]
     return [f"{peak / 1e12:,.0f}", f"{chip.compiler_hbm_bytes / 2**30:.2f} of {chip.hbm_bytes / 2**30:.0f}",
-            f"{chip.hbm_bytes_per_second / 1e9:,.0f}", f"{link / 1e9:.0f}", f"{host / 1e9:g}"]  # fmt: skip
+            f"{chip.hbm_bytes_per_second / 1e9:,.0f}", f"{link / 1e9:.0f}", f"{host / 1e9:g}",
+            _host_link(chip.host_link)]  # fmt: skip
+
+
+def _host_link(link):
+    both = f"{link.to_device_bytes_per_second / 1e9:g} / {link.to_host_bytes_per_second / 1e9:g}"
+    return both if link.num_chips == 1 else f"{both}, of {link.num_chips}"
+
+
+@pytest.mark.parametrize(
+    ("target", "gigabytes"),
+    [
+        ("v6e-8", (28.4, 29.4)),
+        ("tpu7x-8", (14.2, 14.7)),  # two devices to a chip
+        ("a100-8", (12.5, 12.5)),  # two chips to a link
+        ("a100-1", (25, 25)),
+        ("cpu-8", (None, None)),
+    ],
+)
+def test_a_device_has_its_share_of_the_link_to_its_host(target, gigabytes):
+    plan = target_of(target)
+    for kind, expected in zip(("copy-to-device", "copy-to-host"), gigabytes, strict=True):
+        found = plan.host_bytes_per_second(kind)
+        assert found == (expected and pytest.approx(expected * 1e9))
