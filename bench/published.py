@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from compiled_rows import NOT_COMPILED, Overrides, gib, make_rows, markdown, parser_of, read_kept, versions_of
-from prediction_range import BASES, GROUPINGS, LONG, Run, coverage, find_least, kind_of, source_of, table_of
+from prediction_range import BASES, GROUPINGS, UNSEEN, Run, coverage, dense, find_least, kind_of, source_of, table_of
 from published_recipes import RECIPES, Recipe
 
 from meshloom.compiler.core.errors import ConfigError
@@ -29,7 +29,7 @@ from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.roofline import least_step_seconds
-from meshloom.compiler.target.accuracy import TABLE
+from meshloom.compiler.target.accuracy import LONG, TABLE
 from meshloom.runtime.processes.devices import plan_without_devices
 
 KEPT = Path(__file__).with_suffix(".jsonl")
@@ -197,9 +197,9 @@ def _errors(kept: Rows) -> Iterator[list[str]]:
 
 
 def _coverage(runs: list[Run]) -> Iterator[list[str]]:
-    """Yields a row of each group: how many of its runs lie in the range that the other groups give."""
+    """Yields a row of each group of dense runs: how many lie in the range that the other groups give."""
     for grouping in GROUPINGS:
-        found = [coverage(runs, basis, grouping, find_least(runs, basis)) for basis in BASES]
+        found = [coverage(dense(runs), basis, grouping, find_least(dense(runs), basis)) for basis in BASES]
         for group in found[0]:
             yield [grouping, group, str(found[0][group].total), *(str(each[group].inside) for each in found)]
 
@@ -218,6 +218,22 @@ def errors_table(kept: Rows) -> str:
 def ranges_table(kept: Rows, estimates: Rows) -> str:
     columns = ("left out", "", "runs", "in the range, compiled", "estimated")
     return markdown(columns, _coverage(checked_runs(kept, estimates)))
+
+
+def kinds_table(kept: Rows, estimates: Rows) -> str:
+    """Returns the ranges of all kinds on a chip without runs, and the runs that they come from."""
+    rows = []
+    for kind, of in table_of(checked_runs(kept, estimates), {})["kinds"].items():
+        others = "; ".join(f"{each.recipe}: {each.estimated:.2f}" for each in UNSEEN if each.kind == kind)
+        rows.append([kind, str(sum(of["num_runs"].values())), *(f"{of[basis]['*']:.2f}" for basis in BASES), others])
+    columns = (
+        "kind",
+        "runs",
+        "range, compiled",
+        "estimated",
+        "published over estimated, of runs that are no rows here",
+    )
+    return markdown(columns, rows)
 
 
 def estimates_table(kept: Rows, estimates: Rows) -> str:

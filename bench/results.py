@@ -42,6 +42,7 @@ OF_ROWS = {  # the mark in a page, and the name of rows.py
 TABLES: dict[str, Callable[[], str]] = {
     "published-errors": _published(published.errors_table, published.KEPT),
     "published-ranges": _published(published.ranges_table, published.KEPT, published.ESTIMATES),
+    "published-kinds": _published(published.kinds_table, published.KEPT, published.ESTIMATES),
     "published-rows": _published(published.rows_table, published.KEPT, published.ESTIMATES),
     "published-declarations": published.declarations_table,
     "estimates": _published(published.estimates_table, published.KEPT, published.ESTIMATES),

@@ -28,6 +28,7 @@ from .sharding.rules import ArrayPlan, DimensionPlan
 from .sharding.sharding import ShardingPlan, accumulated_layouts, gathered_bytes
 from .sharding.state import State, bytes_per_device
 from .spec.plan_spec import AnyPlanSpec, PlanSpec
+from .target.accuracy import ProgramKind, program_kinds
 from .target.compiler_options import Options, describe_presets, inert_presets
 from .target.mesh import MeshPlan
 from .target.target import TargetPlan
@@ -116,6 +117,12 @@ class Plan(Generic[AnyPlanSpec]):
             num_chips=self.target.num_chips,
             peak_flops_per_second=each_known(peak, lambda of_one: of_one * self.target.num_devices),
         )
+
+    @property
+    def kinds(self) -> tuple[ProgramKind, ...]:
+        """Returns the kinds of program that it is, by whose runs a prediction gets its range."""
+        has_experts = self.model.num_active_experts is not None
+        return program_kinds(self.target, self.mesh.sizes, self.spec.sequence_length, has_experts=has_experts)
 
     @cached_property
     def model_flops(self) -> ModelFlops:

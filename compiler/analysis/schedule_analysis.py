@@ -30,7 +30,7 @@ from ..parallel.operation import ParallelOp, find_source
 from ..parallel.registry import OPERATIONS
 from ..plan import Plan
 from ..schema import CollectiveReport, Event, StepReport
-from ..target.accuracy import range_figures
+from ..target.accuracy import ProgramKind, program_kinds, range_figures
 from ..target.target import TargetPlan
 from ..xla.hlo import Module
 from ..xla.schedule import Simulation, simulate
@@ -85,13 +85,15 @@ class ScheduleAnalysis:
 @dataclass(frozen=True)
 class Declared:
     """The facts that a plan gives about its program. paths: the paths of all parameters. planned: its collectives.
-    work: what its step does; None without a declaration. ops: its operations. stages: the ticks of its pipeline, and
+    work: what its step does; None without a declaration. ops: its operations. kinds: of program, without a declaration
+    as far as the target says. stages: the ticks of its pipeline, and
     the stage of each device; None where it has none."""
 
     paths: Sequence[str]
     planned: Sequence[PlannedCollective]
     work: StepWork | None
     ops: Sequence[ParallelOp]
+    kinds: Sequence[ProgramKind] | None = None
     stages: StagedDevices | None = None
 
 
@@ -111,7 +113,7 @@ def analyse_schedule(
     other ticks."""
     paths = [array.array.path for array in plan.sharding.parameters]
     devices = ProgramDevices(plan.mesh.placement, order)
-    return analyse_program(module, devices, Declared(paths, planned, plan.work, plan.ops, stages))
+    return analyse_program(module, devices, Declared(paths, planned, plan.work, plan.ops, plan.kinds, stages))
 
 
 def analyse_program(
@@ -152,7 +154,7 @@ def analyse_program(
     return ScheduleAnalysis(
         collectives=collectives,
         matches=matches,
-        step=_step(result, placed, target, known.work),
+        step=_step(result, placed, target, known),
         events=schedule_events(result.segments, steps, collectives) if target.chip is not None else (),
         compute_seconds=result.operations if target.chip is not None else {},
         dones={done.by: done.name for done in every(steps, Done)},
@@ -294,13 +296,14 @@ def nothing_timed(why: str) -> StepReport:
     )
 
 
-def _step(result: Simulation, placed: Mapping[str, Placed], target: TargetPlan, work: StepWork | None) -> StepReport:
+def _step(result: Simulation, placed: Mapping[str, Placed], target: TargetPlan, known: Declared) -> StepReport:
     """Returns the figures of the schedule, without those of memory."""
     if target.chip is None:
         return nothing_timed(NO_CHIP)
     left_out = "; ".join(_left_out(result, placed))
     whole = Unknown(left_out) if left_out else result.seconds
     is_timed = not _untimed(result)
+    kinds = known.kinds or program_kinds(target, {}, 0, has_experts=False)
     undeclared = Unknown(NOT_DECLARED)
     exposed: dict[str, float] = {}
     for name, totals in result.collectives.items() if is_timed else ():
@@ -308,7 +311,7 @@ def _step(result: Simulation, placed: Mapping[str, Placed], target: TargetPlan, 
         exposed[axes] = exposed.get(axes, 0.0) + totals.exposed_seconds
     found = StepReport(
         **dict(no_figures("the memory of a program is not in its schedule"))
-        | range_figures(target, whole)
+        | range_figures(target, kinds, whole)
         | {
             "step_seconds": whole,
             "compute_seconds": sum(result.compute_seconds.values()),
@@ -325,7 +328,7 @@ def _step(result: Simulation, placed: Mapping[str, Placed], target: TargetPlan, 
         num_bounded=len(result.bounded),
         bounded_seconds=sum(result.bounded.values()),
     )
-    return found.rated(work or UNDECLARED)
+    return found.rated(known.work or UNDECLARED)
 
 
 def _untimed(result: Simulation) -> list[str]:

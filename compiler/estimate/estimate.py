@@ -10,7 +10,7 @@ from ..jaxpr.unknown import UnknownPrimitive
 from ..plan import Plan
 from ..schema import RooflinePart
 from ..spec.overlap_spec import OverlapSpec
-from ..target.accuracy import range_figures
+from ..target.accuracy import ProgramKind, range_figures
 from ..target.target import TargetPlan
 from .communication import PlannedCollective, plan_communication
 from .estimated_step import plan_assumed, read_step
@@ -95,9 +95,9 @@ def memory_figures(
     }
 
 
-def time_figures(target: TargetPlan, time: StepTime[float] | Unknown) -> dict[str, Any]:
-    """Returns the figures of an estimated time, as StepFigures has them."""
-    return range_figures(target, each_known(time, lambda time: time.seconds), "estimated") | {
+def time_figures(target: TargetPlan, kinds: Sequence[ProgramKind], time: StepTime[float] | Unknown) -> dict[str, Any]:
+    """Returns the figures of an estimated time, as StepFigures has them. kinds: of the program."""
+    return range_figures(target, kinds, each_known(time, lambda time: time.seconds), "estimated") | {
         "step_seconds": each_known(time, lambda time: time.seconds),
         "compute_seconds": each_known(time, lambda time: time.compute_seconds),
         "exposed_seconds": each_known(time, lambda time: time.exposed_seconds),
@@ -130,7 +130,8 @@ def estimate_declared(plan: Plan) -> StepEstimate:
     why = why_uncounted(unknown)
     time = Unknown(why) if why else or_unknown(estimate_time(plan, step), NO_RATES.why)
     figures = StepFigures(
-        **memory_figures(plan.target, memory.peak_bytes, memory.host_bytes), **time_figures(plan.target, time)
+        **memory_figures(plan.target, memory.peak_bytes, memory.host_bytes),
+        **time_figures(plan.target, plan.kinds, time),
     ).rated(plan.work)
     communication = plan_communication(plan, step)
     roofline = plan_roofline(plan.model.stacks, plan.mesh, step, why)

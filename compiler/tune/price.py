@@ -36,7 +36,7 @@ class Prices:
         """Returns the figures of one candidate by its price. limit_bytes: the memory of a device that it may take."""
         target, peak_bytes, host_bytes = self.candidates[place].variant.target(), self.peak_bytes, self.host_bytes
         memory = memory_figures(target, int(peak_bytes[place]), int(host_bytes[place]), limit=limit_bytes)
-        return StepFigures(**memory, **time_figures(target, self.time.of(place)))
+        return StepFigures(**memory, **time_figures(target, self.candidates[place].kinds, self.time.of(place)))
 
 
 def price_candidates(

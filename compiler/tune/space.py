@@ -28,6 +28,7 @@ from ..search.candidates import Candidate
 from ..sharding.arrays import Arrays, build_model, find_arrays
 from ..sharding.roles import AxisRoles, plan_roles
 from ..spec.plan_spec import PlanSpec
+from ..target.accuracy import ProgramKind, program_kinds
 from ..target.mesh import MeshPlan
 from ..target.placement import plan_placement, square_block
 from ..target.target import TargetPlan, calibrate_target, plan_target
@@ -63,7 +64,7 @@ class Variant:
 class MeshCandidate(Candidate):
     """A variant on a mesh. values: the searched keys with their values. device_order: the order of mesh axes on the
     links. num_loss_chunks: the number of chunks in which logits are computed. strategies: (kind, site, name) of each
-    declared operation. pipeline: over its stages; None without."""
+    declared operation. kinds: of program. pipeline: over its stages; None without."""
 
     values: Mapping[str, str | int]
     variant: Variant
@@ -74,6 +75,7 @@ class MeshCandidate(Candidate):
     sequences_of_device: int  # of one microbatch
     num_loss_chunks: int
     strategies: tuple[tuple[str, str, str], ...]
+    kinds: tuple[ProgramKind, ...]
     pipeline: PipelinePlan | None
 
     @property
@@ -149,7 +151,7 @@ def find_candidates(variants: Sequence[Variant]) -> tuple[list[MeshCandidate], R
                 words = (f"{group}={option}" for group, option in variant.choices)
                 refused.add(reason_of(layout), (*words, *axes, f"num_microbatches={num_microbatches}"))
                 continue
-            one = _candidate(variant, layout, device_order, num_microbatches)
+            one = _candidate(variant, layout, device_order, num_microbatches, rules.kinds(layout))
             if (limit := rules.target.hbm_bytes_per_device) and layout.parameter_bytes > limit:
                 refused.add(PARAMETERS_TOO_LARGE, one.overrides)
                 continue
@@ -251,6 +253,10 @@ class _Rules:
             self.arrays[num_microbatches] = find_arrays(spec, self.model)
         return self.arrays[num_microbatches]
 
+    def kinds(self, layout: Layout) -> tuple[ProgramKind, ...]:
+        has_experts = self.model.num_active_experts is not None
+        return program_kinds(self.target, layout.mesh.sizes, self.spec.sequence_length, has_experts=has_experts)
+
     def layout(self, point: MeshPoint) -> Layout | ConfigError:
         sizes, device_order, num_microbatches = point
         spec = with_layout(self.spec, dict(sizes), num_microbatches, device_order)
@@ -260,7 +266,13 @@ class _Rules:
             return error
 
 
-def _candidate(variant: Variant, layout: Layout, device_order: tuple[str, ...], num_microbatches: int) -> MeshCandidate:
+def _candidate(
+    variant: Variant,
+    layout: Layout,
+    device_order: tuple[str, ...],
+    num_microbatches: int,
+    kinds: tuple[ProgramKind, ...],
+) -> MeshCandidate:
     shards = layout.mesh.num_shards(layout.sharding.roles.sequence)
     sequences = variant.spec.global_batch_size // num_microbatches // shards
     declared = (each for each in layout.operations if each.op.is_declared)
@@ -279,6 +291,7 @@ def _candidate(variant: Variant, layout: Layout, device_order: tuple[str, ...], 
         sequences_of_device=sequences,
         num_loss_chunks=loop_trips(layout.operations),
         strategies=strategies,
+        kinds=kinds,
         pipeline=layout.pipeline,
     )
 

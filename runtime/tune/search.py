@@ -10,7 +10,6 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.format import human_range, human_seconds, human_share, three_digits
 from meshloom.compiler.core.known import Unknown, as_json, known, or_unknown, text_of
 from meshloom.compiler.declare.compose import Request
-from meshloom.compiler.target.accuracy import accuracy_of, why_no_range
 from meshloom.compiler.tune.answer import Answer, Estimated, WhatIf, remembering, tune
 
 from ..core.files import replace_json, replace_text
@@ -122,17 +121,18 @@ def _show_compiled(found: Found, console: Console) -> None:
 
 
 def answer_as_json(found: Found) -> dict[str, Any]:
-    """Returns the answer for tune.json. range_factor: a step may take so many times more or less than estimated."""
-    answer = found.answer
-    accuracy = accuracy_of(answer.target, "estimated")
+    """Returns the answer for tune.json. range_factor: the first may take so many times more or less than
+    estimated."""
+    answer, first = found.answer, found.answer.best[0].figures
+    basis = first.range_basis
     return {
         "target": answer.target.name,
         "num_candidates": answer.num_candidates,
         "num_too_large": answer.num_too_large,
         "limit_bytes_per_device": answer.limit_bytes,
         "winner": list(found.winner.candidate.overrides),
-        "range_factor": accuracy.factor if accuracy else None,
-        "range_basis": str(accuracy) if accuracy else why_no_range(answer.target),
+        "range_factor": first.range_factor or None,
+        "range_basis": basis.why if isinstance(basis, Unknown) else basis,
         "best": [_estimated(one) for one in answer.best],
         "why": why_it_wins(answer.best),
         "changes": [_change(one) for one in answer.changes],

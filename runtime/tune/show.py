@@ -21,7 +21,7 @@ from meshloom.compiler.core.format import (
 )
 from meshloom.compiler.core.known import Unknown
 from meshloom.compiler.figures import FIGURES, StepFigures, text_of_figure
-from meshloom.compiler.target.accuracy import accuracy_of, best_published_mfu
+from meshloom.compiler.target.accuracy import best_published_mfu
 from meshloom.compiler.tune.answer import Answer, Estimated, WhatIf, cost_per_million_tokens
 from meshloom.compiler.tune.space import MeshCandidate
 
@@ -43,9 +43,9 @@ def show_answer(answer: Answer, console: Console) -> None:
     console.line()
     console.table(_table(answer, console.width))
     console.line()
-    if (accuracy := accuracy_of(answer.target, "estimated")) and answer.best:
-        between = human_range(accuracy.range_of(answer.best[0].seconds))
-        console.wrapped(f"the first takes {between}: {accuracy}")
+    first = answer.best[0].figures
+    if between := first.range_of(first.step_seconds):
+        console.wrapped(f"the first takes {human_range(between)}: {first.range_basis}")
     if too_fast := above_published(answer):
         console.wrapped((too_fast, "yellow"))
     if tied := [one for one in answer.best[1:] if one.seconds <= (1 + LEAST_GAIN) * answer.best[0].seconds]:

@@ -18,7 +18,9 @@ NO_PIPELINE = NOTHING_DECLARED
 
 def declared(rows: Rows) -> Declared:
     stages = StagedDevices(rows, [0] * STAGES, DEVICES, len(DEVICES))
-    return Declared(NO_PIPELINE.paths, NO_PIPELINE.planned, NO_PIPELINE.work, NO_PIPELINE.ops, stages)
+    return Declared(
+        NO_PIPELINE.paths, NO_PIPELINE.planned, NO_PIPELINE.work, NO_PIPELINE.ops, NO_PIPELINE.kinds, stages
+    )
 
 
 def devices() -> ProgramDevices:

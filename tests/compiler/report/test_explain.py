@@ -63,7 +63,7 @@ def test_the_bubble_of_a_pipeline_is_named_beside_what_is_exposed():
     estimate = estimate_declared(plan)
 
     def said(time: StepTime[float]) -> tuple[str, float]:
-        figures = estimate.figures.model_copy(update=time_figures(plan.target, time))
+        figures = estimate.figures.model_copy(update=time_figures(plan.target, plan.kinds, time))
         file, found = io.StringIO(), replace(estimate, figures=figures)
         print_estimate(plan, found, Console(file))
         return file.getvalue(), estimate_as_json(plan, found)["time"]["bubble_seconds"]

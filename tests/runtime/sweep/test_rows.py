@@ -107,7 +107,9 @@ def test_keys_that_never_vary_are_left_out_of_the_table():
 def test_a_points_step_is_compute_exposed_and_bubble(bubble, seconds):
     plan = plan_of("target=v5p-8", "precision=bfloat16", "sharding.on_replicated=allow")
     estimate = estimate_declared(plan)
-    given = estimate.figures.model_copy(update=time_figures(plan.target, StepTime(2.0, {("stage",): 0.5}, bubble)))
+    given = estimate.figures.model_copy(
+        update=time_figures(plan.target, plan.kinds, StepTime(2.0, {("stage",): 0.5}, bubble))
+    )
     figures = outcome_of_plan(plan, replace(estimate, figures=given), None).figures
     assert figures is not None
     assert figures.step_seconds == seconds
