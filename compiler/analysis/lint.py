@@ -23,7 +23,7 @@ from ..core.float_types import NARROW
 from ..core.format import human_names, human_seconds, human_share
 from ..core.known import Unknown, first_unknown
 from ..core.partition_spec import Axes
-from ..core.traffic import CollectiveKind
+from ..core.traffic import HOST_COPIES, CollectiveKind
 from ..estimate.communication import PlannedCollective
 from ..parallel.operation import OpPlan
 from ..parallel.pipeline_plan import PipelinePlan
@@ -113,7 +113,8 @@ def lint(
     """Returns all findings, the most costly first. matches: for each collective, the planned ones of its size. notes:
     the compiler's messages about arrays that it gathers whole. held: weights and gradients that live throughout a
     loop."""
-    large = [each for each in collectives if each.bytes // each.count >= LEAST_BYTES]
+    between = [each for each in collectives if each.kind not in HOST_COPIES]
+    large = [each for each in between if each.bytes // each.count >= LEAST_BYTES]
     narrower = reduced_in_bfloat16(large)
     found = [
         finding

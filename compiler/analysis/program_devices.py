@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..core.partition_spec import STAGE
-from ..core.traffic import Placed
+from ..core.traffic import HOST, HOST_COPIES, HostCopyKind, Placed
 from ..target.axis_segments import LINK_KINDS, TORUS_AXES, GroupSpan, link_of_spans
 from ..target.device_links import link_of_devices, send_between, uneven_seconds
 from ..target.links import collective_seconds
@@ -45,6 +45,8 @@ class ProgramDevices:
 
     def place(self, collective: Collective) -> Placed:
         """Returns the placement of a collective of the program."""
+        if collective.kind in HOST_COPIES:
+            return _with_host(collective.kind, collective.num_bytes, self.target)
         where = place_collective(self.reordered(collective), self.placement)
         if self.placement.is_of_mesh or not where.mesh_axes:
             return where
@@ -147,6 +149,13 @@ def place_collective(collective: Collective, placement: Placement) -> Placed:
     lines = (line.name for level in link.levels for line in level.lines)
     tracks = tuple(_name(name + way) for name in lines for way in (("+", "-") if name in TORUS_AXES else ("",)))
     return Placed(seconds, tracks, link.kind, axes, size)
+
+
+def _with_host(kind: HostCopyKind, num_bytes: int, target: TargetPlan) -> Placed:
+    """Returns the place of a copy between a device and its host, whose link carries both ways at once."""
+    speed, way = target.host_bytes_per_second(kind), "in" if kind == "copy-to-device" else "out"
+    seconds, why = (None, NO_LINKS) if speed is None else (num_bytes / speed, None)
+    return Placed(seconds, (f"host link {way}",), "host link", (HOST,), why=why)
 
 
 def _across_slices(collective: Collective, num_slices: int, placement: Placement) -> Placed:

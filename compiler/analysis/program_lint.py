@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from ..core.format import be, counted, human_bytes, human_names, human_seconds, human_share
-from ..core.traffic import CollectiveKind
+from ..core.traffic import HOST_COPIES, CollectiveKind
 from ..schema import CollectiveReport, Finding, StepReport, or_infinity
 from ..target.compiler_options import presets_for
 from ..target.target import TargetPlan
@@ -37,7 +37,8 @@ _RANDOM = re.compile(r"threefry|random_bits|random_seed|shuffle|bernoulli|_unifo
 
 def lint_program(module: Module, devices: ProgramDevices, schedule: ScheduleAnalysis) -> tuple[Finding, ...]:
     """Returns all findings: warnings that cost time first, notes last."""
-    collectives, step, target = schedule.collectives, schedule.step, devices.target
+    step, target = schedule.step, devices.target
+    collectives = [each for each in schedule.collectives if each.kind not in HOST_COPIES]
     found = (
         *_synchronous(collectives, step, target),
         *find_wasted_transfers(module, collectives, schedule.dones, is_cpu=target.platform == "cpu"),

@@ -22,7 +22,7 @@ from ..core.errors import Problem, raise_if_any, use_one_of
 from ..core.format import counted, human_names
 from ..core.known import Unknown, each_known, or_unknown
 from ..core.scopes import OperationName, is_sum_of_matmul
-from ..core.traffic import MOVING, ComputeKind, Placed, TrafficSource
+from ..core.traffic import HOST_COPIES, MOVING, ComputeKind, Placed, TrafficSource
 from ..estimate.communication import PlannedCollective
 from ..figures import StepWork, no_figures
 from ..jaxpr.program import LANES
@@ -209,7 +209,9 @@ def source_of(op_name: str, kind: str, paths: Sequence[str], ops: Sequence[Paral
     name = OperationName(op_name)
     found, alone = name.parameters(paths), name.separated[0]
     ours = find_source(ops, alone) or alone.activation
-    in_pass = "backward" if found and kind not in MOVING and name.in_pass == "forward" else name.in_pass
+    in_pass = (
+        "backward" if found and kind not in (*MOVING, *HOST_COPIES) and name.in_pass == "forward" else name.in_pass
+    )
     if found:
         return TrafficSource(parameter=found[0], num_more=len(found) - 1, in_pass=in_pass)
     return TrafficSource(activation=ours or "/".join(alone.text.split("/")[-2:]), in_pass=in_pass)

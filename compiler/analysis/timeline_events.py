@@ -27,6 +27,7 @@ from .program_memory import PeakMemory
 ROLES = {
     "all-gather": "gather", "reduce-scatter": "reduce", "all-reduce": "reduce", "all-to-all": "exchange",
     "collective-permute": "permute", "collective-broadcast": "broadcast", "send": "send",
+    "copy-to-device": "from host", "copy-to-host": "to host",
 }  # fmt: skip
 _AXES_OF_NAME = re.compile(r"_[A-Z]+$")
 

@@ -25,11 +25,14 @@ ComputeKind = Literal["matmul", "attention", "other"]
 PassKind = Literal["read", "write", "update", "tile"]
 CollectiveKind = Literal[
     "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast", "send",
+    "copy-to-device", "copy-to-host",
 ]  # fmt: skip
 HostCopyKind = Literal["copy-to-device", "copy-to-host"]  # between a device and its host, not between devices
+HOST_COPIES: tuple[HostCopyKind, ...] = ("copy-to-device", "copy-to-host")
+HOST = "host"  # what they run over, where a collective has mesh axes
 MOVING = ("all-gather", "all-to-all")  # kinds without a reduction: each device's operand is a part of the full array
 COMPUTE = "compute"  # the track of a timeline on which compute runs; the others are links
-LinkKind = Literal["ICI", "DCN", "NVLink", "NIC", "memory"]  # memory: simulated devices of one host
+LinkKind = Literal["ICI", "DCN", "NVLink", "NIC", "host link", "memory"]  # memory: simulated devices of one host
 
 
 NotNegative = Annotated[float, Ge(0)]

@@ -12,7 +12,7 @@ _ARRAY = re.compile(r"\b(pred|token|opaque|bf16|[fscu]\d+[a-z0-9]*)\[([\d,<=]*)\
 _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
 _TILE = re.compile(r"\{([\d,]*):T\(([\d,]+)\)")
 COMMENT = re.compile(r"/\*.*?\*/")
-HBM = 0
+HBM, HOST = 0, 5
 
 
 @dataclass(frozen=True, slots=True)

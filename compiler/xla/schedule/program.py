@@ -6,6 +6,7 @@ fusion around AsyncCollectiveStart   asynchronous (TPU): chunks are sent from wi
 fusion around an all-reduce and a dynamic-slice    a reduce-scatter (TPU), synchronous
 async-start, -update, -done          asynchronous, on another unit (TPU: SparseCore) where what they call is a
                                      collective, or several; otherwise a copy between memories
+copies to and from the host          over the link to the host, asynchronous where they start and are done apart
 send, recv, their -done              of TPUs a collective across slices, by way of the hosts, named in the send's
                                      attributes; of GPUs pairs of devices. From the send until what is received is there
 
@@ -36,6 +37,7 @@ from ..hlo.flow import Flow, ModuleValue, num_trips
 from ..hlo.groups import ReplicaGroups, groups_of, parse_groups
 from ..hlo.opcodes import BLOCKS, COLLECTIVES, SAME_ELEMENTS, collective_kind
 from ..hlo.types import ArrayType, elements_of, parse_type
+from .host_copies import HostCopy, host_copy
 from .prices import Chip, price_instruction
 from .steps import Branches, Collective, Compute, Done, Loop, Start, Step
 
@@ -105,6 +107,10 @@ class _Reader:
             return [Start(self._collective(Inner(instruction, around), instruction, around, opcode, is_async=True))]
         if opcode in _ASYNC:
             return self._asynchronous(instruction, around)
+        if (copied := host_copy(instruction, around, self.module)) is not None:
+            return _copies(copied, instruction, around)
+        if opcode.endswith("-done") and self._copied_by(instruction.operands[:1], around) is not None:
+            return [Done(instruction.operands[0], instruction.name)]
         if opcode == "fusion":
             return self._fusion(instruction, around)
         return self._computed(instruction, around)
@@ -131,6 +137,10 @@ class _Reader:
         inner = self._inside(chain[0])
         named = _KIND_IN_NAME.search(chain[0].name)
         if inner is None and named is None:
+            if (copied := host_copy(chain[0], around, self.module)) is not None:
+                if instruction.opcode in _DONES:
+                    return [Done(chain[0].name, instruction.name)]
+                return _copies(copied, instruction, around) if instruction is chain[0] else []
             if instruction.opcode not in _STARTS:
                 return []
             called = [self.module.computations[name] for name in instruction.called]
@@ -151,6 +161,11 @@ class _Reader:
             return [Start(first), *map(Start, named_apart)]
         assert named is not None
         return [Start(self._guessed(COLLECTIVES[named[0]], instruction, chain[0], around, form))]
+
+    def _copied_by(self, names: Sequence[str], around: Computation) -> HostCopy | None:
+        """Returns the copy to or from the host that the first of these instructions starts."""
+        start = around.by_name.get(names[0]) if names else None
+        return host_copy(start, around, self.module) if start is not None else None
 
     def _chain(self, instruction: Instruction, around: Computation) -> list[Instruction]:
         """Returns the instructions from the start up to this one."""
@@ -286,6 +301,26 @@ class _Reader:
             return None
         inner = self._inside(instruction)
         return _identity(inner.instruction) if inner else None
+
+
+def _copies(copied: HostCopy, instruction: Instruction, around: Computation) -> list[Step]:
+    """Returns a copy to or from the host, which is over at once unless something else waits for it."""
+    is_async = instruction.opcode.endswith("-start")
+    start = Start(
+        Collective(
+            name=instruction.name,
+            kind=copied.kind,
+            num_bytes=copied.array.num_bytes,
+            dtype=copied.array.dtype,
+            groups=(),
+            is_async=is_async,
+            form=instruction.opcode if is_async else "synchronous",
+            op_name=copied.op_name,
+            computation=around.name,
+            num_elements=(copied.array.num_elements,),
+        )
+    )
+    return [start] if is_async else [start, Done(instruction.name, instruction.name)]
 
 
 def _of_other_kinds(inner: Inner) -> list[Inner]:

@@ -592,16 +592,19 @@ def test_only_what_is_touched_of_an_array_counts_as_moved(fusion):
 
 
 def test_copies_to_the_host_and_back_run_beside_the_compute():
-    """As a TPU program offloads: a layer's activation into the host's stack of them (S(5)), and out of it again."""
+    """As a TPU program offloads: a layer's activation into the host's stack of them (S(5)), and out of it again. Each
+    copies 16 bytes, of which the compute between start and done hides 10 ms."""
     host, device = "bf16[100,8]{1,0:S(5)}", "bf16[1,8]{1,0}"
     lines = [
         "  %i = s32[] constant(0)", f"  %stack = {host} parameter(1)", compute("a", 100),
         f"  %u = (({host}, {device}, s32[]), {host}, u32[]) dynamic-update-slice-start(%stack, %a, %i, %i)",
-        f"  %done = {host} dynamic-update-slice-done(%u)",
+        compute("b", 10), f"  %done = {host} dynamic-update-slice-done(%u)",
         f"  %s = (({host}, s32[]), {device}, u32[]) dynamic-slice-start(%done, %i, %i), dynamic_slice_sizes={{1,8}}",
-        f"  ROOT %back = {device} dynamic-slice-done(%s)",
+        compute("c", 10), f"  ROOT %back = {device} dynamic-slice-done(%s)",
     ]  # fmt: skip
-    assert simulated(module(*lines)).seconds == pytest.approx(0.1)
+    result = simulated(module(*lines))
+    assert result.seconds == pytest.approx(0.132)
+    assert totals(result) == {"u": (1, 0.016, 0.006), "s": (1, 0.016, 0.006)}
 
 
 def test_a_kernel_that_is_not_known_is_counted_and_takes_no_time():
