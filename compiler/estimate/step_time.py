@@ -57,13 +57,15 @@ class Hiding:
     weights: the kinds of collectives of weights that it overlaps. is_doubled: a gradient that is not reduced beside
     compute is all-reduced, which takes twice the time of a reduce-scatter. activations_exposed: the exposed share of
     activations' collectives, for all declarations or for each. of_operations: the exposed time of the collectives of
-    operations that state it themselves, by source.
+    operations that state it themselves, by source. exposed_second_sums: the exposed share of a gradient's all-reduce
+    that follows its reduce-scatter in a trip of a loop.
     """
 
     weights: frozenset[CollectiveKind]
     activations_exposed: float | Numbers
     is_doubled: bool
     of_operations: Mapping[str, Exposed] = field(default_factory=dict[str, Exposed])
+    exposed_second_sums: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -234,10 +236,9 @@ def _exposed(
             kind = one.kind
             if hiding.is_doubled and kind == "reduce-scatter":
                 kind, seconds = "all-reduce", 2.0 * seconds
-            # After the loops all of a gradient is there: nothing is left to compute beside its sum.
-            is_last = region.is_step and one.kind == "all-reduce"
-            group = beside if kind in hiding.weights and not is_last else waited
-            group[one.mesh_axes] = group.get(one.mesh_axes, 0.0) + seconds
+            share = _exposed_share(region, one.kind, hiding) if kind in hiding.weights else 1.0
+            waited[one.mesh_axes] = waited.get(one.mesh_axes, 0.0) + share * seconds
+            beside[one.mesh_axes] = beside.get(one.mesh_axes, 0.0) + (1.0 - share) * seconds
     for axes, (seconds, least) in beside_blocks.items():
         waited[axes] = waited.get(axes, 0.0) + np.maximum(seconds - blocks, least)
     hidden = sum(beside.values(), start=np.zeros(()))
@@ -246,6 +247,16 @@ def _exposed(
     for axes, seconds in beside.items():
         waited[axes] = waited.get(axes, 0.0) + stays * seconds
     return waited
+
+
+def _exposed_share(region: RegionCosts, kind: CollectiveKind, hiding: Hiding) -> float:
+    """Returns the share of a weight's collective that no compute of its region can hide."""
+    if kind != "all-reduce":
+        return 0.0
+    if region.is_step:  # after the loops all of a gradient is there: nothing is left to compute beside its sum
+        return 1.0
+    is_second = any(one.kind == "reduce-scatter" and one.is_weight for one, *_ in region.transfers)
+    return hiding.exposed_second_sums if is_second else 0.0
 
 
 def plan_rates(target: TargetPlan) -> Rates | None:
@@ -283,6 +294,7 @@ def plan_hiding(plan: Plan) -> Hiding:
         activations_exposed=beside_matmuls if is_ring or assumed.layers.batch_split > 1 else 1.0,
         is_doubled=target.platform == "tpu" and "reduce-scatter" not in weights,
         of_operations=exposed_by_source(plan.operations, target),
+        exposed_second_sums=target.compiler.exposed_second_sums,
     )
 
 

@@ -22,6 +22,8 @@ class CompilerTraits(Record):
         combined, in shards.
     fuses_into_matmuls: pointwise operations whose result only matmuls read are computed inside of these.
     fuses_gathers: a gather of rows is computed inside of the pointwise operations that read it.
+    exposed_second_sums: share of the time of a gradient's all-reduce that a trip of a loop waits for, where it follows
+        a reduce-scatter of the same gradient: what is left to compute then ends before it.
     async_permutes: permutes overlap with independent work, on up to max_chips_async_permutes chips.
     copies_loop_carry: the state that a loop carries to its next iteration is copied.
     copies_conditionals: what a conditional takes and gives is copied, whichever branch runs.
@@ -41,6 +43,7 @@ class CompilerTraits(Record):
     all_reduces_each_matmul: bool = False
     fuses_into_matmuls: bool = False
     fuses_gathers: bool = False
+    exposed_second_sums: float = 0.0
     async_permutes: bool = False
     max_chips_async_permutes: int | None = None
     copies_loop_carry: bool = False

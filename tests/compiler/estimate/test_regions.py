@@ -63,7 +63,9 @@ def time_of(step):
     shape, numbers = read_costs(step, frozenset(), ())
     links = LinkTimes(links_of({("fsdp",): FSDP}, rate=2 * RATE, start=LATENCY / 2))
     hiding = Hiding(frozenset(), 1.0, is_doubled=False)
-    time = time_step(Costs(shape, numbers[:, None]), Rates(*[RATE] * 5), links, hiding).of(0)
+    time = time_step(
+        Costs(shape, numbers[:, None]), Rates(RATE, lambda _: RATE, RATE, RATE, RATE, RATE), links, hiding
+    ).of(0)
     return time.compute_seconds, time.exposed_seconds
 
 
@@ -161,7 +163,8 @@ def test_stages_run_what_a_table_says(plan):
 def time_of_matmuls(costs: Costs, permute: float = 0.0) -> StepTime[float]:
     """The time where memory is fast, and a permute takes as long as given."""
     links = LinkTimes(links_of({(STAGE,): 2}, RATE, permute))
-    rates, hiding = Rates(RATE, RATE, *[1e4 * RATE] * 3), Hiding(frozenset(), 1.0, is_doubled=False)
+    fast, hiding = 1e4 * RATE, Hiding(frozenset(), 1.0, is_doubled=False)
+    rates = Rates(RATE, lambda _: RATE, fast, fast, fast, fast)
     return time_step(costs, rates, links, hiding).of(0)
 
 

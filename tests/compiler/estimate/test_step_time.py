@@ -1,6 +1,7 @@
 """The time of a step without a compiler, against sums by hand; costs of many declarations against one at a time."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -105,6 +106,15 @@ def test_a_gradient_that_is_summed_after_the_loops_is_waited_for(region, exposed
     works = [Work("matmul", region, 1, ())]
     costs = _loop(works, [Transfer("all-reduce", ("fsdp",), True, region, 2)], [1000.0, 10.0])
     assert _seconds(costs, Hiding(ALL, 1.0, is_doubled=False))[1][("fsdp",)] == pytest.approx(exposed)
+
+
+def test_a_sum_that_follows_another_of_a_trip_is_waited_for_in_part():
+    """Over ("fsdp",) 10 bytes take 3 s, over ("tensor",) 2: a quarter of these, though the matmul takes 100 s."""
+    transfers = [Transfer("reduce-scatter", ("fsdp",), True, 1, 2), Transfer("all-reduce", ("tensor",), True, 1, 2)]
+    costs, hiding = _loop([Work("matmul", 1, 1, ())], transfers, [1000.0, 10.0]), Hiding(ALL, 1.0, is_doubled=False)
+    assert _seconds(costs, hiding)[1][("tensor",)] == pytest.approx(0.0)
+    found = _seconds(costs, replace(hiding, exposed_second_sums=0.25))[1]
+    assert (found["fsdp",], found["tensor",]) == (pytest.approx(0.0), pytest.approx(4 * 0.25 * 2.0))
 
 
 def test_of_activations_the_share_beside_matmuls_is_waited_for():
