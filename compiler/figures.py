@@ -17,6 +17,7 @@ from meshloom.models.record import Record
 from .core.format import human_bytes, human_count, human_seconds, human_share, three_digits
 from .core.known import OrUnknown, Unknown, all_known, each_known, or_unknown, text_of
 
+SLICES = "slices"  # in exposed_by_axes: slices wait for the slowest of them, whatever axes cross them
 NO_PEAK_RATE = "the chip's peak in the compute type is not known"
 
 

@@ -24,7 +24,7 @@ from ..core.known import Unknown, each_known, or_unknown
 from ..core.scopes import OperationName, is_sum_of_matmul
 from ..core.traffic import HOST_COPIES, MOVING, ComputeKind, Placed, TrafficSource
 from ..estimate.communication import PlannedCollective
-from ..figures import StepWork, no_figures
+from ..figures import SLICES, StepWork, no_figures
 from ..jaxpr.program import LANES
 from ..parallel.operation import ParallelOp, find_source
 from ..parallel.registry import OPERATIONS
@@ -303,7 +303,8 @@ def _step(result: Simulation, placed: Mapping[str, Placed], target: TargetPlan, 
     if target.chip is None:
         return nothing_timed(NO_CHIP)
     left_out = "; ".join(_left_out(result, placed))
-    whole = Unknown(left_out) if left_out else result.seconds
+    waits = target.slice_wait * result.seconds
+    whole = Unknown(left_out) if left_out else result.seconds + waits
     is_timed = not _untimed(result)
     kinds = known.kinds or program_kinds(target, {}, 0, has_experts=False)
     undeclared = Unknown(NOT_DECLARED)
@@ -311,18 +312,19 @@ def _step(result: Simulation, placed: Mapping[str, Placed], target: TargetPlan, 
     for name, totals in result.collectives.items() if is_timed else ():
         axes = "+".join(placed[name].mesh_axes)
         exposed[axes] = exposed.get(axes, 0.0) + totals.exposed_seconds
+    exposed[SLICES] = waits if is_timed else 0.0
     found = StepReport(
         **dict(no_figures("the memory of a program is not in its schedule"))
         | range_figures(target, kinds, whole)
         | {
             "step_seconds": whole,
             "compute_seconds": sum(result.compute_seconds.values()),
-            "exposed_seconds": result.exposed_seconds if is_timed else whole,
+            "exposed_seconds": result.exposed_seconds + waits if is_timed else whole,
             "bubble_seconds": result.bubble_seconds if is_timed else whole,
             "exposed_by_axes": {axes: seconds for axes, seconds in exposed.items() if seconds},
         },
         compute_seconds_by_kind=dict(result.compute_seconds),
-        least_seconds=result.seconds,
+        least_seconds=result.seconds + waits,
         roofline_seconds=undeclared,
         bound_seconds=undeclared,
         num_unpriced=len(result.unpriced),

@@ -10,7 +10,7 @@ docs/estimate.md compares it with compiled schedules.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
@@ -19,6 +19,7 @@ import numpy as np
 from ..core.kernels import RatedBy
 from ..core.partition_spec import STAGE, Axes
 from ..core.traffic import CollectiveKind
+from ..figures import SLICES
 from ..parallel.operation import Exposed, exposed_by_source, runs_beside_compute
 from ..pipeline.makespan import TickLoop, TickPart, TickPermute, TickSlot, time_ticks
 from ..plan import Plan
@@ -39,7 +40,8 @@ Seconds = TypeVar("Seconds", float, Numbers)
 class Rates:
     """The speeds that programs reach on a device. hbm: for pointwise passes. stream: for a matmul or kernel, which
     reads ahead. merged: for the sums of ring attention. routed: for passes over the rows of experts. kernel: the FLOP/s
-    of a kernel. matmuls: measured times; None: the FLOP/s count."""
+    of a kernel. matmuls: measured times; None: the FLOP/s count. slice_wait: the share of a step for which slices wait
+    for one another."""
 
     matmul_flops_per_second: float
     kernel: Callable[[RatedBy], float]
@@ -48,6 +50,7 @@ class Rates:
     merged_bytes_per_second: float
     routed_bytes_per_second: float
     matmuls: MatmulTimes | None = None
+    slice_wait: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -151,8 +154,12 @@ def time_step(costs: Costs, rates: Rates, links: LinkTimes, hiding: Hiding) -> S
     if costs.shape.ticks is None:
         slowest = whole.argmax(axis=0), np.arange(whole.shape[1])
         each = {axes: np.broadcast_to(seconds, whole.shape)[slowest] for axes, seconds in exposed.items()}
-        return StepTime(np.broadcast_to(compute, whole.shape)[slowest], each)
-    return _of_pipeline(costs, costs.shape.ticks, StepTime(compute, exposed), of_regions, links)
+        found = StepTime(np.broadcast_to(compute, whole.shape)[slowest], each)
+    else:
+        found = _of_pipeline(costs, costs.shape.ticks, StepTime(compute, exposed), of_regions, links)
+    if not rates.slice_wait:
+        return found
+    return replace(found, exposed={**found.exposed, (SLICES,): rates.slice_wait * found.seconds})
 
 
 def _of_pipeline(
@@ -279,6 +286,7 @@ def plan_rates(target: TargetPlan) -> Rates | None:
         merged_bytes_per_second=bandwidth if target.platform == "tpu" else memory,
         routed_bytes_per_second=stream,
         matmuls=target.matmul_times(slower),
+        slice_wait=target.slice_wait,
     )
 
 

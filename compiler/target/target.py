@@ -17,6 +17,7 @@ from ..core.kernels import AttentionCall, RatedBy
 from ..core.traffic import HostCopyKind
 from ..spec.calibration_spec import Calibration, LinkCalibration
 from ..spec.compiler_traits import CompilerTraits, read_compiler_traits
+from ..spec.cost_model import cost_model
 from ..spec.flag_presets import Effects, FlagPreset, read_flag_presets, read_option_effects
 from ..spec.kernel_rates import grouped_kernels
 from ..spec.target_names import chip_file, kinds
@@ -91,6 +92,11 @@ class TargetPlan:
         if isinstance(of, AttentionCall):
             return chip.attention.flops_per_second(of, peak) * kept / (slower.attention if slower else 1.0)
         return peak * grouped_kernels()[of].share * kept / (slower.matmul if slower else 1.0)
+
+    @property
+    def slice_wait(self) -> float:
+        """Returns the share of a step for which its slices wait for the slowest of them, besides their collectives."""
+        return cost_model().slice_wait * math.log2(self.num_slices)
 
     @property
     def hbm_bytes_per_chip(self) -> int | None:

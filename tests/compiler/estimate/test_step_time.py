@@ -193,6 +193,24 @@ def test_options_by_hand_count_as_the_preset_that_has_them(chip):
             assert estimate_step(by_hand).figures == estimate_step(preset).figures, name
 
 
+def test_slices_wait_for_a_share_of_the_step_whatever_crosses_them():
+    """By hand: 4 times 100 s of a matmul and 2 s of a sum that is waited for, 12 % of which are 48.96 s."""
+    costs = _loop([Work("matmul", 1, 1, ())], [Transfer("all-reduce", ("tensor",), False, 1, 2)], [1000.0, 10.0])
+    hiding, rates = Hiding(ALL, 1.0, is_doubled=False), replace(RATES, slice_wait=0.12)
+    found = time_step(costs, rates, LinkTimes(LINKS), hiding).of(0)
+    assert found.exposed == pytest.approx({("tensor",): 8.0, ("slices",): 48.96})
+    assert found.seconds == pytest.approx(456.96)
+
+
+def test_a_plan_over_slices_waits_for_them():
+    declared = (*SMALL, "target=v5e-4", "sharding=hsdp", "global_batch_size=16", "precision=bfloat16")
+    found = estimate_step(plan_of(*declared, "target.num_slices=2")).figures
+    waited = found.exposed_by_axes["slices"]
+    assert found.step_seconds
+    assert waited == pytest.approx(0.06 * (found.step_seconds - waited))
+    assert "slices" not in estimate_step(plan_of(*declared)).figures.exposed_by_axes
+
+
 def test_an_option_that_is_off_by_hand_takes_the_presets_effect_away():
     declared = (*SMALL, "target=v5p-16", "sharding=fsdp", "overlap.flag_presets=[sparse_core]")
     by_hand = ("true", "false", "'true'", "'False'", "0", "AUTO")

@@ -123,7 +123,7 @@ def test_pairs_in_nodes_between_nodes_and_across_slices():
     assert send_between(gpus, [(0, 8)], 0.78 * 50e8).seconds == pytest.approx(100e-3 + 37e-6, rel=0.05)
     assert send_between(gpus, [(0, 8)], 50e6).kind == "NIC"
     slices = placed("v5e-16", 2, replica=2, fsdp=16)
-    assert send_between(slices, [(0, 16), (1, 17)], 3.125e6).seconds == pytest.approx(1e-3 + 10e-6)
+    assert send_between(slices, [(0, 16), (1, 17)], 1.025e6).seconds == pytest.approx(1e-3 + 10e-6)
     assert send_between(slices, [(0, 16)], 1.0).kind == "DCN"
     assert send_between(slices, [(3, 3)], 1.0).seconds == 0
 
@@ -172,7 +172,7 @@ def test_groups_across_slices_that_are_no_boxes_are_bound_by_the_fewest_members(
     found = place_collective(collective("all-gather", groups), slices)
     assert found.level == "DCN"
     assert "DCN" in found.links
-    inside = found.alone_seconds - (1e9 * 12 / 16 / 4 / 3.125e9 + 10e-6)  # pyright: ignore[reportOptionalOperand]
+    inside = found.alone_seconds - (1e9 * 12 / 16 / 4 / 1.025e9 + 10e-6)  # pyright: ignore[reportOptionalOperand]
     assert 11 / 12 * 1e9 / 90e9 < inside < 4 * 11 / 12 * 1e9 / 90e9
     gpus = placed("h100-16", fsdp=2, tensor=8)
     uneven = place_collective(collective("all-gather", ((*range(6), 8, 9), (6, 7, *range(10, 16)))), gpus)
@@ -191,7 +191,7 @@ def test_collectives_of_some_slices_have_the_price_of_as_many():
     assert next(str(part) for part in slices.parts["fsdp"]) == "DCN (2 of 4)"
     some = place_collective(collective("all-reduce", (), num_slices=2), slices)
     assert (some.mesh_axes, some.group_size, some.level, some.why) == ((), 2, "DCN", None)  # of two axes, either
-    assert some.alone_seconds == pytest.approx(2 * (1e9 / 2 / 3.125e9 + 10e-6))
+    assert some.alone_seconds == pytest.approx(2 * (1e9 / 2 / 1.025e9 + 10e-6))
     every = place_collective(collective("all-reduce", (), num_slices=4), slices)
     assert every.mesh_axes == ("replica", "fsdp")
 
@@ -200,4 +200,4 @@ def test_across_slices_each_device_meets_those_at_its_place():
     slices = placed("v5e-16", 2, replica=2, fsdp=16)
     found = place_collective(collective("all-reduce", (), num_slices=2), slices)
     assert (found.mesh_axes, found.group_size, found.level, found.links) == (("replica",), 2, "DCN", ("DCN",))
-    assert found.alone_seconds == pytest.approx(2 * (1e9 / 2 / 3.125e9 + 10e-6))
+    assert found.alone_seconds == pytest.approx(2 * (1e9 / 2 / 1.025e9 + 10e-6))

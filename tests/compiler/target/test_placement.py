@@ -98,15 +98,26 @@ def test_across_two_slices_a_gather_takes_the_network_first_and_ici_then():
     assert both.link_of(["replica"]).kind == "DCN"
     link = both.link_of(["replica", "fsdp"])
     assert link.kind == "DCN"
-    by_hand = (1e9 / 16 / 2 / 3.125e9 + 10e-6) + (1e9 * 15 / 16 / 90e9 + 6e-6) + CALL
+    by_hand = (1e9 / 16 / 2 / 1.025e9 + 10e-6) + (1e9 * 15 / 16 / 90e9 + 6e-6) + CALL
     assert collective_seconds("all-gather", 1e9, 32, link) == pytest.approx(by_hand)
 
 
 def test_weights_sharded_over_two_slices_are_gathered_at_the_price_of_the_network():
-    """Each device gets its sixteenth of the other slice's half over its 3.125 GB/s, and the rest over ICI."""
+    """Each device gets its sixteenth of the other slice's half over its 1.025 GB/s, and the rest over ICI."""
     link = placed("v5e-16", 2, fsdp=32).link_of(["fsdp"])
-    by_hand = (1e9 / 16 / 2 / 3.125e9 + 10e-6) + (1e9 * 15 / 16 / 90e9 + 6e-6) + CALL
+    by_hand = (1e9 / 16 / 2 / 1.025e9 + 10e-6) + (1e9 * 15 / 16 / 90e9 + 6e-6) + CALL
     assert collective_seconds("all-gather", 1e9, 32, link) == pytest.approx(by_hand)
+
+
+def test_a_sum_between_two_slices_takes_what_was_measured():
+    """303 MB a chip of two v6e-256: 73.7 ms."""
+    link = placed("v6e-256", 2, replica=2, fsdp=256).link_of(["replica"])
+    assert collective_seconds("all-reduce", 303e6, 2, link) == pytest.approx(73.7e-3, rel=0.01)
+
+
+@pytest.mark.parametrize(("num_slices", "doublings"), [(1, 0), (2, 1), (4, 2)])
+def test_slices_wait_for_one_another_for_each_doubling(num_slices, doublings):
+    assert cached_target_of("v6e-256", num_slices=num_slices).slice_wait == pytest.approx(0.06 * doublings)
 
 
 def test_devices_of_one_chip_share_its_links():
