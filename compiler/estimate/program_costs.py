@@ -9,7 +9,7 @@ The same code prices one declaration and ten thousand.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -19,7 +19,8 @@ import numpy as np
 from ..core.kernels import AttentionCall, RatedBy
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName
-from ..core.traffic import Crossing
+from ..core.traffic import Crossing, HostCopyKind
+from ..jaxpr.fusion import needed
 from ..jaxpr.program import Operation, Program
 from ..parallel.attention.exchange import EXCHANGE, RING
 from ..parallel.experts.experts import ExpertsOp
@@ -64,12 +65,22 @@ class Transfer(Crossing):
 
 
 @dataclass(frozen=True)
+class CopiedArray:
+    """An array that a region copies to the host, or back. num_bytes: a place."""
+
+    kind: HostCopyKind
+    region: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
 class ProgramShape:
     """The parts that programs share if they differ in sizes alone. Places are indices into the vector of numbers.
 
     regions: the regions of regions.py in the order of `Region.walk`, each with the places of its factors: of one number
     for all stages of the mesh, or of one for each stage. live: sets of arrays that live at once in the memory of the
     device; on_host: of its host. arguments: the state and the batch. ticks: the loop over the ticks of a pipeline.
+    copied: what is copied to the host and back.
     """
 
     num_numbers: int
@@ -80,6 +91,12 @@ class ProgramShape:
     on_host: tuple[tuple[int, ...], ...]
     arguments: tuple[int, ...]
     ticks: TickLoop | None = None
+    copied: tuple[CopiedArray, ...] = ()
+
+    def inside(self, number: int) -> tuple[int, ...]:
+        """Returns a region with those that run inside of it; the step itself alone."""
+        own = self.regions[number]
+        return tuple(one for one, each in enumerate(self.regions) if each[: len(own)] == own) if own else (number,)
 
     @property
     def operations(self) -> "ProgramShape":
@@ -175,6 +192,14 @@ class Costs:
             executions = executions * self.numbers[list(places)]
         return executions
 
+    def copied_bytes(self) -> dict[int, dict[HostCopyKind, Numbers]]:
+        """Returns the bytes that a region copies to the host and back in a whole step, (stages, declarations)."""
+        found: dict[int, dict[HostCopyKind, Numbers]] = defaultdict(lambda: defaultdict(lambda: np.zeros(())))
+        for each in self.shape.copied:
+            num_bytes = self.executions(each.region) * self.numbers[each.num_bytes]
+            found[each.region][each.kind] = found[each.region][each.kind] + num_bytes
+        return found
+
     def _region(self, number: int) -> RegionCosts:
         executions = self.executions(number)
         flops: dict[WorkKind, Numbers] = defaultdict(lambda: np.zeros_like(executions))
@@ -221,6 +246,7 @@ class _Reader:
         self.first: dict[int, int] = {}  # the place of a program's first size; its host sizes follow the sizes
         self.works: list[Work] = []
         self.transfers: list[Transfer] = []
+        self.copied: list[CopiedArray] = []
         self.ticks: TickLoop | None = None
 
     def read(self) -> tuple[ProgramShape, Numbers]:
@@ -246,6 +272,7 @@ class _Reader:
             on_host=on_host,
             arguments=tuple(self.size(step.program, i) for i in step.program.inputs),
             ticks=self.ticks,
+            copied=tuple(self.copied),
         )
         return shape, np.array(self.numbers, dtype=np.float64)
 
@@ -292,6 +319,7 @@ class _Reader:
         is_tick = any(step.operation.chosen for step in region.steps)
         if region.stacked_bytes:
             self.works.append(Work("other", number, None, tuple(map(self.number, region.stacked_bytes))))
+        self.copied += self.copies(number, region.program)
         for step in (each for each in region.steps if not each.inside):
             operation = step.operation
             if (collective := operation.collective) is not None and collective.mesh_axes:
@@ -313,6 +341,18 @@ class _Reader:
                     results = self.number(_num_results(operation, region.program))
                     work = replace(work, results=results, dtype=region.program.dtypes[operation.inputs[0]])
                 self.works.append(work)
+
+    def copies(self, number: int, program: Program) -> Iterator[CopiedArray]:
+        """Yields the arrays of a region that lie on one side and are copied to the other."""
+        for operation in (each for each in needed(program) if not each.bodies):
+            for given, made in zip(operation.inputs, operation.outputs, strict=False):
+                match bool(program.host_sizes[given]), bool(program.host_sizes[made]):
+                    case False, True:
+                        yield CopiedArray("copy-to-host", number, self.size(program, made) + len(program.sizes))
+                    case True, False:
+                        yield CopiedArray("copy-to-device", number, self.size(program, given) + len(program.sizes))
+                    case _:
+                        pass
 
 
 def _num_results(operation: Operation, program: Program) -> float:

@@ -5,6 +5,7 @@ compute    FLOPs and memory traffic at the shares of the chip's peaks that compi
            rate of a single large kernel (`target.chip.kernels.memory`), which pointwise passes do not reach
 exposed    collectives that the compiler overlaps hide behind the arithmetic of their own loop, as far as that is long
            enough; the others are waited for
+host       copies to the host and back run beside all that their loop does; what outlasts that is waited for
 
 docs/estimate.md compares it with compiled schedules.
 """
@@ -18,7 +19,7 @@ import numpy as np
 
 from ..core.kernels import RatedBy
 from ..core.partition_spec import STAGE, Axes
-from ..core.traffic import CollectiveKind
+from ..core.traffic import HOST, HOST_COPIES, CollectiveKind, HostCopyKind
 from ..figures import SLICES
 from ..parallel.operation import Exposed, exposed_by_source, runs_beside_compute
 from ..pipeline.makespan import TickLoop, TickPart, TickPermute, TickSlot, time_ticks
@@ -41,7 +42,7 @@ class Rates:
     """The speeds that programs reach on a device. hbm: for pointwise passes. stream: for a matmul or kernel, which
     reads ahead. merged: for the sums of ring attention. routed: for passes over the rows of experts. kernel: the FLOP/s
     of a kernel. matmuls: measured times; None: the FLOP/s count. slice_wait: the share of a step for which slices wait
-    for one another."""
+    for one another. host: the bytes per second of copies to the host and back."""
 
     matmul_flops_per_second: float
     kernel: Callable[[RatedBy], float]
@@ -51,6 +52,7 @@ class Rates:
     routed_bytes_per_second: float
     matmuls: MatmulTimes | None = None
     slice_wait: float = 0.0
+    host: Mapping[HostCopyKind, float] = field(default_factory=dict[HostCopyKind, float])
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,9 @@ def time_step(costs: Costs, rates: Rates, links: LinkTimes, hiding: Hiding) -> S
         for axes, seconds in waited.items():
             exposed[axes] = exposed.get(axes, 0.0) + seconds
         of_regions.append(StepTime(compute * 0 + alone, waited).seconds)
+    for number, seconds in _exposed_of_host(costs, rates, of_regions).items():
+        of_regions[number] = of_regions[number] + seconds
+        exposed[HOST,] = exposed.get((HOST,), 0.0) + seconds
     whole = StepTime(compute, exposed).seconds
     if costs.shape.ticks is None:
         slowest = whole.argmax(axis=0), np.arange(whole.shape[1])
@@ -160,6 +165,17 @@ def time_step(costs: Costs, rates: Rates, links: LinkTimes, hiding: Hiding) -> S
     if not rates.slice_wait:
         return found
     return replace(found, exposed={**found.exposed, (SLICES,): rates.slice_wait * found.seconds})
+
+
+def _exposed_of_host(costs: Costs, rates: Rates, of_regions: Sequence[Numbers]) -> dict[int, Numbers]:
+    """Returns, by region, the seconds by which copies to the host or back outlast the compute and the waits of the
+    region and of those inside of it. Both ways run at the same time."""
+    found: dict[int, Numbers] = {}
+    for number, copied in costs.copied_bytes().items():
+        beside = sum((of_regions[one] for one in costs.shape.inside(number)), start=0 * of_regions[number])
+        longest = np.max([0 * beside + num_bytes / rates.host[kind] for kind, num_bytes in copied.items()], axis=0)
+        found[number] = np.maximum(longest - beside, 0.0)
+    return found
 
 
 def _of_pipeline(
@@ -287,6 +303,7 @@ def plan_rates(target: TargetPlan) -> Rates | None:
         routed_bytes_per_second=stream,
         matmuls=target.matmul_times(slower),
         slice_wait=target.slice_wait,
+        host={kind: speed for kind in HOST_COPIES if (speed := target.host_bytes_per_second(kind))},
     )
 
 

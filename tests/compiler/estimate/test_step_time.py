@@ -12,6 +12,7 @@ from meshloom.compiler.core.traffic import CollectiveKind
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.estimated_step import read_step
 from meshloom.compiler.estimate.program_costs import (
+    CopiedArray,
     Costs,
     ProgramShape,
     Transfer,
@@ -32,6 +33,7 @@ RATES = Rates(
     stream_bytes_per_second=200.0,
     merged_bytes_per_second=100.0,
     routed_bytes_per_second=150.0,
+    host={"copy-to-device": 4.0, "copy-to-host": 5.0},
 )
 FUSION, SPLIT = "xla_tpu_enable_async_collective_fusion", "xla_enable_async_all_gather"
 PIPELINED = "xla_gpu_enable_pipelined_all_reduce"
@@ -120,6 +122,41 @@ def test_a_sum_that_follows_another_of_a_trip_is_waited_for_in_part():
 def test_of_activations_the_share_beside_matmuls_is_waited_for():
     costs = _loop([Work("matmul", 1, 1, ())], [Transfer("all-reduce", ("tensor",), False, 1, 2)], [1000.0, 10.0])
     assert _seconds(costs, Hiding(ALL, 0.25, is_doubled=False))[1][("tensor",)] == pytest.approx(4 * 2.0 * 0.25)
+
+
+@pytest.mark.parametrize(
+    ("region", "num_bytes", "exposed"),
+    [
+        (1, {"copy-to-host": 10.0}, 0.0),  # 2 s, beside 2 s of a matmul and 1 s of what it contains
+        (1, {"copy-to-host": 20.0}, 4 * 1.0),
+        (1, {"copy-to-device": 20.0}, 4 * 2.0),
+        (1, {"copy-to-device": 20.0, "copy-to-host": 20.0}, 4 * 2.0),  # both ways at once
+        (2, {"copy-to-host": 10.0}, 4 * 1.0),
+        (0, {"copy-to-host": 10.0}, 2.0),  # nothing runs between the loops
+    ],
+)
+def test_copies_to_the_host_are_waited_for_where_they_outlast_their_loop(region, num_bytes, exposed):
+    """20 FLOPs of a matmul in a loop of 4 trips, 10 in a branch that each of them takes."""
+    work = [Work("matmul", 1, 1, ()), Work("matmul", 2, 2, ())]
+    costs = _loop(work, [], [20.0, 10.0, 1.0, *num_bytes.values()])
+    copied = tuple(CopiedArray(kind, region, 4 + place) for place, kind in enumerate(num_bytes))
+    costs = replace(costs, shape=replace(costs.shape, regions=((), ((0,),), ((0,), (3,))), copied=copied))
+    time = time_step(costs, RATES, LinkTimes(LINKS), Hiding(ALL, 1.0, is_doubled=False))
+    assert time.exposed["host",] == pytest.approx(exposed)
+    assert time.seconds == pytest.approx(12.0 + exposed)
+
+
+def test_offloaded_activations_cross_the_hosts_link_out_and_in_once():
+    plan = plan_of(*SMALL, "target=v6e-8", "sharding=fsdp", "remat=offload", "remat.names=[layer_input,mlp_up]")
+    step = price_regions(read_step(plan), plan.target.compiler)
+    shape, numbers = read_costs(step, frozenset(), plan.ops)
+    totals = {"copy-to-device": 0.0, "copy-to-host": 0.0}
+    for copied in Costs(shape, numbers[:, None]).copied_bytes().values():
+        for kind, num_bytes in copied.items():
+            totals[kind] += num_bytes.item()
+    on_host = estimate_step(plan).memory.host_bytes
+    assert on_host > 0
+    assert totals == {"copy-to-device": on_host, "copy-to-host": on_host}
 
 
 def test_exchanges_of_tokens_are_waited_for_as_far_as_their_plan_says():
