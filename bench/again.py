@@ -1,16 +1,15 @@
 """Takes all compiled rows of docs/results again with the prices of today.
 
-    python bench/again.py DIR [--rows TEXT] [--minutes N] [--price]
+    python bench/again.py [--rows TEXT] [--minutes N]
 
-A price says what a program takes, and does not change it. So the program of each row is compiled into a run directory
-of DIR, those that took least first, and then every row with a program is priced from its text, in seconds, and written
-into bench/*.jsonl. After a stop the command goes on: what DIR has is not compiled again. --price compiles nothing more.
-A row that took over ten minutes stays as it is, and the command names it.
+Those that took least come first, and each is written into its file in bench/ at once. `meshloom compile` keeps compiled
+programs, so a program that is the same as before is priced from its text in seconds, and after a stop the command gets
+soon to where it was. A row that took over ten minutes stays as it is, and the command names it.
 """
 
 import argparse
-import hashlib
 import json
+import math
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 import published
 import rows
 import tune
-from compiled_rows import NOT_COMPILED, Facts, Overrides, compile_into, compiled, priced_again, read_kept, read_lines
+from compiled_rows import NOT_COMPILED, Facts, Overrides, compile_report, compiled, read_kept, read_lines
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -38,10 +37,6 @@ class Row:
     overrides: Overrides
     facts_of: Callable[[Facts], Facts]
     seconds: float
-
-    def run_dir(self, runs: Path) -> Path:
-        """Returns where the program of these overrides is kept."""
-        return runs / hashlib.sha256("\n".join(self.overrides).encode()).hexdigest()[:16]
 
 
 def all_rows() -> Iterator[Row]:
@@ -66,38 +61,33 @@ def replace_row(row: Row, facts: Facts) -> None:
 
 
 def main() -> int:
-    """Returns 1 if a row could not be taken."""
+    """Returns 1 if a row could not be compiled."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, metavar="DIR", help="where programs are kept")
     parser.add_argument("--rows", default="", metavar="TEXT", help="only those with this text in their name or file")
-    parser.add_argument("--minutes", type=float, help="start no more compiles after this long")
-    parser.add_argument("--price", action="store_true", help="price what is compiled, and compile nothing more")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start none after this long")
     given = parser.parse_args()
-    asked = [row for row in all_rows() if given.rows.lower() in f"{row.file.stem} {row.name}".lower()]
-    wanted = sorted((row for row in asked if row.seconds <= MOST_SECONDS), key=lambda row: row.seconds)
-    end = time.monotonic() + 60 * given.minutes if given.minutes else None
+    asked = sorted(
+        (row for row in all_rows() if given.rows.lower() in f"{row.file.stem} {row.name}".lower()),
+        key=lambda row: row.seconds,
+    )
+    end, left, failed = time.monotonic() + 60 * given.minutes, list[str](), list[str]()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    failed = list[str]()
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=0 if given.price else len(wanted))
-        for row in () if given.price else wanted:
-            run_dir = row.run_dir(given.runs)
-            progress.update(task, description=f"{row.file.stem}: {row.name}")
-            if not (run_dir / "report.json").exists() and (end is None or time.monotonic() < end):
+        task = progress.add_task("", total=len(asked))
+        for row in asked:
+            title = f"{row.file.stem}: {row.name}"
+            progress.update(task, description=title)
+            if row.seconds > MOST_SECONDS or time.monotonic() > end:
+                left.append(f"as it was: {title}, {row.seconds:.0f} s")
+            else:
                 try:
-                    compile_into(run_dir, row.overrides)
+                    report, seconds = compile_report(row.overrides)
+                    replace_row(row, row.facts_of(report) | {"seconds": max(seconds, row.seconds)})
                 except subprocess.CalledProcessError as error:  # the command has said why
-                    failed.append(
-                        f"{NOT_COMPILED}, exit code {error.returncode}: {row.name}: {' '.join(row.overrides)}"
-                    )
+                    failed.append(f"{NOT_COMPILED}, exit code {error.returncode}: {title}: {' '.join(row.overrides)}")
             progress.advance(task)
-        having = [row for row in wanted if (row.run_dir(given.runs) / "report.json").exists()]
-        task = progress.add_task("prices", total=len(having))
-        for row in having:
-            replace_row(row, row.facts_of(priced_again(row.run_dir(given.runs), row.overrides)))
-            progress.advance(task)
-    missing = [f"as it was: {row.file.stem}: {row.name}, {row.seconds:.0f} s" for row in asked if row not in having]
-    print(*failed, *missing, f"{len(having)} of {len(asked)} rows are priced as now", sep="\n")
+    num_taken = len(asked) - len(left) - len(failed)
+    print(*failed, *left, f"{num_taken} of {len(asked)} rows have the prices of today", sep="\n")
     return int(bool(failed))
 
 

@@ -16,18 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from pydantic import TypeAdapter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from meshloom.compiler.analysis.compiled_step import read_text
 from meshloom.compiler.core.errors import DOES_NOT_FIT, ConfigError
-from meshloom.compiler.core.known import Unknown, known
+from meshloom.compiler.core.known import known
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
-from meshloom.compiler.schema import CollectiveReport
 from meshloom.compiler.spec.overlap_spec import OverlapConfig
 from meshloom.models.adapter import ADAPTER
 
@@ -87,35 +84,14 @@ def make_rows(
 
 def compile_report(overrides: Overrides) -> tuple[Facts, float]:
     """Returns report.json of the command, and the seconds that it took. Raises CalledProcessError if there is none."""
-    with tempfile.TemporaryDirectory() as run_dir:
-        seconds = compile_into(Path(run_dir), overrides)
-        return json.loads(Path(run_dir, "report.json").read_text()), seconds
-
-
-def compile_into(run_dir: Path, overrides: Overrides) -> float:
-    """Runs `meshloom compile` and returns its seconds. Raises CalledProcessError if it fails, but not if the step does
-    not fit."""
     start = time.perf_counter()
-    command = [sys.executable, "-m", "meshloom", "compile", *overrides, f"hydra.run.dir={run_dir}"]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
-    if done.returncode not in (0, DOES_NOT_FIT):
-        done.check_returncode()
-    return round(time.perf_counter() - start, 1)
-
-
-def priced_again(run_dir: Path, overrides: Overrides) -> Facts:
-    """Returns the report of an earlier compile with its step priced as now, from the text of its program."""
-    report = json.loads((run_dir / "report.json").read_text())
-    text = run_dir / "artifact" / "train.hlo.txt"
-    if text.exists():
-        plan = read_spec(Request(overrides), then=plan_run)
-        found, _ = read_text(text.read_text(), plan, estimate_step(plan).communication)
-        if isinstance(found, Unknown):
-            raise ValueError(f"{text}: {found.why}")
-        step = found.step.rated(plan.work).model_dump(mode="json")
-        report["compiled"] |= {key: value for key, value in step.items() if "bytes" not in key and "fits" not in key}
-        report["collectives"] = TypeAdapter(list[CollectiveReport]).dump_python([*found.collectives], mode="json")
-    return report
+    with tempfile.TemporaryDirectory() as run_dir:
+        command = [sys.executable, "-m", "meshloom", "compile", *overrides, f"hydra.run.dir={run_dir}"]
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+        if done.returncode not in (0, DOES_NOT_FIT):
+            done.check_returncode()
+        report = json.loads(Path(run_dir, "report.json").read_text())
+    return report, round(time.perf_counter() - start, 1)
 
 
 def kept_rows(rows: Mapping[str, Overrides], kept: Rows) -> Iterator[tuple[str, Facts]]:
