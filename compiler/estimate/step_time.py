@@ -221,12 +221,12 @@ def _compute_seconds(region: RegionCosts, rates: Rates, only: WorkKind | None = 
             for one in region.kernels[kind]:
                 streamed = one.num_bytes / rates.stream_bytes_per_second
                 total = total + np.maximum(one.flops / rates.kernel(one.rated_by), streamed)
-        elif (
-            kind == "matmul" and rates.matmuls is not None and all(rates.matmuls.knows(m.dtype) for m in region.matmuls)
-        ):
+        elif kind == "matmul" and rates.matmuls is not None:
             for one in region.matmuls:
                 streamed = one.num_bytes / rates.stream_bytes_per_second
-                alone = rates.matmuls.seconds(one.dtype, one.flops, one.num_results)
+                is_known = rates.matmuls.knows(one.dtype)
+                alone = (rates.matmuls.seconds(one.dtype, one.flops, one.num_results) if is_known
+                         else one.flops / rates.matmul_flops_per_second)  # fmt: skip
                 total = total + one.executions * np.maximum(alone, streamed)
         elif kind == "matmul" and kind in region.flops:
             streamed = num_bytes / rates.stream_bytes_per_second
@@ -259,7 +259,7 @@ def _exposed(
             kind = one.kind
             if hiding.is_doubled and kind == "reduce-scatter":
                 kind, seconds = "all-reduce", 2.0 * seconds
-            share = _exposed_share(region, one.kind, hiding) if kind in hiding.weights else 1.0
+            share = _exposed_share(region, kind, hiding) if kind in hiding.weights else 1.0
             waited[one.mesh_axes] = waited.get(one.mesh_axes, 0.0) + share * seconds
             beside[one.mesh_axes] = beside.get(one.mesh_axes, 0.0) + (1.0 - share) * seconds
     for axes, (seconds, least) in beside_blocks.items():

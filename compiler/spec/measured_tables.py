@@ -104,6 +104,9 @@ class CollectiveTable(Config):
                     f"{larger:.4g} bytes take {after:g} us where {size:.4g} take {time:g}",
                     "check these two times: a larger array cannot take so much less",
                 )
+        if row[-1] <= row[-2]:
+            what = "the largest size takes no longer than the one before"
+            yield what, "measure both again: a larger array takes as long as their rate says"
         for size, time in zip(self.bytes, row, strict=True):
             rate = _least_bytes(kind, _group(name), size) / _in_seconds((time,))[0]
             if rate > MOST_OVER * self.chip_bytes_per_second:

@@ -106,6 +106,9 @@ def _no_such_size(match: re.Match[str]) -> Problem:
         most = network.chips_per_node
         what = f"there is no {chip.name} target of {shown} GPUs: {most} are behind one switch"
         fix = f"use {chip.name}-N with N up to {most} or a multiple of it, or {chip.name}:NODESxGPUS"
+        if network.chips_per_host < most:
+            what = f"{what}, in hosts of {network.chips_per_host}"
+            fix = f"use {chip.name}-N with N whole hosts, in equal parts of each switch, or {chip.name}:DOMAINSxGPUS"
         return Problem("target", what, fix)
     exist = slices_that_exist(chip, network)
     if match["shape"]:

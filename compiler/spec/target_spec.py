@@ -20,6 +20,7 @@ from .kernel_rates import NamedAttention
 from .measured_tables import NamedCollectives, NamedMatmuls
 
 ChipShape = tuple[PositiveInt, ...]
+SMALL_HEAD = 64  # of attention: with a larger one a score has more FLOPs
 
 
 class Efficiency(Config):
@@ -81,6 +82,16 @@ class ChipSpec(Config):
     matmuls: NamedMatmuls  # measured times; where a type has none, its share of the peak counts
     sustained: UpToOne  # share of the kernels' arithmetic that a run keeps at the power as sold
     sources: dict[str, str]  # by figure: a page or a document
+
+    @model_validator(mode="after")
+    def _check_attention(self) -> Self:
+        """Shares that are taken for picoseconds would be faster than the chip."""
+        for name, matmuls in (("forward", 2), ("backward", 5)):
+            rate, peak = getattr(self.attention, name), self.peak_flops_per_second["bfloat16"]
+            if peak and isinstance(rate, int | float) and 2 * matmuls * SMALL_HEAD / (rate * 1e-12) > peak:
+                what = f"{rate:g} ps for a score is above the peak of {self.name}, even with a head of {SMALL_HEAD}"
+                raise mistake(what, "give picoseconds, or shares by head, block and length", f"attention.{name}")
+        return self
 
     @field_validator("peak_flops_per_second")
     @classmethod
@@ -160,11 +171,15 @@ class SwitchSpec(Config):
         """Returns (nodes, GPUs of each) of this many GPUs: whole nodes, or equal parts of a rack's NVLink domains in
         whole hosts. None if they do not divide so."""
         if num_chips <= self.chips_per_node:
-            return 1, num_chips
+            return (1, num_chips) if self.is_in_whole_hosts(num_chips) else None
         num_nodes = -(-num_chips // self.chips_per_node)
         each, rest = divmod(num_chips, num_nodes)
         is_rack = self.chips_per_node > self.chips_per_host and each % self.chips_per_host == 0
         return (num_nodes, each) if rest == 0 and (each == self.chips_per_node or is_rack) else None
+
+    def is_in_whole_hosts(self, num_chips: int) -> bool:
+        """Returns whether so many GPUs behind one switch are a part of one host, or whole hosts."""
+        return num_chips <= self.chips_per_host or num_chips % self.chips_per_host == 0
 
     @property
     def nic_bytes_per_second(self) -> float:
@@ -238,6 +253,10 @@ class GpuTarget(Config):
             what = f"a node of {self.chip.name} has {counted(self.network.chips_per_node, 'GPU')}, not {self.shape[1]}"
             fix = f"use {self.chip.name}-N, or {self.chip.name}:NODESx{self.network.chips_per_node}"
             raise mistake(what, fix, "shape")
+        if not self.network.is_in_whole_hosts(self.shape[1]):
+            host = counted(self.network.chips_per_host, "GPU")
+            what = f"{self.shape[1]} GPUs of {self.chip.name} are not whole hosts, which have {host}"
+            raise mistake(what, f"use a multiple of {self.network.chips_per_host}", "shape")
         return self
 
 

@@ -173,6 +173,7 @@ GOOD = {"source": "a test", "chip_bytes_per_second": 1e11, "bytes": "1Mi 2Mi 4Mi
         ({"microseconds": {"all-gather": {"8 GPUs": "20 30 50"}}}, "8 GPUs is not a group"),
         ({"microseconds": {"all-gather": {"8": "20 30 5"}}}, "take 5 us where"),
         ({"microseconds": {"all-gather": {"8": "0.02 0.03 0.05"}}}, "GB/s for each GPU, of which a link has 100"),
+        ({"microseconds": {"all-gather": {"8": "20 50 45"}}}, "the largest size takes no longer"),
         ({"microseconds": {"gather": {"8": "20 30 50"}}}, "all-gather"),
         (
             {"microseconds": {kind: {"8": "20 30 50"} for kind in NEEDED[:3]}},
