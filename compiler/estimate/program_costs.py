@@ -23,7 +23,6 @@ from ..core.traffic import Crossing, HostCopyKind
 from ..jaxpr.fusion import needed
 from ..jaxpr.program import Operation, Program
 from ..parallel.attention.exchange import EXCHANGE, RING
-from ..parallel.experts.experts import ExpertsOp
 from ..parallel.operation import ParallelOp, find_source
 from ..pipeline.makespan import Numbers, TickLoop, TickPart, TickPermute, TickSlot
 from .liveness import host_sets, live_sets
@@ -336,7 +335,7 @@ class _Reader:
                 moved = (self.number(step.hbm_bytes),)
             flops = self.number(operation.flops) if operation.flops else None
             if moved or flops is not None:
-                work = Work(_kind_of(operation), number, flops, moved, rated_by=operation.rated_by)
+                work = Work(_kind_of(operation, self.ops), number, flops, moved, rated_by=operation.rated_by)
                 if work.kind == "matmul" and flops is not None:
                     results = self.number(_num_results(operation, region.program))
                     work = replace(work, results=results, dtype=region.program.dtypes[operation.inputs[0]])
@@ -360,7 +359,7 @@ def _num_results(operation: Operation, program: Program) -> float:
     return sum(program.sizes[each] / np.dtype(program.dtypes[each]).itemsize for each in operation.outputs)
 
 
-def _kind_of(operation: Operation) -> WorkKind:
+def _kind_of(operation: Operation, ops: Sequence[ParallelOp]) -> WorkKind:
     if operation.rated_by is not None:
         return "attention" if isinstance(operation.rated_by, AttentionCall) else "grouped"
     if operation.kind == "matmul":
@@ -368,4 +367,4 @@ def _kind_of(operation: Operation) -> WorkKind:
     name = OperationName(operation.scope)
     if name.fact(EXCHANGE) == RING:
         return "merged"
-    return "routed" if name.fact(ExpertsOp.kind) else "other"
+    return "routed" if any(name.fact(op.kind) for op in ops if op.passes_over_rows) else "other"

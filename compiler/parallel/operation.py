@@ -207,7 +207,8 @@ class ParallelOp(ABC):
     fallback: the strategy that can always run. is_declared: it has a key in `parallel`; others are always `auto`.
     after: the kinds whose plans its strategies are made from; they come before it in the registry. beside_compute: the
     strategies whose collectives run beside the operation's own arithmetic, with the passes over memory that each byte
-    costs that they send.
+    costs that they send. passes_over_rows: whether its passes over memory move whole rows, at the
+    rate of large kernels.
     """
 
     kind: ClassVar[str]
@@ -217,6 +218,7 @@ class ParallelOp(ABC):
     is_declared: ClassVar[bool] = True
     after: ClassVar[tuple[str, ...]] = ()
     beside_compute: ClassVar[Mapping[str, int]] = {}
+    passes_over_rows: ClassVar[bool] = False
 
     def sites(self, inputs: OpInputs) -> Sequence[OpSite]:
         """Returns where the operation is done: by default, where the traced model asked for it."""

@@ -80,7 +80,7 @@ class FlagPreset:
     """
 
     tried_for: tuple[Moved, ...]
-    hides: frozenset[CollectiveKind]
+    hides: tuple[CollectiveKind, ...]
     flags: Options | None
     is_default: bool = False
     inert: str | None = None
@@ -161,7 +161,7 @@ def read_flag_presets(platform: str, chip: str | None) -> dict[str, FlagPreset]:
         flags = next((one.values[key] for key in keys if key in one.values), None)
         found[name] = FlagPreset(
             tried_for=one.tried_for,
-            hides=hidden_by(flags or {}, effects, by_default=False),
+            hides=tuple(sorted(hidden_by(flags or {}, effects, by_default=False))),
             flags=flags,
             is_default=chip in one.default_for,
             inert=next((one.inert[key] for key in keys if key in one.inert), None),

@@ -104,10 +104,11 @@ def _no_such_size(match: re.Match[str]) -> Problem:
     shown = match["shape"] or match["size"]
     if isinstance(network, SwitchSpec):
         most = network.chips_per_node
-        what = f"there is no {chip.name} target of {shown} GPUs: {most} are behind one switch"
+        what = f"there is no {chip.name} target of {shown} GPUs: a node has {most}"
         fix = f"use {chip.name}-N with N up to {most} or a multiple of it, or {chip.name}:NODESxGPUS"
         if network.chips_per_host < most:
-            what = f"{what}, in hosts of {network.chips_per_host}"
+            where = f"{most} are behind one switch, in hosts of {network.chips_per_host}"
+            what = f"there is no {chip.name} target of {shown} GPUs: {where}"
             fix = f"use {chip.name}-N with N whole hosts, in equal parts of each switch, or {chip.name}:DOMAINSxGPUS"
         return Problem("target", what, fix)
     exist = slices_that_exist(chip, network)

@@ -121,7 +121,7 @@ def collective_seconds(kind: CollectiveKind, num_bytes: Bytes, group_size: int, 
     one device sends. Raises ValueError if the group size differs from the link's.
 
     On a torus an all-gather takes V (n - 1) / n / W, a reduce-scatter the same, an all-reduce both. Latency is added,
-    and once what a call takes to begin; a permute has its hops alone. Of GPUs the time was measured (switch.py).
+    and once what a call takes to begin. Of GPUs the time was measured (switch.py).
     """
     if group_size == 1:
         return 0.0 * num_bytes
@@ -141,7 +141,8 @@ def collective_seconds(kind: CollectiveKind, num_bytes: Bytes, group_size: int, 
         case "collective-permute" | "send":
             lines = [line for level in link.levels for line in level.lines]
             each: list[Any] = [num_bytes / line.neighbour_bytes_per_second + line.neighbour_seconds for line in lines]
-            return np.maximum.reduce(each) if isinstance(num_bytes, np.ndarray) else max(each)
+            slowest = np.maximum.reduce(each) if isinstance(num_bytes, np.ndarray) else max(each)
+            return slowest + link.call_seconds
 
 
 def _with_shares(link: Link) -> list[tuple[InterconnectTier, int]]:

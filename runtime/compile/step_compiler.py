@@ -182,7 +182,10 @@ def search_overlap(
             declared.step.lowered.fingerprint.digest,
             plan.spec.target.model_dump_json(),
             plan.target.compiler.model_dump_json(),
-            json.dumps({name: asdict(one) for name, one in plan.target.flag_presets.items()}),
+            *(
+                json.dumps({name: asdict(one) for name, one in table.items()})
+                for table in (plan.target.flag_presets, plan.target.option_effects)
+            ),
             bounds.model_dump_json(),
             str(plan.spec.overlap.max_exposed),
             *(" ".join(one.overrides) for one in candidates),

@@ -107,6 +107,7 @@ class ExpertsOp(ParallelOp):
     title = "experts"
     names = (RAGGED, PADDED, GATHERED, CAPACITY)
     fallback = PADDED
+    passes_over_rows = True
 
     def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
         sizes = _sizes_of(site, inputs)

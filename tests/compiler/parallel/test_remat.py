@@ -106,7 +106,9 @@ def test_layers_of_a_group_are_computed_again_one_at_a_time(remat, loop):
     expected, found = (estimate_step(plan_of("target=cpu-1", *each)).memory for each in (single, grouped))
     assert (found.activations, found.host_bytes) == (expected.activations, expected.host_bytes)
     weights = 2 * found.gradients // 6  # two more layers of a group are whole at once, and their gradients
-    assert abs(found.peak_bytes - expected.peak_bytes) <= 2 * weights
+    assert found.peak_bytes <= expected.peak_bytes + 2 * weights
+    if loop != "two parts of the batch":  # of which a group computes one at a time again
+        assert found.peak_bytes >= expected.peak_bytes - 2 * weights
 
 
 @pytest.mark.parametrize("loop", tiered(LOOPS, plain=["scan", "prefetch"]))
