@@ -404,7 +404,7 @@ def test_a_search_compiles_judges_takes_the_best_and_is_not_done_twice(tmp_path)
     assert (again.search.cache, again.build.cache) == ("hit", "hit")
     assert again.build.fingerprint == report.build.fingerprint
 
-    pinned = [word for word in line if not word.startswith("overlap")]
+    pinned = [word for word in line if not word.startswith("overlap.search")]
     third = meshloom(*pinned, *report.search.overrides, f"hydra.run.dir={tmp_path}/third")
     assert third.returncode == 0, third.stderr
     built = json.loads((tmp_path / "third" / "report.json").read_text())["build"]
