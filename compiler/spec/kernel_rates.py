@@ -22,6 +22,7 @@ from meshloom.models.record import Record, mistake
 from ..core.config_types import Text
 from ..core.errors import use_one_of
 from ..core.kernels import AttentionCall
+from .measured_tables import with_whole_keys
 from .own_config import own_config
 
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -32,7 +33,9 @@ ByHead = Annotated[dict[PositiveInt, ByBlock], Field(min_length=1)]
 
 def _by_head_or_picoseconds(value: Any) -> Any:
     """Raises one error, where a union would raise one for each of its types."""
-    if isinstance(value, Mapping) or (isinstance(value, int | float) and value > 0):
+    if isinstance(value, Mapping):
+        return with_whole_keys(value)
+    if isinstance(value, int | float) and value > 0:
         return value
     fix = "give shares by head, block and length, {128: {512: {2048: 0.38}}}, or picoseconds for a score"
     raise mistake(f"{value!r} is neither a table of shares nor a time", fix)

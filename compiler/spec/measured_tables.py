@@ -190,11 +190,22 @@ def across_nodes() -> CollectiveTable:
     return shipped_collectives()["across_nodes"]
 
 
-def _with_text(table: Any, kind: type[Config]) -> Any:
-    """Returns a table of collectives whose groups are text: YAML reads 8 as a number."""
-    rows = table.get("microseconds") if isinstance(table, dict) else None
-    if kind is not CollectiveTable or not isinstance(rows, dict):
+def with_whole_keys(table: Any) -> Any:
+    """Returns a table whose keys are whole numbers, as far as they are: JSON has them as text."""
+    if not isinstance(table, Mapping):
         return table
+    whole = (int(key) if isinstance(key, str) and key.isdigit() else key for key in table)
+    return dict(zip(whole, map(with_whole_keys, table.values()), strict=True))
+
+
+def _with_text(table: Any, kind: type[Config]) -> Any:
+    """Returns a table of collectives whose groups are text, or one of matmuls whose sizes are numbers: YAML reads 8 as
+    a number, and JSON has 512 as text."""
+    rows = table.get("microseconds") if isinstance(table, dict) else None
+    if not isinstance(rows, dict):
+        return table
+    if kind is not CollectiveTable:
+        return {**table, "microseconds": with_whole_keys(rows)}
     named = {
         name: {str(group): row for group, row in groups.items()} if isinstance(groups, dict) else groups
         for name, groups in rows.items()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.spec.calibration_spec import Calibration, LinkCalibration
 from meshloom.compiler.spec.measured_tables import (
     NEEDED,
@@ -200,3 +201,9 @@ def test_a_wrong_table_of_matmuls_is_refused(changed, message):
     MatmulTable.model_validate(good)
     with pytest.raises(ValidationError, match=re.escape(message)):
         MatmulTable.model_validate(good | changed)
+
+
+@pytest.mark.parametrize("target", ["h100-8", "gb200-72", "v5p-8"])
+def test_a_target_is_read_back_from_what_a_run_writes(target):
+    spec = read_spec(Request((f"target={target}",)), then=lambda spec: spec.target)
+    assert type(spec).model_validate_json(spec.model_dump_json()) == spec

@@ -104,7 +104,7 @@ def test_cfg_prints_the_whole_config(tmp_path):
     assert config["optimizer"]["learning_rate"] == 1e-4
     assert config["mesh"]["tensor"] == 2
     part = run_in_process("train", "--cfg", "job", "-p", "remat", cwd=tmp_path).stdout
-    assert yaml.safe_load(part) == {"policy": "none", "stacks": {}, "names": []}
+    assert yaml.safe_load(part) == {"policy": "none", "stacks": {}, "names": [], "choices": {}}
     assert run_in_process("train", "--cfg", "job", "seedd=1", cwd=tmp_path).returncode == 2
     assert list(tmp_path.iterdir()) == []
 

@@ -71,7 +71,7 @@ def test_a_calibration_is_written_where_configs_are_found(tmp_path):
     explained = run_in_process(*use[1:], "target=v5e-4", "data=synthetic")
     assert (explained.returncode, explained.stderr) == (0, "")
     assert f"calibrated by 1 run ({run_dir})" in explained.stdout
-    assert ": matmul 2.1, other 1.8, ICI " in explained.stdout
+    assert ": matmul 2.1, other 19.6, ICI " in explained.stdout
 
 
 def test_a_calibration_that_cannot_be_is_one_error(tmp_path):
