@@ -66,11 +66,6 @@ class AttentionKernel(Record):
             return peak * share_of_head(by_head, call.head_dim)
         return 2 * matmuls_of_pass(call.matmuls) * call.head_dim / (rate * 1e-12)
 
-    @property
-    def largest_head(self) -> int:
-        """Returns the largest head that was measured; 0 for a time that is taken for any."""
-        return max(self.forward) if isinstance(self.forward, Mapping) else 0
-
 
 def matmuls_of_pass(matmuls: int) -> int:
     """Returns the matmuls of the pass that a kernel of so many is a part of: two backward kernels have 3 and 4."""

@@ -159,19 +159,18 @@ def test_the_input_of_any_models_layers_has_a_name():
     assert estimate_step(plan).memory.host_bytes == 3 * 16 * 16 * 32 * FLOAT32_BYTES
 
 
-def test_a_name_that_no_layer_has_is_an_error_with_the_nearest_one():
+@pytest.mark.parametrize(
+    ("overrides", "where"),
+    [
+        (("remat=offload", "remat.names=[layer_inputs]"), "remat.names[0]"),
+        (("remat=by_name", "remat.choices={layer_inputs: offload, queries: save}"), "remat.choices.layer_inputs"),
+    ],
+)
+def test_a_name_that_no_layer_has_is_an_error_with_the_nearest_one(overrides, where):
     with pytest.raises(ConfigError) as refused:
-        plan_of("target=cpu-1", "remat=offload", "remat.names=[layer_inputs]")
+        plan_of("target=cpu-1", *overrides)
     (problem,) = refused.value.problems
-    assert problem.where == "remat.names[0]"
-    assert "layer_input" in problem.fix.replace(",", " ").split()
-
-
-def test_a_choice_for_a_name_that_no_layer_has_is_an_error_with_the_nearest_one():
-    with pytest.raises(ConfigError) as refused:
-        plan_of("target=cpu-1", "remat=by_name", "remat.choices={layer_inputs: offload, queries: save}")
-    (problem,) = refused.value.problems
-    assert problem.where == "remat.choices.layer_inputs"
+    assert problem.where == where
     assert "layer_input" in problem.fix.replace(",", " ").split()
 
 
