@@ -7,10 +7,10 @@ count.
 """
 
 import math
+import struct
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
-import numpy as np
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from .contract import Model
 
 MOST_COUNTED = 2**31 - 1
-LEAST_FLOAT32 = float(np.finfo(np.float32).tiny)  # devices flush anything smaller to 0
-MOST_FLOAT32 = float(np.finfo(np.float32).max)
+LEAST_FLOAT32 = 2.0**-126  # devices flush anything smaller to 0
+MOST_FLOAT32 = (2 - 2.0**-23) * 2.0**127
 
 Bound = Ge | Gt | Le | Lt
 
@@ -84,9 +84,12 @@ def _check_float(number: float, bounds: tuple[Bound, ...]) -> None:
         raise mistake(f"{number} is 0 in float32", f"give at least {LEAST_FLOAT32:.8g}{or_zero}")
     if abs(number) > MOST_FLOAT32:
         raise mistake(f"{number} is infinity in float32", f"give at most {MOST_FLOAT32:.8g}")
-    rounded = np.float32(number)
-    if not _is_within(float(rounded), bounds):
-        is_above = float(rounded) > number
+    (rounded,) = struct.unpack("f", struct.pack("f", number))
+    if not _is_within(rounded, bounds):
+        import numpy as np
+
+        is_above = rounded > number
+        rounded = np.float32(rounded)
         nearest = np.nextafter(rounded, np.float32("-inf" if is_above else "inf"))
         raise mistake(f"{number} is {rounded!s} in float32", f"give at {'most' if is_above else 'least'} {nearest!s}")
 
