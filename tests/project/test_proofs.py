@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from support.proofs import ROOT, TABLE, judges, key_of, ran_whole_files, read_table, updated, write_table
+from support.proofs import ROOT, TABLE, code_of, judges, key_of, ran_whole_files, read_table, updated, write_table
 
 TEST = """
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ def test_a_key_depends_on_which_operands_are_used():
 
 def repository(folder: Path) -> Path:
     """Returns a test that uses a proof, with what judges it."""
-    for name in ("tests/support", "tests/unit", "models", "compiler/core"):
+    for name in ("tests/support", "tests/unit", "models/published", "compiler/core"):
         (folder / name).mkdir(parents=True)
     for name in ("proofs", "tiers"):
         shutil.copy(ROOT / f"tests/support/{name}.py", folder / f"tests/support/{name}.py")
@@ -67,7 +67,9 @@ def repository(folder: Path) -> Path:
         'pytest_plugins = ("support.proofs",)\n\ndef pytest_addoption(parser):\n'
         '    parser.addoption("--tier", default=("plain", "ci"))\n'
     )
-    (folder / "models/parts.py").write_text("WIDTH = 3\n")
+    (folder / "models/parts.py").write_text('"""Layers."""\nimport jax\n')
+    for name in ("config", "published/llama"):
+        (folder / f"models/{name}.py").write_text("WIDTH = 3\n")
     (folder / "compiler/core/trees.py").write_text("")
     test = folder / "tests/unit/test_sum.py"
     test.write_text(TEST)
@@ -79,14 +81,26 @@ def test_sources_that_judge_are_in_the_key(tmp_path, monkeypatch):
 
     def now() -> str:
         judges.cache_clear()
+        code_of.cache_clear()
         return judges(test, tmp_path)
+
+    def change(path: str, line: str) -> None:
+        with (tmp_path / path).open("a") as file:
+            file.write(line)
 
     found = [now()]
     judging = ("unit/test_sum.py", "support/proofs.py", "conftest.py")
     for path in (*(f"tests/{name}" for name in judging), "models/parts.py", "compiler/core/trees.py"):
-        with (tmp_path / path).open("a") as file:
-            file.write("# changed\n")
+        change(path, "CHANGED = True\n")
         found.append(now())
+        change(path, "# in other words\n")
+        assert now() == found[-1], "a comment judges nothing"
+    parts = tmp_path / "models/parts.py"
+    parts.write_text(parts.read_text().replace("Layers.", "What layers are made of."))
+    assert now() == found[-1], "and neither does a docstring"
+    for path in ("models/config.py", "models/published/llama.py"):
+        change(path, "WIDTH = 4\n")
+        assert now() == found[-1], "it declares"
     (tmp_path / "tests/support/unused.py").write_text("")
     assert now() == found[-1], "the test does not name it"
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")

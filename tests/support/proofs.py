@@ -1,6 +1,7 @@
 """Keeps proofs in tests/proofs.txt: a test whose programs, inputs and judges are those of a recorded run that passed
 need not compile and run them again. docs/testing.md says what that rests on."""
 
+import ast
 import hashlib
 import os
 import re
@@ -25,19 +26,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @cache
+def code_of(path: Path) -> bytes:
+    """Returns what a module does: its syntax tree, without comments, layout and docstrings."""
+    tree = ast.parse(path.read_bytes())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    return ast.dump(tree).encode()
+
+
+@cache
 def judges(test_file: Path, root: Path = ROOT) -> str:
-    """Returns a hash of what decides whether a test passes, apart from its programs and their inputs: the sources of
-    the test, of conftest.py, of the parts of tests/support that they name, of the models, and of what finds the leaves
-    that are compared; versions, and flags."""
+    """Returns a hash of what decides whether a test passes, apart from its programs and their inputs: the code of the
+    test, of conftest.py, of the parts of tests/support that they name, of the models' layers, and of what finds the
+    leaves that are compared; versions, and flags."""
     named, sources = [test_file, root / "tests/conftest.py"], dict[str, bytes]()
     while named:
         path = named.pop()
         if path.relative_to(root).as_posix() not in sources:
-            source = sources[path.relative_to(root).as_posix()] = path.read_bytes()
-            parts = {part.decode() for part in re.findall(rb"\bsupport(?:[./]| import )(\w+)", source)}
+            sources[path.relative_to(root).as_posix()] = code_of(path)
+            parts = {part.decode() for part in re.findall(rb"\bsupport(?:[./]| import )(\w+)", path.read_bytes())}
             named += [path for part in sorted(parts) if (path := root / f"tests/support/{part}.py").is_file()]
-    ours = [*root.glob("models/**/*.py"), *root.glob("compiler/core/trees.py")]
-    sources |= {path.relative_to(root).as_posix(): path.read_bytes() for path in ours}
+    # A module without JAX declares: the declared model is in the key, and so is the text of what it makes.
+    layers = [path for path in root.glob("models/*.py") if b"import jax" in path.read_bytes()]
+    ours = [*layers, *root.glob("compiler/core/trees.py")]
+    sources |= {path.relative_to(root).as_posix(): code_of(path) for path in ours}
     flags = dict.fromkeys(os.environ.get("XLA_FLAGS", "").split())  # workers of pytest-xdist have them twice
     found = hashlib.sha256(repr([*flags, *map(metadata.version, PACKAGES)]).encode())
     for name, source in sorted(sources.items()):
