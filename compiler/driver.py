@@ -41,7 +41,14 @@ from .sharding.roles import AxisRoles, plan_roles
 from .sharding.sharding import ShardingPlan, check_gradients, check_rules, plan_sharding
 from .sharding.state import build_optimizer, check_schedule, plan_state, update_layouts
 from .spec.plan_spec import AnyPlanSpec, PlanSpec
-from .target.compiler_options import Options, check_unroll, options_around_faults, plan_preset_options, with_presets
+from .target.compiler_options import (
+    Options,
+    check_unroll,
+    options_around_faults,
+    plan_preset_options,
+    with_options,
+    with_presets,
+)
 from .target.mesh import MeshPlan, plan_mesh
 from .target.target import TargetPlan, calibrate_target, plan_target
 from .xla.aot import Built, LoweredStep, compile_ahead, lower_ahead
@@ -52,6 +59,7 @@ def plan_run(spec: AnyPlanSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan[
     operations that run by a strategy of the plan; the registry's, and yours."""
     model = build_model(spec)
     target = calibrate_target(plan_target(spec.target, spec.precision.compute), spec.calibration)
+    target = with_options(target, spec.overlap.flag_presets, spec.compiler_options)
     arrays = find_arrays(spec, model)
     layout = plan_layout(spec, model, target, arrays, ops)
     mesh, sharding, operations = layout.mesh, layout.sharding, layout.operations

@@ -25,13 +25,13 @@ from ..parallel.operation import Exposed, exposed_by_source, runs_beside_compute
 from ..pipeline.makespan import TickLoop, TickPart, TickPermute, TickSlot, time_ticks
 from ..plan import Plan
 from ..spec.cost_model import cost_model
-from ..target.compiler_options import hidden_kinds, why_permutes_wait
+from ..target.compiler_options import hidden_kinds, kinds_from_matmuls, why_permutes_wait
 from ..target.links import Link, collective_seconds
 from ..target.matmul_times import MatmulTimes
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
 from .estimated_step import assume_overlap
-from .program_costs import Costs, Numbers, RegionCosts, WorkKind, read_costs
+from .program_costs import Costs, MatmulCosts, Numbers, RegionCosts, WorkKind, read_costs
 from .regions import Region
 
 Seconds = TypeVar("Seconds", float, Numbers)
@@ -41,8 +41,9 @@ Seconds = TypeVar("Seconds", float, Numbers)
 class Rates:
     """The speeds that programs reach on a device. hbm: for pointwise passes. stream: for a matmul or kernel, which
     reads ahead. merged: for the sums of ring attention. routed: for passes over the rows of experts. kernel: the FLOP/s
-    of a kernel. matmuls: measured times; None: the FLOP/s count. slice_wait: the share of a step for which slices wait
-    for one another. host: the bytes per second of copies to the host and back."""
+    of a kernel. matmuls: measured times; for a type without, and where None, the FLOP/s count after matmul_seconds.
+    slice_wait: the share of a step for which slices wait for one another. host: the bytes per second of copies to the
+    host and back."""
 
     matmul_flops_per_second: float
     kernel: Callable[[RatedBy], float]
@@ -51,6 +52,7 @@ class Rates:
     merged_bytes_per_second: float
     routed_bytes_per_second: float
     matmuls: MatmulTimes | None = None
+    matmul_seconds: float = 0.0
     slice_wait: float = 0.0
     host: Mapping[HostCopyKind, float] = field(default_factory=dict[HostCopyKind, float])
 
@@ -63,7 +65,8 @@ class Hiding:
     compute is all-reduced, which takes twice the time of a reduce-scatter. activations_exposed: the exposed share of
     activations' collectives, for all declarations or for each. of_operations: the exposed time of the collectives of
     operations that state it themselves, by source. exposed_second_sums: the exposed share of a gradient's all-reduce
-    that follows its reduce-scatter in a trip of a loop.
+    that follows its reduce-scatter in a trip of a loop. from_matmuls: the kinds of weights' collectives of which chunks
+    are sent from within matmuls.
     """
 
     weights: frozenset[CollectiveKind]
@@ -71,6 +74,7 @@ class Hiding:
     is_doubled: bool
     of_operations: Mapping[str, Exposed] = field(default_factory=dict[str, Exposed])
     exposed_second_sums: float = 0.0
+    from_matmuls: frozenset[CollectiveKind] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,7 @@ def time_step(costs: Costs, rates: Rates, links: LinkTimes, hiding: Hiding) -> S
     exposed: dict[Axes, Numbers] = {}
     of_regions: list[Numbers] = []
     for region in costs.regions():
-        alone = _compute_seconds(region, rates)
+        alone = _compute_seconds(region, rates) + _sending_seconds(region, rates, links, hiding)
         compute = compute + alone
         blocks = _compute_seconds(region, rates, "attention") if "attention" in region.flops else alone
         waited = _exposed(region, alone, blocks, links, hiding)
@@ -221,20 +225,31 @@ def _compute_seconds(region: RegionCosts, rates: Rates, only: WorkKind | None = 
             for one in region.kernels[kind]:
                 streamed = one.num_bytes / rates.stream_bytes_per_second
                 total = total + np.maximum(one.flops / rates.kernel(one.rated_by), streamed)
-        elif kind == "matmul" and rates.matmuls is not None:
-            for one in region.matmuls:
-                streamed = one.num_bytes / rates.stream_bytes_per_second
-                is_known = rates.matmuls.knows(one.dtype)
-                alone = (rates.matmuls.seconds(one.dtype, one.flops, one.num_results) if is_known
-                         else one.flops / rates.matmul_flops_per_second)  # fmt: skip
-                total = total + one.executions * np.maximum(alone, streamed)
-        elif kind == "matmul" and kind in region.flops:
-            streamed = num_bytes / rates.stream_bytes_per_second
-            total = total + np.maximum(region.flops[kind] / rates.matmul_flops_per_second, streamed)
+        elif kind == "matmul" and region.matmuls:
+            total = total + sum(_matmul_seconds(one, rates) for one in region.matmuls)
         else:
             passes = {"merged": rates.merged_bytes_per_second, "routed": rates.routed_bytes_per_second}
             total = total + num_bytes / passes.get(kind, rates.hbm_bytes_per_second)
     return total
+
+
+def _matmul_seconds(one: MatmulCosts, rates: Rates) -> Numbers:
+    """Returns the seconds of a matmul in the whole step."""
+    if rates.matmuls is not None and rates.matmuls.knows(one.dtype):
+        alone = rates.matmuls.seconds(one.dtype, one.flops, one.num_results)
+    else:
+        alone = one.flops / rates.matmul_flops_per_second + rates.matmul_seconds
+    return one.executions * np.maximum(alone, one.num_bytes / rates.stream_bytes_per_second)
+
+
+def _sending_seconds(region: RegionCosts, rates: Rates, links: LinkTimes, hiding: Hiding) -> Numbers | float:
+    """Returns how much longer a region's matmuls take that send chunks of collectives: as long as these are on their
+    way."""
+    sent: Numbers | float = 0.0
+    for one, num_bytes, executions in region.transfers:
+        if one.is_weight and one.kind in hiding.from_matmuls:
+            sent = sent + executions * links.seconds(one.kind, one.mesh_axes, num_bytes)
+    return (cost_model().sending_matmul - 1) * np.minimum(sent, _compute_seconds(region, rates, "matmul"))
 
 
 def _exposed(
@@ -302,6 +317,7 @@ def plan_rates(target: TargetPlan) -> Rates | None:
         merged_bytes_per_second=bandwidth if target.platform == "tpu" else memory,
         routed_bytes_per_second=stream,
         matmuls=target.matmul_times(slower),
+        matmul_seconds=cost_model().matmul_seconds * slower if target.platform == "tpu" else 0.0,
         slice_wait=target.slice_wait,
         host={kind: speed for kind in HOST_COPIES if (speed := target.host_bytes_per_second(kind))},
     )
@@ -320,6 +336,7 @@ def plan_hiding(plan: Plan) -> Hiding:
         is_doubled=target.platform == "tpu" and "reduce-scatter" not in weights,
         of_operations=exposed_by_source(plan.operations, target),
         exposed_second_sums=target.compiler.exposed_second_sums,
+        from_matmuls=kinds_from_matmuls(assumed.flag_presets, plan.spec, target),
     )
 
 

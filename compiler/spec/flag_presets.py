@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from meshloom.models.record import Record
 
-from ..core.config_types import CompilerOption
+from ..core.config_types import CompilerOption, UpToOne
 from ..core.traffic import CollectiveKind
 from .own_config import own_config
 
@@ -29,7 +29,8 @@ class OptionEffect:
     hides: kinds of collectives that run beside compute while it is on. needs: options without which it does nothing.
     is_default: whether the compiler has it on by itself. begins_early: whether it starts collectives in the loop
     iteration before the one that needs them. waits: kinds of collectives that are waited for, by the word of its value.
-    unless: options with which they are not.
+    unless: options with which they are not. sends_from_matmuls: whether matmuls send chunks of what it hides.
+    matmul_share: the share of the peak that matmuls reach with a value of at_least and more.
     """
 
     hides: tuple[CollectiveKind, ...]
@@ -38,6 +39,9 @@ class OptionEffect:
     begins_early: bool
     waits: Mapping[str, CollectiveKind]
     unless: tuple[str, ...]
+    sends_from_matmuls: bool
+    matmul_share: float | None
+    at_least: float
 
 
 Effects = Mapping[str, OptionEffect]
@@ -62,6 +66,24 @@ def hidden_by(options: Options, effects: Effects, *, by_default: bool = True) ->
 def begin_early(options: Options, effects: Effects) -> bool:
     """Returns True if one of these options starts collectives in the loop iteration before."""
     return any(one.begins_early and _is_on(options.get(name), default=False) for name, one in effects.items())
+
+
+def matmul_share_by(options: Options, effects: Effects) -> float | None:
+    """Returns the share of the peak that matmuls reach with one of these options; None if none changes it."""
+    shares = (
+        one.matmul_share
+        for name, one in effects.items()
+        if one.matmul_share is not None and _number(options.get(name)) >= one.at_least
+    )
+    return max(shares, default=None)
+
+
+def _number(value: CompilerOption | None) -> float:
+    """Returns the number that an option's value is, as a type or as text; else 0."""
+    try:
+        return float(value or 0)
+    except ValueError:
+        return 0.0
 
 
 def _is_on(value: CompilerOption | None, *, default: bool) -> bool:
@@ -94,7 +116,7 @@ class FlagPreset:
 class OptionNote(Record):
     """One option. since: the oldest compiler known to have it. hazard: what it may cost or break; None: nothing
     known. hides: kinds of collectives, by chip or platform; a chip's take precedence. default_for: chips and platforms
-    whose compiler has it on by itself. needs, begins_early, waits, unless: as of `OptionEffect`."""
+    whose compiler has it on by itself. matmul_share: by chip, with its source. The others: as of `OptionEffect`."""
 
     what: str
     why: str
@@ -106,6 +128,16 @@ class OptionNote(Record):
     begins_early: bool = False
     waits: dict[str, CollectiveKind] = Field(default_factory=dict)
     unless: tuple[str, ...] = ()
+    sends_from_matmuls: bool = False
+    matmul_share: dict[str, UpToOne] = Field(default_factory=dict)
+    at_least: float = 0.0
+    source: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if bool(self.matmul_share) != bool(self.source):
+            raise ValueError(f"a share of the peak needs a source: {self.what}")
+        return self
 
 
 class EnvironmentNote(Record):
@@ -180,6 +212,9 @@ def read_option_effects(platform: str, chip: str | None) -> dict[str, OptionEffe
             begins_early=one.begins_early,
             waits=one.waits,
             unless=one.unless,
+            sends_from_matmuls=one.sends_from_matmuls,
+            matmul_share=one.matmul_share.get(chip or ""),
+            at_least=one.at_least,
         )
         for name, one in preset_file().options.items()
     }

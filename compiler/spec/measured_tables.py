@@ -18,6 +18,7 @@ from meshloom.models.config import Config, mistake
 from ..core.config_types import Text
 from ..core.errors import use_one_of
 from ..core.float_types import PeakType
+from ..core.format import counted
 from ..core.traffic import CollectiveKind
 from .own_config import own_config
 
@@ -42,7 +43,9 @@ def _sizes(value: Any) -> Any:
 
 
 def _numbers(value: Any) -> Any:
-    """Returns the numbers of a line such as '28.2 31.1'."""
+    """Returns the numbers of a line such as '28.2 31.1', or of one number."""
+    if isinstance(value, int | float):
+        return (value,)
     if not isinstance(value, str):
         return tuple(value) if isinstance(value, list) else value
     try:
@@ -136,11 +139,12 @@ class MatmulTable(Config):
     """Times of matmuls alone, by the type of their operands, the contracted size, and the elements of the result, of
     all matmuls of a batch together.
 
-    source: where they were measured.
+    source: where they were measured. results: None for matmuls of three equal sizes, of which each contracted size has
+    one time.
     """
 
     source: Text
-    results: AscendingSizes
+    results: AscendingSizes | None = None
     microseconds: dict[PeakType, dict[PositiveInt, Times]]
 
     def __hash__(self) -> int:
@@ -148,16 +152,19 @@ class MatmulTable(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if any(low >= high for low, high in pairwise(self.results)):
+        if self.results and any(low >= high for low, high in pairwise(self.results)):
             raise mistake("the sizes do not ascend", "give each size once, the smallest first", "results")
         for dtype, rows in self.microseconds.items():
             where = f"microseconds.{dtype}"
             if len(rows) < 2:
                 raise mistake("there are fewer than two contracted sizes", "give two rows or more", where)
             for depth, row in rows.items():
-                if len(row) != len(self.results):
-                    what = f"{len(row)} times for {len(self.results)} sizes"
-                    raise mistake(what, "give a time for each of `results`, in microseconds", f"{where}.{depth}")
+                if len(row) != (wanted := len(self.results or (depth,))):
+                    what, of = (
+                        f"{len(row)} times for {counted(wanted, 'size')}",
+                        "`results`" if self.results else "them",
+                    )
+                    raise mistake(what, f"give a time for each of {of}, in microseconds", f"{where}.{depth}")
         return self
 
     def seconds(self, dtype: PeakType) -> dict[int, tuple[float, ...]]:

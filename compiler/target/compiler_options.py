@@ -3,6 +3,7 @@ compiler's traits."""
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,10 +12,10 @@ from jax.sharding import SingleDeviceSharding
 from ..core.config_types import CompilerOption
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from ..core.traffic import CollectiveKind
-from ..spec.flag_presets import FlagPreset, Options, hidden_by
+from ..spec.flag_presets import FlagPreset, Options, hidden_by, matmul_share_by
 from ..spec.overlap_spec import AUTO
 from ..spec.plan_spec import PlanSpec
-from .target import TargetPlan
+from .target import TargetPlan, faster_matmuls
 
 _NO_SUCH_OPTION = re.compile(r"No such compile option: '(?P<name>[^']*)'")
 _WRONG_VALUE = re.compile(r"setting option (?P<name>\w+), (?P<what>.*?)\.?$", re.M)
@@ -33,10 +34,13 @@ def default_presets(target: TargetPlan) -> tuple[str, ...]:
 def with_presets(spec: PlanSpec, target: TargetPlan) -> PlanSpec:
     """Returns the declaration with `auto` of overlap.flag_presets replaced by the default presets of the target. The
     key keeps its origin, since it still declares what was typed."""
-    found = [default_presets(target) if name == AUTO else (name,) for name in spec.overlap.flag_presets]
-    names = tuple(dict.fromkeys(name for several in found for name in several))
-    overlap = spec.overlap.model_copy(update={"flag_presets": names})
-    return spec.settled(overlap=overlap)
+    names = _without_auto(spec.overlap.flag_presets, target)
+    return spec.settled(overlap=spec.overlap.model_copy(update={"flag_presets": names}))
+
+
+def _without_auto(names: Sequence[str], target: TargetPlan) -> tuple[str, ...]:
+    found = (default_presets(target) if name == AUTO else (name,) for name in names)
+    return tuple(dict.fromkeys(name for several in found for name in several))
 
 
 def describe_presets(names: Sequence[str], target: TargetPlan) -> str | None:
@@ -72,6 +76,22 @@ def hidden_kinds(names: Sequence[str], spec: PlanSpec, target: TargetPlan) -> fr
     """Returns the kinds of collectives that the compiler overlaps with compute, given these presets and the options
     that the declaration has by hand."""
     return hidden_by(options_with(names, spec, target), target.option_effects)
+
+
+def kinds_from_matmuls(names: Sequence[str], spec: PlanSpec, target: TargetPlan) -> frozenset[CollectiveKind]:
+    """Returns those of the hidden kinds of which chunks are sent from within matmuls: nothing else would hide them."""
+    options = options_with(names, spec, target)
+    effects = target.option_effects
+    others = {name: replace(one, hides=()) if one.sends_from_matmuls else one for name, one in effects.items()}
+    return hidden_by(options, effects) - hidden_by(options, others)
+
+
+def with_options(target: TargetPlan, names: Sequence[str], by_hand: Options) -> TargetPlan:
+    """Returns the target with the speed that the options of these presets and those by hand give its matmuls. Presets
+    that do not exist are refused with the layout."""
+    known = (target.flag_presets[name] for name in _without_auto(names, target) if name in target.flag_presets)
+    options = dict(item for one in known for item in (one.flags or {}).items()) | dict(by_hand)
+    return faster_matmuls(target, matmul_share_by(options, target.option_effects))
 
 
 def assumed_weight_presets(spec: PlanSpec, target: TargetPlan) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
-"""Prices matmuls of GPUs from measured times: by type, contracted size and elements of the result.
+"""Prices matmuls from measured times: by type, contracted size and elements of the result.
 
 Between the measured sizes the logarithm of the time is linear in the logarithms of both; beyond them it grows at the
-last rate, and a smaller matmul takes as long as the smallest.
+last rate, and a smaller matmul takes as long as the smallest. Where matmuls of three equal sizes alone were measured,
+the FLOPs count.
 """
 
 from dataclasses import dataclass, field
@@ -29,6 +30,9 @@ class MatmulTimes:
 
     def seconds(self, dtype: str, flops: ArrayLike, num_results: ArrayLike) -> np.ndarray:
         """Returns the seconds of matmuls of a type. flops: of each; num_results: elements of each result."""
+        if self.table.results is None:
+            sizes, times = _cubes(self.table, _measured_type(dtype))
+            return self.slower * np.exp(np.interp(np.log(np.maximum(flops, 1.0)), sizes, times))
         logs = _grid(self.table, _measured_type(dtype))
         results = np.maximum(num_results, 1.0)
         depth = np.maximum(np.asarray(flops) / (2 * results), 1.0)
@@ -51,6 +55,14 @@ class _Grid:
     depths: np.ndarray
     results: np.ndarray
     seconds: np.ndarray
+
+
+@cache
+def _cubes(table: MatmulTable, dtype: PeakType) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the logarithms of FLOPs and of their seconds."""
+    rows = table.seconds(dtype)
+    flops, seconds = _extended(2 * np.array(list(rows), float) ** 3, np.array(list(rows.values())))
+    return np.log(flops), np.log(seconds[:, 0])
 
 
 @cache

@@ -257,6 +257,19 @@ def _peak(chip: ChipSpec, compute: ComputeType) -> float | None:
     return peak / chip.num_devices if peak else None
 
 
+def faster_matmuls(target: TargetPlan, share: float | None) -> TargetPlan:
+    """Returns the target whose matmuls reach this share of the peak; None: what they reach by themselves."""
+    if target.chip is None or share is None:
+        return target
+    kernels, efficiency = target.chip.kernels, target.chip.efficiency
+    matmul = efficiency.matmul * share / kernels.matmul  # which a calibration may have changed
+    update = {
+        "kernels": kernels.model_copy(update={"matmul": share}),
+        "efficiency": efficiency.model_copy(update={"matmul": matmul}),
+    }
+    return replace(target, chip=target.chip.model_copy(update=update))
+
+
 def calibrate_target(target: TargetPlan, calibration: Calibration) -> TargetPlan:
     """Returns the target with calibrated figures; everything that is priced from a target follows. Raises ConfigError
     for a calibration of another chip.

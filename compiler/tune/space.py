@@ -29,6 +29,7 @@ from ..sharding.arrays import Arrays, build_model, find_arrays
 from ..sharding.roles import AxisRoles, plan_roles
 from ..spec.plan_spec import PlanSpec
 from ..target.accuracy import ProgramKind, program_kinds
+from ..target.compiler_options import with_options
 from ..target.mesh import MeshPlan
 from ..target.placement import plan_placement, square_block
 from ..target.target import TargetPlan, calibrate_target, plan_target
@@ -57,7 +58,8 @@ class Variant:
 
     def target(self) -> TargetPlan:
         """Returns the target, with the figures of the type that the variant computes in."""
-        return calibrate_target(plan_target(self.spec.target, self.spec.precision.compute), self.spec.calibration)
+        target = calibrate_target(plan_target(self.spec.target, self.spec.precision.compute), self.spec.calibration)
+        return with_options(target, self.spec.overlap.flag_presets, self.spec.compiler_options)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from meshloom.compiler.schema import Event, Report
 from meshloom.compiler.spec.calibration_spec import Calibration
 from meshloom.compiler.spec.plan_spec import MeshSpec
 from meshloom.compiler.spec.target_spec import TargetSpec
+from meshloom.compiler.target.compiler_options import with_options
 from meshloom.compiler.target.mesh import plan_mesh
 from meshloom.compiler.target.placement import plan_own_order
 from meshloom.compiler.target.target import TargetPlan, calibrate_target, plan_target
@@ -299,6 +300,7 @@ def _devices_of_run(run: RunFolder) -> ProgramDevices:
         spec = run.spec
         target = plan_target(_part(TargetSpec, spec, "target"), spec["precision"]["compute"])
         target = calibrate_target(target, _part(Calibration, spec, "calibration"))
+        target = with_options(target, spec["overlap"]["flag_presets"], spec["compiler_options"])
         mesh = plan_mesh(_part(MeshSpec, spec, "mesh"), target, tuple(spec["device_order"]))
     except (ValidationError, LookupError, TypeError) as error:
         what = f"is damaged, or of another version of Meshloom: {str(error).splitlines()[0]}"

@@ -123,17 +123,26 @@ def _price(
         return _Price(estimated, "cycles")
     flops_seconds = _arithmetic_seconds(work, peak, chip) if work.flops and peak else 0.0
     allowed = max(flops_seconds, memory_seconds)
-    if estimated is not None and not is_pass:
-        return _Price(allowed, "bound", estimated) if estimated > allowed else _Price(estimated, "cycles")
+    if estimated is not None and not is_pass and estimated > allowed:
+        return _Price(allowed, "bound", estimated)
+    if estimated is not None and not is_pass and not _is_measured(work, chip):
+        return _Price(estimated, "cycles")
     seconds = max(allowed, numbers.kernel_seconds) + numbers.kernel_gap_seconds if chip.platform == "gpu" else allowed
     if work.unknown or (work.flops and peak is None):
         return _Price(seconds, "nothing", unknown=work.unknown or f"{work.dtype} arithmetic")
     return _Price(seconds, "flops" if flops_seconds > memory_seconds else "bytes")
 
 
+def _is_measured(work: KernelCost, chip: Chip) -> bool:
+    """Returns True for a matmul of which the chip has measured times."""
+    is_matmul = work.unit == "matmul" and work.num_results > 0
+    return is_matmul and chip.matmuls is not None and chip.matmuls.knows(work.dtype)
+
+
 def _arithmetic_seconds(work: KernelCost, peak: float, chip: Chip) -> float:
     """Returns the time of a kernel's arithmetic: measured for matmuls of this size, else at a share of the peak."""
-    if work.unit == "matmul" and work.num_results and chip.matmuls is not None and chip.matmuls.knows(work.dtype):
+    if _is_measured(work, chip):
+        assert chip.matmuls is not None
         return float(chip.matmuls.seconds(work.dtype, work.flops, work.num_results))
     start = cost_model().matmul_seconds if chip.platform == "tpu" and work.num_results else 0.0
     return work.flops / _rate(work, peak, chip) + start

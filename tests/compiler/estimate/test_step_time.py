@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from conftest import SMALL, plan_of
+from meshloom.compiler.analysis.schedule_analysis import chip_of
 from meshloom.compiler.core.kernels import AttentionCall
 from meshloom.compiler.core.traffic import CollectiveKind
 from meshloom.compiler.estimate.estimate import estimate_step
@@ -20,7 +21,7 @@ from meshloom.compiler.estimate.program_costs import (
     read_costs,
 )
 from meshloom.compiler.estimate.regions import price_regions
-from meshloom.compiler.estimate.step_time import Hiding, LinkTimes, Rates, plan_hiding, time_step
+from meshloom.compiler.estimate.step_time import Hiding, LinkTimes, Rates, plan_hiding, plan_rates, time_step
 from meshloom.compiler.parallel.operation import Exposed
 from meshloom.compiler.spec.flag_presets import hidden_by
 from support.links import links_of
@@ -36,6 +37,7 @@ RATES = Rates(
     host={"copy-to-device": 4.0, "copy-to-host": 5.0},
 )
 FUSION, SPLIT = "xla_tpu_enable_async_collective_fusion", "xla_enable_async_all_gather"
+FUSED = f"{FUSION}: true, {FUSION}_fuse_all_gather: true, {SPLIT}: true"
 PIPELINED = "xla_gpu_enable_pipelined_all_reduce"
 OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
 ALL: frozenset[CollectiveKind] = frozenset({"all-gather", "reduce-scatter", "all-reduce"})
@@ -64,9 +66,60 @@ def _seconds(costs, hiding):
 def test_a_matmul_takes_the_longer_of_its_arithmetic_and_its_traffic():
     """A matmul of 20 FLOPs and 1,000 bytes, 4 times: 2 s against 5; what is not a matmul has traffic alone, at less
     than the rate of a stream."""
-    work = [Work("matmul", 1, 1, (2,)), Work("other", 1, 1, (3,))]
+    work = [Work("matmul", 1, 1, (2,), 1), Work("other", 1, 1, (3,))]
     compute, _ = _seconds(_loop(work, [], [20.0, 1000.0, 50.0]), Hiding(ALL, 1.0, is_doubled=False))
     assert compute == pytest.approx(4 * (5.0 + 0.5))
+
+
+@pytest.mark.parametrize(("sent", "longer"), [(10.0, 4 * 1.5 * 0.07), (1000.0, 4 * 2.25 * 0.07)])
+def test_a_matmul_takes_its_start_and_longer_while_it_sends(sent, longer):
+    """By hand: 4 times 20 FLOPs in 2 s after 0.25; a gather of 10 bytes takes 1.5 s, one of 1,000 outlasts it."""
+    costs = _loop([Work("matmul", 1, 1, (), 1)], [Transfer("all-gather", ("fsdp",), True, 1, 2)], [20.0, sent])
+    hiding, rates = Hiding(ALL, 1.0, is_doubled=False), replace(RATES, matmul_seconds=0.25)
+    alone = time_step(costs, rates, LinkTimes(LINKS), hiding).of(0).compute_seconds
+    sends = replace(hiding, from_matmuls=frozenset({"all-gather"}))
+    assert alone == pytest.approx(4 * 2.25)
+    assert time_step(costs, rates, LinkTimes(LINKS), sends).of(0).compute_seconds == pytest.approx(alone + longer)
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "kinds"),
+    [
+        ("v5e-8", "", {"all-gather"}),  # by default
+        ("v5e-8", f"{FUSION}: false", set()),
+        ("v5p-16", FUSED, {"all-gather"}),
+        ("v5p-16", f"{OFFLOAD}_3d_all_gather: true, {SPLIT}: true", set()),
+        ("v5p-16", f"{FUSED}, {OFFLOAD}_3d_all_gather: true", set()),  # SparseCores take what they would send
+        ("v4-16", f"{SPLIT}: true", set()),
+        ("h100-8", "", set()),
+    ],
+)
+def test_matmuls_send_what_nothing_else_hides(target, options, kinds):
+    declared = (*SMALL, f"target={target}", "sharding=fsdp", "overlap.flag_presets=[]")
+    plan = plan_of(*declared, f"compiler_options={{{options}}}")
+    assert plan_hiding(plan).from_matmuls == kinds
+
+
+@pytest.mark.parametrize(
+    ("target", "declared", "share"),
+    [
+        ("v6e-8", "overlap.flag_presets=[auto]", 0.79),
+        ("v6e-8", "compiler_options={xla_tpu_scoped_vmem_limit_kib: 65536}", 0.9),
+        ("v6e-8", "compiler_options={xla_tpu_scoped_vmem_limit_kib: '98304'}", 0.9),
+        ("v6e-8", "compiler_options={xla_tpu_scoped_vmem_limit_kib: 32768}", 0.79),
+        ("v6e-8", "overlap.flag_presets=[auto,scoped_memory]", 0.9),
+        ("v5p-16", "compiler_options={xla_tpu_scoped_vmem_limit_kib: 65536}", 0.94),  # not measured
+    ],
+)
+def test_matmuls_of_v6e_are_faster_with_more_scoped_memory(target, declared, share):
+    plan = plan_of(*SMALL, f"target={target}", "sharding=fsdp", "precision=bfloat16", declared)
+    rates = plan_rates(plan.target)
+    assert rates is not None
+    assert plan.target.chip is not None
+    peak = plan.target.chip.peak_flops_per_second["bfloat16"]
+    assert peak is not None
+    assert chip_of(plan.mesh.placement.target).matmul_share == share  # of compiled programs
+    assert rates.matmul_flops_per_second == pytest.approx(share * peak)
 
 
 def test_each_kernel_takes_its_own_time_and_rows_of_experts_their_own_rate():
@@ -85,19 +138,19 @@ def test_each_kernel_takes_its_own_time_and_rows_of_experts_their_own_rate():
 @pytest.mark.parametrize(("compute_flops", "exposed"), [(100.0, 0.0), (5.0, 4 * (1.5 - 0.5))])
 def test_gathers_hide_behind_the_arithmetic_of_their_own_loop(compute_flops, exposed):
     """10 bytes take 0.5 + 1 s, beside 10 s or half a second of a matmul."""
-    costs = _loop([Work("matmul", 1, 1, ())], [Transfer("all-gather", ("fsdp",), True, 1, 2)], [compute_flops, 10.0])
+    costs = _loop([Work("matmul", 1, 1, (), 1)], [Transfer("all-gather", ("fsdp",), True, 1, 2)], [compute_flops, 10.0])
     assert _seconds(costs, Hiding(ALL, 1.0, is_doubled=False))[1][("fsdp",)] == pytest.approx(exposed)
 
 
 def test_what_the_compiler_does_not_overlap_is_waited_for():
-    costs = _loop([Work("matmul", 1, 1, ())], [Transfer("all-gather", ("fsdp",), True, 1, 2)], [1000.0, 10.0])
+    costs = _loop([Work("matmul", 1, 1, (), 1)], [Transfer("all-gather", ("fsdp",), True, 1, 2)], [1000.0, 10.0])
     assert _seconds(costs, Hiding(frozenset(), 1.0, is_doubled=False))[1][("fsdp",)] == pytest.approx(4 * 1.5)
 
 
 @pytest.mark.parametrize(("hidden", "exposed"), [("all-gather", 4 * 3.0), ("all-reduce", 4 * (3.0 - 1.0))])
 def test_a_gradient_that_becomes_an_all_reduce_hides_where_all_reduces_do(hidden, exposed):
     """10 bytes take 0.5 + 1 s as a reduce-scatter and twice that as an all-reduce, beside one second of a matmul."""
-    costs = _loop([Work("matmul", 1, 1, ())], [Transfer("reduce-scatter", ("fsdp",), True, 1, 2)], [10.0, 10.0])
+    costs = _loop([Work("matmul", 1, 1, (), 1)], [Transfer("reduce-scatter", ("fsdp",), True, 1, 2)], [10.0, 10.0])
     found = time_step(costs, RATES, LinkTimes(LINKS), Hiding(frozenset({hidden}), 1.0, is_doubled=True))
     assert float(found.exposed_seconds[0]) == pytest.approx(exposed)
 
@@ -105,7 +158,7 @@ def test_a_gradient_that_becomes_an_all_reduce_hides_where_all_reduces_do(hidden
 @pytest.mark.parametrize(("region", "exposed"), [(0, 3.0), (1, 0.0)])
 def test_a_gradient_that_is_summed_after_the_loops_is_waited_for(region, exposed):
     """10 bytes take 2 (0.5 + 1) s: beside 100 s of a matmul of the same region, or once after all of them."""
-    works = [Work("matmul", region, 1, ())]
+    works = [Work("matmul", region, 1, (), 1)]
     costs = _loop(works, [Transfer("all-reduce", ("fsdp",), True, region, 2)], [1000.0, 10.0])
     assert _seconds(costs, Hiding(ALL, 1.0, is_doubled=False))[1][("fsdp",)] == pytest.approx(exposed)
 
@@ -113,14 +166,14 @@ def test_a_gradient_that_is_summed_after_the_loops_is_waited_for(region, exposed
 def test_a_sum_that_follows_another_of_a_trip_is_waited_for_in_part():
     """Over ("fsdp",) 10 bytes take 3 s, over ("tensor",) 2: a quarter of these, though the matmul takes 100 s."""
     transfers = [Transfer("reduce-scatter", ("fsdp",), True, 1, 2), Transfer("all-reduce", ("tensor",), True, 1, 2)]
-    costs, hiding = _loop([Work("matmul", 1, 1, ())], transfers, [1000.0, 10.0]), Hiding(ALL, 1.0, is_doubled=False)
+    costs, hiding = _loop([Work("matmul", 1, 1, (), 1)], transfers, [1000.0, 10.0]), Hiding(ALL, 1.0, is_doubled=False)
     assert _seconds(costs, hiding)[1][("tensor",)] == pytest.approx(0.0)
     found = _seconds(costs, replace(hiding, exposed_second_sums=0.25))[1]
     assert (found["fsdp",], found["tensor",]) == (pytest.approx(0.0), pytest.approx(4 * 0.25 * 2.0))
 
 
 def test_of_activations_the_share_beside_matmuls_is_waited_for():
-    costs = _loop([Work("matmul", 1, 1, ())], [Transfer("all-reduce", ("tensor",), False, 1, 2)], [1000.0, 10.0])
+    costs = _loop([Work("matmul", 1, 1, (), 1)], [Transfer("all-reduce", ("tensor",), False, 1, 2)], [1000.0, 10.0])
     assert _seconds(costs, Hiding(ALL, 0.25, is_doubled=False))[1][("tensor",)] == pytest.approx(4 * 2.0 * 0.25)
 
 
@@ -137,7 +190,7 @@ def test_of_activations_the_share_beside_matmuls_is_waited_for():
 )
 def test_copies_to_the_host_are_waited_for_where_they_outlast_their_loop(region, num_bytes, exposed):
     """20 FLOPs of a matmul in a loop of 4 trips, 10 in a branch that each of them takes."""
-    work = [Work("matmul", 1, 1, ()), Work("matmul", 2, 2, ())]
+    work = [Work("matmul", 1, 1, (), 1), Work("matmul", 2, 2, (), 2)]
     costs = _loop(work, [], [20.0, 10.0, 1.0, *num_bytes.values()])
     copied = tuple(CopiedArray(kind, region, 4 + place) for place, kind in enumerate(num_bytes))
     costs = replace(costs, shape=replace(costs.shape, regions=((), ((0,),), ((0,), (3,))), copied=copied))
@@ -161,7 +214,7 @@ def test_offloaded_activations_cross_the_hosts_link_out_and_in_once():
 
 def test_exchanges_of_tokens_are_waited_for_as_far_as_their_plan_says():
     transfer = Transfer("all-reduce", ("tensor",), False, 1, 2, "routed")
-    costs = _loop([Work("matmul", 1, 1, ())], [transfer], [1000.0, 10.0])
+    costs = _loop([Work("matmul", 1, 1, (), 1)], [transfer], [1000.0, 10.0])
     hiding = Hiding(ALL, 0.25, is_doubled=False, of_operations={"routed": Exposed(0.5)})
     assert _seconds(costs, hiding)[1][("tensor",)] == pytest.approx(4 * 2.0 * 0.5)
 
@@ -177,7 +230,7 @@ def test_exchanges_of_tokens_are_waited_for_as_far_as_their_plan_says():
 )
 def test_a_rings_permutes_hide_behind_attention_alone(exchange, attention_flops, is_beside, waited):
     """A large matmul is in the same loop; it needs what attention makes."""
-    works = [Work("matmul", 1, 1, ()), Work("attention", 1, 2, (), rated_by=AttentionCall())]
+    works = [Work("matmul", 1, 1, (), 1), Work("attention", 1, 2, (), rated_by=AttentionCall())]
     transfer = Transfer("all-reduce", ("tensor",), False, 1, 3, exchange)
     costs = _loop(works, [transfer], [1000.0, attention_flops, 10.0])
     exposed = Exposed(0.35, is_beside_attention=True) if is_beside else Exposed(1.0)
@@ -232,7 +285,7 @@ def test_options_by_hand_count_as_the_preset_that_has_them(chip):
 
 def test_slices_wait_for_a_share_of_the_step_whatever_crosses_them():
     """By hand: 4 times 100 s of a matmul and 2 s of a sum that is waited for, 12 % of which are 48.96 s."""
-    costs = _loop([Work("matmul", 1, 1, ())], [Transfer("all-reduce", ("tensor",), False, 1, 2)], [1000.0, 10.0])
+    costs = _loop([Work("matmul", 1, 1, (), 1)], [Transfer("all-reduce", ("tensor",), False, 1, 2)], [1000.0, 10.0])
     hiding, rates = Hiding(ALL, 1.0, is_doubled=False), replace(RATES, slice_wait=0.12)
     found = time_step(costs, rates, LinkTimes(LINKS), hiding).of(0)
     assert found.exposed == pytest.approx({("tensor",): 8.0, ("slices",): 48.96})

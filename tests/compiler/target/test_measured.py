@@ -145,6 +145,20 @@ def test_a_calibration_scales_rate_and_start():
     assert after.seconds("all-gather", 64 * MIB) == pytest.approx(before.seconds("all-gather", 128 * MIB) + 2 * start)
 
 
+def test_a_matmul_takes_as_long_as_the_cube_of_as_many_flops():
+    """Of a core of tpu7x cubes alone were measured: 350 TFLOP/s at 1024, 950 and 956 at 16384 and 32768."""
+    times = target_of("tpu7x-8").matmul_times()
+    assert times is not None
+    flops, results = np.array([2.0 * 1024**3, 2.0 * 1024**3, 2.0 * 2**45]), np.array([2.0**20, 2.0**14, 2.0**30])
+    seconds = times.seconds("bfloat16", flops, results)
+    assert flops / seconds == pytest.approx([350e12, 350e12, 956e12], rel=0.002)
+    (beyond,) = times.seconds("bfloat16", [2.0 * 2**48], [2.0**32])
+    last = (2.0**46 - 2.0**43) / (2.0**46 / 956e12 - 2.0**43 / 950e12)
+    assert beyond == pytest.approx(2.0**46 / 956e12 + (2.0**49 - 2.0**46) / last, rel=0.001)
+    assert times.seconds("bfloat16", 2.0, 1.0) == pytest.approx(2.56e-6)
+    assert not times.knows("float8_e4m3fn")
+
+
 def test_a_matmul_beyond_the_table_runs_at_its_last_rate_and_a_small_one_takes_the_least():
     table = chip_file("h100")[0].matmuls
     assert table is not None
@@ -194,6 +208,7 @@ def test_a_wrong_table_of_collectives_is_refused(changed, message):
         ({"results": "64Ki 32Ki"}, "the sizes do not ascend"),
         ({"microseconds": {"bfloat16": {256: "1 2"}}}, "fewer than two contracted sizes"),
         ({"microseconds": {"bfloat16": {256: "1 2", 512: "2"}}}, "1 times for 2 sizes"),
+        ({"results": None}, "2 times for 1 size"),
     ],
 )
 def test_a_wrong_table_of_matmuls_is_refused(changed, message):
