@@ -144,7 +144,7 @@ class MatmulTable(Config):
     """
 
     source: Text
-    results: AscendingSizes | None = None
+    results: AscendingSizes | None
     microseconds: dict[PeakType, dict[PositiveInt, Times]]
 
     def __hash__(self) -> int:

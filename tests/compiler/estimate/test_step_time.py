@@ -71,7 +71,9 @@ def test_a_matmul_takes_the_longer_of_its_arithmetic_and_its_traffic():
     assert compute == pytest.approx(4 * (5.0 + 0.5))
 
 
-@pytest.mark.parametrize(("sent", "longer"), [(10.0, 4 * 1.5 * 0.07), (1000.0, 4 * 2.25 * 0.07)])
+@pytest.mark.parametrize(
+    ("sent", "longer"), [(10.0, 4 * 1.5 * 0.07), (1000.0, 4 * 2.25 * 0.07)], ids=["shorter", "longer"]
+)
 def test_a_matmul_takes_its_start_and_longer_while_it_sends(sent, longer):
     """By hand: 4 times 20 FLOPs in 2 s after 0.25; a gather of 10 bytes takes 1.5 s, one of 1,000 outlasts it."""
     costs = _loop([Work("matmul", 1, 1, (), 1)], [Transfer("all-gather", ("fsdp",), True, 1, 2)], [20.0, sent])
