@@ -3,8 +3,8 @@
 What XLA does on accelerators, as rules:
 
 1. Pointwise operations are fused into one another, and into a reduction that reads them. Their results are in memory
-   where a matmul, a kernel, a collective, a loop, a cond or the program's end takes them; else each reader computes
-   them again.
+   where a matmul, a kernel, a collective, a loop, a cond or the program's end takes them, and where they are made of so
+   much that readers would move more bytes to compute them again; else each reader computes them again.
 2. A matmul's result that one chain of pointwise operations reads is written as the end of that chain.
 3. An operation that changes the shape alone returns the same array.
 4. A collective runs when its result is read; in a loop the next gather has begun by then. So gradients are reduced at
@@ -72,18 +72,44 @@ def fuse(program: Program, *, is_loop: bool) -> Fused:
     def read_by(values: Iterable[int]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(root for i in values for root in roots.get(same.get(i, i), ())))
 
+    def is_array(operation: Operation, reads: Iterable[int]) -> bool:
+        """Returns True if the results of a pointwise operation are arrays. reads: the arrays that they are made of."""
+        written = {same.get(i, i): program.sizes[i] for i in operation.outputs}
+        if any(i in outputs or any(reader.kind not in _FUSED for reader in readers[i]) for i in written):
+            return True
+        # Each reader of a part of the results reads, or makes again, that part.
+        size, read_again = sum(written.values()), sum(len(readers[i]) * each for i, each in written.items())
+        made_of = sum(program.sizes[i] for i in reads)
+        return made_of * read_again > (made_of + size + read_again) * size
+
+    def chain_of(matmul: Operation) -> list[Operation]:
+        """Returns the pointwise operations that read a matmul's result, each the only reader of the one before, up to
+        an array."""
+        chain: list[Operation] = []
+        result, reads = matmul.outputs[-1], {*matmul.outputs}
+        while result not in outputs and len(readers[result]) == 1 and readers[result][0].kind == "pointwise":
+            link = readers[result][0]
+            if len(link.outputs) > 1:
+                return []
+            chain.append(link)
+            reads.update(read_by(link.inputs))
+            if is_array(link, reads):
+                return chain
+            result = next(iter(link.outputs))
+        return []
+
     for operation in operations:
         if operation.kind == "move" or done.intersection(operation.outputs):
             continue
         writes, reads = operation.outputs, read_by(_inputs(operation))
         is_constant = operation.kind == "pointwise" and not reads
-        if is_constant or (operation.kind == "pointwise" and not _is_array(operation, readers, outputs, same)):
+        if is_constant or (operation.kind == "pointwise" and not is_array(operation, reads)):
             for i in writes:
                 roots[i] = reads
             continue
         if operation.kind == "matmul":
             roots[writes[0]] = ()
-            chain = _chain(operation, readers, outputs, same)
+            chain = chain_of(operation)
             others = [same.get(i, i) for link in chain for i in link.inputs]
             inside = {same.get(i, i) for link in (operation, *chain) for i in link.outputs}
             if chain and all(i in roots or i in inside or i not in made for i in others):
@@ -196,31 +222,6 @@ def _same_array(operations: Iterable[Operation]) -> dict[int, int]:
             origin = operation.inputs[0]
             same.update(dict.fromkeys(operation.outputs, same.get(origin, origin)))
     return same
-
-
-def _is_array(
-    operation: Operation, readers: dict[int, list[Operation]], outputs: set[int], same: dict[int, int]
-) -> bool:
-    places = [same.get(i, i) for i in operation.outputs]
-    return any(i in outputs or any(reader.kind not in _FUSED for reader in readers[i]) for i in places)
-
-
-def _chain(
-    operation: Operation, readers: dict[int, list[Operation]], outputs: set[int], same: dict[int, int]
-) -> list[Operation]:
-    """Returns the pointwise operations that read a matmul's result, each the only reader of the one before, up to an
-    array."""
-    chain: list[Operation] = []
-    result = operation.outputs[-1]
-    while result not in outputs and len(readers[result]) == 1 and readers[result][0].kind == "pointwise":
-        link = readers[result][0]
-        if len(link.outputs) > 1:
-            return []
-        chain.append(link)
-        if _is_array(link, readers, outputs, same):
-            return chain
-        result = next(iter(link.outputs))
-    return []
 
 
 def _late_collectives(steps: Iterable[FusedStep], *, is_ahead: bool) -> tuple[FusedStep, ...]:
