@@ -9,7 +9,6 @@ bench/measured has the operations (bench/README.md says where from). Prices are 
 """
 
 import argparse
-import csv
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,19 +16,16 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import mean, median
-from typing import cast
 
-from meshloom.compiler.core.traffic import CollectiveKind
-from meshloom.compiler.spec.measured_tables import across_nodes
+from measured_tables import TYPES, group_of, read
+
 from meshloom.compiler.spec.target_names import chip_file
 from meshloom.compiler.spec.target_spec import SwitchSpec
 from meshloom.compiler.target.matmul_times import MatmulTimes
 from meshloom.compiler.target.switch import SwitchTimes
 
-MEASURED = Path(__file__).with_name("measured")
 MIB = 2**20
 BANDS = ((1, 8, "1 to 8 MiB"), (8, 64, "8 to 64 MiB"), (64, 512, "64 to 512 MiB"), (512, math.inf, "from 512 MiB"))
-TYPES = {"bf16xbf16->bf16": "bfloat16", "f32xf32->f32": "float32"}  # all others are pairs of float8
 
 
 @dataclass(frozen=True)
@@ -48,37 +44,29 @@ class Priced:
         return self.price / self.measured - 1
 
 
-def _read(name: str) -> list[dict[str, str]]:
-    with (MEASURED / name).open() as file:
-        return list(csv.DictReader(file))
-
-
 @cache
-def _times(chip: str, near: int, far: int = 1) -> SwitchTimes:
+def _times(chip: str, near: int, at_once: int) -> SwitchTimes:
     network = chip_file(chip)[1]
     assert isinstance(network, SwitchSpec)
     rates = network.chip_bytes_per_second, network.nic_bytes_per_second
-    return SwitchTimes(near, far, *rates, network.collectives, across_nodes())
+    return SwitchTimes(near, 1, *rates, network.collectives, network.across, at_once)
 
 
 def collectives() -> Iterator[Priced]:
     """Yields collectives of GPUs behind one switch, from 1 MiB on."""
-    for row in _read("gpu_collectives.csv"):
-        size, kind = float(row["bytes_of_whole_array"]), cast(CollectiveKind, row["collective"])
-        if size < MIB:
+    for row in read("gpu_collectives.csv"):
+        if (size := float(row["bytes_of_whole_array"])) < MIB:
             continue
-        pairs = row["pairs"].split(";") if row["pairs"] else []
-        is_ring = pairs[:2] == ["0>1", "1>2"]
-        near = int(float(row["devices_of_group"])) if not pairs else len(pairs) if is_ring else 2
+        kind, near, at_once = group_of(row)
         full = size * near if kind == "all-to-all" else size  # its row says a device's own array
-        price = _times(row["chip"], near).seconds(kind, full)
+        price = _times(row["chip"], near, at_once).seconds(kind, full)
         band = next(name for low, high, name in BANDS if low * MIB <= size < high * MIB)
-        yield Priced(row["chip"], kind, str(near), band, float(row["microseconds"]) * 1e-6, price)
+        yield Priced(row["chip"], kind, f"{near}/{at_once}", band, float(row["microseconds"]) * 1e-6, price)
 
 
 def matmuls() -> Iterator[Priced]:
     """Yields matmuls of GPUs."""
-    for row in _read("gpu_matmuls.csv"):
+    for row in read("gpu_matmuls.csv"):
         table = chip_file(row["chip"])[0].matmuls
         assert table is not None
         batch, m, n, k = (int(row[name]) for name in ("batch", "m", "n", "k"))

@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..core.partition_spec import STAGE
-from ..core.traffic import HOST, HOST_COPIES, HostCopyKind, Placed
+from ..core.traffic import HOST, HOST_COPIES, PAIRS, HostCopyKind, Placed
 from ..target.axis_segments import LINK_KINDS, TORUS_AXES, GroupSpan, link_of_spans
 from ..target.device_links import link_of_devices, send_between, uneven_seconds
 from ..target.links import collective_seconds
 from ..target.placement import Placement
 from ..target.target import TargetPlan
-from ..xla.schedule.steps import PAIRS, Collective
+from ..xla.schedule.steps import Collective
 
 NO_GROUPS = "the program does not name its group of devices"
 NO_LINKS = "the target's links are not known"
@@ -127,7 +127,7 @@ def place_collective(collective: Collective, placement: Placement) -> Placed:
     groups = collective.groups
     if not groups:
         return Placed(None, (), placement.link_of(()).kind, why=NO_GROUPS)
-    if collective.kind in ("collective-permute", "send"):
+    if collective.kind in PAIRS:
         # Groups are pairs: along all axes that any of them crosses.
         crossed = {axis for pair in collective.groups for axis in placement.axes_of(pair)}
         axes = tuple(name for name in placement.sizes if name in crossed)

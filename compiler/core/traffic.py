@@ -30,6 +30,7 @@ CollectiveKind = Literal[
 HostCopyKind = Literal["copy-to-device", "copy-to-host"]  # between a device and its host, not between devices
 HOST_COPIES: tuple[HostCopyKind, ...] = ("copy-to-device", "copy-to-host")
 HOST = "host"  # what they run over, where a collective has mesh axes
+PAIRS = ("collective-permute", "send")  # kinds whose groups are pairs of a sender and a receiver
 MOVING = ("all-gather", "all-to-all")  # kinds without a reduction: each device's operand is a part of the full array
 COMPUTE = "compute"  # the track of a timeline on which compute runs; the others are links
 LinkKind = Literal["ICI", "DCN", "NVLink", "NIC", "host link", "memory"]  # memory: simulated devices of one host

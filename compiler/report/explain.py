@@ -100,7 +100,8 @@ def assumptions(target: TargetPlan, dtype: str, placement: Placement, estimate: 
     """Yields what the prices of a step assume: figures of the target that nobody measured, matmuls and collectives
     beyond those that were measured. dtype: the type of its matmuls."""
     copies = estimate.memory.host_bytes > 0
-    if assumed := [each for each in target.assumed if copies or each != "chip.host_link"]:
+    used = {"chip.host_link": copies, "network.across": bool(target.shape) and target.shape[0] > 1}
+    if assumed := [each for each in target.assumed if used.get(each, True)]:
         yield f"{', '.join(assumed)}: their sources in the target's file say as what"
     matmuls = target.matmul_times()
     if target.platform == "gpu" and target.chip and not (matmuls and matmuls.knows(dtype)):
@@ -111,7 +112,7 @@ def assumptions(target: TargetPlan, dtype: str, placement: Placement, estimate: 
         if times and (how := times.beyond_measured(one.kind, one.bytes_each)):
             beyond.setdefault((one.mesh_axes, how), {})[one.kind] = None
     for (axes, how), kinds in beyond.items():
-        yield f"{', '.join(kinds)} over {'+'.join(axes)} as the last that were measured: {how}"
+        yield f"{', '.join(kinds)} over {'+'.join(axes)} are priced by what was measured: {how}"
 
 
 def _operation_lines(plan: Plan) -> Iterator[tuple[str, str]]:

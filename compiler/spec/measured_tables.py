@@ -2,16 +2,19 @@
 
 all-gather:
   8: 28.2 31.1 47.1      microseconds for each of `bytes`: 8 GPUs behind one switch
+  8/72: 29.4 32.8 48     8 of 72 GPUs behind it, all of which send at the same time, in groups of 8
   4x8: 62.1 84.3 99.6    4 nodes, 8 GPUs of each
 """
 
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, NamedTuple, Self, TypeVar
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic_core import InitErrorDetails
 
 from meshloom.models.config import Config, mistake
 
@@ -19,17 +22,28 @@ from ..core.config_types import Text
 from ..core.errors import use_one_of
 from ..core.float_types import PeakType
 from ..core.format import counted
-from ..core.traffic import CollectiveKind
+from ..core.traffic import PAIRS, CollectiveKind
 from .own_config import own_config
 
 UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 MOST_FALL = 0.4  # measurements are noisy: a larger array may take less, but not so much less
 MOST_OVER = 1.05  # the same of a rate above the physical one
+LEAST_SHARE = 1e-3  # of the physical rate that large arrays and matmuls have at least: nanoseconds have less
+LARGE = 64 * 2**20  # bytes of an array whose start hardly counts
 NEEDED: tuple[CollectiveKind, ...] = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|)")
-_GROUP = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)")
+_GROUP = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)(?:/([1-9]\d*))?")
 
 NodeGroup = tuple[int, int]  # nodes, GPUs of each
+KeyPath = tuple[str | int, ...]  # the keys that lead to a value
+
+
+class MeasuredGroup(NamedTuple):
+    """A group that was measured. at_once: the GPUs of its switch that sent at the same time; None: any number."""
+
+    nodes: int
+    near: int  # GPUs of each node
+    at_once: int | None
 
 
 def _sizes(value: Any) -> Any:
@@ -78,25 +92,47 @@ class CollectiveTable(Config):
     def __hash__(self) -> int:
         return hash((self.source, self.chip_bytes_per_second, self.bytes))
 
-    def seconds(self, kind: CollectiveKind) -> dict[NodeGroup, tuple[float, ...]]:
-        """Returns the seconds of a kind for each size, by group; empty if it was not measured."""
-        return {_group(name): _in_seconds(row) for name, row in self.microseconds.get(kind, {}).items()}
+    def seconds(self, kind: CollectiveKind, at_once: int = 1) -> dict[NodeGroup, tuple[float, ...]]:
+        """Returns the seconds of a kind for each size, by group; empty if it was not measured. A larger array takes no
+        less: times that fall are noise, and are averaged. at_once: of groups that were measured with several numbers of
+        GPUs at once behind a switch, those with the number nearest to this one."""
+        rows = {_group(name): row for name, row in self.microseconds.get(kind, {}).items()}
+        counts = sorted({group.at_once for group in rows if group.at_once})
+        nearest = min(counts, key=lambda count: abs(math.log(count / at_once)), default=None)
+        own = {group: row for group, row in rows.items() if group.at_once == nearest}
+        return {(group.nodes, group.near): _in_seconds(rising(row)) for group, row in own.items()}
+
+    def groups(self) -> Iterator[tuple[KeyPath, MeasuredGroup]]:
+        """Yields the keys of each row, and its group."""
+        for kind, rows in self.microseconds.items():
+            for name in rows:
+                yield ("microseconds", kind, name), _group(name)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if any(low >= high for low, high in pairwise(self.bytes)):
-            raise mistake("the sizes do not ascend", "give each size once, the smallest first", "bytes")
-        for kind, rows in self.microseconds.items():
-            for name, row in rows.items():
-                if problem := next(self._problems(kind, name, row), None):
-                    raise mistake(*problem, f"microseconds.{kind}.{name}")
-        if missing := [kind for kind in NEEDED if not self.microseconds.get(kind)]:
-            raise mistake(f"there are no times of {' and '.join(missing)}", "measure them too", "microseconds")
+        refuse(self, self._problems())
         return self
 
-    def _problems(self, kind: CollectiveKind, name: str, row: tuple[float, ...]) -> Iterator[tuple[str, str]]:
-        if not _GROUP.fullmatch(name):
-            yield f"{name} is not a group", "name it by its GPUs, 8, or by nodes and GPUs of each, 4x8"
+    def _problems(self) -> Iterator[tuple[KeyPath, str, str]]:
+        """Yields the first problem of each row, and of the rest."""
+        if any(low >= high for low, high in pairwise(self.bytes)):
+            yield ("bytes",), "the sizes do not ascend", "give each size once, the smallest first"
+            return
+        for kind, rows in self.microseconds.items():
+            for name, row in rows.items():
+                if problem := next(self._problems_of_row(kind, name, row), None):
+                    yield ("microseconds", kind, name), *problem
+            groups = [_group(name) for name in rows if _GROUP.fullmatch(name)]
+            if len({group.at_once is None for group in groups}) > 1:
+                what = "some groups name the GPUs that send at once, and some do not"
+                yield ("microseconds", kind), what, "name them in each row of a kind, as 8/72, or in none"
+        if missing := [kind for kind in NEEDED if not self.microseconds.get(kind)]:
+            yield ("microseconds",), f"there are no times of {' and '.join(missing)}", "measure them too"
+
+    def _problems_of_row(self, kind: CollectiveKind, name: str, row: Sequence[float]) -> Iterator[tuple[str, str]]:
+        group = _group(name) if _GROUP.fullmatch(name) else None
+        if group is None or (group.at_once and (group.nodes > 1 or group.at_once % group.near)):
+            yield f"{name} is not a group", "name it by its GPUs, 8 or 8/72, or by nodes and GPUs of each, 4x8"
             return
         if len(row) != len(self.bytes):
             yield f"{len(row)} times for {len(self.bytes)} sizes", "give a time for each of `bytes`, in microseconds"
@@ -107,32 +143,52 @@ class CollectiveTable(Config):
                     f"{larger:.4g} bytes take {after:g} us where {size:.4g} take {time:g}",
                     "check these two times: a larger array cannot take so much less",
                 )
-        if row[-1] <= row[-2]:
+        risen = rising(row)
+        if risen[-1] <= risen[-2]:
             what = "the largest size takes no longer than the one before"
             yield what, "measure both again: a larger array takes as long as their rate says"
         for size, time in zip(self.bytes, row, strict=True):
-            rate = _least_bytes(kind, _group(name), size) / _in_seconds((time,))[0]
+            rate = _least_bytes(kind, (group.nodes, group.near), size) / time * 1e6
+            has = (
+                f"{time:g} us for {size:.4g} bytes are {rate / 1e9:.4g} GB/s for each GPU, of which a link has "
+                f"{self.chip_bytes_per_second / 1e9:.4g}"
+            )
             if rate > MOST_OVER * self.chip_bytes_per_second:
-                yield (
-                    f"{time:g} us for {size:.4g} bytes are {rate / 1e9:.4g} GB/s for each GPU, of which a link has "
-                    f"{self.chip_bytes_per_second / 1e9:.4g}",
-                    "give times in microseconds, and sizes of the whole array",
-                )
+                yield has, "give times in microseconds, and sizes of the whole array"
+            if size >= LARGE and rate < LEAST_SHARE * self.chip_bytes_per_second:
+                yield has, "give times in microseconds, and the bandwidth of one GPU"
+
+
+def rising(row: Sequence[float]) -> tuple[float, ...]:
+    """Returns the times that never fall and are nearest to these: those that fall have their geometric mean."""
+    pools: list[tuple[float, int]] = []  # the mean logarithm, of how many
+    for time in row:
+        pools.append((math.log(time), 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (high, first), (low, second) = pools[-2:]
+            pools[-2:] = [((high * first + low * second) / (first + second), first + second)]
+    return tuple(math.exp(mean) for mean, count in pools for _ in range(count))
+
+
+def refuse(node: Config, problems: Iterable[tuple[KeyPath, str, str]]) -> None:
+    """Raises an error for each problem of a node, all at once: its keys, what is wrong, and the fix."""
+    if found := [InitErrorDetails(type=mistake(what, fix), loc=at, input=None) for at, what, fix in problems]:
+        raise ValidationError.from_exception_data(type(node).__name__, found)
 
 
 def _least_bytes(kind: CollectiveKind, group: NodeGroup, size: float) -> float:
     """Returns what a GPU has to receive over the slowest links of its group, by any algorithm."""
     nodes, near = group
-    if kind in ("all-to-all", "collective-permute", "send"):
+    if kind in ("all-to-all", *PAIRS):
         others = (nodes - 1) / nodes if nodes > 1 else (near - 1) / near
         return size * (others if kind == "all-to-all" else 1.0)
     return size * ((nodes - 1) / nodes / near if nodes > 1 else (near - 1) / near)
 
 
-def _group(name: str) -> NodeGroup:
+def _group(name: str) -> MeasuredGroup:
     found = _GROUP.fullmatch(name)
     assert found is not None
-    return int(found[1] or 1), int(found[2])
+    return MeasuredGroup(int(found[1] or 1), int(found[2]), int(found[3]) if found[3] else None)
 
 
 class MatmulTable(Config):
@@ -190,11 +246,6 @@ def shipped_collectives() -> Mapping[str, CollectiveTable]:
 def shipped_matmuls() -> Mapping[str, MatmulTable]:
     """Returns the tables of conf/calibration/_matmuls.yaml by name."""
     return _shipped("_matmuls.yaml", MatmulTable)
-
-
-def across_nodes() -> CollectiveTable:
-    """Returns the times of groups that span several nodes."""
-    return shipped_collectives()["across_nodes"]
 
 
 def with_whole_keys(table: Any) -> Any:

@@ -17,7 +17,7 @@ from ..core.float_types import PeakType
 from ..core.format import counted
 from ..core.traffic import PassKind
 from .kernel_rates import NamedAttention
-from .measured_tables import NamedCollectives, NamedMatmuls
+from .measured_tables import NamedCollectives, NamedMatmuls, refuse
 
 ChipShape = tuple[PositiveInt, ...]
 SMALL_HEAD = 64  # of attention: with a larger one a score has more FLOPs
@@ -156,7 +156,7 @@ class TorusSpec(Config):
 class SwitchSpec(Config):
     """Chips of a node behind one switch (NVLink), nodes over their network adapters (NIC).
 
-    collectives: measured times of collectives behind the switch; those across nodes are in the same file.
+    collectives, across: measured times of collectives behind the switch, and across nodes.
     """
 
     kind: Literal["switch"]
@@ -165,7 +165,30 @@ class SwitchSpec(Config):
     chip_bytes_per_second: PositiveFloat  # of one chip into the switch, one way
     node_bytes_per_second: PositiveFloat  # of all adapters of a node, one way
     collectives: NamedCollectives
+    across: NamedCollectives
     sources: dict[str, str]
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> Self:
+        """Groups in the wrong table would never be read."""
+        wrong = {
+            "collectives": "is a group across nodes, and belongs into network.across",
+            "across": "is a group of one node, and belongs into network.collectives",
+        }
+        refuse(
+            self,
+            (
+                (
+                    (name, *keys),
+                    f"{keys[-1]} {what}",
+                    "move this row, or choose a table of conf/calibration/_collectives.yaml",
+                )
+                for name, what in wrong.items()
+                for keys, group in getattr(self, name).groups()
+                if (group.nodes > 1) == (name == "collectives")
+            ),
+        )
+        return self
 
     def shape_of(self, num_chips: int) -> ChipShape | None:
         """Returns (nodes, GPUs of each) of this many GPUs: whole nodes, or equal parts of a rack's NVLink domains in

@@ -21,7 +21,6 @@ from meshloom.models.config import divisors
 from ..core.errors import ConfigError, Problem, raise_if_any
 from ..core.format import counted
 from ..core.traffic import LinkKind
-from ..spec.measured_tables import across_nodes
 from ..spec.target_spec import ChipShape, SwitchSpec, TorusSpec
 from .links import InterconnectTier, Link, LinkLine
 from .switch import SwitchTimes, TimeCurve
@@ -260,7 +259,8 @@ def switch_times(target: TargetPlan, rows: Mapping[str, GroupSpan]) -> SwitchTim
         chip_bytes_per_second=network.chip_bytes_per_second,
         nic_bytes_per_second=network.nic_bytes_per_second,
         inside=network.collectives,
-        across=across_nodes(),
+        across=network.across,
+        at_once=target.shape[1] if target.shape else network.chips_per_node,
         latency=(slower[0], slower[1]),
     )
 

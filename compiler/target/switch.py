@@ -1,12 +1,13 @@
 """Prices collectives of GPUs from measured times: by kind, size of the group behind a switch, nodes, and bytes.
 
 Between two measured sizes, and between two measured groups, the logarithm of the time is a line. Below the smallest
-size the time stays, above the largest it grows at the last rate. Above the largest number of nodes each node more adds
-as much as it does to the smallest message.
+size the time stays, above the largest it grows at the last rate. A larger array never takes less. A group that is
+smaller or larger than all that were measured takes the times of the nearest; above the largest number of nodes each
+node more adds as much as it does to the smallest message.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..core.format import human_bytes
-from ..core.traffic import CollectiveKind
+from ..core.traffic import PAIRS, CollectiveKind
 from ..spec.measured_tables import CollectiveTable, NodeGroup
 
 Bytes = TypeVar("Bytes", float, np.ndarray)
@@ -57,8 +58,9 @@ class SwitchTimes:
     """The times of a group of GPUs: `near` of each of `far` nodes.
 
     inside, across: measured times behind one switch, and over several nodes. chip_bytes_per_second,
-    nic_bytes_per_second: of one GPU into the switch, and into the network. latency: how much longer than measured the
-    start takes, inside and across, by a calibration.
+    nic_bytes_per_second: of one GPU into the switch, and into the network. at_once: the GPUs behind the switch that
+    send at the same time, in groups like this one. latency: how much longer than measured the start takes, inside and
+    across, by a calibration.
     """
 
     near: int
@@ -67,6 +69,7 @@ class SwitchTimes:
     nic_bytes_per_second: float
     inside: CollectiveTable = field(repr=False)
     across: CollectiveTable = field(repr=False)
+    at_once: int = 1
     latency: tuple[float, float] = (1.0, 1.0)
 
     def seconds(self, kind: CollectiveKind, num_bytes: Bytes) -> Bytes:
@@ -81,15 +84,21 @@ class SwitchTimes:
         return _as_given(np.maximum(over_network, self._behind_switch(kind, size)), num_bytes)
 
     def beyond_measured(self, kind: CollectiveKind, num_bytes: float) -> str:
-        """Returns in words how a group and an array exceed what was measured; empty if they do not."""
+        """Returns in words how the price of a group and an array differs from what was measured; empty if it does
+        not."""
         table = self.across if self.far > 1 else self.inside
         size, most_bytes = num_bytes / (self.near * self.far if kind == "all-to-all" else 1), table.bytes[-1]
-        most_nodes, found = max(far for far, _ in _rows(table, kind)), []
-        if self.far > most_nodes > 1:
-            found.append(f"{self.far} nodes of at most {most_nodes}")
+        rows, found = _rows(table, kind, self.at_once), list[str]()
+        if kind not in table.microseconds:
+            found.append(f"the times of {LIKE[kind]}")
+        if self.far == 1 or kind not in PAIRS:
+            found += _between_measured(
+                self.near, {near for _, near in rows}, "GPUs of a node" if self.far > 1 else "GPUs"
+            )
+            found += _between_measured(self.far, {far for far, _ in rows}, "nodes")
         if size > most_bytes:
-            found.append(f"arrays of {human_bytes(int(size))} of at most {human_bytes(int(most_bytes))}")
-        return " and ".join(found)
+            found.append(f"arrays of {human_bytes(int(size))} at the last rate, of {human_bytes(int(most_bytes))}")
+        return ", ".join(found)
 
     def start_seconds(self, kind: CollectiveKind = "all-gather") -> float:
         """Returns the seconds of the smallest message."""
@@ -98,19 +107,19 @@ class SwitchTimes:
     @property
     def permute(self) -> TimeCurve:
         """Returns the times of a permute over the slowest links of the group."""
-        sizes = np.exp(_curve(self.inside, "collective-permute", (1, max(self.near, 2))).log_bytes)
+        sizes = np.exp(_curve(self.inside, "collective-permute", (1, max(self.near, 2)), self.at_once).log_bytes)
         seconds = self.seconds("collective-permute", sizes)
         return TimeCurve(np.log(sizes), np.log(seconds))
 
     def _behind_switch(self, kind: CollectiveKind, size: Bytes) -> Bytes:
-        curve = _curve(self.inside, kind, (1, self.near))
+        curve = _curve(self.inside, kind, (1, self.near), self.at_once)
         found = curve.seconds(size * (self.inside.chip_bytes_per_second / self.chip_bytes_per_second))
         return found + (self.latency[0] - 1) * curve.start_seconds
 
     def _over_network(self, kind: CollectiveKind, size: Bytes) -> Bytes:
         near = min(self.near, _most_near(self.across, kind))
         # A node with more GPUs than were measured has as many more adapters for the same array.
-        share = 1.0 if kind in ("all-to-all", "collective-permute", "send") else near / self.near
+        share = 1.0 if kind in ("all-to-all", *PAIRS) else near / self.near
         curve = _curve(self.across, kind, (self.far, near))
         found = curve.seconds(size * share * (self.across.chip_bytes_per_second / self.nic_bytes_per_second))
         return found + (self.latency[1] - 1) * curve.start_seconds
@@ -122,9 +131,19 @@ def _as_given(seconds: Any, num_bytes: Bytes) -> Bytes:
     return found
 
 
+def _between_measured(size: int, measured: Set[int], what: str) -> Iterator[str]:
+    """Yields in words from which sizes of a group the price of another one is."""
+    below = [each for each in measured if each < size]
+    above = [each for each in measured if each > size]
+    if size not in measured and below and above:
+        yield f"{size} {what} between {max(below)} and {min(above)}"
+    elif size not in measured:
+        yield f"{size} {what} as {max(below, default=0) or min(above)}"
+
+
 @cache
-def _rows(table: CollectiveTable, kind: CollectiveKind) -> dict[NodeGroup, tuple[float, ...]]:
-    return table.seconds(kind) or table.seconds(LIKE[kind])
+def _rows(table: CollectiveTable, kind: CollectiveKind, at_once: int = 1) -> dict[NodeGroup, tuple[float, ...]]:
+    return table.seconds(kind, at_once) or table.seconds(LIKE[kind], at_once)
 
 
 @cache
@@ -133,9 +152,9 @@ def _most_near(table: CollectiveTable, kind: CollectiveKind) -> int:
 
 
 @cache
-def _curve(table: CollectiveTable, kind: CollectiveKind, group: NodeGroup) -> TimeCurve:
+def _curve(table: CollectiveTable, kind: CollectiveKind, group: NodeGroup, at_once: int = 1) -> TimeCurve:
     """Returns the curve of a group: between the groups that were measured the time is a power of their size."""
-    rows = {each: np.log(row) for each, row in _rows(table, kind).items()}
+    rows = {each: np.log(row) for each, row in _rows(table, kind, at_once).items()}
     nodes, near = group
     of_near = {size: _between({n: row for (n, m), row in rows.items() if m == size}, nodes)
                for size in sorted({m for _, m in rows})}  # fmt: skip

@@ -6,7 +6,6 @@ from typing import Literal, TypeVar
 
 from ...core.traffic import CollectiveKind, ComputeKind
 
-PAIRS = ("collective-permute", "send")  # kinds whose groups are pairs of a sender and a receiver
 PricedBy = Literal["cycles", "bound", "flops", "bytes", "nothing"]
 
 

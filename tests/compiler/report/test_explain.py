@@ -42,7 +42,8 @@ def test_a_size_that_nobody_declared_has_its_reason():
     ("target", "said"),
     [
         ("h100-8", []),
-        ("h100-512", ["64 nodes of at most 32"]),
+        ("h100-512", ["64 nodes as 32", "reduce-scatter over fsdp"]),
+        ("h200-16", ["network.collectives, network.across: their", "the times of all-gather"]),
         ("a100-8", ["network.collectives: their", "matmuls in bfloat16: 0.87 of the peak"]),
     ],
 )

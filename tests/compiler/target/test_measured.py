@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.spec.calibration_spec import Calibration, LinkCalibration
 from meshloom.compiler.spec.measured_tables import (
     NEEDED,
     CollectiveTable,
     MatmulTable,
-    across_nodes,
     shipped_collectives,
 )
 from meshloom.compiler.spec.target_names import chip_file
@@ -37,18 +37,37 @@ def operations(monkeypatch):
     return importlib.import_module("operations")
 
 
+@pytest.fixture
+def measured_tables(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module("measured_tables")
+
+
 def times_of(name: str, near: int, far: int = 1) -> SwitchTimes:
     spans = {"NVLink": near, "NIC": far}
     rows = {axis: GroupSpan(size, 1, 1, 1, is_ring=False) for axis, size in spans.items() if size > 1}
     return switch_times(target_of(name), rows)
 
 
+def alone(table: CollectiveTable, near: int, at_once: int = 8) -> SwitchTimes:
+    """Returns the times of a group behind the switch that a table was measured on."""
+    rate = table.chip_bytes_per_second
+    return SwitchTimes(near, 1, rate, rate, table, shipped_collectives()["across_nodes"], at_once)
+
+
 def test_collectives_take_what_was_measured_in_each_band_of_sizes(operations):
     errors = defaultdict(list)
     for each in operations.collectives():
-        errors[each.chip, each.band].append(abs(each.error))
-    assert len(errors) == 3 * 4
+        is_permute = each.kind in ("collective-permute", "send")
+        errors[each.chip, is_permute, each.band].append(abs(each.error))
+    assert len(errors) == 3 * 2 * 4
     assert all(mean(own) < 0.08 for own in errors.values())
+
+
+def test_the_tables_are_those_of_the_measured_operations(measured_tables):
+    """The kept tables are what bench/measured_tables.py makes of the operations."""
+    for path, text in measured_tables.files().items():
+        assert path.read_text() == text, f"python bench/measured_tables.py writes another {path.name}"
 
 
 def test_matmuls_take_what_was_measured_in_each_decade(operations):
@@ -73,14 +92,76 @@ def test_sizes_that_are_left_out_are_found_between_the_others(chip):
             },
         }
     )
-    rate, errors = whole.chip_bytes_per_second, []
+    errors = []
     for kind in KINDS[:3]:
         for (_, near), row in whole.seconds(kind).items():
-            times = SwitchTimes(near, 1, rate, rate, thinned, across_nodes())
+            times = alone(thinned, near)
             for n in range(1, len(whole.bytes) - 1, 2):
                 if whole.bytes[n] >= MIB:
                     errors.append(abs(times.seconds(kind, whole.bytes[n]) / row[n] - 1))
     assert mean(errors) < 0.1
+
+
+@pytest.mark.parametrize(("chip", "at_once"), [("h100", 8), ("b200", 8), ("gb200", 64), ("gb200", 72)])
+def test_a_group_that_is_left_out_is_found_between_its_neighbours(chip, at_once):
+    """The most a row of 9, 12, 16, 24 or 36 GPUs, which were not measured, can rest on."""
+    whole, errors = shipped_collectives()[chip], []
+    for kind in KINDS[:3]:
+        rows = whole.seconds(kind, at_once)
+        for _, near in sorted(rows)[1:-1]:
+            names = {f"{near}", f"{near}/{at_once}"}
+            kept = {name: row for name, row in whole.microseconds[kind].items() if name not in names}
+            without = whole.model_copy(update={"source": "one less", "microseconds": whole.microseconds | {kind: kept}})
+            times = alone(without, near, at_once)
+            assert f"{near} GPUs between" in times.beyond_measured(kind, MIB)
+            errors += [abs(times.seconds(kind, size) / row - 1)
+                       for size, row in zip(whole.bytes, rows[1, near], strict=True) if size >= MIB]  # fmt: skip
+    assert mean(errors) < 0.12
+
+
+@pytest.mark.parametrize("chip", ["h100", "b200", "gb200", "across_nodes"])
+def test_a_larger_array_never_takes_less(chip):
+    """Of every kind and group that was measured, of groups between them, and of sizes between theirs: times of a table
+    fall here and there by chance."""
+    table = shipped_collectives()[chip]
+    groups = {(group.nodes, group.near, group.at_once) for _, group in table.groups()} | {(1, 6, 72), (3, 8, None)}
+    sizes = np.geomspace(1, 1e13, 2000)
+    for nodes, near, at_once in groups:
+        times = SwitchTimes(near, nodes, 4.5e11, 5e10, table, shipped_collectives()["across_nodes"], at_once or 8)
+        for kind in (*KINDS, "send", "collective-broadcast"):
+            if chip != "across_nodes" or nodes > 1:
+                seconds = times.seconds(kind, sizes)
+                assert (seconds[1:] >= seconds[:-1] * (1 - 1e-9)).all(), (kind, nodes, near)
+
+
+def test_a_permute_takes_the_times_of_as_many_gpus_at_once():
+    """Between 16 and 256 MiB permutes of GB200 take 750 us where 64 GPUs send at once, and 440 where 72 do."""
+    size = 64 * MIB
+    assert alone(shipped_collectives()["gb200"], 2, 64).seconds("collective-permute", size) == pytest.approx(
+        764e-6, rel=0.02
+    )
+    for target in ("gb200-72", "gb200-144"):
+        for near in (2, 72):
+            assert times_of(target, near).seconds("collective-permute", size) == pytest.approx(441e-6, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("target", "near", "far", "kind", "size", "said"),
+    [
+        ("h100-8", 8, 1, "all-gather", 2**30, ""),
+        ("h100-8", 8, 1, "all-gather", 2**32, "arrays of 4.0 GiB at the last rate, of 2.0 GiB"),
+        ("h100-8", 6, 1, "all-gather", 2**30, "6 GPUs between 4 and 8"),
+        ("gb200-72", 2, 1, "all-reduce", 2**30, "2 GPUs as 4"),
+        ("gb200-72", 24, 1, "all-reduce", 2**30, "24 GPUs between 18 and 36"),
+        ("h100-64", 8, 8, "all-reduce", 2**30, ""),
+        ("h100-64", 8, 8, "reduce-scatter", 2**30, "the times of all-gather"),
+        ("h100-512", 8, 64, "all-gather", 2**30, "64 nodes as 32"),
+        ("gb200-144", 72, 2, "all-gather", 2**30, "72 GPUs of a node as 8"),
+        ("h100-64", 8, 3, "collective-permute", 2**30, ""),
+    ],
+)
+def test_a_price_says_what_was_measured_instead(target, near, far, kind, size, said):
+    assert times_of(target, near, far).beyond_measured(kind, size) == said
 
 
 # Over nodes of 8 H100, of an array of 16, 64, 256 MiB and 1 GiB: NCCL 2.27's tuning, corrected by nccl-tests.
@@ -189,6 +270,10 @@ GOOD = {"source": "a test", "chip_bytes_per_second": 1e11, "bytes": "1Mi 2Mi 4Mi
         ({"microseconds": {"all-gather": {"8": "20 30 5"}}}, "take 5 us where"),
         ({"microseconds": {"all-gather": {"8": "0.02 0.03 0.05"}}}, "GB/s for each GPU, of which a link has 100"),
         ({"microseconds": {"all-gather": {"8": "20 50 45"}}}, "the largest size takes no longer"),
+        ({"microseconds": {"all-gather": {"8": "20 60 55"}}}, "the largest size takes no longer"),
+        ({"microseconds": {"all-gather": {"8/12": "20 30 50"}}}, "8/12 is not a group"),
+        ({"microseconds": {"all-gather": {"8": "20 30 50", "8/72": "20 30 50"}}}, "some groups name the GPUs"),
+        ({"bytes": "1Gi 2Gi 4Gi", "microseconds": {"all-gather": {"8": "2e7 3e7 5e7"}}}, "of which a link has 100"),
         ({"microseconds": {"gather": {"8": "20 30 50"}}}, "all-gather"),
         (
             {"microseconds": {kind: {"8": "20 30 50"} for kind in NEEDED[:3]}},
@@ -200,6 +285,32 @@ def test_a_wrong_table_of_collectives_is_refused(changed, message):
     CollectiveTable.model_validate(GOOD)
     with pytest.raises(ValidationError, match=re.escape(message)):
         CollectiveTable.model_validate(GOOD | changed)
+
+
+def test_everything_wrong_in_a_table_is_said_at_once_with_its_key():
+    rows = {"all-gather": {"2": "20 30", "8": "20 30 5"}, "all-reduce": {"8": "0.1 0.2 0.3"}}
+    with pytest.raises(ValidationError) as raised:
+        CollectiveTable.model_validate(GOOD | {"microseconds": rows})
+    places = [each["loc"] for each in raised.value.errors()]
+    named = [("microseconds", kind, name) for kind, of in rows.items() for name in of]
+    assert places == [*named, ("microseconds",)]
+
+
+OWN = "target.network.across={{source: mine, chip_bytes_per_second: 5e10, bytes: 1Mi 4Mi, microseconds: {{{}}}}}"
+ROWS = ", ".join(f"{kind}: {{2x8: '90 250'}}" for kind in NEEDED)
+
+
+def test_rows_across_nodes_of_ones_own_are_used():
+    own = Request(("target=b200-16", OWN.format(ROWS)))
+    across = read_spec(own, then=lambda spec: spec.target).network.across
+    times = SwitchTimes(8, 2, 9e11, 5e10, shipped_collectives()["b200"], across, 8)
+    assert times.seconds("all-gather", 4 * MIB) == pytest.approx(250e-6)
+
+
+def test_a_group_in_the_wrong_table_is_refused():
+    wrong = Request(("target=b200-16", OWN.format(ROWS.replace("2x8: '90 250'", "8: '90 250'", 1))))
+    with pytest.raises(ConfigError, match="8 is a group of one node, and belongs into network"):
+        read_spec(wrong, then=lambda spec: spec.target)
 
 
 @pytest.mark.parametrize(
