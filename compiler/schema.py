@@ -1,4 +1,4 @@
-"""What `report.json` holds: the typed report of a compiled step.
+"""Defines `report.json`: the typed report of a compiled step.
 
 A program that nobody declared (`meshloom inspect`) has a report too, without what only a declaration says.
 
@@ -74,7 +74,7 @@ class Alternative(Record):
 
 
 class MemoryReport(Record):
-    """What fills the memory of a chip at the worst moment of a step. breakdown: bytes by class: parameters (with
+    """The memory of a chip at the worst moment of a step. breakdown: bytes by class: parameters (with
     adapters: base, adapters), master, optimizer, working_parameters (cast for use), gathered_weights, gradients,
     activations, temporaries, code, reserved, where the compiled program tells them apart; `arguments` instead of the
     first three if no plan names them."""

@@ -41,7 +41,7 @@ NotNegative = Annotated[float, Ge(0)]
 
 @dataclass(frozen=True)
 class TrafficSource:
-    """What a collective moves, and in which pass.
+    """The array that a collective moves, and the pass in which it does.
 
     parameter: the path of the parameter that it gathers, or whose gradient it reduces. activation: what else it moves:
     an activation, or the operation that it belongs to; neither: the compiler made it. others: what it may be instead,

@@ -115,8 +115,8 @@ def _groups(request: Request) -> ConfigGroups:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a request declares. problems: all that is wrong with it. spec: valid, made without the overrides that are
-    dropped because of a problem; None if it is not valid without them either."""
+    """The declaration of a request. problems: all that is wrong with it. spec: valid, made without the overrides that
+    are dropped because of a problem; None if it is not valid without them either."""
 
     spec: RunSpec | None
     problems: tuple[Problem, ...]

@@ -1,5 +1,5 @@
-"""What a declaration says of optimizers and learning-rate schedules, and their registries. A user's is named by its
-import path.
+"""Declares optimizers and learning-rate schedules, and holds their registries. A user names their own by its import
+path.
 
 A declaration is read and checked without JAX and optax, which take longer to import. So the arithmetic is in
 optimizers.py, which `build` and `decay` import.

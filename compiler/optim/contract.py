@@ -1,4 +1,4 @@
-"""What an optimizer is built for, and the bases of every optimizer and schedule (configs.py)."""
+"""Defines the arrays that an optimizer is built for, and the bases of all optimizers and schedules (configs.py)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -24,7 +24,7 @@ _ON, _OFF = ("true", "1", "enabled"), ("false", "0", "disabled")
 
 @dataclass(frozen=True)
 class OptionEffect:
-    """What an option does to overlap, on one target.
+    """The effect of an option on overlap, on one target.
 
     hides: kinds of collectives that run beside compute while it is on. needs: options without which it does nothing.
     is_default: whether the compiler has it on by itself. begins_early: whether it starts collectives in the loop

@@ -42,7 +42,7 @@ class KernelShares(Config):
 
 
 class Processor(Config):
-    """What XLA's compiler and the kernels of libraries ask of a GPU."""
+    """The facts about a GPU that XLA's compiler and the kernels of libraries need."""
 
     compute_capability: tuple[int, int]  # major, minor
     num_multiprocessors: PositiveInt

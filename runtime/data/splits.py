@@ -213,8 +213,8 @@ def open_data(spec: RunSpec) -> Data:
 
 @dataclass(frozen=True)
 class EvaluatedPart:
-    """What is evaluated by itself. name: "data", or the name of a part of a mixture. num_sequences: of its split.
-    batches: the last one may hold rows without targets."""
+    """A part of the data that is evaluated by itself. name: "data", or the name of a part of a mixture. num_sequences:
+    of its split. batches: the last one may hold rows without targets."""
 
     name: str
     num_sequences: int

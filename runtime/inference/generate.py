@@ -107,7 +107,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Completion:
-    """What the model makes of one prompt. text: without the prompt. tokens: those of the text, without an end token."""
+    """The model's completion of one prompt. text: without the prompt. tokens: of the text, without an end token."""
 
     number: int
     prompt: str

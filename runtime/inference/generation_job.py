@@ -37,7 +37,7 @@ GENERATION_CONFIG = "generation_config.json"  # of a published model: the tokens
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """What is to be generated, after all checks of its declaration. ends: the tokens that end a completion."""
+    """The completions to generate, after all checks of their declaration. ends: the tokens that end a completion."""
 
     session: Session
     tokenizer: Tokenizer

@@ -54,7 +54,7 @@ class OutTensor:
 
 
 class WriteFailed(Exception):
-    """What was read back is not what was written."""
+    """A file that was read back differs from what was written."""
 
 
 def shards_of(tensors: Sequence[OutTensor], max_bytes: int) -> list[list[OutTensor]]:

@@ -85,7 +85,7 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Sight:
-    """What queries see of some keys.
+    """The part of some keys that queries see.
 
     distance: the place of the first query less the place of the first key, in tokens; an array where only the device
     knows it.

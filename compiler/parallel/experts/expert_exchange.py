@@ -1,4 +1,4 @@
-"""What each exchange of tokens sends, and how long a layer waits for it.
+"""Counts the bytes that each exchange of tokens sends, and how long a layer waits for it.
 
 A transfer is waited for as far as nothing else can run meanwhile:
 

@@ -1,4 +1,4 @@
-"""What the opcodes of XLA do with their operands: one table, which all walks over a program ask.
+"""Describes how opcodes of XLA use their operands, in one table for all walks over a program.
 
 A walk asks for one of these properties, and takes a set of opcodes by its name:
 
