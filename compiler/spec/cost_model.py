@@ -36,7 +36,6 @@ class CostModel(Record):
     left_to_weight_gradients: what a pipeline's B leaves to W of a layer that is not computed again, over what the layer
         makes.
     usual_imbalance: the room for experts that a balanced router needs, over the mean.
-    slice_wait: how much longer a step takes for each doubling of the slices, which wait for the slowest of them.
     """
 
     kernel_seconds: PositiveFloat
@@ -58,7 +57,6 @@ class CostModel(Record):
     copy_passes: PositiveInt
     left_to_weight_gradients: UpToOne
     usual_imbalance: PositiveFloat
-    slice_wait: PositiveFloat
 
 
 class Sourced(Record):

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Literal, Self, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from meshloom.models.config import Config, mistake
 
@@ -129,6 +129,7 @@ class TorusSpec(Config):
     chips_per_host: ChipShape
     host_bytes_per_second: PositiveFloat  # into the DCN, one way
     host_seconds: PositiveFloat  # latency of a message over it
+    slice_wait: NonNegativeFloat  # the share of a step that each doubling of the slices adds: they wait for the slowest
     chip_config: Text  # libtpu's name for how a chip is split into devices
     sources: dict[str, str]
 

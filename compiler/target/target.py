@@ -17,7 +17,6 @@ from ..core.kernels import AttentionCall, RatedBy
 from ..core.traffic import HostCopyKind
 from ..spec.calibration_spec import Calibration, LinkCalibration
 from ..spec.compiler_traits import CompilerTraits, read_compiler_traits
-from ..spec.cost_model import cost_model
 from ..spec.flag_presets import Effects, FlagPreset, read_flag_presets, read_option_effects
 from ..spec.kernel_rates import grouped_kernels
 from ..spec.target_names import chip_file, kinds
@@ -96,7 +95,8 @@ class TargetPlan:
     @property
     def slice_wait(self) -> float:
         """Returns the share of a step for which its slices wait for the slowest of them, besides their collectives."""
-        return cost_model().slice_wait * math.log2(self.num_slices)
+        each = self.network.slice_wait if isinstance(self.network, TorusSpec) else 0.0
+        return each * math.log2(self.num_slices)
 
     @property
     def hbm_bytes_per_chip(self) -> int | None:

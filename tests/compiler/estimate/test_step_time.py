@@ -299,7 +299,7 @@ def test_a_plan_over_slices_waits_for_them():
     found = estimate_step(plan_of(*declared, "target.num_slices=2")).figures
     waited = found.exposed_by_axes["slices"]
     assert found.step_seconds
-    assert waited == pytest.approx(0.06 * (found.step_seconds - waited))
+    assert waited == pytest.approx(0.014 * (found.step_seconds - waited))
     assert "slices" not in estimate_step(plan_of(*declared)).figures.exposed_by_axes
 
 

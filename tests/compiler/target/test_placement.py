@@ -116,8 +116,13 @@ def test_a_sum_between_two_slices_takes_what_was_measured():
 
 
 @pytest.mark.parametrize(("num_slices", "doublings"), [(1, 0), (2, 1), (4, 2)])
-def test_slices_wait_for_one_another_for_each_doubling(num_slices, doublings):
-    assert cached_target_of("v6e-256", num_slices=num_slices).slice_wait == pytest.approx(0.06 * doublings)
+@pytest.mark.parametrize(("name", "of_each"), [("v6e-256", 0.06), ("v5e-256", 0.014)])
+def test_slices_wait_for_one_another_for_each_doubling(name, of_each, num_slices, doublings):
+    assert cached_target_of(name, num_slices=num_slices).slice_wait == pytest.approx(of_each * doublings)
+
+
+def test_targets_without_slices_wait_for_none():
+    assert cached_target_of("h100-16").slice_wait == cached_target_of("cpu-8").slice_wait == 0
 
 
 def test_devices_of_one_chip_share_its_links():
