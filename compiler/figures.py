@@ -16,6 +16,7 @@ from meshloom.models.record import Record
 
 from .core.format import human_bytes, human_count, human_seconds, human_share, three_digits
 from .core.known import OrUnknown, Unknown, all_known, each_known, or_unknown, text_of
+from .core.traffic import HOST
 
 SLICES = "slices"  # in exposed_by_axes: slices wait for the slowest of them, whatever axes cross them
 NO_PEAK_RATE = "the chip's peak in the compute type is not known"
@@ -78,9 +79,9 @@ class StepFigures(Record):
 
     step_seconds: compute, exposed and bubble; of a pipeline these are means over its stages. range_factor: the step may
     take this many times more or less; range_basis: the published runs that this comes from. exposed_by_axes: exposed
-    seconds by the mesh axes of the collectives, "fsdp+context". bubble_seconds: waits of a pipeline's stages for other
-    stages; 0 without one. limit_bytes: what a program may use; host_limit_bytes: the chip's share of its host's memory.
-    Registered figures are further values.
+    seconds by the mesh axes of the collectives, "fsdp+context"; "host": of copies to the host and back. bubble_seconds:
+    waits of a pipeline's stages for other stages; 0 without one. limit_bytes: what a program may use; host_limit_bytes:
+    the chip's share of its host's memory. Registered figures are further values.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -117,6 +118,11 @@ class StepFigures(Record):
     def range_of(self, value: float | Unknown) -> tuple[float, float] | Unknown:
         """Returns the range of a value that is proportional to the step."""
         return all_known((value, self.range_factor), lambda known: (known[0] / known[1], known[0] * known[1]))
+
+    @property
+    def exposed_host_seconds(self) -> float:
+        """Returns the part of the exposed seconds that waits for copies to the host and back."""
+        return self.exposed_by_axes.get(HOST, 0.0)
 
     @property
     def runs(self) -> bool | None:

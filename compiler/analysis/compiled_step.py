@@ -21,6 +21,7 @@ from ..target.target import TargetPlan
 from ..xla.aot import Built, LoweredStep, ProgramMemory
 from ..xla.hlo import HloError, Module, module_name, parse_module
 from ..xla.schedule.alike import Divergent, find_divergent
+from ..xla.schedule.buffers import read_host_bytes
 from ..xla.schedule.stage_clocks import StagedDevices
 from ..xla.schedule.steps import Choices
 from .lint import find_too_exposed, find_too_much_bubble, lint
@@ -185,7 +186,6 @@ def find_hangs(module: Module, mesh_sizes: Mapping[str, int]) -> Iterator[Proble
         )
 
 
-NO_HOST = Unknown("the program's text does not say what lies in the host's memory")
 NAME_IT = "name the target that it was compiled for"
 GIVE_COMPILED = (
     "give the text of the compiled program: compiled.as_text() in Python, or *after_optimizations.txt of a dump"
@@ -206,13 +206,14 @@ _CHIPS_OF_TWO_CORES = ("v4", "v5p")
 
 @dataclass(frozen=True)
 class InspectedProgram:
-    """A compiled program with everything that was read from its text. memory: XLA's own figures, if they are known.
-    findings: findings on what the program does."""
+    """A compiled program with everything that was read from its text. host_bytes: the bytes on the host at the peak, of
+    a device. memory: XLA's own figures, if they are known. findings: findings on what the program does."""
 
     module: Module
     devices: ProgramDevices
     analysis: ScheduleAnalysis
     peak: PeakMemory | Unknown
+    host_bytes: int | Unknown
     memory: ProgramMemory | None
     findings: tuple[Finding, ...]
 
@@ -230,7 +231,7 @@ class InspectedProgram:
     def figures(self) -> StepReport:
         """Returns the figures of the program; what only a declaration says is unknown."""
         why = self.peak.why if isinstance(self.peak, Unknown) else None
-        host = NO_HOST if self.memory is None else self.memory.host_bytes
+        host = self.host_bytes if self.memory is None else self.memory.host_bytes
         found = memory_figures(self.devices.target, or_unknown(self.needed_bytes, why), host)
         return self.analysis.step.model_copy(update=found).rated(UNDECLARED)
 
@@ -255,7 +256,8 @@ def inspect_text(
         raise ConfigError([Problem(name, schedule.why, GIVE_COMPILED)])
     peak = read_part(lambda: read_peak(module))
     findings = lint_program(module, devices, schedule)
-    return InspectedProgram(module, devices, schedule, peak, memory, findings)
+    host_bytes = read_part(lambda: read_host_bytes(module))
+    return InspectedProgram(module, devices, schedule, peak, host_bytes, memory, findings)
 
 
 def choose_program(texts: Sequence[str], named: str | None, where: str) -> tuple[int, str]:

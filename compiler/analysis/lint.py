@@ -7,7 +7,7 @@ repeated-gather             a value that is the same for all microbatches is gat
 OPERATION-fallback          the strategy that a user would expect was refused: attention without the kernel
 gathered-whole              the compiler itself reports that it gathers a whole array
 held-whole                  an array that a rule splits is whole in memory throughout a loop that does not need it
-too-exposed                 compute waits longer for communication than `overlap.max_exposed` allows
+too-exposed                 compute waits longer for communication and for the host than `overlap.max_exposed` allows
 too-much-bubble             stages of a pipeline wait longer for each other than `pipeline.max_bubble` allows
 
 Findings with the same text at several places become one: "9 places: a; b; c and 6 more".
@@ -332,9 +332,15 @@ def find_too_exposed(
         return Finding(rule=TOO_EXPOSED, severity="warning", what=what, where="compiled.exposed_fraction", fix=fix)
     if share <= limit:
         return None
-    compute, alone = step.compute_seconds or 0.0, total(each.alone_seconds for each in collectives)
-    batch = least_batch(plan, compute, collectives, limit)
-    if batch is None:
+    copies = [each for each in collectives if each.kind in HOST_COPIES]
+    between = [each for each in collectives if each.kind not in HOST_COPIES]
+    compute, alone = step.compute_seconds or 0.0, total(each.alone_seconds for each in between)
+    batch = least_batch(plan, compute, between, limit)
+    of_host, seconds = step.exposed_host_seconds, step.exposed_seconds or 0.0
+    if of_host > seconds - of_host:
+        fix = f"copies to and from the host take {human_seconds(total(each.alone_seconds for each in copies) or 0.0)} "
+        fix += "by themselves: keep more on the device, or compute it again (remat.names, remat=by_name)"
+    elif batch is None:
         fix = "no schedule hides it at any batch; shard over fewer devices, or along faster links"
     elif batch > plan.spec.global_batch_size:
         fix = f"no schedule hides it; global_batch_size={batch} could"
@@ -342,12 +348,15 @@ def find_too_exposed(
         fix = "a better schedule could hide it; try a larger overlap.search.max_candidates, or other compiler_options"
     else:
         fix = "a better schedule could hide it; try overlap=auto"
+    apart = ""
+    if of_host:
+        apart = f" ({human_seconds(seconds - of_host)} of communication, {human_seconds(of_host)} of host copies)"
     worst = by_exposed(collectives)[:NUM_WORST]
     named = [f"{each.kind} of {each.source}, {human_seconds(each.exposed_seconds or 0.0)}" for each in worst]
     return Finding(
         rule=TOO_EXPOSED,
         severity="warning",
-        what=f"{human_share(share)} of the step is exposed, and overlap.max_exposed allows {human_share(limit)}",
+        what=f"{human_share(share)} of the step is exposed{apart}, and overlap.max_exposed allows {human_share(limit)}",
         where="; ".join(named),
         fix=f"communication takes {human_seconds(alone or 0.0)} by itself and compute {human_seconds(compute)}: {fix}",
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..core.partition_spec import STAGE
-from ..core.traffic import HOST, HOST_COPIES, PAIRS, HostCopyKind, Placed
+from ..core.traffic import HOST, HOST_COPIES, PAIRS, CollectiveKind, HostCopyKind, Placed
 from ..target.axis_segments import LINK_KINDS, TORUS_AXES, GroupSpan, link_of_spans
 from ..target.device_links import link_of_devices, send_between, uneven_seconds
 from ..target.links import collective_seconds
@@ -45,8 +45,6 @@ class ProgramDevices:
 
     def place(self, collective: Collective) -> Placed:
         """Returns the placement of a collective of the program."""
-        if collective.kind in HOST_COPIES:
-            return _with_host(collective.kind, collective.num_bytes, self.target)
         where = place_collective(self.reordered(collective), self.placement)
         if self.placement.is_of_mesh or not where.mesh_axes:
             return where
@@ -122,12 +120,15 @@ def connected(pairs: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
 
 def place_collective(collective: Collective, placement: Placement) -> Placed:
     """Returns the placement of a collective over all of its groups at once."""
+    kind = collective.kind
+    if kind in HOST_COPIES:
+        return _with_host(kind, collective.num_bytes, placement.target)
     if collective.num_slices is not None:
-        return _across_slices(collective, collective.num_slices, placement)
+        return _across_slices(kind, collective.num_bytes, collective.num_slices, placement)
     groups = collective.groups
     if not groups:
         return Placed(None, (), placement.link_of(()).kind, why=NO_GROUPS)
-    if collective.kind in PAIRS:
+    if kind in PAIRS:
         # Groups are pairs: along all axes that any of them crosses.
         crossed = {axis for pair in collective.groups for axis in placement.axes_of(pair)}
         axes = tuple(name for name in placement.sizes if name in crossed)
@@ -142,10 +143,10 @@ def place_collective(collective: Collective, placement: Placement) -> Placed:
         return Placed(None, (whole.kind,), whole.kind, axes, size, NO_LINKS)
     link = whole if size == whole.group_size else link_of_devices(placement, groups)
     if link is None:
-        sent = uneven_seconds(collective.kind, collective.num_bytes, placement, groups)
+        sent = uneven_seconds(kind, collective.num_bytes, placement, groups)
         links = tuple(map(_name, sent.tracks))
         return Placed(sent.seconds, links, sent.kind, axes, size, is_certain=False)
-    seconds = collective_seconds(collective.kind, collective.num_bytes, size, link.over(collective.num_axes))
+    seconds = collective_seconds(kind, collective.num_bytes, size, link.over(collective.num_axes))
     lines = (line.name for level in link.levels for line in level.lines)
     tracks = tuple(_name(name + way) for name in lines for way in (("+", "-") if name in TORUS_AXES else ("",)))
     return Placed(seconds, tracks, link.kind, axes, size)
@@ -158,7 +159,7 @@ def _with_host(kind: HostCopyKind, num_bytes: int, target: TargetPlan) -> Placed
     return Placed(seconds, (f"host link {way}",), "host link", (HOST,), why=why)
 
 
-def _across_slices(collective: Collective, num_slices: int, placement: Placement) -> Placed:
+def _across_slices(kind: CollectiveKind, num_bytes: int, num_slices: int, placement: Placement) -> Placed:
     """Returns the placement of a collective between each device and those at the same place in other slices."""
     if not placement.is_known:
         return Placed(None, ("DCN",), "DCN", (), num_slices, NO_LINKS)
@@ -171,7 +172,7 @@ def _across_slices(collective: Collective, num_slices: int, placement: Placement
         alike = [axis for axis, sizes in crossing.items() if sizes == [num_slices]]
         axes = tuple(alike) if len(alike) == 1 else ()
     link = link_of_spans({"DCN": GroupSpan(num_slices, 1, 1, 1, is_ring=False)}, placement.target)
-    seconds = collective_seconds(collective.kind, collective.num_bytes, num_slices, link)
+    seconds = collective_seconds(kind, num_bytes, num_slices, link)
     return Placed(seconds, ("DCN",), "DCN", axes, num_slices)
 
 

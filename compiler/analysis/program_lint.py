@@ -1,6 +1,6 @@
 """Finds what a compiled program does that costs time or memory, without a plan to compare it with.
 
-replicated-array            large arguments that are whole on every device
+replicated-array            large arguments that are whole in the memory of every device
 synchronous-collective      a collective without a start and an end: nothing can run beside it
 random-bits                 a transfer of random bits
 wide-collective             a transfer in float32, where a narrower type may do
@@ -16,13 +16,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from ..core.format import be, counted, human_bytes, human_names, human_seconds, human_share
-from ..core.traffic import HOST_COPIES, CollectiveKind
+from ..core.traffic import HOST_COPIES, TransferKind
 from ..schema import CollectiveReport, Finding, StepReport, or_infinity
 from ..target.compiler_options import presets_for
 from ..target.target import TargetPlan
 from ..xla.hlo import Module
 from ..xla.hlo.flow import Flow, ModuleValue, ValueUse
 from ..xla.hlo.opcodes import SAME_ELEMENTS
+from ..xla.hlo.types import HOST
 from ..xla.schedule.prices import updated_inside_tiles
 from .program_devices import ProgramDevices
 from .program_text import LEAST_BYTES, NUM_PLACES, shown, source_finder
@@ -56,7 +57,7 @@ def lint_program(module: Module, devices: ProgramDevices, schedule: ScheduleAnal
 def _synchronous(collectives: Sequence[CollectiveReport], step: StepReport, target: TargetPlan) -> Iterator[Finding]:
     if not step.least_seconds:
         return
-    waits: list[tuple[CollectiveKind, float, list[CollectiveReport]]] = [
+    waits: list[tuple[TransferKind, float, list[CollectiveReport]]] = [
         (kind, sum(each.exposed_seconds or 0.0 for each in alike), alike)
         for kind, alike in _by_kind(each for each in collectives if not each.is_async)
     ]
@@ -74,7 +75,7 @@ def _synchronous(collectives: Sequence[CollectiveReport], step: StepReport, targ
         )
 
 
-def _asynchronous(kind: CollectiveKind, target: TargetPlan) -> str:
+def _asynchronous(kind: TransferKind, target: TargetPlan) -> str:
     """Returns the options of XLA that run collectives of a kind beside compute, as text."""
     presets = [(name, one.flags) for name, one in presets_for(target).items() if kind in one.hides and one.flags]
     if not presets:
@@ -114,7 +115,8 @@ def _replicated(module: Module, target: TargetPlan) -> Iterator[Finding]:
     if target.num_devices == 1:
         return
     whole = [each for each in module.entry_computation.parameters
-             if each.attribute("sharding") == "{replicated}" and each.num_bytes >= LEAST_ARRAY_BYTES]  # fmt: skip
+             if each.attribute("sharding") == "{replicated}" and each.num_bytes >= LEAST_ARRAY_BYTES
+             and HOST not in {array.memory_space for array in each.arrays}]  # fmt: skip
     if not whole:
         return
     whole.sort(key=lambda each: -each.num_bytes)
@@ -213,8 +215,8 @@ def _assumed_order(devices: ProgramDevices, collectives: Sequence[CollectiveRepo
         )
 
 
-def _by_kind(collectives: Iterable[CollectiveReport]) -> Iterator[tuple[CollectiveKind, list[CollectiveReport]]]:
-    found: dict[CollectiveKind, list[CollectiveReport]] = defaultdict(list)
+def _by_kind(collectives: Iterable[CollectiveReport]) -> Iterator[tuple[TransferKind, list[CollectiveReport]]]:
+    found: dict[TransferKind, list[CollectiveReport]] = defaultdict(list)
     for each in collectives:
         found[each.kind].append(each)
     yield from found.items()

@@ -25,10 +25,10 @@ ComputeKind = Literal["matmul", "attention", "other"]
 PassKind = Literal["read", "write", "update", "tile"]
 CollectiveKind = Literal[
     "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast", "send",
-    "copy-to-device", "copy-to-host",
 ]  # fmt: skip
 HostCopyKind = Literal["copy-to-device", "copy-to-host"]  # between a device and its host, not between devices
-HOST_COPIES: tuple[HostCopyKind, ...] = ("copy-to-device", "copy-to-host")
+HOST_COPIES: tuple[Literal["copy-to-device"], Literal["copy-to-host"]] = ("copy-to-device", "copy-to-host")
+TransferKind = Literal[CollectiveKind, HostCopyKind]  # all that a link carries
 HOST = "host"  # what they run over, where a collective has mesh axes
 PAIRS = ("collective-permute", "send")  # kinds whose groups are pairs of a sender and a receiver
 MOVING = ("all-gather", "all-to-all")  # kinds without a reduction: each device's operand is a part of the full array
@@ -81,10 +81,10 @@ def _one_of(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A kind of collective over mesh axes. Where the axes of a program have no names, they are the sizes and strides of
-    its groups in the program's order of devices: "4 (stride 8)"."""
+    """A kind of transfer over mesh axes; of copies to the host and back, over `HOST`. Where the axes of a program have
+    no names, they are the sizes and strides of its groups in the program's order of devices: "4 (stride 8)"."""
 
-    kind: CollectiveKind
+    kind: TransferKind
     mesh_axes: tuple[str, ...]
 
 
@@ -110,6 +110,13 @@ class Traffic(Crossing):
 
     def __add__(self, other: "Traffic") -> Self:
         return replace(self, bytes=self.bytes + other.bytes, count=self.count + other.count)
+
+
+@dataclass(frozen=True)
+class DeviceTraffic(Traffic):
+    """Collectives between devices that are equal."""
+
+    kind: CollectiveKind
 
 
 @dataclass(frozen=True, kw_only=True)

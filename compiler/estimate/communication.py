@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ..core.partition_spec import STAGE, Axes
 from ..core.scopes import OperationName, Pass
-from ..core.traffic import MOVING, Traffic, TrafficSource
+from ..core.traffic import MOVING, DeviceTraffic, Traffic, TrafficSource
 from ..jaxpr.program import Operation
 from ..parallel.operation import find_source
 from ..plan import Plan
@@ -22,7 +22,7 @@ from .regions import Region, largest_sum
 
 
 @dataclass(frozen=True)
-class PlannedCollective(Traffic):
+class PlannedCollective(DeviceTraffic):
     """All collectives of a step that are equal. rule: the key of the rule that causes them."""
 
     rule: str | None = field(kw_only=True)

@@ -19,7 +19,7 @@ import numpy as np
 from ..core.kernels import AttentionCall, RatedBy
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName
-from ..core.traffic import Crossing, HostCopyKind
+from ..core.traffic import CollectiveKind, Crossing, HostCopyKind
 from ..jaxpr.fusion import needed
 from ..jaxpr.program import Operation, Program
 from ..parallel.attention.exchange import EXCHANGE, RING
@@ -56,6 +56,7 @@ class Transfer(Crossing):
     source: the name of what it moves, if it belongs to one of the operations that run by a strategy
     (`ParallelOp.source`). is_of_tick: whether it is a permute between the slots of a pipeline's ticks."""
 
+    kind: CollectiveKind
     is_weight: bool
     region: int
     full_bytes: int

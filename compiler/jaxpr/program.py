@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ..core.kernels import RatedBy
-from ..core.traffic import CollectiveKind, Traffic
+from ..core.traffic import CollectiveKind, DeviceTraffic
 from .unknown import UnknownPrimitive
 
 # move: the same bytes under another shape. pointwise: fused with its neighbours. reduce: fused with what it reads.
@@ -46,7 +46,7 @@ class Operation:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     flops: int | None = 0
-    collective: Traffic | None = None
+    collective: DeviceTraffic | None = None
     stage_pairs: tuple[tuple[int, int], ...] = ()
     bodies: tuple[Body, ...] = ()
     num_carried: int = 0

@@ -18,7 +18,7 @@ from ..core.errors import Problem, raise_if_any
 from ..core.kernels import KernelOwner
 from ..core.partition_spec import STAGE, Axes, axes_of
 from ..core.scopes import OperationName, nested_scope
-from ..core.traffic import CollectiveKind, Traffic
+from ..core.traffic import CollectiveKind, DeviceTraffic
 from .flops import TRIPS, calls_one, contracted_dims, cost_of, kernel_cost_of
 from .program import COLLECTIVES, Body, Kind, Operation, Program, equation_kind
 from .propagate import DimAxes, propagate, taken
@@ -246,7 +246,7 @@ class _Reader(ProgramValues):
         layout = wanted if is_moved else kept
         return [self.crossed(equation.invars[0].aval, operands[0], layout, kind, axes, equation.primitive.name, scope)]
 
-    def collective(self, equation: Any, operands: list[int], results: list[int]) -> Traffic:
+    def collective(self, equation: Any, operands: list[int], results: list[int]) -> DeviceTraffic:
         name, params = equation.primitive.name, equation.params
         axes = params.get("axis_name", params.get("axes", ()))
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
@@ -255,7 +255,7 @@ class _Reader(ProgramValues):
         if name == "ragged_all_to_all":  # the smaller side is full, unless loads are uneven; the larger has spare room
             full = min(self.sizes[operands[0]], self.sizes[results[0]])
         full *= self.num_shards(axes) if COLLECTIVES[name] == "all-to-all" else 1  # both sides are parts
-        return Traffic(COLLECTIVES[name], axes, self.num_shards(axes), full, dtype=self.dtypes[operands[0]])
+        return DeviceTraffic(COLLECTIVES[name], axes, self.num_shards(axes), full, dtype=self.dtypes[operands[0]])
 
     def cost(
         self, equation: Any, kind: Kind, own: CallCost | None, operands: list[int], results: list[int], reduced: Axes

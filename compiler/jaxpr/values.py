@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from ..core.partition_spec import Axes
-from ..core.traffic import MOVING, CollectiveKind, Traffic
+from ..core.traffic import MOVING, CollectiveKind, DeviceTraffic
 from .program import LANES, Operation
 from .propagate import DimAxes
 
@@ -118,7 +118,7 @@ class ProgramValues:
             return known
         result = self.brought[operand, kind, layout] = self.value(aval, layout)
         full = self.sizes[operand] * (self.num_shards(axes) if kind in MOVING else 1)
-        collective = Traffic(kind, axes, self.num_shards(axes), full, dtype=self.dtypes[result])
+        collective = DeviceTraffic(kind, axes, self.num_shards(axes), full, dtype=self.dtypes[result])
         self.operations.append(Operation("collective", name, scope, (operand,), (result,), 0, collective))
         return result
 

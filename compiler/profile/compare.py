@@ -19,7 +19,7 @@ from meshloom.models.record import Record
 from ..core.errors import ConfigError, Problem
 from ..core.format import counted, human_names
 from ..core.known import OrUnknown, Reasoned, Unknown, each_known, known
-from ..core.traffic import CollectiveKind, ComputeKind, LinkKind
+from ..core.traffic import ComputeKind, LinkKind, TransferKind
 from ..schema import total
 from ..spec.calibration_spec import CalibratedLink, Calibration, LinkCalibration
 from .prediction import PredictedCollective, Prediction
@@ -42,7 +42,7 @@ class KindRow(Compared):
     """The time of one kind of work. For collectives it is their time alone; `exposed` is the part that compute waits
     for."""
 
-    kind: ComputeKind | CollectiveKind
+    kind: ComputeKind | TransferKind
     mesh_axes: tuple[str, ...]
     link: LinkKind | None  # None: compute
     exposed: Compared | None  # None: compute
@@ -54,7 +54,7 @@ class OperationRow(Compared):
     that does not depend on the size."""
 
     name: str
-    kind: ComputeKind | CollectiveKind
+    kind: ComputeKind | TransferKind
     source: str
     link: LinkKind | None
     count: PositiveInt  # measured
@@ -162,7 +162,7 @@ def _compute_kinds(accounts: Sequence[Account], prediction: Prediction) -> list[
 
 def _collective_kinds(accounts: Sequence[Account], prediction: Prediction) -> list[KindRow]:
     """Returns a row for each kind, mesh axes and link, the longest measured first."""
-    groups: dict[tuple[CollectiveKind, tuple[str, ...], LinkKind], list[PredictedCollective]] = {}
+    groups: dict[tuple[TransferKind, tuple[str, ...], LinkKind], list[PredictedCollective]] = {}
     for each in prediction.collectives:
         groups.setdefault((each.report.kind, each.report.mesh_axes, each.report.link), []).append(each)
     rows = []

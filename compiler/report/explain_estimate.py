@@ -8,7 +8,7 @@ from typing import Any
 from ..core.console import Column, Console, Line, Part, Table
 from ..core.format import human_bytes, human_count, human_range, human_seconds
 from ..core.known import Unknown, all_known, each_known, text_of
-from ..core.traffic import Traffic
+from ..core.traffic import HOST, Traffic
 from ..estimate.communication import PlannedCollective, sent_bytes
 from ..estimate.estimate import HOST_UNKNOWN, StepEstimate, estimate_step
 from ..estimate.estimated_step import overrides_of, overrides_of_imbalance, plan_usual_imbalance
@@ -69,11 +69,13 @@ def _verdict_of(what: str, needed: int | Unknown, limit: int | Unknown) -> Part:
 
 def _time(step: StepFigures) -> str:
     """Returns the time of a step as text, with the waits by mesh axes, the longest first."""
-    waited = sorted(step.exposed_by_axes.items(), key=lambda one: -one[1])
+    waited = sorted(step.exposed_by_axes.items() - {(HOST, step.exposed_host_seconds)}, key=lambda one: -one[1])
     exposed = ", ".join(f"{human_seconds(seconds)} over {axes}" for axes, seconds in waited if seconds > 0)
     between = text_of(step.range_of(step.step_seconds), lambda ends: f" ({human_range(ends)}: {step.range_basis})", "")
     rate = text_of(step.tokens_per_second_per_chip, "{:,.0f}".format)
-    more = f", bubble {text_of_figure(step, 'bubble_seconds')}" if step.bubble_seconds else ""
+    of_host = step.exposed_host_seconds
+    more = f", exposed copies to the host and back {human_seconds(of_host)}" if of_host else ""
+    more += f", bubble {text_of_figure(step, 'bubble_seconds')}" if step.bubble_seconds else ""
     more += "".join(f", {one.heading} {text_of_figure(step, one.name)}" for one in registered_figures())
     return (f"{text_of_figure(step, 'step_seconds')}{between}, {rate} tokens per second and chip; compute "
             f"{text_of_figure(step, 'compute_seconds')}, exposed communication {exposed or 'none'}{more}")  # fmt: skip

@@ -92,4 +92,4 @@ class OverlapSpec(StepOverlap):
 
     flag_presets: tuple[Text, ...]  # names of compiler_options.py; later ones take precedence
     search: OverlapSearch | None
-    max_exposed: Fraction | None  # share of the predicted step that waits for communication; compiling fails above it
+    max_exposed: Fraction | None  # share of the step that waits for transfers; compiling fails above it

@@ -117,7 +117,8 @@ def why_refused(compiled: Compiled) -> str | None:
         return f"stages wait {bubble} of the step for each other, more than pipeline.max_bubble allows"
     if compiled.refusal == EXPOSED:
         exposed = text_of(step.exposed_fraction, human_share, "?")
-        return f"{exposed} of the step is exposed communication, more than overlap.max_exposed allows"
+        waits = "communication and copies to the host" if step.exposed_host_seconds else "communication"
+        return f"{exposed} of the step is exposed {waits}, more than overlap.max_exposed allows"
     if compiled.refusal != DOES_NOT_FIT:
         return None
     needed, limit = step.peak_bytes, step.limit_bytes

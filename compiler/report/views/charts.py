@@ -68,8 +68,11 @@ def step_bar(report: Report) -> StackedBar:
     roofline."""
     step = report.compiled
     parts = [(kind, seconds, kind) for kind, seconds in compute_by_kind(report)]
-    if step.exposed_seconds:
-        parts.append(("exposed communication", step.exposed_seconds, "exposed"))
+    of_host = step.exposed_host_seconds
+    if step.exposed_seconds and step.exposed_seconds > of_host:
+        parts.append(("exposed communication", step.exposed_seconds - of_host, "exposed"))
+    if of_host:
+        parts.append(("exposed copies to the host and back", of_host, "exposed"))
     if step.bubble_seconds:
         parts.append(("waits for other stages", step.bubble_seconds, "bubble"))
     marks = [("roofline", step.roofline_seconds)] if step.roofline_seconds else []

@@ -47,7 +47,10 @@ def _rates(step: StepFigures) -> Iterator[Fact]:
     if rate := step.tokens_per_second_per_chip:
         yield Fact(PER_CHIP, f"{rate:,.0f}", "predicted", "plain")
     yield _fact("predicted MFU", step.mfu, human_share, "remat excluded")
-    exposed = text_of(step.exposed_seconds, lambda seconds: f"{human_seconds(seconds)} of communication", "")
+    of_host = step.exposed_host_seconds
+    exposed = text_of(step.exposed_seconds, lambda all_: f"{human_seconds(all_ - of_host)} of communication", "")
+    if exposed and of_host:
+        exposed += f", {human_seconds(of_host)} of copies to the host and back"
     yield _fact("exposed", step.exposed_fraction, human_share, exposed)
     if step.bubble_seconds:
         detail = f"{human_seconds(step.bubble_seconds)} of waits for other stages"

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from itertools import count, pairwise
 from typing import Any, get_args
 
-from ...core.traffic import COMPUTE, CollectiveKind, ComputeKind
+from ...core.traffic import COMPUTE, ComputeKind, TransferKind
 from ...schema import Event, Report
 
 DIRECTIONS = ("forward", "backward")
-COLLECTIVES, COMPUTES = frozenset(get_args(CollectiveKind)), frozenset(get_args(ComputeKind))
+COLLECTIVES, COMPUTES = frozenset(get_args(TransferKind)), frozenset(get_args(ComputeKind))
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,18 @@ UNCHANGED = NAMES | {"copy", "copy-done", "copy-start"}  # views that keep the o
 NAMES_IN_FUSION = NAMES | {"reshape"}
 
 
+_READING = SAME_ELEMENTS | NAMES | PARTS | IN_PLACE | {"conditional", "get-tuple-element", "while"}
+
+
+def least_operands(opcode: str) -> int:
+    """Returns the number of operands without which an opcode means nothing; 0 where it may have none."""
+    base = opcode.removesuffix("-start")
+    if base == "dynamic-update-slice":
+        return 2
+    is_end = opcode.endswith("-done") and not opcode.startswith(("async", "call"))
+    return int(is_end or base in _READING)
+
+
 def collective_kind(opcode: str) -> CollectiveKind | None:
     """Returns the kind of the collective that an opcode is or starts; None for any other opcode."""
     return COLLECTIVES.get(opcode.removesuffix("-start"))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 
+from .opcodes import least_operands
 from .types import COMMENT, ArrayType, num_bytes, parse_type
 
 
@@ -303,6 +304,12 @@ def _checked(computation: Computation) -> Computation:
     for each in computation.instructions:
         if missing := next((name for name in each.operands if name not in names), None):
             raise HloError(f"{each.name} in {computation.name} reads {missing}, which is not there")
+        if len(each.operands) < (least := least_operands(each.opcode)):
+            found = f"{len(each.operands)} of {least} operands"
+            raise HloError(f"{each.name} in {computation.name}: {each.opcode} has {found}")
+    numbers = sorted(each.argument for each in computation.instructions if each.opcode == "parameter")
+    if numbers != sorted(map(str, range(len(numbers)))):
+        raise HloError(f"the parameters of {computation.name} are not numbered from 0 on: {', '.join(numbers)}")
     return computation
 
 

@@ -15,7 +15,8 @@ result is written may lie there. Arguments that are not donated are never overwr
 figures are (bench/memory_by_text.py), which also have no memory for the whole sum within a fused reduce-scatter.
 
 What lies in other memories (layouts with `S(1)`) takes nothing of HBM, and is followed all the same: copies lead
-through it. Scalars are left out. A kernel's own scratch memory is not seen.
+through it. What lies in the host's (`S(5)`) is counted by the same walk, for itself. Scalars are left out. A kernel's
+own scratch memory is not seen.
 """
 
 import re
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from ..hlo import Computation, Instruction, Module
 from ..hlo.flow import Flow, ModuleValue
 from ..hlo.opcodes import IN_PLACE, NAMES
-from ..hlo.types import HBM, ArrayType, elements_of, parse_type
+from ..hlo.types import HBM, HOST, ArrayType, elements_of, parse_type
 
 ArraySet = frozenset[int] | tuple["ArraySet", ...]  # the arrays that a value consists of, by number
 NOTHING: ArraySet = frozenset()
@@ -46,7 +47,7 @@ class Buffer:
 
     @property
     def num_bytes(self) -> int:
-        return _hbm_bytes(self.array)
+        return _bytes_in(HBM, self.array)
 
 
 @dataclass(frozen=True)
@@ -69,21 +70,24 @@ class Buffers:
 def read_buffers(module: Module) -> Buffers:
     """Returns the buffers that a walk over a scheduled module finds, loops included."""
     walk = _Walk(module)
-    entry = module.entry_computation
-    arguments = tuple(walk.made(each, each.type_text) for each in entry.parameters)
-    num_arguments = len(walk.arrays)
-    walk.arguments = frozenset(range(num_arguments))
-    peak, _ = walk.run(entry, arguments, _donated(module, arguments))
+    peak = walk.whole()
     found = walk.buffers()
-    given = tuple(found[n] for n in range(num_arguments))
+    given = tuple(found[n] for n in sorted(walk.arguments))
     always = sum(each.num_bytes for each in given)
     return Buffers(
         given,
-        tuple(each for n, each in found.items() if n >= num_arguments),
+        tuple(each for n, each in found.items() if n not in walk.arguments),
         tuple(found[n] for n in sorted(peak.live) if found[n].num_bytes),
         peak.at,
         {name: always + num_bytes for name, num_bytes in peak.during.items()},
     )
+
+
+def read_host_bytes(module: Module) -> int:
+    """Returns the bytes of a scheduled module at their peak in the memory of the host, arguments included."""
+    walk = _Walk(module, space=HOST)
+    peak = walk.whole()
+    return peak.num_bytes + sum(map(walk.bytes_of, walk.arguments))
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,10 @@ class _Step:
 
 @dataclass
 class _Walk:
+    """A walk over a module that counts the arrays in one memory: space, 0 for HBM."""
+
     module: Module
+    space: int = HBM
     arrays: list[_Made] = field(default_factory=list)
     same: dict[int, int] = field(default_factory=dict)  # an array -> the array whose place it takes
     known: dict[Hashable, _Ran] = field(default_factory=dict)
@@ -143,6 +150,17 @@ class _Walk:
     @property
     def is_tpu(self) -> bool:
         return ":T(" in self.module.header  # layouts with tiles
+
+    def whole(self) -> _Peak:
+        """Walks over the whole program, and returns its peak besides its arguments."""
+        entry = self.module.entry_computation
+        given = tuple(self.made(each, each.type_text) for each in entry.parameters)
+        self.arguments = frozenset(range(len(self.arrays)))
+        peak, _ = self.run(entry, given, _donated(self.module, given))
+        return peak
+
+    def bytes_of(self, number: int) -> int:
+        return _bytes_in(self.space, self.arrays[number].array)
 
     def made(self, instruction: Instruction, type_text: str) -> ArraySet:
         """Returns a new array for each of a type's."""
@@ -210,7 +228,7 @@ class _Walk:
         last |= dict.fromkeys(results, len(steps))
         places = self._results(computation, steps, values, own & results, last)
         own -= self.same.keys()
-        live = {n: _hbm_bytes(self.arrays[n].array) for n in places}
+        live = {n: self.bytes_of(n) for n in places}
         now, peak, during = sum(live.values()), _Peak(), dict[str, int]()
         for place, (each, step) in enumerate(zip(computation.instructions, steps, strict=True)):
             if each.opcode == "while":
@@ -218,9 +236,9 @@ class _Walk:
                     self.arrays[n].loops.append(each.name)
             free = [n for n in self._dying(each, values, last, place) if self.place(n) not in places]
             for n in sorted(step.made & own - live.keys()):
-                num_bytes = _hbm_bytes(self.arrays[n].array)
+                num_bytes = self.bytes_of(n)
                 until = last.get(n, place)
-                alike = (m for m in free if num_bytes and _hbm_bytes(self.arrays[m].array) == num_bytes)
+                alike = (m for m in free if num_bytes and self.bytes_of(m) == num_bytes)
                 old = next((m for m in alike if m in live or written.get(m, len(steps)) >= until), None)
                 if old is not None:
                     free.remove(old)
@@ -263,10 +281,8 @@ class _Walk:
                 if (result := self.place(n)) not in first:
                     continue
                 first[result] = place
-                num_bytes = _hbm_bytes(self.arrays[n].array)
-                alike = (
-                    m for m in free if _hbm_bytes(self.arrays[m].array) == num_bytes and self.place(m) not in first
-                )
+                num_bytes = self.bytes_of(n)
+                alike = (m for m in free if self.bytes_of(m) == num_bytes and self.place(m) not in first)
                 if (before := next(alike, None)) is not None:
                     free.remove(before)
                     self.same[before] = result
@@ -279,9 +295,9 @@ class _Walk:
             return None
         fits = [
             n for n, (taken, written) in places.items()
-            if taken < begin and until < written and _hbm_bytes(self.arrays[n].array) >= num_bytes
+            if taken < begin and until < written and self.bytes_of(n) >= num_bytes
         ]  # fmt: skip
-        return min(fits, key=lambda n: _hbm_bytes(self.arrays[n].array), default=None)
+        return min(fits, key=lambda n: self.bytes_of(n), default=None)
 
     def _dying(self, each: Instruction, values: dict[str, ArraySet], last: dict[int, int], place: int) -> list[int]:
         """Returns the operands that it reads last if its results may overwrite them: copies, sums over devices and
@@ -433,8 +449,8 @@ def _donated(module: Module, arguments: tuple[ArraySet, ...]) -> ArraySet:
     return tuple(arguments[found[n,]] if (n,) in found else NOTHING for n in range(max(found, default=(-1,))[0] + 1))
 
 
-def _hbm_bytes(array: ArrayType) -> int:
-    return array.held_bytes if array.memory_space == HBM else 0
+def _bytes_in(space: int, array: ArrayType) -> int:
+    return array.held_bytes if array.memory_space == space else 0
 
 
 def _path(text: str) -> tuple[int, ...]:

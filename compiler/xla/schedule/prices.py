@@ -22,7 +22,7 @@ from ...spec.kernel_rates import AttentionKernel, grouped_kernels
 from ..hlo import Computation, Instruction, Module
 from ..hlo.flow import Flow, ModuleValue
 from ..hlo.opcodes import FREE, NAMES_IN_FUSION, PARTS
-from ..hlo.types import HBM, ArrayType, parse_type
+from ..hlo.types import HBM, HOST, ArrayType, parse_type
 from .kernels import is_attention, is_matmul, is_pallas, kernel_work
 from .steps import Compute, PricedBy
 
@@ -202,17 +202,42 @@ def _traffic(instruction: Instruction, around: Computation, module: Module) -> _
         return _Traffic(instruction.num_bytes, instruction.num_bytes)
     if instruction.opcode != "fusion" or not instruction.called:
         return _Traffic(sum(_bytes_of(name, around) for name in instruction.operands), instruction.num_bytes)
+    passes = fusion_passes(instruction, around, module)
+    read, written = (
+        sum(num_bytes for array, num_bytes in each if array.memory_space != HOST)
+        for each in (passes.read, passes.written)
+    )
+    return _Traffic(read, written)
+
+
+@dataclass(frozen=True)
+class FusionPasses:
+    """The arrays that a fusion reads and writes outside of itself, each with the bytes that it moves of it."""
+
+    read: tuple[tuple[ArrayType, int], ...]
+    written: tuple[tuple[ArrayType, int], ...]
+
+
+def fusion_passes(instruction: Instruction, around: Computation, module: Module) -> FusionPasses:
+    """Returns what a fusion reads and writes; what it only hands on, it does neither."""
     inner = module.computations[instruction.called[0]]
-    flow, written = Flow(module), 0
+    flow = Flow(module)
+    operands = (around.by_name[name].arrays for name in instruction.operands)
+    read = tuple(
+        (arrays[0], _read_of(parameter, inner, flow))
+        for arrays, parameter in zip(operands, inner.parameters, strict=False)
+        if len(arrays) == 1
+    )
     root = inner.root
     paths = [(place,) for place in range(len(root.operands))] if root.opcode == "tuple" else [()]
     outputs = (flow.origin(ModuleValue(inner, root, path), through=NAMES_IN_FUSION, within=inner) for path in paths)
-    for each in outputs:
+    written = list[tuple[ArrayType, int]]()
+    for array, each in zip(instruction.arrays, outputs, strict=False):
         if each.instruction.opcode == "dynamic-update-slice":  # it writes the update of an array alone
-            written += _bytes_of(each.instruction.operands[1], each.computation)
+            written.append((array, _bytes_of(each.instruction.operands[1], each.computation)))
         else:
-            written += each.array.num_bytes if each.array else each.instruction.num_bytes
-    return _Traffic(sum(_read_of(parameter, inner, flow) for parameter in inner.parameters), written)
+            written.append((array, each.array.num_bytes if each.array else each.instruction.num_bytes))
+    return FusionPasses(read, tuple(written))
 
 
 # Compute that depends on data, or on more than its operands: its time is not that of a pass over memory.

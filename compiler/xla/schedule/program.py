@@ -37,7 +37,7 @@ from ..hlo.flow import Flow, ModuleValue, num_trips
 from ..hlo.groups import ReplicaGroups, groups_of, parse_groups
 from ..hlo.opcodes import BLOCKS, COLLECTIVES, SAME_ELEMENTS, collective_kind
 from ..hlo.types import ArrayType, elements_of, parse_type
-from .host_copies import HostCopy, host_copy
+from .host_copies import HostCopy, host_copies
 from .prices import Chip, price_instruction
 from .steps import Branches, Collective, Compute, Done, Loop, Start, Step
 
@@ -107,12 +107,15 @@ class _Reader:
             return [Start(self._collective(Inner(instruction, around), instruction, around, opcode, is_async=True))]
         if opcode in _ASYNC:
             return self._asynchronous(instruction, around)
-        if (copied := host_copy(instruction, around, self.module)) is not None:
+        copied = host_copies(instruction, around, self.module)
+        if copied and opcode != "fusion":
             return _copies(copied, instruction, around)
-        if opcode.endswith("-done") and self._copied_by(instruction.operands[:1], around) is not None:
-            return [Done(instruction.operands[0], instruction.name)]
+        begun = around.by_name[instruction.operands[0]] if opcode.endswith("-done") else instruction
+        if begun.opcode.endswith("-start") and (started := host_copies(begun, around, self.module)):
+            return _copied(started, begun, instruction)
         if opcode == "fusion":
-            return self._fusion(instruction, around)
+            begun = _copies(copied, instruction, around)
+            return [*begun[: len(copied)], *self._fusion(instruction, around), *begun[len(copied) :]]
         return self._computed(instruction, around)
 
     def _fusion(self, instruction: Instruction, around: Computation) -> list[Step]:
@@ -137,9 +140,9 @@ class _Reader:
         inner = self._inside(chain[0])
         named = _KIND_IN_NAME.search(chain[0].name)
         if inner is None and named is None:
-            if (copied := host_copy(chain[0], around, self.module)) is not None:
+            if copied := host_copies(chain[0], around, self.module):
                 if instruction.opcode in _DONES:
-                    return [Done(chain[0].name, instruction.name)]
+                    return _copied(copied, chain[0], instruction)
                 return _copies(copied, instruction, around) if instruction is chain[0] else []
             if instruction.opcode not in _STARTS:
                 return []
@@ -161,11 +164,6 @@ class _Reader:
             return [Start(first), *map(Start, named_apart)]
         assert named is not None
         return [Start(self._guessed(COLLECTIVES[named[0]], instruction, chain[0], around, form))]
-
-    def _copied_by(self, names: Sequence[str], around: Computation) -> HostCopy | None:
-        """Returns the copy to or from the host that the first of these instructions starts."""
-        start = around.by_name.get(names[0]) if names else None
-        return host_copy(start, around, self.module) if start is not None else None
 
     def _chain(self, instruction: Instruction, around: Computation) -> list[Instruction]:
         """Returns the instructions from the start up to this one."""
@@ -303,24 +301,38 @@ class _Reader:
         return _identity(inner.instruction) if inner else None
 
 
-def _copies(copied: HostCopy, instruction: Instruction, around: Computation) -> list[Step]:
-    """Returns a copy to or from the host, which is over at once unless something else waits for it."""
+def _copies(copies: Sequence[HostCopy], instruction: Instruction, around: Computation) -> list[Step]:
+    """Returns copies to or from the host: where they begin and, unless something else waits for them, where they
+    end."""
     is_async = instruction.opcode.endswith("-start")
-    start = Start(
-        Collective(
-            name=instruction.name,
-            kind=copied.kind,
-            num_bytes=copied.array.num_bytes,
-            dtype=copied.array.dtype,
-            groups=(),
-            is_async=is_async,
-            form=instruction.opcode if is_async else "synchronous",
-            op_name=copied.op_name,
-            computation=around.name,
-            num_elements=(copied.array.num_elements,),
+    starts = [
+        Start(
+            Collective(
+                name=_name_of_copy(each, copies, instruction),
+                kind=each.kind,
+                num_bytes=each.num_bytes,
+                dtype=each.dtype,
+                groups=(),
+                is_async=is_async,
+                form=instruction.opcode if is_async or instruction.opcode == "fusion" else "synchronous",
+                op_name=each.op_name,
+                computation=around.name,
+                num_elements=each.sizes,
+                is_certain=each.is_certain,
+            )
         )
-    )
-    return [start] if is_async else [start, Done(instruction.name, instruction.name)]
+        for each in copies
+    ]
+    return [*starts, *([] if is_async else _copied(copies, instruction, instruction))]
+
+
+def _copied(copies: Sequence[HostCopy], start: Instruction, done: Instruction) -> list[Step]:
+    return [Done(_name_of_copy(each, copies, start), done.name) for each in reversed(copies)]
+
+
+def _name_of_copy(copied: HostCopy, copies: Sequence[HostCopy], start: Instruction) -> str:
+    """Returns the name of a copy: its start's, with the direction where that starts both."""
+    return start.name if copied is copies[0] else f"{start.name} ({copied.kind})"
 
 
 def _of_other_kinds(inner: Inner) -> list[Inner]:

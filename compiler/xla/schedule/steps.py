@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
-from ...core.traffic import CollectiveKind, ComputeKind
+from ...core.traffic import ComputeKind, TransferKind
 
 PricedBy = Literal["cycles", "bound", "flops", "bytes", "nothing"]
 
@@ -26,8 +26,8 @@ class Compute:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective operation, named by the instruction that starts it: "NAME", or "NAME (all-gather)" for one that
-    shares its call with another kind.
+    """One collective operation, or a copy to the host or back, named by the instruction that starts it: "NAME", or
+    "NAME (all-gather)" for one that shares its call with another kind.
 
     num_bytes: the bytes of the full arrays together: before a reduce-scatter, after an all-gather, all parts of an
     all-to-all. num_elements: the elements of each array. groups: positions in the mesh's order of devices; for permutes
@@ -39,7 +39,7 @@ class Collective:
     """
 
     name: str
-    kind: CollectiveKind
+    kind: TransferKind
     num_bytes: int
     dtype: str
     groups: tuple[tuple[int, ...], ...]

@@ -80,6 +80,22 @@ def test_what_could_hide_it_is_a_search_and_after_one_a_longer_one():
     assert "a larger overlap.search.max_candidates" in told[1]
 
 
+def test_copies_to_the_host_are_named_apart_and_have_a_remedy_of_their_own():
+    """Where they are most of what is exposed, no batch hides them: they grow with it, as compute does."""
+    copied = replace(collective(5.0, 0.6), kind="copy-to-host", mesh_axes=("host",), link="host link")
+    found = []
+    for of_host in (0.6, 0.4):
+        exposed = step(9.0, 1.0).model_copy(update={"exposed_by_axes": {"fsdp": 1 - of_host, "host": of_host}})
+        one = find_too_exposed(demand(0.02), exposed, [collective(2.0, 0.4), copied])
+        assert one is not None
+        found.append(one)
+    first, second = found
+    assert "10.0 % of the step is exposed (400 ms of communication, 600 ms of host copies)" in first.what
+    assert first.fix.startswith("communication takes 2.00 s by itself")
+    assert "copies to and from the host take 5.00 s by themselves: keep more on the device" in first.fix
+    assert "keep more on the device" not in second.fix
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_at_the_least_batch_the_link_is_hidden_and_below_it_is_not(seed):
     draw = random.Random(seed)

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 
 from meshloom.compiler.core.known import Unknown
-from meshloom.compiler.core.traffic import CollectiveKind, ComputeKind, TrafficSource
+from meshloom.compiler.core.traffic import ComputeKind, TrafficSource, TransferKind
 from meshloom.compiler.report.views.page import NUM_EVENTS, render_page
 from meshloom.compiler.report.views.timeline import lay_out, layer_views
 from meshloom.compiler.schema import Event
@@ -323,7 +323,7 @@ def test_no_two_classes_of_a_chart_share_a_colour(browser, pages):
         return getComputedStyle(rect).fill;
       });
     })"""
-    timeline = [*get_args(CollectiveKind), *get_args(ComputeKind), "exposed", "loop"]
+    timeline = [*get_args(TransferKind), *get_args(ComputeKind), "exposed", "loop"]
     memory = [f"memory-{name}" for name in (
         "parameters", "master", "optimizer", "scalars", "batch", "outputs", "working_parameters",
         "gathered_weights", "gradients", "activations", "temporaries", "code", "reserved", "other",
