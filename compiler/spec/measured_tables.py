@@ -35,7 +35,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|)")
 _GROUP = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)(?:/([1-9]\d*))?")
 
 NodeGroup = tuple[int, int]  # nodes, GPUs of each
-KeyPath = tuple[str | int, ...]  # the keys that lead to a value
+KeyPath = tuple[str, ...]  # the keys that lead to a value
 
 
 class MeasuredGroup(NamedTuple):
@@ -208,20 +208,50 @@ class MatmulTable(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.results and any(low >= high for low, high in pairwise(self.results)):
-            raise mistake("the sizes do not ascend", "give each size once, the smallest first", "results")
-        for dtype, rows in self.microseconds.items():
-            where = f"microseconds.{dtype}"
-            if len(rows) < 2:
-                raise mistake("there are fewer than two contracted sizes", "give two rows or more", where)
-            for depth, row in rows.items():
-                if len(row) != (wanted := len(self.results or (depth,))):
-                    what, of = (
-                        f"{len(row)} times for {counted(wanted, 'size')}",
-                        "`results`" if self.results else "them",
-                    )
-                    raise mistake(what, f"give a time for each of {of}, in microseconds", f"{where}.{depth}")
+        refuse(self, self._problems())
         return self
+
+    def _problems(self) -> Iterator[tuple[KeyPath, str, str]]:
+        """Yields the first problem of each row, and of the rest."""
+        if self.results and any(low >= high for low, high in pairwise(self.results)):
+            yield ("results",), "the sizes do not ascend", "give each size once, the smallest first"
+        for dtype, rows in self.microseconds.items():
+            before: tuple[int, tuple[float, ...]] | None = None
+            if len(rows) < 2:
+                what = "there are fewer than two contracted sizes"
+                yield ("microseconds", dtype), what, "give two rows or more"
+            for depth, row in sorted(rows.items()):
+                if problem := next(self._problems_of_row(depth, row, before), None):
+                    yield ("microseconds", dtype, str(depth)), *problem
+                before = depth, row
+
+    def _problems_of_row(
+        self, depth: int, row: tuple[float, ...], before: tuple[int, tuple[float, ...]] | None
+    ) -> Iterator[tuple[str, str]]:
+        """Yields the problems of the times of a contracted size. before: the smaller one and its times."""
+        if len(row) != (wanted := len(self.results or (depth,))):
+            of = "`results`" if self.results else "them"
+            what = f"{len(row)} times for {counted(wanted, 'size')}"
+            yield what, f"give a time for each of {of}, in microseconds"
+            return
+        of_results = [("the result before", *pair) for pair in pairwise(row)]
+        depth_before, row_before = before or (0, ())
+        of_depths = [(f"a contracted size of {depth_before}", *each) for each in zip(row_before, row, strict=False)]
+        for smaller, time, after in (*of_results, *of_depths):
+            if after < MOST_FALL * time:
+                what = f"{after:g} us where {smaller} takes {time:g}"
+                yield what, "check these two times: more FLOPs cannot take so much less"
+        for smaller, time, after in (*of_results[-1:], *of_depths[-1:]):
+            if after <= time:
+                what = f"the largest result takes {after:g} us, no longer than {smaller} ({time:g})"
+                yield what, "measure both again: more FLOPs take as long as their rate says"
+
+    def rates(self, dtype: PeakType) -> dict[int, tuple[float, ...]]:
+        """Returns the FLOP/s of a type for each size of the result, by contracted size."""
+        return {
+            depth: tuple(2 * depth * size / time for size, time in zip(self.results or (depth**2,), row, strict=True))
+            for depth, row in self.seconds(dtype).items()
+        }
 
     def seconds(self, dtype: PeakType) -> dict[int, tuple[float, ...]]:
         """Returns the seconds of a type for each size of the result, by contracted size."""

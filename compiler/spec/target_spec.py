@@ -17,7 +17,7 @@ from ..core.float_types import PeakType
 from ..core.format import counted
 from ..core.traffic import PassKind
 from .kernel_rates import NamedAttention
-from .measured_tables import NamedCollectives, NamedMatmuls, refuse
+from .measured_tables import LEAST_SHARE, MOST_OVER, KeyPath, NamedCollectives, NamedMatmuls, refuse
 
 ChipShape = tuple[PositiveInt, ...]
 SMALL_HEAD = 64  # of attention: with a larger one a score has more FLOPs
@@ -92,6 +92,27 @@ class ChipSpec(Config):
                 what = f"{rate:g} ps for a score is above the peak of {self.name}, even with a head of {SMALL_HEAD}"
                 raise mistake(what, "give picoseconds, or shares by head, block and length", f"attention.{name}")
         return self
+
+    @model_validator(mode="after")
+    def _check_matmuls(self) -> Self:
+        """Matmuls that were measured cannot be faster than the chip, and the best of them are not a thousand times
+        slower."""
+        refuse(self, ((("matmuls", "microseconds", *at), what, fix) for at, what, fix in self._wrong_rates()))
+        return self
+
+    def _wrong_rates(self) -> Iterator[tuple[KeyPath, str, str]]:
+        if self.matmuls is None:
+            return
+        for dtype in self.matmuls.microseconds:
+            rates, peak = self.matmuls.rates(dtype), (self.peak_flops_per_second[dtype] or math.inf) / self.num_devices
+            if math.isinf(peak):  # it is not published
+                continue
+            has, fix = f"of which {self.name} has {peak / 1e12:.4g}", "give times in microseconds, of a whole batch"
+            for depth, best in ((depth, max(row)) for depth, row in rates.items()):
+                if best > MOST_OVER * peak:
+                    yield (dtype, str(depth)), f"the best of these times is of {best / 1e12:.4g} TFLOP/s, {has}", fix
+            if (best := max(map(max, rates.values()))) < LEAST_SHARE * peak:
+                yield (dtype,), f"the best of these times is of {best / 1e12:.4g} TFLOP/s, {has}", fix
 
     @field_validator("peak_flops_per_second")
     @classmethod

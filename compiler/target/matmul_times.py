@@ -19,33 +19,48 @@ FAR = 2**24  # how much larger than the largest measured size the last point of 
 
 @dataclass(frozen=True)
 class MatmulTimes:
-    """The times of matmuls on a chip. slower: by how much they take longer under load, or by a calibration."""
+    """The times of matmuls on a chip. load: by how much their arithmetic takes longer in a run than alone; to start
+    takes as long as alone. slower: by how much both take longer, by a calibration."""
 
     table: MatmulTable = field(repr=False)
+    load: float = 1.0
     slower: float = 1.0
 
     def knows(self, dtype: str) -> bool:
         """Returns True if matmuls of these operands were measured."""
-        return _measured_type(dtype) in self.table.microseconds
+        return _measured_type(dtype, self.table) in self.table.microseconds
 
     def seconds(self, dtype: str, flops: ArrayLike, num_results: ArrayLike) -> np.ndarray:
         """Returns the seconds of matmuls of a type. flops: of each; num_results: elements of each result."""
+        measured = _measured_type(dtype, self.table)
+        alone, start = self._alone(measured, flops, num_results), _start(self.table, measured)
+        return self.slower * (alone + (self.load - 1) * np.maximum(alone - start, 0.0))
+
+    def _alone(self, dtype: PeakType, flops: ArrayLike, num_results: ArrayLike) -> np.ndarray:
         if self.table.results is None:
-            sizes, times = _cubes(self.table, _measured_type(dtype))
-            return self.slower * np.exp(np.interp(np.log(np.maximum(flops, 1.0)), sizes, times))
-        logs = _grid(self.table, _measured_type(dtype))
+            sizes, times = _cubes(self.table, dtype)
+            return np.exp(np.interp(np.log(np.maximum(flops, 1.0)), sizes, times))
+        logs = _grid(self.table, dtype)
         results = np.maximum(num_results, 1.0)
         depth = np.maximum(np.asarray(flops) / (2 * results), 1.0)
         (row, down), (column, right) = _between(logs.depths, np.log(depth)), _between(logs.results, np.log(results))
         low = (1 - right) * logs.seconds[row, column] + right * logs.seconds[row, column + 1]
         high = (1 - right) * logs.seconds[row + 1, column] + right * logs.seconds[row + 1, column + 1]
-        return self.slower * np.exp((1 - down) * low + down * high)
+        return np.exp((1 - down) * low + down * high)
 
 
-def _measured_type(dtype: str) -> PeakType:
+def _measured_type(dtype: str, table: MatmulTable) -> PeakType:
     """Returns the type that takes as long as this one: both halves of float32 do."""
     peak = peak_name(dtype)
-    return "bfloat16" if peak == "float16" else peak
+    return "bfloat16" if peak == "float16" and peak not in table.microseconds else peak
+
+
+@cache
+def _start(table: MatmulTable, dtype: PeakType) -> float:
+    """Returns the seconds of the smallest matmul besides what its FLOPs take at the best rate of all."""
+    best = max(map(max, table.rates(dtype).values()))
+    depth, row = next(iter(table.seconds(dtype).items()))
+    return row[0] - 2 * depth * (table.results or (depth**2,))[0] / best
 
 
 @dataclass(frozen=True)

@@ -66,21 +66,25 @@ class TargetPlan:
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Returns the figures whose source is an assumption, by their key in `conf/target`."""
-        parts = {"chip": self.chip, "network": self.network}
+        """Returns the figures whose source is an assumption, by their key in `conf/target`, besides those that a
+        declaration or a calibration replaced."""
+        if self.chip is None or self.network is None:
+            return ()
+        shipped = chip_file(self.chip.name) if self.chip.name in kinds() else (self.chip, self.network)
         return tuple(
             f"{part}.{name}"
-            for part, spec in parts.items() if spec
+            for part, spec, of_file in zip(("chip", "network"), (self.chip, self.network), shipped, strict=True)
             for name, source in spec.sources.items()
             if "an assumption" in source and getattr(spec, name) is not None
+            and not (source == of_file.sources.get(name) and getattr(spec, name) != getattr(of_file, name))
         )  # fmt: skip
 
     def matmul_times(self, factor: float = 1.0) -> MatmulTimes | None:
         """Returns the times of matmuls under the load of a run; None where none were measured. factor: by how much they
-        take longer still."""
+        take longer still, by a calibration."""
         if self.chip is None or self.chip.matmuls is None:
             return None
-        return MatmulTimes(self.chip.matmuls, factor / (self.chip.sustained * self.chip.power_share))
+        return MatmulTimes(self.chip.matmuls, 1 / (self.chip.sustained * self.chip.power_share), factor)
 
     def kernel_rate(self, of: RatedBy) -> float | None:
         """Returns the FLOP/s that a kernel keeps over a run; None where they are not known."""

@@ -23,6 +23,7 @@ from meshloom.compiler.pipeline.schedules import SCHEDULES, build_table
 from meshloom.compiler.pipeline.table import TickForm
 from meshloom.compiler.report.explain import MOST_STAGES, explain, pipeline_lines, plan_as_json
 from meshloom.compiler.report.explain_estimate import estimate_as_json, print_estimate
+from meshloom.compiler.spec.measured_tables import NEEDED
 from meshloom.models.family_configs import DecoderConfig
 from support.reference import reference_loss
 
@@ -51,6 +52,18 @@ def test_prices_that_nobody_measured_are_named(target, said):
     plan = plan_of(f"target={target}", "sharding=fsdp", "global_batch_size=512", "model.embed_dim=512", *ON_CHIPS)
     found = plan_as_json(plan)["assumed"]
     assert all(part in text for text, part in zip(found, said, strict=True))
+
+
+def test_a_table_of_ones_own_is_no_assumption():
+    rows = ", ".join(f"{kind}: {{2x8: '90 250'}}" for kind in NEEDED)
+    own = f"{{source: mine, chip_bytes_per_second: 5e10, bytes: 1Mi 4Mi, microseconds: {{{rows}}}}}"
+    found = [
+        plan_as_json(plan_of("target=b200-16", "sharding=fsdp", "global_batch_size=512", *declared, *ON_CHIPS))[
+            "assumed"
+        ]
+        for declared in ((), (f"target.network.across={own}",))
+    ]
+    assert ["network.across" in each[0] for each in found] == [True, False]
 
 
 @pytest.mark.parametrize(("remat", "is_said"), [("full", False), ("offload", True)])

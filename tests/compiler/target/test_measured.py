@@ -251,8 +251,38 @@ def test_a_matmul_beyond_the_table_runs_at_its_last_rate_and_a_small_one_takes_t
     assert seconds[0] > 4e-6
     of_type = {dtype: times.seconds(dtype, 2 * results, results).tolist() for dtype in ("bfloat16", "float16")}
     assert of_type["float16"] == of_type["bfloat16"]
-    slower = MatmulTimes(table, 2.0).seconds("bfloat16", 2 * results, results)
+    slower = MatmulTimes(table, slower=2.0).seconds("bfloat16", 2 * results, results)
     assert slower.tolist() == pytest.approx([2 * each for each in of_type["bfloat16"]])
+
+
+@pytest.mark.parametrize("chip", ["h100", "b200"])
+@pytest.mark.parametrize("depth", [512, 1024, 2048])
+def test_a_contracted_size_that_is_left_out_is_found_between_the_others(chip, depth, measured_tables):
+    table = chip_file(chip)[0].matmuls
+    assert table is not None
+    rows = {k: row for k, row in table.microseconds["bfloat16"].items() if k != depth}
+    times = MatmulTimes(table.model_copy(update={"source": f"no {depth}", "microseconds": {"bfloat16": rows}}))
+    errors = []
+    for each in measured_tables.read("gpu_matmuls.csv"):
+        if each["chip"] == chip and each["k"] == str(depth) and each["types"].startswith("bf16"):
+            results = float(each["batch"]) * float(each["m"]) * float(each["n"])
+            price = times.seconds("bfloat16", 2 * results * depth, results)
+            errors.append(abs(price / float(each["microseconds"]) * 1e6 - 1))
+    assert len(errors) == 75
+    assert mean(errors) < 0.08
+
+
+def test_under_load_only_the_arithmetic_of_a_matmul_takes_longer():
+    """H100's smallest matmul, 33 MFLOP, takes 5 us, almost all to start; its largest, of 0.5 TFLOP, 697."""
+    table = chip_file("h100")[0].matmuls
+    assert table is not None
+    sizes = 2 * 256.0**3, 2 * 2.0**26 * 4096
+    alone, loaded = (
+        [times.seconds("bfloat16", flops, results) for flops, results in zip(sizes, (256**2, 2**26), strict=True)]
+        for times in (MatmulTimes(table), MatmulTimes(table, load=1.5))
+    )
+    assert loaded[0] == pytest.approx(alone[0], rel=0.01)
+    assert loaded[1] == pytest.approx(1.5 * 692e-6 + 5e-6, rel=0.002)
 
 
 GOOD = {"source": "a test", "chip_bytes_per_second": 1e11, "bytes": "1Mi 2Mi 4Mi",
@@ -319,6 +349,10 @@ def test_a_group_in_the_wrong_table_is_refused():
         ({"results": "64Ki 32Ki"}, "the sizes do not ascend"),
         ({"microseconds": {"bfloat16": {256: "1 2"}}}, "fewer than two contracted sizes"),
         ({"microseconds": {"bfloat16": {256: "1 2", 512: "2"}}}, "1 times for 2 sizes"),
+        ({"microseconds": {"bfloat16": {256: "3 1", 512: "2 4"}}}, "1 us where the result before takes 3"),
+        ({"microseconds": {"bfloat16": {256: "1 12", 512: "2 4"}}}, "4 us where a contracted size of 256 takes 12"),
+        ({"microseconds": {"bfloat16": {256: "1 2", 512: "4 4"}}}, "no longer than the result before (4)"),
+        ({"microseconds": {"bfloat16": {256: "1 4", 512: "2 4"}}}, "no longer than a contracted size of 256 (4)"),
         ({"results": None}, "2 times for 1 size"),
     ],
 )
@@ -327,6 +361,34 @@ def test_a_wrong_table_of_matmuls_is_refused(changed, message):
     MatmulTable.model_validate(good)
     with pytest.raises(ValidationError, match=re.escape(message)):
         MatmulTable.model_validate(good | changed)
+
+
+@pytest.mark.parametrize(
+    ("times", "message"),
+    [
+        ("{512: '2 4', 1024: '0.02 0.03'}", ["matmuls.microseconds.bfloat16.1024"]),
+        (
+            "{512: '0.02 0.04', 1024: '0.03 0.06'}",
+            [f"bfloat16.{depth}: the best of these times is" for depth in (512, 1024)],
+        ),
+        (
+            "{512: '2e4 4e4', 1024: '3e4 6e4'}",
+            ["microseconds.bfloat16: the best of these times is of 0.00", "has 989.4"],
+        ),
+    ],
+)
+def test_matmuls_faster_than_the_chip_or_in_nanoseconds_are_refused(times, message):
+    own = "target.chip.matmuls={source: mine, results: 128Ki 256Ki, microseconds: {bfloat16: " + times + "}}"
+    with pytest.raises(ConfigError) as raised:
+        read_spec(Request(("target=h100-8", own)), then=lambda spec: spec.target)
+    assert all(part in str(raised.value) for part in message)
+
+
+def test_a_table_with_times_of_float16_has_them_for_it():
+    rows = {"bfloat16": {256: "1 2", 512: "2 4"}, "float16": {256: "2 4", 512: "4 8"}}
+    table = MatmulTable.model_validate({"source": "a test", "results": "64Ki 128Ki", "microseconds": rows})
+    found = [MatmulTimes(table).seconds(dtype, 2.0**25, 2.0**16) for dtype in ("bfloat16", "float16")]
+    assert found[1] == pytest.approx(2 * found[0])
 
 
 @pytest.mark.parametrize("target", ["h100-8", "gb200-72", "v5p-8"])
