@@ -100,7 +100,7 @@ def _of_step(row: dict[str, str]) -> Iterator[Operation]:
     """Yields the operation of a row of a step on v5p-8, unless it runs on one core beside another one."""
     text, category, measured = row["text"], row["category"], float(row["microseconds"]) * 1e-6
     chip = chip_of(_target("v5p-8"))
-    if "in_megacore" in text or measured < 5e-6:
+    if "in_megacore" in text or measured < 2e-6:
         return
     if category == "convolution fusion":
         flops = float(row["gflops_of_core"]) * 2e9 * measured
@@ -108,16 +108,37 @@ def _of_step(row: dict[str, str]) -> Iterator[Operation]:
         price = flops / (chip.peak_flops_per_second["bfloat16"] * chip.matmul_share) + cost_model().matmul_seconds
         kind, price = ("matmul that sends", price * cost_model().sending_matmul) if sends else ("matmul", price)
         yield Operation("v5p", kind, f"{flops / 1e9:.0f} GFLOP", measured, price)
-    elif category in PASSES and (category == "dynamic-update-slice" or not _SLICED.search(text)):
+    elif category in PASSES and (part := _as_part(text)) is not None:
         kind = "update inside tiles" if category == "dynamic-update-slice" else "pass over memory"
         yield Operation(
-            "v5p", kind, text.partition(" = ")[2].partition("}")[0] + "}", measured, _of_text(text, "v5p-8")
+            "v5p", kind, text.partition(" = ")[2].partition("}")[0] + "}", measured, _of_text(part, "v5p-8")
         )
     elif (kind := COLLECTIVES.get(category)) is not None:
         entry = parse_module(alone(text)).entry_computation
         size = max(entry.root.num_bytes, *(each.num_bytes for each in entry.parameters))
         size = size * 4 if kind == "all-to-all" else size
         yield Operation("v5p", kind, f"{size / 1e6:.0f} MB", measured, collective("v5p-8", kind, size))
+
+
+def _as_part(text: str) -> str | None:
+    """Returns a fusion that only slices a stack or updates it as this slice or update; None for others that read a part
+    of a stack, since the text does not say which."""
+    head, is_fusion, rest = text.partition(" fusion(")
+    if not is_fusion or not _SLICED.search(text):
+        return text
+    result = head.partition(" = ")[2]
+    match _TYPED.findall(rest.partition("), kind=")[0]):
+        case [(stack, name), (place, at)] if _rank(stack) == _rank(result):
+            return f"{head} dynamic-slice({stack} %{name}, {place} %{at})"
+        case [(stack, name), (place, at), (update, new)] if stack == result and _rank(update) == _rank(stack):
+            return f"{head} dynamic-update-slice({stack} %{name}, {update} %{new}, {place} %{at})"
+        case _:
+            return None
+
+
+def _rank(kind: str) -> tuple[str, int]:
+    """Returns the type of an array's elements and the number of its dimensions."""
+    return kind.partition("[")[0], kind.partition("]")[0].count(",")
 
 
 def collective(name: str, kind: CollectiveKind, num_bytes: float, groups: Sequence[tuple[int, ...]] = ()) -> float:

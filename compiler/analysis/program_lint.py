@@ -20,11 +20,11 @@ from ..core.traffic import HOST_COPIES, TransferKind
 from ..schema import CollectiveReport, Finding, StepReport, or_infinity
 from ..target.compiler_options import presets_for
 from ..target.target import TargetPlan
-from ..xla.hlo import Module
+from ..xla.hlo import Instruction, Module
 from ..xla.hlo.flow import Flow, ModuleValue, ValueUse
 from ..xla.hlo.opcodes import SAME_ELEMENTS
 from ..xla.hlo.types import HOST
-from ..xla.schedule.prices import updated_inside_tiles
+from ..xla.schedule.passes import PartOfTiles, parts_of_tiles
 from .program_devices import ProgramDevices
 from .program_text import LEAST_BYTES, NUM_PLACES, shown, source_finder
 from .schedule_analysis import ScheduleAnalysis
@@ -172,28 +172,40 @@ def _is_used_by_shard(uses: Sequence[ValueUse], num_parts: int) -> bool:
 
 
 def _inside_tiles(module: Module, schedule: ScheduleAnalysis) -> Iterator[Finding]:
-    """Yields the finding on stacks of which the dimension of the layers is one of the two that tiles cover."""
-    updates = [
-        (each, tiles / around.by_name[each.operands[1]].num_bytes)
+    """Yields the findings on stacks of which the dimension of the layers is one of the two that tiles cover."""
+    found = [
+        (each, part)
         for around in module.computations.values()
         for each in around.instructions
-        if each.name in schedule.compute_seconds and (tiles := updated_inside_tiles(each, around))
+        if each.name in schedule.compute_seconds
+        for part in parts_of_tiles(each, around, module)
     ]
-    seconds = sum(schedule.compute_seconds[each.name] for each, _ in updates)
-    if not updates or not schedule.step.least_seconds or seconds / schedule.step.least_seconds < LEAST_SHARE:
+    for kind in ("update", "slice"):
+        yield from _parts_inside_tiles(
+            kind, [(each, part) for each, part in found if part.kind == kind], module, schedule
+        )
+
+
+def _parts_inside_tiles(
+    kind: str, parts: list[tuple[Instruction, PartOfTiles]], module: Module, schedule: ScheduleAnalysis
+) -> Iterator[Finding]:
+    """Yields the finding on updates or slices, each with the instruction that is it or contains it."""
+    seconds = sum(schedule.compute_seconds[name] for name in {each.name for each, _ in parts})
+    if not parts or not schedule.step.least_seconds or seconds / schedule.step.least_seconds < LEAST_SHARE:
         return
-    updates.sort(key=lambda found: (-schedule.compute_seconds[found[0].name], found[0].name))
-    dearest, times = updates[0]
+    parts.sort(key=lambda found: (-schedule.compute_seconds[found[0].name], found[0].name))
+    dearest, part = parts[0]
     lines = source_finder(module)
-    named = (shown(at, each.op_name) if (at := lines(each)) else each.name for each, _ in updates)
+    named = (shown(at, each.op_name) if (at := lines(each)) else each.name for each, _ in parts)
     places = human_names(list(dict.fromkeys(named)), NUM_PLACES, between="; ")
+    moved = "read and written" if kind == "update" else "read"
     yield Finding(
-        rule="update-inside-tiles",
+        rule=f"{kind}-inside-tiles",
         severity="warning",
-        what=f"{counted(len(updates), 'update')} of a part of an array lie inside its tiles, of which {times:.0f} "
-        f"times the bytes are read and written: {human_seconds(seconds)}, "
+        what=f"{counted(len(parts), kind)} of a part of an array lie inside its tiles, of which "
+        f"{part.tile_bytes / part.num_bytes:.0f} times the bytes are {moved}: {human_seconds(seconds)}, "
         f"{human_share(seconds / schedule.step.least_seconds)} of the step",
-        where=f"{places} ({dearest.name}, {dearest.type_text})",
+        where=f"{places} ({dearest.name}, {part.whole})",
         fix="stack layers along the first dimension (MaxText: param_scan_axis=0), or give the array a layout with the "
         "dimension of the layers outermost: jax.experimental.layout.Format in in_shardings and out_shardings",
     )

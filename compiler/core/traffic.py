@@ -21,8 +21,9 @@ from .known import OrUnknown, Unknown, all_known
 from .scopes import Pass
 
 ComputeKind = Literal["matmul", "attention", "other"]
-# Passes over memory by what they do with it; "tile": an update of a part of tiles, of the bytes of whole tiles.
-PassKind = Literal["read", "write", "update", "tile"]
+# Passes over memory by what they do with it. "tile": an update of a part of tiles, of the bytes of whole tiles;
+# "transpose": a copy of packed elements that makes columns of rows; "retile": a copy into tiles of another shape.
+PassKind = Literal["read", "write", "update", "tile", "transpose", "retile"]
 CollectiveKind = Literal[
     "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast", "send",
 ]  # fmt: skip

@@ -18,6 +18,7 @@ class CostModel(Record):
 
     kernel_seconds: the shortest GPU kernel. kernel_gap_seconds: from the end of a kernel to the start of the next.
     negligible_bytes: arrays of at most this size take no time on TPUs.
+    pass_seconds: what a pass over memory takes on TPUs besides its bytes at the whole bandwidth.
     matmul_seconds: what a matmul takes on TPUs besides its arithmetic.
     sending_matmul: how much longer a matmul takes from within which a TPU sends the chunks of a collective.
     exposed_beside_matmuls: the share of tensor parallelism's collectives that is waited for where they run beside
@@ -41,6 +42,7 @@ class CostModel(Record):
     kernel_seconds: PositiveFloat
     kernel_gap_seconds: PositiveFloat
     negligible_bytes: PositiveInt
+    pass_seconds: PositiveFloat
     matmul_seconds: PositiveFloat
     sending_matmul: PositiveFloat
     exposed_beside_matmuls: UpToOne

@@ -14,7 +14,7 @@ from ...core.traffic import HOST_COPIES, HostCopyKind
 from ..hlo import Computation, HloError, Instruction, Module
 from ..hlo.flow import num_trips
 from ..hlo.types import HOST, ArrayType, bits_of, elements_of, parse_type
-from .prices import fusion_passes
+from .passes import fusion_passes
 
 _READ = frozenset({"copy", "dynamic-slice", "slice"})
 _CALLS = frozenset({"async-start", "call", "call-start"})

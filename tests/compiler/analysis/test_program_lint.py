@@ -85,6 +85,28 @@ def test_an_update_of_a_layer_that_lies_inside_tiles_is_named_with_its_share(lay
         assert "first dimension" in said.fix
 
 
+@pytest.mark.parametrize("kind", ["update", "slice"])
+def test_a_fusion_with_a_part_inside_tiles_is_named(kind):
+    stack, layer = "f32[16,512,7168]{2,0,1:T(8,128)}", "f32[1,512,7168]{2,0,1:T(1,128)}"
+    of = {
+        "update": (stack, f"%n = {layer} negate(%u)\n  ROOT %d = {stack} dynamic-update-slice(%s, %n, %i, %i, %i)"),
+        "slice": (layer, f"%d = {layer} dynamic-slice(%s, %i, %i, %i)\n  ROOT %n = {layer} add(%d, %u)"),
+    }
+    result, lines = of[kind]
+    fused = (
+        f"%fused (s: f32[], u: f32[], i: s32[]) -> f32[] {{\n  %s = {stack} parameter(0)\n"
+        f"  %u = {layer} parameter(1)\n  %i = s32[] parameter(2)\n  {lines}\n}}\n"
+    )
+    given = (f"  %stack = {stack} parameter(1)", f"  %layer = {layer} parameter(2)", "  %i = s32[] parameter(3)")
+    fusion = f"  %f = {result} fusion(%stack, %layer, %i), kind=kLoop, calls=%fused"
+    found = findings(*given, fusion, compute("a", 10**6), before=fused, target="v5p-8")
+    said = found[f"{kind}-inside-tiles"]
+    assert f"1 {kind} of a part of an array" in said.what
+    assert "8 times" in said.what
+    assert "T(8,128)" in said.where
+    assert "first dimension" in said.fix
+
+
 @pytest.mark.parametrize(
     ("size", "sharding", "target", "is_found"),
     [
