@@ -18,7 +18,7 @@ from ..hlo.types import HBM, HOST, ArrayType, bits_of, parse_type
 
 
 @dataclass(frozen=True)
-class Traffic:
+class HbmTraffic:
     """The bytes that an operation reads and writes. inside: of tiles that it changes in part, for which they are read
     and written besides."""
 
@@ -41,21 +41,21 @@ class PartOfTiles:
     whole: str
 
 
-def traffic_of(instruction: Instruction, around: Computation, module: Module) -> Traffic:
+def hbm_traffic(instruction: Instruction, around: Computation, module: Module) -> HbmTraffic:
     """Returns what an operation reads and writes."""
     if instruction.opcode == "dynamic-update-slice":
-        update, inside = bytes_of(instruction.operands[1], around), _update_inside(instruction, around)
-        return Traffic(update, 0, inside) if inside else Traffic(update, update)
+        update, inside = result_bytes(instruction.operands[1], around), _update_inside(instruction, around)
+        return HbmTraffic(update, 0, inside) if inside else HbmTraffic(update, update)
     if instruction.opcode in PARTS:
-        return Traffic(_touched(instruction, around), instruction.num_bytes)
+        return HbmTraffic(_touched(instruction, around), instruction.num_bytes)
     if instruction.opcode != "fusion" or not instruction.called:
-        return Traffic(sum(bytes_of(name, around) for name in instruction.operands), instruction.num_bytes)
+        return HbmTraffic(sum(result_bytes(name, around) for name in instruction.operands), instruction.num_bytes)
     passes = fusion_passes(instruction, around, module)
     read, written = (
         sum(num_bytes for array, num_bytes in each if array.memory_space != HOST)
         for each in (passes.read, passes.written)
     )
-    return Traffic(read, written, passes.inside)
+    return HbmTraffic(read, written, passes.inside)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def fusion_passes(instruction: Instruction, around: Computation, module: Module)
         if each.instruction.opcode == "dynamic-update-slice":  # it writes the update of an array alone
             tiles = 0 if array.memory_space == HOST else _update_inside(each.instruction, each.computation)
             inside += tiles
-            written.append((array, 0 if tiles else bytes_of(each.instruction.operands[1], each.computation)))
+            written.append((array, 0 if tiles else result_bytes(each.instruction.operands[1], each.computation)))
         else:
             written.append((array, each.array.num_bytes if each.array else each.instruction.num_bytes))
     return FusionPasses(read, tuple(written), inside)
@@ -108,7 +108,7 @@ def is_pass(instruction: Instruction, around: Computation, module: Module) -> bo
     return is_streamed and not any(each.opcode in _IRREGULAR for each in within(instruction, module))
 
 
-def pass_kind(instruction: Instruction, around: Computation, module: Module, traffic: Traffic) -> PassKind | None:
+def pass_kind(instruction: Instruction, around: Computation, module: Module, traffic: HbmTraffic) -> PassKind | None:
     """Returns the kind of a pass over memory; None for one that reads and writes."""
     if kind := _kind_of_copy(instruction, around, module):
         return kind
@@ -148,7 +148,7 @@ def parts_of_tiles(instruction: Instruction, around: Computation, module: Module
             for each in inner.instructions:
                 yield from parts_of_tiles(each, inner, module)
     elif instruction.opcode == "dynamic-update-slice" and (tiles := _update_inside(instruction, around)):
-        yield PartOfTiles("update", bytes_of(instruction.operands[1], around), tiles, instruction.type_text)
+        yield PartOfTiles("update", result_bytes(instruction.operands[1], around), tiles, instruction.type_text)
     elif instruction.opcode == "dynamic-slice" and (tiles := _touched(instruction, around)) > instruction.num_bytes:
         yield PartOfTiles("slice", instruction.num_bytes, tiles, around.by_name[instruction.operands[0]].type_text)
 
@@ -200,7 +200,7 @@ def operand_types(instruction: Instruction, around: Computation) -> tuple[ArrayT
     return tuple(array for each in found if each is not None for array in parse_type(each.type_text))
 
 
-def bytes_of(name: str, around: Computation) -> int:
+def result_bytes(name: str, around: Computation) -> int:
     """Returns the bytes of an instruction's result."""
     found = around.by_name.get(name)
     return found.num_bytes if found is not None else 0

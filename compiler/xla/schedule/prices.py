@@ -23,7 +23,7 @@ from ..hlo import Computation, Instruction, Module
 from ..hlo.opcodes import FREE
 from ..hlo.types import ArrayType
 from .kernels import is_attention, is_matmul, is_pallas, kernel_work
-from .passes import Traffic, is_pass, operand_types, pass_kind, traffic_of, within
+from .passes import HbmTraffic, hbm_traffic, is_pass, operand_types, pass_kind, within
 from .steps import Compute, PricedBy
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _price(
     only_moves = bool(chip.passes) and not work.flops and is_pass(instruction, around, module)
     if estimated is not None and not work.flops and not only_moves:
         return _Price(estimated, "cycles")
-    traffic = traffic_of(instruction, around, module) if work.num_bytes is None else Traffic(0, work.num_bytes)
+    traffic = hbm_traffic(instruction, around, module) if work.num_bytes is None else HbmTraffic(0, work.num_bytes)
     if chip.platform == "tpu" and not work.flops and traffic.num_bytes <= numbers.negligible_bytes:
         return _Price(None, "nothing", unknown=work.unknown) if work.unknown else _Price(0.0, "bytes")
     kind = pass_kind(instruction, around, module, traffic) if only_moves else None
@@ -133,7 +133,7 @@ def _price(
     return _Price(seconds, "flops" if flops_seconds > memory_seconds else "bytes")
 
 
-def _memory_seconds(traffic: Traffic, chip: Chip, kind: PassKind | None) -> float:
+def _memory_seconds(traffic: HbmTraffic, chip: Chip, kind: PassKind | None) -> float:
     """Returns the time of an operation's traffic at the shares of the bandwidth that its kind reaches."""
     share, inside = (chip.passes.get(each, chip.memory_share) if each else chip.memory_share for each in (kind, "tile"))
     moved = (traffic.read + traffic.written) / share + 2 * traffic.inside / inside
