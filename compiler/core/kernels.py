@@ -36,9 +36,11 @@ class KernelArray:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The properties of a call that the rate of an attention kernel depends on. head_dim: the size of a head of the
-    queries. length: the tokens that a query may see; 0 for a part of a long sequence. block: the tokens of a block; 0:
-    not known. matmuls: that one call computes for each score: 2 forward; backward 5, or 3 and 4 in two kernels."""
+    """The properties of a call that the rate of an attention kernel depends on.
+
+    head_dim: the size of a head of the queries. length: the number of keys; 0: not known. block: the tokens of a block;
+    0: not known. matmuls: how many one call computes for each score: 2 forward; backward 5, or 3 and 4 in two kernels.
+    """
 
     head_dim: int = 0
     length: int = 0

@@ -5,8 +5,8 @@ A chip names the attention kernel that its programs are priced with (`chip.atten
     target.chip.attention=early_pallas_v5p
     target.chip.attention={title: mine, source: my trace, forward: 7.7, backward: 19.3}
 
-forward, backward: shares of the peak, by the size of a head, the tokens of a block, and the tokens that a query may
-see; or one number, the picoseconds of a score that the mask leaves.
+forward, backward: of a kernel whose blocks cost the same wherever they lie, what a block costs; of others, shares of
+the peak by the size of a head and the length; or one number, the picoseconds of a score that the mask leaves.
 """
 
 import math
@@ -15,7 +15,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from meshloom.models.record import Record, mistake
 
@@ -27,26 +27,51 @@ from .own_config import own_config
 
 Share = Annotated[float, Field(gt=0, le=1)]
 ByLength = Annotated[dict[PositiveInt, Share], Field(min_length=1)]
-ByBlock = Annotated[dict[PositiveInt, ByLength], Field(min_length=1)]
-ByHead = Annotated[dict[PositiveInt, ByBlock], Field(min_length=1)]
+ByHead = Annotated[dict[PositiveInt, ByLength], Field(min_length=1)]
+
+# Where a call does not say: of our kernels for TPUs, and of the recipes that others publish.
+USUAL_BLOCK = 1024
 
 
-def _by_head_or_picoseconds(value: Any) -> Any:
+class BlockRate(Record):
+    """What a block of queries x keys costs: its matmuls, and what a kernel does besides for each block.
+
+    share: of the peak, which the matmuls reach. lost_flops: the FLOPs at the peak for which the rest takes as long, so
+    that it belongs to chips with the same balance of units. least_head: the tokens of a matrix unit's side; a smaller
+    head takes as long."""
+
+    share: Share
+    lost_flops: NonNegativeFloat
+    least_head: PositiveInt
+
+    def flops_per_second(self, call: AttentionCall, peak: float) -> float:
+        """Returns the rate of a call's arithmetic."""
+        block = call.block or min(USUAL_BLOCK, call.length or USUAL_BLOCK)
+        as_long = self.lost_flops + self.matmul_flops(call.matmuls, call.head_dim) * block**2
+        return peak * 2 * call.matmuls * call.head_dim * block**2 / as_long
+
+    def matmul_flops(self, matmuls: int, head_dim: int) -> float:
+        """Returns the FLOPs at the peak for which the matmuls of a score take as long."""
+        return 2 * matmuls * max(head_dim, self.least_head) / self.share
+
+
+def _rate_of_pass(value: Any) -> Any:
     """Raises one error, where a union would raise one for each of its types."""
     if isinstance(value, Mapping):
-        return with_whole_keys(value)
-    if isinstance(value, int | float) and value > 0:
+        return BlockRate.model_validate(value) if "share" in value else with_whole_keys(value)
+    if isinstance(value, BlockRate) or (isinstance(value, int | float) and value > 0):
         return value
-    fix = "give shares by head, block and length, {128: {512: {2048: 0.38}}}, or picoseconds for a score"
-    raise mistake(f"{value!r} is neither a table of shares nor a time", fix)
+    fix = "give {share: 0.95, lost_flops: 2.1e8, least_head: 128}, shares by head and length, {128: {2048: 0.49}}, "
+    fix += "or picoseconds for a score"
+    raise mistake(f"{value!r} is neither what a block costs, nor a table of shares, nor a time", fix)
 
 
-PassRate = Annotated[ByHead | PositiveFloat, BeforeValidator(_by_head_or_picoseconds)]
+PassRate = Annotated[BlockRate | ByHead | PositiveFloat, BeforeValidator(_rate_of_pass)]
 
 
 class AttentionKernel(Record):
     """An attention kernel, as far as its time depends on it. title: what it is, in words; source: where it was
-    measured. forward, backward: what each pass reaches."""
+    measured. forward, backward: what each pass reaches; of two backward kernels, each."""
 
     title: Text
     source: Text
@@ -59,22 +84,25 @@ class AttentionKernel(Record):
     def flops_per_second(self, call: AttentionCall, peak: float) -> float:
         """Returns the rate of a call's arithmetic. peak: of the device; a rate in picoseconds does not depend on it."""
         rate = self.backward if call.is_backward else self.forward
+        if isinstance(rate, BlockRate):
+            return rate.flops_per_second(call, peak)
         if isinstance(rate, Mapping):
-            by_head = {
-                head: _at_length(_nearest(blocks, call.block), call.length) for head, blocks in sorted(rate.items())
-            }
+            by_head = {head: _at_length(lengths, call.length) for head, lengths in rate.items()}
             return peak * share_of_head(by_head, call.head_dim)
         return 2 * matmuls_of_pass(call.matmuls) * call.head_dim / (rate * 1e-12)
+
+    def lost_scores(self, head_dim: int) -> float | None:
+        """Returns the scores that take as long as what a block costs besides its own, in a forward pass and one
+        backward kernel; None where blocks have no price."""
+        if not (isinstance(self.forward, BlockRate) and isinstance(self.backward, BlockRate)):
+            return None
+        of_score = self.forward.matmul_flops(2, head_dim) + self.backward.matmul_flops(5, head_dim)
+        return (self.forward.lost_flops + self.backward.lost_flops) / of_score
 
 
 def matmuls_of_pass(matmuls: int) -> int:
     """Returns the matmuls of the pass that a kernel of so many is a part of: two backward kernels have 3 and 4."""
     return 7 if matmuls in (3, 4) else matmuls
-
-
-def _nearest(blocks: Mapping[int, ByLength], block: int) -> ByLength:
-    """Returns the shares of the block that is nearest in size; of the smallest where the call's is not known."""
-    return blocks[min(sorted(blocks), key=lambda each: abs(math.log(each / (block or min(blocks)))))]
 
 
 def _at_length(shares: ByLength, length: int) -> float:

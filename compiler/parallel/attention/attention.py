@@ -42,7 +42,6 @@ from ...jaxpr.program import LANES
 from ...jaxpr.subprograms import subprograms
 from ...sharding.arrays import OpSite
 from ...spec.step_spec import StepSpec
-from ...target.target import TargetPlan
 from ..operation import Lowered, NewestTokens, OpInputs, OpPlan, ParallelOp, Strategy, refused
 from ..remat import ATTENTION_RESULT, marked
 from .blocks import used_blocks
@@ -59,14 +58,12 @@ from .exchange import (
 )
 from .splash import Cut, attend_splash, plan_cut
 from .splash_kernels import (
-    BLOCKS,
     NO_BUDGET,
-    ONE_KERNEL,
     AttentionShape,
     Backward,
     Budget,
     all_blocks,
-    block_size,
+    block_sizes,
     choose_backward,
     plan_budget,
     seen_blocks,
@@ -102,7 +99,7 @@ class AttentionOp(ParallelOp):
         (contexts,) = inputs.after
         exchange = next((each.chosen.parameters for each in contexts if each.site.path == site.path), None)
         merit, head_dim = f"the kernel for {platform}", site.operands[0].shape[-1]
-        budget, chip = _budget(inputs.target, head_dim), inputs.target.chip
+        budget, chip = plan_budget(inputs.target, head_dim), inputs.target.chip
         priced = f"{merit}, priced as {chip.attention.title}" if chip else merit
         kernels = [
             Strategy(
@@ -163,26 +160,21 @@ class AttentionOp(ParallelOp):
         return ATTENTION if exchange is None else nested_scope(ATTENTION, fact_scope(EXCHANGE, exchange.name))
 
 
-def _budget(target: TargetPlan, head_dim: int) -> Budget:
-    rate = target.kernel_rate(AttentionCall(head_dim, matmuls=ONE_KERNEL))
-    return NO_BUDGET if rate is None else plan_budget(target, rate)
-
-
 def plan_backward(site: OpSite, inputs: OpInputs, exchange: Exchange | None) -> Backward:
     """Returns how many kernels compute the gradients of splash attention, and why."""
-    spec, mesh, budget = inputs.spec, inputs.mesh, _budget(inputs.target, site.operands[0].shape[-1])
     heads, head_dim = site.operands[0].shape[2:]
+    spec, mesh, budget = inputs.spec, inputs.mesh, plan_budget(inputs.target, head_dim)
     heads //= mesh.num_shards(axes_of(inputs.sharding.auto_spec(None, None, "heads", None)[2]))
     if exchange is not None and exchange.name != ULYSSES:
         order = exchange.order
         num_queries = spec.sequence_length // (order.num_chunks if exchange.name == RING else order.num_shards)
         num_keys = num_queries if exchange.name == RING else spec.sequence_length
-        block = block_size(num_queries, num_keys, most=BLOCKS[0]) if num_queries % LANES == 0 else 0
+        block = block_sizes(budget, num_queries, num_keys)[0] if num_queries % LANES == 0 else 0
         seen = all_blocks(num_queries, block, num_keys)
     else:
         heads //= 1 if exchange is None else exchange.order.num_shards
         num_keys = spec.sequence_length
-        cut = plan_cut(num_keys, Mask()) if num_keys % LANES == 0 else Cut(0, 0)
+        cut = plan_cut(num_keys, Mask(), budget) if num_keys % LANES == 0 else Cut(0, 0)
         num_queries, block = cut.part, cut.block
         seen = seen_blocks(np.arange(num_keys - num_queries, num_keys, max(1, block))[None], block, num_keys, Mask())
     sequences = inputs.batch.sequences_of_device // spec.overlap.layers.batch_split
@@ -309,16 +301,14 @@ def _traced_cudnn(call: KernelCall) -> KernelCost:
     flops = 2 * math.prod(queries[:-1]) * num_keys * contracted_size(count, queries[-1], values[-1])
     blocks, used = max(1, num_keys // _CUDNN_BLOCK), used_blocks(call.name)
     flops = _causal_flops(flops, blocks, blocks) if used is None else flops * used[0] // used[1]
-    return KernelCost(flops, unit="attention", attention=AttentionCall(queries[-1], num_keys, _CUDNN_BLOCK, count))
+    return KernelCost(flops, unit="attention", attention=AttentionCall(queries[-1], num_keys, matmuls=count))
 
 
 def _attention(call: KernelCall, queries: Sequence[int], num_keys: int, matmuls: int) -> AttentionCall:
-    """Returns what the rate of a call of splash depends on. A block of queries x keys has its mean size. The calls of a
-    ring see a part of the sequence each."""
+    """Returns what the rate of a call of splash depends on. A block of queries x keys has its mean size."""
     _, num_blocks = used_blocks(call.name) or (0, 0)
     block = round(math.sqrt(queries[-2] * num_keys / num_blocks)) if num_blocks else 0
-    length = 0 if call.name.fact(EXCHANGE) == RING else num_keys
-    return AttentionCall(queries[-1], length, block, matmuls)
+    return AttentionCall(queries[-1], num_keys, block, matmuls)
 
 
 def _num_matmuls(call: KernelCall, queries: Sequence[int]) -> int:

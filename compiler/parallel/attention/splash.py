@@ -5,8 +5,9 @@ own `make_splash_mha` fills them by evaluating the mask on every block: 65,536 b
 for each of three kernels, a minute of processor time. Which blocks a causal mask leaves is arithmetic, so the tables
 here take as long as their own entries do. They are equal to JAX's (tests/compiler/parallel/test_splash.py).
 
-A TPU reads the tables from its scalar memory, which is small. Where they would not fit, blocks are larger; where
-they still would not, the queries are cut in parts, and each part is a kernel of its own over the keys up to its end.
+The size of a block is the one that takes least time (`block_scores`): a larger block has less overhead, and computes
+more of what a mask hides at its edge. A TPU reads the tables from its scalar memory, which is small. Where no tables
+would fit, the queries are cut in parts, and each part is a kernel of its own over the keys up to its end.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,6 @@ from ...core.kernels import Deferred
 from ...sharding.batch import TokenOrder
 from .blocks import Attended, Gradient, Gradients, Keys, Queries, Sight, attend_with
 from .splash_kernels import (
-    BLOCKS,
     PARTLY,
     TABLE_BYTES,
     WHOLE,
@@ -33,7 +33,8 @@ from .splash_kernels import (
     Tables,
     all_blocks,
     attend,
-    block_size,
+    block_scores,
+    block_sizes,
     gradients,
     seen_blocks,
 )
@@ -78,7 +79,7 @@ class _Whole:
     def _parts(self, queries: Queries, keys: Keys) -> list[tuple[Tables, slice, tuple[Queries, Keys]]]:
         """Returns the tables of each kernel, its queries, and its operands."""
         length = queries.q_BHTD.shape[2]
-        cut = plan_cut(length, self.mask)
+        cut = plan_cut(length, self.mask, self.options.budget)
         parts = []
         for first in range(0, length, cut.part):
             own = slice(first, first + cut.part)
@@ -109,12 +110,22 @@ class Cut:
     part: int
 
 
-def plan_cut(length: int, mask: Mask) -> Cut:
-    """Returns the first of BLOCKS whose tables fit, else the largest with as few parts as fit."""
-    whole = [Cut(block, length) for block in dict.fromkeys(block_size(length, most=most) for most in BLOCKS)]
-    num_blocks = length // whole[-1].block
-    parts = (Cut(whole[-1].block, length // n) for n in range(2, num_blocks + 1) if num_blocks % n == 0)
-    return next(cut for cut in (*whole, *parts) if _table_bytes(cut, length, mask) <= TABLE_BYTES)
+def plan_cut(length: int, mask: Mask, budget: Budget) -> Cut:
+    """Returns the block that takes least time among those whose tables fit, else the largest with as few parts as
+    fit."""
+    sizes = block_sizes(budget, length)
+    whole = [Cut(block, length) for block in sizes]
+    if fitting := [cut for cut in whole if _table_bytes(cut, length, mask) <= TABLE_BYTES]:
+        return min(fitting, key=lambda cut: block_scores(cut.block, _num_used(cut, 0, mask), budget))
+    num_blocks = length // sizes[0]
+    parts = (Cut(sizes[0], length // n) for n in range(2, num_blocks + 1) if num_blocks % n == 0)
+    return next(cut for cut in parts if _table_bytes(cut, length, mask) <= TABLE_BYTES)
+
+
+def _num_used(cut: Cut, first: int, mask: Mask) -> int:
+    """Returns the blocks that the mask leaves to the kernel whose first query this is."""
+    rows, num_keys = np.arange(first, first + cut.part, cut.block) // cut.block, (first + cut.part) // cut.block
+    return int((np.minimum(rows, mask.reach(cut.block, num_keys)) + 1).sum())
 
 
 def _table_bytes(cut: Cut, length: int, mask: Mask) -> int:
@@ -131,9 +142,8 @@ def _tables(cut: Cut, first: int, mask: Mask) -> Tables:
     )
     keys_first = keys_first._replace(q_sequence=queries_first.q_sequence)  # one constant of the program
     seen = seen_blocks(np.arange(first, first + cut.part, cut.block)[None], cut.block, first + cut.part, mask)
-    rows, num_keys = np.arange(first, first + cut.part, cut.block) // cut.block, (first + cut.part) // cut.block
-    num_used = int((np.minimum(rows, mask.reach(cut.block, num_keys)) + 1).sum())
-    return Tables(cut.block, queries_first, keys_first, mask, num_used, len(rows) * num_keys, seen)
+    num_blocks = cut.part // cut.block * ((first + cut.part) // cut.block)
+    return Tables(cut.block, queries_first, keys_first, mask, _num_used(cut, first, mask), num_blocks, seen)
 
 
 def mask_info(first: int, last: int, block: int, mask: Mask, *, keys_first: bool) -> "MaskInfo":
@@ -164,46 +174,49 @@ def mask_info(first: int, last: int, block: int, mask: Mask, *, keys_first: bool
     return tables_of_jax.MaskInfo(data_next, None, block_mask, None, np.arange(first, last, dtype=np.int32))
 
 
-def whole_tables(num_queries: int, num_keys: int) -> Tables:
-    """Returns the tables where every query sees every key: none, and no mask."""
-    block = block_size(num_queries, num_keys, most=BLOCKS[0])
+def whole_tables(num_queries: int, num_keys: int, budget: Budget) -> Tables:
+    """Returns the tables where every query sees every key: none, and no mask. A larger block computes nothing more."""
+    block = block_sizes(budget, num_queries, num_keys)[0]
     nothing = tables_of_jax.MaskInfo(None, None, None, None, None)
     num_blocks = (num_queries // block) * (num_keys // block)
     seen = all_blocks(num_queries, block, num_keys)
     return Tables(block, nothing, nothing, None, num_blocks, num_blocks, seen)
 
 
-def unknown_tables(distance: Array, num_queries: int, num_keys: int, mask: Mask) -> Tables:
+def unknown_tables(distance: Array, num_queries: int, num_keys: int, mask: Mask, budget: Budget) -> Tables:
     """Returns the tables where only the device knows how far the queries are from the keys: every block is computed,
     and masked."""
-    whole = whole_tables(num_queries, num_keys)
+    whole = whole_tables(num_queries, num_keys, budget)
     masked = _info(None, distance + jnp.arange(num_queries, dtype=jnp.int32))
     return replace(whole, queries_first=masked, keys_first=masked, mask=mask)
 
 
-def block_tables(distance: int, num_queries: int, num_keys: int, mask: Mask) -> Tables:
+def block_tables(distance: int, num_queries: int, num_keys: int, mask: Mask, budget: Budget) -> Tables:
     """Returns the tables of queries that are `distance` tokens behind the keys."""
-    block = block_size(num_queries, num_keys, *([distance] if distance else []), most=BLOCKS[0])
+    made = []
+    for size in block_sizes(budget, num_queries, num_keys, distance):
+        places = np.arange(distance // size, (distance + num_queries) // size)
+        made.append((size, *tables_of(places[None], num_keys // size, size, mask)))
+    block, forward, backward, num_used = _cheapest(made, budget)
     places = np.arange(distance // block, (distance + num_queries) // block)
-    forward, backward, num_used = tables_of(places[None], num_keys // block, block, mask)
     queries = jnp.asarray(distance + np.arange(num_queries, dtype=np.int32))
     first, other = (_info([x[0] for x in table], queries) for table in (forward, backward))
     seen = seen_blocks(places[None] * block, block, num_keys, mask)
     return Tables(block, first, other, mask, num_used, len(places) * (num_keys // block), seen)
 
 
-def shard_tables(chunks: np.ndarray, shard: Array, queries: Array, num_keys: int, mask: Mask) -> Tables:
+def shard_tables(chunks: np.ndarray, shard: Array, queries: Array, num_keys: int, mask: Mask, budget: Budget) -> Tables:
     """Returns the tables of one shard, of queries that see all keys before them.
 
     chunks: the chunks of the sequence that each shard's queries are, (shards, chunks of each). queries: the place in
-    the sequence of each of this shard's. Blocks are larger where tables would not fit a TPU's scalar memory.
+    the sequence of each of this shard's.
     """
     chunk = queries.shape[0] // chunks.shape[1]
-    sizes = [block_size(chunk, num_keys, most=most) for most in BLOCKS]
     made = [
-        (size, *tables_of(_places(chunks, chunk, size), num_keys // size, size, mask)) for size in dict.fromkeys(sizes)
+        (size, *tables_of(_places(chunks, chunk, size), num_keys // size, size, mask))
+        for size in block_sizes(budget, chunk, num_keys)
     ]
-    block, forward, backward, num_used = next((each for each in made if _fits(*each[1:3])), made[-1])
+    block, forward, backward, num_used = _cheapest(made, budget)
     first, other = (_info([jnp.asarray(x)[shard] for x in table], queries) for table in (forward, backward))
     num_blocks = queries.shape[0] // block * (num_keys // block)
     seen = seen_blocks(_places(chunks, chunk, block) * block, block, num_keys, mask)
@@ -215,8 +228,13 @@ def _places(chunks: np.ndarray, chunk: int, block: int) -> np.ndarray:
     return (chunks[:, :, None] * (chunk // block) + np.arange(chunk // block)).reshape(len(chunks), -1)
 
 
-def _fits(*tables: "BlockTable") -> bool:
-    return all(sum(x[0].nbytes for x in table) <= TABLE_BYTES for table in tables)
+def _cheapest(made: Sequence["Made"], budget: Budget) -> "Made":
+    """Returns the tables that take least time among those that fit a TPU's scalar memory; if none does, those of the
+    largest block."""
+    fitting = [
+        each for each in made if all(sum(x[0].nbytes for x in table) <= TABLE_BYTES for table in (each[1], each[2]))
+    ]
+    return min(fitting or made[:1], key=lambda each: block_scores(each[0], each[3], budget))
 
 
 def _info(table: Any, queries: Array) -> "MaskInfo":
@@ -228,6 +246,7 @@ def _info(table: Any, queries: Array) -> "MaskInfo":
 
 
 BlockTable = tuple[np.ndarray, np.ndarray]  # which block an entry is; how much of it the mask leaves
+Made = tuple[int, BlockTable, BlockTable, int]  # the tokens of a block; forward, backward; how many blocks are used
 
 
 def tables_of(places: np.ndarray, num_keys: int, block: int, mask: Mask) -> tuple[BlockTable, BlockTable, int]:
@@ -275,17 +294,17 @@ class SplashBlocks:
 
     def shard_sight(self, order: TokenOrder, shard: Array, length: int, mask: Mask) -> Tables:
         places = order.of_shard(length, shard)
-        return shard_tables(order.chunks(), shard, places, order.num_shards * length, mask)
+        return shard_tables(order.chunks(), shard, places, order.num_shards * length, mask, self.budget)
 
     def _tables(self, queries: Queries, keys: Keys, sight: Sight | Tables) -> Tables:
         if isinstance(sight, Tables):
             return sight
         num_queries, num_keys = queries.q_BHTD.shape[2], keys.k_BKSD.shape[2]
         if sight.sees_all(num_queries, num_keys):
-            return whole_tables(num_queries, num_keys)
+            return whole_tables(num_queries, num_keys, self.budget)
         if isinstance(sight.distance, Array):
-            return unknown_tables(sight.distance, num_queries, num_keys, sight.mask)
-        return block_tables(sight.distance, num_queries, num_keys, sight.mask)
+            return unknown_tables(sight.distance, num_queries, num_keys, sight.mask, self.budget)
+        return block_tables(sight.distance, num_queries, num_keys, sight.mask, self.budget)
 
     @property
     def _options(self) -> SplashOptions:

@@ -17,7 +17,7 @@ block that is hidden is skipped, but its partial sum is written.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from meshloom.models.attention import Mask
 
 from ...core.format import human_bytes
+from ...core.kernels import AttentionCall
 from ...jax_private import splash, splash_dkv, splash_dq
 from ...jaxpr.program import LANES
 from ...target.target import TargetPlan
@@ -38,23 +39,32 @@ from .blocks import Attended, Gradient, Gradients, Keys, Queries, blocks_scope, 
 if TYPE_CHECKING:
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
+BLOCKS = (1024, 512)  # tokens, at most
+BLOCK_ELEMENTS = 1024 * 256  # tokens times the size of a head: what fits the vector memory of every TPU
+COMPUTED_ELEMENTS = 1024 * 128  # the same of the keys whose scores one backward kernel holds at once
 KEYS_BLOCKS = (512, 1024, 2048)  # tokens
 # Tokens of a block of keys times the size of a head: 2,048 x 256 take 18.6 of the 16 MiB of vector memory on v5p.
 KEYS_ELEMENTS = 2048 * 128
 TABLE_BYTES = 3 * 2**18  # the part of the 1 MiB of scalar memory for two tables in int16 and int8, 512 x 512 blocks
 PARTIALS_SHARE = 1 / 32  # the share of a device's memory that partial sums may take
 TWO_KERNELS, ONE_KERNEL = 7, 5  # matmuls
+LOST_SCORES = 660**2  # of v5p: where a chip's kernel has no price by block
 
 Seen = Callable[[int], np.ndarray]  # tokens of a block of keys -> (shards, blocks of queries, blocks of keys), bool
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits of one backward kernel. partials_bytes: the bytes of its partial sums. flops_per_byte: the matmul
-    FLOPs that take as long as a byte of memory. None for both: two kernels."""
+    """What a device allows the kernels, and what their blocks cost.
+
+    partials_bytes: the bytes of the partial sums of one backward kernel; 0: two kernels. flops_per_byte: the matmul
+    FLOPs that take as long as a byte of memory. lost_scores: a block takes as long as its scores and so many more
+    (`AttentionKernel.lost_scores`). most_block: the tokens of a block that fits the vector memory."""
 
     partials_bytes: int
     flops_per_byte: float
+    lost_scores: float = LOST_SCORES
+    most_block: int = BLOCKS[0]
 
 
 NO_BUDGET = Budget(0, 0.0)
@@ -95,19 +105,22 @@ class Backward:
     reason: str = ""
 
 
-def plan_budget(target: TargetPlan, rate: float) -> Budget:
-    """Returns what a device of the target allows. rate: the FLOP/s that attention reaches."""
+def plan_budget(target: TargetPlan, head_dim: int) -> Budget:
+    """Returns what a device of the target allows for heads of this size."""
     memory, bandwidth = target.hbm_bytes_per_device, target.hbm_bytes_per_second_per_device
-    if memory is None or bandwidth is None:
-        return NO_BUDGET
-    return Budget(int(memory * PARTIALS_SHARE), rate / bandwidth)
+    rate = target.kernel_rate(AttentionCall(head_dim, matmuls=ONE_KERNEL))
+    most_block = min(BLOCKS[0], BLOCK_ELEMENTS // head_dim // LANES * LANES)
+    if memory is None or bandwidth is None or rate is None or target.chip is None:
+        return replace(NO_BUDGET, most_block=most_block)
+    lost_scores = target.chip.attention.lost_scores(head_dim) or LOST_SCORES
+    return Budget(int(memory * PARTIALS_SHARE), rate / bandwidth, lost_scores, most_block)
 
 
 def choose_backward(shape: AttentionShape, seen: Seen, budget: Budget) -> Backward:
     """Returns the backward kernels that take least time within the budget."""
     sizes = _keys_blocks(shape)
     fitting = [size for size in sizes if shape.partials_bytes(size) <= budget.partials_bytes]
-    if budget == NO_BUDGET:
+    if not budget.partials_bytes:
         return Backward(None, reason="two backward kernels")
     if not sizes:
         return Backward(None, reason="two backward kernels: the table of one exceeds the scalar memory")
@@ -173,8 +186,6 @@ def fused_tables(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return data, mask
 
 
-BLOCKS = (512, 1024)  # tokens, the one that is wanted first; 1,024 fits the vector memory of every TPU, 2,048 does not
-
 PARTLY, WHOLE = 1, 2  # how much of a block the mask leaves; 0 where nothing is
 
 
@@ -202,9 +213,21 @@ class Tables:
         return self.keys_first._replace(data_next=data, block_mask=used)
 
 
-def block_size(*lengths: int, most: int) -> int:
-    """Returns the tokens of a block: the most that divide all lengths, in whole rows of registers."""
-    return next(size for size in range(min(*lengths, most), 0, -LANES) if not any(n % size for n in lengths))
+def block_sizes(budget: Budget, *lengths: int) -> tuple[int, ...]:
+    """Returns the tokens that a block may have, larger ones first: for each of BLOCKS the most that fit and divide all
+    lengths, in whole rows of registers."""
+    limits = (min(most, budget.most_block) for most in BLOCKS)
+    sizes = (_divisor(most, *lengths) for most in limits)
+    return tuple(dict.fromkeys(sizes))
+
+
+def _divisor(most: int, *lengths: int) -> int:
+    return next(size for size in range(most // LANES * LANES, 0, -LANES) if not any(n % size for n in lengths))
+
+
+def block_scores(block: int, num_used: int, budget: Budget) -> float:
+    """Returns what so many visited blocks of a size cost, as a number of scores."""
+    return num_used * (block**2 + budget.lost_scores)
 
 
 @dataclass(frozen=True)
@@ -294,7 +317,8 @@ def _fused_of_one(
     """Returns both parts, by one kernel. The parts of the queries' gradient are added here, in float32: the kernel's
     own sum of them is one reduction, for which XLA estimates 3.96 ms for 1.07 GB on v5p; as additions it is 0.8 ms."""
     call = partial(
-        _by_keys, bq=tables.block, bkv=keys_block, bkv_compute=tables.block,
+        _by_keys, bq=tables.block, bkv=keys_block,
+        bkv_compute=_divisor(min(tables.block, COMPUTED_ELEMENTS // q_HTD.shape[-1]), tables.block),
         mask_info=tables.in_blocks_of_keys(keys_block), use_fused_bwd_kernel=True,
         **_options(tables, soft_cap, interpret=interpret),
     )  # fmt: skip

@@ -66,7 +66,7 @@ def test_queries_in_parts_give_what_they_give_at_once(proof, monkeypatch):
 
     run = jax.value_and_grad(attended, (0, 1, 2))
     whole = Computation(run, q, k, v)
-    monkeypatch.setattr(splash, "plan_cut", lambda length, mask: splash.Cut(128, 256))
+    monkeypatch.setattr(splash, "plan_cut", lambda length, mask, budget: splash.Cut(128, 256))
     parts = Computation(lambda *operands: run(*operands), q, k, v)
     if proof.is_known(whole.parts, parts.parts):
         return
@@ -77,18 +77,21 @@ def test_queries_in_parts_give_what_they_give_at_once(proof, monkeypatch):
 @pytest.mark.parametrize(
     ("length", "window", "cut"),
     [
-        (8192, None, (512, 8192)),
-        (640, None, (128, 640)),  # 640 tokens have no larger block: 5 of 128
-        (2**18, None, (512, 2**18)),
+        (8192, None, (1024, 8192)),
+        (640, None, (640, 640)),  # 5 of 128, and one of 640
+        (1536, None, (768, 1536)),
+        (8192, 256, (512, 8192)),  # a block of 1,024 would compute four times what the window leaves
+        (8192, 1024, (1024, 8192)),
+        (2**18, None, (1024, 2**18)),
         (2**19, None, (1024, 2**19)),
         (2**20, None, (1024, 2**18)),
-        (2**20, 4096, (512, 2**20)),
+        (2**20, 4096, (1024, 2**20)),
     ],
 )
-def test_blocks_grow_and_then_queries_are_cut_where_tables_would_not_fit(length, window, cut):
+def test_the_cheapest_block_is_chosen_and_queries_are_cut_where_tables_would_not_fit(length, window, cut):
     """A TPU's scalar memory is 1 MiB, and libtpu refuses tables that are larger: 3 bytes for each of 512 x 512 blocks
     fit, and for 1,024 x 1,024 do not."""
-    assert plan_cut(length, Mask(window)) == splash.Cut(*cut)
+    assert plan_cut(length, Mask(window), NO_BUDGET) == splash.Cut(*cut)
     for first in range(0, length, cut[1]):
         for keys_first in (False, True):
             tables = mask_info(first, first + cut[1], cut[0], Mask(window), keys_first=keys_first)
@@ -113,7 +116,7 @@ def test_flops_are_of_the_blocks_that_the_mask_leaves(length, window):
     where = f"model.attention_windows=[{window or 'null'}]"
     shape = ("model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=1", "model.head_dim=128")
     plan = plan_of("target=v5e-4", f"sequence_length={length}", "global_batch_size=4", "remat=none", where, *shape)
-    block = plan_cut(length, Mask(window)).block
+    block = plan_cut(length, Mask(window), NO_BUDGET).block
     seen = np.asarray(_mask(0, length, window)[:, :]).reshape(length // block, block, length // block, block)
     num_blocks = int(seen.any(axis=(1, 3)).sum())
     attention = next(part for part in estimate_step(plan).roofline if part.name == "attention")

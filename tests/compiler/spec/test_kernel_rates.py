@@ -7,7 +7,7 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.kernels import AttentionCall
 from meshloom.compiler.spec.kernel_rates import attention_kernels
 
-V5P, V6E, H100 = 459e12, 918e12, 989.4e12
+V4, V5P, V6E, H100 = 275e12, 459e12, 918e12, 989.4e12
 
 
 def score_flops(matmuls, head_dim):
@@ -19,14 +19,13 @@ def score_flops(matmuls, head_dim):
     [
         # 16 heads of 2,048 tokens, of whose 16 blocks of 512 a causal mask leaves 10: a profile of v5p
         ("splash_v5p", V5P, AttentionCall(128, 2048, 512), 16 * 10 * 512**2, 0.1232),
-        ("splash_v5p", V5P, AttentionCall(128, 2048, 512, 3), 16 * 10 * 512**2, 0.604 * 3 / 7),
-        ("splash_v5p", V5P, AttentionCall(128, 2048, 512, 4), 16 * 10 * 512**2, 0.604 * 4 / 7),
         # 3 x 32 heads of 8,192 tokens in blocks of 2,048, one backward kernel: a profile of v6e
-        ("splash_v6e", V6E, AttentionCall(128, 8192, 2048), 96 * 10 * 2048**2, 9.41),
         ("splash_v6e", V6E, AttentionCall(128, 8192, 2048, 5), 96 * 10 * 2048**2, 13.87),
         # and in blocks of 1,024, of which 36 of 64 are left: 217 and 485 ms in 36 layers
         ("splash_v6e", V6E, AttentionCall(128, 8192, 1024), 96 * 36 * 1024**2, 217 / 36),
         ("splash_v6e", V6E, AttentionCall(128, 8192, 1024, 5), 96 * 36 * 1024**2, 485 / 36),
+        # 528 - 136 blocks of 512 for each of 8 heads: from 8,192 to 16,384 tokens on v4
+        ("splash_v5p", V4, AttentionCall(128, 16384, 512), 8 * (528 - 136) * 512**2, 5.809 - 1.837),
     ],
 )
 def test_measured_kernels_take_as_long_as_they_were_measured_to(kernel, peak, call, scores, milliseconds):
@@ -40,11 +39,58 @@ def test_heads_of_deepseek_reach_what_its_profile_has(matmuls, measured):
     assert rate == pytest.approx(measured, rel=0.01)
 
 
-def test_the_share_grows_with_the_length_up_to_the_longest_that_was_measured():
+def test_both_backward_kernels_of_the_profile_of_v5p_take_as_long_as_they_did():
+    """272 us for the queries' gradient, 332 for that of keys and values, which have one number."""
+    kernel, scores = attention_kernels()["splash_v5p"], 16 * 10 * 512**2
+    dq, dkv = (
+        scores * score_flops(n, 128) / kernel.flops_per_second(AttentionCall(128, 2048, 512, n), V5P) for n in (3, 4)
+    )
+    assert dq + dkv == pytest.approx(604e-6, rel=0.01)
+    assert (dq, dkv) == (pytest.approx(272e-6, rel=0.07), pytest.approx(332e-6, rel=0.07))
+
+
+@pytest.mark.parametrize(("head_dim", "share"), [(128, 0.69), (256, 0.8)])
+def test_blocks_of_1024_reach_what_long_steps_of_v5p_did(head_dim, share):
+    """Steps that are nearly all attention, in one forward and one backward kernel: 7 matmuls."""
     kernel = attention_kernels()["splash_v5p"]
-    shares = [kernel.flops_per_second(AttentionCall(128, n, 512), 1.0) for n in (1024, 2048, 8192, 32768, 2**20, 0)]
-    middle = 0.38 + (0.69 - 0.38) * 2 / 4  # two of the four doublings from 2,048 to 32,768
-    assert shares == pytest.approx([0.38, 0.38, middle, 0.69, 0.69, 0.69])
+    seconds = sum(n / kernel.flops_per_second(AttentionCall(head_dim, 2**20, 1024, n), 1.0) for n in (2, 5))
+    assert 7 / seconds == pytest.approx(share, rel=0.04)
+
+
+def test_a_block_costs_the_same_at_every_length_and_a_larger_one_less_for_each_score():
+    kernel = attention_kernels()["splash_v5p"]
+    shares = {
+        block: {kernel.flops_per_second(AttentionCall(128, n, block), 1.0) for n in (2048, 8192, 2**20, 0)}
+        for block in (256, 512, 1024, 2048)
+    }
+    assert {len(each) for each in shares.values()} == {1}
+    assert [min(each) for each in shares.values()] == sorted(min(each) for each in shares.values())
+
+
+def test_a_head_smaller_than_the_matrix_unit_takes_as_long():
+    kernel = attention_kernels()["splash_v6e"]
+    narrow, wide, wider = (kernel.flops_per_second(AttentionCall(n, 0, 1024), 1.0) / n for n in (128, 256, 512))
+    assert narrow == pytest.approx(wide)
+    assert wider < wide
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", ["splash_v5p", "splash_v6e"])
+def test_the_lost_scores_are_those_whose_matmuls_take_as_long_as_the_rest_of_a_block(name, head_dim):
+    def seconds(block):
+        calls = (AttentionCall(head_dim, 0, block, n) for n in (2, 5))
+        return sum(block**2 * score_flops(x.matmuls, head_dim) / kernel.flops_per_second(x, 1.0) for x in calls)
+
+    kernel = attention_kernels()[name]
+    lost = kernel.lost_scores(head_dim)
+    assert seconds(512) / seconds(1024) == pytest.approx((512**2 + lost) / (1024**2 + lost))
+
+
+def test_a_gpu_s_share_grows_with_the_length_up_to_the_longest_that_was_measured():
+    kernel = attention_kernels()["cudnn_h100"]
+    lengths = (256, 512, 2**0.5 * 512, 1024, 16384, 2**20, 0)
+    shares = [kernel.flops_per_second(AttentionCall(128, n), 1.0) for n in lengths]
+    assert shares == pytest.approx([0.398, 0.398, (0.398 + 0.466) / 2, 0.466, 0.549, 0.549, 0.549])
 
 
 @pytest.mark.parametrize("kernels", [(2, 5), (2, 3, 4)], ids=["one backward kernel", "two backward kernels"])
@@ -71,8 +117,12 @@ def test_a_slower_kernel_is_declared_by_name_or_by_its_figures():
     ("declared", "told"),
     [
         ("target.chip.attention=splash_v9", "there is no attention kernel 'splash_v9'"),
-        ("target.chip.attention={title: a, source: b, forward: 0, backward: 1.0}", "neither a table of shares nor"),
-        ("target.chip.attention={title: a, source: b, forward: {128: {512: {2048: 1.5}}}, backward: 1.0}", "1.5"),
+        ("target.chip.attention={title: a, source: b, forward: 0, backward: 1.0}", "nor a table of shares, nor a time"),
+        ("target.chip.attention={title: a, source: b, forward: {128: {2048: 1.5}}, backward: 1.0}", "1.5"),
+        (
+            "target.chip.attention={title: a, source: b, forward: {share: 0.9, lost_flops: 1}, backward: 1.0}",
+            "least_head",
+        ),
     ],
 )
 def test_a_kernel_that_is_none_is_an_error_with_its_place(declared, told):
