@@ -15,7 +15,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, TypeAdapter
 
 from meshloom.models.record import Record, mistake
 
@@ -28,6 +28,7 @@ from .own_config import own_config
 Share = Annotated[float, Field(gt=0, le=1)]
 ByLength = Annotated[dict[PositiveInt, Share], Field(min_length=1)]
 ByHead = Annotated[dict[PositiveInt, ByLength], Field(min_length=1)]
+_BY_HEAD: TypeAdapter[dict[int, dict[int, float]]] = TypeAdapter(ByHead)
 
 # Where a call does not say: of our kernels for TPUs, and of the recipes that others publish.
 USUAL_BLOCK = 1024
@@ -58,7 +59,8 @@ class BlockRate(Record):
 def _rate_of_pass(value: Any) -> Any:
     """Raises one error, where a union would raise one for each of its types."""
     if isinstance(value, Mapping):
-        return BlockRate.model_validate(value) if "share" in value else with_whole_keys(value)
+        is_of_blocks = any(isinstance(key, str) and not key.isdecimal() for key in value)
+        return BlockRate.model_validate(value) if is_of_blocks else _BY_HEAD.validate_python(with_whole_keys(value))
     if isinstance(value, BlockRate) or (isinstance(value, int | float) and value > 0):
         return value
     fix = "give {share: 0.95, lost_flops: 2.1e8, least_head: 128}, shares by head and length, {128: {2048: 0.49}}, "

@@ -10,7 +10,7 @@ GROUPS = "replica_groups={{0,1,2,3}}"
 
 def attention_of(by_head: dict[int, float]) -> AttentionKernel:
     """Returns an attention kernel with these shares of the peak by the size of a head, in both passes."""
-    shares = {head: {512: {2048: share}} for head, share in by_head.items()}
+    shares = {head: {2048: share} for head, share in by_head.items()}
     return AttentionKernel(title="a test's", source="none", forward=shares, backward=shares)
 
 

@@ -99,7 +99,7 @@ class AttentionOp(ParallelOp):
         (contexts,) = inputs.after
         exchange = next((each.chosen.parameters for each in contexts if each.site.path == site.path), None)
         merit, head_dim = f"the kernel for {platform}", site.operands[0].shape[-1]
-        budget, chip = plan_budget(inputs.target, head_dim), inputs.target.chip
+        budget, chip = plan_budget(inputs.target, head_dim, _itemsize(inputs)), inputs.target.chip
         priced = f"{merit}, priced as {chip.attention.title}" if chip else merit
         kernels = [
             Strategy(
@@ -160,10 +160,15 @@ class AttentionOp(ParallelOp):
         return ATTENTION if exchange is None else nested_scope(ATTENTION, fact_scope(EXCHANGE, exchange.name))
 
 
+def _itemsize(inputs: OpInputs) -> int:
+    return jnp.dtype(inputs.spec.precision.compute).itemsize
+
+
 def plan_backward(site: OpSite, inputs: OpInputs, exchange: Exchange | None) -> Backward:
     """Returns how many kernels compute the gradients of splash attention, and why."""
     heads, head_dim = site.operands[0].shape[2:]
-    spec, mesh, budget = inputs.spec, inputs.mesh, plan_budget(inputs.target, head_dim)
+    spec, mesh, itemsize = inputs.spec, inputs.mesh, _itemsize(inputs)
+    budget = plan_budget(inputs.target, head_dim, itemsize)
     heads //= mesh.num_shards(axes_of(inputs.sharding.auto_spec(None, None, "heads", None)[2]))
     if exchange is not None and exchange.name != ULYSSES:
         order = exchange.order
@@ -180,7 +185,6 @@ def plan_backward(site: OpSite, inputs: OpInputs, exchange: Exchange | None) -> 
     sequences = inputs.batch.sequences_of_device // spec.overlap.layers.batch_split
     if 0 in (block, heads, sequences):  # refused elsewhere
         return Backward(None, reason="two backward kernels")
-    itemsize = jnp.dtype(spec.precision.compute).itemsize
     shape = AttentionShape(sequences, heads, num_queries, num_keys, head_dim, itemsize, block)
     return choose_backward(shape, seen, budget)
 

@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
 BLOCKS = (1024, 512)  # tokens, at most
-BLOCK_ELEMENTS = 1024 * 256  # tokens times the size of a head: what fits the vector memory of every TPU
-COMPUTED_ELEMENTS = 1024 * 128  # the same of the keys whose scores one backward kernel holds at once
+# What fits 16 MiB of vector memory, that of v5p's kernels and the least. Tokens of a block times the bytes of a head:
+BLOCK_BYTES = 1024 * 256 * 2
+COMPUTED_BYTES = 1024 * 128 * 2  # of the keys whose scores one backward kernel holds at once
+KEYS_BYTES = 2048 * 128 * 2  # of its block of keys
 KEYS_BLOCKS = (512, 1024, 2048)  # tokens
-# Tokens of a block of keys times the size of a head: 2,048 x 256 take 18.6 of the 16 MiB of vector memory on v5p.
-KEYS_ELEMENTS = 2048 * 128
 TABLE_BYTES = 3 * 2**18  # the part of the 1 MiB of scalar memory for two tables in int16 and int8, 512 x 512 blocks
 PARTIALS_SHARE = 1 / 32  # the share of a device's memory that partial sums may take
 TWO_KERNELS, ONE_KERNEL = 7, 5  # matmuls
@@ -105,11 +105,11 @@ class Backward:
     reason: str = ""
 
 
-def plan_budget(target: TargetPlan, head_dim: int) -> Budget:
+def plan_budget(target: TargetPlan, head_dim: int, itemsize: int) -> Budget:
     """Returns what a device of the target allows for heads of this size."""
     memory, bandwidth = target.hbm_bytes_per_device, target.hbm_bytes_per_second_per_device
     rate = target.kernel_rate(AttentionCall(head_dim, matmuls=ONE_KERNEL))
-    most_block = min(BLOCKS[0], BLOCK_ELEMENTS // head_dim // LANES * LANES)
+    most_block = max(LANES, min(BLOCKS[0], BLOCK_BYTES // (head_dim * itemsize)))
     if memory is None or bandwidth is None or rate is None or target.chip is None:
         return replace(NO_BUDGET, most_block=most_block)
     lost_scores = target.chip.attention.lost_scores(head_dim) or LOST_SCORES
@@ -145,7 +145,7 @@ def _keys_blocks(shape: AttentionShape) -> list[int]:
     """Returns sizes up to each of KEYS_BLOCKS, in whole blocks of queries, whose tables fit."""
     rows, steps = shape.queries // shape.block, shape.keys // shape.block
     divisors = [shape.block * n for n in range(1, steps + 1) if steps % n == 0]
-    fitting = [size for size in divisors if size * shape.head_dim <= KEYS_ELEMENTS]
+    fitting = [size for size in divisors if size * shape.head_dim * shape.itemsize <= KEYS_BYTES]
     sizes = {max((size for size in fitting if size <= most), default=0) for most in KEYS_BLOCKS}
     return sorted(size for size in sizes if size and 3 * rows * (shape.keys // size) <= TABLE_BYTES)
 
@@ -316,9 +316,9 @@ def _fused_of_one(
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Returns both parts, by one kernel. The parts of the queries' gradient are added here, in float32: the kernel's
     own sum of them is one reduction, for which XLA estimates 3.96 ms for 1.07 GB on v5p; as additions it is 0.8 ms."""
+    most = max(LANES, COMPUTED_BYTES // (q_HTD.shape[-1] * q_HTD.dtype.itemsize))
     call = partial(
-        _by_keys, bq=tables.block, bkv=keys_block,
-        bkv_compute=_divisor(min(tables.block, COMPUTED_ELEMENTS // q_HTD.shape[-1]), tables.block),
+        _by_keys, bq=tables.block, bkv=keys_block, bkv_compute=_divisor(min(tables.block, most), tables.block),
         mask_info=tables.in_blocks_of_keys(keys_block), use_fused_bwd_kernel=True,
         **_options(tables, soft_cap, interpret=interpret),
     )  # fmt: skip

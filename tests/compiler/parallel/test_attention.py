@@ -8,15 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from conftest import plan_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.parallel.attention.attention import Kernel, build_attend
-from meshloom.compiler.parallel.attention.splash import attend_splash
-from meshloom.compiler.parallel.attention.splash_kernels import NO_BUDGET, Budget
+from meshloom.compiler.parallel.attention.splash import attend_splash, plan_cut
+from meshloom.compiler.parallel.attention.splash_kernels import NO_BUDGET, Budget, plan_budget
 from meshloom.models.attention import Mask, attend
+from support.programs import target_of
 from support.proofs import Computation
 from support.reference import forward
 from support.tiers import tiered
@@ -99,6 +100,25 @@ def test_splash_computes_what_plain_attention_does_with_its_gradients(case, budg
     np.testing.assert_allclose(ours, plain, atol=2e-5)
     for g, e in zip(*map(jax.tree.leaves, (gradients, expected)), strict=True):
         np.testing.assert_allclose(g, e, atol=1e-4)
+
+
+@pytest.mark.tpu
+@pytest.mark.ci
+def test_the_blocks_of_wide_heads_fit_the_least_vector_memory():
+    """16 MiB for a kernel on v5p, heads of 256, documents: one backward kernel in blocks of 1,024."""
+    pytest.importorskip("libtpu", reason="pip install -e '.[tpu]'")
+    chip = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1").devices[0]
+    budget = plan_budget(target_of("v5p-8"), 256, 2)
+    assert plan_cut(4096, Mask(), budget).block == 1024
+
+    def total(q, k, v, ids):
+        out = attend_splash(q, k, v, ids, scale=0.1, mask=Mask(), soft_cap=None, budget=budget, interpret=False)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    shapes = [((1, 4096, 2, 256), jnp.bfloat16)] * 3 + [((1, 4096), jnp.int32)]
+    arguments = [jax.ShapeDtypeStruct(*each, sharding=SingleDeviceSharding(chip)) for each in shapes]
+    text = jax.jit(jax.grad(total, (0, 1, 2))).lower(*arguments).compile().as_text()
+    assert text.count("tpu_custom_call") == 2  # a third would be the other backward kernel
 
 
 @pytest.mark.tpu

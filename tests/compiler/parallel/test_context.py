@@ -136,17 +136,17 @@ def test_collectives_are_those_that_the_step_has():
         assert found == promised, name
 
 
-@pytest.mark.parametrize("name", ["ring", "all_gather", "ulysses"])
-def test_attention_takes_the_flops_of_the_blocks_that_are_seen(name):
-    """2,048 tokens in blocks of 512 on 2 devices: of 4 x 4 blocks 10 are seen, 5 on each device, or half of the heads
-    with all of them. Per block, forward is 2 matmuls, and backward one kernel of 5."""
+@pytest.mark.parametrize(("name", "num_blocks"), [("ring", 5), ("all_gather", 5), ("ulysses", 6)])
+def test_attention_takes_the_flops_of_the_blocks_that_are_seen(name, num_blocks):
+    """2,048 tokens in chunks of 512 on 2 devices: of 4 x 4 blocks 10 are seen, 5 on each device. Half of the heads with
+    whole sequences see 3 of 2 x 2 blocks of 1,024, which is as much as 6. Forward a block has 2 matmuls, backward 5."""
     plan = plan_of(
         "target=v5p-8", "sharding=fsdp_context", "mesh.context=2", "sequence_length=2048", "global_batch_size=2",
         "model.head_dim=128", "precision=bfloat16", f"parallel.context={name}",
     )  # fmt: skip
     assert plan.operation("attention").chosen.name == "splash"
     (attention,) = (row.flops for row in estimate_step(plan).roofline if row.name == "attention")
-    assert attention == 3 * 16 * 5 * (2 + 5) * 2 * 512 * 512 * 128  # layers, heads
+    assert attention == 3 * 16 * num_blocks * (2 + 5) * 2 * 512 * 512 * 128  # layers, heads
 
 
 def test_the_plan_tells_tools_what_was_chosen():
