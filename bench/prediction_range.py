@@ -1,12 +1,17 @@
-"""The range of predictions, by kind of program: as wide as runs need that nothing like them was seen before.
+"""The range of predictions, by kind of program: so wide that 9 of 10 runs lie in the range that the others give.
 
-Runs of one laboratory, of one layout or of one chip are off in the same way, so that leaving out one run at a time says
-little about the next source. Here a whole group of dense runs is left out, and the range that the others give is tried
-on it, for each group of three groupings. The range is no narrower than what 8 of 10 runs of each left-out group need.
-In a group of fewer than five runs, 8 of 10 would be all of them, so such groups count together, if they have five.
+Each run of a kind is left out in turn, and the range has to hold 9 of 10 of them. Of n runs that do not depend on one
+another, the next one stays below the k-th smallest error with a probability of k / (n + 1) (split conformal prediction,
+Vovk et al. 2005), so k is 0.9 (n + 1). Fewer than nine runs have no such error: there the range is what normal errors
+around zero need, by Student's t with as many degrees of freedom as there are runs.
 
-Of any other kind the range is no narrower than that, nor than what its own runs need. Where they are few, it rests on
-published runs, too, that are no rows of published_recipes.py (UNSEEN).
+Runs of one laboratory, of one layout or of one chip are off in the same way. So the range of dense runs, which are
+many, is no narrower than what 8 of 10 of the checked runs of a whole left-out group need, for each group of three
+groupings. In a group of fewer than five runs, 8 of 10 would be all of them, so such groups count together, if they have
+five.
+
+The range of any other kind is no narrower than a dense run's. Where a kind has no runs, it is as wide as the largest
+error that is known of steps that are no rows of published_recipes.py (UNSEEN).
 """
 
 import math
@@ -25,13 +30,18 @@ Basis = Literal["compiled", "estimated"]
 Grouping = Literal["source", "kind", "chip"]
 BASES: tuple[Basis, ...] = ("compiled", "estimated")
 GROUPINGS: tuple[Grouping, ...] = ("source", "kind", "chip")
+OF_GROUP = 8, 10  # runs of a left-out group in the range that the others give
 FEW = 5  # runs of a group that counts by itself, at least
+# Of normal errors around zero 9 of 10 are below this many times the root of the mean square of 1, 2, .. 8 others: 0.95
+# quantiles of Student's t
+STUDENT_T = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A checked run. source: the repository or site that published it. compiled, estimated: the published seconds over
-    those that its compiled schedule, and the estimate without a compiler, predict."""
+    """A published run. source: the repository or site that published it. compiled, estimated: the published seconds
+    over those that its compiled schedule, and the estimate without a compiler, predict; one that is not compiled has
+    its estimate for both. is_checked: no constant was chosen by it."""
 
     recipe: str
     chip: str
@@ -39,9 +49,10 @@ class Run:
     kind: str
     compiled: float
     estimated: float
+    is_checked: bool = True
 
     def error(self, basis: Basis) -> float:
-        """Returns by how much a prediction was off, as the logarithm of a factor: too long and too short alike."""
+        """Returns by how much a prediction was off, as the logarithm of a factor, whether too long or too short."""
         return abs(math.log(getattr(self, basis)))
 
 
@@ -53,23 +64,23 @@ class Coverage:
     total: int
 
 
-# Steps of kinds with few rows: of 45 published ones that nobody here had chosen, as they were predicted before links of
-# GPUs and groups of experts had measured prices; and of pipelines, estimated with another recomputation than the
-# published one (docs/results/published_pipelines.md). Where only one of both predictions was made, it counts as both.
-TPU_RECIPES, AXLEARN = "AI-Hypercomputer/tpu-recipes", "apple/axlearn"
-LLAMA, STEPS = "arXiv:2407.21783", "one of the 45 steps"
+# Steps of kinds without rows. Experts on GPUs: an estimate of today, and the farthest of 45 published steps that nobody
+# here had chosen, by the prices before GPUs had measured ones; of data parallel steps the nearest and the farthest of
+# these. Pipelines: estimated with another recomputation than the published one (docs/results/published_pipelines.md).
+# Low precision: the gain over bfloat16 of the same step in float8, over a price that halves all of the step; of 11
+# pairs the nearest and the farthest, and rows over tensor parallelism, which gain nothing.
+AXLEARN, STEPS = "apple/axlearn", "one of the 45 steps"
+LLAMA, TPU_RECIPES, TORCHTITAN = "arXiv:2407.21783", "AI-Hypercomputer/tpu-recipes", "pytorch/torchtitan"
 UNSEEN = (
-    Run("DeepSeek-V3, v5p-1024", "v5p", TPU_RECIPES, "experts on TPUs", 1 / 0.79, 1 / 0.79),
-    Run("DeepSeek-V3, 128 Ironwood", "tpu7x", TPU_RECIPES, "experts on TPUs", 1 / 1.32, 1 / 1.32),
-    Run("Qwen3-30B-A3B, 8 H100", "h100", STEPS, "experts on GPUs", 1 / 1.41, 1 / 1.58),
+    Run("Qwen3-30B-A3B, 8 H100", "h100", STEPS, "experts on GPUs", 1 / 1.41, 1 / 1.41),
     Run("experts over a mesh, H100, the farthest", "h100", STEPS, "experts on GPUs", 1 / 1.41, 1 / 1.78),
     Run("data parallel, v5p, the nearest", "v5p", AXLEARN, "data parallel", 1 / 0.83, 1 / 0.83),
     Run("data parallel, v5p, the farthest", "v5p", AXLEARN, "data parallel", 1 / 0.38, 1 / 0.38),
-    Run("Gemma 3 12B, 32k tokens, 4 x v6e-256", "v6e", STEPS, "several slices", 1 / 0.82, 1 / 0.82),
-    Run("several slices, the farthest", "v6e", STEPS, "several slices", 1 / 0.76, 1 / 0.76),
-    Run("70B, 128k tokens, 256 Ironwood", "tpu7x", TPU_RECIPES, "long context", 34.0 / 41.6, 34.0 / 41.6),
     Run("Llama 3.1 405B, 8,192 H100", "h100", LLAMA, "pipelines", 344 / 430, 344 / 430),
     Run("Llama 3.1 405B, 16,384 H100", "h100", LLAMA, "pipelines", 314 / 400, 314 / 400),
+    Run("Llama 3.1 70B, 8k tokens, 64 Ironwood, float8", "tpu7x", TPU_RECIPES, "low precision", 2 / 1.54, 2 / 1.54),
+    Run("Qwen3-235B-A22B, 256 Ironwood, float8", "tpu7x", TPU_RECIPES, "low precision", 2 / 1.12, 2 / 1.12),
+    Run("over tensor parallelism, H100, float8 by rows", "h100", TORCHTITAN, "low precision", 2.0, 2.0),
 )
 
 
@@ -87,37 +98,33 @@ def kind_of(plan: Plan) -> str:
     return "tensor" if sizes.get("tensor", 1) > 1 else "replicas" if sizes.get("replica", 1) > 1 else "fully sharded"
 
 
-def dense(runs: Iterable[Run]) -> list[Run]:
-    return [run for run in runs if run.kind not in get_args(ProgramKind)]
-
-
-def factor_of(runs: Sequence[Run], basis: Basis, chip: str, least: float) -> float:
-    """Returns the factor of the range of a chip's predictions: the error that 8 of 10 of the runs stay below, no less
-    than `least`, and no less than the largest of the chip's own.
-
-    Of n runs, the next one stays below the k-th smallest error with a probability of k / (n + 1) (split conformal
-    prediction, Vovk et al. 2005), where runs do not depend on one another; `least` is for those that do."""
+def factor_of(runs: Sequence[Run], basis: Basis, chip: str, least: float = 0.0) -> float:
+    """Returns the factor of the range of a chip's predictions, by the runs of a kind that have one: so wide that 9 of
+    10 left-out runs lie inside, no less than `least`, and no less than the largest error of the chip's checked runs."""
     return math.exp(max(least, _base(runs, basis), *_own(runs, basis, chip)))
 
 
 def _base(runs: Sequence[Run], basis: Basis) -> float:
-    return _quantile([run.error(basis) for run in runs])
+    if len(runs) <= len(STUDENT_T):
+        squares = [run.error(basis) ** 2 for run in runs]
+        return STUDENT_T[len(runs) - 1] * math.sqrt(sum(squares) / len(runs))
+    needed = [_needed([other for other in runs if other is not run], [run], basis)[0] for run in runs]
+    return _smallest(needed, len(runs) + 1, COVERED)
 
 
 def _own(runs: Sequence[Run], basis: Basis, chip: str) -> list[float]:
-    return [0.0, *(run.error(basis) for run in runs if run.chip == chip)]
+    return [0.0, *(run.error(basis) for run in runs if run.chip == chip and run.is_checked)]
 
 
-def _quantile(values: Iterable[float]) -> float:
-    ordered = sorted(values)
-    most, of = COVERED
-    return ordered[min(len(ordered), math.ceil(most * (len(ordered) + 1) / of)) - 1]
+def _smallest(errors: Iterable[float], total: int, covered: tuple[int, int]) -> float:
+    """Returns the error that at least this share of a total number of runs does not exceed."""
+    most, of = covered
+    return sorted(errors)[math.ceil(most * total / of) - 1]
 
 
 def find_least(runs: Sequence[Run], basis: Basis) -> float:
     """Returns the error, as the logarithm of a factor, that 8 of 10 runs of each left-out group stay below, those that
     are in the range of their chip's other runs anyway left aside."""
-    most, of = COVERED
     least = 0.0
     for grouping in GROUPINGS:
         groups = [_needed(kept, left, basis) for kept, left in left_out(runs, grouping)]
@@ -125,7 +132,7 @@ def find_least(runs: Sequence[Run], basis: Basis) -> float:
         small = [error for each in groups if len(each) < FEW for error in each]
         for errors in (*large, *([small] if len(small) >= FEW else [])):
             if errors:
-                least = max(least, sorted(errors)[math.ceil(most * len(errors) / of) - 1])
+                least = max(least, _smallest(errors, len(errors), OF_GROUP))
     return least
 
 
@@ -146,49 +153,67 @@ def coverage(runs: Sequence[Run], basis: Basis, grouping: Grouping, least: float
     """Returns how many runs of each group lie in the range that the other groups give."""
     found = {}
     for kept, left in left_out(runs, grouping):
-        inside = sum(run.error(basis) <= math.log(factor_of(kept, basis, run.chip, least)) + 1e-12 for run in left)
+        inside = sum(_is_inside(run, basis, factor_of(kept, basis, run.chip, least)) for run in left)
         found[getattr(left[0], grouping)] = Coverage(inside, len(left))
     return found
 
 
+def coverage_of_kind(runs: Sequence[Run], kind: ProgramKind, basis: Basis) -> Coverage:
+    """Returns how many runs of a kind lie in the range that it has without them, each left out in turn."""
+    own, inside = of_kind(runs, kind), 0
+    for run in own:
+        others = [other for other in runs if other is not run]
+        inside += _is_inside(run, basis, kind_factor(others, kind, basis, run.chip))
+    return Coverage(inside, len(own))
+
+
+def _is_inside(run: Run, basis: Basis, factor: float) -> bool:
+    return run.error(basis) <= math.log(factor) + 1e-12
+
+
+def of_kind(runs: Iterable[Run], kind: ProgramKind) -> list[Run]:
+    """Returns the runs of a kind. A dense run has the kind of its layout (kind_of)."""
+    others = get_args(ProgramKind)[1:]
+    return [run for run in runs if run.kind == kind or (kind == "dense" and run.kind not in others)]
+
+
+def checked_dense(runs: Iterable[Run]) -> list[Run]:
+    """Returns the dense runs that chose nothing."""
+    return [run for run in of_kind(runs, "dense") if run.is_checked]
+
+
+def kind_factor(runs: Sequence[Run], kind: ProgramKind, basis: Basis, chip: str) -> float:
+    """Returns the factor of the range of a kind on a chip: "*" for one without runs."""
+    usual = factor_of(of_kind(runs, "dense"), basis, chip, find_least(checked_dense(runs), basis))
+    if kind == "dense":
+        return usual
+    if own := of_kind(runs, kind):
+        return max(usual, factor_of(own, basis, chip))
+    return max([usual, *(math.exp(run.error(basis)) for run in of_kind(UNSEEN, kind))])
+
+
 def table_of(runs: Sequence[Run], best_mfu: Mapping[str, float]) -> dict[str, Any]:
-    """Returns accuracy.json: the factors by kind of program, basis and chip, the coverage of left-out groups of dense
-    runs, and all runs. best_mfu: of all published runs of a chip."""
-    plain = dense(runs)
-    least: dict[Basis, float] = {basis: find_least(plain, basis) for basis in BASES}
-    usual = _factors(plain, least, dict.fromkeys(run.chip for run in runs))
+    """Returns accuracy.json: the factors by kind of program, basis and chip, with the number of runs on each chip that
+    they come from, the coverage of left-out groups of dense runs, and all runs. best_mfu: of all published runs of a
+    chip."""
+    chips, kinds = ("*", *dict.fromkeys(run.chip for run in runs)), {}
+    for kind in get_args(ProgramKind):
+        kinds[kind] = {"num_runs": dict(Counter(run.chip for run in of_kind(runs, kind) or of_kind(UNSEEN, kind)))}
+        for basis in BASES:
+            kinds[kind][basis] = {chip: round(kind_factor(runs, kind, basis, chip), 4) for chip in chips}
+    checked, left = checked_dense(runs), {}
+    for basis in BASES:
+        least = find_least(checked, basis)
+        left[basis] = {grouping: summed(coverage(checked, basis, grouping, least)) for grouping in GROUPINGS}
     return {
         "source": "python bench/published.py",
-        "kinds": {kind: usual if kind == "dense" else _of_kind(kind, runs, usual) for kind in get_args(ProgramKind)},
+        "kinds": kinds,
         "num_sources": len({run.source for run in runs}),
-        "left_out": {
-            basis: {grouping: summed(coverage(plain, basis, grouping, least[basis])) for grouping in GROUPINGS}
-            for basis in BASES
-        },
+        "left_out": left,
         "best_mfu": dict(best_mfu),
         "runs": [asdict(run) for run in runs],
         "unseen": [asdict(run) for run in UNSEEN],
     }
-
-
-def _factors(runs: Sequence[Run], least: Mapping[Basis, float], chips: Iterable[str]) -> dict[str, Any]:
-    """Returns the factors of a kind by basis and chip, and the number of its runs on each chip."""
-    found: dict[str, Any] = {"num_runs": dict(Counter(run.chip for run in runs))}
-    for basis in BASES:
-        found[basis] = {chip or "*": round(factor_of(runs, basis, chip, least[basis]), 4) for chip in ("", *chips)}
-    return found
-
-
-def _of_kind(kind: str, runs: Sequence[Run], usual: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the factors of a kind that is not dense. usual: of dense runs, which are the least."""
-    own = [run for run in runs if run.kind == kind]
-    if len(own) < FEW:
-        own += [run for run in UNSEEN if run.kind == kind]
-    least: dict[Basis, float] = dict.fromkeys(BASES, 0.0)
-    found = _factors(own, least, usual["compiled"].keys() - {"*"})
-    for basis in BASES:
-        found[basis] = {chip: max(factor, found[basis][chip]) for chip, factor in usual[basis].items()}
-    return found
 
 
 def summed(groups: Mapping[str, Coverage]) -> list[int]:

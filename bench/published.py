@@ -6,7 +6,7 @@ A row is a public recipe declared as overrides, with the XLA options that it set
 hardware, which need not be there. Each takes minutes (compiled_rows.py); again.py takes them again with other prices.
 Every recipe is planned and estimated anew, in a second or two (bench/published_estimates.jsonl).
 Prints tables in Markdown, and writes compiler/target/accuracy.json, from which predictions get their range: what it
-takes for the checked rows (prediction_range.py).
+takes for 9 of 10 rows (prediction_range.py).
 
 Constants of the cost model are global and have their sources in docs/targets.md and conf/target; half of the rows may
 be looked at to choose them, the others only check.
@@ -18,10 +18,23 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 from compiled_rows import NOT_COMPILED, Overrides, gib, make_rows, markdown, parser_of, read_kept, versions_of
-from prediction_range import BASES, GROUPINGS, UNSEEN, Run, coverage, dense, find_least, kind_of, source_of, table_of
+from prediction_range import (
+    BASES,
+    GROUPINGS,
+    UNSEEN,
+    Run,
+    checked_dense,
+    coverage,
+    coverage_of_kind,
+    find_least,
+    kind_factor,
+    kind_of,
+    source_of,
+    table_of,
+)
 from published_recipes import RECIPES, Recipe
 
 from meshloom.compiler.core.errors import ConfigError
@@ -29,7 +42,7 @@ from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.roofline import least_step_seconds
-from meshloom.compiler.target.accuracy import LONG, TABLE
+from meshloom.compiler.target.accuracy import LONG, TABLE, ProgramKind
 from meshloom.runtime.processes.devices import plan_without_devices
 
 KEPT = Path(__file__).with_suffix(".jsonl")
@@ -172,15 +185,15 @@ def best_mfus(kept: Rows) -> dict[str, float]:
     return dict(sorted(found.items()))
 
 
-def checked_runs(kept: Rows, estimates: Rows) -> list[Run]:
-    """Returns the recipes by which no constant was chosen, with the published over the predicted seconds."""
+def published_runs(kept: Rows, estimates: Rows) -> list[Run]:
+    """Returns the recipes with the published over the predicted seconds."""
     runs = []
     for recipe in RECIPES:
-        facts, planned = kept.get(recipe.declaration), estimates.get(recipe.declaration)
-        if recipe.half == "checked" and planned and (off := ratio(recipe, facts)):
+        if planned := estimates.get(recipe.declaration):
             estimated = planned["published_seconds"] / planned["estimated_seconds"]
-            runs.append(Run(recipe.name, chip_of(recipe), source_of(recipe), planned["kind"], round(off, 4),
-                            round(estimated, 4)))  # fmt: skip
+            compiled = ratio(recipe, kept.get(recipe.declaration)) or estimated
+            runs.append(Run(recipe.name, chip_of(recipe), source_of(recipe), planned["kind"], round(compiled, 4),
+                            round(estimated, 4), recipe.half == "checked"))  # fmt: skip
     return runs
 
 
@@ -197,9 +210,10 @@ def _errors(kept: Rows) -> Iterator[list[str]]:
 
 
 def _coverage(runs: list[Run]) -> Iterator[list[str]]:
-    """Yields a row of each group of dense runs: how many lie in the range that the other groups give."""
+    """Yields a row of each group of checked dense runs: how many lie in the range that the other groups give."""
+    checked = checked_dense(runs)
     for grouping in GROUPINGS:
-        found = [coverage(dense(runs), basis, grouping, find_least(dense(runs), basis)) for basis in BASES]
+        found = [coverage(checked, basis, grouping, find_least(checked, basis)) for basis in BASES]
         for group in found[0]:
             yield [grouping, group, str(found[0][group].total), *(str(each[group].inside) for each in found)]
 
@@ -217,21 +231,27 @@ def errors_table(kept: Rows) -> str:
 
 def ranges_table(kept: Rows, estimates: Rows) -> str:
     columns = ("left out", "", "runs", "in the range, compiled", "estimated")
-    return markdown(columns, _coverage(checked_runs(kept, estimates)))
+    return markdown(columns, _coverage(published_runs(kept, estimates)))
 
 
 def kinds_table(kept: Rows, estimates: Rows) -> str:
-    """Returns the ranges of all kinds on a chip without runs, and the runs that they come from."""
-    rows = []
-    for kind, of in table_of(checked_runs(kept, estimates), {})["kinds"].items():
+    """Returns the ranges of all kinds on a chip without runs, and how many runs of a kind the others' range holds."""
+    runs, rows = published_runs(kept, estimates), []
+    for kind in get_args(ProgramKind):
+        cells = [str(coverage_of_kind(runs, kind, "estimated").total)]
+        for basis in BASES:
+            inside = coverage_of_kind(runs, kind, basis).inside
+            cells += [f"{kind_factor(runs, kind, basis, '*'):.2f}", str(inside)]
         others = "; ".join(f"{each.recipe}: {each.estimated:.2f}" for each in UNSEEN if each.kind == kind)
-        rows.append([kind, str(sum(of["num_runs"].values())), *(f"{of[basis]['*']:.2f}" for basis in BASES), others])
+        rows.append([kind, *cells, others])
     columns = (
         "kind",
         "runs",
         "range, compiled",
-        "estimated",
-        "published over estimated, of runs that are no rows here",
+        "left out, inside",
+        "range, estimated",
+        "left out, inside",
+        "published over estimated, of steps that are no rows here",
     )
     return markdown(columns, rows)
 
@@ -263,7 +283,7 @@ def main() -> int:
     tables = (rows_table(kept, estimates), errors_table(kept), ranges_table(kept, estimates), declarations_table())
     print(*tables, sep="\n\n")
     if given.file == KEPT:
-        TABLE.write_text(json.dumps(table_of(checked_runs(kept, estimates), best_mfus(kept)), indent=1) + "\n")
+        TABLE.write_text(json.dumps(table_of(published_runs(kept, estimates), best_mfus(kept)), indent=1) + "\n")
     return int(num_missing > 0)
 
 

@@ -70,6 +70,15 @@ LONG_CONTEXT: Options = ASYNC_GATHERS | {
     "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": True,
 }
 V6E_EXPERTS: Options = ASYNC_GATHERS | DATA_PARALLEL
+# tpu-recipes, training/v5p/DeepSeek3-671B-MaxText. Rows that are not compiled have xla_tpu_scoped_vmem_limit_kib, too
+V5P_EXPERTS: Options = DATA_PARALLEL | SCATTER_LAYOUT | HOST_OFFLOAD | {
+    "xla_tpu_scoped_vmem_limit_kib": 81920,
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": True,
+    "xla_tpu_megacore_fusion_allow_ags": False,
+    "xla_enable_async_collective_permute": True,
+}  # fmt: skip
 V4: Options = {"xla_enable_async_all_gather": True}
 TPU7X: Options = {
     "xla_tpu_bf16_emission_mode": "NATIVE_EMISSION",
@@ -87,6 +96,7 @@ TPU7X: Options = {
     "xla_enable_async_all_gather": True,
     "xla_tpu_prefer_async_allgather_to_allreduce": True,
 }
+LARGE_VMEM: Options = {"xla_tpu_scoped_vmem_limit_kib": 65536}
 # MaxText/configs/a3/llama_2_7b/2vm.sh; those that jaxlib 0.10.2 no longer has, or has as defaults, are left out
 GPU: Options = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
@@ -151,10 +161,10 @@ def _typed(value: bool | int | str) -> str:
 
 
 def declared(
-    model: str, target: str, sequences_per_chip: int, num_chips: int, length: int, remat: str, *others: str
+    model: str, target: str, sequences_per_chip: float, num_chips: int, length: int, remat: str, *others: str
 ) -> tuple[str, ...]:
     return (
-        f"model={model}", f"target={target}", f"global_batch_size={sequences_per_chip * num_chips}",
+        f"model={model}", f"target={target}", f"global_batch_size={sequences_per_chip * num_chips:g}",
         f"sequence_length={length}", f"remat={remat}", "data=synthetic", *others,
     )  # fmt: skip
 
@@ -198,6 +208,7 @@ FMS_FSDP = "https://github.com/foundation-model-stack/fms-fsdp"  # nodes with 40
 GPU_RECIPES = "https://github.com/AI-Hypercomputer/gpu-recipes/blob/main/training"
 DGXC = "https://github.com/NVIDIA/dgxc-benchmarking/tree/main/maxtext"  # README_70b.md, configure.sh: 25.01 and later
 IRONWOOD = "https://github.com/AI-Hypercomputer/tpu-recipes/blob/main/training/ironwood/README.md"
+DEEPSEEK_V5P = "https://github.com/AI-Hypercomputer/tpu-recipes/blob/main/training/v5p/DeepSeek3-671B-MaxText/README.md"
 AXLEARN = "https://github.com/apple/axlearn/blob/main/axlearn/experiments/text/gpt/fuji.py"
 A3_SOURCE = f"{MAXTEXT}/MaxText/configs/a3/llama_2_7b/README.md"
 V4_SOURCE, V5E_SOURCE, V5P_SOURCE = (f"{MAXTEXT}/MaxText/configs/{chip}/README.md" for chip in ("v4", "v5e", "v5p"))
@@ -245,6 +256,18 @@ def long_context(half: Literal["fitted", "checked"], length: int, seconds: float
     )  # fmt: skip
     name = f"MaxText Llama 3.1 8B, {length // 1024}k tokens, v5p-128"
     return Recipe(half, name, LONG_SOURCE, 2**21 / 64 / seconds, mfu, "custom", declared_as, LONG_CONTEXT)
+
+
+def gemma3(half: Literal["fitted", "checked"], num_slices: int, tokens_per_second: float) -> Recipe:
+    """MaxText's Gemma 3 12B of 32k tokens, without options of XLA that overlap anything. Its loss by slices chose
+    v6e's `slice_wait`."""
+    over = (FSDP,) if num_slices == 1 else ("sharding=hsdp", f"target.num_slices={num_slices}")
+    slices = f"{num_slices} x " if num_slices > 1 else ""
+    folder = f"Gemma3-12B-MaxText/{f'{num_slices}x-' if num_slices > 1 else ''}v6e-256"
+    return Recipe(half, f"MaxText Gemma 3 12B, 32k tokens, {slices}v6e-256", f"{TPU_RECIPES}/{folder}/README.md",
+                  tokens_per_second, None, "custom",
+                  maxtext("gemma3_12b", "v6e-256", 1, 256 * num_slices, 32768, "full", *over),
+                  {"xla_tpu_scoped_vmem_limit_kib": 122880})  # fmt: skip
 
 
 RECIPES = (
@@ -362,4 +385,14 @@ RECIPES = (
     Recipe("checked", "MaxText Llama 3.1 70B, 64 Ironwood", IRONWOOD, 2686.98, 1207.05 / 2307, "custom",
            maxtext("llama3_70b", "tpu7x-128", 4, 64, 8192, "save_names", FSDP,
                     "remat.names=[layer_input,queries,keys,values,attended]"), TPU7X),
+    Recipe("checked", "MaxText Llama 3.1 70B, 128k tokens, 256 Ironwood", IRONWOOD, 963.03, None, "custom",
+           maxtext("llama3_70b", "tpu7x-512", 0.25, 256, 131072, "save_names", "sharding=fsdp_context",
+                    "mesh.context=8", "remat.names=[layer_input,queries,keys,values,attended]"), TPU7X | LARGE_VMEM),
+    Recipe("checked", "MaxText DeepSeek-V3, 128 Ironwood", IRONWOOD, 2425.75, None, "custom, offloaded",
+           maxtext("deepseek_v3", "tpu7x-256", 16, 128, 4096, "offload", FSDP, "remat.names=[layer_input]",
+                    "optimizer.moment_dtype=bfloat16"), TPU7X | LARGE_VMEM),
+    Recipe("checked", "MaxText DeepSeek-V3, v5p, 512 chips", DEEPSEEK_V5P, 542.108, None, "custom, offloaded",
+           maxtext("deepseek_v3", "v5p-1024", 6, 512, 8192, "offload", FSDP,
+                    "remat.names=[layer_input,attention_residual]"), V5P_EXPERTS),
+    gemma3("checked", 1, 4477.768), gemma3("fitted", 2, 4204.799), gemma3("fitted", 4, 3905.572),
 )  # fmt: skip

@@ -13,7 +13,7 @@ names. A program for several slices has no names at all.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from ..parallel.operation import ParallelOp, find_source
 from ..parallel.registry import OPERATIONS
 from ..plan import Plan
 from ..schema import CollectiveReport, Event, StepReport
-from ..target.accuracy import ProgramKind, program_kinds, range_figures
+from ..target.accuracy import ProgramKind, kinds_in_types, program_kinds, range_figures
 from ..target.target import TargetPlan
 from ..xla.hlo import Module
 from ..xla.schedule import Simulation, simulate
@@ -38,7 +38,18 @@ from ..xla.schedule.prices import Chip
 from ..xla.schedule.program import read_steps
 from ..xla.schedule.simulate import CollectiveTotals, Taken
 from ..xla.schedule.stage_clocks import StagedDevices, simulate_stages
-from ..xla.schedule.steps import ALL, Choices, Collective, Done, Step, apply_choices, conditionals, every, open_loops
+from ..xla.schedule.steps import (
+    ALL,
+    Choices,
+    Collective,
+    Compute,
+    Done,
+    Step,
+    apply_choices,
+    conditionals,
+    every,
+    open_loops,
+)
 from .program_devices import ProgramDevices
 from .program_text import line_finder
 from .timeline_events import schedule_events
@@ -154,7 +165,7 @@ def analyse_program(
     return ScheduleAnalysis(
         collectives=collectives,
         matches=matches,
-        step=_step(result, placed, target, known),
+        step=_step(result, placed, target, known, {one.dtype for one in every(steps, Compute) if one.dtype}),
         events=schedule_events(result.segments, steps, collectives) if target.chip is not None else (),
         compute_seconds=result.operations if target.chip is not None else {},
         dones={done.by: done.name for done in every(steps, Done)},
@@ -298,15 +309,17 @@ def nothing_timed(why: str) -> StepReport:
     )
 
 
-def _step(result: Simulation, placed: Mapping[str, Placed], target: TargetPlan, known: Declared) -> StepReport:
-    """Returns the figures of the schedule, without those of memory."""
+def _step(
+    result: Simulation, placed: Mapping[str, Placed], target: TargetPlan, known: Declared, dtypes: Iterable[str]
+) -> StepReport:
+    """Returns the figures of the schedule, without those of memory. dtypes: in which it multiplies."""
     if target.chip is None:
         return nothing_timed(NO_CHIP)
+    kinds = known.kinds or program_kinds(target, {}, 0, has_experts=False)
     left_out = "; ".join(_left_out(result, placed))
     waits = target.slice_wait * result.seconds
     whole = Unknown(left_out) if left_out else result.seconds + waits
     is_timed = not _untimed(result)
-    kinds = known.kinds or program_kinds(target, {}, 0, has_experts=False)
     undeclared = Unknown(NOT_DECLARED)
     exposed: dict[str, float] = {}
     for name, totals in result.collectives.items() if is_timed else ():
@@ -315,7 +328,7 @@ def _step(result: Simulation, placed: Mapping[str, Placed], target: TargetPlan, 
     exposed[SLICES] = waits if is_timed else 0.0
     found = StepReport(
         **dict(no_figures("the memory of a program is not in its schedule"))
-        | range_figures(target, kinds, whole)
+        | range_figures(target, kinds_in_types(kinds, dtypes), whole)
         | {
             "step_seconds": whole,
             "compute_seconds": sum(result.compute_seconds.values()),

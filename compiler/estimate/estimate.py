@@ -10,12 +10,12 @@ from ..jaxpr.unknown import UnknownPrimitive
 from ..plan import Plan
 from ..schema import RooflinePart
 from ..spec.overlap_spec import OverlapSpec
-from ..target.accuracy import ProgramKind, range_figures
+from ..target.accuracy import ProgramKind, kinds_in_types, range_figures
 from ..target.target import TargetPlan
 from .communication import PlannedCollective, plan_communication
 from .estimated_step import plan_assumed, read_step
 from .liveness import MemoryClass, find_peak, host_bytes
-from .regions import price_regions
+from .regions import matmul_types, price_regions
 from .roofline import NO_RATES, find_unknown, plan_roofline
 from .stage_buffers import StageBuffer, read_stage_buffers
 from .step_time import StepTime, estimate_time
@@ -131,7 +131,7 @@ def estimate_declared(plan: Plan) -> StepEstimate:
     time = Unknown(why) if why else or_unknown(estimate_time(plan, step), NO_RATES.why)
     figures = StepFigures(
         **memory_figures(plan.target, memory.peak_bytes, memory.host_bytes),
-        **time_figures(plan.target, plan.kinds, time),
+        **time_figures(plan.target, kinds_in_types(plan.kinds, matmul_types(step)), time),
     ).rated(plan.work)
     communication = plan_communication(plan, step)
     roofline = plan_roofline(plan.model.stacks, plan.mesh, step, why)

@@ -104,6 +104,11 @@ class ProgramShape:
         return replace(self, live=(), on_host=(), ticks=self.ticks and self.ticks.form)
 
     @property
+    def matmul_types(self) -> set[str]:
+        """Returns the types of the operands of matmuls."""
+        return {work.dtype for work in self.works if work.dtype}
+
+    @property
     def collective_axes(self) -> tuple[Axes, ...]:
         """Returns the mesh axes that collectives run over, each once."""
         return tuple(dict.fromkeys(each.mesh_axes for each in self.transfers))

@@ -80,6 +80,12 @@ def price_regions(program: Program, compiler: CompilerTraits) -> Region:
     return _with_steps(Region(program, fuse(program, is_loop=False), ()), compiler)
 
 
+def matmul_types(step: Region) -> set[str]:
+    """Returns the types of the operands of a step's matmuls."""
+    each = ((region.program, one.operation) for region, one in step.each())
+    return {program.dtypes[operation.inputs[0]] for program, operation in each if operation.kind == "matmul"}
+
+
 def largest_sum(terms: Iterable[tuple[Region, float]]) -> float:
     """Returns the sum of terms, each times the executions of its region, on the stage where that sum is largest."""
     each = [(region.executions, value) for region, value in terms]

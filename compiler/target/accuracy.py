@@ -1,29 +1,39 @@
 """Gives a prediction its range, from how far predictions of published runs of its kind were off.
 
-accuracy.json has the factors of the ranges by kind. `python bench/published.py` derives them from runs that were not
-used to choose any constant of the cost model (bench/prediction_range.py): at least 8 of 10 runs of a kind lie in its
-range. docs/results/published.md has the runs.
+accuracy.json has the factors of the ranges by kind. `python bench/published.py` derives them from published runs
+(bench/prediction_range.py), so that 9 of 10 runs lie in the range that the others give. docs/results/published.md has
+the runs.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from ..core.float_types import peak_name
 from ..core.format import counted
 from ..core.known import Unknown, each_known
 from .target import TargetPlan
 
 TABLE = Path(__file__).with_name("accuracy.json")
-COVERED = 8, 10  # at least 8 of 10 runs lie in a range
+COVERED = 9, 10  # runs that lie in a range
 ALL_CHIPS = "*"
 LONG = 32768  # tokens of a sequence
+NARROW_PEAKS = ("int8", "float8")  # types of low precision
 CALIBRATED = "a calibrated prediction is not compared with published runs"
 Basis = Literal["compiled", "estimated"]
 ProgramKind = Literal[
-    "dense", "experts on TPUs", "experts on GPUs", "long context", "several slices", "pipelines", "data parallel"
+    "dense",
+    "experts on TPUs",
+    "experts on GPUs",
+    "long context",
+    "several slices",
+    "pipelines",
+    "data parallel",
+    "low precision",
 ]
 
 
@@ -31,7 +41,7 @@ def program_kinds(
     target: TargetPlan, mesh: Mapping[str, int], sequence_length: int, *, has_experts: bool
 ) -> tuple[ProgramKind, ...]:
     """Returns the kinds of a program, whose predictions are off for reasons of their own; `dense` if none applies.
-    mesh: the sizes of its axes."""
+    mesh: the sizes of its axes. `low precision` is not among them: `kinds_in_types` adds it."""
     split = {axis for axis, size in mesh.items() if size > 1}
     on_tpus = target.platform == "tpu"
     applies: dict[ProgramKind, bool] = {
@@ -45,13 +55,20 @@ def program_kinds(
     return tuple(kind for kind, is_one in applies.items() if is_one) or ("dense",)
 
 
+def kinds_in_types(kinds: Sequence[ProgramKind], matmul_types: Iterable[str]) -> tuple[ProgramKind, ...]:
+    """Returns the kinds of a program with the types of its matmuls, which only its operations show."""
+    if not any(peak_name(each) in NARROW_PEAKS for each in set(matmul_types)):
+        return tuple(kinds)
+    return (*(kind for kind in kinds if kind != "dense"), "low precision")
+
+
 @dataclass(frozen=True)
 class Accuracy:
-    """The accuracy of a prediction. kind: of program, by whose runs predictions are off most. factor: by how much a
-    step may be longer or shorter than predicted. num_runs: the number of published runs that the factor comes from.
-    num_on_chip: how many of them ran on this chip."""
+    """The accuracy of a prediction. kinds: of the program. factor: by how much a step may be longer or shorter than
+    predicted. num_runs: the number of published runs that the factor comes from. num_on_chip: how many of them ran on
+    this chip."""
 
-    kind: ProgramKind
+    kinds: tuple[ProgramKind, ...]
     chip: str
     factor: float
     num_runs: int
@@ -62,25 +79,31 @@ class Accuracy:
         return seconds / self.factor, seconds * self.factor
 
     def __str__(self) -> str:
-        on_chip = f"{self.num_on_chip} on" if self.num_on_chip else "none on"
-        of = f"at least {COVERED[0] / COVERED[1]:.0%} of {counted(self.num_runs, 'published run')}"
-        return f"{self.kind}: {of} lie in such a range, {on_chip} {self.chip}"
+        most, of = COVERED
+        expected = f"{most} of {of} such steps are expected inside, by {counted(self.num_runs, 'published run')}"
+        combined = ", whose errors are combined" if len(self.kinds) > 1 else ""
+        return f"{' and '.join(self.kinds)}{combined}: {expected}, {self.num_on_chip or 'none'} on {self.chip}"
 
 
 def accuracy_of(target: TargetPlan, kinds: Sequence[ProgramKind], basis: Basis = "compiled") -> Accuracy | None:
-    """Returns the accuracy of predictions for a target, from the runs of all chips if there are none on its own: of
-    several kinds the one with the widest range. None if nothing is predicted, and with a calibration. basis: what the
-    predictions are made from, a compiled schedule or an estimate without one."""
+    """Returns the accuracy of predictions for a target, from the runs of all chips if there are none on its own. None
+    if nothing is predicted, and with a calibration. basis: what the predictions are made from, a compiled schedule or
+    an estimate without one.
+
+    The errors of several kinds have different causes, so their squares add up, as logarithms of factors."""
     if target.chip is None or target.calibration:
         return None
     chip = target.chip.name
-    return max((_of_kind(kind, chip, basis) for kind in kinds), key=lambda one: one.factor)
-
-
-def _of_kind(kind: ProgramKind, chip: str, basis: Basis) -> Accuracy:
-    table = _table()["kinds"][kind]
-    factors, runs = table[basis], table["num_runs"]
-    return Accuracy(kind, chip, factors.get(chip, factors[ALL_CHIPS]), sum(runs.values()), runs.get(chip, 0))
+    tables = [_table()["kinds"][kind] for kind in kinds]
+    factors = [table[basis].get(chip, table[basis][ALL_CHIPS]) for table in tables]
+    runs = [table["num_runs"] for table in tables]
+    return Accuracy(
+        kinds=tuple(kinds),
+        chip=chip,
+        factor=math.exp(math.hypot(*map(math.log, factors))),
+        num_runs=sum(sum(each.values()) for each in runs),
+        num_on_chip=sum(each.get(chip, 0) for each in runs),
+    )
 
 
 def range_figures(

@@ -19,15 +19,18 @@ from ..figures import StepFigures
 from ..parallel.pipeline_plan import PipelinePlan
 from ..pipeline.buffers import COLUMN_OF, lower_table
 from ..pipeline.makespan import TickSlot, ticks_of_head
+from ..target.accuracy import ProgramKind, kinds_in_types
 from .families import Family, Key, family_key
 from .space import MeshCandidate
 
 
 @dataclass(frozen=True)
 class Prices:
-    """The prices of candidates, in their order: the time of a step, and bytes of a device."""
+    """The prices of candidates, in their order: the time of a step, and bytes of a device. kinds: of each program, by
+    the types of its matmuls too."""
 
     candidates: tuple[MeshCandidate, ...]
+    kinds: tuple[tuple[ProgramKind, ...], ...]
     peak_bytes: Numbers
     host_bytes: Numbers
     time: StepTime[Numbers]
@@ -36,7 +39,7 @@ class Prices:
         """Returns the figures of one candidate by its price. limit_bytes: the memory of a device that it may take."""
         target, peak_bytes, host_bytes = self.candidates[place].variant.target(), self.peak_bytes, self.host_bytes
         memory = memory_figures(target, int(peak_bytes[place]), int(host_bytes[place]), limit=limit_bytes)
-        return StepFigures(**memory, **time_figures(target, self.candidates[place].kinds, self.time.of(place)))
+        return StepFigures(**memory, **time_figures(target, self.kinds[place], self.time.of(place)))
 
 
 def price_candidates(
@@ -67,7 +70,9 @@ def price_candidates(
             compute[at], bubble[at] = time.compute_seconds, time.bubble_seconds
             for axes, seconds in time.exposed.items():
                 exposed.setdefault(axes, np.zeros(count))[at] += seconds
-    return Prices(tuple(candidates), peak, host, StepTime(compute, exposed, bubble))
+    types = {place: families[key].shape.matmul_types for key, own in places.items() for place in own}
+    kinds = tuple(kinds_in_types(one.kinds, types[place]) for place, one in enumerate(candidates))
+    return Prices(tuple(candidates), kinds, peak, host, StepTime(compute, exposed, bubble))
 
 
 def _link_times(candidates: Sequence[MeshCandidate], family: Family, speed: float) -> LinkTimes:

@@ -71,7 +71,8 @@ def price_instruction(
     operations that know their own kernels. sends: whether chunks of a collective are sent from within it."""
     if instruction.opcode in FREE or instruction.attribute("custom_call_target") in _FREE_TARGETS:
         return None
-    price = _price(instruction, around, module, chip, ops)
+    work = _work_of(instruction, operand_types(instruction, around), module, ops)
+    price = _price(instruction, around, module, chip, work)
     if price.seconds == 0:
         return None
     kind = instruction_kind(instruction, module, ops)
@@ -86,6 +87,7 @@ def price_instruction(
         op_name=instruction.op_name,
         estimated_seconds=None if price.estimated is None else price.estimated * factor,
         unknown=price.unknown,
+        dtype=work.dtype if work.flops else "",
     )
 
 
@@ -101,13 +103,10 @@ class _Price:
     unknown: str = ""
 
 
-def _price(
-    instruction: Instruction, around: Computation, module: Module, chip: Chip, ops: Sequence[KernelOwner]
-) -> _Price:
+def _price(instruction: Instruction, around: Computation, module: Module, chip: Chip, work: KernelCost) -> _Price:
     estimated, numbers = None, cost_model()
     if chip.clock_hz and (cycles := instruction.estimated_cycles) is not None:
         estimated = cycles / chip.clock_hz
-    work = _work_of(instruction, operand_types(instruction, around), module, ops)
     only_moves = bool(chip.passes) and not work.flops and is_pass(instruction, around, module)
     if estimated is not None and not work.flops and not only_moves:
         return _Price(estimated, "cycles")

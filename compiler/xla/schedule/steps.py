@@ -13,7 +13,7 @@ PricedBy = Literal["cycles", "bound", "flops", "bytes", "nothing"]
 class Compute:
     """One operation on the compute unit. seconds: its time; None where nothing is known of it. estimated_seconds: the
     compiler's estimate, if the price is bounded below it. unknown: the kernel, if it takes at least `seconds` and
-    nobody knows how much longer."""
+    nobody knows how much longer. dtype: of what it multiplies, by the name of the peak; empty where it does not."""
 
     name: str
     kind: ComputeKind
@@ -22,6 +22,7 @@ class Compute:
     op_name: str
     estimated_seconds: float | None = None
     unknown: str = ""
+    dtype: str = ""
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ from jax.experimental import topologies
 from conftest import LINEAR_STACK, WHOLE_STREAM, plan_of
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
+from meshloom.compiler.estimate import estimate
 from meshloom.compiler.estimate.communication import PlannedCollective
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.estimated_step import read_step
 from meshloom.compiler.estimate.liveness import find_peak
-from meshloom.compiler.estimate.regions import price_regions
+from meshloom.compiler.estimate.regions import matmul_types, price_regions
 from meshloom.compiler.jaxpr.fusion import fuse, stacked_bytes, traffic
 from meshloom.compiler.jaxpr.read_jaxpr import read_jaxpr
 from meshloom.compiler.spec.compiler_traits import CompilerTraits
@@ -39,6 +40,21 @@ def _program(function, *shapes):
 
 def _peak(program):
     return find_peak(price_regions(program, CompilerTraits()))
+
+
+def test_a_step_that_multiplies_in_eight_bits_has_the_range_of_low_precision(monkeypatch):
+    """No declaration chooses such a type; a model of one's own may multiply in it."""
+
+    def narrow(x):
+        rounded = x.astype(jnp.float8_e4m3fn)
+        return jnp.matmul(rounded, rounded, preferred_element_type=jnp.float32)
+
+    found = matmul_types(price_regions(_program(narrow, (8, 8)), CompilerTraits()))
+    assert found == {"float8_e4m3fn"}
+    monkeypatch.setattr(estimate, "matmul_types", lambda _: found)
+    basis = estimate_step(plan_of("target=h100-8", "sharding=fsdp")).figures.range_basis
+    assert isinstance(basis, str)
+    assert basis.startswith("low precision: ")
 
 
 def test_arrays_without_entries_are_read():

@@ -7,7 +7,14 @@ import pytest
 from meshloom.compiler.core.format import human_range
 from meshloom.compiler.core.known import Unknown
 from meshloom.compiler.target import accuracy
-from meshloom.compiler.target.accuracy import Accuracy, accuracy_of, best_published_mfu, program_kinds, range_figures
+from meshloom.compiler.target.accuracy import (
+    Accuracy,
+    accuracy_of,
+    best_published_mfu,
+    kinds_in_types,
+    program_kinds,
+    range_figures,
+)
 from support.placements import cached_target_of
 from support.profiles import plan_on
 
@@ -31,31 +38,44 @@ def table(monkeypatch):
 
 
 def test_a_range_is_a_factor_up_and_down():
-    assert Accuracy("dense", "v5e", 1.25, 10, 3).range_of(2.0) == pytest.approx((1.6, 2.5))
+    assert Accuracy(("dense",), "v5e", 1.25, 10, 3).range_of(2.0) == pytest.approx((1.6, 2.5))
 
 
 def test_a_chip_without_runs_has_the_range_of_all_and_says_so():
     own, other = (accuracy_of(cached_target_of(name), ["dense"]) for name in ("v5e-4", "tpu7x-8"))
     assert own
     assert other
-    assert (own.factor, other.factor) == (1.25, 1.2)
-    assert str(own) == "dense: at least 80% of 10 published runs lie in such a range, 3 on v5e"
-    assert str(other) == "dense: at least 80% of 10 published runs lie in such a range, none on tpu7x"
+    assert (own.factor, other.factor) == pytest.approx((1.25, 1.2))
+    assert str(own) == "dense: 9 of 10 such steps are expected inside, by 10 published runs, 3 on v5e"
+    assert str(other) == "dense: 9 of 10 such steps are expected inside, by 10 published runs, none on tpu7x"
 
 
 def test_an_estimate_has_a_range_of_its_own():
     estimated = accuracy_of(cached_target_of("v5p-8"), ["dense"], "estimated")
     assert estimated
-    assert estimated.factor == 1.3
+    assert estimated.factor == pytest.approx(1.3)
 
 
-def test_of_several_kinds_the_widest_range_counts():
+def test_the_errors_of_several_kinds_are_combined():
+    """By hand: log 1.5 is 0.4055, log 1.3 is 0.2624, and the root of the sum of their squares 0.4829; estimated 0.3001
+    and 0.3365, 0.4509."""
     kinds = ("experts on TPUs", "several slices")
     compiled, estimated = (accuracy_of(cached_target_of("v5p-8"), kinds, each) for each in ("compiled", "estimated"))
     assert compiled
     assert estimated
-    assert (compiled.kind, compiled.factor, compiled.num_on_chip) == ("experts on TPUs", 1.5, 2)
-    assert (estimated.kind, estimated.factor, estimated.num_runs) == ("several slices", 1.4, 1)
+    assert (compiled.kinds, compiled.num_runs, compiled.num_on_chip) == (kinds, 3, 2)
+    assert (compiled.factor, estimated.factor) == pytest.approx((1.6208, 1.5697), rel=1e-4)
+    assert str(compiled) == (
+        "experts on TPUs and several slices, whose errors are combined: 9 of 10 such steps are expected inside, by 3 "
+        "published runs, 2 on v5p"
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "f8e5m2", "int8", "s8"])
+def test_matmuls_in_eight_bits_make_a_kind(dtype):
+    assert kinds_in_types(("dense",), ["bfloat16", dtype]) == ("low precision",)
+    assert kinds_in_types(("pipelines",), [dtype]) == ("pipelines", "low precision")
+    assert kinds_in_types(("dense",), ["bfloat16", "float32", "int32"]) == ("dense",)
 
 
 @pytest.mark.parametrize(

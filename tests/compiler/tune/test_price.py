@@ -67,6 +67,12 @@ def stack():
     return Space(*STACK, "global_batch_size=64", "tune.microbatches=[1,2,4]")
 
 
+def test_candidates_that_multiply_in_eight_bits_have_the_range_of_low_precision(stack, monkeypatch):
+    assert str(stack.price().figures(0, 2**40).range_basis).startswith("dense: ")
+    monkeypatch.setattr(ProgramShape, "matmul_types", {"bfloat16", "float8_e5m2"})
+    assert str(stack.price().figures(0, 2**40).range_basis).startswith("low precision: ")
+
+
 def test_exponents_are_read_off_one_ratio():
     """Each of the 27 products of sequences, chunks and microbatches, from the ratios 2, 8 and 512."""
     steps = np.log2([2, 8, 512])

@@ -45,7 +45,9 @@ def _answer() -> Answer:
         for n, one in enumerate(candidates[:6])
     )  # fmt: skip
     ones = np.ones(len(candidates))
-    prices = Prices(tuple(candidates), 2**33 * ones, ones, StepTime(8 * ones, {("fsdp",): ones}))
+    prices = Prices(
+        tuple(candidates), (("dense",),) * len(candidates), 2**33 * ones, ones, StepTime(8 * ones, {("fsdp",): ones})
+    )
     changes = (WhatIf("links of twice the bandwidth", candidates[0], candidates[1], 8.96, 7.5),)
     return Answer(space.variants[0].target(), best, prices, refused, 2**34, changes)
 
