@@ -32,6 +32,7 @@ COLLECTIVES: dict[str, CollectiveKind] = {
     "all-to-all": "all-to-all",
 }
 PASSES = ("broadcast", "data formatting", "dynamic-update-slice", "loop fusion", "non-fusion elementwise")
+ACROSS = "across two slices"  # the groups of a collective: pairs of devices at the same place in each
 _TYPED = re.compile(r"((?:\w+\[[\d,]*\](?:\{[^}]*\})?))\s+%([\w.\-]+)")
 _SLICED = re.compile(
     r"s32\[\]\{:T\(128\)(?:S\(6\))?\} %"
@@ -63,7 +64,7 @@ def tpu_table() -> str:
 
 @cache
 def _target(name: str) -> TargetPlan:
-    return plan_target(read_spec(Request((f"target={name}",)), then=lambda spec: spec.target), "bfloat16")
+    return plan_target(read_spec(Request(tuple(f"target={name}".split())), then=lambda spec: spec.target), "bfloat16")
 
 
 def tpu_operations() -> Iterator[Operation]:
@@ -82,8 +83,11 @@ def _alone(row: dict[str, str]) -> Operation:
     if row["text"]:
         price = _of_text(row["text"], name)
     else:
-        groups = [tuple(map(int, group.split())) for group in row["groups"].split(";") if group]
-        price = collective(name, cast(CollectiveKind, kind), size, groups)
+        half = _target(name).num_devices // 2
+        groups = ([(each, each + half) for each in range(half)] if row["groups"] == ACROSS
+                  else [tuple(map(int, group.split())) for group in row["groups"].split(";") if group])  # fmt: skip
+        kind = f"{kind} {ACROSS}" if row["groups"] == ACROSS else kind
+        price = collective(name, cast(CollectiveKind, row["kind"]), size, groups)
     return Operation(row["chip"], kind, f"{size / 1e6:.0f} MB", float(row["microseconds"]) * 1e-6, price)
 
 

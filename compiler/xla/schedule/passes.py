@@ -102,9 +102,12 @@ _PACKED_BITS = 16  # two elements or more share a place of a register, which a t
 
 
 def is_pass(instruction: Instruction, around: Computation, module: Module) -> bool:
-    """Returns True for compute that streams large arrays of the HBM through the chip, and does nothing else."""
+    """Returns True for compute that streams large arrays of the HBM through the chip, and does little else: what vector
+    memory holds is a small part."""
     arrays = _large((*instruction.arrays, *operand_types(instruction, around)))
-    is_streamed = bool(arrays) and all(each.memory_space == HBM for each in arrays)
+    streamed = sum(each.num_bytes for each in arrays if each.memory_space == HBM)
+    elsewhere = sum(each.num_bytes for each in arrays if each.memory_space != HBM)
+    is_streamed = streamed > _MUCH_MORE * elsewhere
     return is_streamed and not any(each.opcode in _IRREGULAR for each in within(instruction, module))
 
 

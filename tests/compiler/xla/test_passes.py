@@ -115,6 +115,16 @@ def test_parts_inside_tiles_touch_all_of_these(result, lines, seconds):
     assert price_of(line, STACK, LAYER, "s32[]", before=fused) == pytest.approx(seconds, rel=1e-3)
 
 
+@pytest.mark.parametrize(("rows", "is_streamed"), [(8, True), (2048, False)])
+def test_a_little_in_vector_memory_leaves_a_pass_one(rows, is_streamed):
+    """64 MiB are read from the HBM. Of a program that reads as much of vector memory the compiler's estimate stands."""
+    kinds = "f32[2048,8192]{1,0:T(8,128)}", f"f32[{rows},8192]{{1,0:T(8,128)S(1)}}"
+    lines = (f"  %p{place} = {kind} parameter({place})\n" for place, kind in enumerate(kinds))
+    fused = f"%fused (p0: f32[], p1: f32[]) -> f32[] {{\n{''.join(lines)}  ROOT %r = f32[] constant(0)\n}}\n"
+    line = '%f = f32[] fusion(%a, %b), kind=kLoop, calls=%fused, backend_config={"estimated_cycles":"3500000"}'
+    assert (price_of(line, *kinds, before=fused) == pytest.approx(2e-3)) != is_streamed
+
+
 def test_a_small_pass_takes_its_start():
     """64 KiB in and out: 1.5 us and as long as the whole bandwidth takes."""
     seconds = price_of("%n = f32[16384]{0:T(1024)} negate(%a)", "f32[16384]{0:T(1024)}")
