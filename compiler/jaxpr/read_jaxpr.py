@@ -65,7 +65,7 @@ class _Reader(ProgramValues):
 
     def read(self, jaxpr: Jaxpr, layouts: Sequence[DimAxes], scope: str) -> Program:
         inputs = [self.value(x.aval, layout) for x, layout in zip(jaxpr.invars, layouts, strict=True)]
-        outputs = [self.kept(i) for i in self.inline(jaxpr, inputs, scope)]
+        outputs = [self.summed(self.in_shards(i)) for i in self.inline(jaxpr, inputs, scope)]
         self.pad()
         sizes, host_sizes = tuple(self.sizes), tuple(self.host_sizes)
         return Program(tuple(self.operations), sizes, host_sizes, tuple(self.dtypes), tuple(inputs), tuple(outputs))
@@ -101,7 +101,7 @@ class _Reader(ProgramValues):
     def called(self, equation: Any, operands: list[int], scope: str) -> list[int]:
         name, params = equation.primitive.name, equation.params
         if name in ("shard_map", "scan", "while", "cond"):
-            operands = [self.summed(i) for i in operands]
+            operands = [self.summed(self.in_shards(i)) for i in operands]
         if name == "shard_map":
             return self.shard_map(equation, operands, scope)
         if name == "scan":
@@ -131,6 +131,7 @@ class _Reader(ProgramValues):
             self.tables[operands[1], equation.invars[0].aval.shape] = self.layouts[operands[0]]
         if name == "scatter-add":
             operands = [self.begun_as_table(equation, operands, scope), *operands[1:]]
+        operands = [self.in_shards(i) for i in operands]
         partial = self.still_partial(name, operands)
         operands = operands if partial else [self.summed(i) for i in operands]
         is_known = own is not None or kind not in ("unknown", "kernel")

@@ -102,12 +102,12 @@ class ProgramValues:
             kind = "reduce-scatter"
         return self.crossed(partial.aval, i, layout, kind, partial.axes, partial.name, partial.scope)
 
-    def kept(self, i: int) -> int:
-        """Returns a result of a program, added up over devices, in the shards that a constraint in the program wants,
-        if one does. The partitioner gives a constrained value that layout everywhere: a matmul's result that is kept
-        for the backward pass lies as the activation that is made of it."""
+    def in_shards(self, i: int) -> int:
+        """Returns the value, added up in the shards that a constraint in the program wants, if one does. The
+        partitioner gives a constrained value that layout everywhere: a matmul's result that is kept for the backward
+        pass lies as the activation that is made of it, in a stack as in a buffer."""
         shards = (known for key, known in self.brought.items() if key[:2] == (i, "reduce-scatter"))
-        return next(shards, None) or self.summed(i)
+        return next(shards, i) if i in self.partial else i
 
     def crossed(
         self, aval: Any, operand: int, layout: DimAxes, kind: CollectiveKind, axes: Axes, name: str, scope: str

@@ -56,6 +56,17 @@ def test_slots_are_split_as_the_partitioner_splits_what_is_in_them():
     assert x_bytes(plan.sharding) == X // 2
 
 
+def test_sums_over_tensor_are_kept_in_shards_as_without_stages():
+    """Both matmuls that contract what tensor splits return the length in shards; `minimal` saves one of them."""
+    tensor = ("sharding=fsdp_tensor", "mesh.tensor=2", "remat=minimal")
+    _, _, staged = buffers_of(*tensor, f"target=h100-{2 * STAGES}", "pipeline=1f1b", "pipeline.ticks=multi")
+    whole = plan_of(
+        *tensor, "target=h100-2", f"global_batch_size={SEQUENCES}", f"sequence_length={LENGTH}",
+        f"model.embed_dim={WIDTH}", f"model.num_layers={LAYERS}",
+    )  # fmt: skip
+    assert staged["saved"].slot_bytes == estimate_step(whole).memory.activations
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("layers", [4, 5])  # alike on both stages; in five, one has a layer more
 def test_slots_in_loops_of_one_trip_are_estimated_as_conditionals(layers, monkeypatch):
