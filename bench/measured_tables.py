@@ -14,7 +14,7 @@ import math
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
@@ -32,9 +32,10 @@ CHIPS = {"h100": ("4.5e+11", 2 * GIB), "b200": ("9.0e+11", 2 * GIB), "gb200": ("
 SMALL = [2**14, *(2**power for power in range(16, 20))]  # sizes at which starts are noise
 TYPES = {"bf16xbf16->bf16": "bfloat16", "f32xf32->f32": "float32"}  # all others are pairs of float8
 Key = tuple[Any, ...]
+Row = Mapping[str, str]
 
 
-def group_of(row: Mapping[str, str]) -> tuple[Any, int, int]:
+def group_of(row: Row) -> tuple[Any, int, int]:
     """Returns the kind, the GPUs of a group, and those that send at once behind the switch, of a measured collective. A
     permute is a ring or pairs that exchange; pairs of which one sends are a send."""
     if not row["pairs"]:
@@ -46,18 +47,24 @@ def group_of(row: Mapping[str, str]) -> tuple[Any, int, int]:
     return row["collective"], 2 if pairs[0] == pairs[1][::-1] else len(pairs), len(pairs)
 
 
+def matmul_of(row: Row) -> tuple[str, int, int]:
+    """Returns the type, the contracted size, and the elements of the result, of a measured matmul."""
+    batch, m, n, k = (int(row[name]) for name in ("batch", "m", "n", "k"))
+    return TYPES.get(row["types"], "float8"), k, batch * m * n
+
+
 def read(name: str) -> list[dict[str, str]]:
     """Returns the rows of a file of measured operations."""
     with (MEASURED / name).open() as file:
         return list(csv.DictReader(file))
 
 
-def collectives(chip: str) -> list[str]:
-    """Returns the table of a chip: each measured size, and each group with the GPUs that sent at once where there are
-    several numbers of them."""
+def collectives(chip: str, operations: Iterable[Row]) -> list[str]:
+    """Returns the table of a chip, from these operations: each measured size, and each group with the GPUs that sent at
+    once where there are several numbers of them."""
     rate, most = CHIPS[chip]
     found: dict[Key, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row in read("gpu_collectives.csv"):
+    for row in operations:
         if row["chip"] == chip:
             found[group_of(row)][int(row["bytes_of_whole_array"])].append(float(row["microseconds"]))
     measured = {size for times in found.values() for size in times}
@@ -85,14 +92,13 @@ def _at(times: Mapping[int, list[float]], sizes: Sequence[int]) -> Iterator[floa
         yield min(time, most) if size < MIB else time
 
 
-def matmuls(chip: str) -> list[str]:
-    """Returns the table of a chip: the median of the shapes with the same contracted size and elements of the
-    result."""
+def matmuls(chip: str, operations: Iterable[Row]) -> list[str]:
+    """Returns the table of a chip, from these operations: the median of the shapes with the same contracted size and
+    elements of the result."""
     found: dict[Key, list[float]] = defaultdict(list)
-    for row in read("gpu_matmuls.csv"):
+    for row in operations:
         if row["chip"] == chip:
-            batch, m, n, k = (int(row[name]) for name in ("batch", "m", "n", "k"))
-            found[TYPES.get(row["types"], "float8"), k, batch * m * n].append(float(row["microseconds"]))
+            found[matmul_of(row)].append(float(row["microseconds"]))
     results = sorted({size for _, _, size in found})
     lines = [f"  results: {' '.join(map(_size, results))}", "  microseconds:"]
     for dtype in dict.fromkeys(dtype for dtype, _, _ in found):
@@ -166,9 +172,10 @@ def files(nccl: Path | None = None) -> dict[Path, str]:
         "meta-pytorch/autoparallel, cost_models/nccl_cost_model.py: the tuning of NCCL 2.27 on H100 with corrections "
         "fitted to nccl-tests over 2 to 32 nodes"
     )
+    moved, multiplied = read("gpu_collectives.csv"), read("gpu_matmuls.csv")
     tables: dict[str, dict[str, list[str]]] = {
-        "_collectives.yaml": {chip: [f'  source: "{of_switches}"', *collectives(chip)] for chip in CHIPS},
-        "_matmuls.yaml": {chip: [f'  source: "{of_matmuls}"', *matmuls(chip)] for chip in ("h100", "b200")},
+        "_collectives.yaml": {chip: [f'  source: "{of_switches}"', *collectives(chip, moved)] for chip in CHIPS},
+        "_matmuls.yaml": {chip: [f'  source: "{of_matmuls}"', *matmuls(chip, multiplied)] for chip in ("h100", "b200")},
     }
     if nccl:
         tables["_collectives.yaml"]["across_nodes"] = [f'  source: "{across}"', *across_nodes(nccl)]

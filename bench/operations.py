@@ -11,14 +11,15 @@ bench/measured has the operations (bench/README.md says where from). Prices are 
 import argparse
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import mean, median
 
-from measured_tables import TYPES, group_of, read
+from measured_tables import Row, group_of, matmul_of, read
 
+from meshloom.compiler.spec.measured_tables import CollectiveTable, MatmulTable
 from meshloom.compiler.spec.target_names import chip_file
 from meshloom.compiler.spec.target_spec import SwitchSpec
 from meshloom.compiler.target.matmul_times import MatmulTimes
@@ -45,36 +46,43 @@ class Priced:
 
 
 @cache
-def _times(chip: str, near: int, at_once: int) -> SwitchTimes:
+def _times(chip: str, near: int, at_once: int, own: CollectiveTable | None) -> SwitchTimes:
     network = chip_file(chip)[1]
     assert isinstance(network, SwitchSpec)
     rates = network.chip_bytes_per_second, network.nic_bytes_per_second
-    return SwitchTimes(near, 1, *rates, network.collectives, network.across, at_once)
+    return SwitchTimes(near, 1, *rates, own or network.collectives, network.across, at_once)
 
 
-def collectives() -> Iterator[Priced]:
-    """Yields collectives of GPUs behind one switch, from 1 MiB on."""
-    for row in read("gpu_collectives.csv"):
+def collectives(rows: Iterable[Row] | None = None, own: CollectiveTable | None = None) -> Iterator[Priced]:
+    """Yields collectives of GPUs behind one switch, from 1 MiB on. rows: of all that were measured. own: a table in
+    place of their chip's."""
+    for row in read("gpu_collectives.csv") if rows is None else rows:
         if (size := float(row["bytes_of_whole_array"])) < MIB:
             continue
         kind, near, at_once = group_of(row)
         full = size * near if kind == "all-to-all" else size  # its row says a device's own array
-        price = _times(row["chip"], near, at_once).seconds(kind, full)
+        price = _times(row["chip"], near, at_once, own).seconds(kind, full)
         band = next(name for low, high, name in BANDS if low * MIB <= size < high * MIB)
         yield Priced(row["chip"], kind, f"{near}/{at_once}", band, float(row["microseconds"]) * 1e-6, price)
 
 
-def matmuls() -> Iterator[Priced]:
-    """Yields matmuls of GPUs."""
-    for row in read("gpu_matmuls.csv"):
-        table = chip_file(row["chip"])[0].matmuls
+def matmuls(rows: Iterable[Row] | None = None, own: MatmulTable | None = None) -> Iterator[Priced]:
+    """Yields matmuls of GPUs. rows: of all that were measured. own: a table in place of their chip's."""
+    for row in read("gpu_matmuls.csv") if rows is None else rows:
+        table = own or chip_file(row["chip"])[0].matmuls
         assert table is not None
-        batch, m, n, k = (int(row[name]) for name in ("batch", "m", "n", "k"))
-        flops, results = 2.0 * batch * m * n * k, float(batch * m * n)
-        dtype = TYPES.get(row["types"], "float8")
+        dtype, depth, results = matmul_of(row)
+        flops = 2.0 * depth * results
         price = float(MatmulTimes(table).seconds(dtype, flops, results))
         band = f"10^{math.floor(math.log10(flops))} FLOP"
-        yield Priced(row["chip"], dtype, f"{batch}x{m}x{n}x{k}", band, float(row["microseconds"]) * 1e-6, price)
+        yield Priced(
+            row["chip"],
+            dtype,
+            "x".join(row[name] for name in ("batch", "m", "n", "k")),
+            band,
+            float(row["microseconds"]) * 1e-6,
+            price,
+        )
 
 
 def table(found: Sequence[Priced], average: Callable[[Sequence[float]], float]) -> str:

@@ -24,6 +24,7 @@ import published
 import rows
 import tpu_operations
 import tune
+import unseen_operations
 from compiled_rows import read_kept, read_lines
 
 PAGES = Path(__file__).parents[1] / "docs/results"
@@ -53,6 +54,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "operations-collectives": lambda: operations.table(list(operations.collectives()), mean),
     "operations-matmuls": lambda: operations.table(list(operations.matmuls()), median),
     "operations-tpus": tpu_operations.tpu_table,
+    "operations-unseen-collectives": unseen_operations.collectives_table,
+    "operations-unseen-matmuls": unseen_operations.matmuls_table,
     "pipeline-bubbles": pipelines.bubbles,
     "pipeline-recomputed": pipelines.recomputed,
     "pipeline-permutes": pipelines.permutes,

@@ -38,6 +38,12 @@ def operations(monkeypatch):
 
 
 @pytest.fixture
+def unseen_operations(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module("unseen_operations")
+
+
+@pytest.fixture
 def measured_tables(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
     return importlib.import_module("measured_tables")
@@ -82,44 +88,13 @@ def test_matmuls_take_what_was_measured_in_each_decade(operations):
 
 
 @pytest.mark.parametrize("chip", ["h100", "b200", "gb200"])
-def test_sizes_that_are_left_out_are_found_between_the_others(chip):
-    whole = shipped_collectives()[chip]
-    kept = range(0, len(whole.bytes), 2)
-    thinned = whole.model_copy(
-        update={
-            "source": "every second size",
-            "bytes": tuple(whole.bytes[n] for n in kept),
-            "microseconds": {
-                kind: {group: tuple(row[n] for n in kept) for group, row in rows.items()}
-                for kind, rows in whole.microseconds.items()
-            },
-        }
-    )
-    errors = []
-    for kind in KINDS[:3]:
-        for (_, near), row in whole.seconds(kind).items():
-            times = alone(thinned, near)
-            for n in range(1, len(whole.bytes) - 1, 2):
-                if whole.bytes[n] >= MIB:
-                    errors.append(abs(times.seconds(kind, whole.bytes[n]) / row[n] - 1))
-    assert mean(errors) < 0.1
-
-
-@pytest.mark.parametrize(("chip", "at_once"), [("h100", 8), ("b200", 8), ("gb200", 64), ("gb200", 72)])
-def test_a_group_that_is_left_out_is_found_between_its_neighbours(chip, at_once):
-    """The most a row of 9, 12, 16, 24 or 36 GPUs, which were not measured, can rest on."""
-    whole, errors = shipped_collectives()[chip], []
-    for kind in KINDS[:3]:
-        rows = whole.seconds(kind, at_once)
-        for _, near in sorted(rows)[1:-1]:
-            names = {f"{near}", f"{near}/{at_once}"}
-            kept = {name: row for name, row in whole.microseconds[kind].items() if name not in names}
-            without = whole.model_copy(update={"source": "one less", "microseconds": whole.microseconds | {kind: kept}})
-            times = alone(without, near, at_once)
-            assert f"{near} GPUs between" in times.beyond_measured(kind, MIB)
-            errors += [abs(times.seconds(kind, size) / row - 1)
-                       for size, row in zip(whole.bytes, rows[1, near], strict=True) if size >= MIB]  # fmt: skip
-    assert mean(errors) < 0.12
+@pytest.mark.parametrize(("left_out", "most", "least_count"), [("size", 0.1, 100), ("group", 0.11, 30)])
+def test_collectives_that_are_left_out_are_found_between_the_others(
+    chip, left_out, most, least_count, unseen_operations
+):
+    errors = [abs(each.error) for each in unseen_operations.collectives(chip, left_out)]
+    assert len(errors) > least_count
+    assert mean(errors) < most
 
 
 @pytest.mark.parametrize("chip", ["h100", "b200", "gb200", "across_nodes"])
@@ -259,20 +234,11 @@ def test_a_matmul_beyond_the_table_runs_at_its_last_rate_and_a_small_one_takes_t
 
 
 @pytest.mark.parametrize("chip", ["h100", "b200"])
-@pytest.mark.parametrize("depth", [512, 1024, 2048])
-def test_a_contracted_size_that_is_left_out_is_found_between_the_others(chip, depth, measured_tables):
-    table = chip_file(chip)[0].matmuls
-    assert table is not None
-    rows = {k: row for k, row in table.microseconds["bfloat16"].items() if k != depth}
-    times = MatmulTimes(table.model_copy(update={"source": f"no {depth}", "microseconds": {"bfloat16": rows}}))
-    errors = []
-    for each in measured_tables.read("gpu_matmuls.csv"):
-        if each["chip"] == chip and each["k"] == str(depth) and each["types"].startswith("bf16"):
-            results = float(each["batch"]) * float(each["m"]) * float(each["n"])
-            price = times.seconds("bfloat16", 2 * results * depth, results)
-            errors.append(abs(price / float(each["microseconds"]) * 1e6 - 1))
-    assert len(errors) == 75
-    assert mean(errors) < 0.08
+@pytest.mark.parametrize("left_out", ["shape", "contracted size", "elements of the result"])
+def test_matmuls_that_are_left_out_are_found_between_the_others(chip, left_out, unseen_operations):
+    errors = [abs(each.error) for each in unseen_operations.matmuls(chip, "bfloat16", left_out)]
+    assert len(errors) > 200
+    assert mean(errors) < 0.07
 
 
 def test_under_load_only_the_arithmetic_of_a_matmul_takes_longer():
