@@ -157,8 +157,9 @@ def _estimate(spec: RunSpec) -> Facts:
 
 
 def compiled(report: Facts) -> Facts:
-    """Returns what is kept of report.json: figures of the step; of each kind of collective the number and the bytes of
-    its full arrays; of_base: the bytes of sums of gradients that are not of adapters."""
+    """Returns what is kept of report.json: figures of the step, and what was estimated of them in the same process; of
+    each kind of collective the number and the bytes of its full arrays; of_base: the bytes of sums of gradients that
+    are not of adapters."""
     step, memory, search = report["compiled"], report["memory"], report["search"]
     kinds, exposed, of_base = dict[str, list[int]](), dict[str, float](), 0
     for one in report["collectives"]:
@@ -167,7 +168,10 @@ def compiled(report: Facts) -> Facts:
         exposed[axes] = exposed.get(axes, 0.0) + (one["exposed_seconds"] or 0.0)
         is_sum = one["kind"] in SUMS and "backward" in one["source"]
         of_base += one["bytes"] if is_sum and f"/{ADAPTER}/" not in one["source"] else 0
+    estimated = report["estimated"] or {}
     return {key: step[name] for key, name in OF_STEP.items()} | {
+        f"estimated_{part}": estimated.get(f"{part}_seconds") for part in ("step", "compute", "exposed")
+    } | {
         "breakdown": memory["breakdown"], "exposed_over": exposed, "kinds": kinds,
         "of_base": of_base, "link_seconds": sum(part["link_seconds"] or 0.0 for part in report["roofline"]),
         "tried": [_tried(each) for each in search["tried"]] if search else None,

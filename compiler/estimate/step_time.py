@@ -305,17 +305,18 @@ def plan_rates(target: TargetPlan) -> Rates | None:
         return None
     share, power = chip.efficiency, chip.power_share
     memory, slower = bandwidth * share.memory, target.calibration.matmul if target.calibration else 1.0
-    stream = bandwidth * chip.kernels.memory / slower
-    # Passes over the rows of experts are large: those of a compiled qwen3_30b_a3b on h100-8 move GBs each.
+    large = bandwidth * chip.kernels.memory  # of a single large pass
+    # Passes over the rows of experts are large: those of a compiled qwen3_30b_a3b on h100-8 move GBs each. A
+    # calibration stretches them as passes over memory, not as the matmuls that stream their operands.
     # On TPUs XLA keeps much of a ring's sums in vector memory: a compiled step for v5p merges 21 bytes for each element
     # of the queries at the full bandwidth (parallel/attention/context.py), as many as are counted here.
     return Rates(
         matmul_flops_per_second=peak * share.matmul * power,
         kernel=lambda of: target.kernel_rate(of) or peak,
         hbm_bytes_per_second=memory,
-        stream_bytes_per_second=stream,
+        stream_bytes_per_second=large / slower,
         merged_bytes_per_second=bandwidth if target.platform == "tpu" else memory,
-        routed_bytes_per_second=stream,
+        routed_bytes_per_second=large / (target.calibration.other if target.calibration else 1.0),
         matmuls=target.matmul_times(slower),
         matmul_seconds=cost_model().matmul_seconds * slower if target.platform == "tpu" else 0.0,
         slice_wait=target.slice_wait,

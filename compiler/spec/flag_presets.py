@@ -58,9 +58,8 @@ def hidden_by(options: Options, effects: Effects, *, by_default: bool = True) ->
     working = (effects[name] for name in asked if all(map(is_on, (name, *effects[name].needs))))
     hidden: set[CollectiveKind] = {kind for one in working for kind in one.hides}
     holding = ((name, one) for name, one in effects.items() if not any(map(is_on, one.unless)))
-    words = ((one.waits, str(options.get(name, "")).lower().split(",")) for name, one in holding)
-    waited = {kind for waits, named in words for word, kind in waits.items() if word.lower() in named}
-    return frozenset(hidden - waited)
+    waits = ((options.get(name), word, kind) for name, one in holding for word, kind in one.waits.items())
+    return frozenset(hidden - {kind for value, word, kind in waits if _names(value, word)})
 
 
 def begin_early(options: Options, effects: Effects) -> bool:
@@ -84,6 +83,11 @@ def _number(value: CompilerOption | None) -> float:
         return float(value or 0)
     except ValueError:
         return 0.0
+
+
+def _names(value: CompilerOption | None, word: str) -> bool:
+    """Returns True if a value is a list that has a word, or, where that is `true`, if it turns the option on."""
+    return _is_on(value, default=False) if word == "true" else word.lower() in str(value).lower().split(",")
 
 
 def _is_on(value: CompilerOption | None, *, default: bool) -> bool:

@@ -21,7 +21,7 @@ from meshloom.models.record import Record, mistake
 
 from ..core.config_types import Text
 from ..core.errors import use_one_of
-from ..core.kernels import AttentionCall
+from ..core.kernels import AttentionCall, RatedBy
 from .measured_tables import with_whole_keys
 from .own_config import own_config
 
@@ -149,6 +149,14 @@ def grouped_kernels() -> Mapping[str, GroupedKernel]:
     """Returns the kernels of grouped matmuls by name."""
     found = own_config("calibration/_kernels.yaml")["grouped"]
     return {name: GroupedKernel.model_validate(each) for name, each in found.items()}
+
+
+def kernel_flops_per_second(of: RatedBy, peak: float, attention: AttentionKernel | None) -> float:
+    """Returns the rate of a kernel's arithmetic by itself, for estimates and for compiled programs. peak: of the
+    device; attention: the kernel of its chip, None: at the peak."""
+    if isinstance(of, AttentionCall):
+        return peak if attention is None else attention.flops_per_second(of, peak)
+    return peak * grouped_kernels()[of].share
 
 
 @cache

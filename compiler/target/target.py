@@ -18,7 +18,7 @@ from ..core.traffic import HostCopyKind
 from ..spec.calibration_spec import Calibration, LinkCalibration
 from ..spec.compiler_traits import CompilerTraits, read_compiler_traits
 from ..spec.flag_presets import Effects, FlagPreset, read_flag_presets, read_option_effects
-from ..spec.kernel_rates import grouped_kernels
+from ..spec.kernel_rates import kernel_flops_per_second
 from ..spec.target_names import chip_file, kinds
 from ..spec.target_spec import (
     ChipShape,
@@ -91,10 +91,10 @@ class TargetPlan:
         chip, peak, slower = self.chip, self.peak_flops_per_second, self.calibration
         if chip is None or peak is None:
             return None
-        kept = chip.sustained * chip.power_share
-        if isinstance(of, AttentionCall):
-            return chip.attention.flops_per_second(of, peak) * kept / (slower.attention if slower else 1.0)
-        return peak * grouped_kernels()[of].share * kept / (slower.matmul if slower else 1.0)
+        alone = kernel_flops_per_second(of, peak, chip.attention) * chip.sustained * chip.power_share
+        if slower is None:
+            return alone
+        return alone / (slower.attention if isinstance(of, AttentionCall) else slower.matmul)
 
     @property
     def slice_wait(self) -> float:

@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ...core.kernels import AttentionCall, KernelCost, KernelOwner
+from ...core.kernels import KernelCost, KernelOwner
 from ...core.scopes import OperationName
 from ...core.traffic import ComputeKind, PassKind
 from ...spec.cost_model import cost_model
-from ...spec.kernel_rates import AttentionKernel, grouped_kernels
+from ...spec.kernel_rates import AttentionKernel, kernel_flops_per_second
 from ..hlo import Computation, Instruction, Module
 from ..hlo.opcodes import FREE
 from ..hlo.types import ArrayType
@@ -156,11 +156,9 @@ def _arithmetic_seconds(work: KernelCost, peak: float, chip: Chip) -> float:
 
 def _rate(work: KernelCost, peak: float, chip: Chip) -> float:
     """Returns the FLOP/s that kernels of a kind reach."""
-    if work.unit == "grouped":
-        return peak * grouped_kernels()[work.grouped].share * chip.arithmetic
-    if work.unit == "attention" and chip.attention is not None:
-        return chip.attention.flops_per_second(work.attention or AttentionCall(), peak) * chip.arithmetic
-    return peak * (chip.arithmetic if work.unit == "attention" else chip.matmul_share)
+    if (of := work.rated_by) is not None:
+        return kernel_flops_per_second(of, peak, chip.attention) * chip.arithmetic
+    return peak * chip.matmul_share
 
 
 def _work_of(

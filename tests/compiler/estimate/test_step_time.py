@@ -23,7 +23,9 @@ from meshloom.compiler.estimate.program_costs import (
 from meshloom.compiler.estimate.regions import price_regions
 from meshloom.compiler.estimate.step_time import Hiding, LinkTimes, Rates, plan_hiding, plan_rates, time_step
 from meshloom.compiler.parallel.operation import Exposed
+from meshloom.compiler.spec.calibration_spec import Calibration
 from meshloom.compiler.spec.flag_presets import hidden_by
+from meshloom.compiler.target.target import calibrate_target
 from support.links import links_of
 from support.programs import target_of
 
@@ -69,6 +71,17 @@ def test_a_matmul_takes_the_longer_of_its_arithmetic_and_its_traffic():
     work = [Work("matmul", 1, 1, (2,), 1), Work("other", 1, 1, (3,))]
     compute, _ = _seconds(_loop(work, [], [20.0, 1000.0, 50.0]), Hiding(ALL, 1.0, is_doubled=False))
     assert compute == pytest.approx(4 * (5.0 + 0.5))
+
+
+@pytest.mark.parametrize("name", ["h100-8", "v5p-8"])
+def test_passes_over_the_rows_of_experts_take_as_long_as_compiled_passes_calibrated_or_not(name):
+    factors = {"chip": name.split("-")[0], "matmul": 2.0, "attention": 1.0, "other": 1.5, "links": {}, "source": "none"}
+    target = target_of(name)
+    for each in (target, calibrate_target(target, Calibration.model_validate(factors))):
+        rates, chip = plan_rates(each), chip_of(each)
+        assert rates is not None
+        compiled = chip.hbm_bytes_per_second * chip.memory_share / chip.factors.get("other", 1.0)
+        assert rates.routed_bytes_per_second == pytest.approx(compiled)
 
 
 @pytest.mark.parametrize(
@@ -326,6 +339,7 @@ def test_an_option_that_is_off_by_hand_takes_the_presets_effect_away():
         ("h100-8", {"xla_gpu_disable_async_collectives": "ALLREDUCE,ALLTOALL"}, {"all-gather", "reduce-scatter"}),
         ("h100-8", {"xla_gpu_enable_latency_hiding_scheduler": False}, set()),
         ("h100-8", {PIPELINED: True}, {"all-gather", "reduce-scatter"}),
+        ("h100-8", {PIPELINED: 1}, {"all-gather", "reduce-scatter"}),
         ("h100-8", {PIPELINED: False}, ALL),
         ("h100-8", {PIPELINED: True, "xla_gpu_enable_while_loop_double_buffering": True}, ALL),
     ],

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from conftest import plan_of
+from meshloom.compiler.analysis.schedule_analysis import chip_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.kernels import KernelArray, KernelCall, KernelCost
 from meshloom.compiler.core.scopes import OperationName
@@ -18,12 +19,14 @@ from meshloom.compiler.jaxpr.flops import count_model_flops
 from meshloom.compiler.parallel.experts.experts import experts_scope
 from meshloom.compiler.parallel.experts.grouped_matmul import RAGGED_ROWS, grouped_cost
 from meshloom.compiler.parallel.registry import OPERATIONS
-from meshloom.compiler.spec.kernel_rates import grouped_kernels
+from meshloom.compiler.spec import kernel_rates
+from meshloom.compiler.spec.kernel_rates import GroupedKernel, grouped_kernels
 from meshloom.compiler.tune.space import mesh_axes
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.compiler.xla.schedule.prices import Chip, price_instruction
+from meshloom.compiler.xla.schedule.steps import Compute
 from support.experts import MOE
-from support.programs import plan_as_declared
+from support.programs import plan_as_declared, target_of
 
 EXPERT = ("sharding=fsdp_expert", "target=cpu-4", "mesh.fsdp=2", "mesh.expert=2")
 OVER_TENSOR = (
@@ -169,7 +172,8 @@ def test_exchanges_are_told_by_the_site_of_their_experts(mixtral):
     assert sources == {"routed, tokens to experts and back"}
 
 
-def test_a_grouped_kernel_is_priced_by_the_rows_that_are_filled():
+def _grouped_matmul(chip: Chip) -> Compute:
+    """Returns the compute of 1.07 TFLOP of `ragged_dot` over 1,024 rows of four experts, of which half are filled."""
     scope = experts_scope("routed", 0.5)
     assert OperationName(f"jit(f)/{scope}/dot").fact("filled") == "0.5000"
     line = (
@@ -181,12 +185,31 @@ def test_a_grouped_kernel_is_priced_by_the_rows_that_are_filled():
     )
     module = parse_module(line)
     (entry,) = module.computations.values()
-    chip = Chip("tpu", 1e9, {"bfloat16": 1e12}, 1e15)
     compute = price_instruction(entry.instructions[-1], entry, module, chip, OPERATIONS)
     assert compute is not None
+    return compute
+
+
+COMPUTED = (0.5 * 1024 + 4 * RAGGED_ROWS) / 1024  # of the rows: half, and a tile more for each of four experts
+
+
+def test_a_grouped_kernel_is_priced_by_the_rows_that_are_filled():
+    compute = _grouped_matmul(Chip("tpu", 1e9, {"bfloat16": 1e12}, 1e15))
     assert compute.kind == "matmul"
-    computed = (0.5 * 1024 + 4 * RAGGED_ROWS) / 1024  # of the rows: half, and a tile more for each of four experts
-    assert compute.seconds == pytest.approx(computed * 1.073741824 / grouped_kernels()["ragged_dot"].share)
+    assert compute.seconds == pytest.approx(COMPUTED * 1.073741824 / grouped_kernels()["ragged_dot"].share)
+
+
+@pytest.mark.parametrize("name", ["v5p-8", "tpu7x-8"])
+def test_estimates_and_compiled_programs_price_grouped_matmuls_by_one_function(name, monkeypatch):
+    target, prices = target_of(name), []
+    for share in (0.6, 0.15):
+        kernels = {"ragged_dot": GroupedKernel(share=share, source="a test's")}
+        monkeypatch.setattr(kernel_rates, "grouped_kernels", lambda kernels=kernels: kernels)
+        rate = target.kernel_rate("ragged_dot")
+        assert rate is not None
+        prices.append(COMPUTED * 1.073741824e12 / rate)
+        assert _grouped_matmul(chip_of(target)).seconds == pytest.approx(prices[-1])
+    assert prices[1] == pytest.approx(4 * prices[0])
 
 
 def test_a_tile_in_which_groups_meet_is_computed_for_each_of_them():
