@@ -112,7 +112,7 @@ def assumptions(target: TargetPlan, dtype: str, placement: Placement, estimate: 
         if times and (how := times.beyond_measured(one.kind, one.bytes_each)):
             beyond.setdefault((one.mesh_axes, how), {})[one.kind] = None
     for (axes, how), kinds in beyond.items():
-        yield f"{', '.join(kinds)} over {'+'.join(axes)} are priced by what was measured: {how}"
+        yield f"{', '.join(kinds)} over {'+'.join(axes)}, from what was measured: {how}"
 
 
 def _operation_lines(plan: Plan) -> Iterator[tuple[str, str]]:

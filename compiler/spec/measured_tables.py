@@ -96,11 +96,14 @@ class CollectiveTable(Config):
         """Returns the seconds of a kind for each size, by group; empty if it was not measured. A larger array takes no
         less: times that fall are noise, and are averaged. at_once: of groups that were measured with several numbers of
         GPUs at once behind a switch, those with the number nearest to this one."""
-        rows = {_group(name): row for name, row in self.microseconds.get(kind, {}).items()}
-        counts = sorted({group.at_once for group in rows if group.at_once})
-        nearest = min(counts, key=lambda count: abs(math.log(count / at_once)), default=None)
-        own = {group: row for group, row in rows.items() if group.at_once == nearest}
+        rows, nearest = self.microseconds.get(kind, {}), self.nearest_at_once(kind, at_once)
+        own = {group: row for name, row in rows.items() if (group := _group(name)).at_once == nearest}
         return {(group.nodes, group.near): _in_seconds(rising(row)) for group, row in own.items()}
+
+    def nearest_at_once(self, kind: CollectiveKind, at_once: int) -> int | None:
+        """Returns the measured number of GPUs at once that is nearest to this one; None where rows name none."""
+        counts = sorted({group.at_once for group in map(_group, self.microseconds.get(kind, {})) if group.at_once})
+        return min(counts, key=lambda count: abs(math.log(count / at_once)), default=None)
 
     def groups(self) -> Iterator[tuple[KeyPath, MeasuredGroup]]:
         """Yields the keys of each row, and its group."""

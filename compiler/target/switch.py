@@ -96,6 +96,8 @@ class SwitchTimes:
                 self.near, {near for _, near in rows}, "GPUs of a node" if self.far > 1 else "GPUs"
             )
             found += _between_measured(self.far, {far for far, _ in rows}, "nodes")
+        if self.far == 1 and (nearest := table.nearest_at_once(kind, self.at_once)) not in (None, self.at_once):
+            found.append(f"{self.at_once} GPUs at once as {nearest}")
         if size > most_bytes:
             found.append(f"arrays of {human_bytes(int(size))} at the last rate, of {human_bytes(int(most_bytes))}")
         return ", ".join(found)

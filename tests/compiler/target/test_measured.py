@@ -130,6 +130,7 @@ def test_a_permute_takes_the_times_of_as_many_gpus_at_once():
         ("h100-8", 8, 1, "all-gather", 2**32, "arrays of 4.0 GiB at the last rate, of 2.0 GiB"),
         ("h100-8", 6, 1, "all-gather", 2**30, "6 GPUs between 4 and 8"),
         ("gb200-72", 2, 1, "all-reduce", 2**30, "2 GPUs as 4"),
+        ("gb200-16", 16, 1, "all-reduce", 2**30, "16 GPUs at once as 64"),
         ("gb200-72", 24, 1, "all-reduce", 2**30, "24 GPUs between 18 and 36"),
         ("h100-64", 8, 8, "all-reduce", 2**30, ""),
         ("h100-64", 8, 8, "reduce-scatter", 2**30, "the times of all-gather"),
