@@ -60,6 +60,9 @@ def check_remat(spec: RematSpec, arrays: Arrays) -> None:
             for where, name in asked.items()
             if by_name and name not in names
         ]
+    if spec.choices.get(LAYER_INPUT) == "recompute":
+        what = "the input of a layer is what its backward pass begins with, and cannot be computed again"
+        problems.append(Problem(f"remat.choices.{LAYER_INPUT}", what, "choose save or offload"))
     raise_if_any(problems)
 
 
@@ -69,7 +72,7 @@ def policy_of(spec: RematSpec, stack: str) -> str:
 
 
 def choices_of(spec: RematSpec, stack: str) -> Mapping[str, RematChoice]:
-    """Returns the activations of a stack that the declaration names, and whether each is saved or moved to the host."""
+    """Returns the activations of a stack that the declaration names, with what becomes of each."""
     match policy_of(spec, stack):
         case "save_names":
             return dict.fromkeys(spec.names, "save")

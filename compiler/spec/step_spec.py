@@ -31,7 +31,7 @@ from .sharding_spec import ShardingRules
 
 TokenOrderName = Literal["zigzag", "contiguous"]
 RematPolicy = Literal["none", "minimal", "save_dots", "save_names", "offload", "by_name", "full"]
-RematChoice = Literal["save", "offload"]
+RematChoice = Literal["save", "offload", "recompute"]
 
 
 class LossScaleSpec(Config):
@@ -73,7 +73,7 @@ class RematSpec(Config):
     policy: RematPolicy  # for every stack of layers
     stacks: dict[str, RematPolicy]  # for single stacks, by name
     names: tuple[Text, ...]  # the activations that save_names saves and offload moves to host memory
-    choices: dict[Text, RematChoice]  # by_name: activations that are saved or moved to host memory, by name
+    choices: dict[Text, RematChoice]  # by_name: what becomes of activations, by name; the others are recomputed
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -122,9 +122,11 @@ def test_every_loop_keeps_offloaded_layer_inputs_on_the_host_alone(loop):
 
 def test_by_name_keeps_some_names_on_the_device_and_others_on_the_host():
     """A group's layers too. What is offloaded is layer_input and mlp_up; queries are saved, and the rest runs again."""
-    by_name = ("remat=by_name", "remat.choices={mlp_up: offload, queries: save}", "~remat.choices.attended")
+    by_name = ("remat=by_name", "remat.choices={mlp_up: offload, queries: save, attended: recompute}")
     plan = plan_of("target=cpu-1", *GROUPED, *by_name)
-    assert plan.spec.remat.choices == {"layer_input": "offload", "mlp_up": "offload", "queries": "save"}
+    assert plan.spec.remat.choices == {
+        "layer_input": "offload", "mlp_up": "offload", "queries": "save", "attended": "recompute",
+    }  # fmt: skip
     model, memory = plan.spec.model, estimate_step(plan).memory
     assert isinstance(model, DecoderConfig)
     numbers = model.num_layers * plan.spec.tokens_per_step * FLOAT32_BYTES
@@ -178,6 +180,7 @@ def test_a_name_that_no_layer_has_is_an_error_with_the_nearest_one(overrides, wh
     ("overrides", "where"),
     [
         (("remat=by_name", "remat.choices={layer_input: keep}"), "remat.choices.layer_input"),
+        (("remat=by_name", "remat.choices={layer_input: recompute}"), "remat.choices.layer_input"),
         (("remat=by_name", "remat.choices=null"), "remat.choices"),
         (("remat=full", "remat.choices={queries: save}"), "remat.choices"),
     ],
