@@ -1,5 +1,6 @@
 """Runs the command, in this process or in one of its own."""
 
+import gc
 import io
 import logging
 import os
@@ -36,11 +37,13 @@ class Ended:
 
 def run_in_process(*args: str, cwd: Path | None = None, **environment: str) -> Ended:
     """Runs the command in this process, to its end: what a start of Python costs is saved. What it sets for a whole
-    process is put back: Hydra's state, its arguments, the level of logging, the environment, the directory."""
+    process is put back: Hydra's state, its arguments, the level of logging, the environment, the directory, and how
+    often Python looks for garbage."""
     out, error = io.StringIO(), io.StringIO()
     # Hydra closes all handlers of logging, and this one closes any stream but Python's own: pytest's would be lost.
     absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
     argv, before, here, level = list(sys.argv), dict(os.environ), Path.cwd(), logging.root.level
+    garbage = gc.get_threshold()
     os.environ |= environment
     os.chdir(cwd or here)
     try:
@@ -52,6 +55,7 @@ def run_in_process(*args: str, cwd: Path | None = None, **environment: str) -> E
         os.environ |= before
         sys.argv[:] = argv
         logging.root.setLevel(level)
+        gc.set_threshold(*garbage)
         GlobalHydra.instance().clear()
         HydraConfig.instance().cfg = None
     return Ended(code, out.getvalue(), error.getvalue())

@@ -1,6 +1,6 @@
 """Other declarations beside a step's own: each is what `explain` says of it, and differs in one thing."""
 
-from collections.abc import Sequence
+from functools import cache
 
 import pytest
 
@@ -18,8 +18,8 @@ OVERRIDES = (*SMALL, "precision=bfloat16", "model.head_dim=8", "remat=full")
 LINEAR = (*SMALL, "precision=bfloat16", *LINEAR_STACK, "remat=full")
 
 
-def replanned(*overrides: str, to: Sequence[str] = OVERRIDES):
-    return lambda more: read_spec(Request((*to, *overrides, *more)), then=plan_run)
+def replanned(*overrides: str, to: tuple[str, ...] = OVERRIDES):
+    return cache(lambda more: read_spec(Request((*to, *overrides, *more)), then=plan_run))
 
 
 def alternatives_of(replan):

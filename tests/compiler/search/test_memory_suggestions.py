@@ -1,5 +1,7 @@
 """What makes a step fit, against the compiled program's own memory."""
 
+from functools import cache
+
 import pytest
 
 from conftest import SMALL
@@ -15,6 +17,7 @@ from support.programs import programs_of
 LONG = (*SMALL, "sequence_length=256", "global_batch_size=16", "model.num_layers=4")
 
 
+@cache  # tests change the same declarations
 def planned(*overrides: str) -> Plan[RunSpec]:
     return read_spec(Request((*LONG, *overrides)), then=plan_run)
 

@@ -1,6 +1,7 @@
 """The executor of pipelines against one device: losses and gradients, leaf by leaf."""
 
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.ci
 MULTI, UNIT = TickForm.MULTI, TickForm.UNIT
 FSDP = ("sharding=fsdp", "mesh.fsdp=2")
 KEY = jax.random.key(7)  # of dropout
+TOKENS = np.random.default_rng(0).integers(0, 257, (16, 17), dtype=np.int32)
 PER_USE, IN_SHARDS = ("pipeline.gather=use",), ("sharding.gradients=optimizer",)
 OFFLOAD = ("remat=offload", "remat.names=[layer_input,mlp_up]")
 WINDOWS = ("model.attention_windows=[3,null]",)  # of two layers, which are one of the stack
@@ -52,10 +54,10 @@ CASES = [
 
 @pytest.mark.parametrize(("schedule", "form", "stages", "chunks", "microbatches", "others"), CASES)
 def test_gradients_of_a_pipeline_are_those_of_one_device(
-    schedule, form, stages, chunks, microbatches, others, tokens, proof, monkeypatch
+    schedule, form, stages, chunks, microbatches, others, proof, monkeypatch
 ):
     table = build_table(schedule, stages, chunks, microbatches, form)
-    check_gradients(table, others, tokens[0], proof, monkeypatch)
+    check_gradients(table, others, proof, monkeypatch)
 
 
 SHARED = "pipeline.head=stages"
@@ -73,19 +75,19 @@ SHARED_CASES = [
 
 
 @pytest.mark.parametrize(("schedule", "form", "stages", "chunks", "microbatches", "others"), SHARED_CASES)
-def test_stages_may_share_the_head(schedule, form, stages, chunks, microbatches, others, tokens, proof, monkeypatch):
+def test_stages_may_share_the_head(schedule, form, stages, chunks, microbatches, others, proof, monkeypatch):
     table = build_table(schedule, stages, chunks, microbatches, form)
-    check_gradients(table, others, tokens[0], proof, monkeypatch)
+    check_gradients(table, others, proof, monkeypatch)
 
 
 @pytest.mark.parametrize(
     ("schedule", "form", "stages", "chunks", "microbatches"), [("1f1b", MULTI, 2, 1, 4), ("zb_v", UNIT, 4, 2, 8)]
 )
 def test_layers_may_be_run_again_by_an_operation_of_their_own(
-    schedule, form, stages, chunks, microbatches, tokens, proof, monkeypatch
+    schedule, form, stages, chunks, microbatches, proof, monkeypatch
 ):
     table = build_table(schedule, stages, chunks, microbatches, form, recomputes=True)
-    check_gradients(table, FSDP, tokens[0], proof, monkeypatch)
+    check_gradients(table, FSDP, proof, monkeypatch)
 
 
 @pytest.mark.parametrize("head", ["last", "stages"])
@@ -119,7 +121,22 @@ def test_auxiliary_outputs_are_by_layer(tokens, proof):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), ours, expected)
 
 
-def check_gradients(table, others, tokens, proof, monkeypatch):
+@cache
+def on_one_device(microbatches: int, model: tuple[str, ...]) -> Gradients:
+    """Returns the program of one device on as many microbatches: a balance of experts is one of each."""
+    plan = plan_of("target=cpu-1", "sharding=ddp", f"num_microbatches={microbatches}", *model)
+    return Gradients(plan, batch_of(TOKENS), KEY)
+
+
+@cache
+def expected_of(microbatches: int, model: tuple[str, ...]) -> tuple[Any, float, Any]:
+    """Returns parameters, the loss and its gradients on one device."""
+    one = on_one_device(microbatches, model)
+    params = jax.tree.map(np.asarray, one.plan.model.init(jax.random.key(0)))
+    return params, *one(params)
+
+
+def check_gradients(table, others, proof, monkeypatch):
     """Compares loss and gradients of a plan on the stages of a table with those of one device."""
     stages, microbatches = table.placement.num_stages, table.num_microbatches
     schedule = partial(schedule_of, table, by_loops=LOOPS in others)
@@ -130,20 +147,18 @@ def check_gradients(table, others, tokens, proof, monkeypatch):
         *([] if is_declared else [f"model.num_layers={num_layers}"]),
         *(each for each in others if each.startswith(("model", "adapter"))),
     )
-    # A balance of experts is one of each microbatch.
-    one = Gradients(
-        plan_of("target=cpu-1", "sharding=ddp", f"num_microbatches={microbatches}", *model), batch_of(tokens), KEY
-    )
+    of_one = (microbatches, model)
+    one = on_one_device(*of_one)
     sizes = [int(each.split("=")[1]) for each in others if each.startswith("mesh.")]
     devices = stages * int(np.prod(sizes))
     model = tuple(each for each in model if each not in others)
     plan = plan_of(f"target=cpu-{devices}", f"mesh.stage={stages}", f"num_microbatches={microbatches}", *others, *model)
     monkeypatch.setattr(train_step, "choose_schedule", schedule)
-    step = Gradients(plan, batch_of(tokens), KEY)
+    step = Gradients(plan, batch_of(TOKENS), KEY)
     if proof.is_known(one.parts, step.parts):
         return
-    params = jax.tree.map(np.asarray, one.plan.model.init(jax.random.key(0)))
-    (expected_loss, expected), (loss, ours) = one(params), step(params)
+    params, expected_loss, expected = expected_of(*of_one)
+    loss, ours = step(params)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     for path, gradient in leaves_by_path(ours).items():
         reference = leaves_by_path(expected)[path]
