@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from support.commands import run_python
 from support.proofs import ROOT, TABLE, code_of, judges, key_of, ran_whole_files, read_table, updated, write_table
 
 TEST = """
@@ -117,8 +116,8 @@ def test_what_passes_is_recorded_and_not_run_again(tmp_path):
 
     def run(*options: str, **more: str) -> str:
         ours = ("-c", "/dev/null", f"--rootdir={tmp_path}", f"--override-ini=pythonpath={tmp_path}/tests")
-        command = [sys.executable, "-m", "pytest", "--import-mode=importlib", *ours, *options, str(tmp_path / "tests")]
-        return subprocess.run(command, cwd=tmp_path, env=environment | more, capture_output=True, text=True).stdout
+        words = ("-m", "pytest", "--import-mode=importlib", *ours, *options, str(tmp_path / "tests"))
+        return run_python(*words, cwd=tmp_path, env=environment | more).stdout
 
     passes, fails = (f"tests/unit/test_sum.py::test_the_sum_is_less[{limit}]" for limit in (10, 0))
     assert "proofs: 0 tests known, 2 compiled and run" in run()
