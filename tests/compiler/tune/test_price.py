@@ -1,6 +1,7 @@
 """Prices of many candidates against the estimate of each, and what must hold for any search."""
 
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import cast
 
@@ -46,6 +47,7 @@ class Space:
         ]
         self.candidates, self.refused = find_candidates(self.variants)
         self.families = find_families(group_candidates(self.candidates), map)
+        self.estimated = cache(lambda place: estimate_spec(self.candidates[place].spec()).figures)  # as `explain` says
 
     def price(self, candidates=None, **how):
         return price_candidates(self.candidates if candidates is None else candidates, self.families, **how)
@@ -55,7 +57,7 @@ def assert_priced_as_estimated(space, places, *, peak: float | None = 0.08, seco
     """Asserts that candidates' prices are their estimates, to within these shares. peak: None if it may be any."""
     prices = space.price()
     for place in places:
-        exact = estimate_spec(space.candidates[place].spec()).figures
+        exact = space.estimated(place)
         if peak is not None:
             assert prices.peak_bytes[place] == pytest.approx(exact.peak_bytes, rel=peak)
         estimated = exact.step_seconds
@@ -199,8 +201,7 @@ def test_prices_of_pipelines_are_the_estimates_of_each_candidate(schedule, head,
     assert_priced_as_estimated(space, places, peak=0.01, seconds=seconds)
     bubbles = space.price().time.bubble_seconds
     for place in places:
-        expected = estimate_spec(space.candidates[place].spec()).figures.bubble_seconds
-        assert bubbles[place] == pytest.approx(expected, rel=bubble)
+        assert bubbles[place] == pytest.approx(space.estimated(place).bubble_seconds, rel=bubble)
     assert np.unique(bubbles.round(6)).size > 3
 
 
@@ -208,12 +209,13 @@ def test_prices_of_pipelines_are_the_estimates_of_each_candidate(schedule, head,
 def test_prices_know_which_batches_cannot_be_split():
     """With one sequence of a device nothing computes while activations are sent: four times as much is exposed. Its
     price has the latencies of a split batch, which has twice as many collectives."""
-    space = Space(*STACK, "overlap=auto", "global_batch_size=32", "tune.mesh.tensor=[2]", "tune.microbatches=[1,2,4,8]")
+    words = ("overlap=auto", "global_batch_size=32", "tune.mesh={tensor:[2],replica:[1,2]}")
+    space = Space(*STACK, *words, "tune.microbatches=[1,2,4,8]")
     prices = space.price()
     assert {one.sequences_of_device % 2 for one in space.candidates} == {0, 1}
     for place, one in enumerate(space.candidates):
         exposed, price = (
-            estimate_spec(one.spec()).figures.exposed_by_axes["tensor"],
+            space.estimated(place).exposed_by_axes["tensor"],
             prices.time.exposed["tensor",][place],
         )
         # The price of a loss that is not cut has the hops of a chunk more: on this small model, up to a fifth.
@@ -227,11 +229,12 @@ def test_prices_know_which_batches_cannot_be_split():
 def test_prices_of_a_split_batch_are_its_own():
     """A split batch saves other activations than a whole one; their bytes follow sequences and microbatches."""
     words = ("target=v5p-16", "precision=bfloat16", "overlap=auto", "model.vocab_size=4096", "sequence_length=256")
-    space = Space(*words, "global_batch_size=32", "tune.mesh.tensor=[2]", "tune.microbatches=[2,4,8]")
+    meshes = "tune.mesh={tensor:[2],replica:[1,2]}"
+    space = Space(*words, "global_batch_size=32", meshes, "tune.microbatches=[2,4,8]")
     prices = space.price()
     for place, one in enumerate(space.candidates):
         if one.sequences_of_device % 2 == 0:
-            assert prices.peak_bytes[place] == pytest.approx(estimate_spec(one.spec()).figures.peak_bytes, rel=0.08)
+            assert prices.peak_bytes[place] == pytest.approx(space.estimated(place).peak_bytes, rel=0.08)
 
 
 @pytest.mark.ci
