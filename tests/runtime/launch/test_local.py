@@ -141,7 +141,7 @@ def losses_alone(tmp_path_factory) -> list[float]:
 @pytest.mark.parametrize(
     ("number", "hosts"),
     [
-        (2, "2 hosts"),
+        pytest.param(2, "2 hosts", marks=pytest.mark.release),  # two processes: test_process_starts.py
         (4, "2 slices of 2 hosts"),  # GKE's variables, replica over the network of the slices
     ],
 )

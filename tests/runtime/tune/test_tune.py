@@ -1,6 +1,7 @@
 """`meshloom tune` as its users type it: searched in processes, shown, and written."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -27,6 +28,12 @@ LARGE = (*NARROW, "tune.max_candidates=15", "tune.groups.sharding=[fsdp_tensor]"
 CONSOLE = Console(is_quiet=True)
 
 
+@pytest.fixture
+def one_process(monkeypatch):
+    """A search has a process for each core, and each imports JAX: for a few candidates that is most of the time."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
+
+
 @pytest.mark.ci  # its processes import JAX
 def test_a_search_leaves_a_table_an_answer_and_the_winners_file(tmp_path):
     run_dir = tmp_path / "run"
@@ -46,7 +53,8 @@ def test_a_search_leaves_a_table_an_answer_and_the_winners_file(tmp_path):
     assert "fsdp=4 x tensor=2" in again.stdout
 
 
-@pytest.mark.ci  # its processes import JAX
+@pytest.mark.ci
+@pytest.mark.usefixtures("one_process")
 def test_targets_are_compared_and_one_that_cannot_be_is_a_row(tmp_path):
     words = (
         "tune.targets=[h100-16,cpu-8]",
@@ -80,7 +88,8 @@ def test_targets_are_compared_and_one_that_cannot_be_is_a_row(tmp_path):
     assert (tmp_path / "experiment" / "tiny_h100-16.yaml").exists()
 
 
-@pytest.mark.ci  # its processes import JAX
+@pytest.mark.ci
+@pytest.mark.usefixtures("one_process")
 def test_a_target_of_unknown_speed_is_one_clear_error(tmp_path):
     done = run_in_process(*TUNE, "target=cpu-8", f"hydra.run.dir={tmp_path}")
     assert done.returncode == 2
