@@ -96,6 +96,10 @@ EXPERT_CUTS = Table(
             "model=mixtral_8x22b", *EIGHT_LAYERS, "target=h100-64", "mesh.fsdp=8", "mesh.expert=8",
             "global_batch_size=128",
         ),
+        "mixtral_8x22b, h100-64, likewise, `prefetch` and `pipelined`": (
+            "model=mixtral_8x22b", *EIGHT_LAYERS, "target=h100-64", "mesh.fsdp=8", "mesh.expert=8",
+            "global_batch_size=128", "overlap=prefetch", "overlap.flag_presets=[pipelined]",
+        ),
         "deepseek_v3, tpu7x-256, fsdp 32 x expert 8, 2 sequences": (
             *EXPERTS_ALONE, *EIGHT_LAYERS, "target=tpu7x-256", "mesh.fsdp=32", "mesh.expert=8",
             "global_batch_size=512", "overlap=prefetch",
