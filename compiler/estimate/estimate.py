@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from ..core.kernels import RatedBy
 from ..core.known import Unknown, all_known, each_known, or_unknown
 from ..figures import StepFigures
 from ..jaxpr.unknown import UnknownPrimitive
@@ -52,7 +53,8 @@ class MemoryEstimate:
 @dataclass(frozen=True)
 class StepEstimate:
     """The estimate of a step. unknown: primitives of the step whose arithmetic, traffic, layout or number of executions
-    is not known. overlap: the overlap of the estimated step. stage_buffers: those of a pipeline's stages."""
+    is not known. overlap: the overlap of the estimated step. kernels: what the rates of its kernels depend on.
+    stage_buffers: those of a pipeline's stages."""
 
     memory: MemoryEstimate
     communication: tuple[PlannedCollective, ...]
@@ -60,6 +62,7 @@ class StepEstimate:
     figures: StepFigures
     unknown: tuple[UnknownPrimitive, ...]
     overlap: OverlapSpec
+    kernels: frozenset[RatedBy] = frozenset()
     stage_buffers: tuple[StageBuffer, ...] = ()
 
 
@@ -117,7 +120,8 @@ def estimate_step(plan: Plan) -> StepEstimate:
 
 def estimate_declared(plan: Plan) -> StepEstimate:
     """Returns the estimate of the plan's own program, from which a search begins."""
-    step = price_regions(read_step(plan), plan.target.compiler)
+    read = read_step(plan)
+    step = price_regions(read, plan.target.compiler)
     peak = find_peak(step)
     memory = MemoryEstimate(
         plan.memory.state_bytes,
@@ -136,4 +140,5 @@ def estimate_declared(plan: Plan) -> StepEstimate:
     communication = plan_communication(plan, step)
     roofline = plan_roofline(plan.model.stacks, plan.mesh, step, why)
     buffers = read_stage_buffers(plan.pipeline.table, step) if plan.pipeline else ()
-    return StepEstimate(memory, communication, roofline, figures, unknown, plan.spec.overlap, buffers)
+    kernels = frozenset(each.rated_by for each in read.walk() if each.rated_by is not None)
+    return StepEstimate(memory, communication, roofline, figures, unknown, plan.spec.overlap, kernels, buffers)

@@ -22,6 +22,7 @@ from ..pipeline.table import PipelineOp, PipelineTable, Slot, microbatches
 from ..plan import Plan
 from ..schema import SCHEMA_VERSION
 from ..sharding.rules import ArrayPlan
+from ..spec.kernel_rates import grouped_kernels
 from ..spec.sharding_spec import Rule
 from ..target.placement import Placement
 from ..target.target import TargetPlan
@@ -33,6 +34,8 @@ COLUMNS = (
     Column("per device", justify="right"),
 )
 Row = tuple[str, str | Line, str]  # the cells of COLUMNS
+# Figures of a target that count where a run has several slices.
+BETWEEN_SLICES = ("network.host_bytes_per_second", "network.host_seconds", "network.slice_wait")
 
 
 def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) -> None:
@@ -97,12 +100,22 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
 
 
 def assumptions(target: TargetPlan, dtype: str, placement: Placement, estimate: StepEstimate) -> Iterator[str]:
-    """Yields what the prices of a step assume: figures of the target that nobody measured, matmuls and collectives
-    beyond those that were measured. dtype: the type of its matmuls."""
-    copies = estimate.memory.host_bytes > 0
-    used = {"chip.host_link": copies, "network.across": bool(target.shape) and target.shape[0] > 1}
-    if assumed := [each for each in target.assumed if used.get(each, True)]:
-        yield f"{', '.join(assumed)}: their sources in the target's file say as what"
+    """Yields what the prices of a step assume: figures of the target and of kernels that nobody measured, matmuls and
+    collectives beyond those that were measured. dtype: the type of its matmuls."""
+    grouped = sorted(of for of in estimate.kernels if isinstance(of, str))
+    has_attention = len(grouped) < len(estimate.kernels)
+    used = {
+        "chip.host_link": estimate.memory.host_bytes > 0,
+        "chip.attention": has_attention,
+        "network.across": target.platform == "gpu" and bool(target.shape) and target.shape[0] > 1,
+        **dict.fromkeys(BETWEEN_SLICES, target.num_slices > 1),
+    }
+    yield from (f"{name}: {what}" for name, what in target.assumed.items() if used.get(name, True))
+    if has_attention and target.chip and (what := target.chip.attention.source.assumed):
+        yield f"attention as {target.chip.attention.title}: {what}"
+    for name in grouped:
+        if what := grouped_kernels()[name].source.assumed:
+            yield f"grouped matmuls by {name}: {what}"
     matmuls = target.matmul_times()
     if target.platform == "gpu" and target.chip and not (matmuls and matmuls.knows(dtype)):
         yield f"matmuls in {dtype}: {target.chip.kernels.matmul:g} of the peak at every size; none was measured"

@@ -9,7 +9,8 @@ from pydantic import PositiveFloat, PositiveInt
 
 from meshloom.models.record import Record
 
-from ..core.config_types import Text, UpToOne
+from ..core.config_types import UpToOne
+from .figure_source import FigureSource
 from .own_config import own_config
 
 
@@ -65,7 +66,7 @@ class Sourced(Record):
     """A number of the file, and where it comes from."""
 
     value: float | int
-    source: Text
+    source: FigureSource
 
 
 @cache

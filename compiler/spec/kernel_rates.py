@@ -22,6 +22,7 @@ from meshloom.models.record import Record, mistake
 from ..core.config_types import Text
 from ..core.errors import use_one_of
 from ..core.kernels import AttentionCall, RatedBy
+from .figure_source import FigureSource
 from .measured_tables import with_whole_keys
 from .own_config import own_config
 
@@ -76,7 +77,7 @@ class AttentionKernel(Record):
     measured. forward, backward: what each pass reaches; of two backward kernels, each."""
 
     title: Text
-    source: Text
+    source: FigureSource
     forward: PassRate
     backward: PassRate
 
@@ -141,7 +142,7 @@ class GroupedKernel(Record):
     """A kernel of grouped matmuls. share: of the peak, over the rows of all tiles that it computes."""
 
     share: Share
-    source: Text
+    source: FigureSource
 
 
 @cache

@@ -23,6 +23,7 @@ from ..core.errors import use_one_of
 from ..core.float_types import PeakType
 from ..core.format import counted
 from ..core.traffic import PAIRS, CollectiveKind
+from .figure_source import FigureSource
 from .own_config import own_config
 
 UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
@@ -84,7 +85,7 @@ class CollectiveTable(Config):
     for exchanges and permutes.
     """
 
-    source: Text
+    source: FigureSource
     chip_bytes_per_second: PositiveFloat
     bytes: AscendingSizes
     microseconds: dict[CollectiveKind, dict[Text, Times]]
@@ -202,7 +203,7 @@ class MatmulTable(Config):
     one time.
     """
 
-    source: Text
+    source: FigureSource
     results: AscendingSizes | None
     microseconds: dict[PeakType, dict[PositiveInt, Times]]
 

@@ -16,6 +16,7 @@ from ..core.config_types import NumBytes, Text, UpToOne
 from ..core.float_types import PeakType
 from ..core.format import counted
 from ..core.traffic import PassKind
+from .figure_source import FigureSource
 from .kernel_rates import NamedAttention
 from .measured_tables import LEAST_SHARE, MOST_OVER, KeyPath, NamedCollectives, NamedMatmuls, refuse
 
@@ -81,7 +82,7 @@ class ChipSpec(Config):
     attention: NamedAttention  # the kernel that attention is priced with
     matmuls: NamedMatmuls  # measured times; where a type has none, its share of the peak counts
     sustained: UpToOne  # share of the kernels' arithmetic that a run keeps at the power as sold
-    sources: dict[str, str]  # by figure: a page or a document
+    sources: dict[str, FigureSource]  # by figure
 
     @model_validator(mode="after")
     def _check_attention(self) -> Self:
@@ -90,7 +91,7 @@ class ChipSpec(Config):
             rate, peak = getattr(self.attention, name), self.peak_flops_per_second["bfloat16"]
             if peak and isinstance(rate, int | float) and 2 * matmuls * SMALL_HEAD / (rate * 1e-12) > peak:
                 what = f"{rate:g} ps for a score is above the peak of {self.name}, even with a head of {SMALL_HEAD}"
-                raise mistake(what, "give picoseconds, or shares by head, block and length", f"attention.{name}")
+                raise mistake(what, "give picoseconds, or shares by head and length", f"attention.{name}")
         return self
 
     @model_validator(mode="after")
@@ -152,7 +153,7 @@ class TorusSpec(Config):
     host_seconds: PositiveFloat  # latency of a message over it
     slice_wait: NonNegativeFloat  # the share of a step that each doubling of the slices adds: they wait for the slowest
     chip_config: Text  # libtpu's name for how a chip is split into devices
-    sources: dict[str, str]
+    sources: dict[str, FigureSource]
 
     def wraps(self, shape: ChipShape) -> tuple[bool, ...]:
         """Returns which axes of a slice are rings: v5e (8, 16) -> (False, True)."""
@@ -188,7 +189,7 @@ class SwitchSpec(Config):
     node_bytes_per_second: PositiveFloat  # of all adapters of a node, one way
     collectives: NamedCollectives
     across: NamedCollectives
-    sources: dict[str, str]
+    sources: dict[str, FigureSource]
 
     @model_validator(mode="after")
     def _check_groups(self) -> Self:

@@ -65,19 +65,19 @@ class TargetPlan:
     calibration: Calibration | None = None
 
     @property
-    def assumed(self) -> tuple[str, ...]:
-        """Returns the figures whose source is an assumption, by their key in `conf/target`, besides those that a
-        declaration or a calibration replaced."""
+    def assumed(self) -> dict[str, str]:
+        """Returns what nobody measured of figures, by their key in `conf/target`, besides those that a declaration or a
+        calibration replaced."""
         if self.chip is None or self.network is None:
-            return ()
+            return {}
         shipped = chip_file(self.chip.name) if self.chip.name in kinds() else (self.chip, self.network)
-        return tuple(
-            f"{part}.{name}"
+        return {
+            f"{part}.{name}": source.assumed
             for part, spec, of_file in zip(("chip", "network"), (self.chip, self.network), shipped, strict=True)
             for name, source in spec.sources.items()
-            if "an assumption" in source and getattr(spec, name) is not None
+            if source.assumed and getattr(spec, name) is not None
             and not (source == of_file.sources.get(name) and getattr(spec, name) != getattr(of_file, name))
-        )  # fmt: skip
+        }  # fmt: skip
 
     def matmul_times(self, factor: float = 1.0) -> MatmulTimes | None:
         """Returns the times of matmuls under the load of a run; None where none were measured. factor: by how much they
