@@ -231,7 +231,7 @@ def test_every_gather_and_reduction_of_a_weight_is_named_by_its_path(sharding):
 
 
 def test_a_power_limit_slows_arithmetic_and_not_the_memory():
-    """Half of the power is half of the arithmetic."""
+    """Half of the power is half of the arithmetic; a start of 5 us takes as long."""
     target = ("target=h100-4", "mesh.fsdp=4", "precision=bfloat16", "sharding.on_replicated=allow")
     gemm = (
         "  %l = bf16[8192,8192] broadcast(%x)\n  %r = bf16[8192,8192] broadcast(%x)\n"
@@ -242,7 +242,7 @@ def test_a_power_limit_slows_arithmetic_and_not_the_memory():
     whole, limited = (
         analysed(text, *target, *more)[0].compute_seconds for more in ((), ("target.chip.power_limit_watts=350",))
     )
-    assert limited["mm"] == pytest.approx(2 * whole["mm"], rel=1e-3)
+    assert limited["mm"] == pytest.approx(2 * whole["mm"], rel=2e-3)
     assert limited["copy"] == whole["copy"]
 
 

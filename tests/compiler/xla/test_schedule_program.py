@@ -636,7 +636,7 @@ def test_an_attention_kernel_takes_the_time_of_its_matmuls_over_half_of_the_squa
 def test_one_backward_kernel_takes_the_time_of_five_matmuls(batch):
     """It also returns a partial sum of the queries' gradient for each of 4 blocks of keys; two kernels take seven."""
     q, partials, scratch = f"bf16[{batch}4,256,128]", f"bf16[{batch}4,4,256,128]", "f32[64,128]"
-    lines = [f"  %q = {q} parameter(0)", f"  %k = {q} parameter(1)",
+    lines = [f"  %q = {q} parameter(1)", f"  %k = {q} parameter(2)",
              f"  ROOT %splash_mha_dkv.1 = ({scratch}, {scratch}, {partials}, {q}, {q}) custom-call(%q, %k, %k), "
              'custom_call_target="tpu_custom_call"']  # fmt: skip
     (found,) = computed(module(*lines)).values()
@@ -647,7 +647,7 @@ def test_one_backward_kernel_takes_the_time_of_five_matmuls(batch):
 def test_an_attention_kernel_that_names_its_blocks_takes_the_time_of_those():
     """Queries of 256 tokens and keys of 512, of whose 8 blocks 3 are seen."""
     q, k = "bf16[4,256,128]", "bf16[4,512,128]"
-    lines = [f"  %q = {q} parameter(0)", f"  %k = {k} parameter(1)",
+    lines = [f"  %q = {q} parameter(1)", f"  %k = {k} parameter(2)",
              f'  ROOT %splash_mha_fwd.1 = {q} custom-call(%q, %k, %k), custom_call_target="tpu_custom_call", '
              'metadata={op_name="jit(step)/attend/blocks=3_of_8/pallas_call"}']  # fmt: skip
     (found,) = computed(module(*lines), ops=OPERATIONS).values()
@@ -667,7 +667,7 @@ def test_an_attention_kernel_that_names_its_blocks_takes_the_time_of_those():
 )
 def test_the_size_of_a_head_decides_what_attention_reaches(size, share):
     q = f"bf16[4,256,{size}]"
-    text = module(f"  %q = {q} parameter(0)", f"  %k = {q} parameter(1)",
+    text = module(f"  %q = {q} parameter(1)", f"  %k = {q} parameter(2)",
                   f'  ROOT %splash_mha_fwd.1 = {q} custom-call(%q, %k, %k), custom_call_target="tpu_custom_call"')  # fmt: skip
     (found,) = computed(text, replace(TPU, attention=attention_of({128: 0.4, 256: 0.6}))).values()
     assert found.seconds == pytest.approx(2 * 2 * 4 * 256 * 256 * size / 2 / (share * 1e3), rel=1e-4)
