@@ -16,6 +16,7 @@ at a time; where they are too large for one, there are two kernels. The kernel's
 block that is hidden is skipped, but its partial sum is written.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 BLOCKS = (1024, 512)  # tokens, at most
 # What fits 16 MiB of vector memory, that of v5p's kernels and the least. Tokens of a block times the bytes of a head:
 BLOCK_BYTES = 1024 * 256 * 2
+BLOCK_VALUES = 768 * 256  # and times a head's values: the sums of two gradients are in float32
 COMPUTED_BYTES = 1024 * 128 * 2  # of the keys whose scores one backward kernel holds at once
 KEYS_BYTES = 2048 * 128 * 2  # of its block of keys
 KEYS_BLOCKS = (512, 1024, 2048)  # tokens
@@ -109,7 +111,8 @@ def plan_budget(target: TargetPlan, head_dim: int, itemsize: int) -> Budget:
     """Returns what a device of the target allows for heads of this size."""
     memory, bandwidth = target.hbm_bytes_per_device, target.hbm_bytes_per_second_per_device
     rate = target.kernel_rate(AttentionCall(head_dim, matmuls=ONE_KERNEL))
-    most_block = max(LANES, min(BLOCKS[0], BLOCK_BYTES // (head_dim * itemsize)))
+    padded_head = math.ceil(head_dim / LANES) * LANES
+    most_block = max(LANES, min(BLOCKS[0], BLOCK_BYTES // (head_dim * itemsize), BLOCK_VALUES // padded_head))
     if memory is None or bandwidth is None or rate is None or target.chip is None:
         return replace(NO_BUDGET, most_block=most_block)
     lost_scores = target.chip.attention.lost_scores(head_dim) or LOST_SCORES
