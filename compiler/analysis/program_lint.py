@@ -5,7 +5,8 @@ synchronous-collective      a collective without a start and an end: nothing can
 random-bits                 a transfer of random bits
 wide-collective             a transfer in float32, where a narrower type may do
 reduced-then-sliced         each device uses only part of an all-reduce; a reduce-scatter would move half the bytes
-update-inside-tiles         a dynamic-update-slice changes a part of each tile, and all tiles are read and written
+update-inside-tiles         a dynamic-update-slice, also in a fusion, changes a part of each tile; all are moved twice
+slice-inside-tiles          a dynamic-slice, also in a fusion, takes a part of each tile; all are read
 assumed-order               the program does not say where its devices are, so the links of a group are assumed
 
 There is one finding per rule and kind, which names the places that cost most. lint.py compares with a plan.
@@ -20,14 +21,15 @@ from ..core.traffic import HOST_COPIES, TransferKind
 from ..schema import CollectiveReport, Finding, StepReport, or_infinity
 from ..target.compiler_options import presets_for
 from ..target.target import TargetPlan
-from ..xla.hlo import Instruction, Module
+from ..xla.hlo import Computation, Instruction, Module
 from ..xla.hlo.flow import Flow, ModuleValue, ValueUse
 from ..xla.hlo.opcodes import SAME_ELEMENTS
 from ..xla.hlo.types import HOST
 from ..xla.schedule.passes import PartOfTiles, parts_of_tiles
+from ..xla.schedule.prices import price_instruction, seconds_inside_tiles
 from .program_devices import ProgramDevices
 from .program_text import LEAST_BYTES, NUM_PLACES, shown, source_finder
-from .schedule_analysis import ScheduleAnalysis
+from .schedule_analysis import ScheduleAnalysis, chip_of
 from .waste import find_repeated_work, find_wasted_transfers
 
 LEAST_ARRAY_BYTES = 64 * 2**20  # the default of sharding.replicated_bytes_threshold
@@ -45,7 +47,7 @@ def lint_program(module: Module, devices: ProgramDevices, schedule: ScheduleAnal
         *find_wasted_transfers(module, collectives, schedule.dones, is_cpu=target.platform == "cpu"),
         *_reduced_then_sliced(module, collectives, schedule.dones, target),
         *find_repeated_work(module, devices, schedule.compute_seconds, step),
-        *_inside_tiles(module, schedule),
+        *_inside_tiles(module, schedule, target),
         *_replicated(module, target),
         *_random_bits(collectives),
         *_wide(collectives),
@@ -171,39 +173,57 @@ def _is_used_by_shard(uses: Sequence[ValueUse], num_parts: int) -> bool:
     )  # fmt: skip
 
 
-def _inside_tiles(module: Module, schedule: ScheduleAnalysis) -> Iterator[Finding]:
-    """Yields the findings on stacks of which the dimension of the layers is one of the two that tiles cover."""
-    found = [
-        (each, part)
-        for around in module.computations.values()
-        for each in around.instructions
-        if each.name in schedule.compute_seconds
-        for part in parts_of_tiles(each, around, module)
-    ]
+def _inside_tiles(module: Module, schedule: ScheduleAnalysis, target: TargetPlan) -> Iterator[Finding]:
+    """Yields the findings on stacks of which the dimension of the layers is one of the two that tiles cover. Small
+    parts are left out: scales of norms, and tables of a few numbers."""
+    found: dict[str, list[tuple[float, Instruction, list[PartOfTiles]]]] = defaultdict(list)
+    for around in module.computations.values():
+        for each in around.instructions:
+            if each.name not in schedule.compute_seconds:
+                continue
+            large = [part for part in parts_of_tiles(each, around, module) if part.tile_bytes >= LEAST_BYTES]
+            for kind in dict.fromkeys(part.kind for part in large):
+                parts = [part for part in large if part.kind == kind]
+                share = _share_inside(parts, each, around, module, target)
+                found[kind].append((share * schedule.compute_seconds[each.name], each, parts))
     for kind in ("update", "slice"):
-        yield from _parts_inside_tiles(
-            kind, [(each, part) for each, part in found if part.kind == kind], module, schedule
-        )
+        yield from _parts_inside_tiles(kind, found[kind], module, schedule)
+
+
+def _share_inside(
+    parts: Sequence[PartOfTiles], instruction: Instruction, around: Computation, module: Module, target: TargetPlan
+) -> float:
+    """Returns the share of an instruction's time that it takes because these parts are not whole tiles."""
+    chip = chip_of(target)
+    price = price_instruction(instruction, around, module, chip)
+    if price is None or not price.seconds:
+        return 0.0
+    return min(1.0, sum(seconds_inside_tiles(part, chip) for part in parts) / price.seconds)
 
 
 def _parts_inside_tiles(
-    kind: str, parts: list[tuple[Instruction, PartOfTiles]], module: Module, schedule: ScheduleAnalysis
+    kind: str,
+    found: list[tuple[float, Instruction, list[PartOfTiles]]],
+    module: Module,
+    schedule: ScheduleAnalysis,
 ) -> Iterator[Finding]:
-    """Yields the finding on updates or slices, each with the instruction that is it or contains it."""
-    seconds = sum(schedule.compute_seconds[name] for name in {each.name for each, _ in parts})
-    if not parts or not schedule.step.least_seconds or seconds / schedule.step.least_seconds < LEAST_SHARE:
+    """Yields the finding on updates or slices. found: the instructions that are or contain them, each with the seconds
+    that these cost."""
+    seconds = sum(cost for cost, _, _ in found)
+    if not found or not schedule.step.least_seconds or seconds / schedule.step.least_seconds < LEAST_SHARE:
         return
-    parts.sort(key=lambda found: (-schedule.compute_seconds[found[0].name], found[0].name))
-    dearest, part = parts[0]
+    found.sort(key=lambda one: (-one[0], one[1].name))
+    _, dearest, parts = found[0]
+    part = max(parts, key=lambda part: part.tile_bytes - part.num_bytes)
     lines = source_finder(module)
-    named = (shown(at, each.op_name) if (at := lines(each)) else each.name for each, _ in parts)
+    named = (shown(at, each.op_name) if (at := lines(each)) else each.name for _, each, _ in found)
     places = human_names(list(dict.fromkeys(named)), NUM_PLACES, between="; ")
     moved = "read and written" if kind == "update" else "read"
     yield Finding(
         rule=f"{kind}-inside-tiles",
         severity="warning",
-        what=f"{counted(len(parts), kind)} of a part of an array lie inside its tiles, of which "
-        f"{part.tile_bytes / part.num_bytes:.0f} times the bytes are {moved}: {human_seconds(seconds)}, "
+        what=f"{counted(sum(len(parts) for _, _, parts in found), kind)} of a part of an array lie inside its tiles, "
+        f"of which {part.tile_bytes / part.num_bytes:.0f} times the bytes are {moved}: {human_seconds(seconds)}, "
         f"{human_share(seconds / schedule.step.least_seconds)} of the step",
         where=f"{places} ({dearest.name}, {part.whole})",
         fix="stack layers along the first dimension (MaxText: param_scan_axis=0), or give the array a layout with the "

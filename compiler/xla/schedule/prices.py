@@ -23,7 +23,7 @@ from ..hlo import Computation, Instruction, Module
 from ..hlo.opcodes import FREE
 from ..hlo.types import ArrayType
 from .kernels import is_attention, is_matmul, is_pallas, kernel_work
-from .passes import HbmTraffic, hbm_traffic, is_pass, operand_types, pass_kind, within
+from .passes import HbmTraffic, PartOfTiles, hbm_traffic, is_pass, operand_types, pass_kind, within
 from .steps import Compute, PricedBy
 
 if TYPE_CHECKING:
@@ -137,6 +137,13 @@ def _memory_seconds(traffic: HbmTraffic, chip: Chip, kind: PassKind | None) -> f
     share, inside = (chip.passes.get(each, chip.memory_share) if each else chip.memory_share for each in (kind, "tile"))
     moved = (traffic.read + traffic.written) / share + 2 * traffic.inside / inside
     return moved / chip.hbm_bytes_per_second
+
+
+def seconds_inside_tiles(part: PartOfTiles, chip: Chip) -> float:
+    """Returns by how much a slice or an update takes longer because it lies inside tiles."""
+    is_update = part.kind == "update"
+    tiles = HbmTraffic(0, 0, part.tile_bytes) if is_update else HbmTraffic(part.tile_bytes, 0)
+    return _memory_seconds(tiles, chip, None) - _memory_seconds(HbmTraffic(part.num_bytes, 0), chip, None)
 
 
 def _is_measured(work: KernelCost, chip: Chip) -> bool:

@@ -4,6 +4,7 @@ import pytest
 
 from meshloom.compiler.analysis.compiled_step import inspect_text
 from meshloom.compiler.analysis.program_devices import ProgramDevices
+from meshloom.compiler.core.format import human_seconds
 from meshloom.compiler.schema import Finding
 from meshloom.compiler.target.placement import plan_own_order
 from support.programs import target_of
@@ -85,8 +86,13 @@ def test_an_update_of_a_layer_that_lies_inside_tiles_is_named_with_its_share(lay
         assert "first dimension" in said.fix
 
 
-@pytest.mark.parametrize("kind", ["update", "slice"])
-def test_a_fusion_with_a_part_inside_tiles_is_named(kind):
+@pytest.mark.parametrize(
+    ("kind", "moved"),
+    [("update", 2 * 8 / 0.25 - 1 / 0.85), ("slice", (8 - 1) / 0.85)],  # layers, at the whole bandwidth
+    ids=["update", "slice"],
+)
+def test_a_fusion_with_a_part_inside_tiles_is_named_with_what_the_tiles_cost(kind, moved):
+    """What else it reads and writes would be moved anyway."""
     stack, layer = "f32[16,512,7168]{2,0,1:T(8,128)}", "f32[1,512,7168]{2,0,1:T(1,128)}"
     of = {
         "update": (stack, f"%n = {layer} negate(%u)\n  ROOT %d = {stack} dynamic-update-slice(%s, %n, %i, %i, %i)"),
@@ -101,6 +107,7 @@ def test_a_fusion_with_a_part_inside_tiles_is_named(kind):
     fusion = f"  %f = {result} fusion(%stack, %layer, %i), kind=kLoop, calls=%fused"
     found = findings(*given, fusion, compute("a", 10**6), before=fused, target="v5p-8")
     said = found[f"{kind}-inside-tiles"]
+    assert human_seconds(moved * 4 * 512 * 7168 / 2.765e12) in said.what
     assert f"1 {kind} of a part of an array" in said.what
     assert "8 times" in said.what
     assert "T(8,128)" in said.where

@@ -191,6 +191,15 @@ def test_a_program_by_itself_takes_the_same_times(name):
     assert stripped.analysis.step.step_seconds == analysis.step.step_seconds
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_nothing_of_our_programs_lies_inside_tiles_that_matter(name):
+    """Their layers are stacked along the first dimension. What XLA itself slices is a few numbers: the place of each
+    device in u32[8], the scales of a norm."""
+    plan, _, _ = recorded(name)
+    found = inspect_text(recorded_text(name), ProgramDevices(plan.mesh.placement)).findings
+    assert [each.what for each in found if each.rule.endswith("-inside-tiles")] == []
+
+
 def seconds(*known: float | Unknown) -> float:
     assert not first_unknown(known)
     return sum(each for each in known if not isinstance(each, Unknown))
