@@ -26,6 +26,8 @@ class FigureSource(Record):
     def _check(self) -> Self:
         if self.measured is None and self.assumed is None:
             raise mistake("it says nothing", "give a text, or {measured: .., assumed: ..}")
+        if self.assumed is None and "assumption" in (self.measured or "").lower():
+            raise mistake("it says that it is an assumption, and counts as measured", "give {assumed: ..}")
         return self
 
     @model_serializer

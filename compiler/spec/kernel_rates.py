@@ -60,6 +60,10 @@ class BlockRate(Record):
 def _rate_of_pass(value: Any) -> Any:
     """Raises one error, where a union would raise one for each of its types."""
     if isinstance(value, Mapping):
+        by_length = (row for row in value.values() if isinstance(row, Mapping))
+        if any(isinstance(each, Mapping) for row in by_length for each in row.values()):
+            fix = "give shares by head and length, {128: {2048: 0.49}}; blocks have {share, lost_flops, least_head}"
+            raise mistake("this table of shares has three levels", fix)
         is_of_blocks = any(isinstance(key, str) and not key.isdecimal() for key in value)
         return BlockRate.model_validate(value) if is_of_blocks else _BY_HEAD.validate_python(with_whole_keys(value))
     if isinstance(value, BlockRate) or (isinstance(value, int | float) and value > 0):

@@ -18,7 +18,15 @@ from ..core.format import counted
 from ..core.traffic import PassKind
 from .figure_source import FigureSource
 from .kernel_rates import NamedAttention
-from .measured_tables import LEAST_SHARE, MOST_OVER, KeyPath, NamedCollectives, NamedMatmuls, refuse
+from .measured_tables import (
+    LEAST_SHARE,
+    MOST_OVER,
+    KeyPath,
+    NamedCollectives,
+    NamedMatmuls,
+    refuse,
+    shipped_matmuls,
+)
 
 ChipShape = tuple[PositiveInt, ...]
 SMALL_HEAD = 64  # of attention: with a larger one a score has more FLOPs
@@ -98,7 +106,11 @@ class ChipSpec(Config):
     def _check_matmuls(self) -> Self:
         """Matmuls that were measured cannot be faster than the chip, and the best of them are not a thousand times
         slower."""
-        refuse(self, ((("matmuls", "microseconds", *at), what, fix) for at, what, fix in self._wrong_rates()))
+        wrong = list(self._wrong_rates())
+        if wrong and (name := next((name for name, one in shipped_matmuls().items() if one == self.matmuls), None)):
+            (at, what, _), fix = wrong[-1], "choose this chip's table, or give times in microseconds"
+            raise mistake(f"table {name} is of another chip: in {at[0]} {what}", fix, "matmuls")
+        refuse(self, ((("matmuls", "microseconds", *at), what, fix) for at, what, fix in wrong))
         return self
 
     def _wrong_rates(self) -> Iterator[tuple[KeyPath, str, str]]:
@@ -108,7 +120,10 @@ class ChipSpec(Config):
             rates, peak = self.matmuls.rates(dtype), (self.peak_flops_per_second[dtype] or math.inf) / self.num_devices
             if math.isinf(peak):  # it is not published
                 continue
-            has, fix = f"of which {self.name} has {peak / 1e12:.4g}", "give times in microseconds, of a whole batch"
+            has, fix = (
+                f"of which {self.name} has {peak / 1e12:.4g}",
+                "give times in microseconds, of a whole batch, or choose this chip's table",
+            )
             for depth, best in ((depth, max(row)) for depth, row in rates.items()):
                 if best > MOST_OVER * peak:
                     yield (dtype, str(depth)), f"the best of these times is of {best / 1e12:.4g} TFLOP/s, {has}", fix
@@ -194,24 +209,22 @@ class SwitchSpec(Config):
     @model_validator(mode="after")
     def _check_groups(self) -> Self:
         """Groups in the wrong table would never be read."""
-        wrong = {
-            "collectives": "is a group across nodes, and belongs into network.across",
-            "across": "is a group of one node, and belongs into network.collectives",
-        }
-        refuse(
-            self,
-            (
-                (
-                    (name, *keys),
-                    f"{keys[-1]} {what}",
-                    "move this row, or choose a table of conf/calibration/_collectives.yaml",
-                )
-                for name, what in wrong.items()
-                for keys, group in getattr(self, name).groups()
-                if (group.nodes > 1) == (name == "collectives")
-            ),
-        )
+        refuse(self, (*self._wrong_groups("collectives"), *self._wrong_groups("across")))
         return self
+
+    def _wrong_groups(self, name: Literal["collectives", "across"]) -> Iterator[tuple[KeyPath, str, str]]:
+        """Yields the problem of each row in the wrong table, or one of a table in the wrong place."""
+        found, is_far = list(getattr(self, name).groups()), name == "across"
+        wrong = [keys for keys, group in found if (group.nodes > 1) != is_far]
+        of, other = ("of one node", "collectives") if is_far else ("across nodes", "across")
+        choose = f"choose a table of groups {'across nodes' if is_far else 'of one node'}"
+        if len(wrong) == len(found):
+            what = f"the table is of groups {of}, and belongs into network.{other}"
+            yield (name,), what, f"{choose}, of conf/calibration/_collectives.yaml"
+            return
+        for keys in wrong:
+            what = f"{keys[-1]} is a group {of}, and belongs into network.{other}"
+            yield (name, *keys), what, "move this row, or choose a table of conf/calibration/_collectives.yaml"
 
     def shape_of(self, num_chips: int) -> ChipShape | None:
         """Returns (nodes, GPUs of each) of this many GPUs: whole nodes, or equal parts of a rack's NVLink domains in

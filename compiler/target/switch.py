@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..core.format import human_bytes
+from ..core.format import counted, human_bytes
 from ..core.traffic import PAIRS, CollectiveKind
 from ..spec.measured_tables import CollectiveTable, NodeGroup
 
@@ -89,17 +89,18 @@ class SwitchTimes:
         table = self.across if self.far > 1 else self.inside
         size, most_bytes = num_bytes / (self.near * self.far if kind == "all-to-all" else 1), table.bytes[-1]
         rows, found = _rows(table, kind, self.at_once), list[str]()
-        if kind not in table.microseconds:
-            found.append(f"the times of {LIKE[kind]}")
-        if self.far == 1 or kind not in PAIRS:
-            found += _between_measured(
-                self.near, {near for _, near in rows}, "GPUs of a node" if self.far > 1 else "GPUs"
-            )
-            found += _between_measured(self.far, {far for far, _ in rows}, "nodes")
-        if self.far == 1 and (nearest := table.nearest_at_once(kind, self.at_once)) not in (None, self.at_once):
-            found.append(f"{self.at_once} GPUs at once as {nearest}")
+        like = kind if kind in table.microseconds else LIKE[kind]
+        if like != kind:
+            found.append(f"the times of {like}")
+        if kind not in PAIRS or (self.far == 1 and kind != "send"):  # a send has two devices, whatever its group
+            of = " of a node" if self.far > 1 else ""
+            found += _between_measured(self.near, {near for _, near in rows}, f"GPU{of}", f"GPUs{of}")
+            found += _between_measured(self.far, {far for far, _ in rows}, "node", "nodes")
+        if self.far == 1 and (nearest := table.nearest_at_once(like, self.at_once)) not in (None, self.at_once):
+            found.append(f"{counted(self.at_once, 'GPU')} at once as {nearest}")
         if size > most_bytes:
-            found.append(f"arrays of {human_bytes(int(size))} at the last rate, of {human_bytes(int(most_bytes))}")
+            largest = human_bytes(int(most_bytes))
+            found.append(f"arrays of {human_bytes(int(size))} at the rate of the largest measured, {largest}")
         return ", ".join(found)
 
     def start_seconds(self, kind: CollectiveKind = "all-gather") -> float:
@@ -133,14 +134,14 @@ def _as_given(seconds: Any, num_bytes: Bytes) -> Bytes:
     return found
 
 
-def _between_measured(size: int, measured: Set[int], what: str) -> Iterator[str]:
+def _between_measured(size: int, measured: Set[int], one: str, many: str) -> Iterator[str]:
     """Yields in words from which sizes of a group the price of another one is."""
     below = [each for each in measured if each < size]
     above = [each for each in measured if each > size]
     if size not in measured and below and above:
-        yield f"{size} {what} between {max(below)} and {min(above)}"
+        yield f"{counted(size, one, many)} between {max(below)} and {min(above)}"
     elif size not in measured:
-        yield f"{size} {what} as {max(below, default=0) or min(above)}"
+        yield f"{counted(size, one, many)} as {max(below, default=0) or min(above)}"
 
 
 @cache

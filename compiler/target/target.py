@@ -6,7 +6,7 @@ calibration changes of these figures.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -45,7 +45,8 @@ class TargetPlan:
     shape: chips of a slice along the axes of its torus, or (nodes, GPUs in each); None for simulated devices, and for
     attached devices without such a shape. topology_name: the name for `jax.experimental.topologies.get_topology_desc`.
     compiler: traits of XLA's compiler for it. flag_presets: presets of its options, by name. option_effects: what
-    each option does to overlap. calibration: the one that the figures of chip and network include.
+    each option does to overlap. calibration: the one that the figures of chip and network include. assumed: what nobody
+    measured of figures, by their key in `conf/target`, besides those that a declaration or a calibration replaced.
     """
 
     name: str  # its common name
@@ -63,21 +64,7 @@ class TargetPlan:
     flag_presets: Mapping[str, FlagPreset]
     option_effects: Effects
     calibration: Calibration | None = None
-
-    @property
-    def assumed(self) -> dict[str, str]:
-        """Returns what nobody measured of figures, by their key in `conf/target`, besides those that a declaration or a
-        calibration replaced."""
-        if self.chip is None or self.network is None:
-            return {}
-        shipped = chip_file(self.chip.name) if self.chip.name in kinds() else (self.chip, self.network)
-        return {
-            f"{part}.{name}": source.assumed
-            for part, spec, of_file in zip(("chip", "network"), (self.chip, self.network), shipped, strict=True)
-            for name, source in spec.sources.items()
-            if source.assumed and getattr(spec, name) is not None
-            and not (source == of_file.sources.get(name) and getattr(spec, name) != getattr(of_file, name))
-        }  # fmt: skip
+    assumed: Mapping[str, str] = field(default_factory=dict)
 
     def matmul_times(self, factor: float = 1.0) -> MatmulTimes | None:
         """Returns the times of matmuls under the load of a run; None where none were measured. factor: by how much they
@@ -189,7 +176,20 @@ def _of_chips(
         compiler=read_compiler_traits(platform, chip.name),
         flag_presets=read_flag_presets(platform, chip.name),
         option_effects=read_option_effects(platform, chip.name),
+        assumed=_assumed(chip, spec.network),
     )
+
+
+def _assumed(chip: ChipSpec, network: TorusSpec | SwitchSpec) -> dict[str, str]:
+    """Returns `TargetPlan.assumed` of these figures."""
+    shipped = chip_file(chip.name) if chip.name in kinds() else (chip, network)
+    return {
+        f"{part}.{name}": source.assumed
+        for part, spec, of_file in zip(("chip", "network"), (chip, network), shipped, strict=True)
+        for name, source in spec.sources.items()
+        if source.assumed and getattr(spec, name) is not None
+        and not (source == of_file.sources.get(name) and getattr(spec, name) != getattr(of_file, name))
+    }  # fmt: skip
 
 
 def _plain(name: str, platform: str, num_devices: int) -> TargetPlan:
@@ -235,6 +235,7 @@ def _local(spec: LocalTarget, compute: ComputeType) -> TargetPlan:
             compiler=read_compiler_traits(plan.platform, chip.name),
             flag_presets=read_flag_presets(plan.platform, chip.name),
             option_effects=read_option_effects(plan.platform, chip.name),
+            assumed=_assumed(chip, network),
         )
     return replace(plan, peak_flops_per_second=peak, hbm_bytes_per_device=hbm)
 
@@ -292,12 +293,8 @@ def calibrate_target(target: TargetPlan, calibration: Calibration) -> TargetPlan
         matmul=share.matmul / calibration.matmul,
         memory=share.memory / calibration.other,
     )
-    return replace(
-        target,
-        chip=target.chip.model_copy(update={"efficiency": efficiency}),
-        network=_network(target.network, calibration),
-        calibration=calibration,
-    )
+    chip, network = target.chip.model_copy(update={"efficiency": efficiency}), _network(target.network, calibration)
+    return replace(target, chip=chip, network=network, calibration=calibration, assumed=_assumed(chip, network))
 
 
 def _network(network: TorusSpec | SwitchSpec, calibration: Calibration) -> TorusSpec | SwitchSpec:

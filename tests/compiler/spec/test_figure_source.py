@@ -25,6 +25,13 @@ def test_a_text_alone_is_written_as_it_was():
     assert FigureSource.model_validate("a trace").model_dump(mode="json") == "a trace"
 
 
+@pytest.mark.parametrize("given", ["an assumption: as v5p", {"measured": "Assumption"}])
+def test_an_assumption_is_no_text_alone(given):
+    with pytest.raises(ValidationError, match="it says that it is an assumption"):
+        FigureSource.model_validate(given)
+    FigureSource.model_validate({"measured": "an assumption of a page", "assumed": "as v5p"})
+
+
 @pytest.mark.parametrize("given", [{}, "", {"assumed": ""}, {"guessed": "a"}, 3])
 def test_a_source_says_something(given):
     with pytest.raises(ValidationError):

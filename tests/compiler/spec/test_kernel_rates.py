@@ -120,6 +120,10 @@ def test_a_slower_kernel_is_declared_by_name_or_by_its_figures():
         ("target.chip.attention={title: a, source: b, forward: 0, backward: 1.0}", "nor a table of shares, nor a time"),
         ("target.chip.attention={title: a, source: b, forward: {128: {2048: 1.5}}, backward: 1.0}", "1.5"),
         (
+            "target.chip.attention={title: a, source: b, forward: {128: {512: {2048: 0.38}}}, backward: 1.0}",
+            "this table of shares has three levels",
+        ),
+        (
             "target.chip.attention={title: a, source: b, forward: {share: 0.9, lost_flops: 1}, backward: 1.0}",
             "least_head",
         ),

@@ -127,7 +127,11 @@ def test_a_permute_takes_the_times_of_as_many_gpus_at_once():
     ("target", "near", "far", "kind", "size", "said"),
     [
         ("h100-8", 8, 1, "all-gather", 2**30, ""),
-        ("h100-8", 8, 1, "all-gather", 2**32, "arrays of 4.0 GiB at the last rate, of 2.0 GiB"),
+        ("h100-8", 8, 1, "all-gather", 2**32, "arrays of 4.0 GiB at the rate of the largest measured, 2.0 GiB"),
+        ("h100-8", 8, 1, "send", 2**20, ""),
+        ("gb200-16", 16, 1, "send", 2**20, "the times of collective-permute, 16 GPUs at once as 64"),
+        ("gb200-16", 16, 1, "collective-broadcast", 2**30, "the times of all-gather, 16 GPUs at once as 64"),
+        ("h100-64", 1, 8, "all-to-all", 2**20, "1 GPU of a node as 8"),
         ("h100-8", 6, 1, "all-gather", 2**30, "6 GPUs between 4 and 8"),
         ("gb200-72", 2, 1, "all-reduce", 2**30, "2 GPUs as 4"),
         ("gb200-16", 16, 1, "all-reduce", 2**30, "16 GPUs at once as 64"),
@@ -311,6 +315,21 @@ def test_a_group_in_the_wrong_table_is_refused():
     wrong = Request(("target=b200-16", OWN.format(ROWS.replace("2x8: '90 250'", "8: '90 250'", 1))))
     with pytest.raises(ConfigError, match="8 is a group of one node, and belongs into network"):
         read_spec(wrong, then=lambda spec: spec.target)
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ("network.across=h100", "network.across: the table is of groups of one node, and belongs into network.coll"),
+        ("network.collectives=across_nodes", "network.collectives: the table is of groups across nodes, and belongs"),
+        ("chip.matmuls=b200", "chip.matmuls: table b200 is of another chip: in "),
+    ],
+)
+def test_a_table_of_another_place_or_chip_is_one_error(declared, message):
+    with pytest.raises(ConfigError) as raised:
+        read_spec(Request(("target=h100-16", f"target.{declared}")), then=lambda spec: spec.target)
+    assert len(raised.value.problems) == 1
+    assert f"target.{message}" in str(raised.value)
 
 
 @pytest.mark.parametrize(

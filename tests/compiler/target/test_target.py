@@ -15,6 +15,7 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
+from conftest import plan_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.spec.cost_model import sourced_numbers
@@ -51,7 +52,19 @@ def test_every_assumption_is_marked_as_one():
     found = [source for kind in CHIPS for spec in chip_file(kind) for source in spec.sources.values()]
     found += [each.source for each in (*kernels, *grouped, *sourced_numbers().values())]
     found += [each.source for each in (*shipped_collectives().values(), *shipped_matmuls().values())]
-    assert [source.measured for source in found if source.measured and "assum" in source.measured] == []
+    one_chip_as_another = re.compile(r"assum|\bas (v\d|[ahb]\d|gb\d|tpu7x)", re.I)
+    assert [each.measured for each in found if each.measured and one_chip_as_another.search(each.measured)] == []
+
+
+@pytest.mark.parametrize("preset", ["[]", "[scoped_memory]"])
+def test_what_a_preset_changes_stays_an_assumption_of_its_chip(preset):
+    """The preset gives matmuls a share of their own, and the other figures of `kernels` are still those of v5p."""
+    plan = plan_of(
+        "target=v6e-8", f"overlap.flag_presets={preset}", "precision=bfloat16", "sharding.on_replicated=allow"
+    )
+    assert plan.target.chip
+    assert plan.target.assumed["chip.kernels"] == "all other passes: as v5p"
+    assert (plan.target.chip.kernels == chip_file("v6e")[0].kernels) == (preset == "[]")
 
 
 @pytest.mark.parametrize("kind", TPUS)
