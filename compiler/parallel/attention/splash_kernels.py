@@ -41,10 +41,11 @@ if TYPE_CHECKING:
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
 BLOCKS = (1024, 512)  # tokens, at most
-# What fits 16 MiB of vector memory, that of v5p's kernels and the least. Tokens of a block times the bytes of a head:
-BLOCK_BYTES = 1024 * 256 * 2
-BLOCK_VALUES = 768 * 256  # and times a head's values: the sums of two gradients are in float32
-COMPUTED_BYTES = 1024 * 128 * 2  # of the keys whose scores one backward kernel holds at once
+# What the kernels' vector memory holds, as compiled by libtpu 0.0.42.1 with 2 and 24 heads of 64 to 256 values and
+# documents. Tokens of a block times the bytes of a head; of a chip's vector memory, where it is small:
+BLOCK_BYTES, BLOCK_SHARE = 1024 * 256 * 2, 1 / 128
+# Tokens of the keys whose scores a backward kernel holds at once, times the square of a head and its bytes:
+COMPUTED = 1024 * 128**2 * 2
 KEYS_BYTES = 2048 * 128 * 2  # of its block of keys
 KEYS_BLOCKS = (512, 1024, 2048)  # tokens
 TABLE_BYTES = 3 * 2**18  # the part of the 1 MiB of scalar memory for two tables in int16 and int8, 512 x 512 blocks
@@ -111,8 +112,9 @@ def plan_budget(target: TargetPlan, head_dim: int, itemsize: int) -> Budget:
     """Returns what a device of the target allows for heads of this size."""
     memory, bandwidth = target.hbm_bytes_per_device, target.hbm_bytes_per_second_per_device
     rate = target.kernel_rate(AttentionCall(head_dim, matmuls=ONE_KERNEL))
-    padded_head = math.ceil(head_dim / LANES) * LANES
-    most_block = max(LANES, min(BLOCKS[0], BLOCK_BYTES // (head_dim * itemsize), BLOCK_VALUES // padded_head))
+    vector_memory = target.chip and target.chip.vector_memory_bytes
+    fitting = min(BLOCK_BYTES, int(vector_memory * BLOCK_SHARE)) if vector_memory else BLOCK_BYTES
+    most_block = max(LANES, min(BLOCKS[0], fitting // (head_dim * itemsize)))
     if memory is None or bandwidth is None or rate is None or target.chip is None:
         return replace(NO_BUDGET, most_block=most_block)
     lost_scores = target.chip.attention.lost_scores(head_dim) or LOST_SCORES
@@ -307,8 +309,9 @@ def _dkv_of_one(
 ) -> tuple[Array, Array]:  # fmt: skip
     """Returns the part of the gradients of these keys and values that these queries bring."""
     _, dk, dv = _by_keys(
-        q_HTD, k_KSD, v_KSD, gradient, ids, bq=tables.block, bkv=tables.block, bkv_compute=tables.block,
-        mask_info=tables.keys_first, use_fused_bwd_kernel=False, **_options(tables, soft_cap, interpret=interpret),
+        q_HTD, k_KSD, v_KSD, gradient, ids, bq=tables.block, bkv=tables.block,
+        bkv_compute=_keys_at_once(tables, q_HTD), mask_info=tables.keys_first, use_fused_bwd_kernel=False,
+        **_options(tables, soft_cap, interpret=interpret),
     )  # fmt: skip
     return dk, dv
 
@@ -319,14 +322,20 @@ def _fused_of_one(
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Returns both parts, by one kernel. The parts of the queries' gradient are added here, in float32: the kernel's
     own sum of them is one reduction, for which XLA estimates 3.96 ms for 1.07 GB on v5p; as additions it is 0.8 ms."""
-    most = max(LANES, COMPUTED_BYTES // (q_HTD.shape[-1] * q_HTD.dtype.itemsize))
     call = partial(
-        _by_keys, bq=tables.block, bkv=keys_block, bkv_compute=_divisor(min(tables.block, most), tables.block),
+        _by_keys, bq=tables.block, bkv=keys_block, bkv_compute=_keys_at_once(tables, q_HTD),
         mask_info=tables.in_blocks_of_keys(keys_block), use_fused_bwd_kernel=True,
         **_options(tables, soft_cap, interpret=interpret),
     )  # fmt: skip
     parts, dk, dv = _kernel_results(call, q_HTD, k_KSD, v_KSD, gradient, ids)
     return reduce(jnp.add, (part.astype(jnp.float32) for part in parts)), dk, dv
+
+
+def _keys_at_once(tables: Tables, q_HTD: Array) -> int:
+    """Returns the tokens of the keys whose scores a backward kernel holds at once."""
+    head_dim = math.ceil(q_HTD.shape[-1] / LANES) * LANES
+    most = max(LANES, COMPUTED // (head_dim**2 * q_HTD.dtype.itemsize))
+    return _divisor(min(tables.block, most), tables.block)
 
 
 def _kernel_results(call: Any, *operands: Any) -> Any:
