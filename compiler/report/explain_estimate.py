@@ -69,7 +69,8 @@ def _verdict_of(what: str, needed: int | Unknown, limit: int | Unknown) -> Part:
 
 def _time(step: StepFigures) -> str:
     """Returns the time of a step as text, with the waits by mesh axes, the longest first."""
-    waited = sorted(step.exposed_by_axes.items() - {(HOST, step.exposed_host_seconds)}, key=lambda one: -one[1])
+    waits = [(axes, seconds) for axes, seconds in step.exposed_by_axes.items() if axes != HOST]
+    waited = sorted(waits, key=lambda one: -one[1])
     exposed = ", ".join(f"{human_seconds(seconds)} over {axes}" for axes, seconds in waited if seconds > 0)
     between = text_of(step.range_of(step.step_seconds), lambda ends: f" ({human_range(ends)}: {step.range_basis})", "")
     rate = text_of(step.tokens_per_second_per_chip, "{:,.0f}".format)

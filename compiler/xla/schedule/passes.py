@@ -11,7 +11,7 @@ from typing import Literal
 
 from ...core.traffic import PassKind
 from ...spec.cost_model import cost_model
-from ..hlo import Computation, Instruction, Module
+from ..hlo import Computation, HloError, Instruction, Module
 from ..hlo.flow import Flow, ModuleValue
 from ..hlo.opcodes import NAMES_IN_FUSION, PARTS
 from ..hlo.types import HBM, HOST, ArrayType, bits_of, parse_type
@@ -69,7 +69,9 @@ class FusionPasses:
 
 
 def fusion_passes(instruction: Instruction, around: Computation, module: Module) -> FusionPasses:
-    """Returns what a fusion reads and writes; what it only hands on, it does neither."""
+    """Returns what a fusion reads and writes. Raises HloError for one that names no computation."""
+    if not instruction.called:
+        raise HloError(f"{instruction.name}: a fusion names the computation that it runs, by calls=")
     inner = module.computations[instruction.called[0]]
     flow = Flow(module)
     operands = (around.by_name[name].arrays for name in instruction.operands)

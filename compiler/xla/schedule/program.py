@@ -114,8 +114,8 @@ class _Reader:
         if begun.opcode.endswith("-start") and (started := host_copies(begun, around, self.module)):
             return _copied(started, begun, instruction)
         if opcode == "fusion":
-            begun = _copies(copied, instruction, around)
-            return [*begun[: len(copied)], *self._fusion(instruction, around), *begun[len(copied) :]]
+            copies = _copies(copied, instruction, around)
+            return [*copies[: len(copied)], *self._fusion(instruction, around), *copies[len(copied) :]]
         return self._computed(instruction, around)
 
     def _fusion(self, instruction: Instruction, around: Computation) -> list[Step]:

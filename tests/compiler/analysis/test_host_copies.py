@@ -188,6 +188,7 @@ def test_a_fusion_waits_for_what_its_own_compute_does_not_hide():
         (f"  ROOT %c = {DEVICE} copy()", "c in main: copy has 0 of 1 operands"),
         (f"  ROOT %c = {HOST} dynamic-update-slice(%there)", "c in main: dynamic-update-slice has 1 of 2 operands"),
         ("  ROOT %c = () copy-start(%there)", "c: copy-start has no result in its type ()"),
+        (f"  ROOT %c = {DEVICE} fusion(%there), kind=kLoop", "c: a fusion names the computation that it runs"),
     ],
 )
 def test_a_text_with_a_piece_missing_is_one_error(line, said):
