@@ -335,9 +335,10 @@ def find_too_exposed(
     copies = [each for each in collectives if each.kind in HOST_COPIES]
     between = [each for each in collectives if each.kind not in HOST_COPIES]
     compute, alone = step.compute_seconds or 0.0, total(each.alone_seconds for each in between)
-    batch = least_batch(plan, compute, between, limit)
     of_host, seconds = step.exposed_host_seconds, step.exposed_seconds or 0.0
-    if of_host > seconds - of_host:
+    # Exposed copies grow with the batch, as compute does: collectives may take what they leave of the limit.
+    batch = least_batch(plan, compute - (1 - limit) * of_host, between, limit)
+    if share * of_host > limit * seconds or of_host > seconds - of_host:
         fix = f"copies to and from the host take {human_seconds(total(each.alone_seconds for each in copies) or 0.0)} "
         fix += "by themselves: keep more on the device, or compute it again (remat.names, remat=by_name)"
     elif batch is None:

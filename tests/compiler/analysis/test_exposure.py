@@ -1,6 +1,7 @@
 """`overlap.max_exposed`: what it lets through, and what it says of the rest."""
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -81,19 +82,33 @@ def test_what_could_hide_it_is_a_search_and_after_one_a_longer_one():
 
 
 def test_copies_to_the_host_are_named_apart_and_have_a_remedy_of_their_own():
-    """Where they are most of what is exposed, no batch hides them: they grow with it, as compute does."""
+    """Where they are most of what is exposed, or more than is allowed by themselves, no batch helps: they grow with it,
+    as compute does."""
     copied = replace(collective(5.0, 0.6), kind="copy-to-host", mesh_axes=("host",), link="host link")
     found = []
-    for of_host in (0.6, 0.4):
+    for of_host, limit in ((0.6, 0.08), (0.4, 0.03), (0.4, 0.05)):
         exposed = step(9.0, 1.0).model_copy(update={"exposed_by_axes": {"fsdp": 1 - of_host, "host": of_host}})
-        one = find_too_exposed(demand(0.02), exposed, [collective(2.0, 0.4), copied])
+        one = find_too_exposed(demand(limit), exposed, [collective(2.0, 0.4), copied])
         assert one is not None
         found.append(one)
-    first, second = found
+    first, second, third = found
     assert "10.0 % of the step is exposed (400 ms of communication, 600 ms of host copies)" in first.what
     assert first.fix.startswith("communication takes 2.00 s by itself")
     assert "copies to and from the host take 5.00 s by themselves: keep more on the device" in first.fix
-    assert "keep more on the device" not in second.fix
+    assert "keep more on the device" in second.fix, "4 % of the step, of which 3 % are allowed"
+    assert "keep more on the device" not in third.fix
+
+
+def test_the_batch_that_is_named_leaves_room_for_the_copies():
+    weights, copies, limit = 2.0, 0.05, 0.1
+    plan = plan_of(*TARGET, "global_batch_size=4096", "sequence_length=8", f"overlap.max_exposed={limit}")
+    exposed = step(1.0, 1.05).model_copy(update={"exposed_by_axes": {"fsdp": 1.0, "host": copies}})
+    found = find_too_exposed(plan, exposed, [collective(weights, 1.0)])
+    assert found is not None
+    named = re.search(r"global_batch_size=(\d+) could", found.fix)
+    assert named is not None
+    grown = int(named[1]) / plan.spec.global_batch_size
+    assert weights - grown + grown * copies <= limit * (weights + grown * copies)
 
 
 @pytest.mark.parametrize("seed", range(20))
