@@ -65,14 +65,15 @@ def kinds_in_types(kinds: Sequence[ProgramKind], matmul_types: Iterable[str]) ->
 @dataclass(frozen=True)
 class Accuracy:
     """The accuracy of a prediction. kinds: of the program. factor: by how much a step may be longer or shorter than
-    predicted. num_runs: the number of published runs that the factor comes from. num_on_chip: how many of them ran on
-    this chip."""
+    predicted. num_runs: the number of published runs that the factor comes from. num_steps: of steps, instead, of the
+    kinds without such runs. num_on_chip: how many of both ran on this chip."""
 
     kinds: tuple[ProgramKind, ...]
     chip: str
     factor: float
     num_runs: int
     num_on_chip: int
+    num_steps: int = 0
 
     def range_of(self, seconds: float) -> tuple[float, float]:
         """Returns the range of a step that is predicted to take this many seconds."""
@@ -80,9 +81,13 @@ class Accuracy:
 
     def __str__(self) -> str:
         most, of = COVERED
-        expected = f"{most} of {of} such steps are expected inside, by {counted(self.num_runs, 'published run')}"
+        runs, steps = counted(self.num_runs, "published run"), f"farthest of {counted(self.num_steps, 'known step')}"
+        if not self.num_steps:
+            basis = f"{most} of {of} such steps are expected inside, by {runs}"
+        else:
+            basis = f"by {runs} and the {steps}" if self.num_runs else f"as wide as the {steps}"
         combined = ", whose errors are combined" if len(self.kinds) > 1 else ""
-        return f"{' and '.join(self.kinds)}{combined}: {expected}, {self.num_on_chip or 'none'} on {self.chip}"
+        return f"{' and '.join(self.kinds)}{combined}: {basis}, {self.num_on_chip or 'none'} on {self.chip}"
 
 
 def accuracy_of(target: TargetPlan, kinds: Sequence[ProgramKind], basis: Basis = "compiled") -> Accuracy | None:
@@ -96,13 +101,15 @@ def accuracy_of(target: TargetPlan, kinds: Sequence[ProgramKind], basis: Basis =
     chip = target.chip.name
     tables = [_table()["kinds"][kind] for kind in kinds]
     factors = [table[basis].get(chip, table[basis][ALL_CHIPS]) for table in tables]
-    runs = [table["num_runs"] for table in tables]
+    runs = {kind: table["num_runs"] for kind, table in zip(kinds, tables, strict=True)}
+    without = {each["kind"] for each in _table()["unseen"]} - {each["kind"] for each in _table()["runs"]}
     return Accuracy(
         kinds=tuple(kinds),
         chip=chip,
         factor=math.exp(math.hypot(*map(math.log, factors))),
-        num_runs=sum(sum(each.values()) for each in runs),
-        num_on_chip=sum(each.get(chip, 0) for each in runs),
+        num_runs=sum(sum(each.values()) for kind, each in runs.items() if kind not in without),
+        num_on_chip=sum(each.get(chip, 0) for each in runs.values()),
+        num_steps=sum(sum(each.values()) for kind, each in runs.items() if kind in without),
     )
 
 

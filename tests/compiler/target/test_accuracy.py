@@ -28,7 +28,10 @@ TABLE = {
         },
         "several slices": {"num_runs": {"v5e": 1}, "compiled": {"*": 1.3}, "estimated": {"*": 1.4}},
         "experts on TPUs": {"num_runs": {"v5p": 2}, "compiled": {"*": 1.5}, "estimated": {"*": 1.35}},
+        "pipelines": {"num_runs": {"h100": 2}, "compiled": {"*": 1.3}, "estimated": {"*": 1.3}},
     },
+    "runs": [{"kind": "tensor"}, {"kind": "several slices"}, {"kind": "experts on TPUs"}],
+    "unseen": [{"kind": "pipelines"}, {"kind": "pipelines"}, {"kind": "experts on TPUs"}],
 }
 
 
@@ -71,6 +74,21 @@ def test_the_errors_of_several_kinds_are_combined():
     )
 
 
+@pytest.mark.parametrize(
+    ("kinds", "said"),
+    [
+        (("pipelines",), "pipelines: as wide as the farthest of 2 known steps, none on v5p"),
+        (
+            ("experts on TPUs", "pipelines"),
+            "experts on TPUs and pipelines, whose errors are combined: by 2 published runs and the farthest of 2 known "
+            "steps, 2 on v5p",
+        ),
+    ],
+)
+def test_a_kind_without_published_runs_says_what_its_range_is(kinds, said):
+    assert str(accuracy_of(cached_target_of("v5p-8"), kinds)) == said
+
+
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "f8e5m2", "int8", "s8"])
 def test_matmuls_in_eight_bits_make_a_kind(dtype):
     assert kinds_in_types(("dense",), ["bfloat16", dtype]) == ("low precision",)
@@ -105,7 +123,7 @@ def test_each_kind_has_its_range(monkeypatch):
     found = {kind: accuracy_of(target, [kind], "estimated") for kind in get_args(accuracy.ProgramKind)}
     least = found["dense"]
     assert least
-    assert all(each and each.num_runs and each.factor >= least.factor for each in found.values())
+    assert all(each and each.num_runs + each.num_steps and each.factor >= least.factor for each in found.values())
 
 
 def test_the_best_published_mfu_is_of_the_own_chip():
