@@ -119,6 +119,13 @@ def assumptions(target: TargetPlan, dtype: str, placement: Placement, estimate: 
     matmuls = target.matmul_times()
     if target.platform == "gpu" and target.chip and not (matmuls and matmuls.knows(dtype)):
         yield f"matmuls in {dtype}: {target.chip.kernels.matmul:g} of the peak at every size; none was measured"
+    scattered, summed = (
+        {one.origin.parameter for one in estimate.communication if one.kind == kind and one.origin} - {""}
+        for kind in ("reduce-scatter", "all-reduce")
+    )
+    source = target.compiler.sources.get("exposed_second_sums")
+    if scattered & summed and source and source.assumed:
+        yield f"exposed_second_sums: {source.assumed}"
     beyond: dict[tuple[Axes, str], dict[str, None]] = {}
     for one in estimate.communication:
         times = placement.link_of(one.mesh_axes).times

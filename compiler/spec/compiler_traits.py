@@ -10,6 +10,7 @@ from pydantic import Field
 from meshloom.models.record import Record
 
 from ..core.config_types import CompilerOption
+from .figure_source import FigureSource
 from .own_config import own_config
 
 
@@ -36,6 +37,7 @@ class CompilerTraits(Record):
     tile_rows: matrices lie in tiles of this many rows; shards of a row dimension that are not whole tiles are padded
         for a collective, which is then synchronous. 1: they are not.
     ragged_all_to_all: it compiles ragged all-to-alls, on up to max_chips_ragged_all_to_all chips.
+    sources: where numbers among these are from, and what of them is assumed.
     """
 
     synchronous_collectives: bool = False
@@ -55,6 +57,7 @@ class CompilerTraits(Record):
     tile_rows: int = 1
     ragged_all_to_all: bool = False
     max_chips_ragged_all_to_all: int | None = None
+    sources: Mapping[str, FigureSource] = Field(default_factory=dict)
 
     def all_reduces(self, num_devices: int, others: Iterable[int]) -> bool:
         """Returns True if a reduce-scatter over this many devices becomes an all-reduce. others: the sizes of the

@@ -88,6 +88,17 @@ def test_what_is_assumed_between_slices_is_named_where_there_are_several(num_sli
     assert ("network.host_bytes_per_second" in found, "network.host_seconds" in found) == (is_said, is_said)
 
 
+@pytest.mark.parametrize(
+    ("target", "sharding", "is_said"),
+    [("h100-16", "hsdp", True), ("h100-16", "fsdp", False), ("v5p-16", "hsdp", False)],
+)
+def test_the_assumed_share_of_sums_over_replicas_is_named_where_gpus_make_them(target, sharding, is_said):
+    sizes = ("mesh.fsdp=4", "mesh.replica=-1") if sharding == "hsdp" else ()
+    plan = plan_of(f"target={target}", f"sharding={sharding}", "global_batch_size=16", *sizes, *ON_CHIPS)
+    found = [each for each in plan_as_json(plan)["assumed"] if each.startswith("exposed_second_sums: 0.45")]
+    assert len(found) == is_said
+
+
 def test_a_table_of_ones_own_is_no_assumption():
     rows = ", ".join(f"{kind}: {{2x8: '90 250'}}" for kind in NEEDED)
     own = f"{{source: mine, chip_bytes_per_second: 5e10, bytes: 1Mi 4Mi, microseconds: {{{rows}}}}}"
