@@ -25,7 +25,7 @@ from meshloom.models import Model
 from ..core.kernels import KernelCall, KernelCost
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName, Pass, fact_scope
-from ..core.traffic import CollectiveKind, ComputeKind, Traffic, TrafficSource
+from ..core.traffic import CollectiveKind, ComputeKind, DeviceTraffic, Traffic, TrafficSource
 from ..sharding.arrays import Arrays, OpSite
 from ..sharding.batch import BatchPlan
 from ..sharding.roles import AxisRoles
@@ -44,9 +44,9 @@ Lowered = Callable[..., jax.Array]  # takes what the model handed to `Context.op
 
 def moved(
     kind: CollectiveKind, mesh_axes: Axes, group_size: int, bytes_each: int, count: int, in_pass: Pass
-) -> Traffic:
+) -> DeviceTraffic:
     """Returns a collective that one execution of an operation runs so many times."""
-    return Traffic(kind, mesh_axes, group_size, bytes_each * count, count, origin=TrafficSource(in_pass=in_pass))
+    return DeviceTraffic(kind, mesh_axes, group_size, bytes_each * count, count, origin=TrafficSource(in_pass=in_pass))
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,12 @@ from support import forked
 from support.forked import Forked, Process, read_at_import, start
 from support.tiers import tiered
 
+# Without SIGPROF: a profiler that ran in this worker has it ignored, which a fresh process inherits.
 STATE = """
 import json, locale, os, random, signal, sys, threading, warnings
 import multiprocessing.spawn
 handlers = {number.name: str(signal.getsignal(number)).split(" at ")[0] for number in signal.valid_signals()
-            if isinstance(number, signal.Signals)}
+            if isinstance(number, signal.Signals) and number != signal.SIGPROF}
 streams = [[stream.encoding, stream.errors, stream.line_buffering, stream.fileno()]
            for stream in (sys.stdin, sys.stdout, sys.stderr)]
 print(json.dumps({

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from meshloom.compiler.spec.figure_source import FigureSource
 from meshloom.compiler.spec.kernel_rates import AttentionKernel
 from meshloom.compiler.xla.schedule.steps import Collective, Start, Step, every
 
@@ -11,7 +12,7 @@ GROUPS = "replica_groups={{0,1,2,3}}"
 def attention_of(by_head: dict[int, float]) -> AttentionKernel:
     """Returns an attention kernel with these shares of the peak by the size of a head, in both passes."""
     shares = {head: {2048: share} for head, share in by_head.items()}
-    return AttentionKernel(title="a test's", source="none", forward=shares, backward=shares)
+    return AttentionKernel(title="a test's", source=FigureSource(measured="none"), forward=shares, backward=shares)
 
 
 def compute(name: str, milliseconds: int, operands: str = "%x") -> str:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...core.traffic import CollectiveKind, Traffic
+from ...core.traffic import CollectiveKind, DeviceTraffic, Traffic
 from ...sharding.arrays import OpSite
 from ...target.compiler_options import assumed_weight_presets, hidden_kinds
 from ..operation import OpInputs, moved
@@ -54,7 +54,7 @@ class Leg:
     """A transfer of an exchange. waits: what it needs, as above. again: what it needs where the backward pass
     recomputes the forward pass, and it with it; None: it is not sent again."""
 
-    sent: Traffic
+    sent: DeviceTraffic
     waits: Wait
     again: Wait | None = None
 

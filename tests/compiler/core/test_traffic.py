@@ -30,7 +30,8 @@ def test_no_other_class_says_which_collective_it_is():
 
 
 def test_nobody_reads_the_text_of_a_source():
-    """No method of a text is called on one, and nothing is looked for in it."""
+    """No method of a text is called on one, and nothing is looked for in it. The source of a figure is no text: it has
+    fields (compiler/spec/figure_source.py)."""
     found = []
     for file in COMPILER.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -38,7 +39,7 @@ def test_nobody_reads_the_text_of_a_source():
             read = node.comparators[-1] if isinstance(node, ast.Compare) and isinstance(node.ops[-1], ast.In) else read
             if isinstance(read, ast.Attribute) and read.attr == "source" and ast.unparse(read.value) != "self":
                 found.append(f"{file.relative_to(COMPILER)}: {ast.unparse(node)}")
-    assert [each for each in found if "data.source" not in each] == []
+    assert [each for each in found if "data.source" not in each and not each.endswith("source.assumed")] == []
 
 
 def fields(node: ast.ClassDef) -> set[str]:

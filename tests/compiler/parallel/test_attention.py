@@ -122,6 +122,7 @@ def test_the_blocks_of_wide_heads_fit_the_least_vector_memory(num_backward):
     shapes = [((2, 2048, 24, 256), jnp.bfloat16)] * 3 + [((2, 2048), jnp.int32)]
     arguments = [jax.ShapeDtypeStruct(*each, sharding=SingleDeviceSharding(chip)) for each in shapes]
     text = jax.jit(jax.grad(total, (0, 1, 2))).lower(*arguments).compile().as_text()
+    assert text
     assert text.count("tpu_custom_call") == 1 + num_backward
 
 

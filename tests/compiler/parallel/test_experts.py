@@ -20,6 +20,7 @@ from meshloom.compiler.parallel.experts.experts import experts_scope
 from meshloom.compiler.parallel.experts.grouped_matmul import RAGGED_ROWS, grouped_cost
 from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.spec import kernel_rates
+from meshloom.compiler.spec.figure_source import FigureSource
 from meshloom.compiler.spec.kernel_rates import GroupedKernel, grouped_kernels
 from meshloom.compiler.tune.space import mesh_axes
 from meshloom.compiler.xla.hlo import parse_module
@@ -203,7 +204,7 @@ def test_a_grouped_kernel_is_priced_by_the_rows_that_are_filled():
 def test_estimates_and_compiled_programs_price_grouped_matmuls_by_one_function(name, monkeypatch):
     target, prices = target_of(name), []
     for share in (0.6, 0.15):
-        kernels = {"ragged_dot": GroupedKernel(share=share, source="a test's")}
+        kernels = {"ragged_dot": GroupedKernel(share=share, source=FigureSource(measured="a test"))}
         monkeypatch.setattr(kernel_rates, "grouped_kernels", lambda kernels=kernels: kernels)
         rate = target.kernel_rate("ragged_dot")
         assert rate is not None

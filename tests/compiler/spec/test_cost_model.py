@@ -50,4 +50,4 @@ def test_each_number_has_a_source():
     numbers = sourced_numbers()
     assert set(numbers) == set(CostModel.model_fields)
     assert {name: each.value for name, each in numbers.items()} == cost_model().model_dump()
-    assert all(len(each.source.measured or each.source.assumed) > 20 for each in numbers.values())
+    assert all(len(each.source.measured or each.source.assumed or "") > 20 for each in numbers.values())

@@ -83,14 +83,15 @@ def test_the_lost_scores_are_those_whose_matmuls_take_as_long_as_the_rest_of_a_b
 
     kernel = attention_kernels()[name]
     lost = kernel.lost_scores(head_dim)
+    assert lost
     assert seconds(512) / seconds(1024) == pytest.approx((512**2 + lost) / (1024**2 + lost))
 
 
 def test_a_gpu_s_share_grows_with_the_length_up_to_the_longest_that_was_measured():
     kernel = attention_kernels()["cudnn_h100"]
-    lengths = (256, 512, 2**0.5 * 512, 1024, 16384, 2**20, 0)
+    lengths = (256, 512, 724, 1024, 16384, 2**20, 0)  # 724: half way from 512 to 1,024 in logarithms
     shares = [kernel.flops_per_second(AttentionCall(128, n), 1.0) for n in lengths]
-    assert shares == pytest.approx([0.398, 0.398, (0.398 + 0.466) / 2, 0.466, 0.549, 0.549, 0.549])
+    assert shares == pytest.approx([0.398, 0.398, (0.398 + 0.466) / 2, 0.466, 0.549, 0.549, 0.549], rel=1e-4)
 
 
 @pytest.mark.parametrize("kernels", [(2, 5), (2, 3, 4)], ids=["one backward kernel", "two backward kernels"])

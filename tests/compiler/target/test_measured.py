@@ -20,6 +20,7 @@ from meshloom.compiler.spec.measured_tables import (
     shipped_collectives,
 )
 from meshloom.compiler.spec.target_names import chip_file
+from meshloom.compiler.spec.target_spec import GpuTarget
 from meshloom.compiler.target.axis_segments import GroupSpan, switch_times
 from meshloom.compiler.target.matmul_times import MatmulTimes
 from meshloom.compiler.target.switch import SwitchTimes
@@ -306,7 +307,9 @@ ROWS = ", ".join(f"{kind}: {{2x8: '90 250'}}" for kind in NEEDED)
 
 def test_rows_across_nodes_of_ones_own_are_used():
     own = Request(("target=b200-16", OWN.format(ROWS)))
-    across = read_spec(own, then=lambda spec: spec.target).network.across
+    target = read_spec(own, then=lambda spec: spec.target)
+    assert isinstance(target, GpuTarget)
+    across = target.network.across
     times = SwitchTimes(8, 2, 9e11, 5e10, shipped_collectives()["b200"], across, 8)
     assert times.seconds("all-gather", 4 * MIB) == pytest.approx(250e-6)
 

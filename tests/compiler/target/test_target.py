@@ -42,7 +42,8 @@ def test_every_figure_has_a_source(kind):
         assert set(spec.sources) == figures
         for figure, source in spec.sources.items():
             assert source.assumed or re.search(
-                r"https://|conf/|libtpu|jax|xla|arXiv|NVIDIA|one device|one host|matmul|v6e|servers", source.measured
+                r"https://|conf/|libtpu|jax|xla|arXiv|NVIDIA|one device|one host|matmul|v6e|servers",
+                source.measured or "",
             ), figure
 
 
@@ -304,6 +305,7 @@ def test_the_attention_kernels_of_the_page_are_those_of_the_file():
     }
     for name, kernel in attention_kernels().items():
         if isinstance(kernel.forward, dict):
+            assert isinstance(kernel.backward, dict)
             for head, length in ((h, n) for h, lengths in kernel.forward.items() for n in lengths):
                 shares = (f"{each[head][length]:g}" for each in (kernel.forward, kernel.backward))
                 assert (name, str(head), str(length), *shares) in rows

@@ -11,6 +11,7 @@ from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.estimate.step_time import StepTime
 from meshloom.compiler.figures import StepWork
 from meshloom.compiler.report.views.profile import show_profile
+from meshloom.compiler.target.accuracy import ProgramKind
 from meshloom.compiler.tune.answer import Answer, Estimated, WhatIf
 from meshloom.compiler.tune.price import Prices
 from meshloom.compiler.tune.space import find_candidates
@@ -45,9 +46,8 @@ def _answer() -> Answer:
         for n, one in enumerate(candidates[:6])
     )  # fmt: skip
     ones = np.ones(len(candidates))
-    prices = Prices(
-        tuple(candidates), (("dense",),) * len(candidates), 2**33 * ones, ones, StepTime(8 * ones, {("fsdp",): ones})
-    )
+    kinds: list[tuple[ProgramKind, ...]] = [("dense",) for _ in candidates]
+    prices = Prices(tuple(candidates), tuple(kinds), 2**33 * ones, ones, StepTime(8 * ones, {("fsdp",): ones}))
     changes = (WhatIf("links of twice the bandwidth", candidates[0], candidates[1], 8.96, 7.5),)
     return Answer(space.variants[0].target(), best, prices, refused, 2**34, changes)
 
