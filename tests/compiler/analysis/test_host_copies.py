@@ -151,6 +151,7 @@ def test_a_program_that_was_measured_takes_as_long():
 )  # fmt: skip
 def test_every_form_of_a_copy_moves_its_bytes_one_way(lines, kind, num_bytes, is_async):
     _, _, found = analysed(module(*GIVEN, *lines, before=CALLED))
+    assert len(found.collectives) == 1
     (copied,) = found.collectives
     assert (copied.kind, copied.bytes, copied.is_async, copied.link) == (kind, num_bytes, is_async, "host link")
     speed = {"copy-to-device": 28.4e9, "copy-to-host": 29.4e9}[kind]
