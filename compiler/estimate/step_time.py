@@ -245,10 +245,10 @@ def _matmul_seconds(one: MatmulCosts, rates: Rates) -> Numbers:
 def _sending_seconds(region: RegionCosts, rates: Rates, links: LinkTimes, hiding: Hiding) -> Numbers | float:
     """Returns how much longer a region's matmuls take that send chunks of collectives: as long as these are on their
     way."""
-    sent: Numbers | float = 0.0
-    for one, num_bytes, executions in region.transfers:
-        if one.is_weight and one.kind in hiding.from_matmuls:
-            sent = sent + executions * links.seconds(one.kind, one.mesh_axes, num_bytes)
+    sending = [each for each in region.transfers if each[0].is_weight and each[0].kind in hiding.from_matmuls]
+    if not sending:
+        return 0.0
+    sent = sum(executions * links.seconds(one.kind, one.mesh_axes, size) for one, size, executions in sending)
     return (cost_model().sending_matmul - 1) * np.minimum(sent, _compute_seconds(region, rates, "matmul"))
 
 
