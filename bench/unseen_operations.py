@@ -51,8 +51,9 @@ def _size(row: Row) -> int:
 
 def collectives(chip: str, left_out: str) -> list[Priced]:
     """Returns the collectives of a chip from 1 MiB on, each priced without its size, its group, or its chip."""
-    rows = [row for row in read("gpu_collectives.csv") if row["chip"] == chip and _size(row) >= MIB]
-    small = [row for row in read("gpu_collectives.csv") if row["chip"] == chip and _size(row) < MIB]
+    measured = [row for row in read("gpu_collectives.csv") if row["chip"] == chip]
+    rows = [row for row in measured if _size(row) >= MIB]
+    small = [row for row in measured if _size(row) < MIB]
     if left_out == "chip":
         near = [row for row in rows if group_of(row)[1] <= 8]
         return list(operations.collectives(near, shipped_collectives()[OTHER[chip]]))
