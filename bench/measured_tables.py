@@ -36,8 +36,10 @@ Row = Mapping[str, str]
 
 
 def group_of(row: Row) -> tuple[Any, int, int]:
-    """Returns the kind, the GPUs of a group, and those that send at once behind the switch, of a measured collective. A
-    permute is a ring or pairs that exchange; pairs of which one sends are a send."""
+    """Returns the kind of a measured collective, the GPUs of its group, and the GPUs that send at once.
+
+    A permute is a ring, or pairs whose two GPUs both send. Where one GPU of each pair sends, it is a send.
+    """
     if not row["pairs"]:
         near = int(float(row["devices_of_group"]))
         return row["collective"], near, near * int(float(row["groups_at_once"]))

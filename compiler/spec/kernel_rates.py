@@ -36,7 +36,7 @@ USUAL_BLOCK = 1024
 
 
 class BlockRate(Record):
-    """What a block of queries x keys costs: its matmuls, and what a kernel does besides for each block.
+    """The cost of a block of queries x keys: its matmuls, and the work of a kernel for each block besides.
 
     share: of the peak, which the matmuls reach. lost_flops: the FLOPs at the peak for which the rest takes as long, so
     that it belongs to chips with the same balance of units. least_head: the tokens of a matrix unit's side; a smaller

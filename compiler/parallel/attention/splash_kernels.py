@@ -58,7 +58,7 @@ Seen = Callable[[int], np.ndarray]  # tokens of a block of keys -> (shards, bloc
 
 @dataclass(frozen=True)
 class Budget:
-    """What a device allows the kernels, and what their blocks cost.
+    """The memory that a device has for the kernels, and the cost of their blocks.
 
     partials_bytes: the bytes of the partial sums of one backward kernel; 0: two kernels. flops_per_byte: the matmul
     FLOPs that take as long as a byte of memory. lost_scores: a block takes as long as its scores and so many more

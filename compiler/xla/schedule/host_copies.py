@@ -22,8 +22,8 @@ _CALLS = frozenset({"async-start", "call", "call-start"})
 
 @dataclass(frozen=True)
 class HostCopy:
-    """What an instruction copies one way. sizes: the elements of each array. op_name: the name of the copy in the
-    program, or of what it copies. is_certain: False if a loop does it so often as the program does not say."""
+    """The bytes that an instruction copies one way. sizes: the elements of each array. op_name: the name of the copy in
+    the program, or of what it copies. is_certain: False if a loop does it so often as the program does not say."""
 
     kind: HostCopyKind
     num_bytes: int

@@ -1,4 +1,4 @@
-"""What compute moves through memory, and the kinds of passes that do nothing else.
+"""The bytes that compute moves through memory, and the kinds of passes that do nothing else.
 
 A slice is read and an update written, and not the array that they are a part of. Where a part lies inside tiles, as
 one layer of f32[16,512,7168]{2,0,1:T(8,128)} does, all of these tiles are touched: those of a slice are read, those of

@@ -92,7 +92,7 @@ def test_an_update_of_a_layer_that_lies_inside_tiles_is_named_with_its_share(lay
     ids=["update", "slice"],
 )
 def test_a_fusion_with_a_part_inside_tiles_is_named_with_what_the_tiles_cost(kind, moved):
-    """What else it reads and writes would be moved anyway."""
+    """All else that it reads and writes would be moved anyway."""
     stack, layer = "f32[16,512,7168]{2,0,1:T(8,128)}", "f32[1,512,7168]{2,0,1:T(1,128)}"
     of = {
         "update": (stack, f"%n = {layer} negate(%u)\n  ROOT %d = {stack} dynamic-update-slice(%s, %n, %i, %i, %i)"),
