@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..core.format import human_names
 from ..core.key_paths import leaves
+from ..spec.attached import AUTO
 from ..spec.target_names import patterns
 from .compose import Request, chosen_options, config_sources, hydra_arguments, hydra_session
 from .compositions import compose_kept
@@ -50,6 +51,8 @@ def described_groups(request: Request) -> dict[str, list[Option]]:
 
 def _description(sources: Sequence[ConfigSource], group: str, name: str) -> str:
     """Returns the first readable comment of an option's file, or of the file from which sizes of a target are made."""
+    if (group, name) == ("target", AUTO):
+        return "attached accelerators; eight simulated devices where there is none"
     names = (name, f"_{name.removesuffix('-N')}") if group == "target" else (name,)
     texts = (_text(source, f"{group}/{each}.yaml") for each in names for source in sources)
     lines = next((text.splitlines() for text in texts if text is not None), [])

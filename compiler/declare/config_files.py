@@ -28,6 +28,7 @@ from ..core.key_paths import is_within, leaves, value_at
 from ..core.places import is_url
 from ..core.user_code import check_importable
 from ..spec import target_names
+from ..spec.attached import AUTO, LOCAL, automatic
 from . import hydra_private
 from .hydra_settings import SEARCH_PATH
 
@@ -136,11 +137,14 @@ class TargetNames(ConfigSource):
         return "meshloom"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        name = _target(config_path)
-        size = target_names.parse_name(name)
-        assert size, config_path  # Hydra asks is_config first
-        kind, values = size
-        config = {"defaults": [f"_{kind}", "_self_"], **values}
+        name, config = _target(config_path), dict[str, Any](defaults=[LOCAL])
+        if name == AUTO:
+            name, _ = automatic()
+        if name != LOCAL:
+            size = target_names.parse_name(name)
+            assert size, config_path  # Hydra asks is_config first
+            kind, values = size
+            config = {"defaults": [f"_{kind}", "_self_"], **values}
         return ConfigResult(
             provider=self.provider, path=self.full_path(), config=OmegaConf.create(config), header={"package": None}
         )
@@ -158,7 +162,7 @@ class TargetNames(ConfigSource):
         if config_path == "" and results_filter != ObjectType.CONFIG:
             return ["target"]
         if config_path == "target" and results_filter != ObjectType.GROUP:
-            return [
+            return [AUTO] + [
                 name for kind in target_names.kinds() for name in target_names.examples(kind)
             ]  # shell completion shows them
         return []

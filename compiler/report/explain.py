@@ -42,7 +42,7 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
     """Prints the plan: mesh, arrays with reasons, parameters and FLOPs; memory, communication and bounds of a step.
     estimate: the plan's estimate, if it has been made."""
     spec, estimate = plan.spec, estimate or estimate_step(plan)  # work that may fail comes before the first line
-    devices = f"{counted(plan.target.num_devices, 'device')} of target {plan.target.name}"
+    devices = f"{counted(plan.target.num_devices, 'device')} of target {plan.target.described}"
     console.wrapped(("mesh", "bold"), f"  {plan.mesh}, {devices}")
     for axis, where in plan.mesh.placement.describe().items():
         if plan.mesh.placement.is_known:

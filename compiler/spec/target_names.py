@@ -12,6 +12,7 @@ from importlib.resources import files
 
 from ..core.errors import Problem, use_one_of
 from ..core.format import counted
+from .attached import AUTO, LOCAL
 from .own_config import own_config
 from .target_spec import ChipShape, ChipSpec, SwitchSpec, TorusSpec, nearest_slices, slices_that_exist, torus_name
 
@@ -29,13 +30,13 @@ def kinds() -> tuple[str, ...]:
 
 
 def patterns() -> tuple[str, ...]:
-    """Returns the forms of `target=`, for messages: cpu-N, v5e-N, local."""
-    return (*(f"{kind}-N" for kind in kinds()), "local")
+    """Returns the forms of `target=`, for messages: auto, local, cpu-N, v5e-N."""
+    return (AUTO, LOCAL, *(f"{kind}-N" for kind in kinds()))
 
 
 def is_sized(name: str) -> bool:
-    """Returns True for a kind with a size that exists, such as cpu-8, v5e-256 or v5p:4x4x8."""
-    return parse_name(name) is not None
+    """Returns True for a kind with a size that exists, such as cpu-8, v5e-256 or v5p:4x4x8, and for auto."""
+    return name == AUTO or parse_name(name) is not None
 
 
 @cache

@@ -15,6 +15,7 @@ from ..core.errors import ConfigError, Problem
 from ..core.float_types import ComputeType
 from ..core.kernels import AttentionCall, RatedBy
 from ..core.traffic import HostCopyKind
+from ..spec.attached import LOCAL, automatic
 from ..spec.calibration_spec import Calibration, LinkCalibration
 from ..spec.compiler_traits import CompilerTraits, read_compiler_traits
 from ..spec.flag_presets import Effects, FlagPreset, read_flag_presets, read_option_effects
@@ -119,6 +120,17 @@ class TargetPlan:
         """Returns the JAX devices per chip, which scale a device's figures to a chip's; 1 if a run uses part of a
         chip."""
         return max(1, self.num_devices // self.num_chips)
+
+    @property
+    def described(self) -> str:
+        """Returns the name, and for devices of this machine what they are: cpu-8 (simulated: ...), local (8 of TPU
+        v5e)."""
+        if self.name == LOCAL:
+            return f"{self.name} ({self.num_devices} of {jax.devices()[0].device_kind})"
+        if not self.is_attached:
+            return self.name
+        found, why = automatic()
+        return f"{self.name} (simulated{'' if found == LOCAL else f': {why}'})"
 
     @property
     def is_attached(self) -> bool:

@@ -7,7 +7,6 @@ from real devices.
 
 import os
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from jax.experimental import topologies
 from ..core.config_types import CompilerOption
 from ..core.errors import ConfigError, Problem
 from ..core.format import be, counted
+from ..spec.attached import COMPILERS, is_installed
 from ..spec.target_spec import ChipSpec, TargetSpec, TpuTarget
 from .target import TargetPlan, topology_arguments
 
@@ -57,17 +57,15 @@ def check_compiler(target: TargetPlan) -> None:
     """Raises ConfigError if the compiler for the target's chip is not installed."""
     if target.is_attached:
         return
-    modules, extra, library = _COMPILERS[target.platform]
-    if not any(map(_is_installed, modules)):
+    _, extra, library = COMPILERS[target.platform]
+    if not is_installed(target.platform):
         what = f"compiling for {target.name} needs {library}, which is not installed"
         raise ConfigError([Problem("target", what, f"pip install 'meshloom[{extra}]'")])
 
 
 def installed_compilers() -> dict[str, str]:
     """Returns the installed compilers for chips, by kind: {"GPU": "JAX's CUDA plugin", "TPU": "libtpu"}."""
-    return {
-        name.upper(): library for name, (modules, _, library) in _COMPILERS.items() if any(map(_is_installed, modules))
-    }
+    return {name.upper(): library for name, (_, _, library) in COMPILERS.items() if is_installed(name)}
 
 
 def options_without_device(target: TargetPlan) -> dict[str, CompilerOption]:
@@ -83,20 +81,6 @@ def _described(target: TargetPlan, platform: str, name: str, arguments: Mapping[
         raise ConfigError([Problem("target", what, "choose another target, or another version of the compiler")]) from error  # fmt: skip  # noqa: E501
     assert len(devices) == target.num_devices, f"{len(devices)} devices in the topology of {target.name}"
     return devices
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ImportError:  # its parent package is not installed
-        return False
-
-
-# By platform: the modules of which one has to be installed, the extra that installs it, and what it is called.
-_COMPILERS = {
-    "gpu": (("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"), "cuda", "JAX's CUDA plugin"),
-    "tpu": (("libtpu",), "tpu", "libtpu"),
-}
 
 
 def gpu_target_config(chip: ChipSpec) -> str:

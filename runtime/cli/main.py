@@ -32,7 +32,8 @@ commands:
 {commands}
 
 examples:
-  meshloom train                       a small model on eight simulated devices
+  meshloom train                       a small model on what is attached, or on
+                                       eight simulated devices
   meshloom train model=tiny sharding=fsdp_tensor     options of config groups
   meshloom train num_steps=50 optimizer.learning_rate=1e-3
   meshloom train -m sharding=ddp,fsdp  a run for each value; type it again after

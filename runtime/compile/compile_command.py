@@ -209,8 +209,9 @@ def _show_header(console: Console, job: CompileJob) -> None:
     plan, target = job.plan, job.plan.target
     for line in job.said:
         LOG.info(line)
-    announce(console, f"meshloom compile: {plan.num_parameters / 1e6:,.1f} M parameters, {plan.mesh} on {target.name}, "
-        f"{plan.spec.tokens_per_step:,} tokens per step")  # fmt: skip
+    model = f"{plan.num_parameters / 1e6:,.1f} M parameters"
+    tokens = f"{plan.spec.tokens_per_step:,} tokens per step"
+    announce(console, f"meshloom compile: {model}, {plan.mesh} on {target.described}, {tokens}")
     say_labels(console, plan.spec.run)
     if plan.flag_presets:
         announce(console, f"flag presets: {plan.flag_presets}")

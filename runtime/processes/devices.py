@@ -9,13 +9,13 @@ import jax
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.core.visible import write_error
+from meshloom.compiler.spec.attached import has_chip
 from meshloom.compiler.spec.target_spec import CpuTarget, GpuTarget, LocalTarget, TargetSpec, TpuTarget
 from meshloom.compiler.target.target import plan_target
 from meshloom.compiler.target.topology import installed_compilers
 
 from ..core.stderr_capture import Captured, captured_stderr
 from .distributed import Processes
-from .jax_private import has_chip
 
 MOST_SIMULATED = 256  # each simulated device is a thread with its own memory
 THREADS_OF_A_DEVICE = 2

@@ -4,7 +4,6 @@ If a release drops a name:
 
     GceTpuCluster, GkeTpuCluster                 the variables and the metadata server that they read: JAX has no public
                                                    question "which cluster?"
-    hardware_utils                               the device files that it looks for: /dev/nvidia*, /dev/accel*, and vfio
     jax_distributed.global_state                 `jax.process_index`, and a key-value store of our own
     _jax.get_distributed_runtime_service,        `jax.distributed.initialize` as it is: no time limit for the first
       _jax.get_distributed_runtime_client          contact, and a process ends without a message when another is lost
@@ -16,7 +15,6 @@ from functools import partial
 from typing import Any
 
 from jax._src import distributed as jax_distributed
-from jax._src import hardware_utils
 from jax._src.clusters import GceTpuCluster, GkeTpuCluster
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
@@ -27,11 +25,6 @@ Starter = Callable[..., Any]
 def joined() -> Any:
     """Returns JAX's state of this process: process_id, num_processes, coordinator_address, client."""
     return jax_distributed.global_state
-
-
-def has_chip() -> bool:
-    """Returns True if the machine has an NVIDIA GPU or a TPU, judged by the same device files as in JAX."""
-    return hardware_utils.has_visible_nvidia_gpu() or hardware_utils.num_available_tpu_chips_and_device_id()[0] > 0
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def show_header(console: Console, plan: Plan[RunSpec]) -> None:
     """Shows the run that is about to start, in one line, and its warnings."""
     steps = f"{counted(plan.spec.num_steps, 'step')} of {counted(plan.spec.tokens_per_step, 'token')}"
     model = f"{plan.num_parameters / 1e6:,.1f} M parameters"
-    announce(console, f"meshloom train: {model}, {plan.mesh} on {plan.target.name}, {steps}")
+    announce(console, f"meshloom train: {model}, {plan.mesh} on {plan.target.described}, {steps}")
     if plan.adapter:
         announce(console, f"adapter: {plan.adapter}; the others are frozen")
     if plan.flag_presets:
