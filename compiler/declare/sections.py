@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from meshloom.models.config import Config
 
-from ..core.config_types import LocalPath, NumBytes, Seed, Text
+from ..core.config_types import LocalPath, NumBytes, Place, Seed, Text
 from ..core.float_types import ExportType
 from .overrides import override
 
@@ -51,7 +51,7 @@ class GenerateSpec(Config):
 
     prompt: str | None
     chat: str | None
-    prompts: LocalPath | None
+    prompts: Place | None
     max_new_tokens: PositiveInt  # fewer where the model has no position left
     temperature: NonNegativeFloat  # 0: the likeliest token
     top_k: PositiveInt | None  # a token is one of so many of the likeliest

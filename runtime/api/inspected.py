@@ -2,7 +2,7 @@
 
 A text is that of a file, a dump of XLA, or a run directory:
 
-step.txt                       the text of `compiled.as_text()`, or a module of a dump
+step.txt, step.txt.gz          the text of `compiled.as_text()`, or a module of a dump
 DUMP/*after_optimizations.txt  from `--xla_dump_to=DUMP`: the largest, which is the step of a training program
 RUN, RUN/artifact              from `meshloom compile`: the declaration beside it has the order of the devices
 """
@@ -43,12 +43,13 @@ from meshloom.compiler.xla.hlo import split_modules
 from meshloom.compiler.xla.schedule.steps import ALL, Choices
 
 from ..compile.artifact import FOLDER, TEXT, read_artifact
+from ..core.inputs import text_of_file
 from ..rundir.folders import SPEC, RunFolder
 from ..rundir.run_dir import write_report
 from .declared import library_call
 
 T = TypeVar("T", int, float)
-DUMPED = "*after_optimizations.txt"
+DUMPED = "*after_optimizations.txt*"  # also compressed
 TARGET = "target"
 KEYS = (TARGET, "calibration")  # keys of a declaration that describe the devices of a program
 GIVE = "give the text of a compiled program, an XLA dump directory, or a run directory"
@@ -278,7 +279,7 @@ def _of_text(path: Path, named: str | None) -> FoundProgram:
 def _of_dump(path: Path, named: str | None) -> FoundProgram:
     files = sorted(path.glob(DUMPED), key=lambda each: (-each.stat().st_size, each.name))
     if not files:
-        what = f"there is no {DUMPED} in it, as --xla_dump_to writes, and no {FOLDER}/{TEXT}"
+        what = f"there is no {DUMPED.rstrip('*')} in it, as --xla_dump_to writes, and no {FOLDER}/{TEXT}"
         raise ConfigError([Problem(str(path), what, GIVE)])
     texts = [_read(each) for each in files]
     place, note = choose_program(texts, named, str(path))
@@ -313,9 +314,4 @@ def _part(kind: Any, spec: Mapping[str, Any], key: str) -> Any:
 
 
 def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError([Problem(str(path), f"cannot be read: {error.strerror}", "make it readable")]) from None
-    except UnicodeDecodeError:
-        raise ConfigError([Problem(str(path), "is not the text of a program: it is not UTF-8", GIVE)]) from None
+    return text_of_file(str(path), str(path), GIVE)

@@ -1,1 +1,1 @@
-"""Vocabulary that every part of the runtime shares: exit codes, atomic files, locks, manifests, interrupts, stderr."""
+"""Vocabulary that every part of the runtime shares: exit codes, files, locks, manifests, interrupts, stderr."""

@@ -2,7 +2,7 @@
 
 `open_data(spec)` is the entry point; docs/data.md explains the rest.
 
-files.py                         files on disk and behind URLs, and the texts in them
+formats.py                       the texts in files, which core/inputs.py opens
 documents.py                     documents of a source, or of a class of the user
 tokenizers.py, tokenize.py       documents and chats as tokens, and which of them are trained on
 chats.py, chat_template.py       chats as documents

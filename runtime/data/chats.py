@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
 from itertools import takewhile
-from pathlib import Path
 from typing import Any, ClassVar
 
 from meshloom.compiler.core.errors import ConfigError, Problem, use_one_of
+from meshloom.compiler.core.places import PlaceError, expanded
 from meshloom.compiler.declare.data_spec import ChatsSource
 
+from ..core.inputs import SourceFile, records, text_of_file
 from .chat_template import Chat, ChatError, ChatTemplate, Messages, check_unicode, plain_chat
-from .files import SourceFile, object_of_line, open_text
 from .tokenizers import HuggingFace, Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
@@ -45,25 +45,18 @@ class ChatReader:
             raise ConfigError([Problem(f"{self.where}.template", error.what, error.fix)]) from error
 
     def read(self, file: SourceFile, first: int) -> Iterator[Chat | Problem]:
-        """Yields the chat of each line that is not blank, from number `first` on. Raises ConfigError for a chat where
-        there is no template."""
-        number = 0
-        with open_text(file) as opened:
-            for line_number, line in enumerate(opened, start=1):
-                if line.isspace():
-                    continue
-                number += self.chats_per_line
-                place = f"{file.place}:{line_number}"
-                value = object_of_line(line, place) if number > first else None
-                if isinstance(value, Problem):
-                    yield value
-                elif value is not None:
-                    try:
-                        yield from self._chats(value)
-                    except ChatError as error:
-                        yield Problem(place, error.what, error.fix)
-                    except RecursionError:
-                        yield Problem(place, "is nested too deeply", "write its parts as text")
+        """Yields the chats of each record from number `first` on, which counts chats. Raises ConfigError for a chat
+        where there is no template."""
+        for place, value in records(file, f"{self.where}.paths", first // self.chats_per_line):
+            if isinstance(value, Problem):
+                yield value
+                continue
+            try:
+                yield from self._chats(value)
+            except ChatError as error:
+                yield Problem(place, error.what, error.fix)
+            except RecursionError:
+                yield Problem(place, "is nested too deeply", "write its parts as text")
 
     def _chats(self, line: Mapping[str, Any]) -> Sequence[Chat]:
         """Returns the chats of a line. Raises ChatError."""
@@ -166,8 +159,8 @@ def _find_template(name: str | None, tokenizer: HuggingFace, where: str) -> tupl
         fix = f"name a file with one, as its model was trained with: {key}=FILE; or write prompt and completion"
         raise ConfigError([Problem(key, what, fix)])
     try:
-        return Path(name).expanduser().read_text(), name
-    except (OSError, UnicodeDecodeError) as error:
+        return text_of_file(expanded(name), key, "name a file with a template of Jinja"), name
+    except (ConfigError, PlaceError) as error:
         what = f"'{name}' is not a template of {tokenizer.folder}, and no file that can be read"
         fix = use_one_of(name, there) if there else "name a file with a template of Jinja"
         raise ConfigError([Problem(key, what, fix)]) from error

@@ -30,9 +30,10 @@ from meshloom.compiler.declare.data_spec import (
     TextFilesSource,
 )
 
+from ..core.inputs import SourceFile, find_files, local_file, problem_of_file
 from .chat_template import Chat
 from .chats import ChatReader, chat_reader
-from .files import SourceFile, UnreadableError, array_record, find_files, jsonl, local_file, parquet, text_file
+from .formats import array_record, jsonl, parquet, text_file
 from .tokenizers import Tokenizer
 
 
@@ -211,17 +212,8 @@ def _read_file(
                 yield Document(one, content if content.trained else b"")
             else:
                 yield Document(one, without_mark(content))
-    except UnreadableError as error:
-        yield Problem(file.place, error.what, error.fix)
-    except OSError as error:
-        yield Problem(file.place, error.strerror or str(error), "give this process a file that it can read")
-    except ConfigError:
-        raise
-    except Exception as error:  # each kind of store behind a URL raises its own
-        if file.path is not None:
-            raise
-        what = f"cannot be read: {type(error).__name__}: {error}".splitlines()[0]
-        yield Problem(file.place, what, "check your access to it; the same command reads it again")
+    except Exception as error:
+        yield problem_of_file(error, file)
 
 
 def _contents(source: OneSource, where: str, file: SourceFile, first: int) -> Iterator[bytes | Problem]:

@@ -19,10 +19,10 @@ import numpy as np
 
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
 
+from ..core.inputs import require
 from .chat_template import FIRST_ALIAS, Chat, ChatError
 from .chats import TODAY
 from .documents import CorpusPart, Document
-from .files import require
 from .store import Shard, TokenStore, name_hash
 from .tokenizers import WHERE, HuggingFace, Tokenizer
 

@@ -15,8 +15,8 @@ import numpy as np
 from meshloom.compiler.core.errors import ConfigError, Problem, use_one_of
 from meshloom.compiler.declare.data_spec import HuggingFaceTokenizer, SentencePieceTokenizer, TokenizerSpec
 
+from ..core.inputs import require
 from .chat_template import HiddenTokens
-from .files import require
 
 WHERE = "data.tokenizer"
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"  # of a folder

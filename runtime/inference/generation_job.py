@@ -24,6 +24,7 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.step.decode import check_generates
 
+from ..core.inputs import find_file, problem_of_file, records, text_lines
 from ..data.chat_template import ChatError, ChatTemplate, Messages
 from ..data.chats import chat_reader, check_messages
 from ..data.store import read_index
@@ -138,41 +139,47 @@ def declared_prompts(settings: GenerateSpec) -> list[DeclaredPrompt]:
     if settings.prompts is None:
         fix = 'give one: prompt="Once upon a time", or a file of prompts: prompts=FILE'
         raise ConfigError([Problem(f"{GENERATE}.prompt", "there is no prompt", fix)])
-    return _read_prompts(Path(settings.prompts))
+    return _read_prompts(settings.prompts)
 
 
-def _read_prompts(path: Path) -> list[DeclaredPrompt]:
+def _read_prompts(place: str) -> list[DeclaredPrompt]:
     where = f"{GENERATE}.prompts"
+    file, found, problems = find_file(place, where), list[DeclaredPrompt](), list[Problem]()
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError([Problem(where, f"cannot read {path}: {error.strerror}", "name a file")]) from error
+        if file.is_named_json or file.is_table:
+            for each, record in records(file, where):
+                try:
+                    found.append(DeclaredPrompt(each, _content_of(record)))
+                except ChatError as error:
+                    problems.append(Problem(each, error.what, error.fix))
+                except ConfigError as error:
+                    problems += error.problems
+        else:
+            lines = ((number, line.rstrip(b"\r\n").decode()) for number, line in text_lines(file))
+            found += [DeclaredPrompt(f"{file.place}:{number}", line) for number, line in lines]
     except UnicodeDecodeError as error:
-        raise ConfigError([Problem(where, f"{path} is not UTF-8", "name a text file")]) from error
-    if not lines:
-        raise ConfigError([Problem(where, f"{path} is empty", "write a prompt on each line")])
-    if path.suffix != ".jsonl":
-        return [DeclaredPrompt(f"{path}:{number}", line) for number, line in enumerate(lines, start=1)]
-    found, problems = list[DeclaredPrompt](), list[Problem]()
-    for number, line in enumerate(lines, start=1):
-        try:
-            found.append(DeclaredPrompt(f"{path}:{number}", _content_of(json.loads(line))))
-        except ChatError as error:
-            problems.append(Problem(f"{path}:{number}", error.what, error.fix))
-        except ValueError:
-            what, fix = "is not a JSON object with a text as `prompt`, or `messages`", 'write {"prompt": "..."}'
-            problems.append(Problem(f"{path}:{number}", what, fix))
+        raise ConfigError([Problem(where, f"{file.place} is not UTF-8", "convert it to UTF-8")]) from error
+    except Exception as error:
+        problem = problem_of_file(error, file)
+        raise ConfigError([Problem(where, f"{file.place} {problem.what}", problem.fix)]) from error
     raise_if_any(problems)
+    if not found:
+        raise ConfigError([Problem(where, f"{file.place} is empty", "write a prompt on each line")])
     return found
 
 
-def _content_of(line: Any) -> str | Messages:
-    """Raises ValueError for a line that has no prompt, ChatError for messages that are none."""
-    if isinstance(line, Mapping) and "messages" in line:
-        return check_messages(line["messages"], "messages")
-    if not isinstance(line, Mapping) or not isinstance(line.get("prompt"), str):
-        raise ValueError
-    return line["prompt"]
+def _content_of(record: Mapping[str, Any] | Problem) -> str | Messages:
+    """Returns the prompt of a record. Raises ConfigError for a line that is not JSON, ChatError for a record without a
+    prompt."""
+    if isinstance(record, Problem):
+        raise ConfigError([record])
+    if "messages" in record:
+        return check_messages(record["messages"], "messages")
+    if "prompt" not in record:
+        there = ", ".join(map(str, record)) or "no keys"
+        raise ChatError("has no key 'prompt', and no 'messages'", f'write {{"prompt": "..."}}; it has {there}')
+    prompt = record["prompt"]
+    return prompt if isinstance(prompt, str) else check_messages(prompt, "prompt")
 
 
 @dataclass

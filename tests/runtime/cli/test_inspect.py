@@ -1,5 +1,6 @@
 """`meshloom inspect` as its users type it."""
 
+import gzip
 import json
 import re
 
@@ -42,8 +43,9 @@ def test_the_largest_program_of_a_dump_is_reported(tmp_path):
 def test_files_go_to_a_new_directory_each_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "step.txt").write_text(TEXT)
-    for _ in range(2):
-        assert run_in_process("inspect", "step.txt", "target=v5e-4").returncode == 0
+    (tmp_path / "step.txt.gz").write_bytes(gzip.compress(TEXT.encode()))
+    for name in ("step.txt", "step.txt.gz"):
+        assert run_in_process("inspect", name, "target=v5e-4").returncode == 0
     assert len(list((tmp_path / "outputs").rglob("report.json"))) == 2
 
 
@@ -84,7 +86,7 @@ def test_an_artifact_of_ours_has_the_figures_of_its_own_report(tmp_path):
         (("step.txt", "target=v5e-4", "remat=full"), "remat=full: this says nothing about a program that is compiled"),
         (("step.txt", "target=v5e-8"), "the program is for 4 devices, and v5e-8 has 8"),
         (("half.txt", "target=v5e-4"), "half.txt: this is not a whole HLO module"),
-        (("binary", "target=v5e-4"), "binary: is not the text of a program: it is not UTF-8"),
+        (("binary", "target=v5e-4"), "binary: is not text: byte 2 is NUL"),
         ((".", "target=v5e-4"), "there is no *after_optimizations.txt in it"),
         (("nowhere", "target=v5e-4"), "nowhere: there is no such file or directory"),
         (("target=v5e-4",), "0 paths are given"),
@@ -99,7 +101,7 @@ def test_a_mistake_is_one_error_with_a_fix(tmp_path, monkeypatch, words, said):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "step.txt").write_text(TEXT)
     (tmp_path / "half.txt").write_text(TEXT[: len(TEXT) // 2])
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "binary").write_bytes(b"\x80\x81\x00")
     done = run_in_process("inspect", *words)
     assert done.returncode == 2
     assert said in done.stderr

@@ -23,9 +23,9 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.runtime.cli.data import prepare_corpus, tokenize_corpus
 from meshloom.runtime.core.files import PACKAGES, in_turn
+from meshloom.runtime.core.inputs import find_files
 from meshloom.runtime.data import corpus, open_data
 from meshloom.runtime.data.corpus import open_store
-from meshloom.runtime.data.files import find_files
 from meshloom.runtime.data.splits import names_of
 from meshloom.runtime.data.tokenizers import Bytes
 

@@ -217,7 +217,27 @@ def test_text_that_is_no_utf8_is_an_error_that_names_the_file_and_byte(wrong, bp
 
 def test_a_file_that_cannot_be_read_is_an_error():
     problem = _problem("data=text_files", "data.source.paths=[/proc/self/mem]")  # it is there, and reading it fails
-    assert (problem.where, problem.what) == ("/proc/self/mem", "Input/output error")
+    assert (problem.where, problem.what) == ("/proc/self/mem", "cannot be read: Input/output error")
+
+
+@pytest.mark.parametrize("key", ["doc.text", "doc.meta.title"])
+def test_a_name_with_dots_goes_into_objects_as_it_does_in_a_table(tmp_path, key):
+    rows = [{"doc": {"text": f"text {n}\u2028", "meta": {"title": f"title {n}"}}} for n in range(3)] + [{"doc": None}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    jsonl = ("data=jsonl", f"data.source.paths=[{tmp_path}/a.jsonl]", f"data.source.text_key={key}")
+    table = ("data=parquet", f"data.source.paths=[{tmp_path}/a.parquet]", f"data.source.text_column={key}")
+    expected = [f"text {n}\u2028" if key == "doc.text" else f"title {n}" for n in range(3)]
+    assert _documents(_store(*jsonl)) == [[*text.encode(), 256] for text in expected]
+    assert _documents(_store(*table)) == _documents(_store(*jsonl))
+
+
+def test_a_key_that_is_not_there_is_named_with_those_that_are(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"a.b": "whole", "doc": {"body": "text"}}) + "\n")
+    words = ("data=jsonl", f"data.source.paths=[{tmp_path}/a.jsonl]")
+    assert _documents(_store(*words, "data.source.text_key=a.b")) == [[*b"whole", 256]]
+    for key, fix in (("doc.text", "doc.body"), ("doc", "doc.body"), ("doc.body.text", "doc.body")):
+        assert fix in _problem(*words, f"data.source.text_key={key}").fix
 
 
 def test_damaged_files_are_errors(wrong, corpus):

@@ -1,8 +1,12 @@
 """A run directory, or a folder of published weights, as the request that opens its weights."""
 
+import gzip
 import json
 from pathlib import Path
 
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from conftest import spec_of
@@ -147,6 +151,29 @@ def test_a_file_of_prompts_and_chats(tmp_path):
     file.write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps({"messages": CHAT}) + "\n")
     found = declared_prompts(spec_of(f"generate.prompts={file}").generate)
     assert found == [DeclaredPrompt(f"{file}:1", "a"), DeclaredPrompt(f"{file}:2", CHAT)]
+
+
+@pytest.mark.parametrize(("name", "compress"), [("some.txt", bytes), ("some.txt.gz", gzip.compress)])
+def test_a_line_of_prompts_ends_as_a_line_of_data_does(tmp_path, name, compress):
+    """An editor of Windows leaves a byte order mark and \\r; a text may hold the other separators of Unicode."""
+    file = tmp_path / name
+    file.write_bytes(compress("\ufeffone\u2028still one\x0b\r\n\r\n  \n two\x85 \r\n".encode()))
+    found = declared_prompts(spec_of(f"generate.prompts={file}").generate)
+    said = [(f"{file}:1", "one\u2028still one\x0b"), (f"{file}:4", " two\x85 ")]
+    assert found == [DeclaredPrompt(*each) for each in said]
+
+
+def test_records_of_prompts_are_those_of_data(tmp_path):
+    lines = [{"prompt": "a\u2028b"}, {"prompt": CHAT}, {"messages": CHAT}]
+    text = "\ufeff" + "\r\n\r\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
+    with fsspec.open("memory://prompts/some.jsonl.gz", "wb") as file:
+        file.write(gzip.compress(text.encode()))
+    pq.write_table(pa.table({"prompt": ["a\u2028b", "b"]}), tmp_path / "rows")
+    found = declared_prompts(spec_of("generate.prompts=memory://prompts/some.jsonl.gz").generate)
+    assert [each.content for each in found] == ["a\u2028b", CHAT, CHAT]
+    assert found[1].where.endswith("some.jsonl.gz:3")
+    rows = declared_prompts(spec_of(f"generate.prompts={tmp_path / 'rows'}").generate)
+    assert [each.content for each in rows] == ["a\u2028b", "b"]
 
 
 def test_a_chat_without_a_template_is_an_error():

@@ -1,8 +1,7 @@
-"""Finds the files of a corpus by path, pattern or URL, opens them as UTF-8 text, decompressed, and reads their formats.
+"""Opens every file that a user names: by path, pattern or URL, decompressed, as bytes, text or records.
 
-The first bytes of a file decide its kind. Its name only has to agree: a file `a.txt.gz` must be gzip. A function for
-each format yields the texts from number `first` on, in bounded memory. A null text is an empty one, b"": one place
-(tokenize.py) decides what becomes of empty texts, for all formats.
+The first bytes of a file decide its kind. Its name only has to agree: a file `a.txt.gz` must be gzip. A record is a
+line of JSON lines, or a row of a Parquet file.
 """
 
 import bz2
@@ -10,12 +9,13 @@ import codecs
 import gzip
 import importlib
 import io
+import itertools
 import json
 import lzma
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from glob import escape, glob, has_magic
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any, use_one_of
+from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
 from meshloom.compiler.core.places import is_url
 
 HEAD_BYTES = 8192  # that distinguish text from other files; Git looks at the first 8,000
@@ -39,9 +39,12 @@ COMPRESSIONS = {  # by the first bytes of a file: RFC 1952, bzip2, xz, RFC 8878,
 SUFFIXES = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd", ".lz4": "lz4"}
 ENCODINGS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
              (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))  # fmt: skip
+PARQUET = b"PAR1"  # begins a Parquet file
 OTHER_FILES = {"a PNG image": b"\x89PNG", "a JPEG image": b"\xff\xd8\xff", "a GIF image": b"GIF8", "a PDF": b"%PDF-",
-               "a ZIP archive": b"PK\x03\x04", "a Parquet file": b"PAR1", "a program": b"\x7fELF"}  # fmt: skip
+               "a ZIP archive": b"PK\x03\x04", "a Parquet file": PARQUET, "a program": b"\x7fELF"}  # fmt: skip
 DAMAGE = (gzip.BadGzipFile, zlib.error, EOFError, lzma.LZMAError)
+LINES_OF_JSON = (".jsonl", ".ndjson", ".json")  # the suffixes of their names
+ONE_PER_LINE = "write one JSON object per line"
 CONVERT = "leave it out of the paths, or convert it to text in UTF-8"
 ROWS_AT_ONCE = 256  # of a Parquet file
 
@@ -70,6 +73,18 @@ class SourceFile:
         """Returns True if the name has the suffix of a compressed file."""
         return PurePosixPath(self.name).suffix in SUFFIXES
 
+    @property
+    def is_named_json(self) -> bool:
+        """Returns True if the name says JSON lines, compressed or not."""
+        name = PurePosixPath(self.name)
+        return PurePosixPath(name.stem if self.is_compressed else name).suffix in LINES_OF_JSON
+
+    @property
+    def is_table(self) -> bool:
+        """Returns True for a Parquet file, by its first bytes."""
+        with self.open() as opened:
+            return opened.read(len(PARQUET)) == PARQUET
+
 
 def find_files(patterns: Sequence[str], where: str) -> list[SourceFile]:
     """Returns the matching files, each once, sorted by name. Raises ConfigError for a pattern without a match."""
@@ -77,7 +92,7 @@ def find_files(patterns: Sequence[str], where: str) -> list[SourceFile]:
     problems = []
     for i, pattern in enumerate(patterns):
         try:
-            matches = _behind_url(pattern) if is_url(pattern) else _on_disk(pattern)
+            matches = _matches(pattern)
         except UnreadableError as error:
             problems.append(Problem(f"{where}[{i}]", error.what, error.fix))
             continue
@@ -87,28 +102,179 @@ def find_files(patterns: Sequence[str], where: str) -> list[SourceFile]:
     return sorted(found.values(), key=lambda file: (file.name, file.place))
 
 
+def find_file(place: str, where: str) -> SourceFile:
+    """Returns the file at a path or URL. Raises ConfigError if there is none."""
+    try:
+        file, *others = _matches(place)
+    except UnreadableError as error:
+        raise ConfigError([Problem(where, error.what, error.fix)]) from error
+    if others:
+        raise ConfigError([Problem(where, f"'{place}' matches {1 + len(others)} files", "name one of them")])
+    return file
+
+
+def _matches(pattern: str) -> list[SourceFile]:
+    return _behind_url(pattern) if is_url(pattern) else _on_disk(pattern)
+
+
 def local_file(path: Path, name: str) -> SourceFile:
     """Returns a file of the disk."""
     return SourceFile(name, str(path), path.stat().st_size, path, partial(path.open, "rb"))
+
+
+def bytes_of_file(place: str, where: str, fix: str) -> bytes:
+    """Returns the decompressed bytes of the file at a path or URL. Raises ConfigError if it cannot be read."""
+    return _whole(place, where, fix, open_bytes)
+
+
+def text_of_file(place: str, where: str, fix: str) -> str:
+    """Returns the text of the file at a path or URL. Raises ConfigError if it cannot be read, or is not text."""
+    return _whole(place, where, fix, open_text).decode()
+
+
+def _whole(place: str, where: str, fix: str, opener: Callable[[SourceFile], Any]) -> bytes:
+    file = find_file(place, where)
+    try:
+        with opener(file) as opened:
+            content: bytes = opened.read()
+        if opener is open_text:
+            content.decode()
+        return content
+    except UnicodeDecodeError as error:
+        what = f"is not UTF-8 at byte {error.start:,}"
+    except Exception as error:
+        what = problem_of_file(error, file).what
+    raise ConfigError([Problem(where, what if where == file.place else f"{file.place} {what}", fix)])
+
+
+def problem_of_file(error: Exception, file: SourceFile) -> Problem:
+    """Returns the Problem of a file that could not be read. Raises any error that does not come from the file."""
+    if isinstance(error, ConfigError):
+        raise error
+    if isinstance(error, UnreadableError):
+        return Problem(file.place, error.what, error.fix)
+    if isinstance(error, OSError):
+        reason = error.strerror or str(error)
+        return Problem(file.place, f"cannot be read: {reason}", "give this process a file that it can read")
+    if file.path is not None:
+        raise error
+    what = f"cannot be read: {type(error).__name__}: {error}".splitlines()[0]  # each kind of store raises its own
+    return Problem(file.place, what, "check your access to it; the same command reads it again")
+
+
+@contextmanager
+def open_bytes(file: SourceFile) -> Iterator[IO[bytes]]:
+    """Opens a file, decompressed. Raises UnreadableError if it is damaged."""
+    kind = None
+    try:
+        with file.open() as raw:
+            head = raw.read(16)
+            raw.seek(0)
+            kind = _compression(file, head)
+            yield _decompressed(raw, kind, file) if kind else raw
+    except DAMAGE as error:
+        raise UnreadableError(f"is not a complete {kind or 'compressed'} file: {error}", "write it again") from error
+    except OSError as error:  # bz2 and pyarrow raise it for damage, without a number
+        if error.errno is not None:
+            raise
+        raise UnreadableError(f"is not a complete {kind or 'compressed'} file: {error}", "write it again") from error
 
 
 @contextmanager
 def open_text(file: SourceFile) -> Iterator[IO[bytes]]:
     """Opens a file as UTF-8 without a byte order mark, decompressed. Raises UnreadableError if it is damaged or not
     text."""
-    kind = "compressed"
+    with open_bytes(file) as opened:
+        try:
+            yield _as_utf8(opened)
+        except UnicodeDecodeError as error:
+            raise UnreadableError(f"is not a complete text file: {error}", "write it again") from error
+
+
+def text_lines(file: SourceFile) -> Iterator[tuple[int, bytes]]:
+    """Yields the number of each line that is not blank, and the line as UTF-8. A line ends with a line feed alone: JSON
+    and texts may hold the other separators of Unicode."""
+    with open_text(file) as opened:
+        for number, line in enumerate(opened, start=1):
+            if not line.isspace():
+                yield number, line
+
+
+Records = Generator[tuple[str, dict[str, Any] | Problem]]
+
+
+def json_lines(file: SourceFile, first: int = 0) -> Records:
+    """Yields the place and the object of each line of JSON that is not blank, from number `first` on; or its
+    Problem."""
+    for number, line in itertools.islice(text_lines(file), first, None):
+        place = f"{file.place}:{number}"
+        yield place, _object_of_line(line, place)
+
+
+def records(file: SourceFile, where: str, first: int = 0) -> Records:
+    """Yields the place and the content of each record from number `first` on: JSON lines, or the rows of a Parquet
+    file. where: the key that names the file."""
+    yield from table_rows(file, where, first) if file.is_table else json_lines(file, first)
+
+
+def table_rows(file: SourceFile, where: str, first: int = 0) -> Records:
+    """Yields the rows of a Parquet file. Null is taken as absent, since a column has a value in every row."""
+    with open_table(file, where) as table:
+        for start, rows in batches_of_rows(table, first):
+            for number, row in enumerate(rows.to_pylist(), start):
+                yield f"{file.place}:{number}", _without_nulls(row)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+@contextmanager
+def open_table(file: SourceFile, where: str) -> Iterator[Any]:
+    """Opens a Parquet file. Raises UnreadableError if it is damaged."""
+    pyarrow = require("pyarrow", where, "a Parquet file")
+    parquet = require("pyarrow.parquet", where, "a Parquet file")
     try:
-        with file.open() as raw:
-            head = raw.read(16)
-            raw.seek(0)
-            kind = _compression(file, head)
-            yield _as_utf8(_decompressed(raw, kind, file) if kind else raw)
-    except (*DAMAGE, UnicodeDecodeError) as error:
-        raise UnreadableError(f"is not a complete {kind or 'text'} file: {error}", "write it again") from error
-    except OSError as error:
-        if error.errno is not None:
+        with file.open() as opened, parquet.ParquetFile(opened) as table:
+            yield table
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise UnreadableError(f"is not a complete {kind} file: {error}", "write it again") from error
+        what = f"is not a complete Parquet file: {str(error).splitlines()[0]}"
+        raise UnreadableError(what, "write it again, or name Parquet files") from error
+
+
+def batches_of_rows(table: Any, first: int, columns: Sequence[str] | None = None) -> Iterator[tuple[int, Any]]:
+    """Yields rows of a Parquet file from number `first` on with the number of their first one. Row groups before it are
+    skipped without being read."""
+    number = 0
+    for group in range(table.num_row_groups):
+        num_rows = table.metadata.row_group(group).num_rows
+        if number + num_rows <= first:
+            number += num_rows
+            continue
+        for rows in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=columns):
+            num_skipped = min(max(0, first - number), len(rows))
+            yield number + num_skipped, rows.slice(num_skipped)
+            number += len(rows)
+
+
+def _object_of_line(line: bytes, place: str) -> dict[str, Any] | Problem:
+    """Returns the object of a line of JSON."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        why = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        return Problem(place, f"is not JSON: {why}", _fix_of(line))
+    if not isinstance(value, dict):
+        return Problem(place, f"is not a JSON object but {type(value).__name__}", _fix_of(line))
+    return value
+
+
+def _fix_of(line: bytes) -> str:
+    return f"{ONE_PER_LINE}: jq -c '.[]' FILE > FILE.jsonl" if line.lstrip().startswith(b"[") else ONE_PER_LINE
 
 
 def check_is_text(content: bytes) -> None:
@@ -234,151 +400,3 @@ def require(module: str, where: str, what_for: str) -> Any:
             raise
         what = f"{what_for} needs the package {error.name}, which is not installed"
         raise ConfigError([Problem(where, what, "pip install 'meshloom[data]'")]) from error
-
-
-def text_file(file: SourceFile, first: int) -> Iterator[bytes | Problem]:
-    """Yields the one text of a file."""
-    if first == 0:
-        with open_text(file) as opened:
-            text = opened.read()
-        check_is_text(text)
-        yield text
-
-
-def jsonl(file: SourceFile, text_key: str, where: str, first: int) -> Iterator[bytes | Problem]:
-    """Yields the text under `text_key` of each line that is not blank."""
-    number = 0
-    with open_text(file) as opened:
-        for line_number, line in enumerate(opened, start=1):
-            if line.isspace():
-                continue
-            number += 1
-            if number > first:
-                yield _text_of_line(line, f"{file.place}:{line_number}", text_key, where)
-
-
-def object_of_line(line: bytes, place: str) -> dict[str, Any] | Problem:
-    """Returns the object of a line of JSON."""
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        why = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        return Problem(place, f"is not JSON: {why}", "write one JSON object per line")
-    if not isinstance(value, dict):
-        return Problem(place, f"is not a JSON object but {type(value).__name__}", "write one JSON object per line")
-    return value
-
-
-def _text_of_line(line: bytes, place: str, text_key: str, where: str) -> bytes | Problem:
-    value = object_of_line(line, place)
-    if isinstance(value, Problem):
-        return value
-    if text_key not in value:
-        return Problem(place, f"has no key '{text_key}'", f"set {where}: {use_one_of(text_key, value)}")
-    text = value[text_key]
-    if text is None:
-        return b""
-    if not isinstance(text, str):
-        return Problem(
-            place, f"'{text_key}' is {type(text).__name__}, not text", f"set {where} to a key that holds text"
-        )
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
-        return Problem(place, f"'{text_key}' is not Unicode text: {error.reason}", "write it without lone surrogates")
-
-
-def parquet(file: SourceFile, text_column: str, where: str, first: int) -> Iterator[bytes | Problem]:
-    """Yields the text in `text_column` of each row; `a.b` is a field of a struct. Row groups are skipped without being
-    read."""
-    pyarrow = require("pyarrow", where, "a Parquet file")
-    pq = require("pyarrow.parquet", where, "a Parquet file")
-    try:
-        with file.open() as opened, pq.ParquetFile(opened) as table:
-            path, problem = _column_path(pyarrow, table.schema_arrow, text_column, file.place, where)
-            if problem:
-                yield problem
-                return
-            yield from _texts_of_rows(table, path, first, f"{file.place}: column '{text_column}'")
-    except (pyarrow.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        what = f"is not a complete Parquet file: {str(error).splitlines()[0]}"
-        raise UnreadableError(what, "write it again, or name Parquet files") from error
-
-
-def _column_path(
-    pyarrow: Any, schema: Any, text_column: str, place: str, where: str
-) -> tuple[tuple[str, ...], Problem | None]:
-    """Returns the names from a column of the table down to its text, and the Problem if it is missing or not text."""
-    path = (text_column,) if text_column in schema.names else tuple(text_column.split("."))
-    fields, kind = list(schema), None
-    for depth, name in enumerate(path):
-        field = next((field for field in fields if field.name == name), None)
-        if field is None:
-            there = [".".join((*path[:depth], other.name)) for other in fields]
-            fix = f"set {where}: {use_one_of(text_column, there)}"
-            return path, Problem(place, f"has no column '{text_column}'", fix)
-        kind = field.type
-        fields = list(kind) if pyarrow.types.is_struct(kind) else []
-    if kind is not None and pyarrow.types.is_dictionary(kind):  # as pandas writes categories
-        kind = kind.value_type
-    # A file whose texts are all null may have no type for them.
-    if kind in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(), pyarrow.null()):
-        return path, None
-    fix = f"set {where} to a column of strings"
-    if fields:
-        fix = f"set {where}: {use_one_of(text_column, [f'{text_column}.{field.name}' for field in fields])}"
-    return path, Problem(place, f"its column '{text_column}' is {kind}, not text", fix)
-
-
-def _texts_of_rows(table: Any, path: tuple[str, ...], first: int, place: str) -> Iterator[bytes | Problem]:
-    number = 0
-    for group in range(table.num_row_groups):
-        num_rows = table.metadata.row_group(group).num_rows
-        if number + num_rows <= first:
-            number += num_rows
-            continue
-        for rows in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=[".".join(path)]):
-            values = rows.column(0).slice(max(0, first - number))
-            number += len(rows)
-            try:
-                for value in values.to_pylist():
-                    for name in path[1:]:
-                        value = value and value[name]
-                    yield (value or "").encode()
-            except UnicodeDecodeError as error:
-                what = f"is not UTF-8: {error.reason}"
-                yield Problem(place, what, "write the texts again in UTF-8")
-                return
-
-
-def array_record(file: SourceFile, where: str, first: int) -> Iterator[bytes | Problem]:
-    """Yields the bytes of each record, which are text in UTF-8."""
-    records = require("array_record.python.array_record_module", where, "an ArrayRecord file")
-    if file.path is None:
-        raise UnreadableError("is behind a URL, and ArrayRecord files are read from a disk", "copy it to a folder")
-    reader, number = None, first
-    try:
-        reader = records.ArrayRecordReader(str(file.path))
-        num_records = reader.num_records()  # 0 also for most files of another kind
-        if num_records == 0:
-            yield Problem(file.place, "has no ArrayRecord records", "name ArrayRecord files with records in them")
-        for start in range(first, num_records, ROWS_AT_ONCE):
-            for number, record in enumerate(reader.read(start, min(start + ROWS_AT_ONCE, num_records)), start):
-                place, fix = f"{file.place}:{number}", "write records of text in UTF-8"
-                try:  # a record may be anything else, such as a serialized message
-                    check_is_text(record)
-                    record.decode()
-                except UnreadableError as error:
-                    yield Problem(place, error.what, fix)
-                except UnicodeDecodeError as error:
-                    yield Problem(place, f"is not UTF-8 at byte {error.start}", fix)
-                else:
-                    yield record
-    except RuntimeError as error:
-        what = f"is not a complete ArrayRecord file: {str(error).splitlines()[0]}"
-        raise UnreadableError(what, "write it again") from error
-    finally:
-        if reader is not None and reader.ok():  # closing one that is not raises the reported error again
-            reader.close()
