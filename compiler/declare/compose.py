@@ -49,6 +49,7 @@ from .hydra_settings import (
     without_plugin,
 )
 from .overrides import overridden_key, parse_override, quoted, shortened, with_quoted_homes
+from .pinned import Pinned
 from .problems import MOST_SHOWN, ConfigGroups, reported, validation_problems
 from .published_model import with_published_model
 from .run_spec import RunSpec
@@ -68,6 +69,7 @@ class Request:
     overrides: tuple[str, ...]
     config_name: str = "config"
     config_path: str | None = None  # a directory that replaces Meshloom's own `conf/`
+    pinned: Pinned | None = None  # what the weights mean that are opened
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "overrides", tuple(map(with_quoted_homes, self.overrides)))
@@ -274,6 +276,7 @@ def _validate(
     problems += not_plain
     if problems:  # nothing that the files name is imported
         return None, problems
+    values = request.pinned.applied(values) if request.pinned else values
     values, problems = with_published_model(values, [each.key_or_group for each in overrides])
     spec_type, not_loaded = spec_class(values)
     problems += not_loaded

@@ -94,12 +94,19 @@ def _with_folder(values: dict[str, Any], folder: Path, typed: Collection[str]) -
     changes: dict[str, Any] = {}
     if isinstance(checkpoint, dict) and WEIGHTS not in typed:
         named = checkpoint.get("weights_from") or checkpoint.get("restore_from")
-        changes["checkpoint"] = checkpoint if named else checkpoint | {"weights_from": f"{PUBLISHED}{folder}"}
+        key = "base_from" if named else "weights_from"  # of an adapter that goes on
+        if not named or (_has_adapter(values) and checkpoint.get(key) is None):
+            changes["checkpoint"] = checkpoint | {key: f"{PUBLISHED}{folder}"}
     is_typed = any(key.replace("/", ".").startswith("data.tokenizer") for key in typed)
     tokenizer = None if is_typed else _tokenizer(folder)
     if tokenizer and isinstance(data, dict) and data.get("tokenizer") == BYTES:
         changes["data"] = data | {"tokenizer": tokenizer}
     return values | changes
+
+
+def _has_adapter(values: Mapping[str, Any]) -> bool:
+    adapter = values.get("adapter")
+    return isinstance(adapter, dict) and adapter.get("kind") != "none"
 
 
 def _tokenizer(folder: Path) -> dict[str, Any] | None:

@@ -67,6 +67,7 @@ class CheckpointSpec(Config):
     directory: CheckpointPlace | None  # a path, gs:// or s3://; None: RUN_DIR/checkpoints
     restore_from: WeightsPlace | None  # RUN_DIR, or a folder of checkpoints, or one of them, to continue from
     weights_from: WeightsPlace | None  # the same, or hf:DIR: a new run starts from its weights alone
+    base_from: WeightsPlace | None  # the base of the adapter that is continued or opened; None: where it was
     weights_skip: tuple[Text, ...]  # patterns of parameters, or of tensors in files, that are not taken from there
 
     @property

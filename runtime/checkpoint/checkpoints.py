@@ -23,8 +23,10 @@ from meshloom.models.adapter import saved_part
 from ..core.failures import STORAGE, RunFailed, is_of_one_process, storage_reason
 from ..core.files import Folder, free_name, is_remote, remove_for_good, what_store_said, write_manifest
 from ..data.batches import converted_state
+from ..rundir.folders import RecordedRequest
 from .adapters import Base
 from .find import COMMITTED, Checkpoint, checkpoint_folder, finished
+from .meaning import RECORD, meaning_record
 from .orbax_context import context_for
 from .restore_plan import schedule_record
 
@@ -68,13 +70,14 @@ class Restored:
 
 
 class Checkpoints:
-    """Saves the checkpoints of one run directory, asynchronously; leaving the `with` waits for them."""
+    """Saves the checkpoints of one run directory, asynchronously; leaving the `with` waits for them. request: the words
+    of the run, by which its weights are opened."""
 
-    def __init__(self, run_dir: Path, spec: RunSpec):
+    def __init__(self, run_dir: Path, spec: RunSpec, request: RecordedRequest | None = None):
         self.directory = checkpoint_folder(run_dir, spec.checkpoint.directory)
         self.base: Base | None = None  # of the adapters that are saved; None: whole models are
         self._last_saved: int | None = None
-        self._spec = spec
+        self._spec, self._request = spec, request
         self._response: Any = None  # Orbax's handle of a save in progress
         self._orbax = self._open(spec.checkpoint) if spec.checkpoint.is_saving else None
 
@@ -117,6 +120,7 @@ class Checkpoints:
             "identity": batches.identity,
             "schedule": schedule_record(self._spec, num_updates),
             "num_tokens": num_tokens,
+            RECORD: meaning_record(self._spec.as_written(), self._request),
         }
         data |= {"base": dict(self.base)} if self.base is not None else {}
         content = {"state": saved_part(state), "data": data}

@@ -148,7 +148,7 @@ def evaluate_weights(job: EvaluationJob, console: Console) -> Evaluation | TaskR
         assert job.tokenizer is not None
         return run_tasks(job.session, job.tokenizer, console)
     session, plan, unit, began = job.session, job.session.plan, job.data.unit, time.perf_counter()
-    weights = open_weights(session, console)
+    weights = open_weights(session, console, job.data.identity)
     programs = compile_programs(
         session, lambda: lower(plan, session.mesh, (EVALUATE,)), "compiling the evaluation", console
     )

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
@@ -48,7 +48,8 @@ class GenerationJob:
     def run(self, console: Console) -> Iterator[Piece | Completion]:
         """Opens the weights, and yields the text of each prompt while it is made. Raises ConfigError for weights of
         another model, RunFailed if the programs need more memory than there is."""
-        params = open_weights(self.session, console).params
+        identity = {f"data.tokenizer.{key}": value for key, value in asdict(self.tokenizer.identity).items()}
+        params = open_weights(self.session, console, identity).params
         generator = Generator(self.session, params, self.tokenizer, self.ends, console)
         return generator.run(self.prompts, self.session.plan.spec.generate)
 

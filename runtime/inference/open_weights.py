@@ -9,7 +9,7 @@ The weights are those of `checkpoint.weights_from`: a run, one of its checkpoint
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from meshloom.compiler.xla.programs import Programs
 
 from ..checkpoint.adapters import find_saved, load_parameters, read_base
 from ..checkpoint.find import describe_damage
+from ..checkpoint.meaning import meaning_of
 from ..compile.artifact import cached_compilation
 from ..compile.run_programs import WatchedBuild, check_devices, check_program_memory, mesh_of
 from ..compile.watched import LOWER, Phases
@@ -84,8 +85,11 @@ def start_session(spec: RunSpec, warn: Callable[[str], None] = write_error) -> S
     return Session(plan, mesh_of(plan), processes, said)
 
 
-def open_weights(session: Session, console: Console) -> OpenedWeights:
-    """Returns the weights that the declaration names, laid out as planned; says where they come from.
+def open_weights(
+    session: Session, console: Console, identity: Mapping[str, Any] | None = None
+) -> OpenedWeights:  # fmt: skip
+    """Returns the weights that the declaration names, laid out as planned; says where they come from, and what is
+    declared otherwise than they were trained. identity: of the tokenizer that is used with them, by key.
 
     Raises ConfigError in all processes for weights of another model, and RunFailed if every checkpoint is damaged.
     """
@@ -102,9 +106,11 @@ def open_weights(session: Session, console: Console) -> OpenedWeights:
     if start.damaged:
         announce(console, f"warning: damaged, so an older one is used: {describe_damage(start.damaged)}")
     announce(console, f"weights: step {start.step} of {place}")
+    for line in meaning_of(start.path).differences(plan.spec.as_written(), identity):
+        announce(console, line)
     if plan.model.adapters:
         params = load_adapted(plan, mesh, start, console)
-        return OpenedWeights(params, place, start.step, read_base(start)["place"])
+        return OpenedWeights(params, place, start.step, plan.spec.checkpoint.base_from or read_base(start)["place"])
     abstract = jax.tree.map(
         lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
         plan.abstract["params"],

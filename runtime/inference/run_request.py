@@ -2,13 +2,17 @@
 
     meshloom evaluate RUN target=cpu-1  ->  what RUN recorded, target=cpu-1 checkpoint.weights_from=RUN/checkpoints
 
-A run is opened by the words that declared it, so that an override of the user changes it as it would have changed the
-run: sharding=tensor brings its own mesh. What the run recorded for one command or one cluster is left out, and so is
-what would load or run code: a run directory may come from somebody else.
+A run is opened by the words that declared its checkpoint, so that an override of the user changes it as it would have
+changed the run: sharding=tensor brings its own mesh. What the weights mean, their model, adapter and tokenizer, is
+taken from the checkpoint by value (meaning.py), so that no file that changed since says it. What the run recorded for
+one command or one cluster is left out, and so is what would load or run code: a run directory may come from somebody
+else.
 """
 
 import argparse
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
@@ -16,12 +20,16 @@ from meshloom.compiler.core.key_paths import is_within
 from meshloom.compiler.core.places import PUBLISHED, PlaceError, expanded, is_published, is_url
 from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.declare.hydra_settings import SEARCH_PATH, search_path_override
-from meshloom.compiler.declare.overrides import overridden_key, override
+from meshloom.compiler.declare.overrides import overridden_key, override, parse_override
+from meshloom.compiler.declare.pinned import Pinned
 from meshloom.compiler.declare.published_folder import PublishedFolder
 
+from ..checkpoint.meaning import TOKENIZER, Meaning, newest_meaning
+from ..core.files import check_bucket, folder_at
 from ..rundir.folders import CHECKPOINTS, RECORD_FILE, RunFolder, check_directory
 
-WEIGHTS_FROM = "checkpoint.weights_from"
+WEIGHTS_FROM, BASE_FROM = "checkpoint.weights_from", "checkpoint.base_from"
+MODEL_PATH = "model.path"
 WHAT_TO_NAME = (
     "name a run directory (`meshloom runs` lists them), RUN/checkpoints/STEP, or a folder of published weights"
 )
@@ -39,18 +47,32 @@ def request_of_run(place: str, overrides: Sequence[str], flags: argparse.Namespa
 
     Raises ConfigError if the place holds neither. The weights themselves are found later (open_weights.py).
     """
-    recorded, chosen, name, path = _recorded(place)
-    given = [*_without_replaced(recorded, overrides), *overrides, *chosen]
+    recorded = _recorded(place)
+    overrides, pinned = _with_meaning(recorded, overrides)
+    given = [*_without_replaced(recorded.words, overrides), *overrides, *recorded.chosen]
+    name, path = recorded.config_name, recorded.config_path
     if flags is not None:
         given = search_path_override(given, flags.config_dir)
         name = flags.config_name or name
         path = str(Path(flags.config_path).resolve()) if flags.config_path else path
-    return Request(tuple(given), name, path)
+    return Request(tuple(given), name, path, pinned)
 
 
-def _recorded(place: str) -> tuple[Sequence[str], Sequence[str], str, str | None]:
-    """Returns the overrides of a place that the user's follow, those that follow the user's, and where its configs
-    are."""
+@dataclass(frozen=True)
+class _Recorded:
+    """What a place declares. words: the overrides that the user's follow. chosen: those that follow the user's.
+    config_name, config_path: where its configs are. meaning: of the weights of a run; None for published ones, and
+    where there is no checkpoint."""
+
+    words: Sequence[str]
+    chosen: Sequence[str]
+    config_name: str = "config"
+    config_path: str | None = None
+    meaning: Meaning | None = None
+
+
+def _recorded(place: str) -> _Recorded:
+    """Returns what a place declares. Raises ConfigError if it holds no weights."""
     if is_url(place):
         what = "is a URL, and the declaration of a run is in its directory, on a disk"
         raise ConfigError([Problem(place, what, "name the run directory: it knows where its checkpoints are")])
@@ -64,17 +86,20 @@ def _recorded(place: str) -> tuple[Sequence[str], Sequence[str], str, str | None
         if not holds_weights:
             raise ConfigError([Problem(str(folder), "holds no config.json with safetensors files", WHAT_TO_NAME)])
         weights = override(WEIGHTS_FROM, f"{PUBLISHED}{folder}")
-        return ["model=from_hf"], [override("model.path", str(folder)), weights], "config", None
+        return _Recorded(["model=from_hf"], [override("model.path", str(folder)), weights])
     run_dir, step = _run_of(folder)
     check_directory(run_dir, WHAT_TO_NAME)
     run = RunFolder(run_dir)
     record = run.record
     if record is None or record.command != "train":
         raise ConfigError([_no_run(run_dir)])
-    if record.request is None:
+    check_bucket(folder_at(run.checkpoints), WEIGHTS_FROM)
+    meaning = newest_meaning(run.checkpoints, step)
+    request = (meaning and meaning.request) or record.request
+    if request is None:
         what = "records no overrides: it was declared by a value in Python, or an older version of Meshloom trained it"
         raise ConfigError([Problem(str(run_dir / RECORD_FILE), what, "train from overrides, with this version")])
-    kept = [text for text in record.request.overrides if _is_of_weights(text)]
+    kept = [text for text in request.overrides if _is_of_weights(text)]
     what, fix = "records a URL with a value in it, which would be sent there: ", "yourself, or train without the value"
     raise_if_any(
         Problem(str(run_dir / RECORD_FILE), f"{what}{text}", f"name {overridden_key(text)} {fix}")
@@ -82,7 +107,33 @@ def _recorded(place: str) -> tuple[Sequence[str], Sequence[str], str, str | None
         if is_url_with_value(text)
     )
     weights = override(WEIGHTS_FROM, run.checkpoints + (f"/{step}" if step else ""))
-    return kept, [weights], record.request.config_name, record.request.config_path
+    return _Recorded(kept, [weights], request.config_name, request.config_path, meaning)
+
+
+def _with_meaning(recorded: _Recorded, overrides: Sequence[str]) -> tuple[Sequence[str], Pinned | None]:
+    """Returns the user's overrides, and what holds beside them of the weights' meaning. model.path names the folder to
+    which the base of an adapter has moved, and its tokenizer: the model stays the one that was trained."""
+    meaning = recorded.meaning
+    if meaning is None or not meaning.is_recorded:
+        return overrides, None
+    keys = {_key(text): text for text in overrides}
+    values = dict(meaning.values)
+    moved = keys.get(MODEL_PATH) if "model" not in keys else None
+    if moved is not None:
+        folder = parse_override(moved).value()
+        overrides = [text for text in overrides if text != moved]
+        if values["adapter"] is not None:
+            overrides = [*overrides, override(BASE_FROM, f"{PUBLISHED}{folder}")]
+        tokenizer, before = values.get(TOKENIZER), meaning.base or meaning.origin or ""
+        if isinstance(tokenizer, dict) and _is_below(tokenizer.get("path", ""), before.removeprefix(PUBLISHED)):
+            beside = os.path.relpath(tokenizer["path"], before.removeprefix(PUBLISHED))
+            values[TOKENIZER] = tokenizer | {"path": os.path.normpath(os.path.join(str(folder), beside))}
+    return overrides, Pinned.of(values, keys)
+
+
+def _is_below(path: str, folder: str) -> bool:
+    """Returns True for the path of a folder, or of a file in it; no path is below no folder."""
+    return bool(folder) and Path(os.path.abspath(path)).is_relative_to(os.path.abspath(folder))
 
 
 def is_url_with_value(text: str) -> bool:

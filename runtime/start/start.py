@@ -8,6 +8,7 @@ Each has `lines()` to show, and `state(programs, ...)`.
 A run goes on from the newest complete checkpoint of its own directory, or from one of another run.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from ..checkpoint.find import (
     parse_place,
     saved_tree,
 )
+from ..checkpoint.meaning import meaning_of
 from ..checkpoint.restore_plan import listed, plan_restore, tree_differences
 from ..core.files import Folder, check_bucket, folder_at, is_remote
 from ..processes.distributed import Processes, current
@@ -129,6 +131,10 @@ class Fresh:
         """Returns the lines that say what is read, and what is not."""
         return describe_weights(self.weights) if self.weights else []
 
+    def differences(self, _identity: Mapping[str, Any]) -> list[str]:
+        """Returns no lines: no weights go on."""
+        return []
+
     def state(
         self, programs: "Programs", _batches: "BatchIterator", console: Console, processes: Processes
     ) -> "Started":
@@ -158,7 +164,12 @@ class Resumed:
     def lines(self) -> list[str]:
         """Returns the plan of the restore, as lines to show, and what is read of the declared weights."""
         weights = describe_weights(self.weights) if self.weights else []
-        return [*plan_restore(self.checkpoint, self.plan).lines(), *weights]
+        return [*plan_restore(self.checkpoint, self.plan).lines(), *self.differences(None), *weights]
+
+    def differences(self, identity: Mapping[str, Any] | None) -> list[str]:
+        """Returns lines to show where the declaration means something else by the weights that go on. identity: of the
+        data; None: the tokenizer is compared by its words."""
+        return meaning_of(self.checkpoint.path).differences(self.plan.spec.as_written(), identity)
 
     def state(
         self, programs: "Programs", batches: "BatchIterator", console: Console, processes: Processes

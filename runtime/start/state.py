@@ -28,7 +28,7 @@ from ..core.files import Folder, absolute, check_writable, folder_at, is_remote
 from ..data import BatchIterator
 from ..processes.distributed import Processes, together
 from ..processes.process_log import announce
-from ..weights.find import StoredWeights, check_content, describe_weights, find_weights
+from ..weights.find import StoredWeights, base_place, check_content, describe_weights, find_weights
 from ..weights.load import with_weights
 from .start import find_checkpoint
 
@@ -80,12 +80,12 @@ def resumed_state(
     if restored.base is None:
         return Started(restored.state, restored.step, num_tokens, None)
     weights = start.weights
-    if weights is None and restored.base["place"] is not None:
-        weights = find_weights(start.plan, restored.base["place"])
+    if weights is None and (named := base_place(start.plan.spec.checkpoint.base_from, restored.base["place"])):
+        weights = find_weights(start.plan, named)
     drawn = _drawn(start.plan, weights, programs, console, processes)
     state = restored.state | {"params": with_base(restored.state["params"], drawn["params"])}
     check_base(start.checkpoint, state["params"], restored.base)
-    place = start.weights.place if start.weights else restored.base["place"]
+    place = weights.place if weights else None
     return Started(state, restored.step, num_tokens, base_of(place, state["params"]))
 
 

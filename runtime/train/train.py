@@ -38,7 +38,7 @@ from ..processes.distributed import Processes, join, together
 from ..processes.initialize import plan_start
 from ..processes.process_log import announce, say_labels
 from ..processes.stop import StopRequest
-from ..rundir.folders import CHECKPOINTS, recorded_run
+from ..rundir.folders import CHECKPOINTS, RecordedRequest, recorded_run
 from ..rundir.run_dir import only_run_in, only_run_that_saves_in, write_declaration
 from ..start.start import RunStart, check_checkpoint, check_steps_left, declared_start, find_start
 from ..weights.find import StoredWeights
@@ -150,6 +150,8 @@ def _train(
         enough = f"{counted(start.step, 'step')} {be(start.step)} done already, num_steps is {num_steps}"
         show_rows(console, [("nothing to do", enough), *_where(plan, run_dir, start.step)])
         return 0
+    for line in start.differences(job.data.identity):
+        announce(console, line)
     with StopRequest(processes) as stop:
         ended = _run(job, start, run_dir, watch, stop=stop, console=console, processes=processes)
     where = _where(plan, run_dir, ended.saved)
@@ -190,7 +192,8 @@ def _run(
 ) -> EndedRun:
     """Compiles, and trains from the start to the last step or until a stop is requested."""
     plan, data = job.plan, job.data
-    with Checkpoints(run_dir, plan.spec) as checkpoints:
+    request = RecordedRequest.of(job.request) if job.request else None
+    with Checkpoints(run_dir, plan.spec, request) as checkpoints:
         with watch.spending("compile"):
             programs = make_programs(plan, job.precompiled, run_dir, stop=stop, console=console, processes=processes)
         rows = sequences_of(plan.batch.row_order, local_rows(programs.batch))

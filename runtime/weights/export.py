@@ -35,13 +35,13 @@ from meshloom.models.family_configs import ModelConfig
 from meshloom.models.published import PublishedTensor, tensors, tensors_in, write_config
 
 from ..checkpoint.adapters import find_saved
-from ..checkpoint.find import saved_tree
+from ..checkpoint.find import parse_place, saved_tree
+from ..checkpoint.meaning import meaning_of, newest_meaning
 from ..checkpoint.s3 import SCHEME, s3_kvstore
 from ..core.failures import STORAGE, RunFailed, storage_reason
 from ..core.files import FILE as MANIFEST
 from ..core.files import LOCK, Folder, file_sha256, is_remote, locked, parse_json, replace_json
 from ..data.progress import TextProgress
-from ..rundir.folders import RunFolder
 from .folder import FROM, INDEX, SINGLE, WeightsFolder, match_folder, match_saved, open_folder
 from .write import OutTensor, WriteFailed, shards_of, sync_folder, write_tensors
 
@@ -77,7 +77,8 @@ class LoadedParams:
 @dataclass(frozen=True)
 class ExportJob:
     """An export that passed all checks. content: what tells its weights apart from others. step: None for published
-    files. tensors: in the order in which they are written. config: of the folder; {} for formats without one."""
+    files. tensors: in the order in which they are written. config: of the folder; {} for formats without one. said: by
+    what else than its own declaration a checkpoint was opened."""
 
     spec: RunSpec
     place: str
@@ -88,6 +89,7 @@ class ExportJob:
     tensors: tuple[OutTensor, ...]
     config: dict[str, Any]
     tokenizer: tuple[Path, ...]
+    said: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -114,14 +116,14 @@ def prepare_export(spec: RunSpec, open_merged: Callable[[RunSpec], Params]) -> E
 
     open_merged: loads the parameters of a run that trained an adapter, merged with its base.
     """
-    place, export = spec.checkpoint.weights_from, spec.export
+    place, export, said = spec.checkpoint.weights_from, spec.export, list[str]()
     if place is None:
         fix = "set it to RUN, RUN/checkpoints/STEP or hf:DIR"
         raise ConfigError([Problem(FROM, "names no weights to export", fix)])
     if export.directory is None:
         raise ConfigError([Problem(f"{EXPORT}.directory", "is missing", "name a new folder: directory=OUT")])
     directory = Path(export.directory).absolute()
-    origin = published_origin(place)
+    origin = published_origin(spec.checkpoint.base_from or place)
     known = origin and origin.dtype in ("bfloat16", "float16", "float32") and origin.dtype
     dtype = np.dtype(jnp.dtype(export.dtype or known or "bfloat16"))
     if is_published(place):
@@ -135,6 +137,7 @@ def prepare_export(spec: RunSpec, open_merged: Callable[[RunSpec], Params]) -> E
     else:
         merged = LoadedParams(open_merged(spec)) if spec.adapter is not None else None  # it starts devices first
         start = find_saved(place, FROM)
+        said = meaning_of(start.path).differences(spec.as_written())
         step, place = start.step, str(start.path)
         made = _of_checkpoint(merged or SavedParams(start.path), place, export.format, spec.model, dtype)
         content = hashlib.sha256((start.path / MANIFEST).read_bytes()).hexdigest()
@@ -145,7 +148,7 @@ def prepare_export(spec: RunSpec, open_merged: Callable[[RunSpec], Params]) -> E
             lambda: write_config(spec.model, dtype=str(dtype), max_length=spec.sequence_length, base=base), "model"
         )
     tokenizer = _tokenizer(origin, spec.data.tokenizer)
-    return ExportJob(spec, place, content, step, directory, dtype, tuple(made), config, tokenizer)
+    return ExportJob(spec, place, content, step, directory, dtype, tuple(made), config, tokenizer, tuple(said))
 
 
 def _tokenizer(origin: PublishedFolder | None, tokenizer: TokenizerSpec | None) -> tuple[Path, ...]:
@@ -219,6 +222,8 @@ def in_type(name: str, values: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
 def run_export(job: ExportJob, console: Console) -> None:
     """Writes the folder, or goes on with one that a killed export left. Raises ConfigError if something else is there,
     RunFailed if the disk refuses."""
+    for line in job.said:
+        console.wrapped(line)
     if _is_done(job):
         console.line(f"nothing to do: {job.directory} holds these weights already")
         return
@@ -324,10 +329,10 @@ def published_origin(place: str) -> PublishedFolder | None:
     for _ in range(MOST_RUNS):
         if is_published(place):
             return PublishedFolder(Path(place.removeprefix(PUBLISHED)))
-        spec = {} if is_url(place) else RunFolder.around(Path(place)).declared
-        checkpoint = spec.get("checkpoint") or {}
-        before = checkpoint.get("weights_from") or checkpoint.get("restore_from")
-        if not isinstance(before, str) or before == place:
+        directory, step = ("", None) if is_url(place) else parse_place(place)
+        meaning = newest_meaning(str(directory), str(step) if step is not None else None) if directory else None
+        before = meaning and meaning.origin
+        if before is None or before == place:
             return None
         place = before
     return None

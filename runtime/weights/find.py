@@ -17,10 +17,10 @@ from meshloom.models.config import Config
 from meshloom.models.published import tensors_in
 
 from ..checkpoint.find import EXPECTED, Checkpoint, check_is_there, newest_good, saved_tree
+from ..checkpoint.meaning import meaning_of
 from ..core.failures import STORAGE, RunFailed
-from ..core.files import check_bucket, damage_in, folder_at, is_remote
+from ..core.files import check_bucket, damage_in, folder_at
 from ..processes.distributed import Processes, together
-from ..rundir.folders import RunFolder
 from .folder import FROM, Matched, WeightsFolder, match_folder, match_saved, open_folder
 
 
@@ -96,11 +96,20 @@ def find_weights(plan: Plan[RunSpec], place: str | None = None) -> StoredWeights
         raise ConfigError([Problem(FROM, what, f"continue it: checkpoint.restore_from={place}")])
     taken = match_saved(str(start.path), there, params, skip)
     num_bytes = sum(params[path].size * params[path].dtype.itemsize for path in taken)
-    # Nothing is declared where its run directory is not around it.
-    declared = None if is_remote(start.path) else RunFolder.around(Path(start.path)).declared.get("model")
-    differs = _differences(declared if isinstance(declared, dict) else {}, model, f"the run of {start.path}")
+    meant = meaning_of(start.path).values.get("model")
+    differs = _differences(meant if isinstance(meant, dict) else {}, model, f"the run of {start.path}")
     fresh = tuple(path for path in params if path not in taken)
     return SavedWeights(start, taken, frozenset(masters) & frozenset(taken), fresh, num_bytes, differs)
+
+
+def base_place(declared: str | None, recorded: str | None) -> str | None:
+    """Returns the place of the base of an adapter; None if it was drawn. recorded: its place when the adapter was
+    saved. Raises ConfigError if it is not there any more."""
+    place = declared or recorded
+    if place and is_published(place) and not Path(place.removeprefix(PUBLISHED)).exists():
+        what = f"the base of this adapter was in {place.removeprefix(PUBLISHED)}, and there is no such folder now"
+        raise ConfigError([Problem("checkpoint.base_from", what, "name the folder to which it moved: model.path=DIR")])
+    return place
 
 
 OF_A_DRAW = ("dropout_rate", "initializer_stddev")  # keys that change no output of weights that are there

@@ -34,7 +34,7 @@ from ..checkpoint.orbax_context import context_for
 from ..core.stderr_capture import captured_native_stderr
 from ..data.progress import TextProgress
 from ..processes.process_log import announce
-from .find import PublishedWeights, SavedWeights, StoredWeights, describe_weights, find_weights
+from .find import PublishedWeights, SavedWeights, StoredWeights, base_place, describe_weights, find_weights
 from .folder import Matched, MatchedTensor
 
 BYTES_IN_FLIGHT = 2**26  # of tensors that are read while the devices still put others into their places
@@ -94,7 +94,8 @@ def load_adapted(plan: Plan[RunSpec], mesh: Mesh, start: Checkpoint, console: Co
     """Returns the parameters of a checkpoint that holds an adapter alone, with those of its base, which is loaded from
     its place, or drawn. Raises ConfigError if it is not the base that the adapter was trained on."""
     base = read_base(start)
-    weights = None if base["place"] is None else find_weights(plan, base["place"])
+    place = base_place(plan.spec.checkpoint.base_from, base["place"])
+    weights = find_weights(plan, place) if place else None
     for line in describe_weights(weights) if weights else ():
         announce(console, f"base {line}")
     params = load_params(plan, mesh, weights, console)

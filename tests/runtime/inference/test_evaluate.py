@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,13 @@ from tokenizers import ByteLevelBPETokenizer
 
 import meshloom
 from conftest import SMALL, plan_of
+from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.xla.programs import build, lower
 from meshloom.models import IGNORED_TARGET
 from meshloom.runtime.inference import evaluate as module
 from meshloom.runtime.inference.evaluate import Evaluation
 from meshloom.runtime.inference.open_weights import OpenedWeights
+from meshloom.runtime.rundir.folders import recorded_run
 from support.commands import run_in_process
 from support.reference import forward
 
@@ -85,6 +88,28 @@ def test_the_loss_is_the_runs_own_and_only_its_parameters_and_one_program_are_ne
 ], ids=" ".join)  # fmt: skip
 def test_the_loss_is_the_same_on_every_mesh(run_dir, words):
     assert _evaluated(run_dir, *words)["losses"][0]["loss"] == pytest.approx(_eval_losses(run_dir)[4], rel=2e-3)
+
+
+@pytest.mark.ci
+def test_each_checkpoint_is_opened_by_the_words_it_was_trained_with(run_dir, tmp_path):
+    again, losses = tmp_path / "run", _eval_losses(run_dir)
+    shutil.copytree(run_dir, again)
+    words = (*RUN, "model.rope_theta=20.0", "num_steps=5", f"hydra.run.dir={again}")
+    done = run_in_process("train", *words)
+    assert done.returncode == 0, done.stderr
+    differs = "the weights of checkpoint 4 were trained as something else: model.rope_theta 10000.0 there, 20.0 here"
+    before, _, after = done.stdout.partition(f"warning: {differs}")
+    assert "compil" in after
+    assert "compil" not in before
+    assert _evaluated(f"{again}/checkpoints/4")["losses"][0]["loss"] == losses[4]
+    with recorded_run(again, "train", Request((*RUN, "model.rope_theta=1e6", "model.num_layers=9"))):
+        """Leaves the words of a run that was stopped before its first step."""
+    for step, words in ((4, ()), (5, ("model.rope_theta=20.0",))):
+        done = run_in_process("evaluate", f"{again}/checkpoints/{step}", *words)
+        assert done.returncode == 0, done.stderr
+        assert "something else" not in done.stdout
+    done = run_in_process("evaluate", f"{again}/checkpoints/4", "model.rope_theta=20.0")
+    assert differs in " ".join(done.stdout.split())
 
 
 @pytest.mark.ci

@@ -15,6 +15,7 @@ from meshloom.compiler.declare.compose import Request
 from meshloom.runtime.cli.app import parse_flags
 from meshloom.runtime.cli.commands import Command
 from meshloom.runtime.data.tokenizers import Bytes, HuggingFace
+from meshloom.runtime.inference import run_request
 from meshloom.runtime.inference.generation_job import DeclaredPrompt, PromptMaker, declared_prompts
 from meshloom.runtime.inference.run_request import request_of_run
 from meshloom.runtime.rundir.folders import recorded_run
@@ -62,7 +63,9 @@ def test_a_group_that_is_chosen_anew_takes_none_of_the_old_keys(run_dir, typed, 
     assert request_of_run(str(run_dir), (typed,)).overrides[:-1] == (*left, typed)
 
 
-def test_checkpoints_are_read_where_the_run_put_them(run_dir):
+def test_checkpoints_are_read_where_the_run_put_them(run_dir, monkeypatch):
+    monkeypatch.setattr(run_request, "check_bucket", lambda folder, key: None)
+    monkeypatch.setattr(run_request, "newest_meaning", lambda checkpoints, step: None)
     (run_dir / "spec.yaml").write_text("checkpoint: {directory: s3://bucket/run}\n")
     assert request_of_run(f"{run_dir}/checkpoints/7", ()).overrides[-1] == "checkpoint.weights_from='s3://bucket/run/7'"
 

@@ -1,6 +1,7 @@
 """What is exported is what was imported, bit for bit; nothing half-written passes for whole."""
 
 import json
+import shutil
 import signal
 import textwrap
 import time
@@ -224,13 +225,21 @@ def test_a_killed_export_leaves_nothing_that_passes_for_whole_and_goes_on(publis
 
 
 @pytest.mark.ci
-def test_an_adapter_that_the_command_trained_is_merged_into_its_base(published, tmp_path):
+def test_an_adapter_that_the_command_trained_is_merged_into_its_base_which_may_move(published, tmp_path):
+    shutil.copytree(published, tmp_path / "base")
     words = (*SMALL, *LLAMA, "model.dropout_rate=0", "adapter=lora", "num_steps=2", "schedule.num_warmup_steps=0")
-    more = ("target=cpu-8", "optimizer.learning_rate=0.1", f"checkpoint.weights_from=hf:{published}")
+    more = ("target=cpu-8", "optimizer.learning_rate=0.1", "checkpoint.weights_from=hf:base")
     done = run_in_process("train", *words, *more, "hydra.run.dir=run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    done = run_in_process("export", "run", "directory=out", "dtype=float32", cwd=tmp_path)
+    (tmp_path / "base").rename(tmp_path / "moved")
+    export = ("export", "run", "directory=out", "dtype=float32")
+    done = run_in_process(*export, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "there is no such folder now" in done.stderr
+    assert "fix: name the folder to which it moved: model.path=DIR" in done.stderr
+    done = run_in_process(*export, "model.path=moved", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out/tokenizer.json").is_file()
     base, merged = open_folder(published).tensors, open_folder(tmp_path / "out").tensors
     saved, spec = SavedParams(tmp_path / "run/checkpoints/2"), yaml.safe_load((tmp_path / "run/spec.yaml").read_text())
     for layer in range(2):
