@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from pydantic import ValidationError
 
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
-from ..core.key_paths import is_within
+from ..core.key_paths import is_within, leaves
 from ..core.user_code import FLAG, allowed_modules, blamed_on_user
 from ..core.visible import visible_line
 from ..spec import target_names
@@ -49,6 +49,7 @@ from .hydra_settings import (
     without_plugin,
 )
 from .overrides import overridden_key, parse_override, quoted, shortened, with_quoted_homes
+from .peer_names import meant_choice
 from .pinned import Pinned
 from .problems import MOST_SHOWN, ConfigGroups, reported, validation_problems
 from .published_model import with_published_model
@@ -286,7 +287,8 @@ def _validate(
         return (None if problems else spec), problems
     except ValidationError as error:
         own_groups = [group for group in groups if "/" not in group]
-        found = validation_problems(error, spec_type, own_groups)
+        keys = [key for key, _ in leaves(values)]
+        found = validation_problems(error, spec_type, own_groups, keys)
         typed = {each.key_or_group: str(each.input_line) for each in overrides}
         found = [_with_typed_fix(problem, typed.get(problem.where, "")) for problem in found]
         return None, problems + [_without_values(problem, values, sources) for problem in found]
@@ -401,7 +403,8 @@ def _problems_of_override(text: str, request: Request, groups: ConfigGroups) -> 
         return [missing]
     if group == "target":
         return [target_names.problem_of(name, options)]
-    return [Problem(group, f"there is no '{name}' in this group", use_one_of(name, options))]
+    fix = f"type {words}" if (words := meant_choice(group, name)) else use_one_of(name, options)
+    return [Problem(group, f"there is no '{name}' in this group", fix)]
 
 
 # Keys that a pass's finding depends on: it means nothing while one of these is wrong. Every finding but those about the

@@ -15,9 +15,11 @@ from pydantic_core import ErrorDetails
 
 from ..core.errors import ConfigError, Problem, meant_by, use_one_of
 from ..core.format import counted
+from ..core.key_paths import is_within
 from ..core.visible import visible_line
 from ..spec import target_names
 from .overrides import COMMAND_LINE, parsed_or_none, shortened
+from .peer_names import meant_by_peers
 from .run_spec import RunSpec
 
 
@@ -108,11 +110,15 @@ _BOUNDS = {"greater_than": ("gt", "more than"), "greater_than_equal": ("ge", "at
            "less_than": ("lt", "less than"), "less_than_equal": ("le", "at most")}  # fmt: skip
 
 
-def validation_problems(error: ValidationError, spec_type: type[RunSpec], groups: Sequence[str]) -> list[Problem]:
+def validation_problems(
+    error: ValidationError, spec_type: type[RunSpec], groups: Sequence[str], keys: Sequence[str] = ()
+) -> list[Problem]:
     """Returns one Problem per finding about a `spec_type`. groups: names of config groups, for suggestions at the
-    top."""
+    top. keys: those of the declaration, also wrong ones."""
     details = error.errors(include_url=False)
-    problems = [_problem(detail, spec_type, groups) for detail in details[:MOST_PROBLEMS]]
+    wrong = [_key(_walk(each["loc"], spec_type)[1]) for each in details if each["type"] == "extra_forbidden"]
+    known = [key for key in keys if not any(is_within(key, one) for one in wrong)]
+    problems = [_problem(detail, spec_type, groups, known) for detail in details[:MOST_PROBLEMS]]
     if (num_left := len(details) - MOST_PROBLEMS) > 0:
         problems.append(Problem("the declaration", f"has {counted(num_left, 'more problem')}", "correct these first"))
     # sharding.optimizer may repeat the rules of the parameters: a mistake in both is reported once.
@@ -121,7 +127,9 @@ def validation_problems(error: ValidationError, spec_type: type[RunSpec], groups
     return [problem for problem in problems if problem not in echoes]
 
 
-def _problem(detail: ErrorDetails, spec_type: type[RunSpec], groups: Sequence[str]) -> Problem:
+def _problem(
+    detail: ErrorDetails, spec_type: type[RunSpec], groups: Sequence[str], known_keys: Sequence[str]
+) -> Problem:
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     node, path = _walk(detail["loc"], spec_type)
     key = _key(path)
@@ -131,6 +139,8 @@ def _problem(detail: ErrorDetails, spec_type: type[RunSpec], groups: Sequence[st
             own = f"`# @package run.extra.{path[-1]}`"
             fix = f"begin its files with {own}, or `# @package _global_` for keys that there are"
             return Problem(key, what, fix)
+        if words := meant_by_peers(key, value, known_keys, is_loose=node is spec_type):
+            return Problem(key, "there is no such key", f"type {words}")
         offered = [name for name, field in node.model_fields.items() if field.repr] if node else []
         known = dict.fromkeys([*offered, *(groups if node is spec_type else ())])
         typed = shortened(str(path[-1]))
@@ -145,7 +155,9 @@ def _problem(detail: ErrorDetails, spec_type: type[RunSpec], groups: Sequence[st
         return Problem(key, "has no value", f"set {key}=...")
     if kind == "literal_error" and path[-1] == "[key]":  # as pydantic names the place of a dict's key
         typed = str(path[-2])
-        return Problem(_key(path[:-1]), "there is no such key", use_one_of(typed, _quoted(context["expected"])))
+        key, words = _key(path[:-1]), meant_by_peers(_key(path[:-1]), value, (), is_loose=False)
+        fix = f"type {words}" if words else use_one_of(typed, _quoted(context["expected"]))
+        return Problem(key, "there is no such key", fix)
     if kind == "literal_error":
         return Problem(
             key, f"{_shown(value)} is not allowed", use_one_of(shortened(str(value)), _quoted(context["expected"]))

@@ -31,6 +31,7 @@ from meshloom.compiler.declare.compositions import compositions_kept
 from meshloom.compiler.declare.environment import masked
 from meshloom.compiler.declare.hydra_private import hydra_flags
 from meshloom.compiler.declare.hydra_settings import search_path_override
+from meshloom.compiler.declare.peer_names import peer_words
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
 from meshloom.compiler.declare.sections import SECTION_KEYS, in_section
 
@@ -179,6 +180,8 @@ def _unknown_flag(command: str, name: str, value: str) -> Problem:
     if bare.startswith(RESUMES) and command in ("train", "data"):
         where = " with hydra.run.dir=RUN_DIR of the run" if command == "train" else ""
         return no_flag(name, f"type the same line again{where}: it goes on from where that stopped")
+    if words := peer_words(bare, value or "..."):
+        return no_flag(name, f"settings have no dashes: {words}")
     keys = _keys_like(bare)
     shown = f"{keys[0] if keys else 'key'}={value or '...'}"
     more = "" if keys else "; `--cfg job` prints all keys"
