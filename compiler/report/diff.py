@@ -87,8 +87,7 @@ def diff_runs(a: Run, b: Run) -> Diff:
     for name in (name for name in SECTIONS if name in before and name in after):
         found[name] = changes(before[name], after[name], rows=in_order if name == "config" else by_words)
     found["collectives"] = tuple(sorted(map(_with_way, found["collectives"]), key=_by_exposed))
-    paths = {row["path"] for run in (a, b) for row in run.plan.get("arrays", {}).get("parameters", ())}
-    found["findings"] = _findings(a.report, b.report, paths) if a.report and b.report else ()
+    found["findings"] = _findings(a.report, b.report, paths_of(a, b)) if a.report and b.report else ()
     return Diff(
         runs=(a.name, b.name),
         notes=(
@@ -97,6 +96,11 @@ def diff_runs(a: Run, b: Run) -> Diff:
         ),
         sections=found,
     )
+
+
+def paths_of(*runs: Run) -> set[str]:
+    """Returns the paths of all parameters of these runs."""
+    return {row["path"] for run in runs for row in run.plan.get("arrays", {}).get("parameters", ())}
 
 
 def _sections(run: Run, told: Collection[str]) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def parse_flags(command: Command, args: Sequence[str]) -> tuple[argparse.Namespa
     Raises ConfigError if a known flag lacks its value."""
     parser = hydra_flags()
     parser.add_argument(FLAG, action="append", default=[], metavar="MODULE")
-    parser.set_defaults(check=False, show=False, place=None)
+    parser.set_defaults(check=False, show=False, json=False, place=None)
     for flag in command.flags:
         parser.add_argument(flag.name, action="store_true")
     parser.prog, parser.error = f"meshloom {command.name}", _refuse  # type: ignore[method-assign]

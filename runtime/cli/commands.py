@@ -61,9 +61,17 @@ _ALL = (
         "explain",
         "show the plan in seconds, without compiling: layouts, memory, time",
         "explain:explain_command",
-        flags=(Flag("--check", "exit code 3 if the step does not fit, by the estimate"),),
+        flags=(
+            Flag("--check", "exit code 3 if the step does not fit, by the estimate"),
+            Flag("--json", "print plan.json instead of text"),
+        ),
     ),
-    Command("compile", "compile ahead of time, without the hardware: report and artifact", "compile:compile_command"),
+    Command(
+        "compile",
+        "compile ahead of time, without the hardware: report and artifact",
+        "compile:compile_command",
+        flags=(Flag("--json", "print report.json; all else goes to standard error"),),
+    ),
     Command(
         "evaluate",
         "show the loss of a run's weights, or of published ones, on any data",
@@ -116,6 +124,45 @@ compared too. A directory that meshloom inspect wrote has report.json alone.
 """,
         "RUN_A RUN_B",
         flags=(JSON,),
+    ),
+    Command(
+        "guard",
+        "judge a step by that of the base branch, for pull requests",
+        "guard:guard_command",
+        """\
+Judges a step by an earlier one, as a pull request by its base branch. The step
+is PROGRAM, as in `meshloom inspect`, or a directory that Meshloom wrote.
+Without it, the words are a declaration, which is compiled as by `meshloom
+compile`. BASE is one of
+
+  RUN    a directory of `meshloom compile` or `meshloom inspect`
+  FILE   its report.json, or the text of a compiled program with target=NAME
+  FILE   what `meshloom explain --json` prints: then only estimates are
+         compared, in seconds and without a compiler
+
+Names what is worse: the step, a kind of compute, exposed time, memory, traffic,
+new collectives and those that are no longer asynchronous, new findings. P is a
+number of percent, "2%". The exit code is 0, 10 if the step is worse than
+tolerated, and 2 for a mistake, such as a base of another model or target.
+""",
+        "[PROGRAM] [group=option ...]",
+        flags=(
+            Flag("--base", "the step to compare with", "BASE", is_required=True),
+            Flag("--max-slower", "tolerated growth of the step; without it, 2%", "P"),
+            Flag("--max-slower-part", "of the time of one kind of compute, as attention; without it, 10%", "P"),
+            Flag("--max-exposed", "of exposed time, in percent of the base's step; without it, 1%", "P"),
+            Flag("--max-memory", "of the memory; without it, 1%", "P"),
+            Flag("--max-traffic", "of the bytes that collectives send; without it, 1%", "P"),
+            Flag("--allow", "accept these: lost-async, new-collective, does-not-fit, a rule of the lint", "RULE,..."),
+            Flag("--across", "compare even with the base of another model, batch or target"),
+            Flag("--estimate", "compare the estimates of both, without compiling"),
+            Flag("--markdown", "write the comment for the pull request to FILE", "FILE"),
+            JSON,
+            Flag("--module", "the program to read, if a text or a dump has several", "NAME"),
+            Flag("--config-dir", "your own configs", "DIR"),
+            Flag("--config-name", "your own config instead of the default one", "NAME"),
+            Flag("--allow-code-from", "as in `meshloom compile`", "MODULE"),
+        ),
     ),
     Command(
         "profile",

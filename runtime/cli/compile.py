@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from meshloom.compiler.core.console import Console
+from meshloom.compiler.core.visible import write_out
 from meshloom.compiler.declare.compose import Request, read_spec
 
 from ..compile.compile_command import compile_step, prepare_compile
@@ -15,6 +16,10 @@ def compile_command(request: Request, flags: argparse.Namespace) -> int:
     job = read_spec(request, then=prepare_compile)
 
     def run(run_dir: Path, model: str | None) -> int:
-        return compile_step(job, run_dir, request=request, model=model, console=Console()).refusal
+        console = Console(is_error=flags.json)
+        compiled = compile_step(job, run_dir, request=request, model=model, console=console)
+        if flags.json:
+            write_out(compiled.report.model_dump_json(indent=1))
+        return compiled.refusal
 
     return run_in_directory(request, flags, run)

@@ -1,15 +1,17 @@
 """Runs `meshloom explain`: shows the plan, without the declared devices and without compiling."""
 
 import argparse
+import json
 
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, all_of
+from meshloom.compiler.core.visible import write_out
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.report.explain import explain
+from meshloom.compiler.report.explain import explain, plan_as_json
 
 from ..processes.devices import plan_without_devices
 from ..start.start import RunStart, check_checkpoint, declared_start
@@ -19,15 +21,19 @@ def explain_command(request: Request, flags: argparse.Namespace) -> int:
     """Prints the plan and what would be restored. Returns the exit code: 3 if the estimate does not fit and `--check`
     is given. Raises ConfigError for a declaration that cannot be planned, or a checkpoint that it cannot restore."""
     plan, start = read_spec(request, then=_plan)
-    console, estimate = Console(off_terminal_width=240), estimate_step(plan)
+    estimate = estimate_step(plan)
+    exit_code = DOES_NOT_FIT if flags.check and estimate.figures.runs is False else 0
+    if flags.json:
+        write_out(json.dumps(plan_as_json(plan), indent=1))
+        return exit_code
+    console = Console(off_terminal_width=240)
     lines = start.lines()
     for line in lines:
         console.wrapped(line)
     if lines:
         console.line()
     explain(plan, console, estimate)
-    does_not_fit = estimate.figures.runs is False
-    return DOES_NOT_FIT if flags.check and does_not_fit else 0
+    return exit_code
 
 
 def _plan(spec: RunSpec) -> tuple[Plan, RunStart]:

@@ -12,7 +12,7 @@ from typing import NoReturn
 from meshloom.compiler.core.errors import MISTAKE, use_one_of
 from meshloom.compiler.core.visible import write_error, write_out
 
-from ..core.failures import hear_interrupts
+from ..core.failures import EXIT_CODES, hear_interrupts
 from ..core.garbage import collect_seldom
 from .commands import COMMANDS, Command
 
@@ -53,6 +53,9 @@ examples:
 `meshloom COMMAND --help` lists the config groups, and `--cfg job` prints the
 whole config. The flags of Hydra work: -m, --config-dir, --info, ...
 For completion in bash: eval "$(meshloom train -sc install=bash)"
+
+exit codes:
+{exit_codes}
 """
 
 
@@ -114,7 +117,8 @@ def run(args: list[str]) -> int:
     stopped, or one of failures.py if a run had to end."""
     if not args or args[0] in ("-h", "--help", "help"):
         listed = "\n".join(f"  {command.name:11}{command.description}" for command in COMMANDS.values())
-        write_out(USAGE.format(commands=listed), end="")
+        codes = "\n".join(f"  {code:<5}{what}" for code, what in EXIT_CODES.items())
+        write_out(USAGE.format(commands=listed, exit_codes=codes), end="")
         return 0
     if args[0] == "--version":
         from meshloom import __version__

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshloom.compiler.core.errors import COMMAND_LINE, MISTAKE, ConfigError, Problem, use_one_of
+from meshloom.compiler.core.errors import COMMAND_LINE, ConfigError, Problem, use_one_of
 from meshloom.compiler.core.format import be, counted
 from meshloom.compiler.core.visible import write_error, write_out
 
@@ -16,7 +16,7 @@ from .commands import Command
 
 HELP = ("-h", "--help")
 WIDTH = 80
-_OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.\w+)*=")
+_OVERRIDE = re.compile(r"(\+{0,2}[A-Za-z_][\w./@]*=|~[A-Za-z_])")
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class Words:
 
 
 def run_words(command: Command, args: Sequence[str]) -> int:
-    """Runs a command that Hydra does not read. Returns the exit code: 0, or MISTAKE for a mistake, which is printed."""
+    """Runs a command that Hydra does not read. Returns the exit code: the command's own, 0 if it has none, or that of
+    its error, which is printed."""
     if set(args) & set(HELP):
         _show_help(command)
         return 0
     try:
-        command.load()(_parse(command, args))
+        return command.load()(parse_words(command, args)) or 0
     except ConfigError as error:
         write_error(str(error))
-        return MISTAKE
-    return 0
+        return error.exit_code
 
 
 def no_flag(name: str, fix: str) -> Problem:
@@ -57,7 +57,7 @@ def _show_help(command: Command) -> None:
         write_out("\n".join(textwrap.wrap(text, WIDTH, subsequent_indent=" " * width, break_on_hyphens=False)))
 
 
-def _parse(command: Command, args: Sequence[str]) -> Words:
+def parse_words(command: Command, args: Sequence[str]) -> Words:
     """Returns paths, flags and overrides. Raises ConfigError with all problems."""
     flags = {flag.name: flag.value for flag in command.flags}
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
@@ -83,8 +83,9 @@ def _parse(command: Command, args: Sequence[str]) -> Words:
             problems.append(Problem(COMMAND_LINE, f"{flag.name} lacks its value", f"type {flag}"))
         if flag.is_required and flag.name not in given:
             problems.append(Problem(COMMAND_LINE, f"{flag.name} is missing: {flag.does}", f"type: {command.line}"))
-    names = [name for name in command.paths.split() if "=" not in name]
-    overrides = tuple(word for word in rest if "=" in command.paths and _OVERRIDE.match(word))
+    names = [name for name in command.paths.split() if "=" not in name and name != "...]"]
+    takes_overrides = "=" in command.paths
+    overrides = tuple(word for word in rest if takes_overrides and _OVERRIDE.match(word) and not Path(word).exists())
     paths = tuple(Path(word) for word in rest if not word.startswith("-") and word not in overrides)
     is_list, num_required = command.paths.endswith("..."), sum(not name.startswith("[") for name in names)
     if len(paths) < num_required or (len(paths) > len(names) and not is_list):

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
-from meshloom.compiler.core.errors import DOES_NOT_FIT, EXPOSED, MISTAKE, ConfigError, Problem
+from meshloom.compiler.core.errors import DOES_NOT_FIT, EXPOSED, MISTAKE, WORSE, ConfigError, Problem
 
 NONFINITE = 5  # NaN or infinity where training cannot go on
 STORAGE = 6  # a checkpoint or a metric cannot be written, or no checkpoint can be read
@@ -26,6 +26,21 @@ FAULTY = 9  # a device does not give the same result twice
 PREEMPTED = 128 + signal.SIGTERM  # asked to stop; its work is saved
 INTERRUPTED = 128 + signal.SIGINT  # by a person, who does not want it started again
 
+EXIT_CODES = {
+    0: "done",
+    1: "a crash, with its traceback",
+    MISTAKE: "a mistake: of the words, of a file that they name, of the declaration",
+    DOES_NOT_FIT: "the step does not fit into the memory",
+    EXPOSED: "more is exposed, or stages wait longer, than the declaration allows",
+    NONFINITE: "a loss is not a number, or is infinite",
+    STORAGE: "a checkpoint or a metric cannot be written or read",
+    HUNG: "no step ended for too long, and watchdog.abort ended the run",
+    LOST: "another process of the run is gone, or never came",
+    FAULTY: "a device does not give the same result twice",
+    WORSE: "guard: the step is worse than tolerated",
+    INTERRUPTED: "stopped by Ctrl-C; a run has saved",
+    PREEMPTED: "stopped by SIGTERM; a run has saved",
+}
 # Starting again would end in the same way. After any other code but 0 a run is started again: a host was lost, the
 # processes that waited for it ended, or a disk was full.
 FINAL = (MISTAKE, DOES_NOT_FIT, EXPOSED, NONFINITE, INTERRUPTED)

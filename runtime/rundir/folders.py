@@ -230,22 +230,13 @@ class RunFolder:
     @cached_property
     def plan(self) -> Mapping[str, Any]:
         """Returns the plan, of this version of its schema."""
-        return _json(self.path / PLAN)
+        return read_json(self.path / PLAN)
 
     @cached_property
     def report(self) -> Report | None:
         """Returns the report of the compiled step, of this version of its schema; None without one."""
         path = self.path / REPORT
-        if not path.exists():
-            return None
-        _json(path)
-        try:
-            return Report.model_validate_json(_text(path))
-        except ValidationError as error:
-            first, *others = error.errors(include_url=False)
-            where = ".".join(str(part) for part in first["loc"] if part != KNOWN)
-            more = f", and {len(others)} more" if others else ""
-            raise _damaged(path, f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}{more}") from None
+        return read_report(path) if path.exists() else None
 
     @property
     def num_steps(self) -> int | None:
@@ -279,6 +270,18 @@ class RunFolder:
         return str(elsewhere or self.path / CHECKPOINTS)
 
 
+def read_report(path: Path) -> Report:
+    """Returns the report in a file, of this version of its schema."""
+    read_json(path)
+    try:
+        return Report.model_validate_json(_text(path))
+    except ValidationError as error:
+        first, *others = error.errors(include_url=False)
+        where = ".".join(str(part) for part in first["loc"] if part != KNOWN)
+        more = f", and {len(others)} more" if others else ""
+        raise _damaged(path, f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}{more}") from None
+
+
 def steps_in(content: bytes) -> Iterator[dict[str, Any]]:
     """Yields the steps in lines of metrics.jsonl, without cut-off lines: one that is being written, or the first."""
     for line in content.splitlines():
@@ -306,7 +309,7 @@ def _damaged(path: Path, how: str) -> ConfigError:
     return ConfigError([Problem(str(path), f"is damaged: {how}", "make the run again")])
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """Returns the content of plan.json or report.json, which have one version."""
     try:
         value = json.loads(_text(path))
