@@ -31,8 +31,8 @@ from meshloom.compiler.declare.run_spec import RunSpec
 
 from ..core.files import LOCK, locked, replace_json
 from ..data.chats import SIDES, chat_reader, how_masked
-from ..data.corpus import no_documents
-from ..data.documents import CorpusPart, corpus_parts, num_text_bytes
+from ..data.corpus import left_out_chats, no_documents
+from ..data.documents import CorpusPart, corpus_parts, num_text_bytes, unread_keys
 from ..data.progress import TextProgress
 from ..data.show import show_document
 from ..data.store import INDEX, PROGRESS, Index, StoredTokenizer, name_hash, read_index
@@ -246,10 +246,15 @@ def _show(job: CorpusJob, index: Index, console: Console, first: tuple[str, str]
     )
     left_out = f"{counted(index.num_empty, 'document')} without text"
     if index.masked_by:
-        left_out = f"{counted(index.num_empty, 'chat')} without an answer"
+        left_out = left_out_chats(index.num_empty, has_pairs=False)
     tokenizer = f"{index.tokenizer.kind}, {size:,} tokens"
     rows = [first, ("written", counts), *([("left out", left_out)] if index.num_empty else [])]
     rows += [("trained on", how_masked(index.masked_by))] if index.masked_by else []
+    rows += (
+        [("not read", f"the chat template does not read {' or '.join(unread)}")]
+        if (unread := unread_keys(job.parts))
+        else []
+    )
     show_rows(console, [*rows, ("tokenizer", tokenizer), ("directory", str(job.folder))])
     words = ["data=tokens", override("data.source.directory", str(job.folder)), f"model.vocab_size={size}"]
     words += ["data.packing=first_fit", "data.isolate_documents=true"] if index.masked_by else []

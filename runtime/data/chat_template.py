@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -33,6 +33,8 @@ _NONCHARACTERS = [*range(0xFDD0, 0xFDF0), *(plane * 0x10000 + 0xFFFE + end for p
 _BEGIN, _END, *_MARKS = [*map(chr, _NONCHARACTERS), *map(chr, range(0x10F000, 0x10FFF0))]
 FIRST_ALIAS = 0x100000  # private characters that tokenizers.py puts in place of special tokens
 MODEL = "assistant"  # the role of what the model says
+SWITCHES = ("weight", "train", "training", "loss")  # of a message; false or 0: it is not to be learnt
+NOT_WRITTEN = ("role", *SWITCHES)  # keys of a message that are not part of the text
 
 
 class ChatError(Exception):
@@ -58,6 +60,59 @@ class Chat:
         return len(self.text)
 
 
+class JsonObject(dict[str, Any]):
+    """An object that a template may also write as it is: some templates expect the text of arguments, others an object.
+    text: the object in JSON."""
+
+    def __init__(self, value: Mapping[str, Any], text: str):
+        super().__init__(value)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __add__(self, other: str) -> str:
+        return self.text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self.text
+
+
+class _Parts(list[Any]):
+    """The parts of a content, which a template has to write one by one."""
+
+    def __str__(self) -> str:
+        what = "has content in parts, which the chat template would write as a list of Python"
+        raise ChatError(what, "write the content as one text, or name a template that reads parts")
+
+
+class _Watched(dict[str, Any]):
+    """A message that notes which of its keys are read, by its role."""
+
+    def __init__(self, message: Mapping[str, Any], read: set[tuple[str, str]]):
+        super().__init__(message)
+        self._read, self._role = read, message["role"]
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add((self._role, key))
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self._read.add((self._role, str(key)))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read.add((self._role, key))
+        return super().get(key, default)
+
+    def items(self) -> Any:
+        self._read |= {(self._role, key) for key in self.keys()}
+        return super().items()
+
+    def values(self) -> Any:
+        return dict(self.items()).values()
+
+
 class HiddenTokens:
     """Hides special tokens in texts of users from templates and tokenizers, and shows them again."""
 
@@ -78,6 +133,8 @@ class HiddenTokens:
             return self._hide_text(value)
         if isinstance(value, list):
             return [self.hide(each) for each in value]
+        if isinstance(value, JsonObject):
+            return JsonObject(self.hide(dict(value)), self._hide_text(value.text))
         if isinstance(value, dict):
             return {self.hide(key): self.hide(each) for key, each in value.items()}
         return value
@@ -143,6 +200,8 @@ class ChatTemplate:
     variables: Mapping[str, Any]
     date: datetime.date | None = None
     _wrote_today: bool = field(default=False, init=False)
+    _given: dict[tuple[str, str], None] = field(default_factory=dict, init=False)  # roles and keys of messages
+    _read: set[tuple[str, str]] = field(default_factory=set, init=False)  # of these, by the template
 
     def __post_init__(self) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -155,32 +214,64 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             what = f"the chat template of {self.place} is not valid: line {error.lineno}: {error.message}"
             raise ChatError(what, "correct it, or name another one: data.source.template=FILE") from error
+        self._variables = meta.find_undeclared_variables(environment.parse(self.source))
         self.has_tag = re.search(r"\{%[-+]?\s*generation\b", self.source) is not None
 
-    def chat(self, messages: Messages, extra: Mapping[str, Any], *, num_given: int = 0) -> Chat:
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Returns the keys of the messages so far that the template has not read in any of them."""
+        return tuple(f"'{key}' of {role}" for role, key in self._given if (role, key) not in self._read)
+
+    def does_read(self, key: str) -> bool:
+        """Returns True if the template uses what a line has under the key."""
+        return key in self._variables
+
+    def chat(
+        self, messages: Messages, extra: Mapping[str, Any], *, num_given: int = 0, is_learnt: Sequence[bool] = ()
+    ) -> Chat:
         """Returns a chat, rendered. num_given: the first messages, which are not to be learnt whoever wrote them.
-        Raises ChatError."""
-        hidden: Messages = self.hidden.hide([*messages])
+        is_learnt: False for an answer that is not to be learnt; default: all are. Raises ChatError."""
+        hidden = self._prepared(messages)
         more = self.hidden.hide(dict(extra))
         self._wrote_today = False
         text = self._render(hidden, more)
+        answers = [n for n, message in enumerate(messages) if message["role"] == MODEL]
+        is_left_out = {n for n in answers if is_learnt and not is_learnt[n]}
         if self.has_tag:
             text, spans = _marked_spans(text)
+            if is_left_out and len(spans) != len(answers):
+                what = f"marks {len(spans)} texts by {{% generation %}} for {len(answers)} answers"
+                fix = "mark each answer once, or write chats in which all answers are to be learnt"
+                raise ChatError(f"has an answer that is not to be learnt, and the chat template {what}", fix)
+            if is_left_out:
+                spans = [span for n, span in zip(answers, spans, strict=True) if n not in is_left_out]
             first = self._length_before(text, hidden, num_given, more) if num_given else 0
             spans = [(max(start, first), stop) for start, stop in spans if stop > first]
         else:
-            spans = [
-                self._span_of(text, hidden, n, more)
-                for n, message in enumerate(messages)
-                if n >= num_given and message["role"] == MODEL
-            ]
+            learnt = [n for n in answers if n >= num_given and n not in is_left_out]
+            spans = [self._span_of(text, hidden, n, more) for n in learnt]
         spans = [(start, stop) for start, stop in spans if start < stop]
         return Chat(text, tuple(spans), "generation" if self.has_tag else "prefix", self._wrote_today)
 
-    def opening(self, messages: Messages) -> Chat:
+    def opening(self, messages: Messages, extra: Mapping[str, Any] | None = None) -> Chat:
         """Returns a chat up to where the model answers. Raises ChatError."""
-        text = self._without_tags(self.hidden.hide([*messages]), {}, add_generation_prompt=True)
+        more = self.hidden.hide(dict(extra or {}))
+        text = self._without_tags(self._prepared(messages), more, add_generation_prompt=True)
         return Chat(text, (), "prefix")
+
+    def _prepared(self, messages: Messages) -> Messages:
+        """Returns messages as the template sees them."""
+        self._given |= {
+            (message["role"], key): None
+            for message in messages
+            for key, value in message.items()
+            if key not in NOT_WRITTEN and value not in (None, "", [], {})
+        }
+        hidden = self.hidden.hide([*messages])
+        for message in hidden:
+            if isinstance(message.get("content"), list):
+                message["content"] = _Parts(message["content"])
+        return [_Watched(message, self._read) for message in hidden]
 
     def _span_of(self, text: str, messages: Messages, number: int, extra: Mapping[str, Any]) -> tuple[int, int]:
         """Returns the span of a message, from texts without those after it."""
@@ -221,6 +312,8 @@ class ChatTemplate:
         except _RefusedError as error:
             fix = "correct the chat, or name another template: data.source.template=FILE"
             raise ChatError(f"the chat template refuses it: {error}", fix) from error
+        except ChatError:
+            raise
         except Exception as error:  # whatever the template calls
             what = f"the chat template of {self.place} fails: {type(error).__name__}: {error}"
             raise ChatError(what, "correct the chat or the template") from error

@@ -1,10 +1,12 @@
 """Reads chats from JSON lines: `messages`, or `prompt` and `completion`, each with what a template may want besides."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from datetime import date
 from functools import cached_property
 from itertools import takewhile
+from operator import itemgetter
 from typing import Any, ClassVar
 
 from meshloom.compiler.core.errors import ConfigError, Problem, use_one_of
@@ -12,16 +14,17 @@ from meshloom.compiler.core.places import PlaceError, expanded
 from meshloom.compiler.declare.data_spec import ChatsSource
 
 from ..core.inputs import SourceFile, records, text_of_file
-from .chat_template import Chat, ChatError, ChatTemplate, Messages, check_unicode, plain_chat
+from .chat_template import SWITCHES, Chat, ChatError, ChatTemplate, Messages, check_unicode, plain_chat
+from .messages import WRITE, check_messages, is_learnt, parsed_json
 from .tokenizers import HuggingFace, Tokenizer
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 KEYS = ("messages", "prompt", "completion", "chosen", "rejected")
+TOOLS = ("tools", "functions")  # of a line: what the model may call
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"  # of a line, as the trl library reads them
 TODAY = "today"  # beside the ways to find what is trained on
 SIDES = ("chosen", "rejected")
+NOTHING = Chat("", (), "completion")  # a side of a pair from which nothing can be learnt
 WRITE_PAIRS = "write one JSON object per line, with chosen and rejected, and a prompt or chats that begin alike"
-WRITE = "write one JSON object per line, with messages, or with prompt and completion"
 
 
 @dataclass
@@ -32,6 +35,7 @@ class ChatReader:
     where: str
     tokenizer: HuggingFace
     chats_per_line: ClassVar[int] = 1
+    _unread: dict[str, None] = field(default_factory=dict, init=False)
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -58,27 +62,43 @@ class ChatReader:
             except RecursionError:
                 yield Problem(place, "is nested too deeply", "write its parts as text")
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Returns the keys of chats so far that the template has not read, in words."""
+        return (*self._unread, *(self.template.unread if "template" in self.__dict__ else ()))
+
     def _chats(self, line: Mapping[str, Any]) -> Sequence[Chat]:
         """Returns the chats of a line. Raises ChatError."""
         if "messages" in line:
-            return [self.template.chat(check_messages(line["messages"], "messages"), self._extra(line))]
+            return [self._rendered(check_messages(line["messages"], "messages"), line)]
         missing = [key for key in ("prompt", "completion") if key not in line]
         if missing:
             has = f"has no key 'messages', and no '{missing[0]}'"
             raise ChatError(has, f"{WRITE}; it has {', '.join(map(str, line)) or 'no keys'}")
         return [self._answered(line, "completion")]
 
-    def _extra(self, line: Mapping[str, Any]) -> dict[str, Any]:
+    def _rendered(self, messages: Messages, line: Mapping[str, Any], *, num_given: int = 0) -> Chat:
+        extra = self.extra(line)
+        return self.template.chat(messages, extra, num_given=num_given, is_learnt=[*map(is_learnt, messages)])
+
+    def extra(self, line: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what a line gives the template besides its messages."""
         extra = {key: value for key, value in line.items() if key not in (*KEYS, TEMPLATE_ARGUMENTS)}
-        arguments = line.get(TEMPLATE_ARGUMENTS) or {}
+        arguments = parsed_json(line.get(TEMPLATE_ARGUMENTS) or {}, f"'{TEMPLATE_ARGUMENTS}'")
         if not isinstance(arguments, dict):
             what = f"'{TEMPLATE_ARGUMENTS}' is {type(arguments).__name__}, not an object"
             raise ChatError(what, "write {key: value}")
         extra |= arguments
+        for key in (key for key in TOOLS if key in extra):
+            tools = None if extra[key] == "" else parsed_json(extra[key], f"'{key}'")
+            if not isinstance(tools, list | None):
+                raise ChatError(f"'{key}' is {type(tools).__name__}, not a list of tools", "write [{...}, ...]")
+            extra[key] = tools and [parsed_json(each, f"'{key}'") for each in tools]
         own = (*self.tokenizer.token_variables, "messages", "add_generation_prompt")
         if refused := [key for key in extra if key in own]:
             raise ChatError(f"sets '{refused[0]}', which the tokenizer sets", "leave it out, or name it otherwise")
+        meant = [key for key in (*TOOLS, "documents", *SWITCHES, *arguments) if extra.get(key) is not None]
+        self._unread |= {f"'{key}'": None for key in meant if not self.template.does_read(key)}
         return extra
 
     def _answered(self, line: Mapping[str, Any], key: str) -> Chat:
@@ -88,7 +108,7 @@ class ChatReader:
             check_unicode(prompt + answer)
             return plain_chat(prompt, answer)
         given = check_messages(prompt, "prompt")
-        return self.template.chat([*given, *check_messages(answer, key)], self._extra(line), num_given=len(given))
+        return self._rendered([*given, *check_messages(answer, key)], line, num_given=len(given))
 
 
 class PreferenceReader(ChatReader):
@@ -100,16 +120,42 @@ class PreferenceReader(ChatReader):
         if missing := [key for key in SIDES if key not in line]:
             there = ", ".join(map(str, line)) or "no keys"
             raise ChatError(f"has no key '{missing[0]}'", f"{WRITE_PAIRS}; it has {there}")
-        if "prompt" in line:
-            pair = [self._answered(line, key) for key in SIDES]
-        else:  # the answers follow the messages that the two share
-            chats = [check_messages(line[key], key) for key in SIDES]
-            shared = list(takewhile(lambda both: both[0] == both[1], zip(*chats, strict=False)))
-            if len(shared) in map(len, chats):
-                raise ChatError("has a chosen chat that is the rejected one, or begins it", WRITE_PAIRS)
-            pair = [self.template.chat(chat, self._extra(line), num_given=len(shared)) for chat in chats]
+        prompt, answers = line.get("prompt"), [line[key] for key in SIDES]
+        if answers[0] == answers[1]:
+            return [NOTHING, NOTHING]
+        if all(isinstance(answer, str) for answer in answers) and isinstance(prompt, str | None):
+            check_unicode("".join((prompt or "", *answers)))
+            length = _length_shared(*answers) if prompt is None else 0
+            pair = [plain_chat(answer[:length] if prompt is None else prompt, answer[length:]) for answer in answers]
+        else:
+            chats, num_given = self._whole(prompt, [check_messages(line[key], key) for key in SIDES])
+            if num_given in map(len, chats):  # one side is the beginning of the other
+                return [NOTHING, NOTHING]
+            pair = [self._rendered(chat, line, num_given=num_given) for chat in chats]
         # A pair is learnt from as one: without something to learn in both, neither is kept.
-        return pair if all(chat.trained for chat in pair) else [replace(chat, trained=()) for chat in pair]
+        return pair if all(chat.trained for chat in pair) else [NOTHING, NOTHING]
+
+    def _whole(self, prompt: Any, sides: Sequence[Messages]) -> tuple[list[Messages], int]:
+        """Returns both chats with their prompt, and the number of its messages. The sides may be whole chats, or
+        answers alone; beside whole chats, a prompt repeats how they begin."""
+        shared = [*map(itemgetter(0), takewhile(lambda both: both[0] == both[1], zip(*sides, strict=False)))]
+        if isinstance(prompt, str):
+            if any(message["role"] == "user" for message in shared):
+                return [*sides], len(shared)
+            given: Messages = [*shared, {"role": "user", "content": prompt}]
+            return [[*given, *side[len(shared) :]] for side in sides], len(given)
+        if prompt is None:
+            return [*sides], len(shared)
+        given = check_messages(prompt, "prompt")
+        if [*shared[: len(given)]] == [*given]:
+            return [*sides], len(shared)
+        return [[*given, *side] for side in sides], len(given)
+
+
+def _length_shared(chosen: str, rejected: str) -> int:
+    """Returns the length of the prompt that both texts begin with: whole words, without the space after them."""
+    length = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)))
+    return len(re.sub(r"\S*$", "", chosen[:length]).rstrip())
 
 
 def chat_reader(source: ChatsSource, where: str, tokenizer: Tokenizer | None) -> ChatReader:
@@ -120,28 +166,6 @@ def chat_reader(source: ChatsSource, where: str, tokenizer: Tokenizer | None) ->
         raise ConfigError([Problem("data.tokenizer", what, fix)])
     reader = PreferenceReader if source.kind == "preferences" else ChatReader
     return reader(source, where, tokenizer)
-
-
-def check_messages(value: Any, key: str) -> Messages:
-    """Returns messages that have roles. Raises ChatError."""
-    if not isinstance(value, list):
-        raise ChatError(f"'{key}' is {type(value).__name__}, not a list of messages", WRITE)
-    if not value:
-        raise ChatError(f"'{key}' has no messages", "write the messages of a chat, or leave the line out")
-    for number, message in enumerate(value):
-        name = f"message {number} of '{key}'"
-        if not isinstance(message, dict):
-            raise ChatError(f"{name} is {type(message).__name__}, not an object", "write {role: ..., content: ...}")
-        role = message.get("role")
-        if role not in ROLES:
-            what = f"{name} has the role '{role}'" if "role" in message else f"{name} has no 'role'"
-            raise ChatError(what, use_one_of(role, ROLES))
-        content = message.get("content")
-        if not isinstance(content, str | list | None):
-            raise ChatError(f"{name} has content that is {type(content).__name__}", "write text, or a list of parts")
-        if content is None and set(message) <= {"role", "content"}:
-            raise ChatError(f"{name} has no 'content'", "write its text under 'content'")
-    return value
 
 
 def _find_template(name: str | None, tokenizer: HuggingFace, where: str) -> tuple[str, str]:

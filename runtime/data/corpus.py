@@ -13,7 +13,7 @@ import shlex
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from threading import Event, Lock
@@ -30,7 +30,7 @@ from meshloom.compiler.sharding.batch import batch_arrays
 
 from ..core.files import blocks_of, in_turn, replace_bytes
 from .chats import how_masked
-from .documents import corpus_parts, num_text_bytes
+from .documents import corpus_parts, num_text_bytes, unread_keys
 from .packing import (
     ConcatenatedSequences,
     PackedSequences,
@@ -82,31 +82,52 @@ def open_corpus(spec: RunSpec, declared: WeightedSource, tokenizer: Tokenizer | 
         arguments = json.dumps(spec.compared_value(f"{where}.arguments", source.arguments), sort_keys=True)
         content = {"kind": "python", "object": source.object, "arguments": arguments, "num_items": num_items}
         return Corpus(*own, sequences, None, -1, content, counted(num_items, "sequence"), tokenizer)
-    store, num_cut = open_store(data, source, where, tokenizer), 0
+    store, num_cut, num_left_out = open_store(data, source, where, tokenizer), 0, 0
     for split in SPLITS:
         stream = TokenStream(store, split, data.held_out_fraction, data.held_out_by)
         if data.packing == "pairs":
             paired = sequences[split] = PairedSequences(stream, length)
             num_cut += paired.num_cut
+            num_left_out += paired.num_left_out
             continue
         pack = ConcatenatedSequences if data.packing == "concatenate" else PackedSequences
         packed = sequences[split] = pack(stream, length, isolate_documents=data.isolate_documents)
         num_cut += num_cut_turns(stream, packed.cuts())
-    content = {"kind": source.kind, "num_tokens": store.num_tokens, "content": store.content}
-    counts = _counts(store, num_cut, length)
+        num_left_out += packed.num_left_out
+    content: dict[str, Any] = {"kind": source.kind, "num_tokens": store.num_tokens, "content": store.content}
+    content |= {"num_left_out": num_left_out} if num_left_out else {}  # the order is another one than with them
+    if num_left_out and not any(map(len, sequences.values())):
+        what = f"sequence_length={length} leaves no answer of {counted(store.num_documents, 'chat')}: prompts fill it"
+        raise ConfigError([Problem(where, what, "raise sequence_length")])
+    counts = _counts(store, data.packing == "pairs", num_cut, num_left_out, length)
     return Corpus(*own, sequences, store.tokenizer, store.largest_token, content, counts, tokenizer)
 
 
-def _counts(store: TokenStore, num_cut: int, length: int) -> str:
-    """Returns the size of a corpus in words. num_cut: turns that go on in another sequence."""
+def _counts(store: TokenStore, has_pairs: bool, num_cut: int, num_left_out: int, length: int) -> str:
+    """Returns the size of a corpus in words. num_cut: turns that go on in another sequence, or documents of pairs that
+    end at their row's end. num_left_out: pairs, or pieces of chats, that have nothing to learn in their sequence."""
     one = "chat" if store.masked_by else "document"
     counts = f"{counted(store.num_documents, one)}, {counted(store.num_tokens, 'token')}"
     if not store.masked_by:
         return counts + (f" ({store.num_empty:,} without text left out)" if store.num_empty else "")
     counts += f", {store.num_trained:,} trained on ({how_masked(store.masked_by)})"
     if store.num_empty:
-        counts += f"; {counted(store.num_empty, 'chat')} without an answer left out"
-    return counts + (f"; {counted(num_cut, 'turn')} cut by sequence_length={length}" if num_cut else "")
+        counts += f"; {left_out_chats(store.num_empty, has_pairs)} left out"
+    if num_cut:
+        counts += f"; {counted(num_cut, 'turn')} cut by sequence_length={length}"
+    if num_left_out:
+        of = "pair" if has_pairs else "piece"
+        counts += f"; {counted(num_left_out, of)} in which sequence_length={length} leaves no answer left out"
+    return counts + (f"; the chat template does not read {' or '.join(store.unread)}" if store.unread else "")
+
+
+def left_out_chats(num_empty: int, has_pairs: bool) -> str:
+    """Returns the number of chats from which nothing can be learnt, in words."""
+    return (
+        f"{counted(num_empty // 2, 'pair')} without two answers that differ"
+        if has_pairs
+        else f"{counted(num_empty, 'chat')} without an answer"
+    )
 
 
 def open_store(data: DataSpec, source: OneSource, where: str, tokenizer: Tokenizer | None) -> TokenStore:
@@ -134,7 +155,7 @@ def open_store(data: DataSpec, source: OneSource, where: str, tokenizer: Tokeniz
             _check_size(total, data, source, where)
             progress.advance(num_bytes)
 
-        store = tokens_in_memory(parts, tokenizer, where, advance)
+        store = replace(tokens_in_memory(parts, tokenizer, where, advance), unread=unread_keys(parts))
     if store.num_documents == 0:
         raise ConfigError([no_documents(source, where)])
     return store
@@ -142,6 +163,8 @@ def open_store(data: DataSpec, source: OneSource, where: str, tokenizer: Tokeniz
 
 def no_documents(source: OneSource, where: str) -> Problem:
     """Returns the problem of a corpus in which all documents are empty."""
+    if source.kind == "preferences":
+        return Problem(where, "has no pairs of two answers that differ", "name files with pairs")
     if source.kind == "chats":
         return Problem(where, "has no chats with an answer", "name files with chats in which an assistant speaks")
     return Problem(where, "has no documents with text", "name files with text in them")

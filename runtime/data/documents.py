@@ -158,13 +158,20 @@ class Document(NamedTuple):
 class CorpusPart:
     """A file of a corpus. read(n): yields its documents from number n on, and a Problem for one that cannot be read.
 
-    num_bytes: the size of the file; 0 if it is not a file. is_plain: that is about the size of its texts.
+    num_bytes: the size of the file; 0 if it is not a file. is_plain: that is about the size of its texts. chats: what
+    reads its chats, the same for all parts.
     """
 
     name: str
     num_bytes: int
     is_plain: bool
     read: Callable[[int], Iterator[Document | Problem]]
+    chats: ChatReader | None = None
+
+
+def unread_keys(parts: Sequence[CorpusPart]) -> tuple[str, ...]:
+    """Returns the keys of the chats that were read from the parts and that their template does not read, in words."""
+    return tuple(dict.fromkeys(key for part in parts if part.chats for key in part.chats.unread))
 
 
 def corpus_parts(source: OneSource, where: str, tokenizer: Tokenizer | None = None) -> list[CorpusPart]:
@@ -188,7 +195,8 @@ def corpus_parts(source: OneSource, where: str, tokenizer: Tokenizer | None = No
     for file in files:
         is_known = file.path is not None or file.num_bytes > 0  # some servers do not say
         is_plain = holds_text and not file.is_compressed and is_known
-        parts.append(CorpusPart(file.name, file.num_bytes, is_plain, partial(_read_file, source, where, file, chats)))
+        read = partial(_read_file, source, where, file, chats)
+        parts.append(CorpusPart(file.name, file.num_bytes, is_plain, read, chats))
     return parts
 
 

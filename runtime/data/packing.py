@@ -61,6 +61,8 @@ class ConcatenatedSequences:
         first = index * self._length
         return self._stream.documents_at(first, first + self._length)
 
+    num_left_out = 0
+
     def cuts(self) -> np.ndarray:
         """Returns the places in the stream where a sequence begins."""
         return np.arange(1, len(self) + 1) * self._length
@@ -73,7 +75,7 @@ class ConcatenatedSequences:
 
 def num_cut_turns(stream: TokenStream, cuts: np.ndarray) -> int:
     """Returns the number of turns to learn that begin in one sequence and end in another. cuts: in order."""
-    starts, stops = stream.turns()
+    starts, stops = stream.turns
     return int(np.sum(np.searchsorted(cuts, stops, "left") > np.searchsorted(cuts, starts, "right")))
 
 
@@ -91,7 +93,13 @@ class PackedSequences:
 
     def __init__(self, stream: TokenStream, length: int, *, isolate_documents: bool):
         self._stream, self._length, self._isolate = stream, length, isolate_documents
-        self._plan = plan_first_fit(stream.document_ends, length)
+        starts, stops = cut_documents(stream.document_ends, length)
+        kept = np.ones(len(starts), bool)
+        if stream.is_masked:  # a piece without a target to learn fills room, and teaches nothing
+            is_cut = ~stream.is_document_end(stops)
+            kept = stream.holds_trained(starts + isolate_documents, stops + is_cut)
+        self.num_left_out = int(np.sum(~kept))
+        self._plan = plan_first_fit(starts[kept], stops[kept], length)
 
     def __len__(self) -> int:
         return len(self._plan.firsts) - 1
@@ -128,15 +136,15 @@ class PackedSequences:
     @property
     def fill(self) -> float:
         """Returns the share of positions that hold a token."""
-        return len(self._stream) / (len(self) * self._length) if len(self) else 0.0
+        held = int(np.sum(self._plan.stops - self._plan.starts))
+        return held / (len(self) * self._length) if len(self) else 0.0
 
 
-def plan_first_fit(document_ends: np.ndarray, length: int) -> PackingPlan:
-    """Plans sequences: documents in order, cut into pieces of at most `length`, each in the first sequence with room.
+def plan_first_fit(starts: np.ndarray, stops: np.ndarray, length: int) -> PackingPlan:
+    """Plans sequences: pieces of at most `length` tokens in order, each in the first sequence with room.
 
-    document_ends: int64, places in the stream. Takes O(log n) for each piece.
+    starts, stops: int64, places in the stream. Takes O(log n) for each piece.
     """
-    starts, stops = _cut(document_ends, length)
     row_of = _first_fit((stops - starts).tolist(), length)
     order = np.argsort(row_of, kind="stable")
     num_rows = int(row_of.max()) + 1 if len(row_of) else 0
@@ -144,7 +152,7 @@ def plan_first_fit(document_ends: np.ndarray, length: int) -> PackingPlan:
     return PackingPlan(starts[order], stops[order], firsts)
 
 
-def _cut(document_ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+def cut_documents(document_ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the start and stop of each piece: documents of up to `length` tokens are whole, longer ones are cut."""
     sizes = np.diff(document_ends, prepend=0)
     num_pieces = -(-sizes // length)
@@ -198,19 +206,26 @@ def _documents(lengths: np.ndarray, length: int) -> PackedSequence:
 
 
 class PairedSequences:
-    """The documents of a split, each a row that is padded, or cut at its end. reference: the log-probability of each
-    row by a reference model, float32; None until it is known."""
+    """The documents of a split, each a row that is padded, or cut at its end. A pair is left out if a cut leaves one of
+    its rows without a target to learn. reference: the log-probability of each row by a reference model, float32; None
+    until it is known."""
 
     def __init__(self, stream: TokenStream, length: int):
         self._stream, self._length = stream, length
+        stops = stream.document_ends
+        starts = np.concatenate([np.zeros(1, np.int64), stops[:-1]])[: len(stops)]
+        is_learnt = stream.holds_trained(starts + 1, np.minimum(stops, starts + length + 1))
+        kept = np.repeat(is_learnt.reshape(-1, PAIR).all(axis=1), PAIR)
+        self.num_left_out = int(np.sum(~kept)) // PAIR
+        self._starts, self._stops = starts[kept], stops[kept]
         self.reference: np.ndarray | None = None
 
     def __len__(self) -> int:
-        return len(self._stream.document_ends)
+        return len(self._starts)
 
     def __getitem__(self, index: int) -> PackedSequence:
-        start, stop = self._span(index)
-        tokens = self._stream.read(start, min(stop, start + self._length + 1))
+        start = int(self._starts[index])
+        tokens = self._stream.read(start, min(int(self._stops[index]), start + self._length + 1))
         inputs, targets = np.full(self._length, PADDING, np.int32), np.full(self._length, PADDING_TARGET, np.int32)
         inputs[: len(tokens) - 1] = tokens[:-1]
         targets[: len(tokens) - 1] = self._stream.targets(tokens[1:], start + 1)
@@ -219,25 +234,18 @@ class PairedSequences:
 
     def documents(self, index: int) -> tuple[int, ...]:
         """Returns the document of a row, by its number in the corpus."""
-        return self._stream.documents_at(*self._span(index))
+        return self._stream.documents_at(int(self._starts[index]), int(self._stops[index]))
 
     @property
     def num_cut(self) -> int:
         """Returns the number of documents that are longer than a row and the target of its last token."""
-        return int(np.sum(self._sizes() > self._length + 1))
+        return int(np.sum(self._stops - self._starts > self._length + 1))
 
     @property
     def fill(self) -> float:
         """Returns the share of positions that hold a token."""
-        held = np.minimum(self._sizes() - 1, self._length)
+        held = np.minimum(self._stops - self._starts - 1, self._length)
         return float(held.sum()) / (held.size * self._length) if held.size else 0.0
-
-    def _span(self, index: int) -> tuple[int, int]:
-        ends = self._stream.document_ends
-        return int(ends[index - 1]) if index else 0, int(ends[index])
-
-    def _sizes(self) -> np.ndarray:
-        return np.diff(self._stream.document_ends, prepend=0)
 
 
 class PairsOf:

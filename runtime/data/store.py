@@ -13,6 +13,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -52,7 +53,7 @@ class Shard:
 class TokenStore:
     """A corpus in tokens. content: a hash of all of it. largest_token: -1 if there are no tokens. num_empty: documents
     without text, or chats without an answer, which were left out. masked_by: how it was found which tokens to learn
-    (chat_template.py); empty: all are learnt."""
+    (chat_template.py); empty: all are learnt. unread: keys of chats that their template does not read, in words."""
 
     shards: tuple[Shard, ...]
     tokenizer: TokenizerIdentity
@@ -60,6 +61,7 @@ class TokenStore:
     largest_token: int
     num_empty: int = 0
     masked_by: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
     @property
     def num_trained(self) -> int:
@@ -131,6 +133,20 @@ class TokenStream:
         is_trained = [self._gather(self._masks, place, place + 1, bool)[0] for place in places.tolist()]
         return np.where(is_trained, tokens, IGNORED_TARGET) if is_trained else tokens
 
+    @property
+    def is_masked(self) -> bool:
+        """Returns True if not all tokens are to be learnt."""
+        return bool(self._masks)
+
+    def holds_trained(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """Returns a mask of the stretches that hold a token to learn. starts, stops: places in the stream."""
+        if not self._masks:
+            return starts < stops
+        begins, ends = self.turns
+        first = np.searchsorted(ends, starts, "right")  # the first turn that ends after the start
+        return np.append(begins, len(self))[first] < stops
+
+    @cached_property
     def turns(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns where each stretch of tokens that are to be learnt starts and stops, within a document. Empty if all
         are."""

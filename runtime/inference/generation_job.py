@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
@@ -25,8 +25,9 @@ from meshloom.compiler.plan import Plan
 from meshloom.compiler.step.decode import check_generates
 
 from ..core.inputs import find_file, problem_of_file, records, text_lines
-from ..data.chat_template import ChatError, ChatTemplate, Messages
-from ..data.chats import chat_reader, check_messages
+from ..data.chat_template import ChatError, Messages
+from ..data.chats import ChatReader, chat_reader
+from ..data.messages import check_messages
 from ..data.store import read_index
 from ..data.tokenize import chat_tokens
 from ..data.tokenizers import Bytes, HuggingFace, SentencePiece, Tokenizer, open_tokenizer
@@ -89,6 +90,8 @@ def prepare_generation(
         for problem in problems_of_prompt(prompt, plan.model.max_length, known, each.where)
     )
     is_chat = any(not isinstance(each.content, str) for each in given)
+    if is_chat and maker.chats.unread:
+        warn(f"the chat template does not read {' or '.join(maker.chats.unread)}")
     return GenerationJob(start_session(spec, warn), tokenizer, prompts, maker.ends(is_chat=is_chat))
 
 
@@ -120,10 +123,12 @@ def tokenizer_of(data: DataSpec) -> Tokenizer:
 
 @dataclass(frozen=True)
 class DeclaredPrompt:
-    """A prompt as it was given. where: its place, for messages. content: a text, or the messages of a chat."""
+    """A prompt as it was given. where: its place, for messages. content: a text, or the messages of a chat. record: its
+    line, with what a template may want besides."""
 
     where: str
     content: str | Messages
+    record: Mapping[str, Any] = field(default_factory=dict)
 
 
 def declared_prompts(settings: GenerateSpec) -> list[DeclaredPrompt]:
@@ -150,7 +155,7 @@ def _read_prompts(place: str) -> list[DeclaredPrompt]:
         if file.is_named_json or file.is_table:
             for each, record in records(file, where):
                 try:
-                    found.append(DeclaredPrompt(each, _content_of(record)))
+                    found.append(_prompt_of(each, record))
                 except ChatError as error:
                     problems.append(Problem(each, error.what, error.fix))
                 except ConfigError as error:
@@ -169,18 +174,18 @@ def _read_prompts(place: str) -> list[DeclaredPrompt]:
     return found
 
 
-def _content_of(record: Mapping[str, Any] | Problem) -> str | Messages:
+def _prompt_of(where: str, record: Mapping[str, Any] | Problem) -> DeclaredPrompt:
     """Returns the prompt of a record. Raises ConfigError for a line that is not JSON, ChatError for a record without a
     prompt."""
     if isinstance(record, Problem):
         raise ConfigError([record])
-    if "messages" in record:
-        return check_messages(record["messages"], "messages")
-    if "prompt" not in record:
+    key = next((key for key in ("messages", "prompt") if key in record), None)
+    if key is None:
         there = ", ".join(map(str, record)) or "no keys"
         raise ChatError("has no key 'prompt', and no 'messages'", f'write {{"prompt": "..."}}; it has {there}')
-    prompt = record["prompt"]
-    return prompt if isinstance(prompt, str) else check_messages(prompt, "prompt")
+    if key == "prompt" and isinstance(record[key], str):
+        return DeclaredPrompt(where, record[key])
+    return DeclaredPrompt(where, check_messages(record[key], key), record)
 
 
 @dataclass
@@ -196,7 +201,7 @@ class PromptMaker:
     def of(cls, spec: RunSpec, tokenizer: Tokenizer) -> Self:
         """Returns what makes the prompts of a declaration's weights."""
         is_of_published = is_published(spec.checkpoint.weights_from or "")
-        return cls(tokenizer, spec, has_start=is_of_published or spec.data.source.kind == "chats")
+        return cls(tokenizer, spec, has_start=is_of_published or isinstance(spec.data.source, ChatsSource))
 
     def make(self, given: DeclaredPrompt) -> Prompt:
         """Returns a prompt with its tokens. An empty one begins a document: it is the end of the one before. Raises
@@ -207,7 +212,7 @@ class PromptMaker:
             whole = (*start, *map(int, tokens))
             return Prompt(given.content, whole or (self.tokenizer.identity.end_of_document,))
         try:
-            chat = self.template.opening(given.content)
+            chat = self.chats.template.opening(given.content, self.chats.extra(given.record))
             assert isinstance(self.tokenizer, HuggingFace)
             ((tokens, _),) = chat_tokens(self.tokenizer).encode([chat])
         except ChatError as error:
@@ -224,18 +229,18 @@ class PromptMaker:
         return frozenset(ends)
 
     @cached_property
-    def template(self) -> ChatTemplate:
-        """Returns the chat template that the declaration chooses. Raises ConfigError where there is none."""
+    def chats(self) -> ChatReader:
+        """Returns what writes chats by the template that the declaration chooses."""
         source, where = self.spec.data.source, "data.source"
-        if source.kind != "chats":
+        if not isinstance(source, ChatsSource):
             source = ChatsSource(kind="chats", paths=("-",), template=None, variables={}, date=None)
-        return chat_reader(source, where, self.tokenizer).template
+        return chat_reader(source, where, self.tokenizer)
 
     def _ends_of_answers(self) -> set[int]:
         assert isinstance(self.tokenizer, HuggingFace)
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
-            ((tokens, trained),) = chat_tokens(self.tokenizer).encode([self.template.chat(messages, {})])
+            ((tokens, trained),) = chat_tokens(self.tokenizer).encode([self.chats.template.chat(messages, {})])
         except ChatError:  # a template that refuses such a chat
             return set()
         learnt = [int(token) for token, is_learnt in zip(tokens, trained, strict=True) if is_learnt]

@@ -12,7 +12,7 @@ from meshloom.compiler.sharding.batch import batch_arrays
 from meshloom.models import IGNORED_TARGET, PADDING_TARGET
 from meshloom.runtime.data import open_data
 from meshloom.runtime.data.batches import BatchSource, converted_state
-from meshloom.runtime.data.packing import ConcatenatedSequences, PackedSequences, plan_first_fit
+from meshloom.runtime.data.packing import ConcatenatedSequences, PackedSequences, cut_documents, plan_first_fit
 from meshloom.runtime.data.splits import describe_documents
 from meshloom.runtime.data.store import Shard, TokenStore, TokenStream, name_hash
 from meshloom.runtime.data.tokenizers import Bytes, TokenizerIdentity
@@ -179,7 +179,7 @@ def test_first_fit_is_that_of_a_brute_force_packer(isolate, seed):
 
 def test_first_fit_of_more_rows_than_its_first_tree_holds():
     sizes = np.random.default_rng(0).integers(1, 9, 6000)
-    plan = plan_first_fit(np.cumsum(sizes), 8)
+    plan = plan_first_fit(*cut_documents(np.cumsum(sizes), 8), 8)
     room, rows = [8] * 6000, []
     for size in sizes.tolist():
         row = next(i for i, left in enumerate(room) if left >= size)

@@ -409,7 +409,7 @@ def test_a_pair_in_which_one_answer_has_nothing_to_learn_is_left_out_whole(path,
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[3]["rejected"][0]["content"] = ""
     data = open_data(declared(folder, write_lines(tmp_path / "one.jsonl", *lines), "data.held_out_fraction=0"))
-    assert "2 chats without an answer left out" in data.summary
+    assert "1 pair without two answers that differ left out" in data.summary
     assert sum(map(len, data.pairs)) == 2 * (NUM_PAIRS - 1)
 
 
@@ -431,14 +431,14 @@ def test_data_and_objective_fit_together(folder, path, name):
 
 
 def test_a_line_that_is_no_pair_is_named(folder, tmp_path):
-    lines = [{"prompt": "a", "chosen": "b"}, {"chosen": turns("a", "b"), "rejected": turns("a", "b")}]
+    lines = [{"prompt": "a", "chosen": "b"}, {"chosen": turns("a", "b"), "rejected": "c"}]
     with pytest.raises(ConfigError) as error:
         open_data(declared(folder, write_lines(tmp_path / "wrong.jsonl", *lines)))
     first, second = error.value.problems
     assert first.where.endswith("wrong.jsonl:1")
     assert "has no key 'rejected'" in first.what
     assert second.where.endswith("wrong.jsonl:2")
-    assert "is the rejected one" in second.what
+    assert "'rejected' is str, not a list of messages" in second.what
 
 
 def test_pairs_are_shown_both_and_not_written_as_documents(folder, path, tmp_path, capsys):

@@ -153,7 +153,18 @@ def test_a_file_of_prompts_and_chats(tmp_path):
     file = tmp_path / "some.jsonl"
     file.write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps({"messages": CHAT}) + "\n")
     found = declared_prompts(spec_of(f"generate.prompts={file}").generate)
-    assert found == [DeclaredPrompt(f"{file}:1", "a"), DeclaredPrompt(f"{file}:2", CHAT)]
+    assert found == [DeclaredPrompt(f"{file}:1", "a"), DeclaredPrompt(f"{file}:2", CHAT, {"messages": CHAT})]
+
+
+def test_tools_of_a_prompt_reach_the_template(folder, tmp_path):
+    file, template = tmp_path / "some.jsonl", tmp_path / "tools.jinja"
+    file.write_text(json.dumps({"messages": CHAT, "tools": '[{"name": "search"}]'}) + "\n")
+    template.write_text("{{ tools[0].name }}" + TAGGED["chatml"])
+    for more, begin in (((), ""), ((f"data.source.template={template}",), "search")):
+        maker = maker_of(folder, "data=chats", "data.source.paths=[a]", f"generate.prompts={file}", *more)
+        (given,) = declared_prompts(maker.spec.generate)
+        assert maker.make(given).text.partition("<|im_start|>")[0] == begin
+        assert maker.chats.unread == (() if begin else ("'tools'",))
 
 
 @pytest.mark.parametrize(("name", "compress"), [("some.txt", bytes), ("some.txt.gz", gzip.compress)])
