@@ -111,10 +111,17 @@ class AdamWConfig(LibraryOptimizer):
     b1: Fraction
     b2: Fraction
     epsilon: PositiveFloat
+    first_moment_dtype: FloatType | None  # None: as moment_dtype
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        return self._check_moments_move(b1=self.b1, b2=self.b2)
+        if self.first_moment_dtype is None:
+            return self._check_moments_move(b1=self.b1, b2=self.b2)
+        self._check_moments_move(b2=self.b2)
+        if self.first_moment_dtype == "bfloat16" and self.b1 > _SLOWEST_BFLOAT16_DECAY:
+            what = f"{self.b1} moves a moment by less than bfloat16 can represent"
+            raise mistake(what, "set optimizer.first_moment_dtype=float32, or a smaller optimizer.b1", "b1")
+        return self
 
 
 class LionConfig(LibraryOptimizer):

@@ -91,7 +91,7 @@ def transformation_of(config: LibraryOptimizer, setting: Setting) -> optax.Gradi
     match config:
         case AdamWConfig():
             adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.epsilon)
-            directions = [stored_in(adam, config.moment_dtype)]
+            directions = [stored_in(adam, config.moment_dtype, config.first_moment_dtype)]
         case LionConfig():
             directions = [stored_in(optax.scale_by_lion(b1=config.b1, b2=config.b2), config.moment_dtype)]
         case SgdConfig():
@@ -181,18 +181,22 @@ def _is_in_muon(kind: Any) -> bool:
     return kind.is_in_stack and len(kind.groups) == 2
 
 
-def stored_in(moments: optax.GradientTransformation, dtype: FloatType) -> optax.GradientTransformation:
-    """Returns the transformation with its state stored in `dtype` between steps and computed in float32."""
+def stored_in(
+    moments: optax.GradientTransformation, dtype: FloatType, first: FloatType | None = None
+) -> optax.GradientTransformation:
+    """Returns the transformation with its state stored in `dtype` between steps and computed in float32. first: the
+    type of Adam's first moments; None: as the others."""
 
-    def cast(state: Any, dtype: Any) -> Any:
+    def cast(state: Any, dtype: Any, first: Any = None) -> Any:
         is_moment = lambda x: jnp.ndim(x) > 0 and jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
-        return jax.tree.map(lambda x: x.astype(dtype) if is_moment(x) else x, state)
+        stored = jax.tree.map(lambda x: x.astype(dtype) if is_moment(x) else x, state)
+        return stored if first is None else stored._replace(mu=jax.tree.map(lambda x: x.astype(first), state.mu))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         updates, state = moments.update(updates, cast(state, jnp.float32), params)
-        return updates, cast(state, dtype)
+        return updates, cast(state, dtype, first)
 
-    return optax.GradientTransformation(lambda params: cast(moments.init(params), dtype), update)
+    return optax.GradientTransformation(lambda params: cast(moments.init(params), dtype, first), update)
 
 
 def each_layer(whole: optax.GradientTransformation, kinds: Any) -> optax.GradientTransformation:

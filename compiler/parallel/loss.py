@@ -16,6 +16,7 @@ from meshloom.models import Aux
 from meshloom.models.config import divisors
 from meshloom.models.loss import Head, VocabChunks, sum_losses
 
+from ..core.errors import Problem, raise_if_any, use_one_of
 from ..core.format import human_bytes
 from ..sharding.arrays import OpSite
 from .operation import Lowered, OpInputs, OpPlan, ParallelOp, Refusal, Strategy
@@ -45,10 +46,16 @@ class LossOp(ParallelOp):
         # Logits that come in shards of their length are not regrouped.
         length = inputs.batch.length_of_device
         most_chunks = length // shards.get("sequence_parallel_length", 1)
-        fitting = (n for n in divisors(most_chunks) if length // n * per_token <= most)
-        num_chunks = next(fitting, most_chunks)
         logits = f"float32 logits of {human_bytes(length * per_token)}"
-        limit = f"loss.max_logits_bytes and max_logits_share allow {human_bytes(int(most))}"
+        if spec.loss.num_chunks is not None:
+            num_chunks, limit = spec.loss.num_chunks, f"loss.num_chunks={spec.loss.num_chunks}"
+            if most_chunks % num_chunks:
+                what = f"does not divide the {most_chunks} tokens of a sequence that a device has"
+                raise_if_any([Problem("loss.num_chunks", what, use_one_of(num_chunks, _near(most_chunks, num_chunks)))])
+        else:
+            fitting = (n for n in divisors(most_chunks) if length // n * per_token <= most)
+            num_chunks = next(fitting, most_chunks)
+            limit = f"loss.max_logits_bytes and max_logits_share allow {human_bytes(int(most))}"
         what, reason = f"in {num_chunks} chunks of tokens", f"{logits}, {limit}"
         chunked = Strategy(SEQUENCE_CHUNKS, what, num_chunks, reason=reason, num_trips=num_chunks)
         refusal = Refusal(f"{logits} are held at once, and {limit}") if num_chunks > 1 else None
@@ -61,6 +68,12 @@ class LossOp(ParallelOp):
     def scope(self, plan: OpPlan) -> str | None:
         """Returns None: its operations have the names of the head."""
         return None
+
+
+def _near(number: int, wanted: int) -> list[str]:
+    """Returns the divisors of a number around another number, two on each side."""
+    below, above = ([n for n in divisors(number) if (n < wanted) == is_below] for is_below in (True, False))
+    return [str(n) for n in (*below[-2:], *above[:2])]
 
 
 def sum_losses_in_blocks(

@@ -106,6 +106,7 @@ class LossSpec(Config):
     # Float32 logits held at once per device are limited to the larger of the two; the head runs on chunks of that size.
     max_logits_bytes: NumBytes
     max_logits_share: Fraction  # of a device's memory
+    num_chunks: PositiveInt | None  # chunks of tokens, one after the other; None: as few as the two allow
 
 
 class MoeSpec(Config):

@@ -389,7 +389,7 @@ def _spec_of(point: TracePoint) -> PlanSpec:
     length = base.sequence_length // math.prod(sizes[axis] for axis in roles.length)
     tokens = point.sequences_of_device * length
     limit = max(1, -(-tokens * base.model.vocab_size * 4 // split // point.num_loss_chunks))
-    loss = base.loss.model_copy(update={"max_logits_bytes": limit, "max_logits_share": 0.0})
+    loss = base.loss.model_copy(update={"max_logits_bytes": limit, "max_logits_share": 0.0, "num_chunks": None})
     pipeline = base.pipeline.model_copy(update={"head": staged.head.place} if staged else {})
     if staged and pipeline.layers == "balanced":
         pipeline = pipeline.model_copy(update={"layers": staged.layers.totals})

@@ -31,7 +31,8 @@ class Command:
     takes overrides too. Such a command is called with its Words; any other is called with the request and Hydra's
     flags, and returns the exit code. opens_weights: its first word is a run or a folder of published weights, which the
     overrides change. joins_processes: it may run in several processes, which stop together. flags: its own flags,
-    besides those of Hydra. section: the section of the config whose keys it takes without its name."""
+    besides those of Hydra. section: the section of the config whose keys it takes without its name. takes_any_words:
+    what is not a flag of its own is not read here, as a whole command of another tool."""
 
     name: str
     description: str
@@ -42,6 +43,7 @@ class Command:
     joins_processes: bool = False
     flags: tuple[Flag, ...] = ()
     section: str = ""
+    takes_any_words: bool = False
 
     @property
     def line(self) -> str:
@@ -111,6 +113,29 @@ timeline.json and report.html; `meshloom diff` compares two such directories.
             Flag("--json", "print report.json instead of the summary"),
             Flag("--config-dir", "your own configs: targets, calibrations", "DIR"),
         ),
+    ),
+    Command(
+        "import",
+        "turn a MaxText, torchtitan or Megatron run into overrides",
+        "import_peer:import_command",
+        """\
+Reads what declares a run of another trainer, and prints the same run as
+overrides of Meshloom. TRAINER is maxtext. What follows is one of
+
+  FILE      its own config (yml), a script with the command, or a manifest
+            of Kubernetes; KEY=VALUE words after it replace its keys
+  COMMAND   the command itself, in quotes or as it is
+  KEY=VALUE its keys alone
+
+target=NAME names the chips, where nothing else does. Each key has an override,
+is named as without effect here, or is an error with what is missing.
+""",
+        "TRAINER FILE|COMMAND...",
+        flags=(
+            Flag("--write", "a script, or an option of your own configs: DIR/experiment/NAME.yaml", "FILE"),
+            Flag("--json", "print overrides, keys without effect and notes as one JSON object"),
+        ),
+        takes_any_words=True,
     ),
     Command(
         "diff",

@@ -21,11 +21,13 @@ _OVERRIDE = re.compile(r"(\+{0,2}[A-Za-z_][\w./@]*=|~[A-Za-z_])")
 
 @dataclass(frozen=True)
 class Words:
-    """flags: the given flags with their values; the value is "" for a flag that takes none. overrides: as typed."""
+    """flags: the given flags with their values; the value is "" for a flag that takes none. overrides: as typed. texts:
+    all but the flags as typed, of a command that takes any words."""
 
     paths: tuple[Path, ...]
     flags: Mapping[str, str]
     overrides: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
 
 
 def run_words(command: Command, args: Sequence[str]) -> int:
@@ -75,7 +77,7 @@ def parse_words(command: Command, args: Sequence[str]) -> Words:
     parsed, rest = parser.parse_known_args(words)
     given = vars(parsed)
     for word in rest:
-        if word.startswith("-"):
+        if word.startswith("-") and not command.takes_any_words:
             name = word.partition("=")[0]
             problems.append(no_flag(name, f"{use_one_of(name, [*flags, *HELP])}, or ./{word} for a path"))
     for flag in command.flags:
@@ -93,4 +95,4 @@ def parse_words(command: Command, args: Sequence[str]) -> Words:
         problems.append(Problem(COMMAND_LINE, what, f"type: {command.line}"))
     if problems:
         raise ConfigError(problems)
-    return Words(paths, given, overrides)
+    return Words(paths, given, overrides, tuple(rest))

@@ -1,0 +1,65 @@
+"""Parts of a declaration that several peers have: what is saved for the backward pass, and values of a section."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .reading import PeerReading, option_values
+
+
+def put_remat(reading: PeerReading, choices: Mapping[str, str], because: str) -> None:
+    """Puts the simplest policy that saves and offloads these activations; a layer's input is saved without being
+    named."""
+    named = {name: choice for name, choice in choices.items() if (name, choice) != ("layer_input", "save")}
+    if not named:
+        reading.put("remat=full", because)
+    elif len(set(named.values())) > 1:
+        reading.put("remat=by_name", because)
+        pairs = option_values("remat", "by_name")["choices"]  # which a mapping on the command line adds to
+        pairs = dict.fromkeys(pairs, "recompute") | {"layer_input": "save"} | named
+        reading.put(f"remat.choices={{{', '.join(f'{name}: {choice}' for name, choice in pairs.items())}}}", because)
+    else:
+        reading.put("remat=offload" if "offload" in named.values() else "remat=save_names", because)
+        reading.put(f"remat.names=[{','.join(named)}]", because)
+
+
+def put_values(reading: PeerReading, section: str, option: str, values: Mapping[str, tuple[Any, str]]) -> None:
+    """Puts the values that differ from those of our config file. values: with the peer's key of each."""
+    ours = option_values(section, option)
+    for key, (value, because) in values.items():
+        written = "null" if value == "null" else f"{value:g}"
+        default = ours.get(key)
+        if written != ("null" if default is None else f"{default:g}"):
+            reading.put(f"{section}.{key}={written}", reading.said(because))
+
+
+def put_flags(reading: PeerReading, flags: Sequence[str], is_gpu: bool) -> None:
+    """Puts XLA's flags as compiler options, instead of the chip's preset. A flag that dumps, or is for a runtime, has
+    no effect on a program."""
+    options: dict[str, str] = {}
+    left: list[str] = []
+    for flag in flags:
+        name, _, value = flag.lstrip("-").partition("=")
+        value = value.strip("'\"")
+        if not name.startswith("xla_") or "dump" in name or _OF_A_PLACE.search(name):
+            left.append(name)
+        elif value:  # XLA itself reads an empty value as its default
+            options[name] = value.lower() if value.lower() in ("true", "false") else value
+    if left:
+        reading.notes.append(f"flags without effect on a program: {', '.join(dict.fromkeys(left))}")
+    other = "xla_tpu" if is_gpu else "xla_gpu"
+    for name in [name for name in options if name.startswith(other)]:
+        reading.notes.append(f"{name}: not of this target's compiler; left out")
+        del options[name]
+    if options:
+        because = "LIBTPU_INIT_ARGS" if not is_gpu else "XLA_FLAGS"
+        shown = ", ".join(f"{name}: {_quoted(value)}" for name, value in options.items())
+        reading.put("overlap.flag_presets=[]", because)
+        reading.put(f"compiler_options={{{shown}}}", because)
+
+
+_OF_A_PLACE = re.compile(r"_(path|dir|file|to)$")
+
+
+def _quoted(value: str) -> str:
+    return value if re.fullmatch(r"[\w.+-]+", value) else f"'{value}'"
