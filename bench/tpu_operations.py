@@ -7,7 +7,6 @@ profile counts, other fusions as passes over all of their operands, reduce-scatt
 """
 
 import csv
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -17,6 +16,7 @@ from typing import NamedTuple, cast
 from meshloom.compiler.analysis.schedule_analysis import chip_of
 from meshloom.compiler.core.traffic import CollectiveKind
 from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.profile.op_table import SENDS, as_part, line_program
 from meshloom.compiler.spec.cost_model import cost_model
 from meshloom.compiler.target.device_links import link_of_devices
 from meshloom.compiler.target.links import collective_seconds
@@ -33,11 +33,6 @@ COLLECTIVES: dict[str, CollectiveKind] = {
 }
 PASSES = ("broadcast", "data formatting", "dynamic-update-slice", "loop fusion", "non-fusion elementwise")
 ACROSS = "across two slices"  # the groups of a collective: pairs of devices at the same place in each
-_TYPED = re.compile(r"((?:\w+\[[\d,]*\](?:\{[^}]*\})?))\s+%([\w.\-]+)")
-_SLICED = re.compile(
-    r"s32\[\]\{:T\(128\)(?:S\(6\))?\} %"
-)  # the place of a layer in a stack, of which the rest is not read
-_SENDS = re.compile(r"u32\[\]\{:S\(2\)\}")  # the state of a transfer that a matmul goes on with
 
 
 class Operation(NamedTuple):
@@ -92,7 +87,7 @@ def _alone(row: dict[str, str]) -> Operation:
 
 
 def _of_text(text: str, name: str) -> float:
-    module = parse_module(alone(text))
+    module = parse_module(line_program(text))
     entry = module.entry_computation
     price = price_instruction(entry.root, entry, module, chip_of(_target(name)))
     assert price is not None
@@ -108,41 +103,20 @@ def _of_step(row: dict[str, str]) -> Iterator[Operation]:
         return
     if category == "convolution fusion":
         flops = float(row["gflops_of_core"]) * 2e9 * measured
-        sends = _SENDS.search(text.partition(" fusion(")[0]) is not None
+        sends = SENDS.search(text.partition(" fusion(")[0]) is not None
         price = flops / (chip.peak_flops_per_second["bfloat16"] * chip.matmul_share) + cost_model().matmul_seconds
         kind, price = ("matmul that sends", price * cost_model().sending_matmul) if sends else ("matmul", price)
         yield Operation("v5p", kind, f"{flops / 1e9:.0f} GFLOP", measured, price)
-    elif category in PASSES and (part := _as_part(text)) is not None:
+    elif category in PASSES and (part := as_part(text)) is not None:
         kind = "update inside tiles" if category == "dynamic-update-slice" else "pass over memory"
         yield Operation(
             "v5p", kind, text.partition(" = ")[2].partition("}")[0] + "}", measured, _of_text(part, "v5p-8")
         )
     elif (kind := COLLECTIVES.get(category)) is not None:
-        entry = parse_module(alone(text)).entry_computation
+        entry = parse_module(line_program(text)).entry_computation
         size = max(entry.root.num_bytes, *(each.num_bytes for each in entry.parameters))
         size = size * 4 if kind == "all-to-all" else size
         yield Operation("v5p", kind, f"{size / 1e6:.0f} MB", measured, collective("v5p-8", kind, size))
-
-
-def _as_part(text: str) -> str | None:
-    """Returns a fusion that only slices a stack or updates it as this slice or update; None for others that read a part
-    of a stack, since the text does not say which."""
-    head, is_fusion, rest = text.partition(" fusion(")
-    if not is_fusion or not _SLICED.search(text):
-        return text
-    result = head.partition(" = ")[2]
-    match _TYPED.findall(rest.partition("), kind=")[0]):
-        case [(stack, name), (place, at)] if _rank(stack) == _rank(result):
-            return f"{head} dynamic-slice({stack} %{name}, {place} %{at})"
-        case [(stack, name), (place, at), (update, new)] if stack == result and _rank(update) == _rank(stack):
-            return f"{head} dynamic-update-slice({stack} %{name}, {update} %{new}, {place} %{at})"
-        case _:
-            return None
-
-
-def _rank(kind: str) -> tuple[str, int]:
-    """Returns the type of an array's elements and the number of its dimensions."""
-    return kind.partition("[")[0], kind.partition("]")[0].count(",")
 
 
 def collective(name: str, kind: CollectiveKind, num_bytes: float, groups: Sequence[tuple[int, ...]] = ()) -> float:
@@ -154,16 +128,6 @@ def collective(name: str, kind: CollectiveKind, num_bytes: float, groups: Sequen
     seconds = collective_seconds(kind, num_bytes, link.group_size, link)
     assert seconds is not None
     return seconds
-
-
-def alone(text: str) -> str:
-    """Returns a program of one operation, without the computation that it calls: `%a = T op(U %b), calls=%c`."""
-    head, _, _ = re.sub(r", calls=%[\w.\-]+|/\*[^*]*\*/", "", text).partition(", metadata=")
-    name, _, rest = head.partition(" = ")
-    operands = {operand: kind for kind, operand in _TYPED.findall(rest)}
-    lines = [f"  %{operand} = {kind} parameter({n})" for n, (operand, kind) in enumerate(operands.items())]
-    return "\n".join(["HloModule m, is_scheduled=true, num_partitions=4", "", "ENTRY %main () -> f32[] {", *lines,
-                      f"  ROOT {name} = {rest}", "}", ""])  # fmt: skip
 
 
 if __name__ == "__main__":

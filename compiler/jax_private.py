@@ -7,6 +7,8 @@ If a release drops a name:
       _dot_product_attention_bwd_p_wrapper           gradient of a part of the keys: no steps for absent GPUs
     _splash_attention_bwd_dq,                      the gradient of `splash_attention_kernel.SplashAttentionKernel`, of
       _splash_attention_bwd_dkv                      all keys at once: no ring, and no gathered keys, on TPUs
+    jaxlib._hlo: HloModule.from_serialized_...     the text beside a profile or a dump: neither has a
+      hlo_module_proto, to_string                    program that is read out of its protocol buffer
     args_res                                       `jax.vjp` of a function that takes the weights as arguments, and
                                                      `jax.checkpoint` around it: a layer's forward pass runs again
 """
@@ -20,6 +22,7 @@ from .core.kernels import Deferred
 cudnn: Any = fused_attention_stablehlo  # without types
 cudnn_forward_p: Any = cudnn._dot_product_attention_fwd_p_wrapper
 cudnn_backward_p: Any = cudnn._dot_product_attention_bwd_p_wrapper
+hlo_library: Any = Deferred("jaxlib._hlo")
 splash: Any = Deferred("jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel")
 
 

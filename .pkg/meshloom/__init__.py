@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from meshloom.runtime.api.compiled import CompiledStep, Report, compile, report
     from meshloom.runtime.api.declared import Explanation, Plan, compose, explain, plan
     from meshloom.runtime.api.inspected import Inspection, inspect
+    from meshloom.runtime.api.judged import Judgement, inspect_profile
     from meshloom.runtime.api.trained import TrainedRun, evaluate, generate, train
     from meshloom.runtime.core.failures import RunFailed
     from meshloom.runtime.inference.evaluate import Evaluation
@@ -37,6 +38,7 @@ __all__ = [
     "Evaluation",
     "Explanation",
     "Inspection",
+    "Judgement",
     "Metrics",
     "Plan",
     "Problem",
@@ -52,6 +54,7 @@ __all__ = [
     "explain",
     "generate",
     "inspect",
+    "inspect_profile",
     "plan",
     "report",
     "train",
@@ -62,6 +65,7 @@ _PLACES = {  # of the names above; a module is imported when one of its names is
     "runtime.api.compiled": ("CompiledStep", "Report", "compile", "report"),
     "runtime.api.declared": ("Explanation", "Plan", "compose", "explain", "plan"),
     "runtime.api.inspected": ("Inspection", "inspect"),
+    "runtime.api.judged": ("Judgement", "inspect_profile"),
     "runtime.api.trained": ("TrainedRun", "evaluate", "generate", "train"),
     "runtime.core.failures": ("RunFailed",),
     "runtime.inference.evaluate": ("Evaluation",),

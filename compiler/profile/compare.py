@@ -8,7 +8,8 @@ factor.
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -17,13 +18,14 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 from meshloom.models.record import Record
 
 from ..core.errors import ConfigError, Problem
-from ..core.format import counted, human_names
+from ..core.format import counted, human_names, human_seconds
 from ..core.known import OrUnknown, Reasoned, Unknown, each_known, known
 from ..core.traffic import ComputeKind, LinkKind, TransferKind
 from ..schema import total
 from ..spec.calibration_spec import CalibratedLink, Calibration, LinkCalibration
+from .op_table import OpRow
 from .prediction import PredictedCollective, Prediction
-from .trace import Account, Execution, Roles, Trace, account, roles_of
+from .trace import Account, Execution, Platform, Roles, Trace, account, roles_of
 
 PROFILE_VERSION = 1  # of profile.json
 NUM_UNMATCHED = 3
@@ -76,7 +78,7 @@ class ProfileReport(Reasoned):
     platform: Literal["cpu", "gpu", "tpu"]
     steps: tuple[int, ...]
     num_executions: PositiveInt
-    num_devices: PositiveInt  # in the trace
+    num_devices: PositiveInt | None  # in the trace; None: a table does not say
     num_processes: PositiveInt
     step: Compared
     fastest_seconds: NonNegativeFloat
@@ -89,16 +91,79 @@ class ProfileReport(Reasoned):
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Ran:
+    """What ran. accounts: of each execution. seconds: how long each took. steps: those that the trace names.
+    num_executions, num_devices, num_processes: the extent of the trace. notes: what is missing in it."""
+
+    platform: Platform
+    accounts: Sequence[Account]
+    seconds: Sequence[float]
+    steps: tuple[int, ...]
+    num_executions: int
+    num_devices: int | None
+    num_processes: int
+    notes: tuple[str, ...]
+
+
 def compare(traces: Sequence[Trace], prediction: Prediction) -> ProfileReport:
     """Returns the comparison. traces: one for each process; at least one of them has an execution."""
     roles = roles_of(prediction)
     executions = [each for trace in traces for each in trace.executions]
-    accounts = [account(each, roles) for each in executions]
-    seconds = [each.seconds for each in executions]
-    steps = sorted({each.step for each in executions if each.step is not None})
+    ran = Ran(
+        platform=traces[0].platform,
+        accounts=[account(each, roles) for each in executions],
+        seconds=[each.seconds for each in executions],
+        steps=tuple(sorted({each.step for each in executions if each.step is not None})),
+        num_executions=len(executions),
+        num_devices=len({(each.process, each.device) for each in executions}),
+        num_processes=len({each.process for each in executions}),
+        notes=tuple(note for trace in traces for note in trace.notes),
+    )
+    return _report(ran, prediction, roles)
+
+
+def compare_rows(rows: Sequence[OpRow], prediction: Prediction, runs: int, platform: Platform) -> ProfileReport:
+    """Returns the comparison of a table of operations. runs: the executions in it, on all devices together."""
+    roles = roles_of(prediction)
+    found = account_of_rows(rows, roles, runs)
+    seconds = sum(row.seconds for row in rows) / runs
+    note = f"a table has sums of {counted(runs, 'execution')} on all devices: each time is their average"
+    return _report(Ran(platform, [found], [seconds], (), runs, None, 1, (note,)), prediction, roles)
+
+
+def account_of_rows(rows: Sequence[OpRow], roles: Roles, runs: int) -> Account:
+    """Returns how an average execution was spent. An operation of a device's line runs alone on it, so the time of a
+    collective's own operations is exposed; how long its transfer took is known where it is one operation."""
+    found = Account()
+    for row in rows:
+        if row.name in roles.containers:
+            continue
+        seconds, count = row.seconds / runs, max(1, round(row.occurrences / runs))
+        collective = row.name if row.name in roles.begun else roles.ended.get(row.name)
+        if collective is not None:
+            begun = roles.begun[collective]
+            found.exposed[collective] = found.exposed.get(collective, 0.0) + seconds
+            found.in_flight[collective] = found.in_flight.get(collective, 0.0) + seconds
+            found.is_exact[collective] = not begun.ends
+            if row.name == collective:
+                found.counts[collective] = count
+        elif row.name in roles.kinds:
+            kind = roles.kinds[row.name]
+            found.compute[kind] = found.compute.get(kind, 0.0) + seconds
+            found.operations[row.name] = found.operations.get(row.name, 0.0) + seconds
+            found.counts[row.name] = count
+        else:
+            found.unmatched[row.name] = seconds
+    return found
+
+
+def _report(ran: Ran, prediction: Prediction, roles: Roles) -> ProfileReport:
+    accounts = ran.accounts
     unmatched = sorted({name for each in accounts for name in each.unmatched})
     missing = [each for each in prediction.collectives if not any(each.report.name in a.in_flight for a in accounts)]
-    notes = [note for trace in traces for note in trace.notes]
+    operations = tuple(_operations(accounts, prediction, roles))
+    notes = [*ran.notes, *_unpriced(operations, prediction)]
     if unmatched:
         named = human_names(unmatched, NUM_UNMATCHED)
         notes.append(f"{counted(len(unmatched), 'operation')} not in the program: {named}")
@@ -108,21 +173,32 @@ def compare(traces: Sequence[Trace], prediction: Prediction) -> ProfileReport:
         target=prediction.target,
         chip=prediction.chip,
         calibration=prediction.calibration,
-        platform=traces[0].platform,
-        steps=tuple(steps),
-        num_executions=len(executions),
-        num_devices=len({(each.process, each.device) for each in executions}),
-        num_processes=len({each.process for each in executions}),
-        step=compared(statistics.median(seconds), prediction.step.step_seconds),
-        fastest_seconds=min(seconds),
-        slowest_seconds=max(seconds),
-        kinds=(*_compute_kinds(accounts, prediction), *_collective_kinds(accounts, prediction)),
+        platform=ran.platform,
+        steps=ran.steps,
+        num_executions=ran.num_executions,
+        num_devices=ran.num_devices,
+        num_processes=ran.num_processes,
+        step=compared(statistics.median(ran.seconds), prediction.step.step_seconds),
+        fastest_seconds=min(ran.seconds),
+        slowest_seconds=max(ran.seconds),
+        kinds=(*_compute_kinds(accounts, operations, prediction), *_collective_kinds(accounts, prediction)),
         idle_seconds=statistics.median(each.idle for each in accounts),
-        operations=tuple(_operations(accounts, prediction, roles)),
+        operations=operations,
         num_not_run=len(missing),
         unmatched_seconds=_median(accounts, lambda each: sum(each.unmatched.values())),
         notes=tuple(notes),
     )
+
+
+def _unpriced(operations: Sequence[OperationRow], prediction: Prediction) -> Iterator[str]:
+    """Yields a note for each reason why the times of some operations on a known chip are not predicted."""
+    reasons: dict[str, float] = {}
+    for row in operations:
+        if prediction.chip and isinstance(row.predicted_seconds, Unknown):
+            why = row.predicted_seconds.why
+            reasons[why] = reasons.get(why, 0.0) + row.measured_seconds
+    for why, seconds in sorted(reasons.items(), key=lambda each: -each[1]):
+        yield f"{human_seconds(seconds)} measured of operations without a prediction: {why}"
 
 
 def typical_execution(traces: Sequence[Trace]) -> Execution:
@@ -148,14 +224,28 @@ def _median(accounts: Iterable[Account], value: Callable[[Account], float]) -> f
     return statistics.median(value(each) for each in accounts)
 
 
-def _compute_kinds(accounts: Sequence[Account], prediction: Prediction) -> list[KindRow]:
+def _compute_kinds(
+    accounts: Sequence[Account], operations: Sequence[OperationRow], prediction: Prediction
+) -> list[KindRow]:
+    """Returns a row for each kind. Where some operations of a known chip have no prediction, a row has the others
+    alone."""
     kinds: tuple[ComputeKind, ...] = ("matmul", "attention", "other")
     predicted, whole = prediction.step.compute_seconds_by_kind, prediction.step.compute_seconds
+    is_partial = isinstance(whole, Unknown) and prediction.chip is not None
     rows = []
     for kind in kinds:
-        measured = _median(accounts, lambda each, kind=kind: each.compute.get(kind, 0.0))
-        if measured or predicted.get(kind):
-            values = _values(measured, each_known(whole, lambda _, kind=kind: predicted.get(kind, 0.0)))
+        if is_partial:
+            priced = [
+                (row.measured_seconds, row.predicted_seconds)
+                for row in operations
+                if row.kind == kind and not isinstance(row.predicted_seconds, Unknown)
+            ]
+            measured, price = sum(each for each, _ in priced), sum(each for _, each in priced)
+        else:
+            measured = _median(accounts, lambda each, kind=kind: each.compute.get(kind, 0.0))
+            price = predicted.get(kind, 0.0)
+        if measured or price:
+            values = _values(measured, price if is_partial else each_known(whole, lambda _, price=price: price))
             rows.append(KindRow(kind=kind, mesh_axes=(), link=None, exposed=None, **values))
     return rows
 
@@ -228,6 +318,8 @@ def difference(of_step: Compared) -> float:
     return abs(of_step.measured_seconds - (of_step.predicted_seconds or 0.0))
 
 
+CLOSE = 0.002  # a step that is predicted this well is not fitted again
+NUM_FITS = 4
 KINDS: tuple[ComputeKind, ...] = ("matmul", "attention", "other")
 LARGEST_CONDITION = 1e4  # of the matrix, for a fit of two factors
 
@@ -250,6 +342,37 @@ def calibrate(reports: Sequence[ProfileReport], source: str) -> Calibration:
                 latency=found.latency * (old.latency if old else 1.0),
             )
     return Calibration(chip=chip, links=links, source=source, **factors)
+
+
+def fit_steps(
+    calibration: Calibration,
+    reports: Sequence[ProfileReport],
+    predict: Callable[[Calibration], Sequence[float] | None],
+) -> Calibration:
+    """Returns the calibration with its factors of what ran changed by one ratio, under which the predicted steps sum up
+    to the measured ones: what the factors of each kind leave is time in which nothing ran, and other overlap.
+
+    predict: returns the steps that are predicted with a calibration; None where they are not known.
+    """
+    kinds: list[ComputeKind] = [
+        kind for kind in KINDS if any(row.kind == kind for report in reports for row in report.kinds)
+    ]
+    measured = [report.step.measured_seconds for report in reports]
+    for _ in range(NUM_FITS):
+        predicted = predict(calibration)
+        if not predicted or abs((ratio := sum(measured) / sum(predicted)) - 1) < CLOSE:
+            break
+        calibration = _scaled(calibration, ratio, kinds)
+    return calibration
+
+
+def _scaled(calibration: Calibration, ratio: float, of: Sequence[ComputeKind]) -> Calibration:
+    links = {
+        kind: LinkCalibration(transfer=link.transfer * ratio, latency=link.latency * ratio)
+        for kind, link in calibration.links.items()
+    }
+    kinds = {kind: getattr(calibration, kind) * ratio for kind in of}
+    return calibration.model_copy(update={**kinds, "links": links})
 
 
 def _same_chip(reports: Sequence[ProfileReport]) -> str:

@@ -7,14 +7,18 @@ from pydantic import NonNegativeFloat, PositiveInt
 
 from meshloom.models.record import Record
 
-from ..analysis.schedule_analysis import NO_CHIP, analyse_schedule
+from ..analysis.compiled_step import InspectedProgram
+from ..analysis.schedule_analysis import NO_CHIP, ScheduleAnalysis, analyse_schedule
 from ..core.known import OrUnknown, Reasoned, Unknown
 from ..core.scopes import OperationName
 from ..core.traffic import ComputeKind
 from ..estimate.communication import PlannedCollective
+from ..parallel.operation import ParallelOp
+from ..parallel.registry import OPERATIONS
 from ..plan import Plan
 from ..schema import CollectiveReport, Event, StepReport
 from ..spec.calibration_spec import Calibration
+from ..target.target import TargetPlan
 from ..xla.hlo import Instruction, Module, parse_module
 from ..xla.schedule.prices import instruction_kind
 
@@ -63,7 +67,17 @@ def predict(text: str, plan: Plan, planned: Sequence[PlannedCollective], *, mode
     collectives. model: its name in the declaration, if it has one. Raises HloError for a text of an unknown form."""
     module = parse_module(text)
     analysis = analyse_schedule(module, plan, planned)
-    target = plan.target
+    return _predicted(module, analysis, plan.target, plan.ops, model or plan.spec.model.family)
+
+
+def predict_inspected(program: InspectedProgram) -> Prediction:
+    """Returns the prediction of a program without a declaration."""
+    return _predicted(program.module, program.analysis, program.devices.target, OPERATIONS, program.module.name)
+
+
+def _predicted(
+    module: Module, analysis: ScheduleAnalysis, target: TargetPlan, ops: Sequence[ParallelOp], model: str
+) -> Prediction:
     ends: dict[str, list[str]] = {}
     for instruction, collective in analysis.dones.items():
         ends.setdefault(collective, []).append(instruction)
@@ -72,7 +86,7 @@ def predict(text: str, plan: Plan, planned: Sequence[PlannedCollective], *, mode
     return Prediction(
         schema_version=PREDICTION_VERSION,
         module=module.name,
-        model=model or plan.spec.model.family,
+        model=model,
         target=target.name,
         chip=target.chip.name if target.chip else None,
         calibration=target.calibration,
@@ -81,8 +95,8 @@ def predict(text: str, plan: Plan, planned: Sequence[PlannedCollective], *, mode
         compute=tuple(
             PredictedCompute(
                 name=each.name,
-                kind=instruction_kind(each, module, plan.ops),
-                source=_source(each),
+                kind=instruction_kind(each, module, ops),
+                source=source_of_compute(each),
                 seconds=analysis.compute_seconds.get(each.name, 0.0) if target.chip else Unknown(NO_CHIP),
             )
             for each in ran
@@ -101,6 +115,11 @@ def predict(text: str, plan: Plan, planned: Sequence[PlannedCollective], *, mode
     )
 
 
+def once_in_a_step(module: Module) -> frozenset[str]:
+    """Returns the instructions of a program that each of its executions runs once."""
+    return frozenset(each.name for each in module.entry_computation.instructions if each.opcode not in _NOTHING)
+
+
 def _ran(module: Module) -> Iterator[Instruction]:
     """Returns the instructions that a device runs one by one, without those inside of fusions."""
     waiting, seen = [module.entry_computation], set[str]()
@@ -116,7 +135,7 @@ def _ran(module: Module) -> Iterator[Instruction]:
                 waiting += [module.computations[name] for name in each.called if name in module.computations]
 
 
-def _source(instruction: Instruction) -> str:
+def source_of_compute(instruction: Instruction) -> str:
     """Returns the source of compute: 'layers/attend/dot_general, backward'. Where XLA merged several, it is the
     first."""
     if not instruction.op_name:

@@ -16,15 +16,14 @@ exposed, of the collective that began first where there are several.
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
-
-from jax.profiler import ProfileData
 
 from ..core.format import counted
 from ..core.traffic import COMPUTE, ComputeKind
 from ..schema import Event
+from .planes import Plane, TraceLine, read_planes
 from .prediction import PredictedCollective, Prediction
 
 STEP_ANNOTATION = "train"  # the annotation around each step, with its number as step_num
@@ -33,7 +32,9 @@ _MADE = frozenset({
     "Async XLA Ops", "Framework Name Scope", "Framework Ops", "Launch Stats", "Source code", "Steps",
     "TensorFlow Name Scope", "TensorFlow Ops", "XLA Modules", "XLA Ops",
 })  # fmt: skip
+HOST, MODULES = "/host:CPU", "XLA Modules"
 _DEVICE = re.compile(r"/device:(TPU|GPU):(\d+)")
+_NUMBER = re.compile(r"\(\d+\)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,13 @@ class Trace:
 
 def read_trace(xspace: bytes, module: str, process: int = 0) -> Trace:
     """Returns the steps in a trace of one process, the content of its xplane.pb. module: the name of the program that a
-    step runs. Raises RuntimeError for bytes that are not a trace."""
-    planes = list(ProfileData.from_serialized_xspace(xspace).planes)
+    step runs. Raises PlanesError for bytes that are not a trace."""
+    return trace_of(read_planes(xspace), module, process)
+
+
+def trace_of(planes: Sequence[Plane], module: str, process: int = 0, once: Container[str] = ()) -> Trace:
+    """Returns the steps in a trace of one process. module: the name of the program that a step runs, with its number,
+    jit_step(12), where others have the same name. once: instructions that run once in each step, if they are known."""
     steps = _annotated_steps(planes)
     found: dict[int, list[Execution]] = {}
     platform: Platform = "cpu"
@@ -83,14 +89,14 @@ def read_trace(xspace: bytes, module: str, process: int = 0) -> Trace:
         if device is None:
             continue
         platform = "tpu" if device[1] == "TPU" else "gpu"
-        read = _on_tpu(plane, module) if platform == "tpu" else _on_gpu(plane, module, len(steps))
+        read = _on_tpu(plane, module) if platform == "tpu" else _on_gpu(plane, module, len(steps), once)
         found[int(device[2])] = list(read)
     if not found:
         found = _on_cpu(planes, module)
     notes, executions = list[str](), list[Execution]()
     for device, each in sorted(found.items()):
         ordered = sorted(each, key=lambda execution: execution.start)
-        if ordered and len(ordered) != len(steps):
+        if ordered and steps and len(ordered) != len(steps):
             notes.append(
                 f"process {process}, device {device}: {counted(len(ordered), 'execution')} of {len(steps)} traced steps"
             )
@@ -101,18 +107,67 @@ def read_trace(xspace: bytes, module: str, process: int = 0) -> Trace:
     return Trace(platform, tuple(executions), tuple(notes))
 
 
-def _annotated_steps(planes: Iterable[Any]) -> list[int]:
+def measured_programs(planes: Iterable[Plane]) -> dict[str, float]:
+    """Returns the seconds that each program ran on any device, the longest first. A name has the program's number where
+    the trace gives it: jit_step(12)."""
+    found: dict[str, float] = {}
+    for plane in planes:
+        device = _DEVICE.fullmatch(plane.name)
+        if device is None and plane.name != HOST:
+            continue
+        for line in plane.lines:
+            if device and device[1] == "TPU":
+                if line.name == MODULES:
+                    for event in line.events:
+                        _add(found, event.name, event.end_ns - event.start_ns)
+            elif line.name not in _MADE:
+                for event in line.events:
+                    stats = dict(event.stats)
+                    if "hlo_module" in stats and "hlo_op" in stats:
+                        _add(found, _numbered(stats), event.end_ns - event.start_ns)
+    return dict(sorted(found.items(), key=lambda each: -each[1]))
+
+
+def device_kinds(planes: Iterable[Plane]) -> tuple[str, ...]:
+    """Returns the kinds of the devices as the profiler names them: ("TPU v5p",); empty where it does not."""
+    named = (dict(plane.stats).get("device_type_string") for plane in planes if _DEVICE.fullmatch(plane.name))
+    return tuple(dict.fromkeys(str(name) for name in named if name))
+
+
+def compute_capabilities(planes: Iterable[Plane]) -> tuple[tuple[int, int], ...]:
+    """Returns the compute capabilities of the GPUs; empty where the profiler does not name them."""
+    named = [dict(plane.stats) for plane in planes if _DEVICE.fullmatch(plane.name)]
+    keys = "compute_cap_major", "compute_cap_minor"
+    return tuple(dict.fromkeys((int(of[keys[0]]), int(of[keys[1]])) for of in named if keys[0] in of and keys[1] in of))
+
+
+def base_name(module: str) -> str:
+    """Returns the name of a program without its number: jit_step(12) -> jit_step."""
+    return _NUMBER.sub("", module)
+
+
+def _numbered(stats: Mapping[str, Any]) -> str:
+    number = stats.get("program_id")
+    return str(stats["hlo_module"]) if number is None else f"{stats['hlo_module']}({number})"
+
+
+def _is_named(name: str, module: str) -> bool:
+    """Returns whether a program's name in a trace is a name without a number, or the same number."""
+    return module in (name, base_name(name))
+
+
+def _annotated_steps(planes: Iterable[Plane]) -> list[int]:
     """Returns the numbers of the steps that the host dispatched."""
-    events = (event for plane in planes if plane.name == "/host:CPU" for line in plane.lines for event in line.events)
+    events = (event for plane in planes if plane.name == HOST for line in plane.lines for event in line.events)
     found = (dict(event.stats).get("step_num") for event in events if event.name == STEP_ANNOTATION)
     return sorted(int(step) for step in found if step is not None)
 
 
-def _on_cpu(planes: Iterable[Any], module: str) -> dict[int, list[Execution]]:
+def _on_cpu(planes: Iterable[Plane], module: str) -> dict[int, list[Execution]]:
     """Returns the executions of simulated devices. They share threads, so each event names its device and its run."""
     runs: dict[tuple[int, Any], list[OpEvent]] = {}
     for plane in planes:
-        for line in plane.lines if plane.name == "/host:CPU" else ():
+        for line in plane.lines if plane.name == HOST else ():
             for event, stats in _of_module(line, module):
                 key = int(stats.get("device_ordinal", 0)), stats.get("run_id")
                 runs.setdefault(key, []).append(_op(event, stats))
@@ -122,11 +177,11 @@ def _on_cpu(planes: Iterable[Any], module: str) -> dict[int, list[Execution]]:
     return found
 
 
-def _on_tpu(plane: Any, module: str) -> Iterator[Execution]:
+def _on_tpu(plane: Plane, module: str) -> Iterator[Execution]:
     """Returns the executions of a core: the events within each run of the program."""
     lines = {line.name: line for line in plane.lines}
-    modules = lines["XLA Modules"].events if "XLA Modules" in lines else ()
-    windows = sorted((e.start_ns, e.end_ns) for e in modules if e.name.split("(")[0] == module)
+    modules = lines[MODULES].events if MODULES in lines else ()
+    windows = sorted((e.start_ns, e.end_ns) for e in modules if _is_named(e.name, module))
     starts = [start for start, _ in windows]
     within: list[list[OpEvent]] = [[] for _ in windows]
     for event in lines["XLA Ops"].events if "XLA Ops" in lines else ():
@@ -137,26 +192,28 @@ def _on_tpu(plane: Any, module: str) -> Iterator[Execution]:
         yield replace(_execution(events, start), end=end)
 
 
-def _on_gpu(plane: Any, module: str, num_steps: int) -> Iterator[Execution]:
+def _on_gpu(plane: Plane, module: str, num_steps: int, once: Container[str]) -> Iterator[Execution]:
     """Returns the executions of a GPU. Kernels do not name their execution, so one begins with the first operation that
-    each step runs once."""
+    each step runs once. Where no steps are annotated, there are as many as most operations of `once` ran."""
     streams = (line for line in plane.lines if line.name not in _MADE)
     kernels = sorted(
         (_op(event, stats) for line in streams for event, stats in _of_module(line, module)),
         key=lambda event: event.start,
     )
     counts = Counter(event.name for event in kernels)
+    if not num_steps:
+        num_steps = next(iter(Counter(n for name, n in counts.items() if name in once).most_common(1)), (1, 0))[0]
     first = next((event.name for event in kernels if counts[event.name] == num_steps), None)
     begins = [place for place, event in enumerate(kernels) if event.name == first]
     for begin, end in zip(begins, [*begins[1:], len(kernels)], strict=True):
         yield _execution(kernels[begin:end])
 
 
-def _of_module(line: Any, module: str) -> Iterator[tuple[Any, dict[str, Any]]]:
+def _of_module(line: TraceLine, module: str) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Returns the events of a program's operations, with their stats."""
     for event in line.events:
         stats = dict(event.stats)
-        if stats.get("hlo_module") == module and "hlo_op" in stats:
+        if "hlo_module" in stats and "hlo_op" in stats and _is_named(_numbered(stats), module):
             yield event, stats
 
 

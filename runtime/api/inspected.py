@@ -2,7 +2,7 @@
 
 A text is that of a file, a dump of XLA, or a run directory:
 
-step.txt, step.txt.gz          the text of `compiled.as_text()`, or a module of a dump
+step.txt, step.hlo.pb          the text of `compiled.as_text()`, or a module of a dump, as text or protocol buffer
 DUMP/*after_optimizations.txt  from `--xla_dump_to=DUMP`: the largest, which is the step of a training program
 RUN, RUN/artifact              from `meshloom compile`: the declaration beside it has the order of the devices
 """
@@ -39,20 +39,23 @@ from meshloom.compiler.target.mesh import plan_mesh
 from meshloom.compiler.target.placement import plan_own_order
 from meshloom.compiler.target.target import TargetPlan, calibrate_target, plan_target
 from meshloom.compiler.xla.aot import ProgramMemory, memory_of
-from meshloom.compiler.xla.hlo import split_modules
+from meshloom.compiler.xla.hlo import HloError, split_modules
+from meshloom.compiler.xla.protos import proto_text
 from meshloom.compiler.xla.schedule.steps import ALL, Choices
 
 from ..compile.artifact import FOLDER, TEXT, read_artifact
-from ..core.inputs import text_of_file
+from ..core.inputs import bytes_of_file, plain_name, text_of_file
 from ..rundir.folders import SPEC, RunFolder
 from ..rundir.run_dir import write_report
 from .declared import library_call
+from .found_profile import XPLANE, FoundProfile, find_profile
 
 T = TypeVar("T", int, float)
-DUMPED = "*after_optimizations.txt*"  # also compressed
+DUMPED = "*after_optimizations.txt"
+_DUMPS = (f"{DUMPED}*", "*after_optimizations.hlo.pb*")  # also compressed
 TARGET = "target"
 KEYS = (TARGET, "calibration")  # keys of a declaration that describe the devices of a program
-GIVE = "give the text of a compiled program, an XLA dump directory, or a run directory"
+GIVE = "give the text of a compiled program, a profile, an XLA dump directory, or a run directory"
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,8 +75,12 @@ class Inspection:
     def text(self) -> str:
         """Returns what `meshloom inspect` prints."""
         out = io.StringIO()
-        show_summary(self.report, Console(out, is_terminal=False), files=())
+        self.show(Console(out, is_terminal=False), files=())
         return out.getvalue()
+
+    def show(self, console: Console, *, files: Sequence[Path]) -> None:
+        """Prints the summary, and the names of the files."""
+        show_summary(self.report, console, files=files)
 
     @cached_property
     def json(self) -> dict[str, Any]:
@@ -126,7 +133,7 @@ def inspect(
     """
     named = (*([] if target is None else [f"target={target}"]), *overrides)
     named = search_path_override(named, None if config_dir is None else fspath(config_dir))
-    choices = None if trips is None and taken is None else Choices(_by_name(trips), _by_name(taken))
+    choices = None if trips is None and taken is None else Choices(by_name(trips), by_name(taken))
     with library_call():
         if isinstance(program, jax.stages.Lowered | jax.stages.Compiled):
             compiled = program.compile() if isinstance(program, jax.stages.Lowered) else program
@@ -140,6 +147,11 @@ def inspect(
             place, note = choose_program(modules, module, "the text")
             return _inspection(inspect_text(modules[place], devices_of(named), choices=choices), note=note)
         if isinstance(program, str | PathLike):
+            if profile_at(Path(program)) is not None:
+                what = "this is a profile: it has times beside a program"
+                raise ConfigError(
+                    [Problem(str(program), what, "call meshloom.inspect_profile, which takes the same arguments")]
+                )
             return inspect_path(Path(program), named, module, choices)
     what = f"a {type(program).__name__} is not a compiled program"
     raise ConfigError([Problem("program", what, "give jax.jit(step).lower(...).compile(), its text, or a path")])
@@ -162,7 +174,20 @@ def inspect_path(
     return _inspection(program, found.path, found.note)
 
 
-def _by_name(value: T | Mapping[str, T] | None) -> Mapping[str, T]:
+def profile_at(path: Path) -> FoundProfile | None:
+    """Returns the profile at a path; None if what is there is a program, or nothing. Raises ConfigError for a profile
+    that cannot be read."""
+    return None if path.is_dir() and _has_program(path) else find_profile(path)
+
+
+def _has_program(directory: Path) -> bool:
+    """Returns whether a directory has a compiled program of ours or of a dump, besides profiles that it may have."""
+    is_run = any((each / FOLDER).is_dir() and (each / SPEC).is_file() for each in (directory, directory.parent))
+    return (is_run and (directory.name == FOLDER or (directory / FOLDER).is_dir())) or bool(_dumped(directory))
+
+
+def by_name(value: T | Mapping[str, T] | None) -> Mapping[str, T]:
+    """Returns numbers of loops or conditionals by name, or one number for all."""
     if value is None:
         return {}
     return value if isinstance(value, Mapping) else {ALL: value}
@@ -251,9 +276,14 @@ def devices_of(overrides: Sequence[str]) -> ProgramDevices:
     return ProgramDevices(plan_own_order(read_target(overrides)), is_assumed=True)
 
 
+def names_target(overrides: Sequence[str]) -> bool:
+    """Returns whether overrides name a target."""
+    return any(text.startswith(f"{TARGET}=") for text in overrides)
+
+
 def read_target(overrides: Sequence[str]) -> TargetPlan:
     """Returns the target that overrides name. Raises ConfigError with all problems in them."""
-    if not any(text.startswith(f"{TARGET}=") for text in overrides):
+    if not names_target(overrides):
         what = "it is missing: a program's text does not say which chips it was compiled for"
         raise ConfigError([Problem(TARGET, what, "add target=v5p-128, or another target by its name")])
     others = [
@@ -277,13 +307,19 @@ def _of_text(path: Path, named: str | None) -> FoundProgram:
 
 
 def _of_dump(path: Path, named: str | None) -> FoundProgram:
-    files = sorted(path.glob(DUMPED), key=lambda each: (-each.stat().st_size, each.name))
+    files = _dumped(path)
     if not files:
-        what = f"there is no {DUMPED.rstrip('*')} in it, as --xla_dump_to writes, and no {FOLDER}/{TEXT}"
+        what = f"there is no {DUMPED} in it, as --xla_dump_to writes, no {FOLDER}/{TEXT} and no *{XPLANE}"
         raise ConfigError([Problem(str(path), what, GIVE)])
     texts = [_read(each) for each in files]
     place, note = choose_program(texts, named, str(path))
     return FoundProgram(files[place], texts[place], note=note)
+
+
+def _dumped(directory: Path) -> list[Path]:
+    """Returns the programs of a dump, the largest first: texts, or else protocol buffers, which hold the same."""
+    found = next((files for pattern in _DUMPS if (files := list(directory.glob(pattern)))), [])
+    return sorted(found, key=lambda each: (-each.stat().st_size, each.name))
 
 
 def _of_run(run_dir: Path) -> FoundProgram:
@@ -314,4 +350,10 @@ def _part(kind: Any, spec: Mapping[str, Any], key: str) -> Any:
 
 
 def _read(path: Path) -> str:
-    return text_of_file(str(path), str(path), GIVE)
+    """Returns the text of a program in a file: a text or an HloProto, compressed or not."""
+    if not plain_name(path.name).endswith(".pb"):
+        return text_of_file(str(path), str(path), GIVE)
+    try:
+        return proto_text(bytes_of_file(str(path), str(path), GIVE))
+    except HloError as error:
+        raise ConfigError([Problem(str(path), str(error), GIVE)]) from None

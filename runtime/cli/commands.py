@@ -85,22 +85,26 @@ _ALL = (
     ),
     Command(
         "inspect",
-        "report on any compiled JAX program, whoever compiled it",
+        "report on any compiled JAX program, or judge a profile of one",
         "inspect:inspect_command",
         """\
 Reports what a compiled step does, whoever wrote and compiled it: memory,
 collectives with their links, hidden and exposed time, the predicted step,
-findings. PROGRAM is one of
+findings. Of a profile it says what each operation took, and what was predicted.
+PROGRAM is one of
 
-  FILE   the text that `compiled.as_text()` returns
-  DIR    a dump of XLA (--xla_dump_to=DIR); its largest program is read
-  RUN    a directory of `meshloom compile`, or its artifact; it has its target
+  FILE     the text of `compiled.as_text()`, or an HloProto (*.hlo.pb)
+  DIR      a dump of XLA (--xla_dump_to=DIR); its largest program is read
+  RUN      a directory of `meshloom compile`, or its artifact; it has its target
+  PROFILE  *.xplane.pb of jax.profiler, or a directory with some; with TEXT, the
+           program's text, *.trace.json.gz too; XProf's hlo_stats, CSV or JSON
 
 target=NAME names the chips that it was compiled for, such as v5p-128 or
 h100-64; target.num_slices=2 and calibration=NAME work too. Writes report.json,
-timeline.json and report.html; `meshloom diff` compares two such directories.
+timeline.json and report.html; `meshloom diff` compares two such directories. Of
+a profile, profile.json too. Each file may be compressed by gzip.
 """,
-        "PROGRAM target=NAME",
+        "PROGRAM [TEXT] target=NAME",
         flags=(
             Flag("--module", "the program to read, if there are several; without it, the largest", "NAME"),
             Flag("--trips", "iterations of one loop, or of all whose number is not stated; without it, 1", "[LOOP=]N"),
@@ -110,7 +114,7 @@ timeline.json and report.html; `meshloom diff` compares two such directories.
                 "[NAME=]P",
             ),
             Flag("--to", "where the files go; without it, a new directory in outputs/", "DIR"),
-            Flag("--json", "print report.json instead of the summary"),
+            Flag("--json", "print report.json, or profile.json of a profile, instead of the summary"),
             Flag("--config-dir", "your own configs: targets, calibrations", "DIR"),
         ),
     ),
@@ -204,19 +208,23 @@ profile.html into RUN; the page shows both steps on one time axis.
     ),
     Command(
         "calibrate",
-        "correct later predictions for a chip by traced runs",
+        "correct later predictions for a chip by traced runs or profiles",
         "profile:calibrate_command",
         """\
 Finds how much longer each kind of compute, and each kind of link, takes on a
 chip than predicted, from runs that traced steps on it (meshloom train
-profile.steps=[10,13]). Writes a config, which later predictions take by name:
+profile.steps=[10,13]), or from profiles of any program, as inspect reads them,
+with the target=NAME that they ran on. Writes a config, which later predictions
+take by name:
 
     meshloom explain --config-dir DIR calibration=NAME ...
 """,
-        "RUN...",
+        "[target=NAME] RUN...",
         flags=(
             Flag("--to", "a folder of your own configs; writes DIR/calibration/NAME.yaml", "DIR", is_required=True),
             Flag("--name", "the name of the config; without it, the name of the chip", "NAME"),
+            Flag("--module", "the program of a profile, if several took much of its time", "NAME"),
+            Flag("--config-dir", "your own configs: targets, calibrations", "DIR"),
         ),
     ),
     Command(

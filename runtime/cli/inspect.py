@@ -1,6 +1,7 @@
-"""Runs `meshloom inspect PROGRAM target=...`: reports on any compiled JAX program, ours or not."""
+"""Runs `meshloom inspect PROGRAM target=...`: reports on any compiled JAX program, or judges a profile of one."""
 
 import itertools
+import json
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -10,10 +11,9 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of
 from meshloom.compiler.core.visible import write_error, write_out
 from meshloom.compiler.declare.hydra_settings import search_path_override
-from meshloom.compiler.report.views.summary import show_summary
 from meshloom.compiler.xla.schedule.steps import Choices
 
-from ..api.inspected import inspect_path
+from ..api.judged import inspect_or_judge
 from .words import Words
 
 T = TypeVar("T", int, float)
@@ -22,7 +22,9 @@ T = TypeVar("T", int, float)
 def inspect_command(words: Words) -> None:
     """Reports on a program. Raises ConfigError if there is none for the target."""
     overrides = search_path_override(words.overrides, words.flags.get("--config-dir"))
-    found = inspect_path(words.paths[0], overrides, words.flags.get("--module"), _choices(words.flags))
+    path, *texts = words.paths
+    text = texts[0] if texts else None
+    found = inspect_or_judge(path, overrides, words.flags.get("--module"), _choices(words.flags), text)
     directory = Path(words.flags["--to"]) if "--to" in words.flags else _new_directory(datetime.now())
     try:
         files = found.write(directory)
@@ -32,9 +34,9 @@ def inspect_command(words: Words) -> None:
     if found.note:
         write_error(f"{found.source}: {found.note}")
     if "--json" in words.flags:
-        write_out(found.report.model_dump_json(indent=1))
+        write_out(json.dumps(found.json, indent=1))
     else:
-        show_summary(found.report, Console(), files=files)
+        found.show(Console(), files=files)
 
 
 def _choices(flags: Mapping[str, str]) -> Choices | None:

@@ -1,5 +1,6 @@
-"""Runs `meshloom profile` and `meshloom calibrate`: compares traced steps of runs with their predictions."""
+"""Runs `meshloom profile` and `meshloom calibrate`: compares traced steps with their predictions."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -9,12 +10,16 @@ from meshloom.compiler.core.console import Column, Console, Table
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.core.visible import write_out
-from meshloom.compiler.profile.compare import calibrate
+from meshloom.compiler.declare.hydra_settings import search_path_override
+from meshloom.compiler.profile.compare import ProfileReport, calibrate, fit_steps
 from meshloom.compiler.report.views.profile import show_profile
 from meshloom.compiler.spec.calibration_spec import Calibration
+from meshloom.compiler.target.target import calibrate_target
 
+from ..api.inspected import profile_at, read_target
+from ..api.judged import Judgement, judge_profile
 from ..core.files import replace_text
-from ..rundir.profile_files import read_profile, write_profile
+from ..rundir.profile_files import FOLDER, PREDICTED, read_profile, write_profile
 from .words import Words
 
 GROUP = "calibration"
@@ -32,11 +37,16 @@ def profile_command(words: Words) -> None:
 
 
 def calibrate_command(words: Words) -> None:
-    """Writes the calibration of a chip. Raises ConfigError if the runs cannot calibrate it."""
-    profiles = all_of(*(lambda path=path: read_profile(path) for path in words.paths))
-    names = ", ".join(map(str, words.paths))
-    source = f"{counted(len(profiles), 'run')} ({names}), {datetime.now(UTC):%Y-%m-%d}"
-    calibration = calibrate([profile.report for profile in profiles], source)
+    """Writes the calibration of a chip. Raises ConfigError if the runs and profiles cannot calibrate it."""
+    overrides = search_path_override(words.overrides, words.flags.get("--config-dir"))
+    found = all_of(*(lambda path=path: _profile(path, words, overrides) for path in words.paths))
+    reports = [each if isinstance(each, ProfileReport) else each.profile for each in found]
+    judged = [each for each in found if isinstance(each, Judgement)]
+    what = "profile" if len(judged) == len(found) else "run"
+    source = f"{counted(len(found), what)} ({', '.join(map(str, words.paths))}), {datetime.now(UTC):%Y-%m-%d}"
+    calibration = calibrate(reports, source)
+    if judged and len(judged) == len(found):
+        calibration = _fitted(calibration, judged, overrides)
     name = words.flags.get("--name", str(calibration.chip))
     path = Path(words.flags["--to"]) / GROUP / f"{name}.yaml"
     head = f"# {calibration.chip} as measured on {calibration.source}\n"
@@ -46,6 +56,27 @@ def calibrate_command(words: Words) -> None:
     except OSError as error:
         raise ConfigError([Problem("--to", f"{path} cannot be written: {error.strerror}", "name another")]) from None
     _show(calibration, path, Console(off_terminal_width=120))
+
+
+def _profile(path: Path, words: Words, overrides: Sequence[str]) -> ProfileReport | Judgement:
+    """Returns what a run or a profile measured."""
+    if (path / FOLDER / PREDICTED).is_file():
+        return read_profile(path).report
+    profile = profile_at(path)
+    if profile is None:
+        return read_profile(path).report  # which says what a run directory lacks
+    return judge_profile(profile, overrides, words.flags.get("--module"))
+
+
+def _fitted(calibration: Calibration, judged: Sequence[Judgement], overrides: Sequence[str]) -> Calibration:
+    """Returns the calibration with which the steps of these profiles are predicted as long as they were."""
+    target = read_target([each for each in overrides if not each.startswith(f"{GROUP}=")])
+
+    def predict(with_it: Calibration) -> list[float] | None:
+        steps = [each.predicted_on(calibrate_target(target, with_it)) for each in judged]
+        return None if None in steps else [step for step in steps if step is not None]
+
+    return fit_steps(calibration, [each.profile for each in judged], predict)
 
 
 def _show(calibration: Calibration, path: Path, console: Console) -> None:

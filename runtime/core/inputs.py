@@ -86,6 +86,11 @@ class SourceFile:
             return opened.read(len(PARQUET)) == PARQUET
 
 
+def plain_name(name: str) -> str:
+    """Returns the name of a file without the suffix of its compression: step.txt.gz -> step.txt."""
+    return str(PurePosixPath(name).with_suffix("")) if PurePosixPath(name).suffix in SUFFIXES else name
+
+
 def find_files(patterns: Sequence[str], where: str) -> list[SourceFile]:
     """Returns the matching files, each once, sorted by name. Raises ConfigError for a pattern without a match."""
     found: dict[str, SourceFile] = {}  # by real path, so that no file is taken twice

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of
 from meshloom.compiler.profile.compare import ProfileReport, compare, typical_execution
+from meshloom.compiler.profile.planes import PlanesError
 from meshloom.compiler.profile.prediction import Prediction
 from meshloom.compiler.profile.trace import Trace, read_trace
 from meshloom.compiler.report.views.profile import render_profile
@@ -93,6 +94,6 @@ def _newest_traces(run_dir: Path) -> Mapping[int, Path]:
 def _trace(path: Path, prediction: Prediction, process: int) -> Trace:
     try:
         return read_trace(path.read_bytes(), prediction.module, process)
-    except (OSError, RuntimeError) as error:
+    except (OSError, PlanesError) as error:
         what = f"is not a trace that can be read: {str(error).splitlines()[0]}"
         raise ConfigError([Problem(str(path), what, FIX)]) from None

@@ -5,10 +5,11 @@ Hydra names it by the clock, and the clocks of hosts differ.
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import yaml
@@ -82,14 +83,21 @@ def write_declaration(plan: Plan, run_dir: Path) -> None:
     replace_json(run_dir / PLAN, plan_as_json(plan))
 
 
-def write_report(report: Report, plan: Plan | None, run_dir: Path, *, events: Sequence[Event]) -> tuple[Path, ...]:
+def write_report(
+    report: Report,
+    plan: Plan | None,
+    run_dir: Path,
+    *,
+    events: Sequence[Event],
+    measured: Mapping[str, Any] | None = None,
+) -> tuple[Path, ...]:
     """Writes report.json, timeline.json and report.html. Returns their paths, beginning with the one to open.
 
-    plan: None for a program without a declaration. All three are rendered before one is written, and report.json comes
-    last: if it is there, the others belong to it.
+    plan: None for a program without a declaration. measured: as in `render_page`. All three are rendered before one is
+    written, and report.json comes last: if it is there, the others belong to it.
     """
     texts = {
-        "report.html": render_page(report, events, plan),
+        "report.html": render_page(report, events, plan, measured),
         "timeline.json": json.dumps(chrome_trace(report, events), separators=(",", ":")) + "\n",
         REPORT: report.model_dump_json(indent=1) + "\n",
     }

@@ -92,3 +92,28 @@ def gpu_trace(
         plane.add_line("XLA Ops", [("mm.1", 0.0, 50.0, {"hlo_op": "mm.1", "hlo_module": module})])
         planes.append(plane)
     return _bytes(*planes)
+
+
+def field(number: int, value: int | str | bytes) -> bytes:
+    """Writes a field of a protocol buffer, a number or bytes."""
+    if isinstance(value, int):
+        return _varint(number << 3) + _varint(value)
+    content = value.encode() if isinstance(value, str) else value
+    return _varint(number << 3 | 2) + _varint(len(content)) + content
+
+
+def _varint(value: int) -> bytes:
+    low, rest = value & 127, value >> 7
+    return bytes([low | 128]) + _varint(rest) if rest else bytes([low])
+
+
+def metadata_plane(programs: Mapping[str, bytes], stat: str = "Hlo Proto") -> bytes:
+    """Writes the plane of an XSpace that has programs: HloProtos by names such as jit_step(7)."""
+    tables = b"".join(
+        field(
+            4, field(1, number) + field(2, field(1, number) + field(2, name) + field(5, field(1, 3) + field(6, proto)))
+        )
+        for number, (name, proto) in enumerate(programs.items(), start=7)
+    )
+    stats = field(5, field(1, 3) + field(2, field(1, 3) + field(2, stat)))
+    return field(1, field(1, 99) + field(2, "/host:metadata") + tables + stats)

@@ -8,7 +8,7 @@ import base64
 import hashlib
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -45,9 +45,11 @@ FOLDED_ROWS = 24  # a longer table of arrays is closed at first
 TOO_SMALL = "it is zero, or too small to be shown"
 
 
-def render_page(report: Report, events: Sequence[Event], plan: Plan | None = None) -> str:
+def render_page(
+    report: Report, events: Sequence[Event], plan: Plan | None = None, measured: Mapping[str, Any] | None = None
+) -> str:
     """Returns the whole page as text. plan: None for a program without a declaration; then the page has neither arrays
-    nor config."""
+    nor config. measured: what the page shows of a profile of the program (`measured_part`), if there is one."""
     reasons = list(dict.fromkeys(reason for _, reason in unknown_values(report)))
     numbers = {reason: number for number, reason in enumerate(reasons, start=1)}
 
@@ -57,6 +59,9 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan | None = Non
         reason = value.why if isinstance(value, Unknown) else value if isinstance(value, str) else TOO_SMALL
         return {"reason": reason, "number": numbers.get(reason)}
 
+    shown = measured["timeline"] if measured else None
+    if not shown or not shown["rows"]:  # a table of operations has no times of day
+        shown = compact_timeline(*by_stage(events))
     environment = template_environment()
     script, style = (template_source(environment, name) for name in ("page.js", "page.css"))
     num_stages = report.pipeline.num_stages if report.pipeline else 0
@@ -74,7 +79,8 @@ def render_page(report: Report, events: Sequence[Event], plan: Plan | None = Non
         step=charts.step_bar(report),
         communication=charts.communication_bar(report),
         pipeline=pipeline,
-        timeline=compact_timeline(*by_stage(events)),
+        measured=measured,
+        timeline=shown,
         stages=(f"each stage but {missing[0]} to {missing[-1]}" if missing else "each stage") if is_staged else None,
         left_out=unseen,
         shown_stages=[stage for stage in range(num_stages) if stage not in unseen],

@@ -39,13 +39,16 @@ def traced(report: ProfileReport) -> str:
         what = counted(report.num_executions, "execution")
     else:
         what = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    if report.num_devices is None:
+        return f"an average of {what}"
     processes = f" of {counted(report.num_processes, 'process', 'processes')}" if report.num_processes > 1 else ""
     return f"{what} on {counted(report.num_devices, 'device')}{processes}"
 
 
 def spread(report: ProfileReport) -> str:
     """Returns the range of the measured steps."""
-    return f"{human_seconds(report.fastest_seconds)} to {human_seconds(report.slowest_seconds)}"
+    fastest, slowest = human_seconds(report.fastest_seconds), human_seconds(report.slowest_seconds)
+    return fastest if fastest == slowest else f"{fastest} to {slowest}"
 
 
 def name_of(row: KindRow) -> str:
@@ -86,21 +89,30 @@ def _added(values: Sequence[Compared]) -> Compared:
     return compared(sum(each.measured_seconds for each in values), predicted)
 
 
-def render_profile(report: ProfileReport, prediction: Prediction, execution: Execution) -> str:
-    """Returns the whole page as text. execution: the execution whose timeline is shown."""
+def measured_part(report: ProfileReport, prediction: Prediction, execution: Execution | None) -> dict[str, Any]:
+    """Returns what a page shows of a profile. execution: the one whose timeline is shown; None: the profile is a table,
+    without times of day."""
+    where = "a step" if execution is None or execution.step is None else f"step {execution.step}"
+    place = f" on device {execution.device} of process {execution.process}" if execution else ""
+    return {
+        "report": report,
+        "traced": traced(report),
+        "spread": spread(report),
+        "shown": f"{where}{place}",
+        "kinds": [(name_of(row), row) for row in report.kinds],
+        "operations": [alone(row) for row in report.operations[:NUM_ON_PAGE]],
+        "reasons": list(dict.fromkeys(report.unknown.values())),
+        "timeline": _timeline(prediction, execution),
+    }
+
+
+def render_profile(report: ProfileReport, prediction: Prediction, execution: Execution | None) -> str:
+    """Returns the whole page as text. execution: as in `measured_part`."""
     environment = template_environment()
     script, style = (template_source(environment, name) for name in ("page.js", "page.css"))
-    where = f"step {execution.step}" if execution.step is not None else "a step"
     return environment.get_template("profile.html.jinja").render(
-        report=report,
+        **measured_part(report, prediction, execution),
         title=f"{report.model} on {report.target}",
-        traced=traced(report),
-        spread=spread(report),
-        shown=f"{where} on device {execution.device} of process {execution.process}",
-        kinds=[(name_of(row), row) for row in report.kinds],
-        operations=[alone(row) for row in report.operations[:NUM_ON_PAGE]],
-        reasons=list(dict.fromkeys(report.unknown.values())),
-        timeline=_timeline(prediction, execution),
         report_json=report.model_dump(mode="json"),
         script=script,
         style=style,
@@ -109,14 +121,16 @@ def render_profile(report: ProfileReport, prediction: Prediction, execution: Exe
     )
 
 
-def _timeline(prediction: Prediction, execution: Execution) -> dict[str, Any]:
-    """Returns predicted and measured lanes: compute before links, and for each track the predicted lane first. Of a
-    pipeline they are those of the first stage."""
+def _timeline(prediction: Prediction, execution: Execution | None) -> dict[str, Any]:
+    """Returns the measured lanes above the predicted ones, compute before links. Of a pipeline they are those of the
+    first stage."""
+    if execution is None:
+        return compact_timeline(())
     sources = {each.name: each.source for each in prediction.compute}
     sources |= {each.report.name: each.report.source for each in prediction.collectives}
     measured = execution_events(execution, roles_of(prediction))
     predicted = by_stage(prediction.events)[0]
-    return compact_timeline(_marked(predicted, "predicted", sources), _marked(measured, "measured", sources))
+    return compact_timeline(_marked(measured, "measured", sources), _marked(predicted, "predicted", sources))
 
 
 def _marked(events: Iterable[Event], mark: str, sources: dict[str, str]) -> tuple[Event, ...]:
@@ -133,7 +147,7 @@ def _marked(events: Iterable[Event], mark: str, sources: dict[str, str]) -> tupl
 
 def show_profile(report: ProfileReport, console: Console, *, files: Sequence[Path], is_by_name: bool = False) -> None:
     """Prints the profile. is_by_name: whether each operation is listed alone, with the name of its instruction."""
-    is_predicted = not isinstance(report.step.predicted_seconds, Unknown)
+    is_predicted = any(not isinstance(row.predicted_seconds, Unknown) for row in (report.step, *report.operations))
     console.wrapped((report.model, "bold"), f" on {report.target}: {traced(report)}, a step took {spread(report)}")
     if report.calibration:
         console.wrapped(("calibrated", "bold"), f" {report.calibration.describe()}")
@@ -201,8 +215,9 @@ def _cells(value: Compared, is_predicted: bool) -> list[Part]:
 
 def _notes(report: ProfileReport) -> list[list[Part]]:
     """Returns notes on unknown values, with reasons, and on gaps in the trace."""
-    reasons = dict.fromkeys(report.unknown.values())
-    notes: list[list[Part]] = [[("unknown", "yellow"), f" predicted times: {reason}"] for reason in reasons]
+    notes: list[list[Part]] = []
+    if isinstance(report.step.predicted_seconds, Unknown):
+        notes.append([("unknown", "yellow"), f" predicted step: {report.step.predicted_seconds.why}"])
     notes += [[("note", "yellow"), f" {note}"] for note in report.notes]
     if report.num_not_run:
         notes.append([("note", "yellow"), f" not in the trace: {counted(report.num_not_run, 'collective')}"])

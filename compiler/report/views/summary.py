@@ -248,6 +248,13 @@ def _unknown(report: Report) -> Iterable[Line]:
         yield [(f"and {counted(len(reasons) - NUM_REASONS, 'more reason')}", "dim")]
 
 
+def show_findings(report: Report, console: Console, *, files: Sequence[Path]) -> None:
+    """Prints what a program does wrong, and the names of the files."""
+    for line in _findings(report):
+        console.wrapped(*line)
+    show_files(console, files)
+
+
 def show_files(console: Console, files: Sequence[Path]) -> None:
     """Prints the names of files, each on its own line if one line is too short: readers copy them whole."""
     names = [str(file) for file in files]
