@@ -64,14 +64,17 @@ class YarnScaling(Config):
     beta_fast: PositiveFloat
     beta_slow: PositiveFloat
     truncate: bool
-    mscale: NonNegativeFloat
+    mscale: float  # below 0 where turned heads become smaller
     mscale_all_dim: NonNegativeFloat
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.beta_slow <= self.beta_fast:
-            return self
-        raise mistake(f"{self.beta_slow} is more than beta_fast={self.beta_fast}", "exchange them", "beta_slow")
+        if self.beta_slow > self.beta_fast:
+            raise mistake(f"{self.beta_slow} is more than beta_fast={self.beta_fast}", "exchange them", "beta_slow")
+        if self._m(self.mscale) <= 0:
+            least = -10 / math.log(self.factor)
+            raise mistake(f"{self.mscale} multiplies by less than 0", f"give more than {least:.3g}", "mscale")
+        return self
 
     @property
     def factor_of_turned(self) -> float:

@@ -23,6 +23,10 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
+OF_WEIGHTS = (CONFIG, "export.json", "adapter_config.json", "training_args.bin", "trainer_state.json")
+WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt", ".npz", ".tflite", ".ot", ".index.json",
+           ".unfinished", ".tmp")  # fmt: skip
+FOLDERS = ("additional_chat_templates",)
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,18 @@ class PublishedFolder:
         return self.known_config.get("dtype") or self.known_config.get("torch_dtype")
 
     @property
+    def others(self) -> tuple[Path, ...]:
+        """Returns what else was published with the weights: the tokenizer, its templates, settings for generating text,
+        code, a README and a license; no weights in any form, and no hidden files."""
+        if not self.path.is_dir():
+            return ()
+        found = [each for each in sorted(self.path.iterdir()) if not each.name.startswith(".")]
+        return tuple(
+            each for each in found
+            if each.name in FOLDERS or (each.is_file() and each.name not in OF_WEIGHTS and not _holds_weights(each))
+        )  # fmt: skip
+
+    @property
     def tokenizer(self) -> tuple[Path, ...]:
         """Returns the files of the tokenizer and of the settings for generating text."""
         return tuple(self.path / name for name in TOKENIZER_FILES if (self.path / name).is_file())
@@ -89,6 +105,10 @@ def understood(read: Callable[[], T], where: str) -> T:
         raise ConfigError(
             Problem(where if m.key == where else f"{where}: {m.key}", m.what, m.fix) for m in error.mistakes
         ) from None
+
+
+def _holds_weights(file: Path) -> bool:
+    return file.name.endswith(WEIGHTS) or ".safetensors" in file.name
 
 
 def _refuse_constant(name: str) -> NoReturn:

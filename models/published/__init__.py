@@ -1,10 +1,10 @@
 """Published models: the names of their tensors and their config.json, both ways; a family is a file (docs/weights.md).
 Pure: nothing here opens a file."""
 
-from .contract import Mistake, NotUnderstood, PublishedTensor, Slot
+from .contract import Mistake, NamedTensors, NotUnderstood, PublishedTensor, Slot
 from .registry import FAMILIES, family_of, read_config, tensors, tensors_in, write_config
 
 __all__ = [
-    "FAMILIES", "Mistake", "NotUnderstood", "PublishedTensor", "Slot", "family_of", "read_config", "tensors",
-    "tensors_in", "write_config",
+    "FAMILIES", "Mistake", "NamedTensors", "NotUnderstood", "PublishedTensor", "Slot", "family_of", "read_config",
+    "tensors", "tensors_in", "write_config",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ kind and shape have one layout: the same functions.
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -42,6 +42,25 @@ class PublishedTensor:
     slots: tuple[Slot, ...]
     to_ours: Callable[[Array], tuple[Array, ...]]
     to_published: Callable[[tuple[Array, ...]], Array]
+
+
+@dataclass(frozen=True)
+class NamedTensors:
+    """The tensors of a model under the names of a folder, and its other ones. harmless: buffers that are computed from
+    config.json. left_out: of parts that the model here does not have. copies: what has to be the same as another
+    tensor, which is read; may_differ: whether a family has a head apart from its table. What none of these names is
+    foreign to the model."""
+
+    tensors: tuple[PublishedTensor, ...]
+    harmless: frozenset[str] = frozenset()
+    left_out: frozenset[str] = frozenset()
+    copies: Mapping[str, str] = field(default_factory=dict)
+    may_differ: bool = False
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """Returns the names of the folder's tensors that are not needed, whatever they hold."""
+        return self.harmless | self.left_out
 
 
 @dataclass(frozen=True, order=True)

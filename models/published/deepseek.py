@@ -9,7 +9,7 @@ from typing import Any
 
 from .contract import SOME, Mistake, Row, linear, neighbours_turned, same
 from .family import Entry, Family, Reader, Table, changed, flag, key, only, ours, unread
-from .llama import ENDS, MLP, NORMS, UNUSED, decoder
+from .llama import ENDS, MLP, NORMS, decoder
 from .qwen import DENSE_MLP, EXPERTS, ROUTED
 
 SHARED = (
@@ -133,12 +133,12 @@ def _one_way_of_groups(config: Any) -> tuple[Mistake, ...]:
 FAMILIES = (
     Family(
         "DeepseekV2ForCausalLM", "deepseek_v2", table=DEEPSEEK2,
-        rows=lambda config: ENDS + NORMS + latent_rows(config) + MLP + EXPERTS + SHARED, unused=UNUSED,
+        rows=lambda config: ENDS + NORMS + latent_rows(config) + MLP + EXPERTS + SHARED,
         check=_one_way_of_groups,
     ),
     Family(
         "DeepseekV3ForCausalLM", "deepseek_v3", table=DEEPSEEK3,
         rows=lambda config: ENDS + NORMS + latent_rows(config) + MLP + EXPERTS + SHARED,
-        unused=(*UNUSED, r"layers\.{num_layers}\..*"),  # the layer that predicts one more token
+        left_out=(r"layers\.{num_layers}\..*",),  # the layer that predicts one more token
     ),
 )  # fmt: skip

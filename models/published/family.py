@@ -147,7 +147,8 @@ class Reader:
                 self.only(key, *allowed, otherwise=allowed[0], fix=_FIXES.get(key, ""))
         known = self.asked | UNUSED | ONLY.keys()
         for key, value in self.values.items():
-            if key not in known and value is not None:
+            # A first underscore is of attributes that transformers keeps beside the config.
+            if key not in known and value is not None and not key.startswith("_"):
                 near = get_close_matches(key, sorted(known), n=1, cutoff=0.8)
                 hint = f"did you mean '{near[0]}'? " if near else ""
                 what = f"{_shown(value)}: this key is not known, and may change what the model computes"
@@ -329,8 +330,9 @@ class Family:
 
     architecture, model_type: as config.json names it. rows: the table of tensors for one of our configs. table: of
     config.json. check: what else keeps a config from being written as this family. prefix: the beginning of names that
-    some files leave out; before: what some files have before it. unused: patterns of names, after that, of tensors that
-    some files hold and that no parameter needs; {num_layers} is ours.
+    some files leave out; before: what some files have before it. harmless, left_out: patterns of names, after that, of
+    tensors that some files hold and that no parameter needs: buffers that are computed from config.json, and parts that
+    the model here does not have; {num_layers} is ours.
     """
 
     architecture: str
@@ -340,7 +342,8 @@ class Family:
     check: Callable[[Any], tuple[Mistake, ...]] = lambda config: ()
     prefix: str = "model."
     before: str = ""
-    unused: tuple[str, ...] = ()
+    harmless: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def differs(self, config: ModelConfig) -> tuple[Mistake, ...]:
         """Returns the keys by which a config cannot be written as this family."""

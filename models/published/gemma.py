@@ -14,7 +14,7 @@ from typing import Any
 
 from .contract import Row, same
 from .family import Entry, Family, Reader, Table, changed, choice, fits_of, flag, key, ours, read_table, unread
-from .llama import ACTIVATIONS, ATTENTION, ENDS, MLP, UNUSED, decoder, one_window, windows_by_layer
+from .llama import ACTIVATIONS, ATTENTION, ENDS, MLP, decoder, one_window, windows_by_layer
 from .llama import NORMS as LLAMA_NORMS
 from .rope import rope_by_layer
 
@@ -106,15 +106,14 @@ OF_IMAGES: Table = (
 FAMILIES = (
     Family(
         "GemmaForCausalLM", "gemma", rows=lambda config: ENDS + LLAMA_NORMS + ATTENTION + MLP, table=GEMMA1,
-        unused=UNUSED,
     ),
     Family(
         "Gemma2ForCausalLM", "gemma2", rows=lambda config: ENDS + NORMS + ATTENTION + MLP, table=GEMMA2,
-        check=one_window, unused=UNUSED,
+        check=one_window,
     ),
     Family(
         "Gemma3ForCausalLM", "gemma3_text", rows=lambda config: ENDS + NORMS + ATTENTION + MLP, table=GEMMA3,
-        check=one_window, unused=(*UNUSED, r"(vision_tower|multi_modal_projector)\..*"), before="language_model.",
+        check=one_window, left_out=(r"(vision_tower|multi_modal_projector)\..*",), before="language_model.",
     ),
     Family(  # of images and text: only its text model is read
         "Gemma3ForConditionalGeneration", "gemma3", rows=lambda config: (), table=OF_IMAGES,

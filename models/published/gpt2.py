@@ -43,20 +43,20 @@ GPT2 = changed(
     *ours(mlp="plain", positions="learned", norm="layer", biases="all", embeddings="tied", rope_theta=None,
           rope_scaling=None, window_rope_theta=None),
     key("vocab_size", "vocab_size"),
-    key("n_embd", "embed_dim"),
-    key("n_layer", "num_layers", kind="count"),
-    key("n_head", "num_heads"),
+    key("n_embd", "embed_dim", aliases=("hidden_size",)),
+    key("n_layer", "num_layers", kind="count", aliases=("num_hidden_layers",)),
+    key("n_head", "num_heads", aliases=("num_attention_heads",)),
     Entry((), ("num_kv_heads", "head_dim"), _read_heads),
     key("n_inner", "mlp_dim", missing=lambda read: 4 * read["embed_dim"]),
-    key("n_positions", "num_positions"),
+    key("n_positions", "num_positions", missing=1024, aliases=("max_position_embeddings", "n_ctx")),
     choice("activation_function", "mlp_activation", {"gelu_new": "gelu_tanh", **ACTIVATIONS}, missing="gelu_new"),
     key("layer_norm_epsilon", "norm_epsilon", missing=1e-5),
     Entry(
         ("resid_pdrop", "embd_pdrop"), ("dropout_rate",), _read_rates,
         lambda config: dict.fromkeys(("resid_pdrop", "embd_pdrop"), config.dropout_rate),
     ),
-    # Attention weights are not dropped here; transformers does not read n_ctx.
-    unread("attn_pdrop", "n_ctx", written=lambda config: {"attn_pdrop": 0.0, "n_ctx": config.num_positions}),
+    # Attention weights are not dropped here.
+    unread("attn_pdrop", written=lambda config: {"attn_pdrop": 0.0, "n_ctx": config.num_positions}),
     key("initializer_range", "initializer_stddev", missing=0.02),
     only("tie_word_embeddings", True, is_written=True),
     only("scale_attn_weights", True),
@@ -76,6 +76,6 @@ def _check(config: Any) -> tuple[Mistake, ...]:
 FAMILIES = (
     Family(
         "GPT2LMHeadModel", "gpt2", rows=lambda config: ROWS, table=GPT2, check=_check, prefix="transformer.",
-        unused=(r"h\.\d+\.attn\.(bias|masked_bias)",),  # the causal mask
+        harmless=(r"h\.\d+\.attn\.bias",),  # the causal mask
     ),
 )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 
 from .contract import Row, flat, interleaved, linear, same
 from .family import Family, Reader, changed, key, only, ours, unread
-from .llama import ATTENTION, ENDS, NORMS, UNUSED, decoder, one_window, windows_by_layer
+from .llama import ATTENTION, ENDS, NORMS, decoder, one_window, windows_by_layer
 from .qwen import ROUTED
 from .rope import read_rope, rope
 
@@ -52,6 +52,6 @@ GPT_OSS = changed(
 FAMILIES = (
     Family(
         "GptOssForCausalLM", "gpt_oss", rows=lambda config: ENDS + NORMS + ATTENTION + EXPERTS, table=GPT_OSS,
-        check=one_window, unused=UNUSED,
+        check=one_window,
     ),
 )  # fmt: skip

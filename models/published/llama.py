@@ -35,7 +35,6 @@ MLP = (
     Row("model.layers.{layer}.mlp.up_proj.weight", ("mlp/up_EM",), linear()),
     Row("model.layers.{layer}.mlp.down_proj.weight", ("mlp/down_ME",), linear()),
 )
-UNUSED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)  # of old releases, computed from config.json
 
 
 # What a decoder has in all of these families, unless its family says otherwise.
@@ -132,11 +131,10 @@ def same_window(config: Any) -> tuple[Mistake, ...]:
 FAMILIES = (
     Family(
         "LlamaForCausalLM", "llama", rows=lambda config: ENDS + NORMS + ATTENTION + MLP,
-        table=changed(decoder(), only("mlp_bias", False, is_written=True)), unused=UNUSED,
+        table=changed(decoder(), only("mlp_bias", False, is_written=True)),
     ),
     Family(
         "MistralForCausalLM", "mistral", rows=lambda config: ENDS + NORMS + ATTENTION + MLP,
         table=changed(decoder(kv_heads=8, writes_bias=False), window_of_all(missing=4096)), check=same_window,
-        unused=UNUSED,
     ),
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from .contract import Row, linear
 from .family import Family, changed, key, only
-from .llama import ATTENTION, ENDS, NORMS, UNUSED, decoder, same_window, window_of_all
+from .llama import ATTENTION, ENDS, NORMS, decoder, same_window, window_of_all
 from .qwen import ROUTED
 
 EXPERTS = (
@@ -23,6 +23,6 @@ MIXTRAL = changed(
 FAMILIES = (
     Family(
         "MixtralForCausalLM", "mixtral", rows=lambda config: ENDS + NORMS + ATTENTION + EXPERTS, table=MIXTRAL,
-        check=same_window, unused=UNUSED,
+        check=same_window,
     ),
 )  # fmt: skip

@@ -4,7 +4,7 @@ from typing import Any
 
 from .contract import Row, linear
 from .family import Entry, Family, Reader, Table, changed, flag, key, layer_types, only, ours, unread, windows
-from .llama import ATTENTION, ENDS, MLP, NORMS, UNUSED, decoder, one_window, same_window
+from .llama import ATTENTION, ENDS, MLP, NORMS, decoder, one_window, same_window
 
 EXPERTS = (
     Row("model.layers.{layer}.mlp.gate.weight", ("mlp/router_EX",), linear()),
@@ -96,15 +96,15 @@ FAMILIES = (
     Family(
         "Qwen2ForCausalLM", "qwen2", rows=lambda config: ENDS + NORMS + ATTENTION + MLP,
         table=changed(decoder(kv_heads=32, writes_bias=False), *ours(biases="qkv"), WINDOWS),
-        check=one_window, unused=UNUSED,
+        check=one_window,
     ),
     Family(
         "Qwen3ForCausalLM", "qwen3", rows=lambda config: ENDS + NORMS + ATTENTION + MLP,
         table=changed(decoder(kv_heads=32, head_dim=128), *ours(qk_norm="rms"), WINDOWS),
-        check=one_window, unused=UNUSED,
+        check=one_window,
     ),
     Family(
         "Qwen3MoeForCausalLM", "qwen3_moe", rows=lambda config: ENDS + NORMS + ATTENTION + MLP + EXPERTS,
-        table=QWEN3_MOE, check=same_window, unused=UNUSED,
+        table=QWEN3_MOE, check=same_window,
     ),
 )  # fmt: skip

@@ -11,13 +11,21 @@ import jax
 from ..config import ModelConfig
 from ..contract import Model
 from . import deepseek, gemma, gpt2, gpt_oss, llama, mixtral, qwen
-from .contract import Mistake, NotUnderstood, PublishedTensor, Row, Slot, Values
+from .contract import Mistake, NamedTensors, NotUnderstood, PublishedTensor, Row, Slot, Values
 from .family import UNUSED, Family, Reader, fits_of, read_table, write_table
 
 FAMILIES: tuple[Family, ...] = (
     *llama.FAMILIES, *qwen.FAMILIES, *gemma.FAMILIES, *mixtral.FAMILIES, *deepseek.FAMILIES,
     *gpt_oss.FAMILIES, *gpt2.FAMILIES,
 )  # fmt: skip
+
+# Buffers that older releases saved: rotary frequencies and their tables, and the number that hides tokens.
+HARMLESS = (r".*\brotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)", r".*\bmasked_bias",
+            r".*\bposition_ids")  # fmt: skip
+TABLE, HEAD = "embed/table_VE", r"lm_head\.weight"  # which are the same where embeddings are tied
+
+OF_HEADS = r"(ForCausalLM|LMHeadModel)$"
+OF_OLD_GPT2 = ("n_embd", "n_layer", "n_head", "vocab_size")  # its first files name neither architecture nor model_type
 
 ShapesByPath = dict[str, tuple[int, ...]]
 
@@ -33,11 +41,11 @@ def tensors(config: ModelConfig) -> tuple[PublishedTensor, ...]:
     return tuple(found for row in rows for found in _of_row(row, shapes, places))
 
 
-def tensors_in(config: ModelConfig, names: Collection[str]) -> tuple[tuple[PublishedTensor, ...], frozenset[str]]:
-    """Returns the same tensors under the names of a folder, and those of its names that no parameter needs.
+def tensors_in(config: ModelConfig, names: Collection[str]) -> NamedTensors:
+    """Returns the same tensors under the names of a folder, and which of its names no parameter needs.
 
     names: all that a folder has. Some folders leave out the first part of each name: GPT-2's have "wte.weight" for
-    "transformer.wte.weight". What neither part of the result names is foreign to the model.
+    "transformer.wte.weight".
     """
     family, found = family_of(config), tensors(config)
     prefix = family.prefix
@@ -45,13 +53,19 @@ def tensors_in(config: ModelConfig, names: Collection[str]) -> tuple[tuple[Publi
         found, prefix = tuple(replace(each, name=family.before + each.name) for each in found), family.before + prefix
     elif not any(name.startswith(prefix) for name in names):
         found = tuple(replace(tensor, name=tensor.name.removeprefix(prefix)) for tensor in found)
-    unused = list(family.unused)
-    if getattr(config, "embeddings", None) == "tied":
-        unused.append(r"lm_head\.weight")
-    known = [pattern.replace("{num_layers}", str(getattr(config, "num_layers", None))) for pattern in unused]
-    patterns = [re.compile(f"({re.escape(prefix)})?{pattern}") for pattern in known]
     needed = {tensor.name for tensor in found}
-    return found, frozenset(n for n in names if n not in needed and any(p.fullmatch(n) for p in patterns))
+    others = [name for name in names if name not in needed]
+
+    def matching(*patterns: str) -> frozenset[str]:
+        known = [pattern.replace("{num_layers}", str(getattr(config, "num_layers", None))) for pattern in patterns]
+        compiled = [re.compile(f"({re.escape(prefix)})?{pattern}") for pattern in known]
+        return frozenset(name for name in others if any(pattern.fullmatch(name) for pattern in compiled))
+
+    tables = [tensor.name for tensor in found if tensor.slots[0].path == TABLE]
+    heads = matching(HEAD) if getattr(config, "embeddings", None) == "tied" else ()
+    copies = dict.fromkeys(heads, tables[0]) if tables else {}
+    may_differ = bool(copies) and not family.differs(config.model_copy(update={"embeddings": "separate"}))
+    return NamedTensors(found, matching(*HARMLESS, *family.harmless), matching(*family.left_out), copies, may_differ)
 
 
 def family_of(config: ModelConfig, *, model_type: str | None = None) -> Family:
@@ -82,11 +96,12 @@ def write_config(
     config: ModelConfig, *, dtype: str, max_length: int, base: Values | None = None
 ) -> dict[str, Any]:  # fmt: skip
     """Returns the config.json of a model. dtype: of the tensors. max_length: the longest sequence that it was trained
-    for, unless `base` says one. base: the config.json that it came from: its family is kept, and its keys that are not
-    of the computation."""
-    family = family_of(config, model_type=base["model_type"] if base else None)
+    for, unless `base` says one. base: the config.json that it came from: its family is kept, with all keys
+    that the family's table does not write."""
+    family = family_of(config, model_type=base.get("model_type") if base else None)
     if base:
-        kept = {key: value for key, value in base.items() if key in UNUSED}
+        is_same = base.get("model_type", family.model_type) == family.model_type
+        kept = {key: value for key, value in base.items() if is_same or key in UNUSED}
     else:  # without these, transformers takes the numbers of the family's first release
         kept: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         if getattr(config, "num_positions", None) is None:
@@ -102,14 +117,19 @@ def _named(config_json: Values) -> Family:
     key, of = ("architectures", "architecture") if architectures else ("model_type", "model_type")
     named = architectures[0] if architectures else reader.text("model_type", otherwise="")
     by_name = {getattr(family, of): family for family in FAMILIES}
+    if architectures:  # of the module without its head, which has the same tensors and names no part of them
+        by_name |= {re.sub(OF_HEADS, "Model", name): family for name, family in by_name.items()} | by_name
+    if not named and all(name in config_json for name in OF_OLD_GPT2):
+        return next(family for family in FAMILIES if family.model_type == "gpt2")
     if isinstance(named, str) and named in by_name:
         return by_name[named]
     if not reader.mistakes and not named:
         reader.refuse("architectures", "is missing", "take the config.json of a published model")
     elif not reader.mistakes:
-        near = get_close_matches(str(named), by_name, n=1, cutoff=0.6)
+        names = [getattr(family, of) for family in FAMILIES]
+        near = get_close_matches(str(named), names, n=1, cutoff=0.6)
         hint = f"did you mean '{near[0]}'? " if near else ""
-        reader.refuse(key, f"'{named}' is not implemented", f"{hint}use one of {', '.join(by_name)}")
+        reader.refuse(key, f"'{named}' is not implemented", f"{hint}use one of {', '.join(names)}")
     raise NotUnderstood(reader.mistakes)
 
 

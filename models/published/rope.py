@@ -54,11 +54,12 @@ def _read_set(reader: Reader, key: str, scaling: Any, theta: float | None) -> di
     theta = nested.number("rope_theta", otherwise=theta)
     nested.only("partial_rotary_factor", 1.0, None, otherwise=None)
     kind = nested.text("rope_type", "type", otherwise="default")
+    nested.asked.update(("rope_type", "type"))  # transformers 4 writes both
     if kind not in SCALINGS:
         reader.refuse(f"{key}.rope_type", f"'{kind}' is not implemented", f"use a model with {' or '.join(SCALINGS)}")
         return {"rope_theta": theta, "rope_scaling": None}
     read = SCALINGS[kind](nested, reader)
-    for name in scaling.keys() - nested.asked:
+    for name in {key for key, value in scaling.items() if value is not None} - nested.asked:
         nested.refuse(name, f"is not known for rope_type '{kind}'", "remove it if it changes nothing")
     for mistake in nested.mistakes:
         reader.refuse(f"{key}.{mistake.key}", mistake.what, mistake.fix)

@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from meshloom.compiler.core.format import counted, human_bytes
 from meshloom.compiler.core.places import PUBLISHED, is_published, is_url
 from meshloom.compiler.core.trees import leaves_by_path, nested_dict
 from meshloom.compiler.declare.data_spec import TokenizerSpec
-from meshloom.compiler.declare.published_folder import CONFIG, PublishedFolder, understood
+from meshloom.compiler.declare.published_folder import CONFIG, TOKENIZER_FILES, PublishedFolder, understood
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.declare.sections import EXPORT
 from meshloom.models.contract import Params
@@ -42,7 +42,8 @@ from ..core.failures import STORAGE, RunFailed, storage_reason
 from ..core.files import FILE as MANIFEST
 from ..core.files import LOCK, Folder, file_sha256, is_remote, locked, parse_json, replace_json
 from ..data.progress import TextProgress
-from .folder import FROM, INDEX, SINGLE, WeightsFolder, match_folder, match_saved, open_folder
+from .find import not_read
+from .folder import FROM, INDEX, SINGLE, SKIP, WeightsFolder, match_folder, match_saved, open_folder
 from .write import OutTensor, WriteFailed, shards_of, sync_folder, write_tensors
 
 RECORD = "export.json"  # in the folder: where its weights are from, and the hashes of its files
@@ -77,7 +78,8 @@ class LoadedParams:
 @dataclass(frozen=True)
 class ExportJob:
     """An export that passed all checks. content: what tells its weights apart from others. step: None for published
-    files. tensors: in the order in which they are written. config: of the folder; {} for formats without one. said: by
+    files. tensors: in the order in which they are written. config: of the folder; {} for formats without one. beside:
+    the files that are copied. said: by
     what else than its own declaration a checkpoint was opened."""
 
     spec: RunSpec
@@ -88,7 +90,7 @@ class ExportJob:
     dtype: np.dtype[Any]
     tensors: tuple[OutTensor, ...]
     config: dict[str, Any]
-    tokenizer: tuple[Path, ...]
+    beside: tuple[Path, ...]
     said: tuple[str, ...] = ()
 
     @property
@@ -128,7 +130,8 @@ def prepare_export(spec: RunSpec, open_merged: Callable[[RunSpec], Params]) -> E
     dtype = np.dtype(jnp.dtype(export.dtype or known or "bfloat16"))
     if is_published(place):
         folder = open_folder(place)
-        made, step = _of_folder(folder, export.format, spec.model, dtype), None
+        made, left_out = _of_folder(folder, export.format, spec.model, dtype, spec.checkpoint.weights_skip)
+        said, step = [*said, *left_out], None
         found = [
             [n, str(t), t.file.name, t.start, t.file.stat().st_mtime_ns] for n, t in sorted(folder.tensors.items())
         ]
@@ -147,32 +150,40 @@ def prepare_export(spec: RunSpec, open_merged: Callable[[RunSpec], Params]) -> E
         config = understood(
             lambda: write_config(spec.model, dtype=str(dtype), max_length=spec.sequence_length, base=base), "model"
         )
-    tokenizer = _tokenizer(origin, spec.data.tokenizer)
-    return ExportJob(spec, place, content, step, directory, dtype, tuple(made), config, tokenizer, tuple(said))
+    beside = _beside(origin, spec.data.tokenizer)
+    return ExportJob(spec, place, content, step, directory, dtype, tuple(made), config, beside, tuple(said))
 
 
-def _tokenizer(origin: PublishedFolder | None, tokenizer: TokenizerSpec | None) -> tuple[Path, ...]:
-    """Returns the files of the tokenizer: those where the weights began, or of the tokenizer that the data name."""
-    if origin and origin.tokenizer:
-        return origin.tokenizer
-    if tokenizer is None or tokenizer.kind == "bytes":
-        return ()
-    file = Path(tokenizer.path)
-    beside = PublishedFolder(file.parent).tokenizer
-    return beside if file in beside else (file,) if file.is_file() else ()
+def _beside(origin: PublishedFolder | None, tokenizer: TokenizerSpec | None) -> tuple[Path, ...]:
+    """Returns the files beside the weights: those where the weights began, and if there is no tokenizer among them
+    those of the tokenizer that the data name."""
+    kept = origin.others if origin else ()
+    if (origin and origin.tokenizer) or tokenizer is None or tokenizer.kind == "bytes":
+        return kept
+    place = Path(tokenizer.path)
+    beside = PublishedFolder(place if place.is_dir() else place.parent).tokenizer
+    found = beside if place.is_dir() or place in beside else (place,) if place.is_file() else ()
+    named = {file.name for file in found}
+    return (*(file for file in kept if file.name not in named), *found)
 
 
-def _of_folder(folder: WeightsFolder, form: str, model: ModelConfig, dtype: np.dtype[Any]) -> list[OutTensor]:
-    """Returns the tensors of a published folder, under the names that it should have, in another type or files."""
+def _of_folder(
+    folder: WeightsFolder, form: str, model: ModelConfig, dtype: np.dtype[Any], skip: Sequence[str]
+) -> tuple[list[OutTensor], tuple[str, ...]]:
+    """Returns the tensors of a published folder, under the names that it should have, in another type or files; and
+    lines about what is left out."""
     if form != "huggingface":
         what = f"{form} writes the parameters of a run, and {folder.path} is a published folder"
         raise ConfigError([Problem(f"{EXPORT}.format", what, "choose format=huggingface, or name a run")])
-    named, unused = understood(lambda: tensors_in(model, folder.tensors), "model")
-    match_folder(folder, named, (), (), unused)
-    return [
+    named = understood(lambda: tensors_in(model, folder.tensors), "model")
+    if len(match_folder(folder, named, (), skip).taken) < len(named.tensors):
+        what = "leaves out weights that the folder to write has to hold"
+        raise ConfigError([Problem(SKIP, what, "name only what the model does not read")])
+    made = [
         OutTensor(plain.name, plain.shape, dtype, _values(plain.name, folder.tensors[there.name].values, dtype))
-        for plain, there in zip(tensors(model), named, strict=True)
+        for plain, there in zip(tensors(model), named.tensors, strict=True)
     ]
+    return made, not_read(named.left_out)
 
 
 def _of_checkpoint(
@@ -241,8 +252,11 @@ def run_export(job: ExportJob, console: Console) -> None:
     size = f"{counted(len(job.tensors), 'tensor')}{of}, {human_bytes(job.num_bytes)} in {job.dtype}"
     console.line(f"exported {size}, read back as they were written: {job.directory}")
     if job.spec.export.format == "huggingface":
-        named = ", ".join(file.name for file in job.tokenizer)
-        console.wrapped(f"tokenizer: {named or 'none: there are no such files where the weights began'}")
+        named = [file.name for file in job.beside]
+        has_tokenizer = any(name in TOKENIZER_FILES for name in named)
+        console.wrapped(f"beside it: {', '.join(named) or 'nothing'}")
+        if not has_tokenizer:
+            console.wrapped("tokenizer: none: there are no such files where the weights began")
         console.command("serve it", ["vllm", "serve", str(job.directory)])
 
 
@@ -301,8 +315,11 @@ def _write(job: ExportJob, folder: Path, console: Console) -> None:
         listed = {tensor.name: name for name, shard in shards.items() for tensor in shard}
         replace_json(folder / INDEX, {"metadata": {"total_size": job.num_bytes}, "weight_map": listed})
     if job.spec.export.format == "huggingface":
-        for file in job.tokenizer:
-            shutil.copyfile(file, folder / file.name)
+        for file in job.beside:
+            if file.is_dir():
+                shutil.copytree(file, folder / file.name, dirs_exist_ok=True)
+            else:
+                shutil.copyfile(file, folder / file.name)
         replace_json(folder / CONFIG, job.config)
         open_folder(folder)
 

@@ -1,6 +1,6 @@
 """Finds the weights that a new run starts from, before anything is allocated: in a published folder, or another run."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from .folder import FROM, Matched, WeightsFolder, match_folder, match_saved, ope
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """The weights of a published folder that the model takes."""
+    """The weights of a published folder that the model takes. differs: lines about what is not as it is there."""
 
     folder: WeightsFolder
     matched: Matched
@@ -84,9 +84,10 @@ def find_weights(plan: Plan[RunSpec], place: str | None = None) -> StoredWeights
     if is_published(place):
         folder = open_folder(place)
         differs = _differences(folder.model, model, f"{folder.path}/{CONFIG}")
-        expected, unused = understood(lambda: tensors_in(model, folder.tensors), "model")
-        matched = match_folder(folder, expected, params, skip, unused)
-        return PublishedWeights(folder, matched, differs)
+        named = understood(lambda: tensors_in(model, folder.tensors), "model")
+        return PublishedWeights(
+            folder, match_folder(folder, named, params, skip), (*differs, *not_read(named.left_out))
+        )
     check_bucket(folder_at(place), FROM)
     start = newest_good(*check_is_there(place, FROM), is_own=False, compare="sizes")
     tree = saved_tree(start.path)
@@ -121,6 +122,13 @@ def _differences(there: Mapping[str, Any], model: Config, of: str) -> tuple[str,
     changed = [key for key in there if key in here and key not in OF_A_DRAW and not _same(there[key], here[key])]
     named = [f"{key} {here[key]} here, {there[key]} there" for key in changed]
     return (f"warning: the model differs from that of {of}: {human_names(named)}",) if named else ()
+
+
+def not_read(names: Collection[str]) -> tuple[str, ...]:
+    """Returns a line about the tensors of a folder that are of parts that the model does not have."""
+    if not names:
+        return ()
+    return (f"not read, as the model has no such part: {human_names(sorted(names), 2)}",)
 
 
 def _same(a: Any, b: Any) -> bool:

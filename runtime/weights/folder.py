@@ -7,7 +7,7 @@ tensors one after the other (https://github.com/huggingface/safetensors).
 
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -24,7 +24,7 @@ from meshloom.compiler.core.format import counted
 from meshloom.compiler.core.places import PUBLISHED
 from meshloom.compiler.declare.published_folder import CONFIG, PublishedFolder
 from meshloom.models.adapter import is_adapter
-from meshloom.models.published import PublishedTensor
+from meshloom.models.published import NamedTensors, PublishedTensor
 
 from ..checkpoint.restore_plan import MOST_SHOWN, listed
 from ..core.files import parse_json
@@ -40,6 +40,7 @@ BITS = MappingProxyType(
         "U64": 64,
     }
 )  # fmt: skip
+COMPARED_AT_ONCE = 2**24  # numbers
 MOST_HEADER_BYTES = 100_000_000  # a limit of the safetensors library
 AGAIN = "copy or download it again"
 SKIP, FROM = "checkpoint.weights_skip", "checkpoint.weights_from"
@@ -257,19 +258,23 @@ class Matched:
 
 
 def match_folder(
-    folder: WeightsFolder, expected: Sequence[PublishedTensor], params: Iterable[str], skip: Sequence[str],
-    unused: Collection[str] = (),
+    folder: WeightsFolder, named: NamedTensors, params: Iterable[str], skip: Sequence[str]
 ) -> Matched:  # fmt: skip
     """Returns what is read of a folder. Raises ConfigError with all differences from what is expected.
 
-    expected: the tensors that hold the model's parameters. params: the paths of all parameters. skip: the patterns of
-    `checkpoint.weights_skip`. unused: the tensors of the folder that no parameter needs.
+    named: the tensors that hold the model's parameters, and which others may be there. params: the paths of all
+    parameters. skip: the patterns of `checkpoint.weights_skip`.
     """
-    patterns = Patterns(skip)
+    patterns, expected = Patterns(skip), named.tensors
+    copies = [
+        Problem(str(folder.path / folder.tensors[name].file.name), *_no_copy(name, of, may_differ=named.may_differ))
+        for name, of in named.copies.items()
+        if not patterns.take(name) and of in folder.tensors and not _are_same(folder.tensors[name], folder.tensors[of])
+    ]
     taken, lines = list[MatchedTensor](), list[str]()
     names = {tensor.name for tensor in expected}
     extra = [name for name in folder.tensors if name not in names]
-    extra = [name for name in extra if name not in unused and not patterns.take(name)]
+    extra = [name for name in extra if not (patterns.take(name) or name in named.unread or name in named.copies)]
     fresh = {path for path in params if is_adapter(path)}
     for tensor in expected:
         left_out = patterns.take(tensor.name)
@@ -290,9 +295,28 @@ def match_folder(
         f"{name} {folder.tensors[name]} is there, not here{_nearest(name, missing, len(lines) + n)}"
         for n, name in enumerate(extra)
     ]
-    _raise_differences(str(folder.path), lines, patterns, is_some=bool(taken))
+    all_of(
+        lambda: raise_if_any(copies),
+        lambda: _raise_differences(str(folder.path), lines, patterns, is_some=bool(taken)),
+    )
     taken.sort(key=lambda each: (each.file.file, each.file.start))
     return Matched(tuple(taken), tuple(sorted(fresh)))
+
+
+def _are_same(a: FileTensor, b: FileTensor) -> bool:
+    """Returns whether two tensors have the same values. Reads them in blocks, up to the first difference."""
+    if a.shape != b.shape or not {a.dtype, b.dtype} <= FLOATS.keys():
+        return False
+    x, y = (each.values().reshape(-1) for each in (a, b))
+    blocks = (slice(first, first + COMPARED_AT_ONCE) for first in range(0, len(x), COMPARED_AT_ONCE))
+    return all(np.array_equal(x[block].astype(np.float32), y[block].astype(np.float32)) for block in blocks)
+
+
+def _no_copy(name: str, of: str, *, may_differ: bool) -> tuple[str, str]:
+    """Returns what is wrong with a head that is not the table, and what to do."""
+    what = f"{name} differs from {of}, and tie_word_embeddings says that they are one tensor"
+    apart = "keep it apart: model.embeddings=separate; or " if may_differ else ""
+    return what, f"{apart}leave it out: {SKIP}=[{name}]"
 
 
 def match_saved(

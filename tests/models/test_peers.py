@@ -146,9 +146,9 @@ def params_of(folder: Path, config: ModelConfig) -> dict[str, Any]:
         path: np.full(x.shape, np.nan, np.float32) for path, x in leaves_by_path(config.build().abstract()).items()
     }
     held = safetensors.load_file(folder / "model.safetensors")
-    found, unused = tensors_in(config, held.keys())
-    assert {tensor.name for tensor in found} == held.keys() - unused
-    for tensor in found:
+    found = tensors_in(config, held.keys())
+    assert {tensor.name for tensor in found.tensors} == held.keys() - found.unread - found.copies.keys()
+    for tensor in found.tensors:
         assert held[tensor.name].shape == tensor.shape, tensor.name
         for slot, x in zip(tensor.slots, tensor.to_ours(held[tensor.name]), strict=True):
             params[slot.path][slot.index] = x

@@ -103,7 +103,7 @@ def test_config_json_comes_back(name):
     rate = {"router_bias_update_rate": 0.0} if name == "deepseek_v3" else {}
     assert again == config.model_copy(update=rate)
     based = write_config(config, dtype="float16", max_length=1, base=written | {"eos_token_id": [7], "foreign": 1})
-    expected = written | {"dtype": "float16", "torch_dtype": "float16", "eos_token_id": [7]}
+    expected = written | {"dtype": "float16", "torch_dtype": "float16", "eos_token_id": [7], "foreign": 1}
     assert based == expected
 
 
@@ -298,6 +298,30 @@ def test_what_would_change_the_computation_is_refused_by_name(name, values, refu
     assert sorted(mistake.key for mistake in error.value.mistakes) == refused
 
 
+@pytest.mark.parametrize(("name", "values", "key", "value"), [
+    ("llama3_8b", {"rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 2.0, "attention_factor": None}},
+     "rope_scaling", {"kind": "linear", "factor": 2.0}),
+    ("llama3_8b", {"_flash_attn_2_enabled": True, "_attn_implementation_internal": "sdpa"}, "rope_scaling", None),
+    ("gpt2_124m", {"n_embd": None, "hidden_size": 768, "n_positions": None}, "embed_dim", 768),
+    ("gpt2_124m", {"n_positions": None}, "num_positions", 1024),
+    ("gpt2_124m", {"architectures": None, "model_type": None}, "num_layers", 12),
+    ("gpt2_124m", {"architectures": ["GPT2Model"]}, "num_layers", 12),
+])  # fmt: skip
+def test_forms_of_old_releases_are_read(name, values, key, value):
+    assert read_config(FACTS[name] | values)[key] == value
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.9, 1.0, 1.2])
+def test_a_factor_of_yarn_comes_back_also_below_1(factor):
+    scaling = {"rope_type": "yarn", "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
+               "attention_factor": factor}  # fmt: skip
+    read = read_config(FACTS["llama3_8b"] | {"rope_scaling": scaling})
+    config = config_of("llama3_8b", **{key: value for key, value in read.items() if key not in OF_TRAINING})
+    assert config.rope_scaling.factor_of_turned == pytest.approx(factor, abs=1e-9)
+    written = write_config(config, dtype="bfloat16", max_length=64)["rope_scaling"]
+    assert written.get("attention_factor", 1.0) == pytest.approx(factor, abs=1e-9)
+
+
 WEIRD = (None, True, "x", [], ["x"], {}, {"a": {"b": 1}}, -1, 0, 0.5, 10**30, math.inf)
 
 
@@ -346,14 +370,22 @@ def test_windows_of_some_layers_are_not_written_as_windows_of_all(name):
 def test_names_without_the_first_part_are_found_and_what_is_not_needed_is_told_apart():
     config = ALL["gpt2_124m"]
     shorter = [tensor.name.removeprefix("transformer.") for tensor in tensors(config)]
-    found, unused = tensors_in(config, [*shorter, "h.0.attn.bias", "lm_head.weight", "h.0.foreign"])
-    assert [tensor.name for tensor in found] == shorter
-    assert unused == {"h.0.attn.bias", "lm_head.weight"}
+    found = tensors_in(config, [*shorter, "h.0.attn.bias", "h.0.attn.masked_bias", "lm_head.weight", "h.0.foreign"])
+    assert [tensor.name for tensor in found.tensors] == shorter
+    assert found.harmless == {"h.0.attn.bias", "h.0.attn.masked_bias"}
+    assert found.copies == {"lm_head.weight": "wte.weight"}
+    assert not found.may_differ
     config = ALL["deepseek_v3"]
     names = [tensor.name for tensor in tensors(config)]
-    found, unused = tensors_in(config, [*names, "model.layers.4.embed_tokens.weight", "model.layers.40.x"])
-    assert [tensor.name for tensor in found] == names
-    assert unused == {"model.layers.4.embed_tokens.weight"}
+    found = tensors_in(config, [*names, "model.layers.4.embed_tokens.weight", "model.layers.40.x"])
+    assert [tensor.name for tensor in found.tensors] == names
+    assert found.left_out == {"model.layers.4.embed_tokens.weight"}
+    assert not found.harmless
+    config = ALL["tied"]
+    found = tensors_in(config, ["model.x", "lm_head.weight", "model.layers.0.self_attn.rotary_emb.cos_cached"])
+    assert found.copies == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert found.may_differ
+    assert found.harmless == {"model.layers.0.self_attn.rotary_emb.cos_cached"}
 
 
 def test_a_family_is_kept_where_two_can_say_the_same():
@@ -384,8 +416,8 @@ def test_the_text_model_of_a_gemma_of_images_is_read():
     config = config_of("gemma3_27b")
     assert config_of("gemma3_27b", **read_config(file)) == config
     names = [f"language_model.{tensor.name}" for tensor in tensors(config)]
-    found, unused = tensors_in(config, [*names, "vision_tower.a.weight", "multi_modal_projector.b", "foreign"])
-    assert [tensor.name for tensor in found] == names
-    assert unused == {"vision_tower.a.weight", "multi_modal_projector.b"}
+    found = tensors_in(config, [*names, "vision_tower.a.weight", "multi_modal_projector.b", "foreign"])
+    assert [tensor.name for tensor in found.tensors] == names
+    assert found.left_out == {"vision_tower.a.weight", "multi_modal_projector.b"}
     with pytest.raises(NotUnderstood, match="final_logit_softcaping"):
         read_config(file | {"text_config": text | {"final_logit_softcaping": 30.0}})

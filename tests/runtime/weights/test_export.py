@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import load_file, save_file
 
 from conftest import SMALL, spec_of
 from meshloom.compiler.core.console import Console
@@ -131,6 +132,54 @@ def test_a_published_folder_is_written_in_another_type_and_other_files(published
     assert [path.name for path in (tmp_path / "out").glob("*.safetensors")] == ["model.safetensors"]
     for name, tensor in open_folder(published).tensors.items():
         assert np.array_equal(open_folder(tmp_path / "out").tensors[name].values(), tensor.values().astype(np.float32))
+
+
+KEPT = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "vocab.json",
+        "chat_template.jinja", "README.md", "LICENSE", "modeling_own.py", "tekken.json", "added_tokens.json",
+        "additional_chat_templates/tools.jinja")  # fmt: skip
+LEFT = ("pytorch_model.bin", "model.gguf", "tf_model.h5", "onnx/model.onnx", ".gitattributes", "training_args.bin")
+OLD = {"_attn_implementation_autoset": True, "_own": [1], "id2label": {"0": "a"}, "use_cache": False,
+       "auto_map": {"AutoModel": "modeling_own.Own"}, "quantization_config": None, "hidden_act": "silu"}  # fmt: skip
+
+
+def test_all_that_was_published_with_the_weights_is_exported(published, tmp_path):
+    theirs, out = tmp_path / "theirs", tmp_path / "out"
+    shutil.copytree(published, theirs)
+    for name in (*KEPT, *LEFT):
+        (theirs / name).parent.mkdir(exist_ok=True)
+        (theirs / name).write_bytes(name.encode())
+    config = json.loads((theirs / "config.json").read_text()) | OLD
+    old = {key: value for key, value in config.items() if key not in ("dtype", "rope_parameters")}
+    (theirs / "config.json").write_text(json.dumps(old))
+    run_export(_job(f"hf:{theirs}", out), QUIET)
+    for name in KEPT:
+        assert (out / name).read_bytes() == name.encode()
+    names = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    assert names == {*KEPT, "config.json", "export.json", "model.safetensors"}
+    written = json.loads((out / "config.json").read_text())
+    assert {key: written[key] for key in old} == old
+
+
+def test_a_head_that_differs_from_the_tied_table_is_refused_or_kept_apart(tmp_path):
+    theirs, tied = tmp_path / "theirs", spec_of(*LLAMA, "model.embeddings=tied").model
+    head = write_published(theirs, tied)["model.embed_tokens.weight"].copy()
+    rest = theirs / "model.safetensors"
+    whole = load_file(rest)
+    save_file(whole | {"lm_head.weight": head}, rest)
+    _job(f"hf:{theirs}", tmp_path / "out", "model.embeddings=tied")
+    head[-1, -1] += 1
+    save_file(whole | {"lm_head.weight": head}, rest)
+    with pytest.raises(ConfigError, match=r"lm_head.weight differs from model.embed_tokens.weight") as raised:
+        _job(f"hf:{theirs}", tmp_path / "out", "model.embeddings=tied")
+    assert "model.embeddings=separate; or leave it out: checkpoint.weights_skip=[lm_head.weight]" in str(raised.value)
+    skip = "checkpoint.weights_skip=[lm_head.weight]"
+    run_export(_job(f"hf:{theirs}", tmp_path / "left", "model.embeddings=tied", skip), QUIET)
+    assert "lm_head.weight" not in open_folder(tmp_path / "left").tensors
+    run_export(_job(f"hf:{theirs}", tmp_path / "apart", "model.embeddings=separate"), QUIET)
+    assert np.array_equal(open_folder(tmp_path / "apart").tensors["lm_head.weight"].values(), head)
+    assert json.loads((tmp_path / "apart/config.json").read_text())["tie_word_embeddings"] is False
+    with pytest.raises(ConfigError, match="leaves out weights that the folder to write has to hold"):
+        _job(f"hf:{theirs}", tmp_path / "out", "model.embeddings=separate", skip)
 
 
 def test_files_that_are_whole_stay_and_others_are_written_again(published, run, tmp_path):
