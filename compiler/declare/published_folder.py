@@ -73,6 +73,13 @@ class PublishedFolder:
         return understood(lambda: read_config(self.config), str(self.path / CONFIG))
 
     @property
+    def model_type(self) -> str | None:
+        """Returns the model_type of its family; None if config.json names none that is known."""
+        from meshloom.models.published import model_type_of
+
+        return model_type_of(self.known_config)
+
+    @property
     def dtype(self) -> str | None:
         """Returns the type of the weights, as config.json names it; None if it does not say."""
         return self.known_config.get("dtype") or self.known_config.get("torch_dtype")

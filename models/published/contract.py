@@ -162,6 +162,14 @@ def columns(num_inputs: int = 1) -> Callable[[Shapes], Layout]:
 
 
 @cache
+def joined(shapes: Shapes) -> Layout:
+    """Returns the layout of torch's Linear, (outputs, inputs), with the outputs of several parameters one after the
+    other."""
+    plain = columns()(shapes)
+    return Layout(plain.shape[::-1], lambda x: plain.to_ours(x.T), lambda ours: plain.to_published(ours).T)
+
+
+@cache
 def interleaved(shapes: Shapes) -> Layout:
     """Returns the layout of two parameters whose last dimensions take turns in the file: one of each, and so on."""
     (*outer, width), _ = shapes

@@ -7,7 +7,7 @@ numbers is brought into the layout of the file. Where a file joins matrices, as 
 larger rank: A is stacked, and B has a block for each.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -49,32 +49,36 @@ class _Module:
 
 
 def write_peft(
-    config: ModelConfig, model: Model, params: Arrays, *, base: str | None
+    config: ModelConfig, model: Model, params: Arrays, *, base: str | None, model_type: str | None = None
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Returns the tensors of a PEFT folder by name, in float32, and its adapter_config.json.
 
     model: the adapted one. params: its adapters' parameters, and for DoRA the matrices beside them. base: the name or
-    folder of the base. Raises NotUnderstood for adapters that PEFT has no module for, as those of experts.
+    folder of the base. model_type: of its family. Raises NotUnderstood for adapters that PEFT has no module for, as
+    those of experts.
     """
-    modules, adapter = _modules(config, model), next(iter(model.adapters.values())).config
+    modules, adapter = _modules(config, model, model_type), next(iter(model.adapters.values())).config
     found: dict[str, np.ndarray] = {}
     for module in modules:
         for name, array in _tensors_of(module, params).items():
             found[f"{PREFIX}{module.name}.{_NAMES[name]}"] = np.ascontiguousarray(array, np.float32)
-    return found, _adapter_config(config, modules, adapter, base)
+    every = {t.name.removesuffix(SUFFIX) for t in tensors(config, model_type) if len(t.shape) == 2}
+    return found, _adapter_config(every, modules, adapter, base)
 
 
 def check_modules(config: ModelConfig, model: Model) -> None:
     """Raises NotUnderstood for adapters that PEFT has no module for."""
-    _modules(config, model)
+    _modules(config, model, None)
 
 
-def _modules(config: ModelConfig, model: Model) -> list[_Module]:
+def _modules(config: ModelConfig, model: Model, model_type: str | None) -> list[_Module]:
     experts = sorted(path for path, one in model.adapters.items() if one.matrix.is_of_experts)
     if experts:
         fix = "export the weights with the adapter merged into them"
         raise NotUnderstood([Mistake("adapter.targets", f"PEFT has no module for one expert of {experts[0]}", fix)])
-    found = [_module(t, model) for t in tensors(config) if any(slot.path in model.adapters for slot in t.slots)]
+    found = [
+        _module(t, model) for t in tensors(config, model_type) if any(slot.path in model.adapters for slot in t.slots)
+    ]
     left = model.adapters.keys() - {slot.path for module in found for slot in module.tensor.slots}
     if left:
         what = f"no published tensor holds {min(left)}"
@@ -145,7 +149,7 @@ def _tensors_of(module: _Module, params: Arrays) -> dict[str, np.ndarray]:
 
 
 def _adapter_config(
-    config: ModelConfig, modules: Iterable[_Module], adapter: AdapterConfig, base: str | None
+    every: Collection[str], modules: Iterable[_Module], adapter: AdapterConfig, base: str | None
 ) -> dict[str, Any]:
     modules = list(modules)
     joined = {module.name: len(module.adapted) for module in modules if len(module.adapted) > 1}
@@ -157,7 +161,7 @@ def _adapter_config(
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
         "lora_dropout": adapter.dropout,
-        "target_modules": _target_modules(config, modules),
+        "target_modules": _target_modules(every, modules),
         "rank_pattern": {name: adapter.rank * n for name, n in joined.items()},
         "alpha_pattern": {name: adapter.alpha * grow(n) for name, n in joined.items()},
         "bias": "none",
@@ -168,10 +172,11 @@ def _adapter_config(
     }
 
 
-def _target_modules(config: ModelConfig, modules: Iterable[_Module]) -> list[str]:
-    """Returns the last parts of the modules' names; whole names where others with the same last part are left out."""
+def _target_modules(every: Collection[str], modules: Iterable[_Module]) -> list[str]:
+    """Returns the last parts of the modules' names; whole names where others with the same last part are left out.
+    every: the names of all modules with a matrix."""
     adapted = {module.name for module in modules}
-    names = {t.name.removesuffix(SUFFIX) for t in tensors(config) if len(t.shape) == 2}
+    names = set(every)
     short = {name.rpartition(".")[2] for name in adapted}
     others = {name.rpartition(".")[2] for name in names - adapted}
     return sorted(short) if not short & others else sorted(adapted)

@@ -10,13 +10,13 @@ import jax
 
 from ..config import ModelConfig
 from ..contract import Model
-from . import deepseek, gemma, gpt2, gpt_oss, llama, mixtral, qwen
+from . import deepseek, gemma, gpt2, gpt_oss, llama, mixtral, phi, qwen
 from .contract import Mistake, NamedTensors, NotUnderstood, PublishedTensor, Row, Slot, Values
 from .family import UNUSED, Family, Reader, fits_of, read_table, write_table
 
 FAMILIES: tuple[Family, ...] = (
     *llama.FAMILIES, *qwen.FAMILIES, *gemma.FAMILIES, *mixtral.FAMILIES, *deepseek.FAMILIES,
-    *gpt_oss.FAMILIES, *gpt2.FAMILIES,
+    *gpt_oss.FAMILIES, *gpt2.FAMILIES, *phi.FAMILIES,
 )  # fmt: skip
 
 # Buffers that older releases saved: rotary frequencies and their tables, and the number that hides tokens.
@@ -30,24 +30,25 @@ OF_OLD_GPT2 = ("n_embd", "n_layer", "n_head", "vocab_size")  # its first files n
 ShapesByPath = dict[str, tuple[int, ...]]
 
 
-def tensors(config: ModelConfig) -> tuple[PublishedTensor, ...]:
-    """Returns the tensors of published files that hold a model: each parameter exactly once, tied tables once. Raises
-    NotUnderstood for a model that no family describes."""
+def tensors(config: ModelConfig, model_type: str | None = None) -> tuple[PublishedTensor, ...]:
+    """Returns the tensors of published files that hold a model: each parameter exactly once, tied tables once.
+    model_type: of the family to prefer, as families name the same parameters differently. Raises NotUnderstood for a
+    model that no family describes."""
     model = config.build()
     keyed = jax.tree_util.tree_leaves_with_path(model.abstract())
     shapes = {jax.tree_util.keystr(keys, simple=True, separator="/"): x.shape for keys, x in keyed}
     places = tuple(_layers(model))
-    rows = family_of(config).rows(config)
+    rows = family_of(config, model_type=model_type).rows(config)
     return tuple(found for row in rows for found in _of_row(row, shapes, places))
 
 
-def tensors_in(config: ModelConfig, names: Collection[str]) -> NamedTensors:
+def tensors_in(config: ModelConfig, names: Collection[str], model_type: str | None = None) -> NamedTensors:
     """Returns the same tensors under the names of a folder, and which of its names no parameter needs.
 
     names: all that a folder has. Some folders leave out the first part of each name: GPT-2's have "wte.weight" for
     "transformer.wte.weight".
     """
-    family, found = family_of(config), tensors(config)
+    family, found = family_of(config, model_type=model_type), tensors(config, model_type)
     prefix = family.prefix
     if family.before and any(name.startswith(family.before + prefix) for name in names):
         found, prefix = tuple(replace(each, name=family.before + each.name) for each in found), family.before + prefix
@@ -98,9 +99,10 @@ def write_config(
     """Returns the config.json of a model. dtype: of the tensors. max_length: the longest sequence that it was trained
     for, unless `base` says one. base: the config.json that it came from: its family is kept, with all keys
     that the family's table does not write."""
-    family = family_of(config, model_type=base.get("model_type") if base else None)
+    model_type = model_type_of(base) if base else None
+    family = family_of(config, model_type=model_type)
     if base:
-        is_same = base.get("model_type", family.model_type) == family.model_type
+        is_same = model_type in (None, family.model_type)
         kept = {key: value for key, value in base.items() if is_same or key in UNUSED}
     else:  # without these, transformers takes the numbers of the family's first release
         kept: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
@@ -108,6 +110,14 @@ def write_config(
             kept["max_position_embeddings"] = max_length
     named = {"architectures": [family.architecture], "model_type": family.model_type}
     return kept | named | {"dtype": dtype, "torch_dtype": dtype} | write_table(family.table, config)
+
+
+def model_type_of(config_json: Values) -> str | None:
+    """Returns the model_type of the family that a config.json names; None if it names none that is known."""
+    try:
+        return _named(config_json).model_type
+    except NotUnderstood:
+        return None
 
 
 def _named(config_json: Values) -> Family:

@@ -23,7 +23,7 @@ from ..inference.generate import Completion, Piece, Prompt
 from ..inference.generation_job import GenerationJob, prepare_generation
 from ..inference.open_weights import open_weights, start_session
 from ..processes import distributed
-from ..weights.export import prepare_export, run_export
+from ..weights.export import prepare_export, published_origin, run_export
 from ..weights.write import check_peft, write_adapter
 from .in_directory import run_together
 
@@ -111,7 +111,9 @@ def export_peft(spec: RunSpec, folder: Path, console: Console) -> None:
     """Writes the adapter of a run as a PEFT folder, with the place of its base by name."""
     session = start_session(spec)
     opened = open_weights(session, console)
-    num_bytes = write_adapter(folder, session.plan, opened.params, opened.base)
+    origin = published_origin(opened.base) if opened.base else None
+    model_type = origin.model_type if origin else None
+    num_bytes = write_adapter(folder, session.plan, opened.params, opened.base, model_type)
     console.line(f"exported {session.plan.adapter} of step {opened.step}, {human_bytes(num_bytes)}: {folder}")
 
 

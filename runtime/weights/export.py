@@ -126,6 +126,7 @@ def prepare_export(spec: RunSpec, open_merged: Callable[[RunSpec], Params]) -> E
         raise ConfigError([Problem(f"{EXPORT}.directory", "is missing", "name a new folder: directory=OUT")])
     directory = Path(export.directory).absolute()
     origin = published_origin(spec.checkpoint.base_from or place)
+    model_type = origin.model_type if origin else None
     known = origin and origin.dtype in ("bfloat16", "float16", "float32") and origin.dtype
     dtype = np.dtype(jnp.dtype(export.dtype or known or "bfloat16"))
     if is_published(place):
@@ -142,7 +143,7 @@ def prepare_export(spec: RunSpec, open_merged: Callable[[RunSpec], Params]) -> E
         start = find_saved(place, FROM)
         said = meaning_of(start.path).differences(spec.as_written())
         step, place = start.step, str(start.path)
-        made = _of_checkpoint(merged or SavedParams(start.path), place, export.format, spec.model, dtype)
+        made = _of_checkpoint(merged or SavedParams(start.path), place, export.format, spec.model, dtype, model_type)
         content = hashlib.sha256((start.path / MANIFEST).read_bytes()).hexdigest()
     base = dict(origin.known_config) if origin and origin.known_config else None
     config = {}
@@ -175,25 +176,25 @@ def _of_folder(
     if form != "huggingface":
         what = f"{form} writes the parameters of a run, and {folder.path} is a published folder"
         raise ConfigError([Problem(f"{EXPORT}.format", what, "choose format=huggingface, or name a run")])
-    named = understood(lambda: tensors_in(model, folder.tensors), "model")
+    named = understood(lambda: tensors_in(model, folder.tensors, folder.model_type), "model")
     if len(match_folder(folder, named, (), skip).taken) < len(named.tensors):
         what = "leaves out weights that the folder to write has to hold"
         raise ConfigError([Problem(SKIP, what, "name only what the model does not read")])
     made = [
         OutTensor(plain.name, plain.shape, dtype, _values(plain.name, folder.tensors[there.name].values, dtype))
-        for plain, there in zip(tensors(model), named.tensors, strict=True)
+        for plain, there in zip(tensors(model, folder.model_type), named.tensors, strict=True)
     ]
     return made, not_read(named.left_out)
 
 
 def _of_checkpoint(
-    saved: TensorSource, place: str, form: str, model: ModelConfig, dtype: np.dtype[Any]
+    saved: TensorSource, place: str, form: str, model: ModelConfig, dtype: np.dtype[Any], model_type: str | None
 ) -> list[OutTensor]:
-    """Returns the tensors to make of a checkpoint's parameters."""
+    """Returns the tensors to make of a checkpoint's parameters. model_type: of the family to prefer."""
     match_saved(place, saved.arrays, leaves_by_path(model.build().abstract()), ())
     if form != "huggingface":
         return [_whole(path, saved, dtype) for path in saved.arrays]
-    found: tuple[PublishedTensor, ...] = understood(lambda: tensors(model), "model")
+    found: tuple[PublishedTensor, ...] = understood(lambda: tensors(model, model_type), "model")
     ordered = sorted(found, key=lambda tensor: (tensor.slots[0].path, tensor.slots[0].index))  # a stack is read once
     return [
         OutTensor(t.name, t.shape, dtype, _values(t.name, lambda t=t: published_values(t, saved), dtype))

@@ -84,7 +84,7 @@ def find_weights(plan: Plan[RunSpec], place: str | None = None) -> StoredWeights
     if is_published(place):
         folder = open_folder(place)
         differs = _differences(folder.model, model, f"{folder.path}/{CONFIG}")
-        named = understood(lambda: tensors_in(model, folder.tensors), "model")
+        named = understood(lambda: tensors_in(model, folder.tensors, folder.model_type), "model")
         return PublishedWeights(
             folder, match_folder(folder, named, params, skip), (*differs, *not_read(named.left_out))
         )

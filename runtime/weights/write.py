@@ -135,15 +135,16 @@ def check_peft(spec: RunSpec) -> Path:
     return folder
 
 
-def write_adapter(folder: Path, plan: Plan[RunSpec], params: Any, base: str | None) -> int:
-    """Writes the adapter among these parameters. Returns the bytes of its tensors. base: the place of its base."""
+def write_adapter(folder: Path, plan: Plan[RunSpec], params: Any, base: str | None, model_type: str | None) -> int:
+    """Writes the adapter among these parameters. Returns the bytes of its tensors. base: the place of its base.
+    model_type: of the family whose names are written."""
     needed = {
         path: np.asarray(jax.device_get(x))
         for path, x in leaves_by_path(params).items()
         if is_adapter(path) or (path in plan.model.adapters and plan.model.adapters[path].config.has_magnitude)
     }
     name = base and base.removeprefix(PUBLISHED)
-    tensors, config = write_peft(plan.spec.model, plan.model, needed, base=name)
+    tensors, config = write_peft(plan.spec.model, plan.model, needed, base=name, model_type=model_type)
     write_peft_folder(folder, tensors, config)
     return sum(x.nbytes for x in tensors.values())
 
