@@ -26,7 +26,7 @@ from ..xla.schedule.stage_clocks import StagedDevices
 from ..xla.schedule.steps import Choices
 from .lint import find_too_exposed, find_too_much_bubble, lint
 from .program_devices import ProgramDevices, stages_of
-from .program_lint import lint_program
+from .program_lint import find_costly_traffic, lint_program
 from .program_memory import PeakMemory, needed_bytes, read_peak
 from .program_text import read_part
 from .schedule_analysis import UNDECLARED, ScheduleAnalysis, analyse_program, analyse_schedule, nothing_timed
@@ -155,7 +155,7 @@ def find_findings(step: CompiledStep, *, is_searched: bool) -> tuple[Finding, ..
         step.built.notes,
         held=() if isinstance(step.peak, Unknown) else step.peak.held,
     )
-    return (*filter(None, unmet), *found)
+    return (*filter(None, unmet), *found, *find_costly_traffic(analysis.collectives, analysis.step))
 
 
 COMPILED = "compiled program"  # the place of these problems

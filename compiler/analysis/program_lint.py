@@ -7,9 +7,12 @@ wide-collective             a transfer in float32, where a narrower type may do
 reduced-then-sliced         each device uses only part of an all-reduce; a reduce-scatter would move half the bytes
 update-inside-tiles         a dynamic-update-slice, also in a fusion, changes a part of each tile; all are moved twice
 slice-inside-tiles          a dynamic-slice, also in a fusion, takes a part of each tile; all are read
+host-copies-cannot-hide     copies to the host and back take longer than all compute of the step
+exchange-over-torus         compute waits for an all-to-all over links of a torus
 assumed-order               the program does not say where its devices are, so the links of a group are assumed
 
-There is one finding per rule and kind, which names the places that cost most. lint.py compares with a plan.
+There is one finding per rule and kind, which names the places that cost most. attention_blocks.py
+and waste.py have more; lint.py compares with a plan.
 """
 
 import re
@@ -27,13 +30,13 @@ from ..xla.hlo.opcodes import SAME_ELEMENTS
 from ..xla.hlo.types import HOST
 from ..xla.schedule.passes import PartOfTiles, parts_of_tiles
 from ..xla.schedule.prices import price_instruction, seconds_inside_tiles
+from .attention_blocks import find_unsuited_blocks
 from .program_devices import ProgramDevices
-from .program_text import LEAST_BYTES, NUM_PLACES, shown, source_finder
+from .program_text import LEAST_BYTES, LEAST_SHARE, NUM_PLACES, shown, source_finder
 from .schedule_analysis import ScheduleAnalysis, chip_of
 from .waste import find_repeated_work, find_wasted_transfers
 
 LEAST_ARRAY_BYTES = 64 * 2**20  # the default of sharding.replicated_bytes_threshold
-LEAST_SHARE = 0.01  # the least share of the step that synchronous collectives of a kind, or updates, cost
 
 _RANDOM = re.compile(r"threefry|random_bits|random_seed|shuffle|bernoulli|_uniform|_normal")  # JAX's names
 
@@ -48,12 +51,52 @@ def lint_program(module: Module, devices: ProgramDevices, schedule: ScheduleAnal
         *_reduced_then_sliced(module, collectives, schedule.dones, target),
         *find_repeated_work(module, devices, schedule.compute_seconds, step),
         *_inside_tiles(module, schedule, target),
+        *find_unsuited_blocks(module, schedule, target),
+        *find_costly_traffic(schedule.collectives, step),
         *_replicated(module, target),
         *_random_bits(collectives),
         *_wide(collectives),
         *_assumed_order(devices, collectives),
     )
     return tuple(sorted(found, key=lambda finding: finding.severity != "warning"))
+
+
+def find_costly_traffic(collectives: Sequence[CollectiveReport], step: StepReport) -> Iterator[Finding]:
+    """Yields what costs time whatever the schedule: copies to the host that no compute is long enough to hide, and
+    exchanges of tokens over a torus."""
+    if not step.least_seconds:
+        return
+    waited = step.exposed_host_seconds
+    ways = {kind: [each for each in collectives if each.kind == kind] for kind in HOST_COPIES}
+    taken = {kind: sum(each.alone_seconds or 0.0 for each in copies) for kind, copies in ways.items()}
+    kind = max(taken, key=lambda way: taken[way])
+    compute = step.compute_seconds or 0.0
+    if waited >= LEAST_SHARE * step.least_seconds and taken[kind] > compute:
+        size, longest = sum(each.bytes for each in ways[kind]), human_seconds(taken[kind])
+        yield Finding(
+            rule="host-copies-cannot-hide",
+            severity="warning",
+            what=f"{human_bytes(size)} of {kind} take {longest} of the host's link, and all compute of the step "
+            f"{human_seconds(compute)}: no schedule hides them, and compute waits {human_seconds(waited)}, "
+            f"{human_share(waited / step.least_seconds)} of the step",
+            where=_places(ways[kind], lambda each: or_infinity(each.exposed_seconds)),
+            fix="keep more on the device, or compute it again in the backward pass, instead. More "
+            "tokens per step hide copies of weights and of optimizer state, and not those of activations",
+        )
+    exchanges = [each for each in collectives if each.kind == "all-to-all" and each.link == "ICI" and _is_large(each)]
+    seconds = sum(each.exposed_seconds or 0.0 for each in exchanges)
+    if seconds >= LEAST_SHARE * step.least_seconds:
+        sizes = sorted({each.group_size for each in exchanges})
+        yield Finding(
+            rule="exchange-over-torus",
+            severity="warning",
+            what=f"{human_bytes(sum(each.bytes for each in exchanges))} of all-to-alls over groups of "
+            f"{human_names([*map(str, sizes)])} chips of a torus, which has no direct links between them: compute "
+            f"waits {human_seconds(seconds)}, {human_share(seconds / step.least_seconds)} of the step",
+            where=_places(exchanges, lambda each: or_infinity(each.exposed_seconds)),
+            fix="exchange among fewer chips next to each other (a smaller axis of experts), send a part of the tokens "
+            "while another is computed, or gather the experts' weights instead",
+        )
 
 
 def _synchronous(collectives: Sequence[CollectiveReport], step: StepReport, target: TargetPlan) -> Iterator[Finding]:

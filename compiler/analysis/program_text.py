@@ -21,6 +21,7 @@ from ..xla.schedule.steps import Collective
 T = TypeVar("T")
 
 LEAST_BYTES = 2**20  # per execution; a smaller collective costs only latency
+LEAST_SHARE = 0.01  # the least share of the step that a finding on time costs
 NUM_PLACES = 3  # places that one finding names
 
 

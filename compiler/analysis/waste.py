@@ -4,6 +4,7 @@ arithmetic that several devices repeat, since a batch or another array is split 
 stack-gathered-whole        a stack of layers is split along the dimension that a loop runs along: all of it is gathered
 gathered-then-sliced        each device uses only a part of what an all-gather gives it
 upcast-transfer             the transferred type is wider than that of the input, or of the result
+float32-reduction           a sum in float32 of what is bfloat16, or where the program's other sums are in bfloat16
 repeated-work               devices compute the same as others
 
 compiler/xla/hlo/flow.py finds where values come from and go to.
@@ -11,8 +12,9 @@ compiler/xla/hlo/flow.py finds where values come from and go to.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 from ..core.float_types import numpy_name
 from ..core.format import counted, human_bytes, human_count, human_names, human_seconds, human_share
@@ -29,6 +31,7 @@ from .program_text import LEAST_BYTES, NUM_PLACES, SourceLine, shown, source_fin
 
 MOST_USED = 0.5  # the share of a gathered array; an operation that uses more needs it whole
 _MOVED: frozenset[CollectiveKind] = frozenset({"all-gather", "all-to-all", "collective-permute"})  # nothing is summed
+_SUMMED: frozenset[CollectiveKind] = frozenset({"all-reduce", "reduce-scatter"})
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Waste:
     why: str
     where: str
     fix: str
+    severity: Literal["warning", "note"] = "warning"
 
 
 def find_wasted_transfers(
@@ -73,6 +77,8 @@ def find_wasted_transfers(
     for moved in seen.moved:
         candidates = (seen.stack(moved), seen.part(moved), None if is_cpu else seen.cast(moved))
         found += [each for each in candidates if each is not None][:1]
+    for moved in () if is_cpu else seen.summed:
+        found += [] if (waste := seen.wide_sum(moved)) is None else [waste]
     alike: dict[tuple[str, str, str], list[Waste]] = defaultdict(list)
     for each in found:
         alike[each.rule, each.moved.report.kind, each.fix].append(each)
@@ -94,15 +100,53 @@ class _Transfers:
 
     @cached_property
     def moved(self) -> tuple[MovedArray, ...]:
-        """Returns the arrays that large collectives move."""
-        large = {each.name: each for each in self.collectives if each.bytes // each.count >= LEAST_BYTES}
+        """Returns the arrays that large collectives move as they are."""
+        return self._moved(_MOVED)
+
+    @cached_property
+    def summed(self) -> tuple[MovedArray, ...]:
+        """Returns the arrays that large collectives sum."""
+        return self._moved(_SUMMED)
+
+    def _moved(self, kinds: frozenset[CollectiveKind]) -> tuple[MovedArray, ...]:
+        large = {each.name: each for each in self._large if each.kind in kinds}
         ends = {name: done for done, name in self.dones.items()}
         return tuple(
             moved
             for computation in self.module.computations.values()
             for name in (each.name for each in computation.instructions if each.opcode != "parameter")
-            if name in large and large[name].kind in _MOVED and ends.get(name, name) in computation.by_name
+            if name in large and ends.get(name, name) in computation.by_name
             for moved in self._arrays(large[name], computation, ends.get(name, name))
+        )
+
+    @cached_property
+    def _large(self) -> tuple[CollectiveReport, ...]:
+        return tuple(each for each in self.collectives if each.bytes // each.count >= LEAST_BYTES)
+
+    def _are_others_narrow(self, report: CollectiveReport) -> bool:
+        """Returns True if the program sums more in bfloat16 than in float32 over the same devices, as gradients are of
+        which it declares that. Sums of activations over other devices have a type of their own."""
+        alike = [each for each in self._large if each.kind in _SUMMED and each.mesh_axes == report.mesh_axes]
+        wide, narrow = (sum(each.bytes for each in alike if each.dtype == dtype) for dtype in ("f32", "bf16"))
+        return narrow > wide
+
+    def wide_sum(self, moved: MovedArray) -> Waste | None:
+        """Returns the waste of a sum in float32 that is an exception among the program's sums; as a note, of one whose
+        input or result is bfloat16, since many want gradients to be summed so."""
+        if moved.array.dtype != "f32":
+            return None
+        fix = "sum in bfloat16: cast before it, or let the matmul give bfloat16 (preferred_element_type)"
+        of = self.flow.origin(moved.sent, through=VIEWS).instruction
+        if self._are_others_narrow(moved.report):
+            why = "in float32, where the program's others over these devices are in bfloat16"
+            return Waste("float32-reduction", moved, 0.5, why, f"made by {of.name}", f"{fix}, as the others")
+        if (found := self.cast(moved)) is None:
+            return None
+        return replace(
+            found,
+            rule="float32-reduction",
+            severity="note",
+            fix=f"if its sum is accurate enough, {fix}: half the bytes",
         )
 
     def stack(self, moved: MovedArray) -> Waste | None:
@@ -186,7 +230,8 @@ class _Transfers:
 
     def _collective(self, outer: Instruction, around: Computation, kind: str) -> tuple[Instruction, Computation] | None:
         """Returns the collective that an instruction is or contains, and the computation that it is in."""
-        if outer.opcode.removesuffix("-start") == kind:
+        kinds = (kind, "all-reduce") if kind == "reduce-scatter" else (kind,)  # TPUs scatter the sum in one fusion
+        if outer.opcode.removesuffix("-start") in kinds:
             return outer, around
         for name in outer.called:
             computation = self.module.computations[name]
@@ -247,7 +292,7 @@ def _finding(several: Sequence[Waste]) -> Finding:
     places = [f"{at.line or at.source} ({at.name}, {at.where}): {cause}" for at, cause in causes]
     return Finding(
         rule=first.rule,
-        severity="warning",
+        severity=first.severity,
         what=f"{number} {first.why}: {_cost(several)[1]}",
         where=human_names(list(dict.fromkeys(places)), NUM_PLACES, between="; "),
         fix=first.fix,

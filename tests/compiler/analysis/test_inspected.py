@@ -312,7 +312,11 @@ def test_the_peak_is_near_that_of_the_compiler(name):
 @pytest.mark.parametrize(
     ("name", "lines", "rules"),
     [
-        ("maxtext_dense", r"maxtext/\w+/\w+\.py:\d+", {"synchronous-collective", "reduced-then-sliced"}),
+        (
+            "maxtext_dense",
+            r"maxtext/\w+/\w+\.py:\d+",
+            {"synchronous-collective", "reduced-then-sliced", "attention-block"},
+        ),
         ("equinox", r"bench/inspect_programs\.py:\d+", {"replicated-array", "wide-collective"}),
     ],
 )
