@@ -25,6 +25,9 @@ LOST = 8  # another process of the run is gone, or never came
 FAULTY = 9  # a device does not give the same result twice
 PREEMPTED = 128 + signal.SIGTERM  # asked to stop; its work is saved
 INTERRUPTED = 128 + signal.SIGINT  # by a person, who does not want it started again
+# By schedulers and supervisors: USR1, USR2 and XCPU come before a limit (--signal of SLURM, s_rt and s_cpu of SGE), HUP
+# when a terminal closes, QUIT from some containers.
+ASKING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGXCPU)
 
 EXIT_CODES = {
     0: "done",

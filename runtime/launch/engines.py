@@ -27,7 +27,7 @@ from meshloom.compiler.declare.launch_spec import (
     XpkLaunch,
 )
 
-from ..core.failures import FINAL, HUNG, LOST, PREEMPTED, STORAGE
+from ..core.failures import ASKING, FINAL, HUNG, LOST, STORAGE
 from .plan import ChipNames, LaunchPlan, chip_names
 
 HOSTS = "hosts"  # the only replicated job; its name is a part of the pods' names (plan.py)
@@ -113,7 +113,8 @@ def _slurm_script(plan: LaunchPlan, launch: SlurmLaunch, **more: Any) -> str:
     mounts = [f"--container-mounts={','.join(launch.mounts)}"] if launch.mounts else []
     # If a process fails, the others are ended after the grace period.
     srun = shlex.join(["srun", "--kill-on-bad-exit=0", f"--wait={launch.grace_seconds}", *image, *mounts])
-    filled = {"plan": plan, "launch": launch, "srun": srun, "preempted": PREEMPTED, "elements": []} | more
+    preempted = "|".join(str(128 + number) for number in ASKING)
+    filled = {"plan": plan, "launch": launch, "srun": srun, "preempted": preempted, "elements": []} | more
     return _template("slurm.sh.jinja").render(final="|".join(map(str, FINAL)), **filled)
 
 

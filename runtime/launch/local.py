@@ -26,7 +26,7 @@ from meshloom.compiler.declare.launch_spec import LaunchSpec, LocalLaunch
 from meshloom.compiler.declare.overrides import override
 from meshloom.compiler.declare.run_spec import DistributedSpec
 
-from ..core.failures import FINAL, INTERRUPTED
+from ..core.failures import ASKING, FINAL, INTERRUPTED
 from .engines import render
 from .plan import LaunchPlan
 
@@ -134,7 +134,8 @@ def run_local(plan: LaunchPlan, launch: LocalLaunch, timeouts: DistributedSpec) 
         send(number)
 
     (Path(plan.run_dir) / LOGS).mkdir(parents=True, exist_ok=True)
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = [number for number in (signal.SIGINT, *ASKING) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in heard}
     attempt = 0
     try:
         while True:

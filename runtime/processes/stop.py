@@ -1,4 +1,5 @@
-"""Lets SIGTERM and Ctrl-C stop a run after its current step, with a save, in all processes after the same step.
+"""Lets Ctrl-C, SIGTERM and the other signals that end a job stop a run after its current step, with a save, in all
+processes after the same step.
 
 Signals are noted, not raised: a KeyboardInterrupt would be lost in a callback of C++, such as XLA's in the garbage
 collector.
@@ -23,11 +24,11 @@ from jax.experimental.multihost_utils import reached_preemption_sync_point
 
 from meshloom.compiler.core.errors import Problem
 
-from ..core.failures import LOST, RunFailed
+from ..core.failures import ASKING, LOST, RunFailed
 from ..core.stderr_capture import terminal
 from .distributed import Processes
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGINT, *ASKING)
 TRAINING = "the step that is running and its checkpoint"
 _POLL_SECONDS = 0.5
 NO_STEP = -1  # the last step of a process that has not gone past any
@@ -95,9 +96,11 @@ class StopRequest:
         self._is_shared = processes.count > 1
         self._agreed = AgreedStop(processes.client, processes.index, processes.timeout_seconds)
         # With several processes, SIGTERM stays with JAX, which handles it since `initialize` and passes it on.
-        self._noted = (signal.SIGINT,) if self._is_shared else SIGNALS
+        noted = [number for number in SIGNALS if not self._is_shared or number != signal.SIGTERM]
+        # One that was ignored when Python began stays so: `nohup` ignores SIGHUP, a shell SIGINT of a background job.
+        self._noted = [number for number in noted if signal.getsignal(number) is not signal.SIG_IGN]
         if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
-            self._noted = ()
+            self._noted = []
         self._waits_for, self._can_be_left = waits_for, False
 
     def __enter__(self) -> Self:
@@ -127,6 +130,8 @@ class StopRequest:
     def is_due(self, num_steps_done: int) -> bool:
         """Returns True if the run stops after these steps, in all processes. All processes call it after every
         step."""
+        if self.signal is None and signal.SIGHUP in self._noted:
+            signal.signal(signal.SIGHUP, self._note)  # libtpu has the process ignore it, whenever it is loaded
         if not self._is_shared:
             return self.signal is not None
         is_asked = reached_preemption_sync_point(num_steps_done)
@@ -136,11 +141,13 @@ class StopRequest:
         return is_due
 
     def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        self.signal = signal.Signals(number)
+        is_first, self.signal = self.signal is None, self.signal or signal.Signals(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if self._can_be_left and not self._is_shared:
             raise KeyboardInterrupt(self.signal)
-        name = "Ctrl-C" if self.signal == signal.SIGINT else "SIGTERM"
+        if not is_first:  # a scheduler may ask again, or by another signal
+            return
+        name = "Ctrl-C" if self.signal == signal.SIGINT else self.signal.name
         who = "all processes stop" if self._is_shared else "stopping"
         what = f"{name}: {who}; waiting for {self._waits_for}"
         os.write(self._terminal, f"\n{what}. Another Ctrl-C ends at once and loses what is not saved.\n".encode())

@@ -80,14 +80,14 @@ def test_a_process_that_hangs_after_another_failed_is_ended(tmp_path, monkeypatc
     assert "the others still ran 2 s later, and are ended" in told
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_reaches_all_processes_once_and_starts_none_again(tmp_path, monkeypatch, number):
     code = """
 def stop(number, frame):
     note("signal", number)
     time.sleep(0.3)
     sys.exit(128 + number)
-signal.signal(signal.SIGTERM, stop), signal.signal(signal.SIGINT, stop)
+[signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
 note("ready")
 time.sleep(60)
 """

@@ -1,5 +1,6 @@
 """Ctrl-C is answered at once, and says what it waits for."""
 
+import ctypes
 import random
 import signal
 import time
@@ -35,6 +36,39 @@ def test_the_answer_is_on_the_terminal_while_stderr_is_a_log(capfd):
         signal.raise_signal(signal.SIGTERM)
     assert capfd.readouterr().err == f"\nSIGTERM: stopping; {NOTE.format('the compiler')}"
     assert captured.lines == ()
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGXCPU])
+def test_each_signal_that_ends_a_job_asks_to_stop_once(capfd, number):
+    with StopRequest(Processes()) as stop:
+        signal.raise_signal(number)
+        signal.raise_signal(signal.SIGTERM)  # schedulers send more when the time is up
+        assert stop.is_due(3)
+    assert capfd.readouterr().err.count("waiting for") == 1
+    assert stop.exit_code == 128 + number
+
+
+def test_a_signal_that_a_library_has_the_process_ignore_is_heard_from_the_next_step_on():
+    """libtpu does so by sigaction when it is loaded, of which Python knows nothing."""
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    with StopRequest(Processes()) as stop:
+        libc.signal(signal.SIGHUP, int(signal.SIG_IGN))
+        assert not stop.is_due(1)
+        signal.raise_signal(signal.SIGHUP)
+        assert stop.is_due(2)
+
+
+def test_a_signal_that_was_ignored_when_python_began_stays_so():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as by nohup
+    try:
+        with StopRequest(Processes()) as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.is_due(1)
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.is_due(2)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_what_loses_nothing_is_left_at_once_by_a_process_alone(capfd):
