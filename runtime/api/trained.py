@@ -37,7 +37,7 @@ class TrainedRun:
     """A run that has ended.
 
     metrics: the metrics of each step, including steps before a resume. stopped_by: the signal that ended the run early,
-    such as SIGINT or SIGTERM; the same call continues it. run_dir: the folder of its checkpoints; None if nothing was kept.
+    such as SIGINT; the same call continues it. run_dir: the folder of its checkpoints; None if nothing was kept.
     """
 
     plan: Plan

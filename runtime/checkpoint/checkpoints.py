@@ -179,9 +179,10 @@ class Checkpoints:
             remove_for_good(self._unfinished)
             what = f"the checkpoint of step {self._last_saved} could not be saved: {reason}"
             good = "none was saved before" if self.latest_step is None else f"the last good one is {self.latest_step}"
-            fix = "free disk space, " + (
-                "and start the same command again" if self.latest_step else "or write elsewhere"
-            )
+            key = "hydra.run.dir" if self._spec.checkpoint.directory is None else "checkpoint.directory"
+            elsewhere = f"or choose another {key}"
+            again = "and start the same command again" if self.latest_step else elsewhere
+            fix = f"free disk space, or give this process access to it, {again}"
             raise RunFailed(Problem(str(self.directory), f"{what}; {good}", fix), STORAGE) from error
 
 

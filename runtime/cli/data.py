@@ -3,9 +3,11 @@
 import argparse
 import hashlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from meshloom.compiler.core.console import Console
-from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if_any
+from meshloom.compiler.core.errors import MISTAKE, ConfigError, Problem, all_of, raise_if_any
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.core.visible import write_error
 from meshloom.compiler.declare.compose import Request, read_spec
@@ -29,6 +31,7 @@ from meshloom.compiler.declare.data_spec import (
 from meshloom.compiler.declare.overrides import override
 from meshloom.compiler.declare.run_spec import RunSpec
 
+from ..core.failures import STORAGE, RunFailed
 from ..core.files import LOCK, locked, replace_json
 from ..data.chats import SIDES, chat_reader, how_masked
 from ..data.corpus import left_out_chats, no_documents
@@ -46,6 +49,7 @@ from ..train.display import announce, show_rows
 
 WHERE = "shards.directory"
 BPE_FILE = "tokenizer.json"
+OURS = re.compile(r"\d+\.(tokens|documents|trained)|tokenizer\.\w+")  # files of unfinished shards
 DOCUMENTS = "the documents that are being tokenised"
 
 
@@ -79,6 +83,8 @@ def prepare_corpus(spec: RunSpec) -> CorpusJob:
     started = _read_progress(folder / PROGRESS) if (folder / PROGRESS).exists() and not done else None
     if found := done or started:
         different = [key for key in {**corpus, **found.corpus} if corpus.get(key) != found.corpus.get(key)]
+        if different and started and started.has_failed:  # by what is corrected now
+            return CorpusJob(spec, parts, tokenizer, corpus, None, None)
         what = f"{folder} holds shards of something else: not the same {', '.join(different)}"
         raise_if_any([Problem(WHERE, what, "name another directory, or delete this one")] if different else [])
     elif folder.exists() and (not folder.is_dir() or any(path.name != LOCK for path in folder.iterdir())):
@@ -89,11 +95,14 @@ def prepare_corpus(spec: RunSpec) -> CorpusJob:
 
 def tokenize_corpus(job: CorpusJob, console: Console) -> int:
     """Writes the shards, from where an earlier start has stopped. Returns the exit code. Raises ConfigError for texts
-    that cannot be read or encoded; the shards before them stay."""
+    that cannot be read or encoded, and RunFailed for a disk that is full; either way the same line goes on, and a
+    corrected one begins anew."""
     start = time.perf_counter()
-    job.folder.mkdir(parents=True, exist_ok=True)
+    with _told(job.folder, "cannot be made", MISTAKE):
+        job.folder.mkdir(parents=True, exist_ok=True)
     busy = Problem(WHERE, f"another process writes into {job.folder}", "wait for it, or name another directory")
-    with locked(job.folder, busy), StopRequest(Processes(), waits_for=DOCUMENTS) as stop:
+    stopping = StopRequest(Processes(), waits_for=DOCUMENTS)
+    with _told(job.folder, "cannot be written", STORAGE), locked(job.folder, busy), stopping as stop:
         job = prepare_corpus(job.spec)  # another process may have written meanwhile
         if job.done:
             _show(job, job.done, console, ("nothing to do", f"{job.folder} is finished"))
@@ -104,8 +113,28 @@ def tokenize_corpus(job: CorpusJob, console: Console) -> int:
             assert stop.signal
             write_error(f"stopped by {stop.signal.name}; the same line goes on from here")
             return stop.exit_code
+        except ConfigError:
+            _mark_failed(job.folder)
+            raise
     _show(job, index, console, ("time", f"{time.perf_counter() - start:.0f} s"))
     return 0
+
+
+@contextmanager
+def _told(folder: Path, what: str, exit_code: int) -> Iterator[None]:
+    """Turns an error of the disk within the `with` into RunFailed, with the key of the folder."""
+    try:
+        yield
+    except OSError as error:
+        fix = f"free space there, give this process access to it, or choose another {WHERE}; the same line goes on"
+        told = Problem(WHERE, f"{error.filename or folder} {what}: {error.strerror or error}", fix)
+        raise RunFailed(told, exit_code) from error
+
+
+def _mark_failed(folder: Path) -> None:
+    """Lets a start with corrected words or texts begin anew in a folder whose texts could not be read."""
+    progress = _read_progress(folder / PROGRESS)
+    replace_json(folder / PROGRESS, progress.model_copy(update={"has_failed": True}).model_dump())
 
 
 class _StoppedError(Exception):
@@ -167,7 +196,7 @@ def _read_progress(path: Path) -> CorpusProgress:
 
 
 def _write(job: CorpusJob, console: Console, stop: StopRequest) -> Index:
-    progress = job.started or CorpusProgress(
+    progress = job.started.model_copy(update={"has_failed": False}) if job.started else CorpusProgress(
         corpus=job.corpus, tokenizer=None, shards=(), num_tokens=0, num_documents=0, largest_token=-1,
         num_text_bytes=0, num_empty=0, part=0, document=0,
     )  # fmt: skip
@@ -175,6 +204,8 @@ def _write(job: CorpusJob, console: Console, stop: StopRequest) -> Index:
         done = f"{counted(progress.total_documents, 'document')}, {counted(progress.total_tokens, 'token')}"
         announce(console, f"going on after {done}")
     if not job.started:
+        for path in filter(lambda path: OURS.fullmatch(path.name), job.folder.iterdir()):
+            path.unlink()  # what a failed start of other texts has left
         replace_json(job.folder / PROGRESS, progress.model_dump())
     tokenizer = job.tokenizer or _trained_bpe(job, console, stop)
     identity = tokenizer.identity

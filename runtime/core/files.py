@@ -18,7 +18,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
 
@@ -162,11 +162,17 @@ def replace_text(path: Path, text: str) -> None:
 def replace_bytes(path: Path, content: bytes) -> None:
     """Writes bytes in the same way."""
     unfinished = path.with_name(f"{path.name}.unfinished")
-    with unfinished.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    try:
+        with unfinished.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        error.filename = error.filename or str(path)  # a full disk is told without one
+        raise
 
 
 def replace_json(path: Path, value: Any) -> None:

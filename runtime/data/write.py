@@ -7,6 +7,7 @@ it again. So the bytes are the same however often it was stopped.
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Self
 
@@ -38,6 +39,7 @@ class CorpusProgress(Record):
     masked_by: tuple[str, ...] = ()  # of chats: how it was found which tokens are to be learnt
     part: NonNegativeInt
     document: NonNegativeInt
+    has_failed: bool = False  # a text could not be read, so a start of other texts may begin anew here
 
     @property
     def total_tokens(self) -> int:
@@ -69,7 +71,8 @@ class ShardWriter:
 
     def __exit__(self, *_: object) -> None:
         for file in self._files or ():
-            file.close()
+            with suppress(OSError):  # of a full disk, which was reported: what counts is what was committed
+                file.close()
 
     @property
     def done(self) -> CorpusProgress:

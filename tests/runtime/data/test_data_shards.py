@@ -1,6 +1,7 @@
 """`meshloom data`: a corpus in shards is the corpus, whatever happened while it was written."""
 
 import json
+import resource
 import shutil
 import signal
 import time
@@ -17,6 +18,7 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.runtime.cli import data as command
 from meshloom.runtime.cli.data import prepare_corpus, tokenize_corpus
+from meshloom.runtime.core.failures import STORAGE, RunFailed
 from meshloom.runtime.core.files import locked
 from meshloom.runtime.data import open_data, write
 from meshloom.runtime.data import tokenize as tokenize_module
@@ -286,6 +288,46 @@ def test_one_process_at_a_time_writes_into_a_directory(corpus, tmp_path):
     job.folder.mkdir()
     with locked(job.folder, Problem("", "", "")), pytest.raises(ConfigError, match="another process"):
         tokenize_corpus(job, Console(is_quiet=True))
+
+
+def test_a_start_that_failed_on_a_text_is_in_no_ones_way(tmp_path):
+    """The text is corrected, so its file has another size; what was written before it is of no use."""
+    path, lines = tmp_path / "a.jsonl", [json.dumps({"text": f"text {n}"}) for n in range(300)]
+    declared = ("data=jsonl", f"data.source.paths=[{path}]", f"shards.directory={tmp_path}/tokens")
+    path.write_text("\n".join([*lines[:290], "{", *lines[290:]]))
+    with pytest.raises(ConfigError, match=r"a\.jsonl:291: is not JSON"):
+        tokenize_corpus(prepare_corpus(spec_of(*declared)), Console(is_quiet=True))
+    (tmp_path / "tokens" / "notes").write_text("the user's")
+    path.write_text("\n".join(lines))
+    for folder in ("tokens", "fresh"):
+        spec = spec_of(*declared, f"shards.directory={tmp_path}/{folder}")
+        assert tokenize_corpus(prepare_corpus(spec), Console(is_quiet=True)) == 0
+    assert (tmp_path / "tokens" / "notes").exists()
+    (tmp_path / "tokens" / "notes").unlink()
+    assert _bytes(tmp_path / "tokens") == _bytes(tmp_path / "fresh")
+
+
+def test_a_full_disk_is_told_with_its_key_and_the_same_line_goes_on(corpus, written, tmp_path):
+    """As a disk that is full, no file of this process may grow beyond 500 kB for a while."""
+    spec = spec_of(*_declared(corpus, tmp_path / "tokens"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
+    try:
+        with pytest.raises(
+            RunFailed, match=r"shards\.directory: .*tokens.* cannot be written: File too large"
+        ) as error:
+            tokenize_corpus(prepare_corpus(spec), Console(is_quiet=True))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error.value.exit_code == STORAGE
+    assert tokenize_corpus(prepare_corpus(spec), Console(is_quiet=True)) == 0
+    assert _bytes(tmp_path / "tokens") == _bytes(written)
+
+
+def test_a_folder_that_cannot_be_made_is_told_with_its_key(corpus, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"shards\.directory: .*file/tokens cannot be made: Not a directory"):
+        tokenize_corpus(prepare_corpus(spec_of(*_declared(corpus, tmp_path / "file/tokens"))), Console(is_quiet=True))
 
 
 @pytest.mark.parametrize(
