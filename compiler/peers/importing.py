@@ -1,14 +1,16 @@
 """Imports a declaration of a peer: `import_declaration("maxtext", ["run_recipe.sh"], None)`."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..core.errors import COMMAND_LINE, ConfigError, Problem, use_one_of
 from .maxtext import read_maxtext
+from .megatron import read_megatron
 from .reading import Given, Imported, PeerReading, peer_of, read_declaration
 from .sources import Form, ReadText, find_declaration, yaml_value
+from .torchtitan import read_torchtitan
 
 _KEY_VALUE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _MAXTEXT_TRAIN = re.compile(r"(?i)(maxtext[\w./]*[./]|^|/)(pre_)?train(_compile)?(\.py)?$|.*maxtext.*/base\.yml$")
@@ -16,7 +18,7 @@ _MAXTEXT_TRAIN = re.compile(r"(?i)(maxtext[\w./]*[./]|^|/)(pre_)?train(_compile)
 
 def _maxtext_values(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     found = [match for word in words if (match := _KEY_VALUE.fullmatch(word))]
-    return _renamed({match[1]: yaml_value(match[2]) for match in found}), [
+    return _aliased("maxtext", {match[1]: yaml_value(match[2]) for match in found}), [
         word for word in words if word.endswith((".yml", ".yaml")) and "=" not in word
     ]
 
@@ -26,13 +28,7 @@ def _is_maxtext(words: Sequence[str]) -> bool:
 
 
 def _maxtext_file(values: Mapping[str, Any]) -> dict[str, Any]:
-    return _renamed({key: value for key, value in values.items() if key != "base_config"})
-
-
-def _renamed(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values by the names of today's MaxText."""
-    aliases = peer_of("maxtext").tables["aliases"]
-    return {aliases.get(key, key): value for key, value in values.items()}
+    return _aliased("maxtext", {key: value for key, value in values.items() if key != "base_config"})
 
 
 _RUNNER = "copy the keys of its model from MaxText's benchmarks/ (maxtext_*_model_configs.py), as KEY=VALUE words"
@@ -44,6 +40,84 @@ MAXTEXT = Form(
     wants="a yml of MaxText, or a command such as: python3 -m MaxText.train base.yml model_name=llama2-7b",
     ignored_files=("base.yml",),
     hints={"benchmark_runner": _RUNNER},
+)
+
+
+_ASSIGNED = re.compile(r"\+*[A-Za-z_][\w.]*=")
+_TITAN_TRAIN = re.compile(r"(.*/)?(run_(llama_)?train\.sh|train\.py)$|torchtitan\.train$")
+_MEGATRON_TRAIN = re.compile(r"(.*/)?(pretrain_\w+|\w*setup_experiment|run_recipe|run_script)\.py$")
+_SECTIONS = {"model", "train", "optimizer", "scheduler", "ddp", "dataset", "mixed_precision", "comm_overlap",
+             "checkpoint",
+             "logger", "tokenizer", "rng", "dist", "profiling", "validation"}  # fmt: skip
+
+
+def _flags(words: Sequence[str], prefixes: str) -> dict[str, Any]:
+    """Returns the values of `--name value`, `--name=value` and `--name` alone, which is true."""
+    found: dict[str, Any] = {}
+    name = ""
+    for word in words:
+        if re.match(rf"{prefixes}[A-Za-z]", word):
+            name, has_value, value = word.lstrip("-").partition("=")
+            found[name] = yaml_value(value) if has_value else True
+            name = "" if has_value else name
+        elif name and not _ASSIGNED.match(word):
+            before = found[name]
+            found[name] = yaml_value(word) if before is True else f"{before} {word}"
+    return found
+
+
+def _aliased(peer: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values by the names of today's peer."""
+    aliases = peer_of(peer).tables["aliases"]
+    return {aliases.get(key, key): value for key, value in values.items()}
+
+
+def _titan_values(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    begin = next((at + 1 for at, word in enumerate(words) if _TITAN_TRAIN.match(word)), 0)
+    found = _flags(words[begin:], "--")
+    found |= {key: yaml_value(value) for key, has, value in (word.partition("=") for word in words[begin:])
+              if has and "." in key and not key.startswith("-")}  # fmt: skip
+    files = [str(found.pop("job.config_file"))] if "job.config_file" in found else []
+    return _aliased("torchtitan", found), files
+
+
+def _titan_file(values: Mapping[str, Any]) -> dict[str, Any]:
+    return _aliased("torchtitan", dict(_leaves(values)))
+
+
+def _leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def _megatron_values(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    begin = next((at + 1 for at, word in enumerate(words) if _MEGATRON_TRAIN.match(word)), 0)
+    found = {name.replace("-", "_"): value for name, value in _flags(words[begin:], "--?").items()}
+    for word in words[begin:]:
+        key, has_value, value = word.lstrip("+").partition("=")
+        section, _, last = key.rpartition(".")
+        if has_value and not word.startswith("-") and (not section or section in _SECTIONS):
+            found[last.replace("-", "_")] = yaml_value(value)
+    return _aliased("megatron", found), []
+
+
+TITAN = Form(
+    files="toml",
+    is_train=lambda words: any(_TITAN_TRAIN.match(word) for word in words),
+    values=_titan_values,
+    of_file=_titan_file,
+    wants="a TOML file of torchtitan, or a command such as: CONFIG_FILE=llama3_8b.toml ./run_train.sh",
+    file_variables=("CONFIG_FILE",),
+)
+MEGATRON = Form(
+    files="",
+    is_train=lambda words: any(_MEGATRON_TRAIN.match(word) for word in words),
+    values=_megatron_values,
+    of_file=dict,
+    wants="a command or script, such as: torchrun pretrain_gpt.py --num-layers 32 ...",
 )
 
 
@@ -65,8 +139,18 @@ def _launched_maxtext(given: Given, launcher: Mapping[str, str]) -> Given:
     return Given(given.place, {**given.values, **more}, given.flags, given.notes)
 
 
+def _launched_megatron(given: Given, launcher: Mapping[str, str]) -> Given:
+    """Adds the number of GPUs that torchrun starts."""
+    each, nodes = launcher.get("nproc_per_node", ""), launcher.get("num_nodes", "1")
+    if not each.isdigit() or not nodes.isdigit() or "num_gpus" in given.values:
+        return given
+    return Given(given.place, {**given.values, "num_gpus": int(each) * int(nodes)}, given.flags, given.notes)
+
+
 TRAINERS: Mapping[str, _Trainer] = {
     "maxtext": _Trainer(MAXTEXT, read_maxtext, _launched_maxtext),
+    "torchtitan": _Trainer(TITAN, read_torchtitan, lambda given, launcher: given),
+    "megatron": _Trainer(MEGATRON, read_megatron, _launched_megatron),
 }
 
 

@@ -36,7 +36,8 @@ class Given:
 @dataclass(frozen=True)
 class Peer:
     """Another trainer. defaults: of the keys that decide a program. refused: keys of which only some values can be
-    honoured, with what is missing. no_effect: keys by what they are for. source: of these, with its version."""
+    honoured, with what is missing. no_effect: keys by what they are for. is_complete: these are all of its keys.
+    source: of these, with its version."""
 
     name: str
     title: str
@@ -45,6 +46,7 @@ class Peer:
     refused: Mapping[str, Mapping[str, Any]]
     no_effect: Mapping[str, Sequence[str]]
     tables: Mapping[str, Any]
+    is_complete: bool
 
     @property
     def keys(self) -> frozenset[str]:
@@ -86,6 +88,7 @@ def peer_of(name: str) -> Peer:
         refused=values["refused"],
         no_effect={what: tuple(keys) for what, keys in values["no_effect"].items()},
         tables=values["tables"],
+        is_complete=values["is_complete"],
     )
 
 
@@ -202,8 +205,11 @@ def read_declaration(
         raise ConfigError([_not_of(peer, given, unknown, others)])
     for key in unknown:
         meant = meant_by(key, peer.keys)
+        what = f"{peer.title} has no such key, as of {peer.source}"
+        if not peer.is_complete:
+            what = "is none of the keys that decide a program here, or are known to have no effect on one"
         fix = f"did you mean '{meant}'? Correct it, or leave it out" if meant else "leave it out"
-        reading.refuse(key, f"{peer.title} has no such key, as of {peer.source}", fix)
+        reading.refuse(key, what, fix)
     for key, rule in peer.refused.items():
         if reading.is_given(key) and (value := given.values[key]) not in rule["unless"]:
             neutral = _shown(rule["unless"][0])

@@ -19,6 +19,21 @@ _CHIPS_OF_GKE = {"tpu-v4-podslice": "v4", "tpu-v5-lite-podslice": "v5e", "tpu-v5
                  "tpu7x": "tpu7x"}  # fmt: skip
 _XLA_VARIABLES = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
 _FORMS = {".yml": "yaml", ".yaml": "yaml", ".toml": "toml"}
+_READ_FILES = (
+    "sed",
+    "cat",
+    "cp",
+    "mv",
+    "ls",
+    "chmod",
+    "grep",
+    "vi",
+    "vim",
+    "nano",
+    "wget",
+    "curl",
+    "git",
+)  # and run none
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 ReadText = Callable[[str], str]  # the text of a path or URL; raises ConfigError if it has none
@@ -28,7 +43,8 @@ ReadText = Callable[[str], str]  # the text of a path or URL; raises ConfigError
 class Form:
     """How a peer's declarations look. files: the form of its own files, yaml or toml; empty for none. is_train: finds
     its train command. values: those of a command's words, and the words' files of its own form. wants: a train command
-    of it, for messages."""
+    of it, for messages. ignored_files: those that only have defaults. file_variables: of the environment, which name
+    one. hints: what to do about a command that has this word."""
 
     files: str
     is_train: Callable[[Sequence[str]], bool]
@@ -36,6 +52,7 @@ class Form:
     of_file: Callable[[Mapping[str, Any]], dict[str, Any]]
     wants: str
     ignored_files: tuple[str, ...] = ()
+    file_variables: tuple[str, ...] = ()
     hints: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -147,6 +164,7 @@ def _of_commands(
 ) -> tuple[Given, Mapping[str, str]]:
     train = _train_command(form, commands, place, script, is_typed=is_typed)
     values, files = form.values(train.words)
+    files = [*(train.environment[name] for name in form.file_variables if name in train.environment), *files]
     below: dict[str, Any] = {}
     for name in files:
         if PurePosixPath(name).name not in form.ignored_files:
@@ -154,7 +172,7 @@ def _of_commands(
     notes = [
         f"${name} is set inside of a condition or a loop: its last value is taken"
         for name in script.branched
-        if name in script.used
+        if name in script.used and _is_in(script.variables.get(name, ""), train.words)
     ]
     flags = [flag for name in _XLA_VARIABLES for flag in train.environment.get(name, "").split()]
     upper = {key.removeprefix("M_").lower(): value for key, value in train.environment.items() if key.startswith("M_")}
@@ -162,10 +180,17 @@ def _of_commands(
     return Given(place, values, tuple(flags), tuple(notes)), _launcher(commands)
 
 
+def _is_in(value: str | list[str], words: Sequence[str]) -> bool:
+    """Returns True if a variable's value is in a command. A list is, with any of its words."""
+    parts = [value] if isinstance(value, str) else value
+    return any(part and part in word for part in parts for word in words)
+
+
 def _train_command(
     form: Form, commands: Sequence[ShellCommand], place: str, script: Script, *, is_typed: bool
 ) -> ShellCommand:
-    trains = list({each.words: each for each in commands if form.is_train(each.words)}.values())
+    runs = (each for each in commands if each.words[0] not in _READ_FILES and form.is_train(each.words))
+    trains = list({each.words: each for each in runs}.values())
     if not trains and is_typed and form.values(commands[0].words)[0]:
         return commands[0]  # keys alone
     if not trains and not commands:  # keys alone, which a shell reads as variables

@@ -124,12 +124,13 @@ a profile, profile.json too. Each file may be compressed by gzip.
         "import_peer:import_command",
         """\
 Reads what declares a run of another trainer, and prints the same run as
-overrides of Meshloom. TRAINER is maxtext. What follows is one of
+overrides of Meshloom. TRAINER is maxtext, torchtitan or megatron (Megatron-LM
+and Megatron Bridge). What follows is one of
 
-  FILE      its own config (yml), a script with the command, or a manifest
-            of Kubernetes; KEY=VALUE words after it replace its keys
+  FILE      its own config (yml, toml), a script with the command, a page with
+            it, or a manifest of Kubernetes; keys after it replace its own
   COMMAND   the command itself, in quotes or as it is
-  KEY=VALUE its keys alone
+  KEY=VALUE its keys alone, as its command line has them
 
 target=NAME names the chips, where nothing else does. Each key has an override,
 is named as without effect here, or is an error with what is missing.

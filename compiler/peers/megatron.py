@@ -1,0 +1,365 @@
+"""Arguments of Megatron-LM, and of the recipes of Megatron Bridge."""
+
+from typing import Any
+
+from ..core.errors import use_one_of
+from .mesh import Devices, known_devices
+from .parts import put_values
+from .reading import PeerReading
+
+_UNKNOWN = (None, "None", "")
+_STRATEGIES = {"no_shard": "no", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "fsdp"}
+_CONTEXT = {"p2p": "ring", "all_gather": "all_gather", "a2a": "ulysses"}
+
+
+def read_megatron(reading: PeerReading) -> None:
+    """Puts the overrides of Megatron's arguments."""
+    _put_model(reading)
+    gpu, count = reading.text("gpu"), reading.value("num_gpus")
+    named = f"{gpu}-{count}" if gpu and count not in _UNKNOWN else ""
+    devices = known_devices(reading, named, "num_gpus", 1)
+    if devices is None and not reading.target and not named:
+        size = f": it starts {count}" if count not in _UNKNOWN else ""
+        reading.refuse("", f"nothing names the GPUs{size}", f"add target=NAME, such as target=h100-{count or 64}")
+    sizes = _sizes(reading, devices)
+    _put_batch(reading, devices, sizes)
+    _put_remat(reading)
+    reading.put("data=synthetic", "of the step; declare your own for a run, such as data=jsonl (docs/data.md)")
+    if devices is not None:
+        _put_mesh(reading, sizes)
+    _put_precision(reading)
+    _put_optimizer(reading)
+
+
+def _given(reading: PeerReading, key: str) -> bool:
+    return reading.value(key) not in _UNKNOWN
+
+
+def _needed(reading: PeerReading, key: str) -> int:
+    """Returns a whole number that a declaration must give."""
+    if not _given(reading, key):
+        reading.refuse(key, "is not given, and has no default", f"add --{key.replace('_', '-')} N")
+        return 1
+    return reading.whole(key)
+
+
+def _put_model(reading: PeerReading) -> None:
+    tables = reading.peer.tables
+    if _given(reading, "model_recipe_name"):
+        name = reading.text("model_recipe_name")
+        if name not in tables["models"]:
+            reading.refuse("model_recipe_name", f"Meshloom does not have {name}", use_one_of(name, tables["models"]))
+            return
+        option, *others = tables["models"][name]
+        for word in (f"model={option}", *others):
+            reading.put(word, reading.said("model_recipe_name"))
+        if _given(reading, "num_layers"):
+            reading.put(f"model.num_layers={reading.whole('num_layers')}", reading.said("num_layers"))
+        return
+    learned = reading.text("position_embedding_type") == "learned_absolute"
+    experts = _given(reading, "num_experts")
+    option = "mixtral_8x7b" if experts else "gpt2_124m" if learned else "llama2_7b"
+    reading.put(f"model={option}", reading.said("position_embedding_type", "num_experts"))
+    width, heads, layers = (_needed(reading, key) for key in ("hidden_size", "num_attention_heads", "num_layers"))
+    gated, grouped = reading.flag("swiglu"), reading.flag("group_query_attention")
+    hidden_key = "moe_ffn_hidden_size" if experts and _given(reading, "moe_ffn_hidden_size") else "ffn_hidden_size"
+    hidden = 4 * width if not gated else int(4 * width * 2 / 3 / 64) * 64
+    hidden = reading.whole(hidden_key) if _given(reading, hidden_key) else hidden
+    head = reading.whole("kv_channels") if _given(reading, "kv_channels") else width // max(heads, 1)
+    groups = reading.whole("num_query_groups") if grouped else heads
+    for name, value, key in (
+        ("embed_dim", width, "hidden_size"), ("num_layers", layers, "num_layers"),
+        ("num_heads", heads, "num_attention_heads"), ("num_kv_heads", groups, "num_query_groups"),
+        ("head_dim", head, "kv_channels"), ("mlp_dim", hidden, hidden_key),
+    ):  # fmt: skip
+        reading.put(f"model.{name}={value}", reading.said(key) if _given(reading, key) else f"hidden_size={width}")
+    _put_parts(reading, learned=learned, gated=gated, experts=experts)
+    _put_vocabulary(reading)
+
+
+def _put_parts(reading: PeerReading, *, learned: bool, gated: bool, experts: bool) -> None:
+    """Puts what a layer is made of."""
+    mlp = "gated" if gated else "plain"
+    activation = "silu" if gated else "relu_squared" if reading.flag("squared_relu") else "gelu"
+    if activation == "relu_squared":
+        reading.refuse("squared_relu", "Meshloom has no squared ReLU", "leave it out, for GELU")
+    if experts and not gated:
+        reading.refuse("swiglu", "experts of Meshloom have gated MLPs", "add --swiglu")
+    if not experts:
+        reading.put(f"model.mlp={mlp}", reading.said("swiglu"))
+        reading.put(f"model.mlp_activation={activation}", reading.said("swiglu"))
+    norm = reading.one_of("normalization", {"LayerNorm": "layer", "RMSNorm": "rms"})
+    if norm:
+        reading.put(f"model.norm={norm}", reading.said("normalization"))
+        reading.put(f"model.norm_epsilon={reading.number('norm_epsilon'):g}", reading.said("norm_epsilon"))
+    biases = "none" if reading.flag("disable_bias_linear") else "all"
+    if biases == "none" and reading.flag("add_qkv_bias"):
+        biases = "qkv"
+    reading.put(f"model.biases={biases}", reading.said("disable_bias_linear", "add_qkv_bias"))
+    tied = "separate" if reading.flag("untie_embeddings_and_output_weights") else "tied"
+    reading.put(f"model.embeddings={tied}", reading.said("untie_embeddings_and_output_weights"))
+    if learned:
+        positions = _needed(reading, "max_position_embeddings")
+        reading.put(f"model.num_positions={positions}", reading.said("max_position_embeddings"))
+    elif reading.text("position_embedding_type") != "rope":
+        what = f"Meshloom has no positions of the kind {reading.text('position_embedding_type')} here"
+        reading.refuse("position_embedding_type", what, "use rope or learned_absolute")
+    else:
+        reading.put(f"model.rope_theta={reading.number('rotary_base'):g}", reading.said("rotary_base"))
+    if reading.flag("qk_layernorm"):
+        reading.put("model.qk_norm=rms", reading.said("qk_layernorm"))
+    if experts:
+        reading.put(f"model.num_experts={reading.whole('num_experts')}", reading.said("num_experts"))
+        per_token = reading.whole("moe_router_topk")
+        reading.put(f"model.num_experts_per_token={per_token}", reading.said("moe_router_topk"))
+    dropped = reading.number("hidden_dropout")
+    reading.put(f"model.dropout_rate={dropped:g}", reading.said("hidden_dropout"))
+    if reading.number("attention_dropout"):
+        reading.notes.append("attention_dropout: attention weights are not dropped here; residuals and embeddings are")
+
+
+def _put_vocabulary(reading: PeerReading) -> None:
+    known = reading.peer.tables["vocabularies"]
+    size = reading.value("vocab_size")
+    if size in _UNKNOWN:
+        size = known.get(reading.text("tokenizer_type"))
+    if size is None and reading.is_given("vocab_file"):
+        size = known["GPT2BPETokenizer"]
+    if size is None:
+        reading.refuse("vocab_size", "is not given, and only its tokenizer knows it", "add --vocab-size N")
+        return
+    step = reading.whole("make_vocab_size_divisible_by") * reading.whole("tensor_model_parallel_size")
+    padded = -(-int(size) // step) * step
+    because = f"{reading.said('vocab_size', 'tokenizer_type')}, a multiple of {step}"
+    reading.put(f"model.vocab_size={padded}", because)
+
+
+def _sizes(reading: PeerReading, devices: Devices | None) -> dict[str, int]:
+    """Returns the sizes of Megatron's groups. data: of devices with other tokens, experts' devices among them."""
+    keys = {"tensor": "tensor_model_parallel_size", "stage": "pipeline_model_parallel_size",
+            "context": "context_parallel_size", "expert": "expert_model_parallel_size"}  # fmt: skip
+    sizes = {axis: reading.whole(key) for axis, key in keys.items()}
+    others = sizes["tensor"] * sizes["stage"] * sizes["context"]
+    sizes["data"] = 0
+    if devices is not None:
+        if others < 1 or devices.total % others:
+            what = f"tensor, pipeline and context parallelism are {others} together, and there are {devices.total} GPUs"
+            reading.refuse("tensor_model_parallel_size", what, "correct them, or the target")
+            return sizes
+        sizes["data"] = devices.total // others
+        if sizes["data"] % max(sizes["expert"], 1):
+            what = f"is {sizes['expert']}, and Meshloom's expert axis takes devices from the {sizes['data']} of data"
+            reading.refuse("expert_model_parallel_size", what, "use a divisor of them")
+    if _given(reading, "expert_tensor_parallel_size"):
+        given = reading.whole("expert_tensor_parallel_size")
+        if given != sizes["tensor"]:
+            what = f"is {given}, and other layers have {sizes['tensor']}: experts have the same here"
+            reading.refuse("expert_tensor_parallel_size", what, "leave it out")
+    return sizes
+
+
+def _put_batch(reading: PeerReading, devices: Devices | None, sizes: dict[str, int]) -> None:
+    length = reading.value("seq_length")
+    if length in _UNKNOWN and _given(reading, "model_recipe_name"):
+        family = reading.text("model_recipe_name").split("_")[0]
+        length = reading.peer.tables["sequence_lengths"].get(family)
+        if length:
+            reading.put(f"sequence_length={length}", f"model_recipe_name={reading.text('model_recipe_name')}")
+    if length in _UNKNOWN:
+        _needed(reading, "seq_length")
+    elif reading.is_given("seq_length"):
+        reading.put(f"sequence_length={reading.whole('seq_length')}", reading.said("seq_length"))
+    micro = _needed(reading, "micro_batch_size")
+    if devices is None or not sizes["data"]:
+        return
+    step = micro * sizes["data"]
+    total = reading.whole("global_batch_size") if _given(reading, "global_batch_size") else step
+    if step < 1 or total % step:
+        what = f"is {total}, no multiple of {micro} sequences on each of {sizes['data']} data-parallel devices"
+        reading.refuse("global_batch_size", what, f"use a multiple of {max(step, 1)}")
+        return
+    reading.put(f"global_batch_size={total}", reading.said("global_batch_size", "micro_batch_size"))
+    if total // step > 1:
+        because = f"{reading.said('micro_batch_size')}, {sizes['data']} data-parallel devices"
+        reading.put(f"num_microbatches={total // step}", because)
+
+
+def _put_remat(reading: PeerReading) -> None:
+    granularity = reading.text("recompute_granularity")
+    granularity = "" if granularity == "None" else granularity
+    if granularity == "full":
+        method = reading.text("recompute_method")
+        each = reading.whole("recompute_num_layers") if _given(reading, "recompute_num_layers") else 1
+        if method == "block" or each != 1:
+            what = f"{method} of {each} layers: Meshloom has one policy for all layers of a stack"
+            reading.refuse("recompute_method", what, "use uniform of 1 layer, or leave recompute_granularity out")
+        reading.put("remat=full", reading.said("recompute_granularity", "recompute_method", "recompute_num_layers"))
+        return
+    if granularity not in ("", "selective"):
+        reading.refuse("recompute_granularity", f"there is no '{granularity}'", "use full or selective")
+        return
+    modules = reading.value("recompute_modules")
+    modules = modules.split() if isinstance(modules, str) else modules or []
+    others = [name for name in modules if name not in ("core_attn", "None")]
+    if others:
+        what = f"{', '.join(others)}: Megatron recomputes these parts of a layer"
+        fix = "leave it out, and choose remat=by_name with remat.choices here"
+        reading.refuse("recompute_modules", what, fix)
+    reading.put("remat=none", reading.said("recompute_granularity", "recompute_activations", "recompute_modules"))
+    if granularity or reading.flag("recompute_activations"):
+        reading.notes.append("selective recomputation of attention: its kernels recompute by themselves here")
+
+
+def _put_mesh(reading: PeerReading, sizes: dict[str, int]) -> None:
+    data, expert, context, tensor, stage = (sizes[axis] for axis in ("data", "expert", "context", "tensor", "stage"))
+    strategy = reading.one_of("data_parallel_sharding_strategy", _STRATEGIES)
+    because = reading.said("data_parallel_sharding_strategy")
+    if strategy == "no" and reading.flag("use_distributed_optimizer"):
+        strategy, because = "zero1", reading.said("use_distributed_optimizer")
+    if strategy == "no" and reading.is_given("model_recipe_name"):
+        strategy, because = "zero1", "recipes of Megatron Bridge have use_distributed_optimizer"
+    if strategy == "fsdp":
+        options = {"fsdp_expert": expert > 1, "fsdp_context": context > 1, "fsdp_tensor": tensor > 1, "fsdp": True}
+        reading.put(f"sharding={next(option for option, fits in options.items() if fits)}", because)
+    else:
+        reading.put(
+            f"sharding={'zero2' if strategy == 'zero2' else 'zero1' if strategy == 'zero1' else 'ddp'}", because
+        )
+        axes = [
+            axis
+            for axis, size in (("data", 2), ("context", context), ("expert", expert), ("tensor", tensor))
+            if size > 1
+        ]
+        reading.put(f"sharding.mesh_axes=[replica,{','.join(axes)}]", "the groups of devices")
+        whole = "parameters are whole on each device, but for tensor and expert parallelism"
+        reading.put(
+            "sharding.parameters=[{logical: [experts], mesh: [expert]}, "
+            "{logical: [vocab, mlp, heads, kv_heads], mesh: [tensor]}, "
+            "{logical: [embed, layers, head_dim], mesh: []}]",
+            whole,
+        )
+        if strategy in ("zero1", "zero2"):
+            split = [axis for axis in axes if axis in ("data", "context", "expert")]
+            rules = [("embed", split)]
+            if expert > 1:  # of experts, which lie along expert already, `embed` takes the other axes
+                rules = [("experts", ["expert"]), *rules, ("embed", [axis for axis in split if axis != "expert"])]
+            shown = ", ".join(f"{{logical: [{name}], mesh: [{', '.join(each)}]}}" for name, each in rules)
+            reading.put(f"sharding.optimizer=[{shown}]", because)
+        reading.put("sharding.on_replicated=allow", whole)
+    keys = {"stage": "pipeline_model_parallel_size", "context": "context_parallel_size",
+            "expert": "expert_model_parallel_size", "tensor": "tensor_model_parallel_size"}  # fmt: skip
+    for axis, key in keys.items():
+        if (size := sizes[axis]) > 1:
+            reading.put(f"mesh.{axis}={size}", reading.said(key))
+    if strategy != "fsdp" and context * expert * tensor * stage == 1 and data < 2:
+        reading.put("mesh.data=1", "one device of data")
+    if tensor > 1 and not reading.flag("sequence_parallel") and not reading.is_given("model_recipe_name"):
+        note = "sequence_parallel=false: what lies between the layers is split over their length all the same"
+        reading.notes.append(note)
+    if tensor > 1 and reading.flag("tp_comm_overlap"):
+        reading.put("parallel.matmul=collective_matmul", reading.said("tp_comm_overlap"))
+    if context > 1:
+        way = reading.one_of("cp_comm_type", _CONTEXT)
+        if way == "ring" and stage > 1:
+            reading.notes.append("cp_comm_type=p2p: no ring runs inside of stages here; the plan chooses another way")
+        elif way:
+            reading.put(f"parallel.context={way}", reading.said("cp_comm_type"))
+    if _given(reading, "moe_expert_capacity_factor"):
+        reading.put("parallel.experts=capacity", reading.said("moe_expert_capacity_factor"))
+        factor = reading.number("moe_expert_capacity_factor")
+        reading.put(f"moe.capacity_factor={factor:g}", reading.said("moe_expert_capacity_factor"))
+    if stage > 1:
+        _put_pipeline(reading, stage)
+
+
+def _put_pipeline(reading: PeerReading, stage: int) -> None:
+    chunks = 1
+    if _given(reading, "virtual_pipeline_model_parallel_size"):
+        chunks = reading.whole("virtual_pipeline_model_parallel_size")
+    elif _given(reading, "num_layers_per_virtual_pipeline_stage"):
+        layers, each = reading.model_value("num_layers"), reading.whole("num_layers_per_virtual_pipeline_stage")
+        if layers % (stage * max(each, 1)):
+            what = f"is {each}, which does not divide the {layers} layers of {stage} stages"
+            reading.refuse("num_layers_per_virtual_pipeline_stage", what, "use a divisor")
+        else:
+            chunks = layers // stage // each
+    if chunks > 1:
+        keys = ("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage")
+        reading.put("pipeline=interleaved_1f1b", reading.said(*keys))
+        if chunks != 2:
+            reading.put(f"pipeline.num_chunks={chunks}", reading.said(*keys))
+
+
+def _put_precision(reading: PeerReading) -> None:
+    compute = reading.text("compute_dtype")
+    if compute not in ("", "None", "bf16", "fp16", "fp32"):
+        what = f"{compute}: Meshloom trains in bfloat16, float16 and float32; it has no fp8 and no fp4 matmuls"
+        reading.refuse("compute_dtype", what, "to import the program without it, add --compute_dtype bf16")
+        return
+    if reading.flag("fp16") or compute == "fp16":
+        reading.put("precision=float16", reading.said("fp16", "compute_dtype"))
+    elif reading.flag("bf16") or compute == "bf16" or (not compute and _given(reading, "model_recipe_name")):
+        reading.put("precision=bfloat16_params", reading.said("bf16", "compute_dtype"))
+        if not reading.flag("grad_reduce_in_bf16"):
+            because = "Megatron sums gradients of bf16 in float32, but with grad_reduce_in_bf16"
+            reading.put("precision.gradients=float32", because)
+            reading.put("precision.gradient_reduction=float32", because)
+    else:
+        reading.put("precision=float32", "neither bf16 nor fp16 is given")
+
+
+def _put_optimizer(reading: PeerReading) -> None:
+    if reading.text("optimizer") != "adam":
+        what = f"there is no '{reading.text('optimizer')}' that can be imported"
+        reading.refuse("optimizer", what, "use adam, or leave it out and choose optimizer= here")
+        return
+    keys = {"b1": "adam_beta1", "b2": "adam_beta2", "epsilon": "adam_eps", "weight_decay": "weight_decay"}
+    values: dict[str, tuple[Any, str]] = {ours: (reading.number(theirs), theirs) for ours, theirs in keys.items()}
+    clip = reading.number("clip_grad")
+    values["max_grad_norm"] = (clip if clip > 0 else "null", "clip_grad")
+    if _given(reading, "lr"):
+        values["learning_rate"] = (reading.number("lr"), "lr")
+    if not _given(reading, "model_recipe_name"):
+        put_values(reading, "optimizer", "adamw", values)
+    elif _given(reading, "lr"):
+        put_values(reading, "optimizer", "adamw", {"learning_rate": values["learning_rate"]})
+    types = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
+    first, second = (reading.one_of(key, types) for key in ("exp_avg_dtype", "exp_avg_sq_dtype"))
+    if second == "bfloat16":
+        reading.put("optimizer.moment_dtype=bfloat16", reading.said("exp_avg_sq_dtype"))
+    if first and first != second:
+        reading.put(f"optimizer.first_moment_dtype={first}", reading.said("exp_avg_dtype"))
+    steps = None
+    if _given(reading, "train_iters"):
+        steps = reading.whole("train_iters")
+    elif _given(reading, "train_samples") and _given(reading, "global_batch_size"):
+        steps = reading.whole("train_samples") // max(reading.whole("global_batch_size"), 1)
+    if steps:
+        reading.put(f"num_steps={steps}", reading.said("train_iters", "train_samples"))
+        _put_schedule(reading, steps)
+    if reading.is_given("seed"):
+        reading.put(f"seed={reading.whole('seed')}", reading.said("seed"))
+
+
+def _put_schedule(reading: PeerReading, steps: int) -> None:
+    kinds = {"linear": "linear", "cosine": "cosine", "constant": "constant", "WSD": None, "inverse-square-root": None}
+    kind = kinds.get(reading.text("lr_decay_style"))
+    if _given(reading, "model_recipe_name"):
+        return
+    if kind is None:
+        what = f"{reading.text('lr_decay_style')} cannot be imported"
+        reading.refuse("lr_decay_style", what, "use cosine, linear or constant, and choose schedule= here")
+        return
+    reading.put(f"schedule={kind}", reading.said("lr_decay_style"))
+    warmup = reading.whole("lr_warmup_iters")
+    if _given(reading, "lr_warmup_samples") and _given(reading, "global_batch_size"):
+        warmup = reading.whole("lr_warmup_samples") // max(reading.whole("global_batch_size"), 1)
+    if _given(reading, "lr_warmup_fraction"):
+        warmup = int(reading.number("lr_warmup_fraction") * steps)
+    reading.put(
+        f"schedule.num_warmup_steps={warmup}",
+        reading.said("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples"),
+    )
+    if kind != "constant" and _given(reading, "lr") and reading.number("lr"):
+        share = reading.number("min_lr") / reading.number("lr")
+        reading.put(f"schedule.final_learning_rate_fraction={share:.3g}", reading.said("min_lr"))

@@ -1,0 +1,117 @@
+"""Megatron's arguments, compared with overrides that were written by hand from its documentation."""
+
+from pathlib import Path
+
+import pytest
+
+from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.peers import megatron
+from meshloom.compiler.peers.importing import import_declaration
+from meshloom.compiler.peers.reading import Imported, peer_of
+
+SCRIPT = """\
+GPUS=8
+MODEL=(
+    --num-layers 32 # of the 8B model
+    --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+    --group-query-attention --num-query-groups 8
+    --seq-length 8192 --max-position-embeddings 8192
+    --position-embedding-type rope --rotary-base 500000
+    --swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights
+    --attention-dropout 0.0 --hidden-dropout 0.0 --vocab-size 128256
+)
+torchrun --nproc_per_node $GPUS --nnodes 2 pretrain_gpt.py ${MODEL[@]} \\
+    --micro-batch-size 1 --global-batch-size 128 --train-iters 100 --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine \\
+    --bf16 --use-distributed-optimizer --save $1 --adam-beta2 0.95 --weight-decay 0.1
+"""
+LLAMA3_8B = {
+    "model=llama2_7b", "model.embed_dim=4096", "model.num_layers=32", "model.num_heads=32", "model.num_kv_heads=8",
+    "model.head_dim=128", "model.mlp_dim=14336", "model.mlp=gated", "model.mlp_activation=silu", "model.norm=rms",
+    "model.norm_epsilon=1e-05", "model.biases=none", "model.embeddings=separate", "model.rope_theta=500000",
+    "model.dropout_rate=0", "model.vocab_size=128256",
+}  # fmt: skip
+OTHERS = {
+    "target=h100-16", "sequence_length=8192", "global_batch_size=128", "num_microbatches=8", "remat=none",
+    "data=synthetic", "sharding=zero1", "sharding.mesh_axes=[replica,data]",
+    "sharding.parameters=[{logical: [experts], mesh: [expert]}, {logical: [vocab, mlp, heads, kv_heads], "
+    "mesh: [tensor]}, {logical: [embed, layers, head_dim], mesh: []}]",
+    "sharding.optimizer=[{logical: [embed], mesh: [data]}]", "sharding.on_replicated=allow",
+    "precision=bfloat16_params", "precision.gradients=float32", "precision.gradient_reduction=float32",
+    "optimizer.learning_rate=0.0001", "num_steps=100", "schedule=cosine", "schedule.num_warmup_steps=0",
+    "schedule.final_learning_rate_fraction=0.1",
+}  # fmt: skip
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.sh"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def imported(*words: str, target: str | None = "h100-16") -> Imported:
+    return import_declaration("megatron", words, target, lambda place: Path(place).read_text())
+
+
+def test_script_is_the_declaration_of_a_reading_by_hand(script):
+    found = imported(script)
+    assert set(found.words) == LLAMA3_8B | OTHERS
+    assert found.without_effect["paths, logs and profiles"] == ("save",)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
+         {"remat=full"}),
+        (("--recompute-activations",), set()),
+        (("--tensor-model-parallel-size", "8", "--sequence-parallel"),
+         {"mesh.tensor=8", "num_microbatches=64", "sharding.mesh_axes=[replica,data,tensor]",
+          "model.vocab_size=129024"}),  # 126 times 1,024
+        (("--pipeline-model-parallel-size", "4"), {"mesh.stage=4", "num_microbatches=32"}),
+        (("--pipeline-model-parallel-size=4", "--num-layers-per-virtual-pipeline-stage=2"),
+         {"mesh.stage=4", "num_microbatches=32", "pipeline=interleaved_1f1b", "pipeline.num_chunks=4"}),
+        (("--context-parallel-size", "2"),
+         {"mesh.context=2", "num_microbatches=16", "parallel.context=ring",
+          "sharding.mesh_axes=[replica,data,context]",
+          "sharding.optimizer=[{logical: [embed], mesh: [data, context]}]"}),
+        (("--grad-reduce-in-bf16",), set()),
+        (("--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"), {"sharding=fsdp"}),
+        (("--data-parallel-sharding-strategy=optim_grads",), {"sharding=zero2"}),
+        (("--exp-avg-dtype", "bf16"), {"optimizer.first_moment_dtype=bfloat16"}),
+        (("--clip-grad", "0"), {"optimizer.max_grad_norm=null"}),
+    ],
+)  # fmt: skip
+def test_argument_is_the_override_of_a_reading_by_hand(words, expected, script):
+    assert set(imported(script, *words).words) - LLAMA3_8B - OTHERS == expected
+
+
+def test_gradients_reduced_in_bfloat16_are_so_here(script):
+    words = imported(script, "--grad-reduce-in-bf16").words
+    assert not any(word.startswith("precision.") for word in words)  # bfloat16_params reduces in bfloat16
+
+
+def test_recipe_of_bridge_names_model_and_gpus():
+    command = "python scripts/performance/setup_experiment.py --gpu h100 -m llama -mr llama3_70b -ng 64 -tp 4 -pp 4 "
+    command += "-mb 1 -gb 128 -c bf16"
+    words = set(imported(command, target=None).words)
+    assert {"model=llama3_70b", "target=h100-64", "sequence_length=8192", "mesh.tensor=4", "mesh.stage=4",
+            "num_microbatches=32", "precision=bfloat16_params"} < words  # fmt: skip
+    same = command.replace("-tp 4", "model.tensor_model_parallel_size=4")
+    assert set(imported(same, target=None).words) == words
+
+
+def test_all_problems_are_reported_at_once(script):
+    words = ("--fp8-format", "hybrid", "--micro-batch-sise", "1", "--recompute-granularity", "full",
+             "--recompute-method", "block", "--mtp-num-layers", "1")  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        imported(script, *words, target=None)
+    found = {each.where.removeprefix("train.sh").removeprefix(": "): each for each in caught.value.problems}
+    assert found.keys() == {"fp8_format", "micro_batch_sise", "recompute_method", "mtp_num_layers", ""}
+    assert "it starts 16" in found[""].what
+    assert "did you mean 'micro_batch_size'" in found["micro_batch_sise"].fix
+
+
+def test_each_key_that_decides_is_read():
+    text = Path(megatron.__file__).read_text()
+    assert {key for key in peer_of("megatron").defaults if f'"{key}"' not in text} == set()
