@@ -195,6 +195,18 @@ def test_bfloat16_moments_are_kept_in_bfloat16_and_stay_near(optimizer):
         assert cosine > 0.99, path
 
 
+def test_first_moments_alone_are_kept_in_bfloat16_and_stay_near():
+    curve, _, state = _trajectory("optimizer.first_moment_dtype=bfloat16")
+    (adam,) = (x for x in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(x, "mu"))
+    types = [{str(x.dtype) for x in jax.tree.leaves(moments)} for moments in (adam.mu, adam.nu)]
+    assert types == [{"bfloat16"}, {"float32"}]
+    exact, _, _ = _trajectory()
+    for path in exact[0]:
+        ours, expected = curve[-1][path] - curve[0][path], exact[-1][path] - exact[0][path]
+        cosine = (ours * expected).sum() / np.linalg.norm(ours) / np.linalg.norm(expected)
+        assert cosine > 0.99, path
+
+
 def test_stored_in_float32_changes_no_bit():
     adam, x = optax.scale_by_adam(), {"w": jnp.linspace(-1, 1, 12).reshape(3, 4)}
     expected, ours = (tx.update(x, tx.init(x), x) for tx in (adam, stored_in(adam, "float32")))

@@ -88,6 +88,7 @@ OTHERS = {
         FSDP, "mesh.data=2", "mesh.fsdp=4",
         f"sharding.parameters=[{{logical:[embed],mesh:[data,fsdp]}},{NOT_SPLIT}]",
     ),
+    "fsdp_2d, 4 chunks of the loss": ("sharding=fsdp_2d", "mesh.data=2", "mesh.fsdp=4", "loss.num_chunks=4"),
     "a dimension over a batch axis and another": (
         BOTH, "mesh.fsdp=4", "mesh.tensor=2",
         f"sharding.parameters=[{{logical:[embed],mesh:[fsdp,tensor]}},{NOT_SPLIT}]",
