@@ -129,6 +129,7 @@ def compare_rows(rows: Sequence[OpRow], prediction: Prediction, runs: int, platf
     found = account_of_rows(rows, roles, runs)
     seconds = sum(row.seconds for row in rows) / runs
     note = f"a table has sums of {counted(runs, 'execution')} on all devices: each time is their average"
+    note += ", and of a collective with a start and an end only what was waited for"
     return _report(Ran(platform, [found], [seconds], (), runs, None, 1, (note,)), prediction, roles)
 
 

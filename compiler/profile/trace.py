@@ -14,6 +14,7 @@ exposed, of the collective that began first where there are several.
 """
 
 import re
+import statistics
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from typing import Any, Literal
 from ..core.format import counted
 from ..core.traffic import COMPUTE, ComputeKind
 from ..schema import Event
+from ..xla.hlo import Module
 from .planes import Plane, TraceLine, read_planes
 from .prediction import PredictedCollective, Prediction
 
@@ -187,7 +189,7 @@ def _on_tpu(plane: Plane, module: str) -> Iterator[Execution]:
     for event in lines["XLA Ops"].events if "XLA Ops" in lines else ():
         at = bisect_right(starts, event.start_ns) - 1
         if at >= 0 and event.start_ns < windows[at][1]:
-            within[at].append(_op(event, dict(event.stats)))
+            within[at].append(_op(event, {}))  # the name is enough, and stats take as long again
     for (start, end), events in zip(windows, within, strict=True):
         yield replace(_execution(events, start), end=end)
 
@@ -228,6 +230,21 @@ def _execution(events: list[OpEvent], start: float | None = None) -> Execution:
     ordered = tuple(sorted(events, key=lambda event: (event.start, -event.end)))
     begin = ordered[0].start if start is None else start
     return Execution(0, 0, None, begin, max((e.end for e in ordered), default=begin), ordered)
+
+
+def measured_trips(module: Module, loops: Iterable[str], executions: Sequence[Execution]) -> dict[str, int]:
+    """Returns the iterations of loops for which the program does not say them: how often what they repeat ran, for each
+    time that they ran. Loops that did not run are left out."""
+    found = {}
+    for computation in module.computations.values():
+        for loop in computation.instructions:
+            if loop.name in loops and loop.body in module.computations:
+                inside = {each.name for each in module.computations[loop.body].instructions}
+                counts = [Counter(event.name for event in each.events) for each in executions]
+                ran = [max((count[name] for name in inside), default=0) / max(1, count[loop.name]) for count in counts]
+                if (trips := round(statistics.median(ran))) > 0:
+                    found[loop.name] = trips
+    return found
 
 
 LEAST_WAIT = 0.1  # share of a collective's time that its done has to wait, for its end to be that of its transfer

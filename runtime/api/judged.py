@@ -22,7 +22,7 @@ from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.compiler.profile.compare import ProfileReport, compare, compare_rows, typical_execution
 from meshloom.compiler.profile.op_table import num_executions, predict_rows
 from meshloom.compiler.profile.prediction import Prediction, once_in_a_step, predict_inspected
-from meshloom.compiler.profile.trace import Execution, Platform, compute_capabilities, trace_of
+from meshloom.compiler.profile.trace import Execution, Platform, compute_capabilities, measured_trips, trace_of
 from meshloom.compiler.report.build_report import report_inspected
 from meshloom.compiler.report.views.page import page_in_frame, render_page
 from meshloom.compiler.report.views.profile import measured_part, render_profile, show_profile
@@ -204,11 +204,18 @@ def _judged(
     name, note = choose_measured(found, named or (module_name(given.text) if given else None))
     text, place = (given.text, given.path) if given else (text_of_program(found, name), found.path)
     program = inspect_text(text, devices, name=str(place), choices=choices)
-    prediction, once = predict_inspected(program), once_in_a_step(program.module)
+    once = once_in_a_step(program.module)
     traces = [trace_of(planes, name, process, once) for process, planes in enumerate(found.hosts)]
-    if not any(trace.executions for trace in traces):
+    executions = [each for trace in traces for each in trace.executions]
+    if not executions:
         what = f"has no whole run of {name}"
         raise ConfigError([Problem(str(found.path), what, "trace a few whole steps")])
+    if trips := measured_trips(program.module, program.analysis.step.counted_once, executions):
+        given_too = choices or Choices()
+        choices = Choices({**trips, **given_too.trips}, given_too.shares)
+        program = inspect_text(text, devices, name=str(place), choices=choices)
+        note = _notes(note, "iterations by the profile: " + human_names([f"{k}={v}" for k, v in trips.items()]))
+    prediction = predict_inspected(program)
     report = compare(traces, prediction)
     if given is not None:
         raise_if_any(_other_program(report, given.path))
