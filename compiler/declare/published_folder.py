@@ -19,11 +19,12 @@ from ..core.errors import ConfigError, Problem
 T = TypeVar("T")
 
 CONFIG = "config.json"
+ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"  # of an adapter, as PEFT writes it
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
-OF_WEIGHTS = (CONFIG, "export.json", "adapter_config.json", "training_args.bin", "trainer_state.json")
+OF_WEIGHTS = (CONFIG, "export.json", ADAPTER_CONFIG, "training_args.bin", "trainer_state.json")
 WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt", ".npz", ".tflite", ".ot", ".index.json",
            ".unfinished", ".tmp")  # fmt: skip
 FOLDERS = ("additional_chat_templates",)
@@ -31,31 +32,43 @@ FOLDERS = ("additional_chat_templates",)
 
 @dataclass(frozen=True)
 class PublishedFolder:
-    """The folder of a published model. Reading a missing or damaged file raises ConfigError."""
+    """The folder of a published model, or of an adapter that PEFT wrote. Reading a missing or damaged file raises
+    ConfigError. declared_base: of an adapter; None: as its adapter_config.json says."""
 
     path: Path
+    declared_base: Path | None = None
 
     @property
     def holds_weights(self) -> bool:
-        """Returns True for a folder with a config.json and safetensors files."""
-        return (self.path / CONFIG).is_file() and any(self.path.glob("*.safetensors*"))
+        """Returns True for a folder with a config.json and safetensors files, or an adapter."""
+        return self.is_adapter or ((self.path / CONFIG).is_file() and any(self.path.glob("*.safetensors*")))
+
+    @property
+    def is_adapter(self) -> bool:
+        """Returns True for an adapter that PEFT wrote."""
+        return (self.path / ADAPTER_CONFIG).is_file() and not any(self.path.glob("model*.safetensors"))
+
+    @cached_property
+    def adapter_config(self) -> Mapping[str, Any]:
+        """Returns the content of adapter_config.json."""
+        return _json_of(self.path / ADAPTER_CONFIG)
+
+    @cached_property
+    def base(self) -> "PublishedFolder":
+        """Returns the folder of the model that an adapter changes."""
+        named = self.declared_base or self.adapter_config.get("base_model_name_or_path")
+        places = [Path(named).expanduser(), self.path / named] if isinstance(named, str | Path) and str(named) else []
+        found = next((place for place in places if (place / CONFIG).is_file()), None)
+        if found is None or PublishedFolder(found).is_adapter:
+            what = f"names {repr(str(named)) if named else 'nothing'} as its base, where there is no folder of a model"
+            fix = "download the base, and name it: checkpoint.base_from=hf:DIR"
+            raise ConfigError([Problem(str(self.path / ADAPTER_CONFIG), what, fix)])
+        return PublishedFolder(found)
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """Returns the content of config.json."""
-        file = self.path / CONFIG
-        try:
-            said = json.loads(file.read_bytes(), parse_constant=_refuse_constant)
-        except OSError as error:
-            fix = "copy or download it again, or give this process access to it"
-            raise ConfigError([Problem(str(file), f"cannot be read: {error.strerror or error}", fix)]) from error
-        except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
-            what = f"is not valid JSON: {error}"
-            raise ConfigError([Problem(str(file), what, "download it again, or correct it")]) from error
-        if not isinstance(said, dict):
-            what, fix = "is not a JSON object", "take the config.json that was published with the weights"
-            raise ConfigError([Problem(str(file), what, fix)])
-        return said
+        """Returns the content of config.json; of an adapter, that of its base."""
+        return self.base.config if self.is_adapter else _json_of(self.path / CONFIG)
 
     @cached_property
     def known_config(self) -> Mapping[str, Any]:
@@ -90,6 +103,9 @@ class PublishedFolder:
         code, a README and a license; no weights in any form, and no hidden files."""
         if not self.path.is_dir():
             return ()
+        if self.is_adapter:  # the README is the adapter's, and the tokenizer may be
+            own = {file.name: file for file in self.tokenizer}
+            return tuple(({file.name: file for file in self.base.others} | own).values())
         found = [each for each in sorted(self.path.iterdir()) if not each.name.startswith(".")]
         return tuple(
             each for each in found
@@ -99,7 +115,8 @@ class PublishedFolder:
     @property
     def tokenizer(self) -> tuple[Path, ...]:
         """Returns the files of the tokenizer and of the settings for generating text."""
-        return tuple(self.path / name for name in TOKENIZER_FILES if (self.path / name).is_file())
+        found = tuple(self.path / name for name in TOKENIZER_FILES if (self.path / name).is_file())
+        return self.base.tokenizer if not found and self.is_adapter else found
 
 
 def understood(read: Callable[[], T], where: str) -> T:
@@ -112,6 +129,22 @@ def understood(read: Callable[[], T], where: str) -> T:
         raise ConfigError(
             Problem(where if m.key == where else f"{where}: {m.key}", m.what, m.fix) for m in error.mistakes
         ) from None
+
+
+def _json_of(file: Path) -> Mapping[str, Any]:
+    """Returns the object that a file of JSON holds."""
+    try:
+        said = json.loads(file.read_bytes(), parse_constant=_refuse_constant)
+    except OSError as error:
+        fix = "copy or download it again, or give this process access to it"
+        raise ConfigError([Problem(str(file), f"cannot be read: {error.strerror or error}", fix)]) from error
+    except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
+        what = f"is not valid JSON: {error}"
+        raise ConfigError([Problem(str(file), what, "download it again, or correct it")]) from error
+    if not isinstance(said, dict):
+        what, fix = "is not a JSON object", "take the file that was published with the weights"
+        raise ConfigError([Problem(str(file), what, fix)])
+    return said
 
 
 def _holds_weights(file: Path) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from ..core.errors import ConfigError, Problem
 from ..core.places import PUBLISHED, PlaceError, local_path
 from ..spec.own_config import own_config
-from .published_folder import CONFIG, PublishedFolder
+from .published_folder import ADAPTER_CONFIG, CONFIG, PublishedFolder
 
 FAMILY = "from_hf"
 BASES = {"decoder": "_llama", "moe": "_moe"}  # the files of conf/model with what all models of a family share
@@ -33,12 +33,13 @@ def with_published_model(values: dict[str, Any], typed: Collection[str]) -> tupl
         return values, []
     try:
         folder = _folder(declared.get("path"))
-        read = PublishedFolder(folder).model
+        opened = PublishedFolder(folder, _declared_base(values))
+        read = opened.model
     except ConfigError as error:
         return values | {"model": _own(PLACEHOLDER)}, list(error.problems)
     own = {key: value for key, value in declared.items() if key not in ("family", "path")}
     model = merged(merged(_own(BASES[read["family"]]), read), own)
-    return _with_folder(values, folder, typed) | {"model": model}, []
+    return _with_folder(values, opened, typed) | {"model": model}, []
 
 
 def folder_name(path: str) -> str:
@@ -68,7 +69,7 @@ def _folder(path: Any) -> Path:
         folder = Path(os.path.abspath(local_path(path)))
     except PlaceError as error:
         raise ConfigError([Problem("model.path", error.what, error.fix)]) from error
-    if folder.is_dir() and (folder / CONFIG).is_file():
+    if folder.is_dir() and ((folder / CONFIG).is_file() or (folder / ADAPTER_CONFIG).is_file()):
         return folder
     if folder.is_dir():
         what = f"'{path}' has no {CONFIG}"
@@ -86,22 +87,36 @@ def _folder(path: Any) -> Path:
     raise ConfigError([Problem("model.path", what, fix)])
 
 
-def _with_folder(values: dict[str, Any], folder: Path, typed: Collection[str]) -> dict[str, Any]:
+def _with_folder(values: dict[str, Any], opened: PublishedFolder, typed: Collection[str]) -> dict[str, Any]:
     """Returns the values with the weights and the tokenizer of the folder, where the declaration names no others: a
     checkpoint to start from, or a tokenizer that is typed, or other than that of bytes. Weights that are typed as null
     are drawn."""
-    checkpoint, data = values.get("checkpoint"), values.get("data")
+    checkpoint, data, folder = values.get("checkpoint"), values.get("data"), opened.path
     changes: dict[str, Any] = {}
-    if isinstance(checkpoint, dict) and WEIGHTS not in typed:
+    if isinstance(checkpoint, dict):
         named = checkpoint.get("weights_from") or checkpoint.get("restore_from")
-        key = "base_from" if named else "weights_from"  # of an adapter that goes on
-        if not named or (_has_adapter(values) and checkpoint.get(key) is None):
-            changes["checkpoint"] = checkpoint | {key: f"{PUBLISHED}{folder}"}
+        # The folder holds the base of an adapter that goes on, or of a folder of PEFT.
+        is_base = not opened.is_adapter and (_has_adapter(values) or _is_peft(named))
+        if named and is_base and checkpoint.get("base_from") is None:
+            changes["checkpoint"] = checkpoint | {"base_from": f"{PUBLISHED}{folder}"}
+        elif not named and WEIGHTS not in typed:
+            changes["checkpoint"] = checkpoint | {"weights_from": f"{PUBLISHED}{folder}"}
     is_typed = any(key.replace("/", ".").startswith("data.tokenizer") for key in typed)
-    tokenizer = None if is_typed else _tokenizer(folder)
+    tokenizer = None if is_typed else _tokenizer(opened)
     if tokenizer and isinstance(data, dict) and data.get("tokenizer") == BYTES:
         changes["data"] = data | {"tokenizer": tokenizer}
     return values | changes
+
+
+def _is_peft(place: Any) -> bool:
+    return PublishedFolder(Path(str(place).removeprefix(PUBLISHED))).is_adapter
+
+
+def _declared_base(values: Mapping[str, Any]) -> Path | None:
+    """Returns the declared folder of the base of an adapter."""
+    checkpoint = values.get("checkpoint")
+    place = checkpoint.get("base_from") if isinstance(checkpoint, dict) else None
+    return Path(place.removeprefix(PUBLISHED)).expanduser() if isinstance(place, str) else None
 
 
 def _has_adapter(values: Mapping[str, Any]) -> bool:
@@ -109,11 +124,12 @@ def _has_adapter(values: Mapping[str, Any]) -> bool:
     return isinstance(adapter, dict) and adapter.get("kind") != "none"
 
 
-def _tokenizer(folder: Path) -> dict[str, Any] | None:
+def _tokenizer(opened: PublishedFolder) -> dict[str, Any] | None:
     """Returns the tokenizer of a folder; None if it has none that can be read."""
-    if (folder / "tokenizer.json").is_file():  # the folder's other files say which token ends a document
-        return {"kind": "huggingface", "path": str(folder), "end_of_document": None}
-    if (file := folder / "tokenizer.model").is_file():
+    there = {file.name: file for file in opened.tokenizer}
+    if "tokenizer.json" in there:  # the folder's other files say which token ends a document
+        return {"kind": "huggingface", "path": str(there["tokenizer.json"].parent), "end_of_document": None}
+    if file := there.get("tokenizer.model"):
         return {"kind": "sentencepiece", "path": str(file), "end_of_document": None}
     return None
 

@@ -26,7 +26,7 @@ Arrays = Mapping[str, np.ndarray]  # by path among our parameters, with the laye
 
 
 @dataclass(frozen=True)
-class _Module:
+class AdaptedModule:
     """A module of the file whose matrix, or parts of it, have adapters. inputs: our input of each of the file's.
     parts: of each slot, its adapter and the outputs of the module that are its own, in our order; None: no adapter."""
 
@@ -57,7 +57,7 @@ def write_peft(
     folder of the base. model_type: of its family. Raises NotUnderstood for adapters that PEFT has no module for, as
     those of experts.
     """
-    modules, adapter = _modules(config, model, model_type), next(iter(model.adapters.values())).config
+    modules, adapter = modules_of(config, model, model_type), next(iter(model.adapters.values())).config
     found: dict[str, np.ndarray] = {}
     for module in modules:
         for name, array in _tensors_of(module, params).items():
@@ -68,10 +68,11 @@ def write_peft(
 
 def check_modules(config: ModelConfig, model: Model) -> None:
     """Raises NotUnderstood for adapters that PEFT has no module for."""
-    _modules(config, model, None)
+    modules_of(config, model, None)
 
 
-def _modules(config: ModelConfig, model: Model, model_type: str | None) -> list[_Module]:
+def modules_of(config: ModelConfig, model: Model, model_type: str | None) -> list[AdaptedModule]:
+    """Returns the modules of files whose matrices have adapters. Raises NotUnderstood where PEFT has none."""
     experts = sorted(path for path, one in model.adapters.items() if one.matrix.is_of_experts)
     if experts:
         fix = "export the weights with the adapter merged into them"
@@ -86,7 +87,7 @@ def _modules(config: ModelConfig, model: Model, model_type: str | None) -> list[
     return found
 
 
-def _module(tensor: PublishedTensor, model: Model) -> _Module:
+def _module(tensor: PublishedTensor, model: Model) -> AdaptedModule:
     adapters = [model.adapters.get(slot.path) for slot in tensor.slots]
     shapes = {piece.name: piece for piece in model.stacks}
     sizes = []
@@ -98,7 +99,7 @@ def _module(tensor: PublishedTensor, model: Model) -> _Module:
         sizes.append((node.shape, model.adapters.get(slot.path) or next(one for one in adapters if one)))
     matrices = tuple((shape, len(one.matrix.contracted)) for shape, one in sizes)
     is_transposed, inputs, own = _order(tensor.to_published, tensor.shape, matrices)
-    return _Module(tensor, is_transposed, inputs, tuple(zip(adapters, own, strict=True)))
+    return AdaptedModule(tensor, is_transposed, inputs, tuple(zip(adapters, own, strict=True)))
 
 
 @cache
@@ -125,7 +126,7 @@ def _order(
     return bool(is_transposed), inputs, tuple(np.split(places, ends[:-1]))
 
 
-def _tensors_of(module: _Module, params: Arrays) -> dict[str, np.ndarray]:
+def _tensors_of(module: AdaptedModule, params: Arrays) -> dict[str, np.ndarray]:
     rows, rank = [], sum(one.config.rank for _, one, _ in module.adapted)
     b = np.zeros((module.num_outputs, rank), np.float32)
     lengths = None
@@ -149,7 +150,7 @@ def _tensors_of(module: _Module, params: Arrays) -> dict[str, np.ndarray]:
 
 
 def _adapter_config(
-    every: Collection[str], modules: Iterable[_Module], adapter: AdapterConfig, base: str | None
+    every: Collection[str], modules: Iterable[AdaptedModule], adapter: AdapterConfig, base: str | None
 ) -> dict[str, Any]:
     modules = list(modules)
     joined = {module.name: len(module.adapted) for module in modules if len(module.adapted) > 1}
@@ -172,7 +173,7 @@ def _adapter_config(
     }
 
 
-def _target_modules(every: Collection[str], modules: Iterable[_Module]) -> list[str]:
+def _target_modules(every: Collection[str], modules: Iterable[AdaptedModule]) -> list[str]:
     """Returns the last parts of the modules' names; whole names where others with the same last part are left out.
     every: the names of all modules with a matrix."""
     adapted = {module.name for module in modules}

@@ -55,7 +55,7 @@ def fresh_state(
 ) -> Started:
     """Returns the state before the first step. Raises RunFailed in all processes if the weights are damaged."""
     state = _drawn(plan, weights, programs, console, processes)
-    place = weights.place if weights else None
+    place = weights.base if weights else None
     return Started(state, 0, 0, base_of(place, state["params"]) if plan.model.adapters else None)
 
 
@@ -85,7 +85,7 @@ def resumed_state(
     drawn = _drawn(start.plan, weights, programs, console, processes)
     state = restored.state | {"params": with_base(restored.state["params"], drawn["params"])}
     check_base(start.checkpoint, state["params"], restored.base)
-    place = weights.place if weights else None
+    place = weights.base if weights else None
     return Started(state, restored.step, num_tokens, base_of(place, state["params"]))
 
 

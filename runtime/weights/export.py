@@ -44,6 +44,7 @@ from ..core.files import LOCK, Folder, file_sha256, is_remote, locked, parse_jso
 from ..data.progress import TextProgress
 from .find import not_read
 from .folder import FROM, INDEX, SINGLE, SKIP, WeightsFolder, match_folder, match_saved, open_folder
+from .peft_folder import merged_folder
 from .write import OutTensor, WriteFailed, shards_of, sync_folder, write_tensors
 
 RECORD = "export.json"  # in the folder: where its weights are from, and the hashes of its files
@@ -125,19 +126,21 @@ def prepare_export(spec: RunSpec, open_merged: Callable[[RunSpec], Params]) -> E
     if export.directory is None:
         raise ConfigError([Problem(f"{EXPORT}.directory", "is missing", "name a new folder: directory=OUT")])
     directory = Path(export.directory).absolute()
-    origin = published_origin(spec.checkpoint.base_from or place)
+    origin = _origin(place, spec.checkpoint.base_from)
     model_type = origin.model_type if origin else None
     known = origin and origin.dtype in ("bfloat16", "float16", "float32") and origin.dtype
     dtype = np.dtype(jnp.dtype(export.dtype or known or "bfloat16"))
     if is_published(place):
-        folder = open_folder(place)
+        folder = open_folder(place, spec.checkpoint.base_from)
+        folder = merged_folder(folder, spec.model) if folder.adapter else folder
         made, left_out = _of_folder(folder, export.format, spec.model, dtype, spec.checkpoint.weights_skip)
         said, step = [*said, *left_out], None
         found = [
             [n, str(t), t.file.name, t.start, t.file.stat().st_mtime_ns] for n, t in sorted(folder.tensors.items())
         ]
+        found += [[n, str(t), t.file.stat().st_mtime_ns] for n, t in sorted(folder.adapter_tensors.items())]
         content = hashlib.sha256(json.dumps(found).encode()).hexdigest()
-        place = f"{PUBLISHED}{folder.path.absolute()}"
+        place = f"{PUBLISHED}{(folder.adapter or folder.path).absolute()}"
     else:
         merged = LoadedParams(open_merged(spec)) if spec.adapter is not None else None  # it starts devices first
         start = find_saved(place, FROM)
@@ -340,6 +343,13 @@ def _storage_failures(folder: Path) -> Iterator[None]:
         what = f"the export could not be written: {storage_reason(error) or error}"
         fix = "free disk space, and type the same command again: it goes on with the files that are whole"
         raise RunFailed(Problem(str(folder), what, fix), STORAGE) from error
+
+
+def _origin(place: str, base: str | None) -> PublishedFolder | None:
+    """Returns the folder that the weights began from. base: the declared place of an adapter's base."""
+    if base and is_published(place):
+        return PublishedFolder(Path(place.removeprefix(PUBLISHED)), Path(base.removeprefix(PUBLISHED)))
+    return published_origin(base or place)
 
 
 def published_origin(place: str) -> PublishedFolder | None:

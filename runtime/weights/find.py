@@ -1,9 +1,11 @@
 """Finds the weights that a new run starts from, before anything is allocated: in a published folder, or another run."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import counted, human_bytes, human_names
@@ -22,30 +24,38 @@ from ..core.failures import STORAGE, RunFailed
 from ..core.files import check_bucket, damage_in, folder_at
 from ..processes.distributed import Processes, together
 from .folder import FROM, Matched, WeightsFolder, match_folder, match_saved, open_folder
+from .peft_folder import adapter_arrays, describe_adapter, merged_folder
 
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """The weights of a published folder that the model takes. differs: lines about what is not as it is there."""
+    """The weights of a published folder that the model takes. differs: lines about what is not as it is there.
+    adapter: the parameters of a PEFT folder's adapter that goes on, by path; base: the place of what it changes."""
 
     folder: WeightsFolder
     matched: Matched
     differs: tuple[str, ...]
+    adapter: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def place(self) -> str:
-        return f"{PUBLISHED}{self.folder.path}"
+        return f"{PUBLISHED}{self.folder.adapter or self.folder.path}"
+
+    @property
+    def base(self) -> str:
+        return f"{PUBLISHED}{self.folder.path}" if self.adapter else self.place
 
     @property
     def fresh(self) -> tuple[str, ...]:
-        return self.matched.fresh
+        return tuple(path for path in self.matched.fresh if path not in self.adapter)
 
     @property
     def num_bytes(self) -> int:
         return self.matched.num_bytes
 
     def __str__(self) -> str:
-        return f"{self.place}: {counted(len(self.matched.taken), 'tensor')} of {human_bytes(self.num_bytes)}"
+        taken = f"{counted(len(self.matched.taken), 'tensor')} of {human_bytes(self.num_bytes)}"
+        return f"{self.place}: {taken}{describe_adapter(self.adapter)}"
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,10 @@ class SavedWeights:
     @property
     def place(self) -> str:
         return str(self.start.path)
+
+    @property
+    def base(self) -> str:
+        return self.place
 
     def __str__(self) -> str:
         return f"{self.place}: {counted(len(self.taken), 'parameter')} of {human_bytes(self.num_bytes)}"
@@ -82,12 +96,16 @@ def find_weights(plan: Plan[RunSpec], place: str | None = None) -> StoredWeights
         return None
     model, skip, params = plan.spec.model, plan.spec.checkpoint.weights_skip, leaves_by_path(plan.abstract["params"])
     if is_published(place):
-        folder = open_folder(place)
+        folder = open_folder(place, plan.spec.checkpoint.base_from)
         differs = _differences(folder.model, model, f"{folder.path}/{CONFIG}")
         named = understood(lambda: tensors_in(model, folder.tensors, folder.model_type), "model")
-        return PublishedWeights(
-            folder, match_folder(folder, named, params, skip), (*differs, *not_read(named.left_out))
-        )
+        adapter: Mapping[str, np.ndarray] = {}
+        if folder.adapter and plan.model.adapters:
+            adapter = adapter_arrays(folder, model, plan.model)
+        elif folder.adapter:
+            folder = merged_folder(folder, model)
+        matched = match_folder(folder, named, params, skip)
+        return PublishedWeights(folder, matched, (*differs, *not_read(named.left_out)), adapter)
     check_bucket(folder_at(place), FROM)
     start = newest_good(*check_is_there(place, FROM), is_own=False, compare="sizes")
     tree = saved_tree(start.path)

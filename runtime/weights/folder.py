@@ -22,7 +22,7 @@ import numpy as np
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if_any, use_one_of
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.core.places import PUBLISHED
-from meshloom.compiler.declare.published_folder import CONFIG, PublishedFolder
+from meshloom.compiler.declare.published_folder import ADAPTER_TENSORS, CONFIG, PublishedFolder
 from meshloom.models.adapter import is_adapter
 from meshloom.models.published import NamedTensors, PublishedTensor
 
@@ -70,7 +70,10 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class WeightsFolder(PublishedFolder):
-    """A published folder with its tensors. Raises ConfigError with all damage that headers and sizes show."""
+    """A published folder with its tensors. Raises ConfigError with all damage that headers and sizes show. adapter: the
+    folder of PEFT whose base this is; None without one."""
+
+    adapter: Path | None = None
 
     @cached_property
     def tensors(self) -> Mapping[str, FileTensor]:
@@ -87,14 +90,30 @@ class WeightsFolder(PublishedFolder):
         raise_if_any(problems)
         return MappingProxyType(tensors)
 
+    @cached_property
+    def adapter_tensors(self) -> Mapping[str, FileTensor]:
+        """Returns the tensors of the adapter by name."""
+        if self.adapter is None:
+            return {}
+        problems = list[Problem]()
+        found = _read_header(self.adapter / ADAPTER_TENSORS, problems)
+        raise_if_any(problems)
+        return MappingProxyType(found)
+
     @property
     def num_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
 
-def open_folder(place: str | Path) -> WeightsFolder:
-    """Returns the published folder at hf:DIR or a path. Raises ConfigError with all that is wrong with it."""
-    folder = WeightsFolder(Path(str(place).removeprefix(PUBLISHED)))
+def open_folder(place: str | Path, base: str | None = None) -> WeightsFolder:
+    """Returns the published folder at hf:DIR or a path; of an adapter of PEFT, that of its base. base: the place of the
+    base; None: as the adapter says. Raises ConfigError with all that is wrong with it."""
+    declared = Path(base.removeprefix(PUBLISHED)) if base else None
+    there = PublishedFolder(Path(str(place).removeprefix(PUBLISHED)), declared)
+    folder = WeightsFolder(there.path)
+    if there.is_adapter:
+        folder = WeightsFolder(there.base.path, adapter=there.path)
+        all_of(lambda: folder.adapter_tensors, lambda: there.adapter_config)
     if not folder.path.is_dir():
         what = "this is a file" if folder.path.exists() else "there is no such folder"
         fix = f"name a folder that holds {CONFIG} and {SINGLE}; weights of a hub have to be downloaded first"
@@ -269,7 +288,7 @@ def match_folder(
     copies = [
         Problem(str(folder.path / folder.tensors[name].file.name), *_no_copy(name, of, may_differ=named.may_differ))
         for name, of in named.copies.items()
-        if not patterns.take(name) and of in folder.tensors and not _are_same(folder.tensors[name], folder.tensors[of])
+        if not patterns.take(name) and of in folder.tensors and not are_same(folder.tensors[name], folder.tensors[of])
     ]
     taken, lines = list[MatchedTensor](), list[str]()
     names = {tensor.name for tensor in expected}
@@ -303,7 +322,7 @@ def match_folder(
     return Matched(tuple(taken), tuple(sorted(fresh)))
 
 
-def _are_same(a: FileTensor, b: FileTensor) -> bool:
+def are_same(a: FileTensor, b: FileTensor) -> bool:
     """Returns whether two tensors have the same values. Reads them in blocks, up to the first difference."""
     if a.shape != b.shape or not {a.dtype, b.dtype} <= FLOATS.keys():
         return False

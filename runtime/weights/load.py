@@ -10,7 +10,7 @@ slices of few tensors at a time, and the transposition runs on the devices.
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -120,6 +120,7 @@ def _read(arrays: ArraysByPath, weights: StoredWeights, mesh: Mesh, console: Con
     with TextProgress(console, "reading weights", total=weights.num_bytes) as progress:
         if isinstance(weights, PublishedWeights):
             arrays = read_into(arrays, weights.matched, mesh, progress.advance)
+            arrays |= _adapters(arrays, weights.adapter)
         else:
             arrays = arrays | _restored(arrays, weights)
             progress.advance(weights.num_bytes)
@@ -127,6 +128,17 @@ def _read(arrays: ArraysByPath, weights: StoredWeights, mesh: Mesh, console: Con
     seconds = time.perf_counter() - began
     announce(console, f"read in {seconds:.1f} s, {human_bytes(int(weights.num_bytes / max(seconds, 1e-3)))}/s")
     return arrays
+
+
+def _adapters(arrays: ArraysByPath, read: Mapping[str, np.ndarray]) -> ArraysByPath:
+    """Returns the arrays of adapters that were read on the host, in the types and layouts of those here."""
+    return {
+        path: tuple(
+            jax.make_array_from_callback(each.shape, each.sharding, lambda i, x=x, t=each.dtype: x[i].astype(t))
+            for each in arrays[path]
+        )
+        for path, x in read.items()
+    }
 
 
 def _restored(arrays: ArraysByPath, weights: SavedWeights) -> ArraysByPath:

@@ -1,0 +1,121 @@
+"""A folder of PEFT is an adapter and the name of its base: adapter_config.json, adapter_model.safetensors.
+
+Where the declaration has the same adapter, it goes on: its parameters are read. Where it has none, the adapter is
+merged into the base while that is read, one matrix at a time: for full training, `evaluate`, `generate` and `export`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.declare.published_folder import ADAPTER_CONFIG, PublishedFolder, understood
+from meshloom.models.config import ModelConfig
+from meshloom.models.contract import Model
+from meshloom.models.published import tensors, tensors_in
+from meshloom.models.published.peft import PREFIX
+from meshloom.models.published.peft_read import PeftModule, merge, read_modules, to_ours
+
+from .folder import FLOATS, FileTensor, WeightsFolder, are_same
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class MergedTensor(FileTensor):
+    """A matrix of a base with an adapter's product added when it is read, in float32."""
+
+    add: Callable[[np.ndarray], np.ndarray] = field(compare=False)
+    of_file: FileTensor
+
+    def values(self) -> np.ndarray:
+        """Returns the merged matrix."""
+        return self.add(self.of_file.values())
+
+
+@dataclass(frozen=True)
+class MergedFolder(WeightsFolder):
+    """A published folder with other tensors in the places of some."""
+
+    merged: Mapping[str, FileTensor] = field(default_factory=dict)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, FileTensor]:
+        """Returns the tensors by name."""
+        return self.merged
+
+
+def adapter_arrays(folder: WeightsFolder, config: ModelConfig, model: Model) -> dict[str, np.ndarray]:
+    """Returns the parameters of a model's adapters that a folder of PEFT holds, by path. Raises ConfigError if the
+    declared adapter is another one."""
+    modules, said = _modules(folder), _said(folder)
+    return _understood(
+        folder, lambda: to_ours(config, model, said, modules, lambda name: _values(folder, name), folder.model_type)
+    )
+
+
+def merged_folder(folder: WeightsFolder, config: ModelConfig) -> WeightsFolder:
+    """Returns the base of a folder of PEFT with the adapter merged into its matrices, which are read as they are asked
+    for. Raises ConfigError for modules that the base does not have."""
+    named = understood(lambda: tensors_in(config, folder.tensors, folder.model_type), "model")
+    plain = understood(lambda: tensors(config, folder.model_type), "model")
+    there = {x.name.removesuffix(".weight"): y.name for x, y in zip(plain, named.tensors, strict=True)}
+    is_transposed = bool(_said(folder).get("fan_in_fan_out")) or folder.model_type == "gpt2"
+    found, unknown = dict(folder.tensors), list[str]()
+    for module in _modules(folder):
+        base = found.get(there.get(module.name, ""))
+        (rank, num_in), (num_out, _) = (folder.adapter_tensors[name].shape for name in (module.a, module.b))
+        expected = (num_in, num_out) if is_transposed else (num_out, num_in)
+        if base is None or base.shape != expected or base.dtype not in FLOATS or not rank:
+            unknown.append(f"{module.name} ({num_in} -> {num_out})")
+        else:
+            found[there[module.name]] = _merged(folder, base, module, is_transposed=is_transposed)
+    if unknown:
+        what = f"holds adapters of matrices that the base {folder.path} does not have: {', '.join(unknown[:3])}"
+        what += f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+        raise ConfigError([Problem(str(folder.adapter), what, "name its base: checkpoint.base_from=hf:DIR")])
+    return MergedFolder(folder.path, folder.declared_base, folder.adapter, MappingProxyType(found))
+
+
+def _merged(folder: WeightsFolder, base: FileTensor, module: PeftModule, *, is_transposed: bool) -> MergedTensor:
+    def add(weight: np.ndarray) -> np.ndarray:
+        a, b = (_values(folder, name) for name in (module.a, module.b))
+        return merge(weight, a, b, module.scale, is_transposed=is_transposed)
+
+    return MergedTensor(base.file, "F32", base.shape, base.start, base.num_bytes, add, base)
+
+
+def _said(folder: WeightsFolder) -> Mapping[str, Any]:
+    assert folder.adapter is not None
+    return PublishedFolder(folder.adapter).adapter_config
+
+
+def _modules(folder: WeightsFolder) -> tuple[PeftModule, ...]:
+    shapes = {
+        name: tensor.shape for name, tensor in folder.adapter_tensors.items() if not _is_of_base(folder, name, tensor)
+    }
+    return _understood(folder, lambda: read_modules(_said(folder), shapes))
+
+
+def _is_of_base(folder: WeightsFolder, name: str, tensor: FileTensor) -> bool:
+    """Returns True for a copy of a tensor of the base, which PEFT saves of a head or an embedding."""
+    base = folder.tensors.get(name.removeprefix(PREFIX).replace(".base_layer.", "."))
+    return base is not None and are_same(tensor, base)
+
+
+def _values(folder: WeightsFolder, name: str) -> np.ndarray:
+    return folder.adapter_tensors[name].values()
+
+
+def _understood(folder: WeightsFolder, read: Callable[[], T]) -> T:
+    return understood(read, str(Path(folder.adapter or "") / ADAPTER_CONFIG))
+
+
+def describe_adapter(arrays: Mapping[str, Any]) -> str:
+    """Returns the number of an adapter's parameters, in words."""
+    return f" and an adapter of {sum(x.size for x in arrays.values()):,} parameters" if arrays else ""
