@@ -32,6 +32,7 @@ from ..core.user_code import FLAG, allowed_modules, blamed_on_user
 from ..core.visible import visible_line
 from ..spec import target_names
 from ..spec.secrets import Sources
+from . import task
 from .compositions import compose_kept, compositions_kept, kept_groups
 from .config_files import TargetNames, plain_values, problems_of_files, register_sources, unresolved
 from .environment import IN_DEFAULTS, find_sources, register_resolver
@@ -279,11 +280,13 @@ def _validate(
         return None, problems
     values = request.pinned.applied(values) if request.pinned else values
     values, problems = with_published_model(values, [each.key_or_group for each in overrides])
+    is_counted, values = task.counts_epochs(values), task.settled(values)
     spec_type, not_loaded = spec_class(values)
     problems += not_loaded
     try:
         with blamed_on_user("the declaration", "checking it", is_theirs=False):
             spec = spec_type.model_validate_json(json.dumps(values)).with_sources(sources)
+            spec = spec.counting_epochs() if is_counted else spec
         return (None if problems else spec), problems
     except ValidationError as error:
         own_groups = [group for group in groups if "/" not in group]

@@ -213,6 +213,19 @@ class RunSpec(PlanSpec):
     run: RunLabels
 
     _origin: Origin = PrivateAttr(default=Origin())
+    _counts_epochs: bool = PrivateAttr(default=False)
+
+    def counting_epochs(self) -> Self:
+        """Returns the declaration whose number of steps is counted when its data are open; until then, it is a
+        guess."""
+        copied = self.model_copy()
+        copied._counts_epochs = True
+        return copied
+
+    @property
+    def counts_epochs(self) -> bool:
+        """Returns True if `num_steps` is to be counted from `data.num_epochs`."""
+        return self._counts_epochs
 
     def with_origin(self, origin: Origin) -> Self:
         """Returns the declaration with its origin."""
@@ -230,4 +243,5 @@ class RunSpec(PlanSpec):
         copied = super().model_copy(update=update, deep=deep)
         if update:
             copied._origin = replace(self._origin, overrides=None)
+            copied._counts_epochs = self._counts_epochs and "num_steps" not in update
         return copied

@@ -6,18 +6,20 @@ is filled up with rows that have no target. The documents of a batch are found f
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
 from typing import Any, Literal
 
 import grain
+import jax
 import numpy as np
 
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if_any
 from meshloom.compiler.core.format import be, counted
 from meshloom.compiler.declare.data_spec import MixtureSource, OneSource
 from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.spec.target_spec import CpuTarget, LocalTarget, TargetSpec, TpuTarget
 from meshloom.models import IGNORED_TARGET, PADDING_TARGET
 
 from .batches import NEXT_BATCH, Batches, BatchSource, shuffled
@@ -125,7 +127,7 @@ class OpenedSources:
         order of held-out sequences is the same for every run, whatever its seed."""
         is_train, data = split == "train", self.spec.data
         seed, num_epochs = (data.shuffle_seed, data.num_epochs) if is_train else (0, None)
-        weights = [corpus.weight for corpus in self.corpora]
+        weights = self._weights
         if not self.spec.has_pairs:
             return shuffled(parts, weights, seed=seed, num_epochs=num_epochs)
         return ItemsOfPairs(shuffled([PairsOf(part) for part in parts], weights, seed=seed, num_epochs=num_epochs))
@@ -133,6 +135,26 @@ class OpenedSources:
     def sequences(self, split: Split) -> Any:
         """Returns the sequences of a split in their order."""
         return self.order([corpus.sequences[split] for corpus in self.corpora], split)
+
+    def held_out(self) -> tuple[Any, int]:
+        """Returns the held-out sequences in their order, and the number of batches of them: what is declared, or all
+        that there are. Rows without targets fill up the last one; pairs, which have no such rows, are left out."""
+        spec, size = self.spec, self.spec.global_batch_size
+        if not spec.data.held_out_fraction:
+            return [], 0
+        least = _least(self, size * spec.evaluation.num_batches)
+        parts = [corpus.sequences["held_out"] for corpus in self.corpora]
+        if all(len(part) >= count for part, count in zip(parts, least, strict=True)):
+            return self.sequences("held_out"), spec.evaluation.num_batches
+        if spec.has_pairs:
+            once = ItemsOfPairs(shuffled([PairsOf(part) for part in parts], self._weights, seed=0, num_epochs=1))
+            return once, len(once) // size
+        once = shuffled(parts, self._weights, seed=0, num_epochs=1)
+        return _filled(once, spec), min(spec.evaluation.num_batches, math.ceil(len(once) / size))
+
+    @property
+    def _weights(self) -> list[float]:
+        return [corpus.weight for corpus in self.corpora]
 
     def batches(self, sequences: Any, num_batches: int, identity: dict[str, Any]) -> Batches:
         """Returns sequences in an order as global batches."""
@@ -169,13 +191,16 @@ class Data:
     @property
     def summary(self) -> str:
         """Returns a description of the training data, one line for each source."""
-        lines, corpora, packing = [], self.opened.corpora, self.opened.spec.data.packing
-        for corpus in corpora:
+        spec, lines, corpora = self.opened.spec, [], self.opened.corpora
+        packing = spec.data.packing
+        for number, corpus in enumerate(corpora):
             train, held_out = corpus.sequences["train"], corpus.sequences["held_out"]
             fill = f", {train.fill:.1%} filled" if packing != "concatenate" else ""
             name = "data" if len(corpora) == 1 else corpus.where
             to_train = f"{counted(len(train), 'sequence')} to train on{fill}"
-            lines.append(f"{name}: {corpus.counts}; {to_train}, {len(held_out):,} held out")
+            passes = _least(self.opened, spec.num_steps * spec.global_batch_size)[number] / max(1, len(train))
+            steps = f"{passes:,.3g} {'pass' if passes == 1 else 'passes'} in {counted(spec.num_steps, 'step')}"
+            lines.append(f"{name}: {corpus.counts}; {to_train}, {len(held_out):,} held out; {steps}")
         return "\n".join(lines)
 
     def locate(self, position: Mapping[str, int], rows: Sequence[int]) -> list[LocatedRow]:
@@ -198,9 +223,9 @@ class Data:
 def open_data(spec: RunSpec) -> Data:
     """Returns the data of a run, opened, tokenised and checked. Raises ConfigError with all problems of the data."""
     opened = _open_sources(spec, _check_is_enough)
-    train, held_out, num_held_out = opened.sequences("train"), [], 0
-    if spec.data.held_out_fraction:
-        held_out, num_held_out = opened.sequences("held_out"), spec.evaluation.num_batches
+    if spec.counts_epochs:
+        opened = replace(opened, spec=spec.settled(num_steps=len(opened.sequences("train")) // spec.global_batch_size))
+    train, (held_out, num_held_out) = opened.sequences("train"), opened.held_out()
     splits: dict[Split, Batches] = {
         "train": opened.batches(train, len(train) // spec.global_batch_size, opened.identity),
         "held_out": opened.batches(held_out, num_held_out, opened.identity),
@@ -209,6 +234,11 @@ def open_data(spec: RunSpec) -> Data:
     every = (sequences for corpus in opened.corpora for sequences in corpus.sequences.values())
     pairs = tuple(each for each in every if isinstance(each, PairedSequences))
     return Data(opened, splits, places, "pair" if spec.has_pairs else opened.unit, pairs)
+
+
+def with_counted_steps(spec: RunSpec) -> RunSpec:
+    """Returns the declaration with its number of steps, where that is counted from epochs of its data."""
+    return open_data(spec).opened.spec if spec.counts_epochs else spec
 
 
 @dataclass(frozen=True)
@@ -249,8 +279,7 @@ def open_evaluated(spec: RunSpec) -> EvaluatedData:
         )
         size = spec.global_batch_size
         num_batches = min(spec.evaluation.num_batches, math.ceil(len(order) / size))
-        filled = _Filled(order, PADDING_TARGET if spec.data.may_pad else IGNORED_TARGET)
-        batches = opened.batches(filled, num_batches, identity)
+        batches = opened.batches(_filled(order, spec), num_batches, identity)
         return EvaluatedPart(name, min(len(order), num_batches * size), batches)
 
     alone = opened.corpora if len(opened.corpora) > 1 else ()  # data.source.parts.web.source is called web
@@ -270,6 +299,16 @@ class _Filled:
             return self._order[index]
         first = self._order[0]
         return {**first, "targets": np.full_like(first["targets"], self._no_target)}
+
+
+def _filled(order: Any, spec: RunSpec) -> _Filled:
+    return _Filled(order, PADDING_TARGET if spec.data.may_pad else IGNORED_TARGET)
+
+
+def _least(opened: OpenedSources, count: int) -> list[int]:
+    """Returns how many of so many sequences each source has to give, by its weight."""
+    total = sum(corpus.weight for corpus in opened.corpora)
+    return [max(1, math.ceil(count * corpus.weight / total - 1e-6)) for corpus in opened.corpora]
 
 
 def _open_sources(spec: RunSpec, check_lengths: Callable[[OpenedSources], None]) -> OpenedSources:
@@ -355,48 +394,72 @@ def _check_is_enough(opened: OpenedSources) -> None:
     """Raises ConfigError if a split has fewer sequences than the run draws from it."""
     spec, corpora = opened.spec, opened.corpora
     data, batch = spec.data, spec.global_batch_size
-    needed: dict[Split, int] = {"train": batch}
-    if data.held_out_fraction:
-        needed["held_out"] = batch * spec.evaluation.num_batches
-    total_weight = sum(corpus.weight for corpus in corpora)
+    needed: dict[Split, list[int]] = {"train": _least(opened, batch)}
+    if data.held_out_fraction:  # of pairs a batch, of others what there is
+        needed["held_out"] = _least(opened, batch if spec.has_pairs else 1)
     problems = []
-    for corpus in corpora:
-        least: dict[Split, int] = {
-            split: max(1, math.ceil(count * corpus.weight / total_weight - 1e-6)) for split, count in needed.items()
-        }
+    for number, corpus in enumerate(corpora):
         for split, sequences in corpus.sequences.items():
-            if len(sequences) < least.get(split, 0):
+            least = needed[split][number] if split in needed else 0
+            if len(sequences) < least:
                 has = f"{counted(len(sequences), 'sequence')} of {counted(spec.sequence_length, 'token')}"
-                what = f"its {split} split has {has}, {least[split]:,} {be(least[split])} needed"
+                what = f"its {split} split has {has}, {least:,} {be(least)} needed"
                 where = "data" if len(corpora) == 1 else corpus.where
-                fix = _fix_of_few(
-                    sum(map(len, corpus.sequences.values())), data.held_out_fraction, data.held_out_by, least, split
-                )
+                counts = {name: each[number] for name, each in needed.items()}
+                fix = _fix_of_few(spec, sum(map(len, corpus.sequences.values())), len(sequences), counts, split)
                 problems.append(Problem(where, what, fix))
             elif len(sequences) > MOST_SEQUENCES:
                 what = f"its {split} split has {len(sequences):,} sequences; {MOST_SEQUENCES:,} can be shuffled"
                 problems.append(Problem(corpus.where, what, "raise sequence_length"))
     raise_if_any(problems)
     num_batches = len(opened.sequences("train")) // batch
-    if num_batches < spec.num_steps:
+    if num_batches < spec.num_steps and not spec.counts_epochs:
         per_epoch = max(1, num_batches // (data.num_epochs or 1))
         what = f"the data end after {num_batches:,} global batches, num_steps is {spec.num_steps:,}"
         fix = f"use data.num_epochs={-(-spec.num_steps // per_epoch)} or null (no end), or num_steps={num_batches}"
         raise ConfigError([Problem("data.num_epochs", what, fix)])
 
 
-def _fix_of_few(total: int, fraction: float, held_out_by: str, least: Mapping[Split, int], split: Split) -> str:
+def _fix_of_few(spec: RunSpec, total: int, has: int, least: Mapping[Split, int], split: Split) -> str:
     """Returns the fix for a split with too few sequences: only changes for which the corpus is large enough. total:
-    the sequences of all splits."""
-    held_out = least.get("held_out", 0)
+    the sequences of all splits. has: those of this one."""
+    fraction, held_out = spec.data.held_out_fraction, least.get("held_out", 0)
     by_position = math.floor(fraction * total) - 1
     is_enough = by_position >= held_out and total - by_position - 2 >= least["train"]
-    if held_out_by == "document" and is_enough:
+    if split == "held_out" and spec.data.held_out_by == "document" and is_enough and not spec.has_pairs:
         return "hold out the end of the corpus in place of whole documents: data.held_out_by=position"
-    fixes = ["lower sequence_length or global_batch_size"]
-    if split == "held_out":
-        fixes = ["lower sequence_length, global_batch_size or evaluation.num_batches"]
-        fixes += ["raise data.held_out_fraction"] if total >= least["train"] + held_out else []
+    fixes = []
+    if smaller := _smaller_batch(spec, has):
+        fixes.append(f"global_batch_size={smaller}")
+    if shorter := _shorter_sequences(spec, has, least[split]):
+        fixes.append(f"sequence_length={shorter}")
     if fraction and total >= least["train"]:
-        fixes.append("hold out nothing: data.held_out_fraction=0")
-    return ", or ".join(fixes)
+        fixes.append("data.held_out_fraction=0, which holds out nothing")
+    return f"use {', or '.join(fixes)}" if fixes else "lower sequence_length, or give more data"
+
+
+def _smaller_batch(spec: RunSpec, most: int) -> int | None:
+    """Returns a part of the global batch that the data fill, and that still divides over devices and microbatches;
+    None if there is none."""
+    step = spec.num_microbatches * (2 if spec.has_pairs else 1) * _num_devices(spec.target)
+    fitting = (size for size in range(step, min(most, spec.global_batch_size - 1) + 1, step))
+    return max((size for size in fitting if spec.global_batch_size % size == 0), default=None)
+
+
+def _num_devices(target: TargetSpec) -> int:
+    """Returns how many devices a batch may have to be split over."""
+    if isinstance(target, CpuTarget):
+        return target.num_devices
+    if isinstance(target, LocalTarget):
+        return target.num_devices or jax.device_count()
+    chips = math.prod(target.shape) * (target.num_slices if isinstance(target, TpuTarget) else 1)
+    return chips * target.chip.num_devices
+
+
+def _shorter_sequences(spec: RunSpec, has: int, least: int) -> int | None:
+    """Returns a part of sequence_length by which as many tokens are enough sequences; None if a sequence is a whole
+    document, or there are too few."""
+    if spec.has_pairs or spec.data.gives_sequences or not has:
+        return None
+    return next((spec.sequence_length // n for n in (2, 4, 8, 16) if spec.sequence_length % n == 0
+                 and spec.sequence_length // n >= 32 and has * n >= least * 1.1), None)  # fmt: skip

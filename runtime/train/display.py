@@ -1,5 +1,6 @@
 """Shows a run: a progress bar and a summary on a terminal, plain lines elsewhere; commands to try after the first."""
 
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from meshloom.compiler.core.format import counted, human_parameters
 from meshloom.compiler.declare.hydra_settings import RUN_DIR
 from meshloom.compiler.declare.overrides import overridden_key
 from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.declare.task import TITLES, task_of, usual_rate
 from meshloom.compiler.plan import Plan
 
 from ..processes.process_log import announce
@@ -69,6 +71,7 @@ def show_header(console: Console, plan: Plan[RunSpec]) -> None:
     steps = f"{counted(plan.spec.num_steps, 'step')} of {counted(plan.spec.tokens_per_step, 'token')}"
     model = f"{plan.num_parameters / 1e6:,.1f} M parameters"
     announce(console, f"meshloom train: {model}, {plan.mesh} on {plan.target.described}, {steps}")
+    announce(console, _rate_line(plan.spec))
     if plan.adapter:
         announce(console, f"adapter: {plan.adapter}; the others are frozen")
     if plan.flag_presets:
@@ -84,6 +87,15 @@ def show_header(console: Console, plan: Plan[RunSpec]) -> None:
         own.append(Problem("model.family", f"MFU is not reported: {one.name} at {one.place}: {one.why}", one.fix))
     for warning in (*plan.warnings, *own):
         announce(console, warning.as_warning())
+
+
+def _rate_line(spec: RunSpec) -> str:
+    """Returns the learning rate, and whether it is the one that the task usually has."""
+    optimizer, rate = str(getattr(spec.optimizer, "name", "")), spec.optimizer.learning_rate
+    task = task_of(spec.model_dump(mode="json", include={"objective", "adapter", "checkpoint"}))
+    usual = f", usual for {TITLES[task]}; optimizer.learning_rate=... sets another"
+    shown = re.sub(r"e([+-])0*", r"e\1", f"{rate:.3g}" if rate >= 1e-3 else f"{rate:.2e}".replace(".00e", "e"))
+    return f"learning rate: {shown} at its peak{usual if rate == usual_rate(optimizer, task) else ''}"
 
 
 def warnings_of_demo_data(plan: Plan[RunSpec]) -> list[Problem]:

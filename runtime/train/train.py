@@ -96,11 +96,14 @@ def plan_and_check(spec: RunSpec) -> Job:
         lambda: plan_start(spec.distributed, spec.target, os.environ),
         lambda: read_artifact(Path(spec.artifact)) if spec.artifact else None,
         lambda: _check_is_decided(spec.overlap),
-        lambda: check_profile(spec.profile.steps, spec.num_steps),
+        lambda: check_profile(spec.profile.steps, spec.num_steps) if not spec.counts_epochs else None,
         lambda: check_compiler_options(spec.compiler_options, jax.local_devices()[0]),
     )
+    if spec.counts_epochs:  # the plan needs the number of steps, and all problems were to be reported together
+        plan = plan_run(data.opened.spec)
+        check_profile(spec.profile.steps, plan.spec.num_steps)
     start = declared_start(plan)
-    check_steps_left(start, spec.num_steps)
+    check_steps_left(start, plan.spec.num_steps)
     return Job(plan, data, weights=start.weights)
 
 

@@ -84,9 +84,9 @@ def test_one_document_is_a_corpus(tmp_path):
     (tmp_path / "book.txt").write_text("".join(f"Sentence {n}. " for n in range(2000)))
     words = ("data=text_files", f"data.source.paths=[{tmp_path}/book.txt]", "sequence_length=64", "num_steps=4",
              "global_batch_size=8", "evaluation.num_batches=1")  # fmt: skip
-    for little in ("data.held_out_fraction=0.01", "data.held_out_by=position"):  # too little for a batch
-        with pytest.raises(ConfigError, match=r"hold out nothing: data\.held_out_fraction=0"):
-            open_data(spec_of(*words, little, "data.held_out_fraction=0.01"))
+    for little in ("data.held_out_fraction=0.001", "data.held_out_by=position"):  # too little for a sequence
+        with pytest.raises(ConfigError, match=r"data\.held_out_fraction=0, which holds out nothing"):
+            open_data(spec_of(*words, little, "data.held_out_fraction=0.001"))
     with pytest.raises(ConfigError, match=r"data\.held_out_by=position"):
         open_data(spec_of(*words, "data.held_out_fraction=0.1"))
     data = open_data(spec_of(*words, "data.held_out_fraction=0.1", "data.held_out_by=position"))
@@ -299,9 +299,37 @@ def test_held_out_batches_are_the_same_each_time_and_for_every_seed():
     _assert_same(one, another_seed)
 
 
-def test_too_little_data_is_an_error():
-    with pytest.raises(ConfigError, match="held_out split has"):
-        open_data(spec_of("evaluation.num_batches=100000"))
+def test_held_out_batches_are_as_many_as_the_data_have():
+    spec = spec_of("evaluation.num_batches=100000", "sequence_length=512")
+    data = open_data(spec)
+    (corpus,) = data.opened.corpora
+    trained_on = [any(row >= 0) for batch in data["held_out"] for row in batch["targets"]]
+    assert sum(trained_on) == len(corpus.sequences["held_out"])
+    assert len(trained_on) == -(-sum(trained_on) // 16) * 16
+
+
+@pytest.mark.parametrize("target", ["cpu-1", "cpu-8"])
+def test_the_fix_for_too_little_data_works(tmp_path, target):
+    """Ten documents of some sequences: the batch, or the length, that the error names is one that the data fill."""
+    for n in range(10):
+        (tmp_path / f"{n}.txt").write_text(f"{n} " * 500)
+    words = ("data=text_files", f"data.source.paths=[{tmp_path}/*.txt]", f"target={target}", "num_steps=2",
+             "global_batch_size=64", "data.held_out_fraction=0.3", "sequence_length=256")  # fmt: skip
+    with pytest.raises(ConfigError, match="its train split has") as error:
+        open_data(spec_of(*words))
+    (problem,) = error.value.problems
+    for fix in problem.fix.removeprefix("use ").split(", or ")[:2]:
+        assert open_data(spec_of(*words, fix))
+
+
+def test_steps_are_counted_from_epochs():
+    words = "sequence_length=512", "data.num_epochs=2", "num_steps=null"
+    data = open_data(spec_of(*words))
+    assert data.opened.spec.num_steps == len(data["train"])
+    (corpus,) = data.opened.corpora
+    assert len(data["train"]) == 2 * len(corpus.sequences["train"]) // 16
+    assert f" passes in {len(data['train'])} steps" in data.summary
+    assert open_data(spec_of(*words, "num_steps=7")).opened.spec.num_steps == 7
 
 
 def test_data_that_end_before_the_run_are_an_error_with_the_numbers_that_work():
