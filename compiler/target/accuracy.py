@@ -124,7 +124,12 @@ def range_figures(
 
 def best_published_mfu(target: TargetPlan) -> float | None:
     """Returns the highest MFU that a published run on the chip reached; None if no such run is known."""
-    return None if target.chip is None else _table()["best_mfu"].get(target.chip.name)
+    return None if target.chip is None else best_mfu_on(target.chip.name)
+
+
+def best_mfu_on(chip: str) -> float | None:
+    """Returns the highest MFU that a published run on a chip of this name reached; None if no such run is known."""
+    return _table()["best_mfu"].get(chip)
 
 
 @cache

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, all_of
@@ -9,9 +11,12 @@ from meshloom.compiler.core.visible import write_out
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.driver import plan_run
-from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.estimate.estimate import StepEstimate, estimate_step
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.explain import explain, plan_as_json
+from meshloom.compiler.report.views.summary import change_lines
+from meshloom.compiler.schema import MemoryChange
+from meshloom.compiler.search.candidates import suggest_changes
 
 from ..processes.devices import plan_without_devices
 from ..start.start import RunStart, check_checkpoint, declared_start
@@ -33,7 +38,21 @@ def explain_command(request: Request, flags: argparse.Namespace) -> int:
     if lines:
         console.line()
     explain(plan, console, estimate)
+    for line in change_lines(_changes(plan, estimate, request)):
+        console.wrapped(*line)
     return exit_code
+
+
+def _changes(plan: Plan, estimate: StepEstimate, request: Request) -> Sequence[MemoryChange]:
+    """Returns the cheapest changes that make a step fit; none if it fits, or its memory has no limit that is known."""
+    needed, limit = estimate.memory.peak_bytes, plan.target.hbm_bytes_per_device
+    if estimate.figures.fits is not False or limit is None:
+        return ()
+
+    def replan(more: tuple[str, ...]) -> Plan:
+        return read_spec(replace(request, overrides=(*request.overrides, *more)), then=plan_run)
+
+    return suggest_changes(plan, needed, limit, replan)
 
 
 def _plan(spec: RunSpec) -> tuple[Plan, RunStart]:

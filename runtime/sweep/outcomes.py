@@ -25,9 +25,10 @@ from meshloom.compiler.declare.problems import MISTAKES, as_config_error
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import StepEstimate, estimate_step
-from meshloom.compiler.figures import StepWork, no_figures
+from meshloom.compiler.figures import StepFigures, StepWork, no_figures
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.explain import explain
+from meshloom.compiler.tune.answer import cost_per_million_tokens
 
 from ..compile.compile_command import Compiled, compile_step, prepare_compile, why_refused
 from ..processes.devices import TooFewSimulated, plan_without_devices
@@ -95,7 +96,9 @@ _EVALUATE: dict[SweepCommand, Callable[[Task], Outcome]] = {"explain": _explain,
 def outcome_of_plan(plan: Plan, estimate: StepEstimate, model: str | None) -> Outcome:
     """Returns the outcome of a priced point. A point that does not fit has exit code 0, as `explain` has."""
     found = estimate.figures
-    figures = Figures(**dict(found), **_common(plan), basis="estimate", model=model or plan.spec.model.family)
+    figures = Figures(
+        **dict(found), **_common(plan), **_cost(plan, found), basis="estimate", model=model or plan.spec.model.family
+    )
     if found.runs is False:
         return Outcome(status="does_not_fit", exit_code=0, why=lack(found), figures=figures)
     return Outcome(status="done", exit_code=0, figures=figures)
@@ -116,12 +119,20 @@ def _common(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _cost(plan: Plan, step: StepFigures) -> dict[str, Any]:
+    """Returns the cost of a priced step, where the price of its chip is declared."""
+    if isinstance(step.step_seconds, Unknown):
+        return {}
+    return {"cost_per_million_tokens": cost_per_million_tokens(plan.spec, plan.target, step.step_seconds)}
+
+
 def outcome_of_compiled(compiled: Compiled, plan: Plan) -> Outcome:
     """Returns the outcome of a compiled point."""
     report, refusal, step = compiled.report, compiled.refusal, compiled.stored.step
     figures = Figures(
         **dict(report.compiled.alone()),
         **_common(plan),
+        **_cost(plan, report.compiled),
         basis="schedule",
         model=report.program.model,
         compile_seconds=step.built.compile_seconds,

@@ -17,8 +17,9 @@ from typing import Any
 
 from meshloom.compiler.core.console import Column, Console, Table
 from meshloom.compiler.core.errors import ConfigError, Problem
-from meshloom.compiler.core.format import counted, human_seconds
+from meshloom.compiler.core.format import counted, human_range, human_seconds, human_share
 from meshloom.compiler.core.known import known
+from meshloom.compiler.target.accuracy import best_mfu_on
 
 from ..core.files import replace_bytes
 from .rows import (
@@ -34,14 +35,19 @@ from .rows import (
     figure_text,
     find_figure,
     name_of,
+    range_of,
     swept_keys,
+    tied_with_best,
     typed_value,
+    value_of,
 )
 
 NUM_SHOWN = 20  # the best points of a longer sweep
 NUM_REASONS = 12
 MOST_POINT_WIDTH = 36  # a wider point is folded if the figures leave no more room
-LEFT_OUT_FIRST = ("tokens_per_second_per_chip", "peak_bytes", "mfu", "evaluation_loss")  # on a narrow terminal
+# On a narrow terminal.
+LEFT_OUT_FIRST = ("tokens_per_second_per_chip", "peak_bytes", "memory_fraction", "exposed_fraction", "mfu",
+                  "evaluation_loss")  # fmt: skip
 STATUS_TEXT: dict[Status, str] = {
     "done": "done",
     "refused": "refused",
@@ -52,6 +58,7 @@ STATUS_TEXT: dict[Status, str] = {
     "out_of_memory": "out of this machine's memory",
     "running": "running",
 }
+TOO_FAST = "!"  # behind an MFU that no published run on the chip has reached
 SECONDS_BETWEEN_LINES = 30.0  # without a terminal
 MOST_LINES = 200  # for points that are done; the others are always shown
 
@@ -88,7 +95,14 @@ def show_table(
         how = f"`meshloom sweep {directory or 'DIR'} --all` shows them"
         console.wrapped(f"... {counted(len(ordered) - len(shown), 'more point')}: {how}")
     _show_counts(console, rows)
+    for line in _too_fast(shown):
+        console.wrapped((line, "yellow"))
     if best and is_tie:
+        return
+    tied = tied_with_best(rows, figure)
+    if best and len(tied) > 1:
+        named = ", ".join(name_of(row) for row in tied)
+        console.wrapped("a tie by ", (figure.name, "bold"), f": {named}: their ranges overlap, so none is the best")
         return
     if best:
         place = f", in {directory / best.directory if directory else best.directory}" if best.directory else ""
@@ -104,7 +118,10 @@ def _table(keys: Sequence[str], shown: Sequence[Row], best: Row | None, figure: 
     tail = dict[str, tuple[Column, Callable[[Row], str]]]()  # the columns after those of the keys, by name
     for name in dict.fromkeys([*SHOWN, figure.name]):
         if any(figure_text(row, FIGURES[name]) for row in shown):
-            tail[name] = Column(FIGURES[name].heading, "right"), partial(figure_text, figure=FIGURES[name])
+            text = _mfu_text if name == "mfu" else partial(figure_text, figure=FIGURES[name])
+            tail[name] = Column(FIGURES[name].heading, "right"), text
+        if name == "step_seconds" and len({row.figures.chip for row in shown if row.figures}) > 1:
+            tail["range"] = Column("range", "right"), _range_text
     if len({row.figures.basis for row in shown if row.figures}) > 1:
         tail["basis"] = Column("by"), lambda row: row.figures.basis if row.figures else ""
     if any(row.status != "done" for row in shown):
@@ -128,6 +145,32 @@ def _table(keys: Sequence[str], shown: Sequence[Row], best: Row | None, figure: 
     point = Column("point", overflow="fold", min_width=least)
     folded = [cells(row, [points[row.index]]) for row in shown]
     return Table([Column(), point, *(column for column, _ in tail.values())], folded)
+
+
+def _range_text(row: Row) -> str:
+    between = range_of(row, value_of(row, FIGURES["step_seconds"]))
+    return human_range(between) if between else ""
+
+
+def _mfu_text(row: Row) -> str:
+    return figure_text(row, FIGURES["mfu"]) + (TOO_FAST if _is_above_published(row) else "")
+
+
+def _is_above_published(row: Row) -> bool:
+    """Returns True if no published run on the chip has reached the MFU that is predicted."""
+    best = best_mfu_on(row.figures.chip) if row.figures else None
+    mfu = value_of(row, FIGURES["mfu"])
+    return best is not None and mfu is not None and mfu > best and row.figures is not None and not row.figures.last_step
+
+
+def _too_fast(rows: Sequence[Row]) -> list[str]:
+    """Returns a line for each chip with points above all published runs on it."""
+    chips = dict.fromkeys(row.figures.chip for row in rows if row.figures and _is_above_published(row))
+    return [
+        f"{TOO_FAST} published runs on {chip} reached an MFU of {human_share(best_mfu_on(chip) or 0.0)} at most: "
+        "take these steps as too short"
+        for chip in chips
+    ]
 
 
 def _width(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> int:

@@ -17,7 +17,7 @@ from ...core.format import (
 )
 from ...core.known import Unknown, known, text_of
 from ...figures import text_of_figure
-from ...schema import Report, by_exposed
+from ...schema import MemoryChange, Report, by_exposed
 from . import facts
 
 FILE_WIDTH = 1000  # columns; nothing is wrapped
@@ -95,7 +95,12 @@ def _memory(report: Report) -> Iterable[Line]:
         yield []
         yield [("memory", "bold"), "   ", *bar, f" of {human_bytes(limit)}" if limit else " of an unknown limit"]
         yield _legend([(n, human_bytes(c), s) for (n, c), s in zip(parts, MEMORY_STYLES, strict=False)])
-    for change in memory.changes[:NUM_CHANGES]:
+    yield from change_lines(memory.changes)
+
+
+def change_lines(changes: Sequence[MemoryChange]) -> Iterable[Line]:
+    """Yields a line for each of the first changes that save memory."""
+    for change in changes[:NUM_CHANGES]:
         enough: Part = ("fits", "green") if change.fits else "not enough"
         saved = human_bytes(change.saved_bytes)
         slower = text_of(change.slower_fraction, lambda share: f"; a token takes {human_slowdown(share)}", "")

@@ -1,5 +1,7 @@
 """`meshloom explain` says whether the step fits, last, and gives an exit code where it is asked to."""
 
+import shlex
+
 import pytest
 
 from meshloom.runtime.cli.main import run
@@ -17,9 +19,21 @@ LARGE = ("model=llama3_8b", "model.num_layers=2", "target=v5e-4", "global_batch_
         ((*LARGE, "global_batch_size=4096"), 0, "does not fit: "),
     ],
 )
-def test_the_verdict_is_the_last_line_and_check_makes_it_the_exit_code(words, exit_code, verdict, capsys):
+def test_the_verdict_ends_it_and_check_makes_it_the_exit_code(words, exit_code, verdict, capsys):
     assert run(["explain", *words]) == exit_code
-    assert capsys.readouterr().out.splitlines()[-1].startswith(verdict)
+    lines = capsys.readouterr().out.splitlines()
+    fixes = [line for line in lines if line.startswith("  fix: ")]
+    assert lines[-1 - len(fixes)].startswith(verdict)
+    assert bool(fixes) == (verdict != "fits: ")
+
+
+def test_its_first_fix_fits(capsys):
+    words = (*LARGE, "global_batch_size=4096")
+    run(["explain", *words])
+    fix = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  fix: "))
+    assert "  saves " in fix
+    assert ", fits; a token takes " in fix
+    assert run(["explain", *words, *shlex.split(fix.removeprefix("  fix: ").split("  saves ")[0]), "--check"]) == 0
 
 
 def test_check_of_a_sweep_is_refused(capsys):

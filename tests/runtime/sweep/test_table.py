@@ -141,3 +141,18 @@ def test_without_pyarrow_the_error_names_the_extra(tmp_path, monkeypatch):
 def test_a_place_that_cannot_be_written_is_told(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot be written: No such file or directory\n  fix: .* --csv FILE"):
         write_csv(ROWS, tmp_path / "none" / "rows.csv")
+
+
+def test_over_chips_it_shows_ranges_and_ties_and_marks_what_no_published_run_has_reached():
+    def on(index, chip, seconds, mfu):
+        made = figures(chip=chip, target=f"{chip}-16", step_seconds=seconds, mfu=mfu, range_factor=1.25)
+        return point(index, {"target": f"{chip}-16"}, figures=made)
+
+    lines = _shown([on(0, "v5p", 1.0, 0.99), on(1, "v6e", 1.4, 0.4), on(2, "h100", 2.0, 0.4)])
+    assert [line.split("  ")[2].strip() for line in lines[2:5]] == ["1.00 s", "1.40 s", "2.00 s"]
+    assert "800 ms to 1.25 s" in lines[2]
+    assert [line.count("%!") for line in lines[2:5]] == [1, 0, 0]
+    assert any(line.startswith("! published runs on v5p reached an MFU of ") for line in lines)
+    assert lines[-1].startswith("a tie by step_seconds: target=v5p-16, target=v6e-16: ")
+    apart = _shown([on(0, "v5p", 1.0, 0.4), on(1, "h100", 2.0, 0.4)])
+    assert apart[-1].startswith("best by step_seconds: target=v5p-16 ")
