@@ -14,9 +14,9 @@ from typing import Any, Literal, get_args
 from ..core.places import is_published
 from ..spec.own_config import own_config
 
-Task = Literal["pretraining", "fine_tuning", "adapter", "preferences"]
-TASKS: tuple[Task, ...] = get_args(Task)
-TITLES: dict[Task, str] = {
+TaskKind = Literal["pretraining", "fine_tuning", "adapter", "preferences"]
+TASKS: tuple[TaskKind, ...] = get_args(TaskKind)
+TITLES: dict[TaskKind, str] = {
     "pretraining": "training from drawn weights", "fine_tuning": "fine-tuning all weights",
     "adapter": "training an adapter", "preferences": "learning preferences",
 }  # fmt: skip
@@ -24,7 +24,7 @@ STEPS_WITHOUT_EPOCHS = 300
 RATE = "learning_rate"
 
 
-def task_of(values: Mapping[str, Any]) -> Task:
+def task_of(values: Mapping[str, Any]) -> TaskKind:
     """Returns the task of a declaration, by its values."""
 
     def kind(name: str) -> Any:
@@ -60,7 +60,7 @@ def counts_epochs(values: Mapping[str, Any]) -> bool:
     return has_epochs and "num_steps" in values and values["num_steps"] is None
 
 
-def usual_rate(optimizer: str, task: Task) -> float | None:
+def usual_rate(optimizer: str, task: TaskKind) -> float | None:
     """Returns the usual peak of the learning rate; None for an optimizer that has no table."""
     return _rates().get(optimizer, {}).get(task)
 

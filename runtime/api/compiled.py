@@ -24,7 +24,7 @@ from meshloom.compiler.report.views.page import page_in_frame, render_page
 
 from ..compile.compile_command import Compiled, CompileJob, compile_job, find_job, write_compiled
 from ..core.failures import RunFailed
-from ..data import with_counted_steps
+from ..data import open_data
 from ..processes.process_log import meshloom_log
 from ..rundir.folders import REPORT, RunFolder
 from ..rundir.run_dir import only_run_in
@@ -105,7 +105,7 @@ def _find(declared: tuple[str | RunSpec | Plan, ...]) -> CompileJob:
 
     def find(spec: RunSpec) -> CompileJob:
         start_for_compile(spec.target)
-        return find_job(spec, lambda: planned or plan_run(with_counted_steps(spec)))
+        return find_job(spec, lambda: planned or plan_run(open_data(spec).opened.spec if spec.counts_epochs else spec))
 
     return with_spec(declared, find)
 

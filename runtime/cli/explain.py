@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 
 from meshloom.compiler.core.console import Console
@@ -11,11 +10,10 @@ from meshloom.compiler.core.visible import write_out
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.driver import plan_run
-from meshloom.compiler.estimate.estimate import StepEstimate, estimate_step
+from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.explain import explain, plan_as_json
 from meshloom.compiler.report.views.summary import change_lines
-from meshloom.compiler.schema import MemoryChange
 from meshloom.compiler.search.candidates import suggest_changes
 
 from ..processes.devices import plan_without_devices
@@ -25,6 +23,10 @@ from ..start.start import RunStart, check_checkpoint, declared_start
 def explain_command(request: Request, flags: argparse.Namespace) -> int:
     """Prints the plan and what would be restored. Returns the exit code: 3 if the estimate does not fit and `--check`
     is given. Raises ConfigError for a declaration that cannot be planned, or a checkpoint that it cannot restore."""
+
+    def replan(more: tuple[str, ...]) -> Plan:
+        return read_spec(replace(request, overrides=(*request.overrides, *more)), then=plan_run)
+
     plan, start = read_spec(request, then=_plan)
     estimate = estimate_step(plan)
     exit_code = DOES_NOT_FIT if flags.check and estimate.figures.runs is False else 0
@@ -38,21 +40,11 @@ def explain_command(request: Request, flags: argparse.Namespace) -> int:
     if lines:
         console.line()
     explain(plan, console, estimate)
-    for line in change_lines(_changes(plan, estimate, request)):
-        console.wrapped(*line)
-    return exit_code
-
-
-def _changes(plan: Plan, estimate: StepEstimate, request: Request) -> Sequence[MemoryChange]:
-    """Returns the cheapest changes that make a step fit; none if it fits, or its memory has no limit that is known."""
     needed, limit = estimate.memory.peak_bytes, plan.target.hbm_bytes_per_device
-    if estimate.figures.fits is not False or limit is None:
-        return ()
-
-    def replan(more: tuple[str, ...]) -> Plan:
-        return read_spec(replace(request, overrides=(*request.overrides, *more)), then=plan_run)
-
-    return suggest_changes(plan, needed, limit, replan)
+    if estimate.figures.fits is False and limit is not None:
+        for line in change_lines(suggest_changes(plan, needed, limit, replan)):
+            console.wrapped(*line)
+    return exit_code
 
 
 def _plan(spec: RunSpec) -> tuple[Plan, RunStart]:

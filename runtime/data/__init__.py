@@ -16,10 +16,9 @@ write.py, show.py                `meshloom data`: a corpus of any size into shar
 
 from .batches import Batches, BatchIterator, HostBatch
 from .documents import DataSource
-from .splits import Data, describe_documents, open_data, with_counted_steps
+from .splits import Data, describe_documents, open_data
 from .store import Split
 
 __all__ = [
     "BatchIterator", "Batches", "Data", "DataSource", "HostBatch", "Split", "describe_documents", "open_data",
-    "with_counted_steps",
 ]  # fmt: skip

@@ -143,14 +143,18 @@ class OpenedSources:
         if not spec.data.held_out_fraction:
             return [], 0
         least = _least(self, size * spec.evaluation.num_batches)
-        parts = [corpus.sequences["held_out"] for corpus in self.corpora]
+        parts: list[Any] = [corpus.sequences["held_out"] for corpus in self.corpora]
         if all(len(part) >= count for part, count in zip(parts, least, strict=True)):
             return self.sequences("held_out"), spec.evaluation.num_batches
         if spec.has_pairs:
             once = ItemsOfPairs(shuffled([PairsOf(part) for part in parts], self._weights, seed=0, num_epochs=1))
             return once, len(once) // size
         once = shuffled(parts, self._weights, seed=0, num_epochs=1)
-        return _filled(once, spec), min(spec.evaluation.num_batches, math.ceil(len(once) / size))
+        return self.filled(once), min(spec.evaluation.num_batches, math.ceil(len(once) / size))
+
+    def filled(self, order: Any) -> "_Filled":
+        """Returns sequences in an order, and after its end ones without targets."""
+        return _Filled(order, PADDING_TARGET if self.spec.data.may_pad else IGNORED_TARGET)
 
     @property
     def _weights(self) -> list[float]:
@@ -236,11 +240,6 @@ def open_data(spec: RunSpec) -> Data:
     return Data(opened, splits, places, "pair" if spec.has_pairs else opened.unit, pairs)
 
 
-def with_counted_steps(spec: RunSpec) -> RunSpec:
-    """Returns the declaration with its number of steps, where that is counted from epochs of its data."""
-    return open_data(spec).opened.spec if spec.counts_epochs else spec
-
-
 @dataclass(frozen=True)
 class EvaluatedPart:
     """A part of the data that is evaluated by itself. name: "data", or the name of a part of a mixture. num_sequences:
@@ -279,7 +278,7 @@ def open_evaluated(spec: RunSpec) -> EvaluatedData:
         )
         size = spec.global_batch_size
         num_batches = min(spec.evaluation.num_batches, math.ceil(len(order) / size))
-        batches = opened.batches(_filled(order, spec), num_batches, identity)
+        batches = opened.batches(opened.filled(order), num_batches, identity)
         return EvaluatedPart(name, min(len(order), num_batches * size), batches)
 
     alone = opened.corpora if len(opened.corpora) > 1 else ()  # data.source.parts.web.source is called web
@@ -299,10 +298,6 @@ class _Filled:
             return self._order[index]
         first = self._order[0]
         return {**first, "targets": np.full_like(first["targets"], self._no_target)}
-
-
-def _filled(order: Any, spec: RunSpec) -> _Filled:
-    return _Filled(order, PADDING_TARGET if spec.data.may_pad else IGNORED_TARGET)
 
 
 def _least(opened: OpenedSources, count: int) -> list[int]:
@@ -405,8 +400,8 @@ def _check_is_enough(opened: OpenedSources) -> None:
                 has = f"{counted(len(sequences), 'sequence')} of {counted(spec.sequence_length, 'token')}"
                 what = f"its {split} split has {has}, {least:,} {be(least)} needed"
                 where = "data" if len(corpora) == 1 else corpus.where
-                counts = {name: each[number] for name, each in needed.items()}
-                fix = _fix_of_few(spec, sum(map(len, corpus.sequences.values())), len(sequences), counts, split)
+                counts: dict[Split, int] = {name: each[number] for name, each in needed.items()}
+                fix = _fix_of_few(opened, sum(map(len, corpus.sequences.values())), len(sequences), counts, split)
                 problems.append(Problem(where, what, fix))
             elif len(sequences) > MOST_SEQUENCES:
                 what = f"its {split} split has {len(sequences):,} sequences; {MOST_SEQUENCES:,} can be shuffled"
@@ -420,27 +415,29 @@ def _check_is_enough(opened: OpenedSources) -> None:
         raise ConfigError([Problem("data.num_epochs", what, fix)])
 
 
-def _fix_of_few(spec: RunSpec, total: int, has: int, least: Mapping[Split, int], split: Split) -> str:
+def _fix_of_few(opened: OpenedSources, total: int, has: int, least: Mapping[Split, int], split: Split) -> str:
     """Returns the fix for a split with too few sequences: only changes for which the corpus is large enough. total:
     the sequences of all splits. has: those of this one."""
+    spec = opened.spec
     fraction, held_out = spec.data.held_out_fraction, least.get("held_out", 0)
     by_position = math.floor(fraction * total) - 1
     is_enough = by_position >= held_out and total - by_position - 2 >= least["train"]
     if split == "held_out" and spec.data.held_out_by == "document" and is_enough and not spec.has_pairs:
         return "hold out the end of the corpus in place of whole documents: data.held_out_by=position"
     fixes = []
-    if smaller := _smaller_batch(spec, has):
+    if smaller := _smaller_batch(opened, has):
         fixes.append(f"global_batch_size={smaller}")
-    if shorter := _shorter_sequences(spec, has, least[split]):
+    if shorter := _shorter_sequences(opened, has, least[split]):
         fixes.append(f"sequence_length={shorter}")
     if fraction and total >= least["train"]:
         fixes.append("data.held_out_fraction=0, which holds out nothing")
     return f"use {', or '.join(fixes)}" if fixes else "lower sequence_length, or give more data"
 
 
-def _smaller_batch(spec: RunSpec, most: int) -> int | None:
+def _smaller_batch(opened: OpenedSources, most: int) -> int | None:
     """Returns a part of the global batch that the data fill, and that still divides over devices and microbatches;
     None if there is none."""
+    spec = opened.spec
     step = spec.num_microbatches * (2 if spec.has_pairs else 1) * _num_devices(spec.target)
     fitting = (size for size in range(step, min(most, spec.global_batch_size - 1) + 1, step))
     return max((size for size in fitting if spec.global_batch_size % size == 0), default=None)
@@ -456,9 +453,10 @@ def _num_devices(target: TargetSpec) -> int:
     return chips * target.chip.num_devices
 
 
-def _shorter_sequences(spec: RunSpec, has: int, least: int) -> int | None:
+def _shorter_sequences(opened: OpenedSources, has: int, least: int) -> int | None:
     """Returns a part of sequence_length by which as many tokens are enough sequences; None if a sequence is a whole
     document, or there are too few."""
+    spec = opened.spec
     if spec.has_pairs or spec.data.gives_sequences or not has:
         return None
     return next((spec.sequence_length // n for n in (2, 4, 8, 16) if spec.sequence_length % n == 0

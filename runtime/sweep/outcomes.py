@@ -28,6 +28,8 @@ from meshloom.compiler.estimate.estimate import StepEstimate, estimate_step
 from meshloom.compiler.figures import StepFigures, StepWork, no_figures
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.explain import explain
+from meshloom.compiler.spec.plan_spec import PlanSpec
+from meshloom.compiler.target.target import TargetPlan
 from meshloom.compiler.tune.answer import cost_per_million_tokens
 
 from ..compile.compile_command import Compiled, compile_step, prepare_compile, why_refused
@@ -96,9 +98,9 @@ _EVALUATE: dict[SweepCommand, Callable[[Task], Outcome]] = {"explain": _explain,
 def outcome_of_plan(plan: Plan, estimate: StepEstimate, model: str | None) -> Outcome:
     """Returns the outcome of a priced point. A point that does not fit has exit code 0, as `explain` has."""
     found = estimate.figures
-    figures = Figures(
-        **dict(found), **_common(plan), **_cost(plan, found), basis="estimate", model=model or plan.spec.model.family
-    )
+    cost = _cost(plan.spec, plan.target, found)
+    name = model or plan.spec.model.family
+    figures = Figures(**dict(found), **_common(plan), **cost, basis="estimate", model=name)
     if found.runs is False:
         return Outcome(status="does_not_fit", exit_code=0, why=lack(found), figures=figures)
     return Outcome(status="done", exit_code=0, figures=figures)
@@ -119,11 +121,11 @@ def _common(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _cost(plan: Plan, step: StepFigures) -> dict[str, Any]:
+def _cost(spec: PlanSpec, target: TargetPlan, step: StepFigures) -> dict[str, Any]:
     """Returns the cost of a priced step, where the price of its chip is declared."""
     if isinstance(step.step_seconds, Unknown):
         return {}
-    return {"cost_per_million_tokens": cost_per_million_tokens(plan.spec, plan.target, step.step_seconds)}
+    return {"cost_per_million_tokens": cost_per_million_tokens(spec, target, step.step_seconds)}
 
 
 def outcome_of_compiled(compiled: Compiled, plan: Plan) -> Outcome:
@@ -132,7 +134,7 @@ def outcome_of_compiled(compiled: Compiled, plan: Plan) -> Outcome:
     figures = Figures(
         **dict(report.compiled.alone()),
         **_common(plan),
-        **_cost(plan, report.compiled),
+        **_cost(plan.spec, plan.target, report.compiled),
         basis="schedule",
         model=report.program.model,
         compile_seconds=step.built.compile_seconds,

@@ -12,7 +12,8 @@ from meshloom.compiler.core.format import counted, human_parameters
 from meshloom.compiler.declare.hydra_settings import RUN_DIR
 from meshloom.compiler.declare.overrides import overridden_key
 from meshloom.compiler.declare.run_spec import RunSpec
-from meshloom.compiler.declare.task import TITLES, task_of, usual_rate
+from meshloom.compiler.declare.task import TITLES, TaskKind, task_of, usual_rate
+from meshloom.compiler.optim.configs import OptimizerConfig
 from meshloom.compiler.plan import Plan
 
 from ..processes.process_log import announce
@@ -71,7 +72,8 @@ def show_header(console: Console, plan: Plan[RunSpec]) -> None:
     steps = f"{counted(plan.spec.num_steps, 'step')} of {counted(plan.spec.tokens_per_step, 'token')}"
     model = f"{plan.num_parameters / 1e6:,.1f} M parameters"
     announce(console, f"meshloom train: {model}, {plan.mesh} on {plan.target.described}, {steps}")
-    announce(console, _rate_line(plan.spec))
+    task = task_of(plan.spec.model_dump(mode="json", include={"objective", "adapter", "checkpoint"}))
+    announce(console, _rate_line(plan.spec.optimizer, task))
     if plan.adapter:
         announce(console, f"adapter: {plan.adapter}; the others are frozen")
     if plan.flag_presets:
@@ -89,13 +91,12 @@ def show_header(console: Console, plan: Plan[RunSpec]) -> None:
         announce(console, warning.as_warning())
 
 
-def _rate_line(spec: RunSpec) -> str:
+def _rate_line(optimizer: OptimizerConfig, task: TaskKind) -> str:
     """Returns the learning rate, and whether it is the one that the task usually has."""
-    optimizer, rate = str(getattr(spec.optimizer, "name", "")), spec.optimizer.learning_rate
-    task = task_of(spec.model_dump(mode="json", include={"objective", "adapter", "checkpoint"}))
+    rate = optimizer.learning_rate
     usual = f", usual for {TITLES[task]}; optimizer.learning_rate=... sets another"
     shown = re.sub(r"e([+-])0*", r"e\1", f"{rate:.3g}" if rate >= 1e-3 else f"{rate:.2e}".replace(".00e", "e"))
-    return f"learning rate: {shown} at its peak{usual if rate == usual_rate(optimizer, task) else ''}"
+    return f"learning rate: {shown} at its peak{usual if rate == usual_rate(str(optimizer.name), task) else ''}"
 
 
 def warnings_of_demo_data(plan: Plan[RunSpec]) -> list[Problem]:
