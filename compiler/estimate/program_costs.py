@@ -19,14 +19,14 @@ import numpy as np
 from ..core.kernels import AttentionCall, RatedBy
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName
-from ..core.traffic import CollectiveKind, Crossing, HostCopyKind
+from ..core.traffic import MOVING, CollectiveKind, Crossing, HostCopyKind
 from ..jaxpr.fusion import needed
 from ..jaxpr.program import Operation, Program
 from ..parallel.attention.exchange import EXCHANGE, RING
 from ..parallel.operation import ParallelOp, find_source
 from ..pipeline.makespan import Numbers, TickLoop, TickPart, TickPermute, TickSlot
 from .liveness import host_sets, live_sets
-from .regions import Region
+from .regions import PricedStep, Region
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
@@ -54,7 +54,8 @@ class Work:
 class Transfer(Crossing):
     """A collective. is_weight: True if it moves a parameter or its gradient, and no activation. full_bytes: a place.
     source: the name of what it moves, if it belongs to one of the operations that run by a strategy
-    (`ParallelOp.source`). is_of_tick: whether it is a permute between the slots of a pipeline's ticks."""
+    (`ParallelOp.source`). is_of_tick: whether it is a permute between the slots of a pipeline's ticks. beside: the
+    works of its region beside which it may run, as a slice; None: to the last."""
 
     kind: CollectiveKind
     is_weight: bool
@@ -62,6 +63,7 @@ class Transfer(Crossing):
     full_bytes: int
     source: str | None = None
     is_of_tick: bool = False
+    beside: tuple[int, int | None] = (0, None)
 
 
 @dataclass(frozen=True)
@@ -133,40 +135,25 @@ def read_costs(step: Region, weights: frozenset[str], ops: Sequence[ParallelOp])
 
 
 @dataclass(frozen=True)
-class MatmulCosts:
-    """The costs of one matmul: its FLOPs, the elements of its result and the bytes that it moves, of each declaration;
-    its executions in a step, (stages, declarations)."""
+class WorkCosts:
+    """The costs of one execution of an operation, of each declaration: its FLOPs, None of a pass over memory; the bytes
+    that it moves; of a matmul the elements of its result."""
 
-    dtype: str
-    flops: Numbers
-    num_results: Numbers
+    work: Work
+    flops: Numbers | None
     num_bytes: Numbers
-    executions: Numbers
-
-
-@dataclass(frozen=True)
-class KernelCosts:
-    """The costs of one kernel in a whole step: FLOPs and bytes, (stages, declarations)."""
-
-    rated_by: RatedBy
-    flops: Numbers
-    num_bytes: Numbers
+    num_results: Numbers | None
 
 
 @dataclass(frozen=True)
 class RegionCosts:
-    """The costs of one region in a whole step. flops, num_bytes: arrays (stages, declarations) by kind of work, with
-    one row where all stages have the same. matmuls, kernels: those that flops and num_bytes count together, by kind.
+    """The costs of one region. works: in the order of its program. transfers: collectives, each with its bytes, of each
+    declaration. executions: in a step, (stages, declarations). is_step: True for the step itself, False for the body of
+    a loop or a branch."""
 
-    transfers: collectives, each with its bytes (declarations) and its number of executions (stages, declarations).
-    is_step: True for the step itself, False for the body of a loop or a branch.
-    """
-
-    flops: dict[WorkKind, Numbers]
-    num_bytes: dict[WorkKind, Numbers]
-    matmuls: tuple[MatmulCosts, ...]
-    kernels: dict[WorkKind, tuple[KernelCosts, ...]]
-    transfers: tuple[tuple[Transfer, Numbers, Numbers], ...]
+    works: tuple[WorkCosts, ...]
+    transfers: tuple[tuple[Transfer, Numbers], ...]
+    executions: Numbers
     is_step: bool
 
 
@@ -187,7 +174,7 @@ class Costs:
         return _largest(self.shape.membership_on_host, self.numbers)
 
     def regions(self) -> tuple[RegionCosts, ...]:
-        """Returns the costs of each region, times its executions."""
+        """Returns the costs of each region."""
         return tuple(self._region(number) for number in range(len(self.shape.regions)))
 
     def executions(self, number: int) -> Numbers:
@@ -206,26 +193,14 @@ class Costs:
         return found
 
     def _region(self, number: int) -> RegionCosts:
-        executions = self.executions(number)
-        flops: dict[WorkKind, Numbers] = defaultdict(lambda: np.zeros_like(executions))
-        num_bytes: dict[WorkKind, Numbers] = defaultdict(lambda: np.zeros_like(executions))
-        matmuls: list[MatmulCosts] = []
-        kernels: dict[WorkKind, tuple[KernelCosts, ...]] = defaultdict(tuple)
-        for work in self.shape.works:
-            if work.region == number:
-                moved = self.numbers[list(work.moved)].sum(axis=0)
-                num_bytes[work.kind] += executions * moved
-                if work.flops is not None:
-                    computed = executions * self.numbers[work.flops]
-                    flops[work.kind] += computed
-                    if work.rated_by is not None:
-                        kernels[work.kind] += (KernelCosts(work.rated_by, computed, executions * moved),)
-                if work.flops is not None and work.results is not None:
-                    own = self.numbers[work.flops], self.numbers[work.results]
-                    matmuls.append(MatmulCosts(work.dtype, *own, moved, executions))
+        works = (self._work(each) for each in self.shape.works if each.region == number)
         own = (each for each in self.shape.transfers if each.region == number)
-        transfers = tuple((each, self.numbers[each.full_bytes], executions) for each in own)
-        return RegionCosts(dict(flops), dict(num_bytes), tuple(matmuls), dict(kernels), transfers, is_step=number == 0)
+        transfers = tuple((each, self.numbers[each.full_bytes]) for each in own)
+        return RegionCosts(tuple(works), transfers, self.executions(number), is_step=number == 0)
+
+    def _work(self, work: Work) -> WorkCosts:
+        flops, results = (None if place is None else self.numbers[place] for place in (work.flops, work.results))
+        return WorkCosts(work, flops, self.numbers[list(work.moved)].sum(axis=0), results)
 
 
 def _membership(sets: tuple[tuple[int, ...], ...], num_numbers: int) -> "csr_array":
@@ -325,17 +300,16 @@ class _Reader:
         if region.stacked_bytes:
             self.works.append(Work("other", number, None, tuple(map(self.number, region.stacked_bytes))))
         self.copied += self.copies(number, region.program)
-        for step in (each for each in region.steps if not each.inside):
+        before: list[int] = []  # the works of the region that precede each step
+        sent: list[int] = []
+        first = len(self.works)
+        for place, step in enumerate(region.steps):
+            before.append(len(self.works) - first)
+            if step.inside:
+                continue
             operation = step.operation
-            if (collective := operation.collective) is not None and collective.mesh_axes:
-                name = OperationName(operation.scope)
-                is_weight = next(iter(name.parameters(self.weights)), None) is not None
-                full = self.number(collective.bytes)
-                source = find_source(self.ops, name)
-                is_permute = is_tick and bool(operation.stage_pairs)
-                self.transfers.append(
-                    Transfer(collective.kind, collective.mesh_axes, is_weight, number, full, source, is_permute)
-                )
+            if operation.collective is not None and operation.collective.mesh_axes:
+                sent.append(place)
             moved = tuple(self.size(region.program, i) for i in step.arrays)
             if step.hbm_bytes and not moved:
                 moved = (self.number(step.hbm_bytes),)
@@ -346,6 +320,23 @@ class _Reader:
                     results = self.number(_num_results(operation, region.program))
                     work = replace(work, results=results, dtype=region.program.dtypes[operation.inputs[0]])
                 self.works.append(work)
+        before.append(len(self.works) - first)
+        for place in sent:
+            operation = region.steps[place].operation
+            collective, name = operation.collective, OperationName(operation.scope)
+            assert collective is not None
+            self.transfers.append(
+                Transfer(
+                    collective.kind,
+                    collective.mesh_axes,
+                    is_weight=next(iter(name.parameters(self.weights)), None) is not None,
+                    region=number,
+                    full_bytes=self.number(collective.bytes),
+                    source=find_source(self.ops, name),
+                    is_of_tick=is_tick and bool(operation.stage_pairs),
+                    beside=_beside(collective.kind, region.steps, place, before, is_step=number == 0),
+                )
+            )
 
     def copies(self, number: int, program: Program) -> Iterator[CopiedArray]:
         """Yields the arrays of a region that lie on one side and are copied to the other."""
@@ -358,6 +349,28 @@ class _Reader:
                         yield CopiedArray("copy-to-device", number, self.size(program, given) + len(program.sizes))
                     case _:
                         pass
+
+
+def _beside(
+    kind: CollectiveKind, steps: Sequence[PricedStep], place: int, before: Sequence[int], *, is_step: bool
+) -> tuple[int, int]:
+    """Returns the works of a region beside which a collective may run. place: of the collective among the steps.
+    before: the works that precede each step.
+
+    A trip of a loop hands to the next one what it has still to reduce, so reductions run beside all of it. In the step
+    itself none is on its way while a loop runs.
+    """
+    own, is_reduction = steps[place].fused, kind not in MOVING
+    made = {i: number for number, step in enumerate(steps) for i in step.fused.writes}
+    readers = (number for number, step in enumerate(steps) if set(own.writes) & set(step.fused.reads))
+    read, last = next(readers, len(steps)), len(steps)
+    if not is_step:
+        return (0, before[last]) if is_reduction else (0, before[read])
+    loops = [number for number, step in enumerate(steps) if step.inside]
+    if is_reduction:
+        ready = max((made[i] + 1 for i in own.reads if i in made), default=0)
+        return before[ready], before[next((loop for loop in loops if loop >= ready), last)]
+    return before[max((loop for loop in loops if loop < read), default=0)], before[read]
 
 
 def _num_results(operation: Operation, program: Program) -> float:

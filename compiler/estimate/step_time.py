@@ -4,7 +4,7 @@ compute    FLOPs and memory traffic at the shares of the chip's peaks that compi
            (`target.chip.efficiency`); a matmul or kernel takes the longer of its two, and streams its operands at the
            rate of a single large kernel (`target.chip.kernels.memory`), which pointwise passes do not reach
 exposed    collectives that the compiler overlaps hide behind the arithmetic of their own loop, as far as that is long
-           enough; the others are waited for
+           enough, and on GPUs as far as their order leaves it to them (latency_hiding.py); the others are waited for
 host       copies to the host and back run beside all that their loop does; what outlasts that is waited for
 
 docs/estimate.md compares it with compiled schedules.
@@ -19,19 +19,22 @@ import numpy as np
 
 from ..core.kernels import RatedBy
 from ..core.partition_spec import STAGE, Axes
-from ..core.traffic import HOST, HOST_COPIES, CollectiveKind, HostCopyKind
+from ..core.traffic import HOST, HOST_COPIES, MOVING, CollectiveKind, HostCopyKind
 from ..figures import SLICES
 from ..parallel.operation import Exposed, exposed_by_source, runs_beside_compute
 from ..pipeline.makespan import TickLoop, TickPart, TickPermute, TickSlot, time_ticks
 from ..plan import Plan
+from ..spec.compiler_traits import ExpectedAcross
 from ..spec.cost_model import cost_model
-from ..target.compiler_options import hidden_kinds, kinds_from_matmuls, why_permutes_wait
+from ..spec.flag_presets import begin_early
+from ..target.compiler_options import hidden_kinds, kinds_from_matmuls, options_with, why_permutes_wait
 from ..target.links import Link, collective_seconds
 from ..target.matmul_times import MatmulTimes
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
 from .estimated_step import assume_overlap
-from .program_costs import Costs, MatmulCosts, Numbers, RegionCosts, WorkKind, read_costs
+from .latency_hiding import Flight, exposed_in_order
+from .program_costs import Costs, Numbers, RegionCosts, Transfer, WorkCosts, WorkKind, read_costs
 from .regions import Region
 
 Seconds = TypeVar("Seconds", float, Numbers)
@@ -75,6 +78,7 @@ class Hiding:
     of_operations: Mapping[str, Exposed] = field(default_factory=dict[str, Exposed])
     exposed_second_sums: float = 0.0
     from_matmuls: frozenset[CollectiveKind] = frozenset()
+    in_order: ExpectedAcross | None = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,19 @@ class LinkTimes:
             seconds[places] = start + (whole - start) / self.speed
         return seconds
 
+    def expected_seconds(
+        self, kind: CollectiveKind, axes: Axes, num_bytes: Numbers, seconds: Numbers, expects: ExpectedAcross
+    ) -> Numbers:
+        """Returns the seconds that a scheduler expects a collective to last. num_bytes: of the full array. seconds:
+        those that it lasts, which the scheduler knows of those within a node."""
+        expected = np.array(seconds)
+        for link, places in self.of[axes].items():
+            if len(link.levels) > 1:
+                at_once = link.levels[0].size
+                sent = num_bytes[places] / expects.bytes_per_second + link.group_size * expects.step_seconds
+                expected[places] = sent / at_once * (1.0 if kind in MOVING else expects.sums)
+        return expected
+
 
 def _alone(kind: CollectiveKind, num_bytes: Numbers, link: Link) -> Numbers:
     seconds = collective_seconds(kind, num_bytes, link.group_size, link)
@@ -149,10 +166,12 @@ def time_step(costs: Costs, rates: Rates, links: LinkTimes, hiding: Hiding) -> S
     exposed: dict[Axes, Numbers] = {}
     of_regions: list[Numbers] = []
     for region in costs.regions():
+        works = [_work_seconds(one, rates) for one in region.works]
         alone = _compute_seconds(region, rates) + _sending_seconds(region, rates, links, hiding)
         compute = compute + alone
-        blocks = _compute_seconds(region, rates, "attention") if "attention" in region.flops else alone
-        waited = _exposed(region, alone, blocks, links, hiding)
+        attends = any(one.work.kind == "attention" for one in region.works)
+        blocks = _compute_seconds(region, rates, "attention") if attends else alone
+        waited = _exposed(region, works, alone, blocks, links, hiding)
         for axes, seconds in waited.items():
             exposed[axes] = exposed.get(axes, 0.0) + seconds
         of_regions.append(StepTime(compute * 0 + alone, waited).seconds)
@@ -217,29 +236,25 @@ def _of_part(part: TickPart, of_regions: Sequence[Numbers], costs: Costs, links:
 
 
 def _compute_seconds(region: RegionCosts, rates: Rates, only: WorkKind | None = None) -> Numbers | float:
-    total: Numbers | float = 0.0
-    for kind, num_bytes in region.num_bytes.items():
-        if only not in (None, kind):
-            continue
-        if kind in region.kernels:
-            for one in region.kernels[kind]:
-                streamed = one.num_bytes / rates.stream_bytes_per_second
-                total = total + np.maximum(one.flops / rates.kernel(one.rated_by), streamed)
-        elif kind == "matmul" and region.matmuls:
-            total = total + sum(_matmul_seconds(one, rates) for one in region.matmuls)
-        else:
-            passes = {"merged": rates.merged_bytes_per_second, "routed": rates.routed_bytes_per_second}
-            total = total + num_bytes / passes.get(kind, rates.hbm_bytes_per_second)
-    return total
+    """Returns the seconds of a region's works in a whole step, or of those of one kind."""
+    works = (one for one in region.works if only in (None, one.work.kind))
+    return region.executions * sum((_work_seconds(one, rates) for one in works), start=np.zeros(()))
 
 
-def _matmul_seconds(one: MatmulCosts, rates: Rates) -> Numbers:
-    """Returns the seconds of a matmul in the whole step."""
-    if rates.matmuls is not None and rates.matmuls.knows(one.dtype):
-        alone = rates.matmuls.seconds(one.dtype, one.flops, one.num_results)
+def _work_seconds(one: WorkCosts, rates: Rates) -> Numbers:
+    """Returns the seconds of one execution of an operation."""
+    kind, rated_by = one.work.kind, one.work.rated_by
+    if one.flops is None or (rated_by is None and kind != "matmul"):
+        passes = {"merged": rates.merged_bytes_per_second, "routed": rates.routed_bytes_per_second}
+        return one.num_bytes / passes.get(kind, rates.hbm_bytes_per_second)
+    if rated_by is not None:
+        alone = one.flops / rates.kernel(rated_by)
+    elif rates.matmuls is not None and rates.matmuls.knows(one.work.dtype):
+        assert one.num_results is not None
+        alone = rates.matmuls.seconds(one.work.dtype, one.flops, one.num_results)
     else:
         alone = one.flops / rates.matmul_flops_per_second + rates.matmul_seconds
-    return one.executions * np.maximum(alone, one.num_bytes / rates.stream_bytes_per_second)
+    return np.maximum(alone, one.num_bytes / rates.stream_bytes_per_second)
 
 
 def _sending_seconds(region: RegionCosts, rates: Rates, links: LinkTimes, hiding: Hiding) -> Numbers | float:
@@ -248,20 +263,26 @@ def _sending_seconds(region: RegionCosts, rates: Rates, links: LinkTimes, hiding
     sending = [each for each in region.transfers if each[0].is_weight and each[0].kind in hiding.from_matmuls]
     if not sending:
         return 0.0
-    sent = sum(executions * links.seconds(one.kind, one.mesh_axes, size) for one, size, executions in sending)
+    sent = region.executions * sum(links.seconds(one.kind, one.mesh_axes, size) for one, size in sending)
     return (cost_model().sending_matmul - 1) * np.minimum(sent, _compute_seconds(region, rates, "matmul"))
 
 
 def _exposed(
-    region: RegionCosts, compute: Numbers | float, blocks: Numbers | float, links: LinkTimes, hiding: Hiding
+    region: RegionCosts,
+    works: Sequence[Numbers],
+    compute: Numbers | float,
+    blocks: Numbers | float,
+    links: LinkTimes,
+    hiding: Hiding,
 ) -> dict[Axes, Numbers]:
-    """Returns the exposed seconds by mesh axes. Collectives that hide share the region's compute in proportion to their
-    time. blocks: the seconds of attention, beside which the permutes of a ring run."""
+    """Returns the exposed seconds by mesh axes. works: the seconds of one execution of each work. compute: of all, in
+    the whole step. blocks: the seconds of attention, beside which the permutes of a ring run."""
     waited: dict[Axes, Numbers] = {}
-    beside: dict[Axes, Numbers] = {}
+    hidden: list[tuple[Transfer, Numbers, Numbers]] = []  # what compute may hide, of one execution
     beside_blocks: dict[Axes, tuple[Numbers | float, Numbers | float]] = {}  # their time, and the least of it
-    for one, num_bytes, executions in (each for each in region.transfers if not each[0].is_of_tick):
-        seconds = executions * links.seconds(one.kind, one.mesh_axes, num_bytes)
+    for one, num_bytes in (each for each in region.transfers if not each[0].is_of_tick):
+        once = links.seconds(one.kind, one.mesh_axes, num_bytes)
+        seconds = region.executions * once
         if (own := hiding.of_operations.get(one.source or "")) is not None and own.is_beside_attention:
             of_all, of_share = beside_blocks.get(one.mesh_axes, (0.0, 0.0))
             beside_blocks[one.mesh_axes] = of_all + seconds, of_share + own.share * seconds
@@ -273,18 +294,36 @@ def _exposed(
         else:
             kind = one.kind
             if hiding.is_doubled and kind == "reduce-scatter":
-                kind, seconds = "all-reduce", 2.0 * seconds
+                kind, once, seconds = "all-reduce", 2.0 * once, 2.0 * seconds
             share = _exposed_share(region, kind, hiding) if kind in hiding.weights else 1.0
             waited[one.mesh_axes] = waited.get(one.mesh_axes, 0.0) + share * seconds
-            beside[one.mesh_axes] = beside.get(one.mesh_axes, 0.0) + (1.0 - share) * seconds
+            if share < 1.0:
+                hidden.append((one, num_bytes, (1.0 - share) * once))
     for axes, (seconds, least) in beside_blocks.items():
         waited[axes] = waited.get(axes, 0.0) + np.maximum(seconds - blocks, least)
-    hidden = sum(beside.values(), start=np.zeros(()))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        stays = np.where(hidden > 0, np.maximum(hidden - compute, 0.0) / hidden, 0.0)
-    for axes, seconds in beside.items():
-        waited[axes] = waited.get(axes, 0.0) + stays * seconds
+    if hiding.in_order is None:
+        all_of_it = region.executions * sum((once for *_, once in hidden), start=np.zeros(()))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            stays = np.where(all_of_it > 0, np.maximum(all_of_it - compute, 0.0) / all_of_it, 0.0)
+        left = [stays * once for *_, once in hidden]
+    else:
+        left = exposed_in_order(works, _flights(region, hidden, links, hiding.in_order))
+    for (one, *_), once in zip(hidden, left, strict=True):
+        waited[one.mesh_axes] = waited.get(one.mesh_axes, 0.0) + region.executions * once
     return waited
+
+
+def _flights(
+    region: RegionCosts, hidden: Iterable[tuple[Transfer, Numbers, Numbers]], links: LinkTimes, expects: ExpectedAcross
+) -> list[Flight]:
+    """Returns the collectives of one execution of a region for the scheduler. hidden: each with its bytes and its
+    seconds."""
+    found = []
+    for one, num_bytes, seconds in hidden:
+        first, last = one.beside
+        expected = links.expected_seconds(one.kind, one.mesh_axes, num_bytes, seconds, expects)
+        found.append(Flight(seconds, expected, first, len(region.works) if last is None else last))
+    return found
 
 
 def _exposed_share(region: RegionCosts, kind: CollectiveKind, hiding: Hiding) -> float:
@@ -329,6 +368,7 @@ def plan_hiding(plan: Plan) -> Hiding:
     (estimated_step.py)."""
     target, assumed = plan.target, assume_overlap(plan)
     weights = hidden_kinds(assumed.flag_presets, plan.spec, target)
+    options = options_with(assumed.flag_presets, plan.spec, target)
     is_ring = runs_beside_compute(plan.ops, ((each.op.kind, each.chosen.name) for each in plan.operations))
     beside_matmuls = cost_model().exposed_beside_matmuls if why_permutes_wait(target) is None else 1.0
     return Hiding(
@@ -338,6 +378,7 @@ def plan_hiding(plan: Plan) -> Hiding:
         of_operations=exposed_by_source(plan.operations, target),
         exposed_second_sums=target.compiler.exposed_second_sums,
         from_matmuls=kinds_from_matmuls(assumed.flag_presets, plan.spec, target),
+        in_order=None if begin_early(options, target.option_effects) else target.compiler.expected_across,
     )
 
 

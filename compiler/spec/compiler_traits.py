@@ -14,6 +14,16 @@ from .figure_source import FigureSource
 from .own_config import own_config
 
 
+class ExpectedAcross(Record):
+    """How long a scheduler expects a collective across nodes to last: a ring through all devices, of which those of a
+    node send at once. bytes_per_second: of a device's NIC. step_seconds: of each step of the ring. sums: how many times
+    longer it expects a reduction to last."""
+
+    bytes_per_second: float
+    step_seconds: float
+    sums: float
+
+
 class CompilerTraits(Record):
     """Traits of the compiler for one target. The defaults describe an unknown compiler.
 
@@ -25,6 +35,8 @@ class CompilerTraits(Record):
     fuses_gathers: a gather of rows is computed inside of the pointwise operations that read it.
     exposed_second_sums: share of the time of a gradient's all-reduce that a trip of a loop waits for, where it follows
         a reduce-scatter of the same gradient: what is left to compute then ends before it.
+    expected_across: given where the scheduler places what a trip of a loop sends in order, from the end of the trip
+        (estimate/latency_hiding.py); None where compute hides what its own loop sends in any order.
     async_permutes: permutes overlap with independent work, on up to max_chips_async_permutes chips.
     copies_loop_carry: the state that a loop carries to its next iteration is copied.
     copies_conditionals: what a conditional takes and gives is copied, whichever branch runs.
@@ -46,6 +58,7 @@ class CompilerTraits(Record):
     fuses_into_matmuls: bool = False
     fuses_gathers: bool = False
     exposed_second_sums: float = 0.0
+    expected_across: ExpectedAcross | None = None
     async_permutes: bool = False
     max_chips_async_permutes: int | None = None
     copies_loop_carry: bool = False

@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 from ..core.config_types import CompilerOption
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from ..core.traffic import CollectiveKind
-from ..spec.flag_presets import FlagPreset, Options, hidden_by, matmul_share_by
+from ..spec.flag_presets import FlagPreset, Options, begin_early, hidden_by, matmul_share_by
 from ..spec.overlap_spec import AUTO
 from ..spec.plan_spec import PlanSpec
 from .target import TargetPlan, faster_matmuls
@@ -95,10 +95,15 @@ def with_options(target: TargetPlan, names: Sequence[str], by_hand: Options) -> 
 
 
 def assumed_weight_presets(spec: PlanSpec, target: TargetPlan) -> tuple[str, ...]:
-    """Returns the declared presets, or the one that overlaps more kinds of collectives of weights with compute."""
+    """Returns the declared presets, or the one that overlaps more kinds of collectives of weights with compute, or as
+    many in the trip of a loop before."""
     tried = [(name,) for name, one in presets_for(target).items() if "weights" in one.tried_for]
-    declared = spec.overlap.flag_presets
-    return max([declared, *tried], key=lambda names: len(hidden_kinds(names, spec, target)))
+    effects = target.option_effects
+
+    def hides(names: tuple[str, ...]) -> tuple[int, bool]:
+        return len(hidden_kinds(names, spec, target)), begin_early(options_with(names, spec, target), effects)
+
+    return max([spec.overlap.flag_presets, *tried], key=hides)
 
 
 def why_permutes_wait(target: TargetPlan) -> str | None:

@@ -271,11 +271,12 @@ def test_the_costs_of_a_program_are_those_of_its_estimate(overrides):
     assert twice.peak_bytes()[1] == 2 * estimate.memory.peak_bytes
     assert twice.host_bytes()[0] == estimate.memory.host_bytes
     regions = twice.regions()
-    flops = sum(each[0, 0] for region in regions for each in region.flops.values())
+    of_works = [(one, region.executions[0, 0]) for region in regions for one in region.works]
+    flops = sum(times * one.flops[0] for one, times in of_works if one.flops is not None)
     assert flops == sum(part.flops or 0 for part in estimate.roofline)
-    moved = sum(each[0, 0] for region in regions for each in region.num_bytes.values())
+    moved = sum(times * one.num_bytes[0] for one, times in of_works)
     assert moved == sum(part.hbm_bytes or 0 for part in estimate.roofline)
-    sent = sum((one[1] * one[2])[0, 0] for region in regions for one in region.transfers)
+    sent = sum((num_bytes * region.executions)[0, 0] for region in regions for _, num_bytes in region.transfers)
     assert sent == sum(one.bytes for one in estimate.communication)
 
 

@@ -1,0 +1,107 @@
+"""What a scheduler hides in order: a trip of a compiled program, limits that hold for any order, and plans for GPUs."""
+
+import numpy as np
+
+from conftest import SMALL, plan_of
+from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.estimate.estimated_step import read_step
+from meshloom.compiler.estimate.latency_hiding import Flight, exposed_in_order
+from meshloom.compiler.estimate.program_costs import read_costs
+from meshloom.compiler.estimate.regions import price_regions
+from meshloom.compiler.estimate.step_time import plan_hiding
+
+# One forward trip of llama3_8b on h100-64, a sequence of 4,096 a chip, in microseconds: queries, keys, values,
+# attention, its output, up, gate, down. What each gather waits for is in the compiled program's timeline.
+WORKS = [346, 6, 24, 343, 235, 809, 809, 820]
+GATHERS = {
+    "query": (333, 0),
+    "key, value": (231, 1),
+    "out": (333, 4),
+    "up": (719, 5),
+    "gate": (719, 6),
+    "down": (719, 7),
+}
+EXPECTED = {333: 460, 231: 380, 719: 930}
+
+
+def _columns(values):
+    return [np.array([float(value)]) for value in values]
+
+
+def test_a_trip_hides_what_its_compiled_program_hides():
+    flights = [Flight(*_columns([each, EXPECTED[each]]), 0, last) for each, last in GATHERS.values()]
+    exposed = [float(each[0]) for each in exposed_in_order(_columns(WORKS), flights)]
+    assert sorted(exposed) == [0, 0, 231, 333, 333, 719]  # of up and gate, which are equal, one
+
+
+def test_a_sum_that_lasts_long_leaves_nothing_beside_gathers():
+    """In the backward trip it takes all works, since the scheduler expects it to last longer than these."""
+    works = _columns([800, 1600, 1000, 5000])
+    gathers = [Flight(*_columns([700, 900]), 0, last) for last in (0, 1, 3)]
+    a_sum = Flight(*_columns([3225, 8400]), 0, 4)
+    exposed = exposed_in_order(works, [*gathers, a_sum])
+    assert [float(each[0]) for each in exposed] == [700, 700, 700, 0]
+    short = Flight(*_columns([3225, 4000]), 0, 4)  # then gathers hide beside the works that are left
+    assert [float(each[0]) for each in exposed_in_order(works, [*gathers, short])] == [700, 0, 0, 0]
+
+
+def test_a_collective_runs_beside_the_works_of_its_window_alone():
+    works = _columns([10, 1000, 10])
+    assert exposed_in_order(works, [Flight(*_columns([100, 100]), 2, 3)])[0] == 90
+    assert exposed_in_order(works, [Flight(*_columns([100, 100]), 0, 1)])[0] == 90
+    assert exposed_in_order(works, [Flight(*_columns([100, 100]), 3, 3)])[0] == 100
+    assert exposed_in_order(works, []) == []
+
+
+def test_many_declarations_are_as_each_alone():
+    rng = np.random.default_rng(0)
+    works = list(rng.uniform(0, 10, (12, 50)))
+    flights = []
+    for _ in range(8):
+        first, last = sorted(rng.integers(0, 13, 2))
+        seconds = rng.uniform(0, 20, 50)
+        flights.append(Flight(seconds, seconds * rng.uniform(0.5, 2.0, 50), int(first), int(last)))
+    together = exposed_in_order(works, flights)
+    for column in range(50):
+        alone = [Flight(one.seconds[[column]], one.expected[[column]], one.first, one.last) for one in flights]
+        each = exposed_in_order([work[[column]] for work in works], alone)
+        assert [float(one[0]) for one in each] == [float(one[column]) for one in together]
+    total, sent = sum(works), sum(one.seconds for one in flights)
+    exposed = sum(together)
+    assert (exposed >= np.maximum(sent - total, 0) - 1e-9).all()
+    assert (exposed <= sent + 1e-9).all()
+
+
+GPUS = (*SMALL, "target=h100-16", "sharding=fsdp", "global_batch_size=16", "model.num_layers=4")
+
+
+def test_what_a_step_sends_has_the_works_beside_it_in_the_order_of_the_program():
+    plan = plan_of(*GPUS)
+    weights = frozenset(array.array.path for array in plan.sharding.parameters)
+    shape, _ = read_costs(price_regions(read_step(plan), plan.target.compiler), weights, plan.ops)
+    sent = [one for one in shape.transfers if one.is_weight]
+    by_region = {one.region: sum(work.region == one.region for work in shape.works) for one in sent}
+    for one in sent:
+        first, last = one.beside
+        assert 0 <= first <= last <= by_region[one.region]
+    loops = [one for one in sent if one.region]
+    assert {one.beside for one in loops if one.kind == "reduce-scatter"} == {
+        (0, by_region[one.region]) for one in loops if one.kind == "reduce-scatter"
+    }
+    gathers = [one.beside[1] for one in loops if one.kind == "all-gather" and one.region == loops[0].region]
+    assert gathers == sorted(gathers)
+    assert len({*gathers}) > 3  # those of an MLP are read after those of attention
+
+
+def test_what_begins_a_trip_early_hides_in_any_order():
+    plan, early = plan_of(*GPUS), plan_of(*GPUS, "overlap.flag_presets=[pipelined]")
+    assert plan_hiding(plan).in_order is not None
+    assert plan_hiding(early).in_order is None
+    assert plan_hiding(plan_of(*SMALL, "target=v5p-8")).in_order is None
+    waits, hides = (estimate_step(each).figures for each in (plan, early))
+    assert waits.compute_seconds == hides.compute_seconds
+    assert waits.exposed_seconds > hides.exposed_seconds
+
+
+def test_a_search_is_expected_to_begin_early():
+    assert plan_hiding(plan_of(*GPUS, "overlap=auto")).in_order is None
