@@ -94,6 +94,14 @@ def all_that(does: Does) -> frozenset[str]:
 VIEWS, CASTS, NAMES = all_that(Does.VIEW), all_that(Does.CAST), all_that(Does.NAME)
 PARTS, BLOCKS, IN_PLACE, FREE = all_that(Does.PART), all_that(Does.BLOCK), all_that(Does.IN_PLACE), all_that(Does.FREE)
 SAME_ELEMENTS = VIEWS | CASTS
+# Each element of the result is computed from the elements at its place.
+ELEMENTWISE = frozenset([
+    "abs", "add", "and", "atan2", "cbrt", "ceil", "clamp", "compare", "convert", "cosine", "divide", "erf",
+    "exponential", "exponential-minus-one", "floor", "log", "log-plus-one", "logistic", "maximum", "minimum",
+    "multiply", "negate", "not", "or", "popcnt", "power", "remainder", "round-nearest-afz", "round-nearest-even",
+    "rsqrt", "select", "shift-left", "shift-right-arithmetic", "shift-right-logical", "sign", "sine", "sqrt",
+    "subtract", "tan", "tanh", "xor",
+])  # fmt: skip
 UNCHANGED = NAMES | {"copy", "copy-done", "copy-start"}  # views that keep the order of the elements
 NAMES_IN_FUSION = NAMES | {"reshape"}
 

@@ -6,11 +6,12 @@ none, and name one that is there:
 tuple, get-tuple-element, bitcast    and all starts and dones but for what the start makes
 while                                its result is its state, and so is what each trip hands on to the next
 dynamic-update-slice                 in place, as a fusion is that ends in one, or whose aliasing says so
-copy, fusion of kind kLoop           in place of an operand of the same bytes that nothing reads any more
+copy, elementwise, kLoop fusion      in place of an operand of the same bytes that nothing reads any more
 all-reduce                           likewise, on GPUs, and on TPUs if it is in float32: they widen other types for it
 the program's results                in place of the arguments that are donated for them
 
-Other results of the program have memory of their own from its start to its end. Except on TPUs, what ends before a
+Other results of the program have memory of their own from its start to its end. What such a result replaces lies there,
+except for what an all-gather brings on TPUs, which is written elsewhere and moved. Except on TPUs, what ends before a
 result is written may lie there. Arguments that are not donated are never overwritten. All of this is as XLA's own
 figures are (bench/memory_by_text.py), which also have no memory for the whole sum within a fused reduce-scatter.
 
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field, replace
 
 from ..hlo import Computation, Instruction, Module
 from ..hlo.flow import Flow, ModuleValue
-from ..hlo.opcodes import IN_PLACE, NAMES
+from ..hlo.opcodes import ELEMENTWISE, IN_PLACE, NAMES
 from ..hlo.types import HBM, HOST, ArrayType, elements_of, parse_type
 
 ArraySet = frozenset[int] | tuple["ArraySet", ...]  # the arrays that a value consists of, by number
@@ -275,8 +276,10 @@ class _Walk:
         first = dict.fromkeys(own, 0)
         for place, (each, step) in reversed(list(enumerate(zip(computation.instructions, steps, strict=True)))):
             dying = self._dying(each, values, last, place)
-            # GPUs put what an asynchronous collective brings nowhere else.
-            free = [n for n in dying if not self.arrays[n].writers[0].opcode.endswith("-start")]
+            # GPUs put what an asynchronous collective brings nowhere else, TPUs what an all-gather brings.
+            makers = {n: self.arrays[n].writers[0].opcode for n in dying}
+            apart = ("-start", "all-gather") if self.is_tpu else ("-start",)
+            free = [n for n in dying if not makers[n].endswith(apart)]
             for n in sorted(step.made):
                 if (result := self.place(n)) not in first:
                     continue
@@ -302,7 +305,8 @@ class _Walk:
     def _dying(self, each: Instruction, values: dict[str, ArraySet], last: dict[int, int], place: int) -> list[int]:
         """Returns the operands that it reads last if its results may overwrite them: copies, sums over devices and
         elementwise operations."""
-        is_elementwise = each.opcode == "copy" or (each.opcode == "fusion" and each.attribute("kind") == "kLoop")
+        is_loop = each.opcode == "fusion" and each.attribute("kind") == "kLoop"
+        is_elementwise = is_loop or each.opcode == "copy" or each.opcode in ELEMENTWISE
         is_sum = each.opcode == "all-reduce-start" or (each.opcode == "all-reduce" and self.is_tpu)
         is_widened = self.is_tpu and any(array.dtype != "f32" for array in each.arrays)  # sums are in float32
         if not is_elementwise and (not is_sum or is_widened):

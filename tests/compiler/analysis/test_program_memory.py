@@ -20,7 +20,7 @@ MIB = 2**20
 FORWARD, BACKWARD = "jit(f)/jvp(layers)/while/body", "jit(f)/transpose(jvp(layers))/while/body"
 
 
-def made(name: str, *operands: str, opcode: str = "negate", op_name: str = "", type_text: str = KB) -> str:
+def made(name: str, *operands: str, opcode: str = "reverse", op_name: str = "", type_text: str = KB) -> str:
     metadata = f', metadata={{op_name="{op_name}"}}' if op_name else ""
     return f"  %{name} = {type_text} {opcode}({', '.join('%' + operand for operand in operands)}){metadata}"
 
@@ -58,11 +58,17 @@ TILED = ", entry_computation_layout={(f32[256]{0:T(256)})->f32[256]{0:T(256)}}"
         ([made("a", "x"), made("s", "a", type_text="f32[]"), made("r", "s")], 1, 2),  # a lies where r will
         ([made("a", "x"), made("r", "a")], 2, 2),
         ([made("a", "x"), made("r", "a", opcode="copy")], 1, 1),  # in place
+        ([made("a", "x"), made("r", "a", opcode="sine")], 1, 1),  # likewise
+        (
+            [made("a", "x", opcode="all-gather"), made("r", "a", opcode="copy")],
+            1,
+            2,
+        ),  # XLA for v5e: 576 MiB of 64 + 256
         ([made("a", "x"), made("r", "a", opcode="all-reduce")], 2, 1),  # of TPUs in place
         ([made("r", "x", opcode="copy")], 1, 1),
         ([made("a", "x", type_text="f32[512]{0}"), made("s", "a", type_text="f32[]"), made("r", "s")], 3, 3),
     ],
-    ids=["before it", "its operand", "copied", "summed", "of an argument", "too large"],
+    ids=["before it", "its operand", "copied", "elementwise", "gathered", "summed", "of an argument", "too large"],
 )
 def test_a_result_that_replaces_no_argument_has_a_place_from_the_start(lines, count, on_tpus):
     """Only what does not outlive its making can lie there, and on TPUs only what becomes the result."""
@@ -72,13 +78,20 @@ def test_a_result_that_replaces_no_argument_has_a_place_from_the_start(lines, co
     assert read_buffers(parse_module(tiled)).peak_bytes == (1 + on_tpus) * 1024
 
 
+def test_an_elementwise_operation_overwrites_what_a_gather_brought_unless_that_is_a_result():
+    """XLA for v5e has 320 MiB for a sum of sines of 256 that are gathered from 64."""
+    lines = [made("a", "x", opcode="all-gather"), made("b", "a", opcode="sine"), made("r", "b", type_text="f32[]")]
+    text = module(*lines).replace("is_scheduled=true", f"is_scheduled=true{TILED}")
+    assert read_buffers(parse_module(text)).peak_bytes == 2 * 1024
+
+
 def test_an_argument_that_is_not_donated_is_not_overwritten():
     end = made("r", "a", "b", type_text="f32[]")
     copied = made("a", "x", opcode="copy")
     assert walked(copied, made("b", "a"), end).peak_bytes == 3 * 1024
     read_last = made("b", "x") + ", kind=kLoop, calls=%f"
     fused = "%f {\n  %p = f32[256]{0} parameter(0)\n  ROOT %n = f32[256]{0} negate(%p)\n}\n"
-    lines = [made("a", "x"), read_last.replace("negate(", "fusion("), end]
+    lines = [made("a", "x"), read_last.replace("reverse(", "fusion("), end]
     assert walked(*lines, before=fused).peak_bytes == 3 * 1024
 
 
@@ -129,7 +142,7 @@ LOOP = f"""\
   %s = ({KB}, {KB}) parameter(0)
   %i = {KB} get-tuple-element(%s), index=0
   %w = {KB} get-tuple-element(%s), index=1
-  %p = {KB} negate(%i), metadata={{op_name="FIRST"}}
+  %p = {KB} reverse(%i), metadata={{op_name="FIRST"}}
   %q = {KB} add(%p, %w), metadata={{op_name="LAST"}}
   ROOT %t = ({KB}, {KB}) tuple(%q, %w)
 }}
@@ -156,7 +169,7 @@ def test_what_a_loop_hands_on_lies_where_its_state_does():
 def test_nested_loops_add_up():
     inner = LOOP.replace("%body", "%inner")
     outer = LOOP.replace(
-        f"  %p = {KB} negate(%i)", "\n".join(looped("in", "i", "w", body="inner")) + f"\n  %p = {KB} copy(%in.0)"
+        f"  %p = {KB} reverse(%i)", "\n".join(looped("in", "i", "w", body="inner")) + f"\n  %p = {KB} copy(%in.0)"
     )
     found = walked(made("a", "x"), made("b", "x"), *looped("loop", "a", "b"), made("r", "loop.0"), before=inner + outer)
     assert found.peak_bytes == 4 * 1024
