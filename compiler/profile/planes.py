@@ -76,6 +76,14 @@ def read_planes(xspace: bytes) -> list[Plane]:
         raise PlanesError(str(error).splitlines()[0]) from None
 
 
+def is_xspace(content: bytes) -> bool:
+    """Returns whether bytes are an XSpace: its first messages are planes, whose names are paths."""
+    try:
+        return any(first_text(plane, _PLANE_NAME).startswith("/") for plane in submessages(content, _PLANES))
+    except WireError:
+        return False
+
+
 def programs_in(xspace: bytes) -> list[ProfiledProgram]:
     """Returns the programs in an XSpace. Raises PlanesError for bytes that are not whole."""
     try:

@@ -35,6 +35,7 @@ _MADE = frozenset({
     "TensorFlow Name Scope", "TensorFlow Ops", "XLA Modules", "XLA Ops",
 })  # fmt: skip
 HOST, MODULES = "/host:CPU", "XLA Modules"
+_TPU = "/device:TPU:"
 _DEVICE = re.compile(r"/device:(TPU|GPU):(\d+)")
 _NUMBER = re.compile(r"\(\d+\)$")
 
@@ -109,16 +110,14 @@ def trace_of(planes: Sequence[Plane], module: str, process: int = 0, once: Conta
     return Trace(platform, tuple(executions), tuple(notes))
 
 
-def measured_programs(planes: Iterable[Plane]) -> dict[str, float]:
+def measured_programs(planes: Sequence[Plane]) -> dict[str, float]:
     """Returns the seconds that each program ran on any device, the longest first. A name has the program's number where
     the trace gives it: jit_step(12)."""
     found: dict[str, float] = {}
-    for plane in planes:
-        device = _DEVICE.fullmatch(plane.name)
-        if device is None and plane.name != HOST:
-            continue
+    devices = [plane for plane in planes if _DEVICE.fullmatch(plane.name)]
+    for plane in devices or [plane for plane in planes if plane.name == HOST]:
         for line in plane.lines:
-            if device and device[1] == "TPU":
+            if plane.name.startswith(_TPU):
                 if line.name == MODULES:
                     for event in line.events:
                         _add(found, event.name, event.end_ns - event.start_ns)

@@ -16,6 +16,7 @@ from meshloom.compiler.profile.planes import (
     Plane,
     PlanesError,
     ProfiledProgram,
+    is_xspace,
     programs_in,
     read_json_planes,
     read_planes,
@@ -29,6 +30,7 @@ from ..core.inputs import bytes_of_file, plain_name
 XPLANE, TRACE = ".xplane.pb", ".trace.json"
 MOST_HOSTS = 8  # of a session whose traces are read; hosts run the same program
 LEAST_SHARE = 0.9  # of the measured time that one program needs, to be the one that is meant
+CLEAR_SHARE = 0.99  # of it, with which the others are not worth a word
 COPY = "copy it again, or trace once more"
 GIVE_TEXT = "give the text of its program after it, as compiled.as_text() or a dump has it"
 
@@ -69,7 +71,8 @@ def find_profile(path: Path) -> FoundProfile | None:
         return _of_hosts(path, [path], "")
     if path.is_file() and name.endswith((".json", ".csv")):
         return _of_text(path)
-    return None
+    is_other = path.is_file() and name.endswith(".pb") and is_xspace(bytes_of_file(str(path), str(path), COPY))
+    return _of_hosts(path, [path], "") if is_other else None
 
 
 def _in_directory(path: Path) -> FoundProfile | None:
@@ -135,7 +138,7 @@ def choose_measured(profile: FoundProfile, named: str | None) -> tuple[str, str]
         shares = [f"{name} ({human_share(seconds / whole)})" for name, seconds in found.items()]
         what = f"{counted(len(found), 'program')} took its time: {human_names(shares, 5)}"
         raise ConfigError([Problem(str(profile.path), what, f"choose one: --module '{first}'")])
-    if len(found) == 1:
+    if found[first] > CLEAR_SHARE * whole:
         return first, ""
     share = human_share(found[first] / whole)
     return first, f"{first} took {share} of the time of {counted(len(found), 'program')}; --module NAME chooses"
@@ -147,7 +150,9 @@ def text_of_program(profile: FoundProfile, name: str) -> str:
     found = found or [each for each in profile.programs if base_name(each.name) == base_name(name)]
     if not found:
         there = human_names([each.name for each in profile.programs], 3) if profile.programs else "no program at all"
-        raise ConfigError([Problem(str(profile.path), f"has no HLO of {name}: it has {there}", GIVE_TEXT)])
+        beside = [each.name for each in sorted(profile.path.parent.glob(f"*{XPLANE}*")) if each != profile.path]
+        fix = f"name {beside[0]} beside it, which has its programs, or {GIVE_TEXT}" if beside else GIVE_TEXT
+        raise ConfigError([Problem(str(profile.path), f"has no HLO of {name}: it has {there}", fix)])
     try:
         return proto_text(max(found, key=lambda each: len(each.proto)).proto)
     except HloError as error:

@@ -106,7 +106,7 @@ a profile, profile.json too. Each file may be compressed by gzip.
 """,
         "PROGRAM [TEXT] target=NAME",
         flags=(
-            Flag("--module", "the program to read, if there are several; without it, the largest", "NAME"),
+            Flag("--module", "the program to read; without it, the largest, or the one that a profile is of", "NAME"),
             Flag("--trips", "iterations of one loop, or of all whose number is not stated; without it, 1", "[LOOP=]N"),
             Flag(
                 "--taken",

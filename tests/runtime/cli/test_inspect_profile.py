@@ -29,11 +29,13 @@ def _write(path: Path, content: bytes) -> str:
     return str(path)
 
 
-def _of_device(kind: str) -> bytes:
-    """The plane of a device that names its kind."""
-    stat = field(6, field(1, 1) + field(5, kind))
-    names = field(5, field(1, 1) + field(2, field(1, 1) + field(2, "device_type_string")))
-    return field(1, field(1, 9) + field(2, "/device:TPU:9") + stat + names)
+def _of_device(name: str, **says: str | int) -> bytes:
+    """The plane of a device with what the profiler says of it."""
+    stats = b""
+    for number, (key, value) in enumerate(says.items(), start=1):
+        stats += field(6, field(1, number) + field(5 if isinstance(value, str) else 3, value))
+        stats += field(5, field(1, number) + field(2, field(1, number) + field(2, key)))
+    return field(1, field(1, 9) + field(2, name) + stats)
 
 
 def _json_trace(xspace: bytes) -> bytes:
@@ -175,6 +177,10 @@ TWO = (
         (("bare.xplane.pb", "target=v5e-4"), "has no HLO of jit_train_step(7): it has no program at all"),
         (("bare.trace.json", "target=v5e-4"), "has no HLO of jit_train_step(7)"),
         (("kind.xplane.pb", "target=v5e-4"), "target: the profile is of TPU v6 Lite, and v5e-4 has TPU v5 lite"),
+        (
+            ("a100.xplane.pb", "target=h100-4"),
+            "the profile is of GPUs of compute capability 8.0, and h100-4 has NVIDIA",
+        ),
         (("kind.xplane.pb",), "target: it is missing; the profile is of TPU v6 Lite"),
         (("whole.xplane.pb", "target=v5e-8"), "the program is for 4 devices, and v5e-8 has 8"),
         (("two.xplane.pb", "target=v5e-4"), "2 programs took its time: jit_a(7) (66.7 %), jit_b(7) (33.3 %)"),
@@ -195,8 +201,10 @@ def test_a_mistake_is_one_error_with_a_fix(tmp_path, monkeypatch, words, said):
     whole = TPU + PROGRAM
     files = {
         "bare.xplane.pb": TPU, "bare.trace.json": gzip.decompress(_json_trace(TPU)),
-        "kind.xplane.pb": whole + _of_device("TPU v6 Lite"), "whole.xplane.pb": whole,
-        "two.xplane.pb": b"".join(TWO), "half.xplane.pb": whole[: len(whole) // 2],
+        "kind.xplane.pb": whole + _of_device("/device:TPU:9", device_type_string="TPU v6 Lite"),
+        "a100.xplane.pb": GPU + _of_device("/device:GPU:9", compute_cap_major=8, compute_cap_minor=0),
+        "whole.xplane.pb": whole, "two.xplane.pb": b"".join(TWO),
+        "half.xplane.pb": whole[: len(whole) // 2],
         "half.trace.json.gz": _json_trace(TPU)[:500], "half.trace.json": gzip.decompress(_json_trace(TPU))[:500],
         "half.hlo.pb": PROTO[: len(PROTO) // 2], "other.csv": b"a,b\n1,2\n", "half.csv": b"rank,hlo_op_name\n1,a\n",
         "step.txt": TEXT.encode(), "other.txt": TEXT.replace(MODULE, "jit_other").encode(),
