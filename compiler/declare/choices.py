@@ -69,6 +69,14 @@ def _text(source: ConfigSource, name: str) -> str | None:
     return file.read_bytes().decode(errors="replace") if file.is_file() else None
 
 
+def default_values(request: Request) -> dict[str, Any]:
+    """Returns each key with its default, and each group with the option that is chosen by default."""
+    with hydra_session(request) as groups:
+        chosen = chosen_options(request)
+        composed = OmegaConf.to_container(compose(request.config_name, overrides=request.search_path), resolve=False)
+    return dict(leaves(composed)) | {group: chosen[group] for group in groups if chosen.get(group)}
+
+
 def all_keys() -> list[str]:
     """Returns the keys and groups of Meshloom's own configs; none if they cannot be composed."""
     try:

@@ -3,17 +3,14 @@
 A single run is composed and checked first, then handed to Hydra, which makes the run directory. A sweep is checked
 value by value, then runs each point in a process of its own: devices, compiler and signals belong to one run alone.
 
-Settings have no dashes: a flag that looks like a setting is refused with the setting to type. `--help` lists the config
-groups and their options, one on a line; a shell completes Hydra's words without files that are parts of others.
+Settings have no dashes: a flag that looks like a setting is refused with the setting to type. A shell completes Hydra's
+words without files that are parts of others.
 """
 
 import argparse
 import io
 import os
 import re
-import shutil
-import sys
-import textwrap
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import redirect_stdout, suppress
 from difflib import get_close_matches
@@ -25,7 +22,7 @@ from meshloom.compiler.core.errors import COMMAND_LINE, MISTAKE, ConfigError, Pr
 from meshloom.compiler.core.user_code import FLAG, VARIABLE, code_allowed_from, parse_allowed
 from meshloom.compiler.core.visible import write_error, write_out
 from meshloom.compiler.declare.application import run_application
-from meshloom.compiler.declare.choices import all_keys, described_groups
+from meshloom.compiler.declare.choices import all_keys
 from meshloom.compiler.declare.compose import Request, check_config_files, read_request, read_spec
 from meshloom.compiler.declare.compositions import compositions_kept
 from meshloom.compiler.declare.environment import masked
@@ -33,10 +30,11 @@ from meshloom.compiler.declare.hydra_private import hydra_flags
 from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.compiler.declare.peer_names import peer_words
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
-from meshloom.compiler.declare.sections import SECTION_KEYS, in_section
+from meshloom.compiler.declare.sections import in_section
 
 from ..inference.run_request import request_of_run
 from .commands import SWEEP, Command
+from .help import show_help
 from .words import no_flag
 
 _PART = re.compile(r"(?:\S*[=/])?_[\w.-]*$")  # model=_llama, data/_base: names with a first `_`
@@ -66,10 +64,13 @@ def _check_overrides(flags: argparse.Namespace) -> None:
 
 
 def _run(command: Command, flags: argparse.Namespace) -> int:
-    request = request_of_flags(flags)
     if flags.help:
-        show_help(command, request)
-    elif flags.multirun or "hydra.mode=MULTIRUN" in request.overrides:
+        names = [word for word in flags.overrides if "=" not in word]
+        flags.overrides = [word for word in flags.overrides if "=" in word]
+        show_help(command, request_of_flags(flags), [] if command.opens_weights else names)
+        return 0
+    request = request_of_flags(flags)
+    if flags.multirun or "hydra.mode=MULTIRUN" in request.overrides:
         return SWEEP.load()(command.name, request, flags)
     elif flags.cfg:
         read_spec(request, then=lambda spec: spec)
@@ -196,34 +197,6 @@ def _keys_like(name: str) -> list[str]:
         return sorted(same, key=lambda key: key.count("."))
     ends = {key.rpartition(".")[2]: key for key in reversed(keys)}
     return [ends[end] for end in get_close_matches(name, ends, n=1, cutoff=0.7)]
-
-
-def show_help(command: Command, request: Request) -> None:
-    """Prints all config groups, also those of the user, each option with the first line of its file."""
-    write_out(f"meshloom {command.name}: {command.description}\n")
-    first = "RUN|DIR " if command.opens_weights else ""
-    write_out(f"usage: meshloom {command.name} {first}[group=option ...] [group.key=value ...] [FLAG ...]")
-    if command.opens_weights:
-        write_out("       RUN: a run directory, or RUN/checkpoints/STEP; DIR: a folder of published weights")
-    write_out("       flags are those of Hydra: -m, --cfg job, ...")
-    for flag in command.flags:
-        write_out(f"       {flag}: {flag.does}")
-    if command.section:
-        _write_wrapped(f"       keys of its own: {', '.join(SECTION_KEYS[command.section])}", indent=7)
-    write_out("")
-    for group, options in described_groups(request).items():
-        write_out(f"{group}=")
-        for option in options:
-            default = "  (default)" if option.is_default else ""
-            _write_wrapped(f"  {option.name:<16}{option.description}{default}".rstrip(), indent=18)
-    write_out("\nvalues: `--cfg job` prints all keys with their values; set one as key=value")
-    _write_wrapped(f"code of your own: {FLAG}=MODULE lets a config name modules that are not installed", indent=0)
-
-
-def _write_wrapped(text: str, *, indent: int) -> None:
-    """Prints a line; on a terminal, in lines that fit, the others indented."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else len(text)
-    write_out("\n".join(textwrap.wrap(text, max(width, 2 * indent), subsequent_indent=" " * indent)))
 
 
 def show_mistake(error: ConfigError) -> int:

@@ -24,7 +24,7 @@ LARGE = 1_000_000_000  # parameters; the 25 MB of Python's library teach such a 
 TRY_NEXT = (
     ("try: other layout", "meshloom train sharding=fsdp_tensor num_microbatches=2 remat=full"),
     ("try: large model", "meshloom explain model=llama3_405b target=cpu-4096 global_batch_size=4096"),
-    ("try: all options", "meshloom train --help"),
+    ("try: all options", "meshloom train --help all"),
 )
 
 

@@ -182,7 +182,7 @@ def test_names_work_in_a_defaults_list(tmp_path):
 
 @pytest.mark.ci
 def test_help_and_completion_name_the_chips(tmp_path):
-    lines = run_in_process("explain", "--help", cwd=tmp_path).stdout.splitlines()
+    lines = run_in_process("explain", "--help", "target", cwd=tmp_path).stdout.splitlines()
     for kind in CHIPS:
         assert re.search(rf"^  {kind}-N +\w+ \S+", "\n".join(lines), re.M), kind
     line = "meshloom explain target=v5p-1"
