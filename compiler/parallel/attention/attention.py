@@ -262,11 +262,15 @@ def _on_shards(
     """Runs the kernel on each shard of the heads. axes: the mesh axes that split them, and maybe others."""
     if not axes:
         return kernel(q, k, v, segment_ids, sinks, **options)
+    names = set(axes)
+    if kernel is attend_cudnn:  # JAX partitions its calls where an axis is left over, and fails if it has one device
+        mesh = jax.sharding.get_abstract_mesh()
+        names |= {name for name, size in mesh.shape.items() if size == 1 and name not in mesh.manual_axes}
     run = jax.shard_map(
         partial(kernel, **options),
         in_specs=(heads, heads, heads, PartitionSpec(), PartitionSpec(heads[2])),
         out_specs=heads,
-        axis_names=set(axes),
+        axis_names=names,
         check_vma=False,
     )
     return run(q, k, v, segment_ids, sinks)

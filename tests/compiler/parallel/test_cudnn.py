@@ -85,17 +85,21 @@ def test_the_kernel_is_called_as_jax_calls_it(window, is_packed, monkeypatch):
     assert ours == theirs
 
 
-def test_each_device_calls_the_kernel_with_its_own_heads(monkeypatch):
-    """XLA's partitioner fails on JAX's call where it has to split it: "'GSPMDSharding' object has no attribute"."""
+@pytest.mark.parametrize("tensor", [4, 8])
+def test_each_device_calls_the_kernel_with_its_own_heads(monkeypatch, tensor):
+    """XLA's partitioner fails on JAX's call where it has to split it: "'GSPMDSharding' object has no attribute"; and
+    where no axis is left to split it by but those of one device, as under tensor parallelism alone."""
     found = set()
 
     def attend(q_BTHD, *args, **options):
-        found.add(q_BTHD.shape[2])
+        mesh = jax.sharding.get_abstract_mesh()
+        found.add((q_BTHD.shape[2], *(set(mesh.axis_names) - set(mesh.manual_axes))))
         return attend_cudnn(q_BTHD, *args, **options)
 
     monkeypatch.setattr(attention_module, "attend_cudnn", attend)
-    estimate_step(plan_of(*IN_16_BITS, "target=h100-8", "sharding=fsdp_tensor", "mesh.tensor=4"))
-    assert found == {16 // 4}
+    heads = ("model.num_heads=16", "model.num_kv_heads=8")
+    estimate_step(plan_of(*IN_16_BITS, *heads, "target=h100-8", "sharding=fsdp_tensor", f"mesh.tensor={tensor}"))
+    assert found == {(16 // tensor,)}
 
 
 def test_values_of_another_width_have_the_kernel_from_hopper_on():
