@@ -16,6 +16,7 @@ from statistics import mean, median
 
 import chaos
 import faults
+import imports
 import memory_accuracy
 import operations
 import pipelines
@@ -47,6 +48,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "published-rows": _published(published.rows_table, published.KEPT, published.ESTIMATES),
     "published-declarations": published.declarations_table,
     "estimates": _published(published.estimates_table, published.KEPT, published.ESTIMATES),
+    "imports": imports.imported_table,
+    "imports-refused": imports.refused_table,
+    "imports-keys": imports.read_keys_table,
+    "imports-left": imports.left_table,
     "playbook": lambda: playbook.table(read_kept(playbook.KEPT), is_staged=True),
     "tune": lambda: tune.table(read_kept(tune.KEPT)),
     "memory": lambda: memory_accuracy.table(read_lines(memory_accuracy.KEPT)),

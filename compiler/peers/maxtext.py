@@ -251,6 +251,8 @@ def _put_layouts(reading: PeerReading, axes: PeerAxes, devices: Devices | None) 
         stage=axes.total("pipeline"),
         said=lambda axis: _said_of(reading, axis),
     )
+    if reading.text("custom_mesh"):
+        _put_order(reading, axes)
     if tensor > 1 and axes.total("expert") == 1:
         reading.put(_OVER_TENSOR, "MaxText's activation_embed -> tensor")
     if axes.total("context") > 1:
@@ -269,6 +271,21 @@ def _put_layouts(reading: PeerReading, axes: PeerAxes, devices: Devices | None) 
     strategy = reading.one_of("attention", _ATTENTION)
     if strategy:
         reading.put(f"parallel.attention={strategy}", reading.said("attention"))
+
+
+def _put_order(reading: PeerReading, axes: PeerAxes) -> None:
+    """Puts the order of devices that gives the smaller axis of a hybrid ring a block of chips."""
+    blocks = {"hybrid_ring_64x4": (4, "2x2"), "hybrid_ring_32x8": (8, "2x4")}
+    block = reading.one_of("custom_mesh", blocks)
+    if block is None:
+        return
+    size, shape = block
+    inner = [axis for axis in ("tensor", "expert", "context") if axes.inner[axis] == size]
+    if len(inner) != 1:
+        what = f"is for one axis of {size} devices in a slice, and the mesh has {len(inner)}"
+        reading.refuse("custom_mesh", what, "leave it out, and choose device_order here")
+    else:
+        reading.put(f"device_order=[{inner[0]}:{shape}]", reading.said("custom_mesh"))
 
 
 def _said_of(reading: PeerReading, axis: str) -> str:

@@ -26,6 +26,17 @@ LLAMA3_V6E = (
 )  # fmt: skip
 
 
+def test_declared_chunks_of_the_loss_are_made():
+    """Whatever the limits on logits allow; a number that cuts no sequence evenly is refused."""
+    loss = plan_of("loss.num_chunks=8", "loss.max_logits_bytes=1000000000").operation("loss")
+    assert (loss.chosen.name, loss.chosen.parameters) == ("sequence_chunks", 8)
+    assert plan_of("loss.num_chunks=1", "loss.max_logits_bytes=1").operation("loss").chosen.name == "at_once"
+    with pytest.raises(
+        ConfigError, match=r"loss\.num_chunks: does not divide the 128 tokens .*\n.*use one of 1, 2, 4, 8"
+    ):
+        plan_of("loss.num_chunks=3")
+
+
 @pytest.mark.parametrize("vocab_size", [8, 256, 257, 264, 32000, 50304, 128256, 151643, 151936, 256128])
 @pytest.mark.parametrize("max_odd_factor", [None, 1, 3, 26])
 def test_parts_are_all_of_the_vocabulary_and_each_can_be_reduce_scattered(vocab_size, max_odd_factor):
