@@ -2,29 +2,31 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..core.errors import COMMAND_LINE, ConfigError, Problem, use_one_of
 from .maxtext import read_maxtext
 from .megatron import read_megatron
 from .reading import Given, Imported, PeerReading, peer_of, read_declaration
-from .sources import Form, ReadText, find_declaration, yaml_value
+from .sources import Form, FormWords, ReadText, find_declaration, yaml_value
 from .torchtitan import read_torchtitan
 
 _KEY_VALUE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_MAXTEXT_TRAIN = re.compile(r"(?i)(maxtext[\w./]*[./]|^|/)(pre_)?train(_compile)?(\.py)?$|.*maxtext.*/base\.yml$")
+_MAXTEXT_TRAIN = re.compile(r"(?:^|[./])train(_compile)?(\.py)?$|/base\.yml$")
 
 
-def _maxtext_values(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def _maxtext_values(words: Sequence[str]) -> FormWords:
     found = [match for word in words if (match := _KEY_VALUE.fullmatch(word))]
-    return _aliased("maxtext", {match[1]: yaml_value(match[2]) for match in found}), [
-        word for word in words if word.endswith((".yml", ".yaml")) and "=" not in word
-    ]
+    values = _aliased("maxtext", {match[1]: yaml_value(match[2]) for match in found})
+    files = [word for word in words if word.endswith((".yml", ".yaml")) and "=" not in word]
+    begin = next((at + 1 for at, word in enumerate(words) if _MAXTEXT_TRAIN.search(word)), 0)
+    strays = [word for word in words[begin:] if word.strip() and word not in files and not _KEY_VALUE.fullmatch(word)]
+    return FormWords(values, files, strays)
 
 
 def _is_maxtext(words: Sequence[str]) -> bool:
-    return any(_MAXTEXT_TRAIN.match(word) for word in words) and bool(_maxtext_values(words)[0])
+    return any(_MAXTEXT_TRAIN.search(word) for word in words) and bool(_maxtext_values(words).values)
 
 
 def _maxtext_file(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,6 +40,7 @@ MAXTEXT = Form(
     values=_maxtext_values,
     of_file=_maxtext_file,
     wants="a yml of MaxText, or a command such as: python3 -m MaxText.train base.yml model_name=llama2-7b",
+    key="a key is written KEY=VALUE, such as steps=100",
     ignored_files=("base.yml",),
     hints={"benchmark_runner": _RUNNER},
 )
@@ -51,9 +54,11 @@ _SECTIONS = {"model", "train", "optimizer", "scheduler", "ddp", "dataset", "mixe
              "logger", "tokenizer", "rng", "dist", "profiling", "validation"}  # fmt: skip
 
 
-def _flags(words: Sequence[str], prefixes: str) -> dict[str, Any]:
-    """Returns the values of `--name value`, `--name=value` and `--name` alone, which is true."""
+def _flags(words: Sequence[str], prefixes: str) -> tuple[dict[str, Any], list[str]]:
+    """Returns the values of `--name value`, `--name=value` and `--name` alone, which is true; and words that belong to
+    none."""
     found: dict[str, Any] = {}
+    strays: list[str] = []
     name = ""
     for word in words:
         if re.match(rf"{prefixes}[A-Za-z]", word):
@@ -63,7 +68,9 @@ def _flags(words: Sequence[str], prefixes: str) -> dict[str, Any]:
         elif name and not _ASSIGNED.match(word):
             before = found[name]
             found[name] = yaml_value(word) if before is True else f"{before} {word}"
-    return found
+        elif word.strip() and not _ASSIGNED.match(word):
+            strays.append(word)
+    return found, strays
 
 
 def _aliased(peer: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -72,13 +79,13 @@ def _aliased(peer: str, values: dict[str, Any]) -> dict[str, Any]:
     return {aliases.get(key, key): value for key, value in values.items()}
 
 
-def _titan_values(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def _titan_values(words: Sequence[str]) -> FormWords:
     begin = next((at + 1 for at, word in enumerate(words) if _TITAN_TRAIN.match(word)), 0)
-    found = _flags(words[begin:], "--")
+    found, strays = _flags(words[begin:], "--")
     found |= {key: yaml_value(value) for key, has, value in (word.partition("=") for word in words[begin:])
               if has and "." in key and not key.startswith("-")}  # fmt: skip
     files = [str(found.pop("job.config_file"))] if "job.config_file" in found else []
-    return _aliased("torchtitan", found), files
+    return FormWords(_aliased("torchtitan", found), files, strays)
 
 
 def _titan_file(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,15 +100,16 @@ def _leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, A
             yield f"{above}{key}", value
 
 
-def _megatron_values(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def _megatron_values(words: Sequence[str]) -> FormWords:
     begin = next((at + 1 for at, word in enumerate(words) if _MEGATRON_TRAIN.match(word)), 0)
-    found = {name.replace("-", "_"): value for name, value in _flags(words[begin:], "--?").items()}
+    flags, strays = _flags(words[begin:], "--?")
+    found = {name.replace("-", "_"): value for name, value in flags.items()}
     for word in words[begin:]:
         key, has_value, value = word.lstrip("+").partition("=")
         section, _, last = key.rpartition(".")
         if has_value and not word.startswith("-") and (not section or section in _SECTIONS):
             found[last.replace("-", "_")] = yaml_value(value)
-    return _aliased("megatron", found), []
+    return FormWords(_aliased("megatron", found), (), strays)
 
 
 TITAN = Form(
@@ -110,6 +118,7 @@ TITAN = Form(
     values=_titan_values,
     of_file=_titan_file,
     wants="a TOML file of torchtitan, or a command such as: CONFIG_FILE=llama3_8b.toml ./run_train.sh",
+    key="a key is written --SECTION.KEY VALUE, such as --training.seq_len 8192",
     file_variables=("CONFIG_FILE",),
 )
 MEGATRON = Form(
@@ -118,6 +127,7 @@ MEGATRON = Form(
     values=_megatron_values,
     of_file=dict,
     wants="a command or script, such as: torchrun pretrain_gpt.py --num-layers 32 ...",
+    key="a key is written --KEY VALUE, such as --seq-length 8192",
 )
 
 
@@ -165,6 +175,7 @@ def import_declaration(peer: str, words: Sequence[str], target: str | None, read
         what = "names nothing to import"
         raise ConfigError([Problem(COMMAND_LINE, what, f"give {TRAINERS[peer].form.wants}")])
     trainer = TRAINERS[peer]
-    given, launcher = find_declaration(trainer.form, words, read_text)
+    forms = {name: each.form.is_train for name, each in TRAINERS.items() if name != peer}
+    given, launcher = find_declaration(replace(trainer.form, others=forms), words, read_text)
     others = [peer_of(name) for name in TRAINERS if name != peer]
     return read_declaration(peer_of(peer), trainer.launched(given, launcher), target, trainer.read, others)

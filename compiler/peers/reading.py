@@ -5,11 +5,14 @@ given is read, or has no effect here, or is refused with what is missing; anothe
 problems are reported at once.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from hashlib import sha256
 from importlib.resources import files
+from textwrap import shorten
 from typing import Any
 
 import yaml
@@ -19,6 +22,7 @@ from ..core.format import counted
 from ..spec.own_config import LOADER, own_config
 
 _UNSET = re.compile(r"\$[\w{(]")  # a variable that a script does not set, or what only a shell can compute
+_MOST_SHOWN = 60  # characters of a refused value
 _MOST_UNKNOWN = 0.5  # of the keys: with more it is another tool's declaration
 
 
@@ -187,11 +191,18 @@ class PeerReading:
         return default if isinstance(default, (int, float)) else 1
 
 
+def _is_honoured(value: Any, rule: Mapping[str, Any]) -> bool:
+    """Returns True for a value that means nothing else here. A long one is known by its digest."""
+    if value in rule["unless"]:
+        return True
+    return "or_digest" in rule and sha256(json.dumps(value).encode()).hexdigest()[:12] in rule["or_digest"]
+
+
 def _shown(value: Any) -> str:
     if isinstance(value, (bool, type(None))):
         return str(value).lower() if isinstance(value, bool) else "null"
     if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(_shown, value))}]"
+        return f"[{', '.join(map(_shown, value))}]"
     return f"{value:g}" if isinstance(value, float) else str(value) or "''"
 
 
@@ -211,10 +222,10 @@ def read_declaration(
         fix = f"did you mean '{meant}'? Correct it, or leave it out" if meant else "leave it out"
         reading.refuse(key, what, fix)
     for key, rule in peer.refused.items():
-        if reading.is_given(key) and (value := given.values[key]) not in rule["unless"]:
+        if reading.is_given(key) and not _is_honoured(value := given.values[key], rule):
             neutral = _shown(rule["unless"][0])
             fix = f"to import the program without it, add {key}={neutral}"
-            reading.refuse(key, f"{_shown(value)}: {rule['missing']}", fix)
+            reading.refuse(key, f"{shorten(_shown(value), _MOST_SHOWN, placeholder=' ..')}: {rule['missing']}", fix)
     read(reading)
     if reading.problems:
         raise ConfigError(reading.problems)

@@ -5,11 +5,11 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
-from ..core.errors import ConfigError, Problem
+from ..core.errors import ConfigError, Problem, raise_if_any
 from ..core.format import counted
 from ..core.places import is_url
 from .reading import Given
@@ -39,21 +39,36 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 ReadText = Callable[[str], str]  # the text of a path or URL; raises ConfigError if it has none
 
 
+class FormWords(NamedTuple):
+    """What the words of a command declare. files: of the peer's own form, which it reads. strays: words after the
+    train command that declare nothing."""
+
+    values: dict[str, Any]
+    files: Sequence[str] = ()
+    strays: Sequence[str] = ()
+
+
 @dataclass(frozen=True)
 class Form:
-    """How a peer's declarations look. files: the form of its own files, yaml or toml; empty for none. is_train: finds
-    its train command. values: those of a command's words, and the words' files of its own form. wants: a train command
-    of it, for messages. ignored_files: those that only have defaults. file_variables: of the environment, which name
-    one. hints: what to do about a command that has this word."""
+    """How a peer's declarations look.
+
+    files: the form of its own files, yaml or toml; empty for none. is_train: finds its train command. values: what the
+    words of a command declare. of_file: the values of one of its files. wants: a train command of it, for messages.
+    key: how a key is written, for messages. ignored_files: those that only have defaults. file_variables: of the
+    environment, which name a file. hints: what to do about a command that has this word. others: how commands of other
+    trainers are found, by their names.
+    """
 
     files: str
     is_train: Callable[[Sequence[str]], bool]
-    values: Callable[[Sequence[str]], tuple[dict[str, Any], list[str]]]
+    values: Callable[[Sequence[str]], FormWords]
     of_file: Callable[[Mapping[str, Any]], dict[str, Any]]
     wants: str
+    key: str
     ignored_files: tuple[str, ...] = ()
     file_variables: tuple[str, ...] = ()
     hints: Mapping[str, str] = field(default_factory=dict)
+    others: Mapping[str, Callable[[Sequence[str]], bool]] = field(default_factory=dict)
 
 
 def find_declaration(form: Form, words: Sequence[str], read_text: ReadText) -> tuple[Given, Mapping[str, str]]:
@@ -62,7 +77,8 @@ def find_declaration(form: Form, words: Sequence[str], read_text: ReadText) -> t
     first = words[0]
     if not re.search(r"\s", first) and (is_url(first) or ("=" not in first and _names_a_file(first))):
         given, launcher = _of_file(form, first, read_text)
-        changes, _ = form.values(words[1:])
+        changes, _, strays = form.values(words[1:])
+        _check_strays(strays, given.place, form)
         return Given(given.place, {**given.values, **changes}, given.flags, given.notes), launcher
     if len(words) == 1 and re.search(r"\s", first):
         return _of_script(form, first, "command", "", read_text)
@@ -163,7 +179,8 @@ def _of_commands(
     is_typed: bool = False,
 ) -> tuple[Given, Mapping[str, str]]:
     train = _train_command(form, commands, place, script, is_typed=is_typed)
-    values, files = form.values(train.words)
+    values, files, strays = form.values(train.words)
+    _check_strays(strays, place, form)
     files = [*(train.environment[name] for name in form.file_variables if name in train.environment), *files]
     below: dict[str, Any] = {}
     for name in files:
@@ -176,8 +193,12 @@ def _of_commands(
     ]
     flags = [flag for name in _XLA_VARIABLES for flag in train.environment.get(name, "").split()]
     upper = {key.removeprefix("M_").lower(): value for key, value in train.environment.items() if key.startswith("M_")}
-    values = {**below, **form.values([f"{key}={value}" for key, value in upper.items()])[0], **values}
+    values = {**below, **form.values([f"{key}={value}" for key, value in upper.items()]).values, **values}
     return Given(place, values, tuple(flags), tuple(notes)), _launcher(commands)
+
+
+def _check_strays(strays: Sequence[str], place: str, form: Form) -> None:
+    raise_if_any(Problem(f"{place}: {word}", "declares nothing", f"leave it out; {form.key}") for word in strays)
 
 
 def _is_in(value: str | list[str], words: Sequence[str]) -> bool:
@@ -191,11 +212,11 @@ def _train_command(
 ) -> ShellCommand:
     runs = (each for each in commands if each.words[0] not in _READ_FILES and form.is_train(each.words))
     trains = list({each.words: each for each in runs}.values())
-    if not trains and is_typed and form.values(commands[0].words)[0]:
+    if not trains and is_typed and form.values(commands[0].words).values:
         return commands[0]  # keys alone
     if not trains and not commands:  # keys alone, which a shell reads as variables
         words = [f"{name}={value}" for name, value in script.variables.items() if isinstance(value, str)]
-        if form.values(words)[0]:
+        if form.values(words).values:
             return ShellCommand(tuple(words), {})
     if len(trains) == 1:
         return trains[0]
@@ -204,6 +225,9 @@ def _train_command(
             if not trains and any(word in part for part in each.words):
                 raise ConfigError([Problem(place, f"runs {word}, which names no keys", fix)])
     what, fix = "has no train command", f"give {form.wants}"
+    for name, is_train in form.others.items():
+        if not trains and any(is_train(each.words) for each in commands if each.words[0] not in _READ_FILES):
+            fix = f"it has one of another trainer: type meshloom import {name} ..."
     if trains:
         shown = "; ".join(" ".join(each.words[:4]) for each in trains[:3])
         what, fix = f"has {counted(len(trains), 'train command')}: {shown} ..", "give one of them, in quotes"

@@ -32,7 +32,7 @@ def test_declared_chunks_of_the_loss_are_made():
     assert (loss.chosen.name, loss.chosen.parameters) == ("sequence_chunks", 8)
     assert plan_of("loss.num_chunks=1", "loss.max_logits_bytes=1").operation("loss").chosen.name == "at_once"
     with pytest.raises(
-        ConfigError, match=r"loss\.num_chunks: does not divide the 128 tokens .*\n.*use one of 1, 2, 4, 8"
+        ConfigError, match=r"loss\.num_chunks: does not divide the 16 tokens .*\n.*use one of 1, 2, 4, 8"
     ):
         plan_of("loss.num_chunks=3")
 

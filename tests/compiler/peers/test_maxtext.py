@@ -243,3 +243,24 @@ def test_value_that_depends_on_a_condition_is_said(tmp_path):
     text += "python3 -m MaxText.train base.yml model_name=llama2-7b per_device_batch_size=$BATCH"
     (tmp_path / "a.sh").write_text(text)
     assert any("$BATCH" in note for note in imported(str(tmp_path / "a.sh")).notes)
+
+
+@pytest.mark.parametrize("word", ["--foo", "bar", "--steps=3"])
+def test_a_word_that_is_no_key_is_never_dropped(word, tmp_path):
+    (tmp_path / "mine.yml").write_text("model_name: llama2-7b\n")
+    for words in ((*SMALL, word), (str(tmp_path / "mine.yml"), word), ("MaxText.train", "base.yml", *SMALL, word)):
+        with pytest.raises(ConfigError, match="declares nothing"):
+            imported(*words)
+
+
+def test_command_of_another_trainer_is_named(tmp_path):
+    (tmp_path / "a.sh").write_text("torchrun pretrain_gpt.py --num-layers 2\n")
+    with pytest.raises(ConfigError, match="meshloom import megatron"):
+        imported(str(tmp_path / "a.sh"))
+
+
+def test_rules_of_layouts_are_honoured_where_they_are_those_of_its_base_config():
+    axes = ["diloco", "data", "stage", "fsdp", "fsdp_transpose", "context", "context_usp_ulysses",
+            "context_autoregressive", "tensor", "tensor_sequence", "expert", "autoregressive"]  # fmt: skip
+    assert imported(*SMALL, f"mesh_axes={axes}").words == imported(*SMALL).words
+    assert "rules of layouts" in problems(*SMALL, f"mesh_axes={axes[::-1]}")["mesh_axes"]
