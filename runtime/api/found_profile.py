@@ -126,8 +126,9 @@ def choose_measured(profile: FoundProfile, named: str | None) -> tuple[str, str]
     one of that name, or the one that takes nearly all of the time. Raises ConfigError if none is."""
     measured = profile.measured()
     if not measured:
-        what = "has no operation of a program that ran on a device"
-        raise ConfigError([Problem(str(profile.path), what, "trace a few steps while they run, then stop the trace")])
+        what = "has no operation of a program of XLA that ran on a device"
+        fix = "trace whole steps by jax.profiler or torch_xla: other profilers do not name a program's operations"
+        raise ConfigError([Problem(str(profile.path), what, fix)])
     found = {name: seconds for name, seconds in measured.items() if named in (None, name, base_name(name))}
     if not found:
         fix = use_one_of(named or "", dict.fromkeys(measured))

@@ -193,6 +193,7 @@ TWO = (
         (("half.csv", "target=v5e-4"), "half.csv: cannot be read as a profile: the table has no column occurrences"),
         (("bare.xplane.pb", "other.txt", "target=v5e-4"), "--module: bare.xplane.pb has no run of a program jit_other"),
         (("step.txt", "other.txt", "target=v5e-4"), "other.txt: step.txt is no profile, and has its program in itself"),
+        (("torch.pt.trace.json", "target=h100-4"), "torch.pt.trace.json: has no operation of a program of XLA"),
         (("none.xplane.pb", "target=v5e-4"), "none.xplane.pb: there is no such file or directory"),
     ],
 )
@@ -206,6 +207,7 @@ def test_a_mistake_is_one_error_with_a_fix(tmp_path, monkeypatch, words, said):
         "whole.xplane.pb": whole, "two.xplane.pb": b"".join(TWO),
         "half.xplane.pb": whole[: len(whole) // 2],
         "half.trace.json.gz": _json_trace(TPU)[:500], "half.trace.json": gzip.decompress(_json_trace(TPU))[:500],
+        "torch.pt.trace.json": b'{"traceEvents": [{"ph": "X", "name": "gemm", "ts": 1, "dur": 2}]}',
         "half.hlo.pb": PROTO[: len(PROTO) // 2], "other.csv": b"a,b\n1,2\n", "half.csv": b"rank,hlo_op_name\n1,a\n",
         "step.txt": TEXT.encode(), "other.txt": TEXT.replace(MODULE, "jit_other").encode(),
     }  # fmt: skip
