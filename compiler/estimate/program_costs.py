@@ -149,12 +149,13 @@ class WorkCosts:
 class RegionCosts:
     """The costs of one region. works: in the order of its program. transfers: collectives, each with its bytes, of each
     declaration. executions: in a step, (stages, declarations). is_step: True for the step itself, False for the body of
-    a loop or a branch."""
+    a loop or a branch. waits: True where a collective of no weight runs between its works."""
 
     works: tuple[WorkCosts, ...]
     transfers: tuple[tuple[Transfer, Numbers], ...]
     executions: Numbers
     is_step: bool
+    waits: bool
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,8 @@ class Costs:
         works = (self._work(each) for each in self.shape.works if each.region == number)
         own = (each for each in self.shape.transfers if each.region == number)
         transfers = tuple((each, self.numbers[each.full_bytes]) for each in own)
-        return RegionCosts(tuple(works), transfers, self.executions(number), is_step=number == 0)
+        waits = any(not each.is_weight for each, _ in transfers)
+        return RegionCosts(tuple(works), transfers, self.executions(number), is_step=number == 0, waits=waits)
 
     def _work(self, work: Work) -> WorkCosts:
         flops, results = (None if place is None else self.numbers[place] for place in (work.flops, work.results))
@@ -321,6 +323,8 @@ class _Reader:
                     work = replace(work, results=results, dtype=region.program.dtypes[operation.inputs[0]])
                 self.works.append(work)
         before.append(len(self.works) - first)
+        of_weights = {place for place in sent if self.is_of_weight(region.steps[place].operation)}
+        waits = [place for place, step in enumerate(region.steps) if step.inside or place in {*sent} - of_weights]
         for place in sent:
             operation = region.steps[place].operation
             collective, name = operation.collective, OperationName(operation.scope)
@@ -329,14 +333,17 @@ class _Reader:
                 Transfer(
                     collective.kind,
                     collective.mesh_axes,
-                    is_weight=next(iter(name.parameters(self.weights)), None) is not None,
+                    is_weight=place in of_weights,
                     region=number,
                     full_bytes=self.number(collective.bytes),
                     source=find_source(self.ops, name),
                     is_of_tick=is_tick and bool(operation.stage_pairs),
-                    beside=_beside(collective.kind, region.steps, place, before, is_step=number == 0),
+                    beside=_beside(collective.kind, region.steps, place, before, waits, is_step=number == 0),
                 )
             )
+
+    def is_of_weight(self, operation: Operation) -> bool:
+        return next(iter(OperationName(operation.scope).parameters(self.weights)), None) is not None
 
     def copies(self, number: int, program: Program) -> Iterator[CopiedArray]:
         """Yields the arrays of a region that lie on one side and are copied to the other."""
@@ -352,25 +359,28 @@ class _Reader:
 
 
 def _beside(
-    kind: CollectiveKind, steps: Sequence[PricedStep], place: int, before: Sequence[int], *, is_step: bool
+    kind: CollectiveKind,
+    steps: Sequence[PricedStep],
+    place: int,
+    before: Sequence[int],
+    waits: Sequence[int],
+    *,
+    is_step: bool,
 ) -> tuple[int, int]:
-    """Returns the works of a region beside which a collective may run. place: of the collective among the steps.
-    before: the works that precede each step.
+    """Returns the works of a region beside which a collective of a weight may run. place: of the collective among the
+    steps. before: the works that precede each step, and all. waits: the steps while which it is not on its way: loops,
+    and collectives that the works around them wait for.
 
-    A trip of a loop hands to the next one what it has still to reduce, so reductions run beside all of it. In the step
-    itself none is on its way while a loop runs.
+    A trip of a loop hands to the next one what it has still to reduce, which then ends with it.
     """
-    own, is_reduction = steps[place].fused, kind not in MOVING
+    own, last = steps[place].fused, len(steps)
     made = {i: number for number, step in enumerate(steps) for i in step.fused.writes}
     readers = (number for number, step in enumerate(steps) if set(own.writes) & set(step.fused.reads))
-    read, last = next(readers, len(steps)), len(steps)
-    if not is_step:
-        return (0, before[last]) if is_reduction else (0, before[read])
-    loops = [number for number, step in enumerate(steps) if step.inside]
-    if is_reduction:
-        ready = max((made[i] + 1 for i in own.reads if i in made), default=0)
-        return before[ready], before[next((loop for loop in loops if loop >= ready), last)]
-    return before[max((loop for loop in loops if loop < read), default=0)], before[read]
+    if kind in MOVING or not is_step:
+        read = next(readers, last) if kind in MOVING else last
+        return before[max((one + 1 for one in waits if one < read), default=0)], before[read]
+    ready = max((made[i] + 1 for i in own.reads if i in made), default=0)
+    return before[ready], before[min((one for one in waits if one >= ready), default=last)]
 
 
 def _num_results(operation: Operation, program: Program) -> float:

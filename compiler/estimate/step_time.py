@@ -79,6 +79,7 @@ class Hiding:
     exposed_second_sums: float = 0.0
     from_matmuls: frozenset[CollectiveKind] = frozenset()
     in_order: ExpectedAcross | None = None
+    begins_early: bool = False
 
 
 @dataclass(frozen=True)
@@ -301,7 +302,7 @@ def _exposed(
                 hidden.append((one, num_bytes, (1.0 - share) * once))
     for axes, (seconds, least) in beside_blocks.items():
         waited[axes] = waited.get(axes, 0.0) + np.maximum(seconds - blocks, least)
-    if hiding.in_order is None:
+    if hiding.in_order is None or (hiding.begins_early and not region.waits):
         all_of_it = region.executions * sum((once for *_, once in hidden), start=np.zeros(()))
         with np.errstate(invalid="ignore", divide="ignore"):
             stays = np.where(all_of_it > 0, np.maximum(all_of_it - compute, 0.0) / all_of_it, 0.0)
@@ -378,7 +379,8 @@ def plan_hiding(plan: Plan) -> Hiding:
         of_operations=exposed_by_source(plan.operations, target),
         exposed_second_sums=target.compiler.exposed_second_sums,
         from_matmuls=kinds_from_matmuls(assumed.flag_presets, plan.spec, target),
-        in_order=None if begin_early(options, target.option_effects) else target.compiler.expected_across,
+        in_order=target.compiler.expected_across,
+        begins_early=begin_early(options, target.option_effects),
     )
 
 

@@ -95,8 +95,8 @@ def test_what_a_step_sends_has_the_works_beside_it_in_the_order_of_the_program()
 
 def test_what_begins_a_trip_early_hides_in_any_order():
     plan, early = plan_of(*GPUS), plan_of(*GPUS, "overlap.flag_presets=[pipelined]")
-    assert plan_hiding(plan).in_order is not None
-    assert plan_hiding(early).in_order is None
+    assert not plan_hiding(plan).begins_early
+    assert plan_hiding(early).begins_early
     assert plan_hiding(plan_of(*SMALL, "target=v5p-8")).in_order is None
     waits, hides = (estimate_step(each).figures for each in (plan, early))
     assert waits.compute_seconds == hides.compute_seconds
@@ -104,4 +104,19 @@ def test_what_begins_a_trip_early_hides_in_any_order():
 
 
 def test_a_search_is_expected_to_begin_early():
-    assert plan_hiding(plan_of(*GPUS, "overlap=auto")).in_order is None
+    assert plan_hiding(plan_of(*GPUS, "overlap=auto")).begins_early
+
+
+def test_no_weight_is_on_its_way_while_tokens_are_exchanged():
+    plan = plan_of(
+        "model=tiny_moe", "target=h100-8", "sharding=fsdp_expert", "mesh.fsdp=4", "mesh.expert=2", "remat=full"
+    )
+    weights = frozenset(array.array.path for array in plan.sharding.parameters)
+    step = price_regions(read_step(plan), plan.target.compiler)
+    shape, _ = read_costs(step, weights, plan.ops)
+    trip = next(one.region for one in shape.transfers if one.region and one.source)
+    gathers = [one for one in shape.transfers if one.region == trip and one.is_weight and one.kind == "all-gather"]
+    begin = {one.beside[0] for one in gathers}
+    assert 0 in begin  # of attention, before any token is sent
+    assert len(begin) > 1
+    assert all(one.beside[0] <= one.beside[1] for one in gathers)
