@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ..core.errors import ConfigError, Problem
+from .gguf_file import SUFFIX, GgufHeader, gguf_values, is_gguf, read_gguf
 
 T = TypeVar("T")
 
@@ -32,8 +33,8 @@ FOLDERS = ("additional_chat_templates",)
 
 @dataclass(frozen=True)
 class PublishedFolder:
-    """The folder of a published model, or of an adapter that PEFT wrote. Reading a missing or damaged file raises
-    ConfigError. declared_base: of an adapter; None: as its adapter_config.json says."""
+    """The folder of a published model, or of an adapter that PEFT wrote, or a GGUF file. Reading a missing or damaged
+    file raises ConfigError. declared_base: of an adapter; None: as its adapter_config.json says."""
 
     path: Path
     declared_base: Path | None = None
@@ -41,7 +42,11 @@ class PublishedFolder:
     @property
     def holds_weights(self) -> bool:
         """Returns True for a folder with a config.json and safetensors files, or an adapter."""
-        return self.is_adapter or ((self.path / CONFIG).is_file() and any(self.path.glob("*.safetensors*")))
+        return (
+            self.gguf is not None
+            or self.is_adapter
+            or ((self.path / CONFIG).is_file() and any(self.path.glob("*.safetensors*")))
+        )
 
     @property
     def is_adapter(self) -> bool:
@@ -68,7 +73,37 @@ class PublishedFolder:
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """Returns the content of config.json; of an adapter, that of its base."""
+        if self.gguf is not None:
+            return self._config_of_gguf()
         return self.base.config if self.is_adapter else _json_of(self.path / CONFIG)
+
+    @property
+    def gguf(self) -> Path | None:
+        """Returns the GGUF file that this is: the path, or the only one of a folder without other weights."""
+        if is_gguf(self.path):
+            return self.path if self.path.is_file() else None
+        if (self.path / CONFIG).is_file() or not self.path.is_dir() or self.is_adapter:
+            return None
+        files = sorted(self.path.glob(f"*{SUFFIX}"))
+        return files[0] if len(files) == 1 else None
+
+    @cached_property
+    def gguf_header(self) -> GgufHeader:
+        """Returns the header of the GGUF file."""
+        assert self.gguf is not None
+        return read_gguf(self.gguf)
+
+    def _config_of_gguf(self) -> Mapping[str, Any]:
+        from meshloom.models.published.gguf import FREQUENCIES, config_of_gguf
+
+        file, header = self.gguf, self.gguf_header
+        assert file is not None
+        shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
+
+        def factors() -> Any:
+            return gguf_values(file, header.tensors[FREQUENCIES])
+
+        return understood(lambda: config_of_gguf(header.said, shapes, factors), str(file))
 
     @cached_property
     def known_config(self) -> Mapping[str, Any]:
@@ -83,7 +118,7 @@ class PublishedFolder:
         """Returns the keys of conf/model that config.json says. Raises ConfigError with all that is wrong."""
         from meshloom.models.published import read_config
 
-        return understood(lambda: read_config(self.config), str(self.path / CONFIG))
+        return understood(lambda: read_config(self.config), str(self.gguf or self.path / CONFIG))
 
     @property
     def model_type(self) -> str | None:
@@ -101,6 +136,8 @@ class PublishedFolder:
     def others(self) -> tuple[Path, ...]:
         """Returns what else was published with the weights: the tokenizer, its templates, settings for generating text,
         code, a README and a license; no weights in any form, and no hidden files."""
+        if self.gguf is not None:
+            return self.tokenizer
         if not self.path.is_dir():
             return ()
         if self.is_adapter:  # the README is the adapter's, and the tokenizer may be
@@ -115,7 +152,8 @@ class PublishedFolder:
     @property
     def tokenizer(self) -> tuple[Path, ...]:
         """Returns the files of the tokenizer and of the settings for generating text."""
-        found = tuple(self.path / name for name in TOKENIZER_FILES if (self.path / name).is_file())
+        folder = self.path.parent if is_gguf(self.path) else self.path
+        found = tuple(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
         return self.base.tokenizer if not found and self.is_adapter else found
 
 

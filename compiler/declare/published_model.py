@@ -16,7 +16,8 @@ from typing import Any
 from ..core.errors import ConfigError, Problem
 from ..core.places import PUBLISHED, PlaceError, local_path
 from ..spec.own_config import own_config
-from .published_folder import ADAPTER_CONFIG, CONFIG, PublishedFolder
+from .gguf_file import SUFFIX
+from .published_folder import CONFIG, PublishedFolder
 
 FAMILY = "from_hf"
 BASES = {"decoder": "_llama", "moe": "_moe"}  # the files of conf/model with what all models of a family share
@@ -69,10 +70,14 @@ def _folder(path: Any) -> Path:
         folder = Path(os.path.abspath(local_path(path)))
     except PlaceError as error:
         raise ConfigError([Problem("model.path", error.what, error.fix)]) from error
-    if folder.is_dir() and ((folder / CONFIG).is_file() or (folder / ADAPTER_CONFIG).is_file()):
+    if (folder.is_dir() and (folder / CONFIG).is_file()) or PublishedFolder(folder).holds_weights:
         return folder
     if folder.is_dir():
         what = f"'{path}' has no {CONFIG}"
+        if files := sorted(folder.glob(f"*{SUFFIX}")):
+            raise ConfigError(
+                [Problem("model.path", f"{what}, and several GGUF files", f"name one of them: {files[0]}")]
+            )
         below = sorted(str(found.parent) for found in folder.glob(f"*/{CONFIG}"))
         fix = f"give the folder that has it: {below[0]}" if below else "give a folder as transformers writes it"
         raise ConfigError([Problem("model.path", what, fix)])

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from meshloom.compiler.core.errors import ConfigError, Problem
+from meshloom.compiler.core.places import PUBLISHED
+from meshloom.compiler.declare.published_folder import PublishedFolder
 
 from ..core.failures import STORAGE, RunFailed
 from ..core.files import FILE, Folder, VerifiedBy, absolute, damage_in, folder_at, is_remote
@@ -37,6 +39,10 @@ def check_is_there(place: str, key: str) -> tuple[Folder, list[Folder]]:
     ConfigError if there is none. key: the place of mistakes."""
     directory, step = parse_place(place)
     paths = list(finished(directory))
+    if step is None and not paths and not is_remote(directory) and PublishedFolder(Path(place)).holds_weights:
+        what = f"{place} holds published weights, and this names a run"
+        fix = f"{key}={PUBLISHED}{place}" if key != RESTORE_FROM else f"checkpoint.weights_from={PUBLISHED}{place}"
+        raise ConfigError([Problem(key, what, f"write {fix}")])
     if step is None and not paths:
         fix = "name a run that saved one, or RUN_DIR/checkpoints/STEP of it"
         fix += "; to go on with a run, leave it out" if key == RESTORE_FROM else ""

@@ -82,7 +82,8 @@ def _recorded(place: str) -> _Recorded:
         raise ConfigError([Problem(place, error.what, error.fix)]) from error
     holds_weights = PublishedFolder(folder).holds_weights
     if is_published(place) or holds_weights:
-        check_directory(folder, WHAT_TO_NAME)
+        if not holds_weights:
+            check_directory(folder, WHAT_TO_NAME)
         if not holds_weights:
             raise ConfigError([Problem(str(folder), "holds no config.json with safetensors files", WHAT_TO_NAME)])
         weights = override(WEIGHTS_FROM, f"{PUBLISHED}{folder}")

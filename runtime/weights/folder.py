@@ -8,7 +8,7 @@ tensors one after the other (https://github.com/huggingface/safetensors).
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -22,9 +22,12 @@ import numpy as np
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if_any, use_one_of
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.core.places import PUBLISHED
-from meshloom.compiler.declare.published_folder import ADAPTER_TENSORS, CONFIG, PublishedFolder
+from meshloom.compiler.declare.gguf_file import AGAIN, GgufHeader, GgufTensor, gguf_values
+from meshloom.compiler.declare.gguf_file import SUFFIX as GGUF
+from meshloom.compiler.declare.published_folder import ADAPTER_TENSORS, CONFIG, PublishedFolder, understood
 from meshloom.models.adapter import is_adapter
 from meshloom.models.published import NamedTensors, PublishedTensor
+from meshloom.models.published.gguf import Turn, published_names
 
 from ..checkpoint.restore_plan import MOST_SHOWN, listed
 from ..core.files import parse_json
@@ -42,7 +45,6 @@ BITS = MappingProxyType(
 )  # fmt: skip
 COMPARED_AT_ONCE = 2**24  # numbers
 MOST_HEADER_BYTES = 100_000_000  # a limit of the safetensors library
-AGAIN = "copy or download it again"
 SKIP, FROM = "checkpoint.weights_skip", "checkpoint.weights_from"
 
 
@@ -78,6 +80,8 @@ class WeightsFolder(PublishedFolder):
     @cached_property
     def tensors(self) -> Mapping[str, FileTensor]:
         """Returns the tensors of all files by name."""
+        if self.gguf is not None:
+            return MappingProxyType(_of_gguf(self.gguf, self.gguf_header))
         listed, problems = _listed(self.path), list[Problem]()
         tensors = dict[str, FileTensor]()
         for file in sorted({*listed.values()} or {SINGLE}):
@@ -114,12 +118,35 @@ def open_folder(place: str | Path, base: str | None = None) -> WeightsFolder:
     if there.is_adapter:
         folder = WeightsFolder(there.base.path, adapter=there.path)
         all_of(lambda: folder.adapter_tensors, lambda: there.adapter_config)
-    if not folder.path.is_dir():
+    if not folder.path.is_dir() and folder.gguf is None:
         what = "this is a file" if folder.path.exists() else "there is no such folder"
         fix = f"name a folder that holds {CONFIG} and {SINGLE}; weights of a hub have to be downloaded first"
         raise ConfigError([Problem(str(folder.path), what, fix)])
     all_of(lambda: folder.config, lambda: folder.tensors)
     return folder
+
+
+@dataclass(frozen=True)
+class TurnedTensor(FileTensor):
+    """A tensor of a GGUF file as the published one. turn: what brings its values into that layout."""
+
+    of_file: GgufTensor
+    turn: Turn = field(compare=False)
+
+    def values(self) -> np.ndarray:
+        """Returns the published values, in float32 where the file has another type than NumPy."""
+        return self.turn(gguf_values(self.file, self.of_file))
+
+
+def _of_gguf(file: Path, header: GgufHeader) -> dict[str, FileTensor]:
+    """Returns the tensors of a GGUF file by their published names."""
+    found = dict[str, FileTensor]()
+    for name, published, turn in understood(lambda: list(published_names(header.said, header.tensors)), str(file)):
+        there = header.tensors[name]
+        dtype = there.dtype if there.dtype == "F16" else "F32"  # of what is read
+        shape = there.shape[::-1] if turn is np.transpose else there.shape
+        found[published] = TurnedTensor(file, dtype, shape, there.start, there.num_bytes, there, turn)
+    return found
 
 
 def _listed(path: Path) -> dict[str, str]:
@@ -153,7 +180,9 @@ def _no_weights(path: Path) -> tuple[str, str]:
     if pickles:
         what = f"holds {pickles[0]}, a pickle, which may run any code when it is read; and no safetensors"
         return what, "write it as safetensors with the library that made it: model.save_pretrained(DIR)"
-    others = sorted(file.name for pattern in ("*.gguf", "*.safetensors") for file in path.glob(pattern))
+    if files := sorted(path.glob(f"*{GGUF}")):
+        return f"has no {SINGLE} and no {INDEX}, but {files[0].name}", f"name the file: {PUBLISHED}{files[0]}"
+    others = sorted(file.name for file in path.glob("*.safetensors"))
     there = f", but {others[0]}" if others else ""
     return f"has no {SINGLE} and no {INDEX}{there}", "name a folder as transformers writes it"
 
