@@ -323,6 +323,29 @@ def without_steady_keys(report: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def report_schema() -> dict[str, Any]:
+    """Returns the JSON schema of report.json, with the keys that repeat others."""
+    found = Report.model_json_schema(mode="serialization")
+    parts = found["$defs"]
+
+    def add(place: dict[str, Any], keys: Mapping[str, Any]) -> None:
+        place["properties"] |= keys
+        place["required"] = [*place["required"], *keys]
+
+    def types(part: str, names: Mapping[str, str]) -> dict[str, Any]:
+        return {key: parts[part]["properties"][name] for key, name in names.items()}
+
+    pair = {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}
+    step = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
+    add(step, types("StepReport", STEP) | {"predicted_range_seconds": {"anyOf": [pair, {"type": "null"}]}})
+    add(found, {"step": step})
+    add(parts["MemoryReport"], types("StepFigures", {key: name for key, (_, name) in MEMORY.items()}))
+    add(parts["Alternative"], types("StepFigures", ALTERNATIVE))
+    why_not = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    add(parts["TriedReport"], types("StepFigures", TRIED | {"fits": "fits"}) | {"why_not": why_not})
+    return found
+
+
 def _tried(figures: StepFigures) -> dict[str, Any]:
     """Returns the keys of a program that was tried: whether it fits in both memories, and why its step is not known."""
     seconds = figures.step_seconds

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
-from pydantic import BaseModel, GetCoreSchemaHandler, model_serializer
+from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler, model_serializer
 from pydantic_core import CoreSchema, core_schema
 
 from meshloom.models.record import Record
@@ -52,6 +52,9 @@ class _NullOrValue:
         either = {KNOWN: value, "unknown": core_schema.no_info_plain_validator_function(read)}
         return core_schema.tagged_union_schema(either, which, serialization=written)
 
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [handler(schema["choices"][KNOWN]), {"type": "null"}]}  # pyright: ignore
+
 
 OrUnknown = Annotated[T | Unknown, _NullOrValue()]
 
@@ -70,6 +73,15 @@ class Reasoned(Record):
         repeated = as_json(self.repeated())
         reasons = self.unknown | repeated.pop("unknown")
         return _merged(inner(self), repeated) | {"unknown": reasons}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Returns the JSON schema of the file: its fields, and the reasons."""
+        found = handler({key: value for key, value in schema.items() if key != "serialization"})  # pyright: ignore
+        whole = handler.resolve_ref_schema(found)
+        whole["properties"]["unknown"] = {"type": "object", "additionalProperties": {"type": "string"}}
+        whole["required"] = [*whole.get("required", ()), "unknown"]
+        return found
 
     def repeated(self) -> Mapping[str, Any]:
         """Returns values of the fields that the file has under other keys as well, with their reasons."""

@@ -15,6 +15,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from meshloom.models.record import Record
+
 from ..core.known import known
 from ..core.traffic import TimedTraffic
 from ..schema import CollectiveReport, Finding, Report
@@ -72,6 +74,33 @@ class Diff:
     def as_json(self) -> dict[str, Any]:
         sections = {name: [asdict(change) for change in found] for name, found in self.sections.items()}
         return {"schema_version": DIFF_VERSION, "runs": self.runs, "notes": self.notes} | sections
+
+
+class DiffRow(Record):
+    """A difference, as `meshloom diff --json` prints it."""
+
+    where: str
+    way: Way
+    before: Any
+    after: Any
+
+
+class DiffFile(Record):
+    """What `meshloom diff --json` prints: for each section the differences, and an empty list where there are none."""
+
+    schema_version: int
+    runs: tuple[str, str]
+    notes: tuple[str, ...]
+    step: list[DiffRow]
+    compute: list[DiffRow]
+    memory: list[DiffRow]
+    collectives: list[DiffRow]
+    config: list[DiffRow]
+    program: list[DiffRow]
+    plan: list[DiffRow]
+    shardings: list[DiffRow]
+    build: list[DiffRow]
+    findings: list[DiffRow]
 
 
 SECTIONS = ("step", "compute", "memory", "collectives", "config", "program", "plan", "shardings", "build")

@@ -9,8 +9,10 @@ words without files that are parts of others.
 
 import argparse
 import io
+import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import redirect_stdout, suppress
 from difflib import get_close_matches
@@ -71,7 +73,7 @@ def _run(command: Command, flags: argparse.Namespace) -> int:
         return 0
     request = request_of_flags(flags)
     if flags.multirun or "hydra.mode=MULTIRUN" in request.overrides:
-        return SWEEP.load()(command.name, request, flags)
+        return _as_json(flags, lambda: SWEEP.load()(command.name, request, flags))
     elif flags.cfg:
         read_spec(request, then=lambda spec: spec)
         try:
@@ -86,14 +88,27 @@ def _run(command: Command, flags: argparse.Namespace) -> int:
     elif flags.shell_completion:
         offer_whole_options(lambda: run_application(request, flags))
     elif command.joins_processes:  # all of them hear of a mistake that one finds
-        return command.load()(request, flags)
+        run = command.load()
+        return run(request, flags) if command.streams else _as_json(flags, lambda: run(request, flags))
     else:
         with compositions_kept():  # the command reads the declaration again
             reading = read_request(request)
             if reading.is_refused:  # before the command is imported, which takes longer
                 raise ConfigError(reading.problems)
-            return command.load()(request, flags)
+            return _as_json(flags, lambda: command.load()(request, flags))
     return 0
+
+
+def _as_json(flags: argparse.Namespace, run: Callable[[], int]) -> int:
+    """Runs a command. With `--json` its standard output is the result that it sets as `flags.result`, and nothing else;
+    all that it says goes to standard error."""
+    if not flags.json:
+        return run()
+    with redirect_stdout(sys.stderr):
+        exit_code = run()
+    if flags.result is not None:
+        write_out(json.dumps(flags.result, indent=1))
+    return exit_code
 
 
 def parse_flags(command: Command, args: Sequence[str]) -> tuple[argparse.Namespace, list[Problem]]:
@@ -101,7 +116,7 @@ def parse_flags(command: Command, args: Sequence[str]) -> tuple[argparse.Namespa
     Raises ConfigError if a known flag lacks its value."""
     parser = hydra_flags()
     parser.add_argument(FLAG, action="append", default=[], metavar="MODULE")
-    parser.set_defaults(check=False, show=False, json=False, place=None)
+    parser.set_defaults(check=False, show=False, json=False, result=None, place=None)
     for flag in command.flags:
         parser.add_argument(flag.name, action="store_true")
     parser.prog, parser.error = f"meshloom {command.name}", _refuse  # type: ignore[method-assign]

@@ -32,7 +32,8 @@ class Command:
     flags, and returns the exit code. opens_weights: its first word is a run or a folder of published weights, which the
     overrides change. joins_processes: it may run in several processes, which stop together. flags: its own flags,
     besides those of Hydra. section: the section of the config whose keys it takes without its name. takes_any_words:
-    what is not a flag of its own is not read here, as a whole command of another tool."""
+    what is not a flag of its own is not read here, as a whole command of another tool. streams: with `--json` it prints
+    results while it runs, instead of one in the end."""
 
     name: str
     description: str
@@ -44,6 +45,7 @@ class Command:
     flags: tuple[Flag, ...] = ()
     section: str = ""
     takes_any_words: bool = False
+    streams: bool = False
 
     @property
     def line(self) -> str:
@@ -57,8 +59,15 @@ class Command:
 
 
 JSON = Flag("--json", "print one JSON object instead of text")
+SAID = Flag("--json", "print one JSON object in the end; all else goes to standard error")
 _ALL = (
-    Command("train", "compile for the attached devices, and run", "train:train_command", joins_processes=True),
+    Command(
+        "train",
+        "compile for the attached devices, and run",
+        "train:train_command",
+        joins_processes=True,
+        flags=(SAID,),
+    ),
     Command(
         "explain",
         "show the plan in seconds, without compiling: layouts, memory, time",
@@ -72,7 +81,7 @@ _ALL = (
         "compile",
         "compile ahead of time, without the hardware: report and artifact",
         "compile:compile_command",
-        flags=(Flag("--json", "print report.json; all else goes to standard error"),),
+        flags=(Flag("--json", "print report.json in the end; all else goes to standard error"),),
     ),
     Command(
         "evaluate",
@@ -225,6 +234,7 @@ take by name:
             Flag("--to", "a folder of your own configs; writes DIR/calibration/NAME.yaml", "DIR", is_required=True),
             Flag("--name", "the name of the config; without it, the name of the chip", "NAME"),
             Flag("--module", "the program of a profile, if several took much of its time", "NAME"),
+            JSON,
             Flag("--config-dir", "your own configs: targets, calibrations", "DIR"),
         ),
     ),
@@ -271,21 +281,45 @@ two levels below it, such as hydra.run.dir=my-run or runs/first.
         joins_processes=True,
         flags=(Flag("--json", "a JSON line for each prompt, when its text is complete"),),
         section="generate",
+        streams=True,
     ),
     Command(
         "export",
         "write the weights of a run as transformers and vLLM read them",
         "weights:export_command",
         opens_weights=True,
+        flags=(SAID,),
         section="export",
     ),
-    Command("tune", "search for the best mesh, sharding and remat, without compiling", "sweep:tune_command"),
-    Command("launch", "run on every host: SLURM, Kubernetes, Cloud TPU, or a rehearsal", "train:launch_command"),
+    Command(
+        "tune",
+        "search for the best mesh, sharding and remat, without compiling",
+        "sweep:tune_command",
+        flags=(SAID,),
+    ),
+    Command(
+        "launch",
+        "run on every host: SLURM, Kubernetes, Cloud TPU, or a rehearsal",
+        "train:launch_command",
+        flags=(SAID,),
+    ),
     Command(
         "data",
         "tokenise a corpus into shards, once, for data=tokens to read",
         "data:data_command",
-        flags=(Flag("--show", "show the first document and what of it is trained on, and write nothing"),),
+        flags=(Flag("--show", "show the first document and what of it is trained on, and write nothing"), SAID),
+    ),
+    Command(
+        "schema",
+        "print the JSON schema of a file, or of what --json prints",
+        "schema:schema_command",
+        """\
+Prints the JSON schema of a file (report, plan), or of what a command prints
+with --json: NAME is a command, or one of those in docs/json.md. The schema is
+made from the types that the file is written from.
+""",
+        "NAME",
+        flags=(Flag("--json", "the same: a schema is JSON"),),
     ),
 )
 SWEEP = Command("-m", "run a command for each combination of values", "sweep:run_sweep")

@@ -4,7 +4,6 @@ import argparse
 from pathlib import Path
 
 from meshloom.compiler.core.console import Console
-from meshloom.compiler.core.visible import write_out
 from meshloom.compiler.declare.compose import Request, read_spec
 
 from ..compile.compile_command import compile_step, prepare_compile
@@ -16,10 +15,8 @@ def compile_command(request: Request, flags: argparse.Namespace) -> int:
     job = read_spec(request, then=prepare_compile)
 
     def run(run_dir: Path, model: str | None) -> int:
-        console = Console(is_error=flags.json)
-        compiled = compile_step(job, run_dir, request=request, model=model, console=console)
-        if flags.json:
-            write_out(compiled.report.model_dump_json(indent=1))
+        compiled = compile_step(job, run_dir, request=request, model=model, console=Console())
+        flags.result = compiled.report.model_dump(mode="json")
         return compiled.refusal
 
     return run_in_directory(request, flags, run)

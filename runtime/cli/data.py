@@ -46,6 +46,7 @@ from ..processes.distributed import Processes
 from ..processes.process_log import say_command
 from ..processes.stop import StopRequest
 from ..train.display import announce, show_rows
+from .results import DataResult
 
 WHERE = "shards.directory"
 BPE_FILE = "tokenizer.json"
@@ -307,4 +308,9 @@ def data_command(request: Request, flags: argparse.Namespace) -> int:
     if flags.show:
         read_spec(request, then=show_example)
         return 0
-    return tokenize_corpus(read_spec(request, then=prepare_corpus), Console())
+    job = read_spec(request, then=prepare_corpus)
+    exit_code = tokenize_corpus(job, Console())
+    if flags.json and exit_code == 0:
+        index = read_index(job.folder, WHERE)
+        flags.result = DataResult(directory=str(job.folder), index=index).model_dump(mode="json")
+    return exit_code

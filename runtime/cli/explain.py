@@ -1,12 +1,10 @@
 """Runs `meshloom explain`: shows the plan, without the declared devices and without compiling."""
 
 import argparse
-import json
 from dataclasses import replace
 
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, all_of
-from meshloom.compiler.core.visible import write_out
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.driver import plan_run
@@ -31,7 +29,7 @@ def explain_command(request: Request, flags: argparse.Namespace) -> int:
     estimate = estimate_step(plan)
     exit_code = DOES_NOT_FIT if flags.check and estimate.figures.runs is False else 0
     if flags.json:
-        write_out(json.dumps(plan_as_json(plan), indent=1))
+        flags.result = plan_as_json(plan)
         return exit_code
     console = Console(off_terminal_width=240)
     lines = start.lines()

@@ -20,6 +20,7 @@ from ..api.inspected import profile_at, read_target
 from ..api.judged import Judgement, judge_profile
 from ..core.files import replace_text
 from ..rundir.profile_files import FOLDER, PREDICTED, read_profile, write_profile
+from .results import CalibrateResult
 from .words import Words
 
 GROUP = "calibration"
@@ -55,7 +56,10 @@ def calibrate_command(words: Words) -> None:
         replace_text(path, head + yaml.safe_dump(calibration.model_dump(mode="json"), sort_keys=False))
     except OSError as error:
         raise ConfigError([Problem("--to", f"{path} cannot be written: {error.strerror}", "name another")]) from None
-    _show(calibration, path, Console(off_terminal_width=120))
+    if "--json" in words.flags:
+        write_out(CalibrateResult(file=str(path), calibration=calibration).model_dump_json(indent=1))
+    else:
+        _show(calibration, path, Console(off_terminal_width=120))
 
 
 def _profile(path: Path, words: Words, overrides: Sequence[str]) -> ProfileReport | Judgement:

@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,7 @@ def find_runs(paths: Sequence[Path]) -> list[dict[str, Any]]:
         own = [each for top in below for each in ([top] if _is_marked(top) else filter(_is_marked, _folders(top)))]
         tops = [*(Path(name) for name in PLACES if Path(name).is_dir()), *own]
     found = [directory for top in tops for directory in find_directories(top, *MARKERS)]
-    runs = [_sweep(path) if _is_sweep(path) else asdict(read_run(path)) | {"directory": str(path)} for path in found]
+    runs = [_sweep(path) if _is_sweep(path) else read_run(path).as_json(path) for path in found]
     return sorted(runs, key=lambda run: (run["state"] == "running", run["changed"]), reverse=True)
 
 

@@ -9,8 +9,8 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.visible import write_error, write_out
 
 from ..sweep.page import PAGE, render_sweep
-from ..sweep.read import Sweep, read_sweep
-from ..sweep.rows import best_first, find_figure
+from ..sweep.read import read_sweep, sweep_as_json
+from ..sweep.rows import find_figure
 from ..sweep.table import show_table, write_csv, write_file, write_parquet
 from .words import Words
 
@@ -40,14 +40,3 @@ def sweep_command(words: Words) -> None:
         write_error(f"page: {page}")  # standard output has the table, or JSON
         if "--open" in flags and not webbrowser.open(page.resolve().as_uri()):
             raise ConfigError([Problem("--open", "no browser was found", f"open {page.resolve()} in one")])
-
-
-def sweep_as_json(sweep: Sweep, *, sort: str | None) -> dict[str, object]:
-    """Returns the sweep with its rows, the best first."""
-    rows = best_first(sweep.rows, find_figure(sort or sweep.file.objective, where="--sort"))
-    return {
-        "sweep": sweep.file.model_dump(mode="json"),
-        "is_running": sweep.is_running,
-        "notes": sweep.notes,
-        "rows": [row.model_dump(mode="json") for row in rows],
-    }

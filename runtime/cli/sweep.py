@@ -27,6 +27,7 @@ from ..rundir.folders import link_latest
 from ..rundir.run_dir import only_run_in
 from ..sweep.engine import Engine, launching, open_sweep
 from ..sweep.pool import pool_settings
+from ..sweep.read import read_sweep, sweep_as_json
 from ..sweep.rows import POINT_NAME, SWEEP_COMMANDS, SweepCommand
 from ..sweep.submitted import cluster_settings
 from ..tune.search import compare_targets, search_into
@@ -63,7 +64,10 @@ def run_sweep(name: str, request: Request, flags: argparse.Namespace) -> int:
                 raise
             engine.end(is_interrupted=False)
             raise RunFailed(_launcher_failed(engine, error), exit_code=1) from error
-        return engine.end(is_interrupted=False)
+        exit_code = engine.end(is_interrupted=False)
+    if flags.json and process == 0:
+        flags.result = sweep_as_json(read_sweep(engine.directory))
+    return exit_code
 
 
 def _launcher_failed(engine: Engine, error: Exception) -> Problem:
@@ -107,6 +111,8 @@ def tune_command(request: Request, flags: argparse.Namespace) -> int:
                 compare_targets(space, request, run_dir, model, console)
             else:
                 search_into(space, run_dir, model, console)
+        if flags.json:
+            flags.result = sweep_as_json(read_sweep(run_dir))
         return 0
 
     return run_in_directory(request, flags, run)

@@ -29,11 +29,13 @@ from ..processes import distributed
 from ..processes.agreement import check_same_data
 from ..processes.devices import plan_without_devices
 from ..processes.process_log import process_log
+from ..rundir.folders import read_run
 from ..rundir.run_dir import as_typed, check_run_dir, in_shared_run_dir
 from ..train.display import warnings_of_demo_data
 from ..train.metrics import process_began
 from ..train.train import Job, prepare, run_training
 from .in_directory import run_together, show_once
+from .results import LaunchResult
 
 LOG = logging.getLogger("meshloom")
 
@@ -79,6 +81,8 @@ def _train_together(request: Request, flags: argparse.Namespace) -> int:
         try:
             with process_log(run_dir, processes):
                 exit_codes[0] = run(shown, hydra_job)
+            if flags.json and processes.is_first:
+                flags.result = read_run(run_dir).as_json(shown)
         except OSError as error:  # of the log itself
             distributed.crash(error, shown)
             exit_codes[0] = show_once(error)
@@ -87,7 +91,7 @@ def _train_together(request: Request, flags: argparse.Namespace) -> int:
     return exit_codes[0]
 
 
-def launch_command(request: Request, flags: argparse.Namespace) -> int:  # noqa: ARG001 (as all commands)
+def launch_command(request: Request, flags: argparse.Namespace) -> int:
     """Starts the run, or prints the commands that would. Raises ConfigError if the hosts would refuse the
     declaration."""
 
@@ -99,7 +103,12 @@ def launch_command(request: Request, flags: argparse.Namespace) -> int:  # noqa:
     model, _, _ = (model_of(request) or spec.model.family).partition(" (")
     label = spec.run.name or f"{model}-{spec.target.name}"
     plan = plan_launch(spec, request, label=label, allowed=allowed_modules())
-    return run_launch(spec.launch, spec.distributed, plan)
+    exit_code = run_launch(spec.launch, spec.distributed, plan)
+    result = LaunchResult(
+        name=plan.name, engine=spec.launch.engine, hosts=str(plan.hosts), run_dir=plan.run_dir, command=plan.command()
+    )
+    flags.result = result.model_dump(mode="json")
+    return exit_code
 
 
 def _check_plan(spec: RunSpec) -> None:

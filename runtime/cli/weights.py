@@ -26,6 +26,7 @@ from ..processes import distributed
 from ..weights.export import prepare_export, published_origin, run_export
 from ..weights.write import check_peft, write_adapter
 from .in_directory import run_together
+from .results import ExportResult
 
 Events = Iterator[Piece | Completion]
 ENDED_BY = {"positions": "the model has no position for another token"}
@@ -38,8 +39,8 @@ def evaluate_command(request: Request, flags: argparse.Namespace) -> int:
         job = distributed.together("declaration", lambda: read_spec(request, then=prepare_evaluation))
         console = Console(is_quiet=flags.json or not job.session.processes.is_first)
         evaluation = evaluate_weights(job, console)
-        if job.session.processes.is_first and flags.json:
-            write_out(json.dumps(evaluation.json, indent=1))
+        if job.session.processes.is_first:
+            flags.result = evaluation.json
         for line in evaluation.lines:
             console.wrapped(line)
         return 0
@@ -93,17 +94,22 @@ def _write_prompt(prompt: Prompt) -> None:
         write_out(prompt.text, end="")
 
 
-def export_command(request: Request, flags: argparse.Namespace) -> int:  # noqa: ARG001 (as all commands)
+def export_command(request: Request, flags: argparse.Namespace) -> int:
     """Writes the folder. Raises ConfigError for a mistake, before anything is written."""
-    export = read_spec(
+    written, export = read_spec(
         request,
         then=lambda spec: (
+            spec.export,
             partial(export_peft, spec, check_peft(spec))
             if spec.export.format == "peft"
-            else partial(run_export, prepare_export(spec, open_merged))
+            else partial(run_export, prepare_export(spec, open_merged)),
         ),
     )
     export(Console())
+    if flags.json:
+        files = {file.name: file.stat().st_size for file in sorted(Path(written.directory).iterdir())}
+        result = ExportResult(directory=str(written.directory), format=written.format, files=files)
+        flags.result = result.model_dump(mode="json")
     return 0
 
 

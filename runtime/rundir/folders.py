@@ -23,7 +23,7 @@ import signal
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from functools import cached_property
@@ -346,6 +346,10 @@ class FoundRun:
     predicted_seconds: float | None
     began: str | None
     changed: str
+
+    def as_json(self, directory: Path) -> dict[str, Any]:
+        """Returns the run as `--json` prints it. directory: as it is to be named."""
+        return asdict(self) | {"directory": str(directory)}
 
 
 def check_directory(path: Path, fix: str) -> None:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -22,10 +23,11 @@ from meshloom.compiler.core.user_code import allow_words
 from meshloom.compiler.declare.hydra_settings import SEARCH_PATH, SWEEP_DIR
 from meshloom.compiler.declare.overrides import overridden_key
 from meshloom.compiler.declare.sweep_request import SweepRequest
+from meshloom.models.record import Record
 
 from ..core.files import is_held, parse_json
 from ..rundir.folders import METRICS, ROWS_FILE, SPEC, SWEEP_FILE, check_directory, steps_in
-from .rows import SWEEP_VERSION, Row, SweepCommand, SweepFile, find_figure
+from .rows import SWEEP_VERSION, Row, SweepCommand, SweepFile, best_first, find_figure
 
 _AGAIN = "type the sweep's command again: it does what is missing"
 NUM_SAMPLES = 120_000  # in all curves together: a page of some megabytes
@@ -50,6 +52,23 @@ class Sweep:
     def num_left(self) -> int:
         """Returns how many points have no row yet."""
         return max(0, (self.file.num_points or 0) - len(self.rows))
+
+
+class SweepResult(Record):
+    """What `meshloom sweep --json` prints: the sweep with its rows, the best first."""
+
+    sweep: SweepFile
+    is_running: bool
+    notes: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+
+def sweep_as_json(sweep: Sweep, *, sort: str | None = None) -> dict[str, Any]:
+    """Returns the content of a SweepResult. sort: the figure that is best; None: the objective."""
+    figure = find_figure(sort or sweep.file.objective, where="--sort")
+    rows = tuple(best_first(sweep.rows, figure))
+    found = SweepResult(sweep=sweep.file, is_running=sweep.is_running, notes=sweep.notes, rows=rows)
+    return found.model_dump(mode="json")
 
 
 def read_sweep(directory: Path) -> Sweep:

@@ -58,6 +58,10 @@ def run_in_process(*args: str, cwd: Path | None = None, **environment: str) -> E
         gc.set_threshold(*garbage)
         GlobalHydra.instance().clear()
         HydraConfig.instance().cfg = None
+    if "--json" in args:
+        from support.schemas import check_printed  # noqa: PLC0415 (it imports what most commands do not)
+
+        check_printed(args, out.getvalue())
     return Ended(code, out.getvalue(), error.getvalue())
 
 

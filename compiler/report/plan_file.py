@@ -1,0 +1,171 @@
+"""Says what plan.json holds: its keys and their types, of which `meshloom schema plan` prints the JSON schema.
+
+`plan_as_json` (explain.py) writes it. Bytes and FLOP/s are of a device where a name says so; `estimated` has the
+figures of the step under the names that report.json has.
+"""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from meshloom.models.record import Record
+
+from ..core.known import OrUnknown, Reasoned
+from ..core.traffic import CollectiveKind, LinkKind
+from ..estimate.stage_buffers import StageBuffer
+from ..figures import StepFigures
+from ..jaxpr.unknown import UnknownPrimitive
+from ..parallel.operation import Cost
+from ..plan import MemoryPlan
+from ..schema import RooflinePart
+from ..spec.calibration_spec import Calibration
+from ..target.axis_segments import AxisSegment
+
+
+class PlannedTarget(Record):
+    name: str
+    chip: str | None
+    num_chips: int
+    num_devices: int
+    num_slices: int
+    shape: list[int] | None  # of the torus
+    peak_flops_per_second_per_device: float | None
+    hbm_bytes_per_device: int | None
+    calibration: Calibration | None
+
+
+class PlannedAxis(Record):
+    """Where a mesh axis lies. reason: why its links are not known."""
+
+    where: str
+    parts: list[AxisSegment]
+    link: LinkKind
+    bytes_per_second_per_device: float | None
+    latency_seconds: float | None
+    reason: str = ""
+
+
+class PlannedWarning(Record):
+    where: str
+    what: str
+    fix: str
+
+
+class PlannedProgram(Record):
+    num_parameters: int
+    tokens_per_step: int
+    model_flops_per_step: OrUnknown[int]
+    auxiliary: list[str]
+
+
+class PlannedTraffic(Record):
+    """Collectives that are equal. bytes_each: of one; direction: the pass."""
+
+    kind: CollectiveKind | Literal["copy-to-device", "copy-to-host"]
+    mesh_axes: list[str]
+    group_size: int
+    bytes_each: int
+    count: int
+    direction: str
+
+
+class PlannedCommunication(PlannedTraffic):
+    dtype: str
+    source: str
+    rule: str | None
+    bytes: int
+
+
+class RejectedStrategy(Record):
+    strategy: str
+    cost: Cost | None
+    why_not: str | None
+
+
+class PlannedOperation(Record):
+    """How an operation of the model runs over the mesh, and what else it could have been."""
+
+    operation: str
+    site: str
+    piece: int | str | None
+    parameters: list[str]
+    strategy: str
+    what: str
+    reason: str
+    cost: Cost | None
+    collectives: list[PlannedTraffic]
+    rejected: list[RejectedStrategy]
+
+
+class PlannedPipeline(Record):
+    schedule: str
+    num_stages: int
+    num_chunks: int
+    num_microbatches: int
+    layers_per_virtual_stage: list[int]
+    in_flight_by_stage: list[int]
+    buffers: list[StageBuffer]
+    buffer_bytes_in_use_by_stage: list[int]
+    table_bubble_fraction: float
+    ticks: list[list[str]]
+    reason: str
+    gather: dict[Literal["when", "reason"], str]
+    head: dict[Literal["place", "reason"], str]
+
+
+class PlannedArray(Record):
+    """An array and its layout. spec: for each dimension a mesh axis, several, or null for none."""
+
+    path: str
+    shape: list[int]
+    dtype: str
+    logical_axes: list[str | None]
+    spec: list[str | list[str] | None]
+    reason: str
+    bytes_per_device: int
+
+
+class PlannedParameter(PlannedArray):
+    is_trained: bool
+    updated_by: str | None
+
+
+class PlannedArrays(Record):
+    parameters: list[PlannedParameter]
+    optimizer: list[PlannedArray]
+    activations: list[PlannedArray]
+
+
+class PlannedEstimate(Record):
+    """What `estimated` follows from. time: under the keys that plan.json has had for it."""
+
+    assumed_overlap: list[str]
+    peak_memory_bytes_per_device: dict[str, int | bool | str | None]  # by class; part: where the peak is
+    communication: list[PlannedCommunication]
+    roofline: list[RooflinePart]
+    roofline_seconds: OrUnknown[float]
+    bound_seconds: OrUnknown[float]
+    time: OrUnknown[dict[str, Any]]
+    usual_imbalance: dict[str, Any] = Field(default_factory=dict)
+    unknown_primitives: list[UnknownPrimitive]
+
+
+class PlanFile(Reasoned):
+    """The content of plan.json. mesh: the size of each axis, and mesh_reasons why. assumed: figures that nobody
+    measured."""
+
+    schema_version: Literal[17]
+    target: PlannedTarget
+    mesh: dict[str, int]
+    mesh_reasons: dict[str, str]
+    flag_presets: list[str]
+    placement: dict[str, PlannedAxis]
+    assumed: list[str]
+    warnings: list[PlannedWarning]
+    program: PlannedProgram
+    pipeline: PlannedPipeline | None
+    operations: list[PlannedOperation]
+    memory_bytes_per_device: MemoryPlan
+    estimated: StepFigures
+    estimate: PlannedEstimate
+    arrays: PlannedArrays
