@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +15,7 @@ from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.compiler.xla.schedule.steps import Choices
 
 from ..api.judged import inspect_or_judge
+from ..core.inputs import on_disk
 from .words import Words
 
 T = TypeVar("T", int, float)
@@ -22,9 +24,10 @@ T = TypeVar("T", int, float)
 def inspect_command(words: Words) -> None:
     """Reports on a program. Raises ConfigError if there is none for the target."""
     overrides = search_path_override(words.overrides, words.flags.get("--config-dir"))
-    path, *texts = words.paths
-    text = texts[0] if texts else None
-    found = inspect_or_judge(path, overrides, words.flags.get("--module"), _choices(words.flags), text)
+    with ExitStack() as opened:
+        path, *texts = (opened.enter_context(on_disk(place)) for place in words.texts if place not in words.overrides)
+        text = texts[0] if texts else None
+        found = inspect_or_judge(path, overrides, words.flags.get("--module"), _choices(words.flags), text)
     directory = Path(words.flags["--to"]) if "--to" in words.flags else _new_directory(datetime.now())
     try:
         files = found.write(directory)

@@ -14,6 +14,8 @@ import json
 import lzma
 import os
 import re
+import shutil
+import tempfile
 import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -125,6 +127,24 @@ def _matches(pattern: str) -> list[SourceFile]:
 def local_file(path: Path, name: str) -> SourceFile:
     """Returns a file of the disk."""
     return SourceFile(name, str(path), path.stat().st_size, path, partial(path.open, "rb"))
+
+
+@contextmanager
+def on_disk(place: str) -> Iterator[Path]:
+    """Gives the path of a place within the `with`: a file behind a URL is copied into a temporary folder. Raises
+    ConfigError if it cannot be read."""
+    if not is_url(place):
+        yield Path(place)
+        return
+    file = find_file(place, place)
+    with tempfile.TemporaryDirectory(prefix="meshloom-") as folder:
+        path = Path(folder) / PurePosixPath(file.name).name
+        try:
+            with file.open() as opened, path.open("wb") as copy:
+                shutil.copyfileobj(opened, copy)
+        except Exception as error:
+            raise ConfigError([problem_of_file(error, file)]) from error
+        yield path
 
 
 def bytes_of_file(place: str, where: str, fix: str) -> bytes:

@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 
+import fsspec
 import pytest
 
 from conftest import plan_of
@@ -44,9 +45,13 @@ def test_files_go_to_a_new_directory_each_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "step.txt").write_text(TEXT)
     (tmp_path / "step.txt.gz").write_bytes(gzip.compress(TEXT.encode()))
-    for name in ("step.txt", "step.txt.gz"):
-        assert run_in_process("inspect", name, "target=v5e-4").returncode == 0
-    assert len(list((tmp_path / "outputs").rglob("report.json"))) == 2
+    with fsspec.open("memory://programs/step.txt.gz", "wb") as file:
+        file.write(gzip.compress(TEXT.encode()))
+    for name in ("step.txt", "step.txt.gz", "memory://programs/step.txt.gz"):
+        done = run_in_process("inspect", name, "target=v5e-4")
+        assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "outputs").rglob("report.json"))) == 3
+    assert "no file matches 'memory://programs/none'" in run_in_process("inspect", "memory://programs/none").stderr
 
 
 V5E_4 = ("target=v5e-4", "precision=bfloat16", "sharding.on_replicated=allow", "sharding=fsdp_tensor", "mesh.tensor=2")
