@@ -296,7 +296,10 @@ def target_mismatches(module: Module, text: str, target: TargetPlan) -> Iterator
         was = f"was compiled for {_SHOWN[platform]}" if platform else "was not compiled for TPUs"
         yield Problem("target", f"the program {was}, and {target.name} is of platform {target.platform}", NAME_IT)
     elif (
-        target.chip and platform == "tpu" and _OF_TWO_CORES.search(text) and target.chip.name not in _CHIPS_OF_TWO_CORES
+        target.chip
+        and platform == "tpu"
+        and _OF_TWO_CORES.search(text)
+        and target.chip.known_as not in _CHIPS_OF_TWO_CORES
     ):
         what = f"the program was compiled for chips of two cores that work as one, {' or '.join(_CHIPS_OF_TWO_CORES)}"
         yield Problem("target", f"{what}, and {target.name} has none", NAME_IT)

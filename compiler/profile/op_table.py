@@ -266,7 +266,7 @@ def _seconds(row: OpRow, entry: Computation, module: Module, target: TargetPlan)
         if not row.flops:
             return Unknown(NOT_CALLED)
         peak = chip.peak_flops_per_second.get("bfloat16", math.inf) * chip.matmul_share
-        flops = row.flops * _CORES.get(target.chip.name, 1)
+        flops = row.flops * _CORES.get(target.chip.known_as, 1)
         sends = cost_model().sending_matmul if SENDS.search(row.text.partition(" fusion(")[0]) else 1.0
         return (flops / peak + cost_model().matmul_seconds) * sends * chip.factors.get("matmul", 1.0)
     if entry.root.opcode == "fusion" and row.category not in PASSES:

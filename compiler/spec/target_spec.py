@@ -70,7 +70,8 @@ class HostLink(Config):
 
 
 class ChipSpec(Config):
-    name: Text
+    name: Text  # what it is called; of your own chip, any name
+    known_as: Text  # to compilers and clouds, and in tables of traits: the kind of chip that it is made of
     device_kind: Text  # JAX's name of its devices
     num_cores: PositiveInt  # as counted in the target's name: v5p-128 is 64 chips
     num_devices: PositiveInt  # JAX devices per chip

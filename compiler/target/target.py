@@ -147,7 +147,7 @@ def plan_target(spec: TargetSpec, compute: ComputeType) -> TargetPlan:
             return _local(spec, compute)
         case TpuTarget():
             shape = "x".join(map(str, spec.shape))
-            return _of_chips(spec, "tpu", spec.num_slices, f"{spec.chip.name}:{shape}", compute)
+            return _of_chips(spec, "tpu", spec.num_slices, f"{spec.chip.known_as}:{shape}", compute)
         case GpuTarget():
             return _of_chips(spec, "gpu", 1, f"1x{spec.shape[0]}x{spec.shape[1]}", compute)
 
@@ -172,7 +172,7 @@ def topology_arguments(spec: TpuTarget) -> dict[str, Any]:
 def _of_chips(
     spec: TpuTarget | GpuTarget, platform: str, num_slices: int, topology_name: str, compute: ComputeType
 ) -> TargetPlan:
-    chip, num_chips = spec.chip, math.prod(spec.shape) * num_slices
+    chip, num_chips = _with_own_limit(spec.chip), math.prod(spec.shape) * num_slices
     return TargetPlan(
         name=spec.name,
         platform=platform,
@@ -185,16 +185,28 @@ def _of_chips(
         topology_name=topology_name,
         peak_flops_per_second=_peak(chip, compute),
         hbm_bytes_per_device=chip.compiler_hbm_bytes // chip.num_devices,
-        compiler=read_compiler_traits(platform, chip.name),
-        flag_presets=read_flag_presets(platform, chip.name),
-        option_effects=read_option_effects(platform, chip.name),
+        compiler=read_compiler_traits(platform, chip.known_as),
+        flag_presets=read_flag_presets(platform, chip.known_as),
+        option_effects=read_option_effects(platform, chip.known_as),
         assumed=_assumed(chip, spec.network),
     )
 
 
+def _with_own_limit(chip: ChipSpec) -> ChipSpec:
+    """Returns a chip of the user whose programs may use what the kind that it is made of leaves to them, of its own
+    memory, unless it says how much that is."""
+    if chip.name == chip.known_as or chip.known_as not in kinds():
+        return chip
+    made_of, _ = chip_file(chip.known_as)
+    if chip.hbm_bytes == made_of.hbm_bytes or chip.compiler_hbm_bytes != made_of.compiler_hbm_bytes:
+        return chip
+    reserved = made_of.hbm_bytes - made_of.compiler_hbm_bytes
+    return chip.model_copy(update={"compiler_hbm_bytes": chip.hbm_bytes - reserved})
+
+
 def _assumed(chip: ChipSpec, network: TorusSpec | SwitchSpec) -> dict[str, str]:
     """Returns `TargetPlan.assumed` of these figures."""
-    shipped = chip_file(chip.name) if chip.name in kinds() else (chip, network)
+    shipped = chip_file(chip.known_as) if chip.known_as in kinds() else (chip, network)
     return {
         f"{part}.{name}": source.assumed
         for part, spec, of_file in zip(("chip", "network"), (chip, network), shipped, strict=True)
@@ -244,9 +256,9 @@ def _local(spec: LocalTarget, compute: ComputeType) -> TargetPlan:
             num_chips=num_chips,
             num_slices=num_slices,
             shape=shape,
-            compiler=read_compiler_traits(plan.platform, chip.name),
-            flag_presets=read_flag_presets(plan.platform, chip.name),
-            option_effects=read_option_effects(plan.platform, chip.name),
+            compiler=read_compiler_traits(plan.platform, chip.known_as),
+            flag_presets=read_flag_presets(plan.platform, chip.known_as),
+            option_effects=read_option_effects(plan.platform, chip.known_as),
             assumed=_assumed(chip, network),
         )
     return replace(plan, peak_flops_per_second=peak, hbm_bytes_per_device=hbm)

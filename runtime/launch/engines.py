@@ -5,6 +5,7 @@ Texts are Jinja templates, which quote values for the shell, and manifests are Y
 They stay as they are, and no engine is added, until they have started one.
 """
 
+import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,9 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
+from meshloom.compiler.core.key_paths import leaves
+from meshloom.compiler.core.places import PUBLISHED
+from meshloom.compiler.declare.hydra_settings import RUN_DIR
 from meshloom.compiler.declare.launch_spec import (
     JobSetLaunch,
     LaunchConfig,
@@ -26,6 +30,7 @@ from meshloom.compiler.declare.launch_spec import (
     TpuVmLaunch,
     XpkLaunch,
 )
+from meshloom.compiler.declare.overrides import parsed_or_none
 
 from ..core.failures import ASKING, FINAL, HUNG, LOST, STORAGE
 from .plan import ChipNames, LaunchPlan, chip_names
@@ -183,12 +188,33 @@ def _jobset_problems(plan: LaunchPlan, launch: JobSetLaunch) -> Iterator[Problem
     if not plan.run_dir.startswith("/"):
         what = f"{plan.run_dir} is in the container, and is lost with it"
         yield Problem("launch.directory", what, "name a folder of one of launch.volumes: /mnt/runs")
-    elif not any(f"{plan.run_dir}/".startswith(f"{volume.mount.rstrip('/')}/") for volume in launch.volumes):
+    elif not _is_mounted(plan.run_dir, launch):
         what = f"no volume is mounted at {plan.run_dir}, which all hosts write"
         fix = "set launch.volumes=[{kind: claim, name: NAME, mount: /mnt/runs}], or kind bucket or host"
         yield Problem("launch.volumes", what, fix)
+    for key, path in _absolute_paths(plan.words):
+        if not _is_mounted(path, launch):
+            what = f"no volume is mounted at {path}, which {key} names: a container has its image's files alone"
+            fix = f"mount a volume at {os.path.dirname(path)}, or above it, or name a path below a mount"
+            yield Problem("launch.volumes", what, fix)
     if launch.spot and not plan.hosts.chips:
         yield Problem("launch.spot", "asks for spot nodes with chips, and the target has no chips", "leave it out")
+
+
+def _is_mounted(path: str, launch: JobSetLaunch) -> bool:
+    return any(f"{path}/".startswith(f"{volume.mount.rstrip('/')}/") for volume in launch.volumes)
+
+
+def _absolute_paths(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yields the keys of overrides that name absolute paths, with each path; but for the run directory."""
+    for parsed in filter(None, map(parsed_or_none, words)):
+        if parsed.key_or_group == RUN_DIR or parsed.is_delete():
+            continue
+        for key, node in leaves(parsed.value(), parsed.key_or_group):
+            for value in node if isinstance(node, list) else [node]:
+                path = str(value).removeprefix(PUBLISHED)
+                if path.startswith("/"):
+                    yield key, path
 
 
 def schema_problems(manifest: dict[str, Any]) -> Iterator[Problem]:

@@ -111,7 +111,7 @@ def plan_launch(spec: RunSpec, request: Request, *, label: str, allowed: Sequenc
     on_hosts = replace(request, overrides=tuple(filter(is_for_hosts, request.overrides)))
     variables = dict[str, str]()  # compile options are passed to the compiler instead
     if isinstance(spec.target, TpuTarget | GpuTarget):
-        variables = read_environment("tpu" if isinstance(spec.target, TpuTarget) else "gpu", spec.target.chip.name)
+        variables = read_environment("tpu" if isinstance(spec.target, TpuTarget) else "gpu", spec.target.chip.known_as)
     if spec.artifact and Path(spec.artifact).exists():  # it may be on the hosts alone
         compiled_with = read_artifact(Path(spec.artifact)).fingerprint.environment
         variables |= {name: compiled_with[name] for name in FLAGS if compiled_with.get(name, UNSET) != UNSET}
@@ -142,13 +142,13 @@ def find_hosts(launch: LaunchSpec, target: TargetSpec) -> Hosts:
     elif isinstance(target, TpuTarget):
         network, size = target.network, math.prod(target.shape)
         chips = math.prod(min(size, most) for size, most in zip(target.shape, network.chips_per_host, strict=True))
-        of_slice = size // chips, chips, target.chip.name, target.shape
+        of_slice = size // chips, chips, target.chip.known_as, target.shape
         is_usual, cores = network.shape_of(size) == target.shape, target.chip.num_cores
         hosts = Hosts(target.num_slices, *of_slice, is_usual_shape=is_usual, cores=cores)
     elif isinstance(target, GpuTarget):
         of_host = min(target.shape[1], target.network.chips_per_host)
         num_hosts = target.shape[0] * -(-target.shape[1] // of_host)
-        hosts = Hosts(1, num_hosts, of_host, target.chip.name, target.shape, is_gpu=True)
+        hosts = Hosts(1, num_hosts, of_host, target.chip.known_as, target.shape, is_gpu=True)
     else:
         hosts = Hosts(1, launch.num_hosts or 1)
     asked = hosts.count if isinstance(launch, LocalLaunch) else launch.num_hosts

@@ -17,11 +17,12 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.spec.plan_spec import MeshSpec
 from meshloom.compiler.spec.target_spec import TpuTarget
+from meshloom.compiler.target.accuracy import accuracy_of
 from meshloom.compiler.target.device_links import send_between
 from meshloom.compiler.target.links import collective_seconds
 from meshloom.compiler.target.mesh import MeshPlan
 from meshloom.compiler.target.placement import ACROSS_SLICES, plan_placement
-from meshloom.compiler.target.target import TargetPlan, topology_arguments
+from meshloom.compiler.target.target import TargetPlan, plan_target, topology_arguments
 from support.placements import AXES, cached_target_of, placed
 from support.programs import plan_as_declared
 
@@ -400,3 +401,25 @@ def test_replicas_follow_the_slices_where_none_are_declared():
 def test_axes_that_cross_slices_come_first_in_the_order_in_which_they_do():
     """The numbers of devices in a program go slice by slice then, which readers of groups rely on."""
     assert tuple(MeshSpec.model_fields)[: len(ACROSS_SLICES)] == ACROSS_SLICES
+
+
+def test_a_chip_of_your_own_is_itself_in_name_memory_and_range(tmp_path):
+    (tmp_path / "target").mkdir()
+    own = "defaults: [_v6e, _self_]\nshape: [4, 4]\nchip: {name: next, hbm_bytes: 68719476736}\n"
+    (tmp_path / "target/mine.yaml").write_text(own)
+    words = (f"hydra.searchpath=[file://{tmp_path}]", "target=mine")
+    specs = [read_spec(Request(each), then=lambda spec: spec.target) for each in (words, ("target=v6e-16",))]
+    mine, made_of = (plan_target(spec, "bfloat16") for spec in specs)
+    assert (mine.name, made_of.name) == ("next-16", "v6e-16")
+    assert mine.chip
+    assert made_of.chip
+    assert mine.hbm_bytes_per_device
+    assert made_of.hbm_bytes_per_device
+    more = mine.chip.hbm_bytes - made_of.chip.hbm_bytes
+    assert mine.hbm_bytes_per_device - made_of.hbm_bytes_per_device == more == 2**35
+    assert (mine.topology_name, mine.compiler) == (made_of.topology_name, made_of.compiler)
+    known, unknown = accuracy_of(made_of, ("dense",)), accuracy_of(mine, ("dense",))
+    assert known
+    assert unknown
+    assert (unknown.chip, unknown.num_on_chip) == ("next", 0)
+    assert known.num_on_chip > 0

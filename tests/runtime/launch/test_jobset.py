@@ -182,6 +182,16 @@ def test_what_is_missing_is_reported_at_once():
         rendered("launch=jobset", "launch.image=i", "launch.directory=/mnt/runs")
 
 
+@pytest.mark.parametrize("word", [
+    "data.source.paths=[/mnt/a.txt,/corpus/b.txt]", "checkpoint.directory=/corpus/c", "compilation_cache=/corpus/d",
+])  # fmt: skip
+def test_every_path_of_the_run_is_below_a_mount(word):
+    words = ("data=text_files", "data.source.paths=[/mnt/a.txt]", word)
+    with pytest.raises(ConfigError, match=f"no volume is mounted at /corpus/[bcd].*{word.partition('=')[0]}"):
+        rendered(*NEEDED, *words)
+    assert rendered(*NEEDED, *(each.replace("/corpus", "/mnt/corpus") for each in words))
+
+
 def test_the_script_is_readable():
     text = rendered(*NEEDED, *TWO_SLICES).text
     assert "&id001" not in text
