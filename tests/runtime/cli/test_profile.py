@@ -94,7 +94,7 @@ def test_the_page_has_predicted_and_measured_lanes_on_one_axis(tmp_path):
         page = browser.open(run_dir / "profile.html")
         lanes = page.js("[...document.querySelectorAll('#chart text')].map(t => t.textContent)")
         assert [name for name in lanes if name.startswith(("predicted", "measured"))] == [
-            "predicted compute", "predicted NVLink", "measured compute", "measured NVLink",
+            "measured compute", "measured NVLink", "predicted compute", "predicted NVLink",
         ]  # fmt: skip
         assert page.js("document.querySelectorAll('#chart rect.matmul').length") >= 2
         page.js("document.querySelector('#operations th button').click()")
