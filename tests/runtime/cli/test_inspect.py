@@ -45,8 +45,7 @@ def test_files_go_to_a_new_directory_each_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "step.txt").write_text(TEXT)
     (tmp_path / "step.txt.gz").write_bytes(gzip.compress(TEXT.encode()))
-    with fsspec.open("memory://programs/step.txt.gz", "wb") as file:
-        file.write(gzip.compress(TEXT.encode()))
+    fsspec.filesystem("memory").pipe_file("/programs/step.txt.gz", gzip.compress(TEXT.encode()))
     for name in ("step.txt", "step.txt.gz", "memory://programs/step.txt.gz"):
         done = run_in_process("inspect", name, "target=v5e-4")
         assert done.returncode == 0, done.stderr

@@ -180,8 +180,7 @@ def test_a_line_of_prompts_ends_as_a_line_of_data_does(tmp_path, name, compress)
 def test_records_of_prompts_are_those_of_data(tmp_path):
     lines = [{"prompt": "a\u2028b"}, {"prompt": CHAT}, {"messages": CHAT}]
     text = "\ufeff" + "\r\n\r\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
-    with fsspec.open("memory://prompts/some.jsonl.gz", "wb") as file:
-        file.write(gzip.compress(text.encode()))
+    fsspec.filesystem("memory").pipe_file("/prompts/some.jsonl.gz", gzip.compress(text.encode()))
     pq.write_table(pa.table({"prompt": ["a\u2028b", "b"]}), tmp_path / "rows")
     found = declared_prompts(spec_of("generate.prompts=memory://prompts/some.jsonl.gz").generate)
     assert [each.content for each in found] == ["a\u2028b", CHAT, CHAT]
