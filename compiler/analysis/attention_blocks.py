@@ -145,4 +145,4 @@ def _blocked(instruction: Instruction, around: Computation) -> BlockedKernel | N
         found = [-(-num_queries // table[-2]), -(-length // table[-1])]
     if min(found) < 1 or found[0] > num_queries or found[1] > length:
         return None
-    return BlockedKernel(instruction, work.attention, num_queries, *found, math.prod(queries[:-2]))
+    return BlockedKernel(instruction, work.attention, num_queries, found[0], found[1], math.prod(queries[:-2]))

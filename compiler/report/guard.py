@@ -171,8 +171,8 @@ def _checks(base: Run, head: Run, tolerances: Tolerances) -> Iterator[Check]:
     if was["host_bytes"] or now["host_bytes"]:
         yield _check("more-memory", "host memory", "bytes", was["host_bytes"], now["host_bytes"], tolerances.memory)
     if base.report and head.report:
-        sent = [sum(each.bytes for each in run.report.collectives) for run in (base, head) if run.report]
-        yield _check("more-traffic", "sent by collectives", "bytes", *sent, tolerances.traffic)
+        before, after = (sum(each.bytes for each in report.collectives) for report in (base.report, head.report))
+        yield _check("more-traffic", "sent by collectives", "bytes", before, after, tolerances.traffic)
     kinds = [figures.get("compute_seconds_by_kind", {}) for figures in (was, now)]
     for kind in sorted({*kinds[0], *kinds[1]}):
         before, after = (of.get(kind, 0.0) for of in kinds)

@@ -159,7 +159,7 @@ def _made(words: Words, base: Run) -> Run | int:
             if base.report is None or "--estimate" in words.flags:
                 _, plan = read_spec(request, then=lambda spec: (plan_without_devices(spec.target), plan_run(spec)))
                 written = json.loads(json.dumps([plan.spec.as_written(), plan_as_json(plan)]))
-                return Run("this declaration", *written, None)
+                return Run("this declaration", written[0], written[1], None)
             return _compiled(request, flags, words)
     except MISTAKES as error:
         raise as_config_error(error) from error

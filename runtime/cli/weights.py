@@ -107,6 +107,7 @@ def export_command(request: Request, flags: argparse.Namespace) -> int:
     )
     export(Console())
     if flags.json:
+        assert written.directory is not None, "it was exported there"
         files = {file.name: file.stat().st_size for file in sorted(Path(written.directory).iterdir())}
         result = ExportResult(directory=str(written.directory), format=written.format, files=files)
         flags.result = result.model_dump(mode="json")

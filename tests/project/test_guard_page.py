@@ -55,7 +55,7 @@ def test_the_commands_of_a_workflow_are_commands(host):
 def test_the_step_of_the_workflows_can_be_planned():
     assert SCRIPTS["GitHub"][0] == SCRIPTS["GitLab"][0]
     plan = read_spec(Request(tuple(SCRIPTS["GitHub"][0].split())), then=plan_run)
-    assert plan.spec.model.num_layers == 2
+    assert plan.spec.model.model_dump()["num_layers"] == 2
 
 
 def test_the_exit_codes_are_in_one_table():

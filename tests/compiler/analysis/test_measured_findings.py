@@ -133,7 +133,7 @@ def summed(*dtypes: str, cast: bool = False) -> str:
 def test_a_sum_in_float32_where_bfloat16_is_the_rule(dtypes, cast, severity):
     found = findings(summed(*dtypes, cast=cast), "v5e-4").get("float32-reduction")
     assert (found and found.severity) == severity
-    if severity == "warning":
+    if found and severity == "warning":
         assert "1 all-reduce in float32" in found.what
         assert "(r0," in found.where
 

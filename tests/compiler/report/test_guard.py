@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 
@@ -37,7 +38,7 @@ def test_a_step_is_no_worse_than_itself(case):
     assert worse(report, report, slower=0, part=0, exposed=0, memory=0, traffic=0) == []
 
 
-def slower_attention(report: Report, factor: float) -> Report:
+def slower_attention(report: Any, factor: float) -> Report:
     kinds = report.compiled.compute_seconds_by_kind
     more = (factor - 1) * kinds["attention"]
     return reports.with_figures(
@@ -49,7 +50,7 @@ def slower_attention(report: Report, factor: float) -> Report:
 
 
 def test_slower_attention_is_found_though_the_step_hardly_is():
-    report = reports.fits()[0]
+    report: Any = reports.fits()[0]
     kinds = report.compiled.compute_seconds_by_kind
     share = kinds["attention"] / report.compiled.step_seconds
     assert 0.15 * share < 0.02 < share, "of the whole step it is within the tolerance"
@@ -60,7 +61,7 @@ def test_slower_attention_is_found_though_the_step_hardly_is():
 
 
 def test_a_step_at_its_tolerance_passes_and_one_beyond_does_not():
-    report = reports.fits()[0]
+    report: Any = reports.fits()[0]
     step = report.compiled.step_seconds
     for factor, expected in ((1.019, []), (1.021, ["slower"]), (0.5, [])):
         assert worse(report, reports.with_figures(report, step_seconds=factor * step)) == expected
@@ -71,15 +72,16 @@ def test_a_step_at_its_tolerance_passes_and_one_beyond_does_not():
 
 
 def test_a_step_that_no_longer_fits_or_is_no_longer_known_is_worse():
-    report = reports.fits()[0]
+    report: Any = reports.fits()[0]
     assert worse(report, reports.with_figures(report, fits=False)) == ["does-not-fit"]
     assert worse(reports.with_figures(report, fits=False), reports.with_figures(report, fits=False)) == []
     assert worse(report, reports.with_figures(report, step_seconds=Unknown("a test"))) == ["unknown"]
 
 
 def test_a_new_warning_is_worse_and_a_new_note_is_named():
-    report = reports.fits()[0]
-    for severity, expected in (("warning", ["too-hot"]), ("note", [])):
+    report: Any = reports.fits()[0]
+    cases: tuple[tuple[Literal["warning", "note"], list[str]], ...] = (("warning", ["too-hot"]), ("note", []))
+    for severity, expected in cases:
         finding = Finding(rule="too-hot", severity=severity, what="2 chips", where="a place", fix="cool it")
         head = report.model_copy(update={"findings": (*report.findings, finding)})
         assert worse(report, head) == expected
@@ -89,13 +91,13 @@ def test_a_new_warning_is_worse_and_a_new_note_is_named():
 
 
 def test_collectives_that_only_have_other_names_are_not_worse():
-    report = reports.fits()[0]
+    report: Any = reports.fits()[0]
     renamed = [replace(c, origin=replace(c.origin, activation=f"other {n}")) for n, c in enumerate(report.collectives)]
     assert worse(report, report.model_copy(update={"collectives": tuple(renamed)})) == []
 
 
 def test_another_version_of_the_compiler_is_named():
-    report = reports.fits()[0]
+    report: Any = reports.fits()[0]
     older = report.model_copy(
         update={"build": report.build.model_copy(update={"jax": "0.9.1", "plugin": "libtpu 0.0.40"})}
     )
@@ -106,7 +108,7 @@ def test_another_version_of_the_compiler_is_named():
 
 
 def test_a_base_of_other_work_is_one_problem():
-    report = reports.fits()[0]
+    report: Any = reports.fits()[0]
     for update in ({"model": "llama3_8b"}, {"tokens_per_step": 1}):
         other = report.model_copy(update={"program": report.program.model_copy(update=update)})
         (problem,) = problems_of_base(run_of(other, "there"), run_of(report))
@@ -116,7 +118,7 @@ def test_a_base_of_other_work_is_one_problem():
 
 
 def test_nothing_in_a_name_is_markup_in_the_comment():
-    report = reports.fits()[0]
+    report: Any = reports.fits()[0]
     finding = Finding(rule="too-hot", severity="warning", what="<img src=x> @you |", where="[a](b)", fix="*cool*\nit")
     head = report.model_copy(update={"findings": (*report.findings, finding)})
     text = as_markdown(judge(run_of(report, "a`b|c"), run_of(head), Tolerances()))
