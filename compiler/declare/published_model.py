@@ -7,6 +7,7 @@ checked, so neither a program nor its fingerprint knows the folder. Its weights 
 unless the declaration names others.
 """
 
+import json
 import os
 from collections.abc import Collection, Mapping
 from functools import cache
@@ -39,6 +40,8 @@ def with_published_model(values: dict[str, Any], typed: Collection[str]) -> tupl
     except ConfigError as error:
         return values | {"model": _own(PLACEHOLDER)}, list(error.problems)
     own = {key: value for key, value in declared.items() if key not in ("family", "path")}
+    if own.get("vocab_size") == "auto":
+        own["vocab_size"] = max(read["vocab_size"], _num_tokens(values, opened))
     model = merged(merged(_own(BASES[read["family"]]), read), own)
     return _with_folder(values, opened, typed) | {"model": model}, []
 
@@ -111,6 +114,25 @@ def _with_folder(values: dict[str, Any], opened: PublishedFolder, typed: Collect
     if tokenizer and isinstance(data, dict) and data.get("tokenizer") == BYTES:
         changes["data"] = data | {"tokenizer": tokenizer}
     return values | changes
+
+
+def _num_tokens(values: Mapping[str, Any], opened: PublishedFolder) -> int:
+    """Returns the number of tokens of the tokenizer.json that the declaration names, or the folder has; 0 if none."""
+    data = values.get("data")
+    tokenizer = data.get("tokenizer") if isinstance(data, dict) else None
+    named = tokenizer.get("path") if isinstance(tokenizer, dict) else None
+    place = Path(named).expanduser() if isinstance(named, str) else None
+    file = place / "tokenizer.json" if place and place.is_dir() else place
+    file = file or next((each for each in opened.tokenizer if each.name == "tokenizer.json"), None)
+    try:
+        said = json.loads(file.read_bytes()) if file else {}
+        known = [
+            *said.get("model", {}).get("vocab", {}).values(),
+            *(each["id"] for each in said.get("added_tokens", [])),
+        ]
+        return max(known, default=-1) + 1
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0  # opening the tokenizer says what is wrong with it
 
 
 def _is_peft(place: Any) -> bool:

@@ -24,7 +24,7 @@ from ..core.failures import STORAGE, RunFailed
 from ..core.files import check_bucket, damage_in, folder_at
 from ..processes.distributed import Processes, together
 from .folder import FROM, Matched, WeightsFolder, match_folder, match_saved, open_folder
-from .peft_folder import adapter_arrays, describe_adapter, merged_folder
+from .peft_folder import adapter_arrays, describe_adapter, grown_folder, merged_folder
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,9 @@ def find_weights(plan: Plan[RunSpec], place: str | None = None) -> StoredWeights
             adapter = adapter_arrays(folder, model, plan.model)
         elif folder.adapter:
             folder = merged_folder(folder, model)
+        folder, grown = grown_folder(folder, named)
         matched = match_folder(folder, named, params, skip)
-        return PublishedWeights(folder, matched, (*differs, *not_read(named.left_out)), adapter)
+        return PublishedWeights(folder, matched, (*differs, *grown, *not_read(named.left_out)), adapter)
     check_bucket(folder_at(place), FROM)
     start = newest_good(*check_is_there(place, FROM), is_own=False, compare="sizes")
     tree = saved_tree(start.path)

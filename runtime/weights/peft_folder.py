@@ -17,7 +17,7 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.declare.published_folder import ADAPTER_CONFIG, PublishedFolder, understood
 from meshloom.models.config import ModelConfig
 from meshloom.models.contract import Model
-from meshloom.models.published import tensors, tensors_in
+from meshloom.models.published import NamedTensors, tensors, tensors_in
 from meshloom.models.published.peft import PREFIX
 from meshloom.models.published.peft_read import PeftModule, merge, read_modules, to_ours
 
@@ -48,6 +48,35 @@ class MergedFolder(WeightsFolder):
     def tensors(self) -> Mapping[str, FileTensor]:
         """Returns the tensors by name."""
         return self.merged
+
+
+@dataclass(frozen=True)
+class GrownTensor(FileTensor):
+    """A table of tokens with rows for more of them: the mean of those that are there, in float32."""
+
+    of_file: FileTensor
+
+    def values(self) -> np.ndarray:
+        """Returns the table with its new rows."""
+        there = self.of_file.values().astype(np.float32)
+        rows = np.broadcast_to(there.mean(axis=0), (self.shape[0] - len(there), *there.shape[1:]))
+        return np.concatenate([there, rows])
+
+
+def grown_folder(folder: WeightsFolder, named: NamedTensors) -> tuple[WeightsFolder, tuple[str, ...]]:
+    """Returns a folder with rows in its tables for tokens of a model that has more of them, and a line that says so."""
+    found, added = dict(folder.tensors), 0
+    for tensor in named.tensors:
+        there = found.get(tensor.name)
+        is_table = {slot.path for slot in tensor.slots} <= {"embed/table_VE", "head/kernel_EV"}
+        if is_table and there and there.shape[1:] == tensor.shape[1:] and there.shape[0] < tensor.shape[0]:
+            size = (there.file, "F32", tensor.shape, there.start, there.num_bytes)
+            found[tensor.name] = GrownTensor(*size, of_file=there)
+            added = tensor.shape[0] - there.shape[0]
+    if not added:
+        return folder, ()
+    line = f"{added:,} rows are added to the tables for tokens that they do not have: each is the mean of the others"
+    return MergedFolder(folder.path, folder.declared_base, folder.adapter, MappingProxyType(found)), (line,)
 
 
 def adapter_arrays(folder: WeightsFolder, config: ModelConfig, model: Model) -> dict[str, np.ndarray]:

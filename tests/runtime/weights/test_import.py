@@ -125,7 +125,7 @@ WRONG = {
         ("model.mlp_dim=48",),
         ("mlp.gate_proj.weight is BF16[40,32] there, [48, 32] of BF16, F16, F32 here", "in 6 places"),
     ),
-    "another vocabulary": (("model.vocab_size=300",), ("model.embed_tokens.weight is BF16[264,32] there, [300, 32]",)),
+    "another vocabulary": (("model.vocab_size=256",), ("model.embed_tokens.weight is BF16[264,32] there, [256, 32]",)),
     "more layers": (("model.num_layers=3",), ("model.layers.2.input_layernorm.weight [32] is missing", "and 3 more")),
     "fewer layers": (("model.num_layers=1",), ("BF16[32] is there, not here", "in 9 places")),
     "a pattern of nothing": (("checkpoint.weights_skip=[heads/*]",), ("'heads/*' matches no parameter",)),

@@ -99,6 +99,21 @@ def test_an_adapter_of_joined_matrices_that_peft_trained_starts_as_one_for_each(
         np.testing.assert_allclose(merged[f"layers/attention/{part}"], expected, atol=1e-5)
 
 
+def test_rows_are_added_for_tokens_beyond_the_tables(tmp_path):
+    write_published(tmp_path / "peft", spec_of(*_words("llama")).model, dtype="float32")
+    there = load_file(tmp_path / "peft/model.safetensors")
+    weights, params = _read(tmp_path, *_words("llama", "model.vocab_size=270"))
+    assert any(line.startswith("6 rows are added to the tables") for line in weights.differs)
+    for path, name in (("embed/table_VE", "model.embed_tokens.weight"), ("head/kernel_EV", "lm_head.weight")):
+        table = params[path] if "embed" in path else params[path].T
+        np.testing.assert_array_equal(table[:264], there[name])
+        np.testing.assert_allclose(table[264:], np.tile(there[name].mean(axis=0), (6, 1)), atol=1e-6)
+    tokens = {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 271, "content": "b"}]}
+    (tmp_path / "peft/tokenizer.json").write_text(json.dumps(tokens))
+    words = ("model=from_hf", f"model.path={tmp_path / 'peft'}", "model.vocab_size=auto", *ONE)
+    assert _spec(*words).model.vocab_size == 272
+
+
 @pytest.mark.parametrize(("said", "words", "what"), [
     ({"use_dora": True}, (), "use_dora: is True: DoRA is not read from PEFT"),
     ({"modules_to_save": ["lm_head"]}, (), "modules_to_save: is ['lm_head']: this is not read"),
