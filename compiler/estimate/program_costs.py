@@ -149,13 +149,14 @@ class WorkCosts:
 class RegionCosts:
     """The costs of one region. works: in the order of its program. transfers: collectives, each with its bytes, of each
     declaration. executions: in a step, (stages, declarations). is_step: True for the step itself, False for the body of
-    a loop or a branch. waits: True where a collective of no weight runs between its works."""
+    a loop or a branch. has_loops: True for a body in which loops
+    or branches run."""
 
     works: tuple[WorkCosts, ...]
     transfers: tuple[tuple[Transfer, Numbers], ...]
     executions: Numbers
     is_step: bool
-    waits: bool
+    has_loops: bool
 
 
 @dataclass(frozen=True)
@@ -197,8 +198,13 @@ class Costs:
         works = (self._work(each) for each in self.shape.works if each.region == number)
         own = (each for each in self.shape.transfers if each.region == number)
         transfers = tuple((each, self.numbers[each.full_bytes]) for each in own)
-        waits = any(not each.is_weight for each, _ in transfers)
-        return RegionCosts(tuple(works), transfers, self.executions(number), is_step=number == 0, waits=waits)
+        return RegionCosts(
+            tuple(works),
+            transfers,
+            self.executions(number),
+            is_step=number == 0,
+            has_loops=len(self.shape.inside(number)) > 1,
+        )
 
     def _work(self, work: Work) -> WorkCosts:
         flops, results = (None if place is None else self.numbers[place] for place in (work.flops, work.results))
@@ -324,7 +330,7 @@ class _Reader:
                 self.works.append(work)
         before.append(len(self.works) - first)
         of_weights = {place for place in sent if self.is_of_weight(region.steps[place].operation)}
-        waits = [place for place, step in enumerate(region.steps) if step.inside or place in {*sent} - of_weights]
+        loops = [place for place, step in enumerate(region.steps) if step.inside]
         for place in sent:
             operation = region.steps[place].operation
             collective, name = operation.collective, OperationName(operation.scope)
@@ -338,7 +344,7 @@ class _Reader:
                     full_bytes=self.number(collective.bytes),
                     source=find_source(self.ops, name),
                     is_of_tick=is_tick and bool(operation.stage_pairs),
-                    beside=_beside(collective.kind, region.steps, place, before, waits, is_step=number == 0),
+                    beside=_beside(collective.kind, region.steps, place, before, loops, is_step=number == 0),
                 )
             )
 
@@ -363,13 +369,12 @@ def _beside(
     steps: Sequence[PricedStep],
     place: int,
     before: Sequence[int],
-    waits: Sequence[int],
+    loops: Sequence[int],
     *,
     is_step: bool,
 ) -> tuple[int, int]:
     """Returns the works of a region beside which a collective of a weight may run. place: of the collective among the
-    steps. before: the works that precede each step, and all. waits: the steps while which it is not on its way: loops,
-    and collectives that the works around them wait for.
+    steps. before: the works that precede each step, and all. loops: the steps while which it is not on its way.
 
     A trip of a loop hands to the next one what it has still to reduce, which then ends with it.
     """
@@ -378,9 +383,9 @@ def _beside(
     readers = (number for number, step in enumerate(steps) if set(own.writes) & set(step.fused.reads))
     if kind in MOVING or not is_step:
         read = next(readers, last) if kind in MOVING else last
-        return before[max((one + 1 for one in waits if one < read), default=0)], before[read]
+        return before[max((one + 1 for one in loops if one < read), default=0)], before[read]
     ready = max((made[i] + 1 for i in own.reads if i in made), default=0)
-    return before[ready], before[min((one for one in waits if one >= ready), default=last)]
+    return before[ready], before[min((one for one in loops if one >= ready), default=last)]
 
 
 def _num_results(operation: Operation, program: Program) -> float:

@@ -302,7 +302,7 @@ def _exposed(
                 hidden.append((one, num_bytes, (1.0 - share) * once))
     for axes, (seconds, least) in beside_blocks.items():
         waited[axes] = waited.get(axes, 0.0) + np.maximum(seconds - blocks, least)
-    if hiding.in_order is None or (hiding.begins_early and not region.waits):
+    if hiding.in_order is None or (hiding.begins_early and not region.has_loops):
         all_of_it = region.executions * sum((once for *_, once in hidden), start=np.zeros(()))
         with np.errstate(invalid="ignore", divide="ignore"):
             stays = np.where(all_of_it > 0, np.maximum(all_of_it - compute, 0.0) / all_of_it, 0.0)

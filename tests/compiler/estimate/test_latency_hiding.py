@@ -28,8 +28,12 @@ def _columns(values):
     return [np.array([float(value)]) for value in values]
 
 
+def _flight(seconds, expected, first, last):
+    return Flight(np.array([float(seconds)]), np.array([float(expected)]), first, last)
+
+
 def test_a_trip_hides_what_its_compiled_program_hides():
-    flights = [Flight(*_columns([each, EXPECTED[each]]), 0, last) for each, last in GATHERS.values()]
+    flights = [_flight(each, EXPECTED[each], 0, last) for each, last in GATHERS.values()]
     exposed = [float(each[0]) for each in exposed_in_order(_columns(WORKS), flights)]
     assert sorted(exposed) == [0, 0, 231, 333, 333, 719]  # of up and gate, which are equal, one
 
@@ -37,19 +41,19 @@ def test_a_trip_hides_what_its_compiled_program_hides():
 def test_a_sum_that_lasts_long_leaves_nothing_beside_gathers():
     """In the backward trip it takes all works, since the scheduler expects it to last longer than these."""
     works = _columns([800, 1600, 1000, 5000])
-    gathers = [Flight(*_columns([700, 900]), 0, last) for last in (0, 1, 3)]
-    a_sum = Flight(*_columns([3225, 8400]), 0, 4)
+    gathers = [_flight(700, 900, 0, last) for last in (0, 1, 3)]
+    a_sum = _flight(3225, 8400, 0, 4)
     exposed = exposed_in_order(works, [*gathers, a_sum])
     assert [float(each[0]) for each in exposed] == [700, 700, 700, 0]
-    short = Flight(*_columns([3225, 4000]), 0, 4)  # then gathers hide beside the works that are left
+    short = _flight(3225, 4000, 0, 4)  # then gathers hide beside the works that are left
     assert [float(each[0]) for each in exposed_in_order(works, [*gathers, short])] == [700, 0, 0, 0]
 
 
 def test_a_collective_runs_beside_the_works_of_its_window_alone():
     works = _columns([10, 1000, 10])
-    assert exposed_in_order(works, [Flight(*_columns([100, 100]), 2, 3)])[0] == 90
-    assert exposed_in_order(works, [Flight(*_columns([100, 100]), 0, 1)])[0] == 90
-    assert exposed_in_order(works, [Flight(*_columns([100, 100]), 3, 3)])[0] == 100
+    assert exposed_in_order(works, [_flight(100, 100, 2, 3)])[0] == 90
+    assert exposed_in_order(works, [_flight(100, 100, 0, 1)])[0] == 90
+    assert exposed_in_order(works, [_flight(100, 100, 3, 3)])[0] == 100
     assert exposed_in_order(works, []) == []
 
 
@@ -68,8 +72,8 @@ def test_many_declarations_are_as_each_alone():
         assert [float(one[0]) for one in each] == [float(one[column]) for one in together]
     total, sent = sum(works), sum(one.seconds for one in flights)
     exposed = sum(together)
-    assert (exposed >= np.maximum(sent - total, 0) - 1e-9).all()
-    assert (exposed <= sent + 1e-9).all()
+    assert np.all(exposed >= np.maximum(sent - total, 0) - 1e-9)
+    assert np.all(exposed <= sent + 1e-9)
 
 
 GPUS = (*SMALL, "target=h100-16", "sharding=fsdp", "global_batch_size=16", "model.num_layers=4")
@@ -83,12 +87,13 @@ def test_what_a_step_sends_has_the_works_beside_it_in_the_order_of_the_program()
     by_region = {one.region: sum(work.region == one.region for work in shape.works) for one in sent}
     for one in sent:
         first, last = one.beside
+        assert last is not None
         assert 0 <= first <= last <= by_region[one.region]
     loops = [one for one in sent if one.region]
     assert {one.beside for one in loops if one.kind == "reduce-scatter"} == {
         (0, by_region[one.region]) for one in loops if one.kind == "reduce-scatter"
     }
-    gathers = [one.beside[1] for one in loops if one.kind == "all-gather" and one.region == loops[0].region]
+    gathers = [one.beside[1] or 0 for one in loops if one.kind == "all-gather" and one.region == loops[0].region]
     assert gathers == sorted(gathers)
     assert len({*gathers}) > 3  # those of an MLP are read after those of attention
 
@@ -100,23 +105,22 @@ def test_what_begins_a_trip_early_hides_in_any_order():
     assert plan_hiding(plan_of(*SMALL, "target=v5p-8")).in_order is None
     waits, hides = (estimate_step(each).figures for each in (plan, early))
     assert waits.compute_seconds == hides.compute_seconds
-    assert waits.exposed_seconds > hides.exposed_seconds
+    assert float(waits.exposed_seconds or 0.0) > float(hides.exposed_seconds or 0.0)
 
 
 def test_a_search_is_expected_to_begin_early():
     assert plan_hiding(plan_of(*GPUS, "overlap=auto")).begins_early
 
 
-def test_no_weight_is_on_its_way_while_tokens_are_exchanged():
-    plan = plan_of(
-        "model=tiny_moe", "target=h100-8", "sharding=fsdp_expert", "mesh.fsdp=4", "mesh.expert=2", "remat=full"
-    )
+def test_no_weight_is_on_its_way_while_a_loop_runs():
+    over = ("target=h100-64", "mesh.fsdp=8", "mesh.expert=8", "global_batch_size=128")
+    plan = plan_of("model=mixtral_8x22b", "model.num_layers=2", "sharding=fsdp_expert", "remat=full", *over)
     weights = frozenset(array.array.path for array in plan.sharding.parameters)
     step = price_regions(read_step(plan), plan.target.compiler)
     shape, _ = read_costs(step, weights, plan.ops)
     trip = next(one.region for one in shape.transfers if one.region and one.source)
     gathers = [one for one in shape.transfers if one.region == trip and one.is_weight and one.kind == "all-gather"]
+    assert len(shape.inside(trip)) > 1
     begin = {one.beside[0] for one in gathers}
-    assert 0 in begin  # of attention, before any token is sent
+    assert 0 in begin  # of attention, before any row is moved
     assert len(begin) > 1
-    assert all(one.beside[0] <= one.beside[1] for one in gathers)
