@@ -300,7 +300,7 @@ def test_other_keys_and_variables_reach_the_template(bytes_folders, tmp_path):
 def test_a_template_that_writes_the_day_is_reported(bytes_folders, tmp_path):
     """Tomorrow its tokens are others, and a run would begin its data again."""
     template = _template_file(tmp_path / "t.jinja", "{{ strftime_now('%Y') }}" + CHATML)
-    path = write_lines(tmp_path / "x.jsonl", *[{"messages": turns("a" * 90, "b")}] * 8)
+    path = write_lines(tmp_path / "x.jsonl", *[{"messages": turns("a" * 90, "b")}] * 40)
     words = (*_words(bytes_folders["chatml"], path, template), *BATCH, "num_steps=1")
     assert "with today's date, which data.source.date fixes" in open_data(spec_of(*words)).summary
     assert "date" not in open_data(spec_of(*words, "data.source.date=2026-07-26")).summary
