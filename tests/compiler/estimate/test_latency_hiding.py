@@ -2,6 +2,7 @@
 
 import numpy as np
 
+import meshloom
 from conftest import SMALL, plan_of
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.estimated_step import read_step
@@ -113,14 +114,15 @@ def test_a_search_is_expected_to_begin_early():
 
 
 def test_no_weight_is_on_its_way_while_a_loop_runs():
-    over = ("target=h100-64", "mesh.fsdp=8", "mesh.expert=8", "global_batch_size=128")
-    plan = plan_of("model=mixtral_8x22b", "model.num_layers=2", "sharding=fsdp_expert", "remat=full", *over)
+    over = ("target=h100-64", "mesh.fsdp=8", "mesh.expert=8", "global_batch_size=128", "sequence_length=4096")
+    plan = meshloom.plan("model=mixtral_8x22b", "model.num_layers=2", "sharding=fsdp_expert", "remat=full", *over)
     weights = frozenset(array.array.path for array in plan.sharding.parameters)
     step = price_regions(read_step(plan), plan.target.compiler)
     shape, _ = read_costs(step, weights, plan.ops)
-    trip = next(one.region for one in shape.transfers if one.region and one.source)
-    gathers = [one for one in shape.transfers if one.region == trip and one.is_weight and one.kind == "all-gather"]
+    of_layers = [one for one in shape.transfers if one.region and one.is_weight and one.kind == "all-gather"]
+    trip = of_layers[0].region
     assert len(shape.inside(trip)) > 1
+    gathers = [one for one in of_layers if one.region == trip]
     begin = {one.beside[0] for one in gathers}
     assert 0 in begin  # of attention, before any row is moved
     assert len(begin) > 1
