@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..spec import target_names
-from ..spec.target_spec import SwitchSpec
 from .reading import PeerReading
 
 _GPUS = re.compile(r"(a100|h100|h200|b200|gb200|gb300)(?:-(?:mega|[\dgb]*))*-(\d+)")
@@ -59,21 +58,13 @@ def known_devices(reading: PeerReading, topology: str, key: str, num_slices: int
     if name is None:
         return None
     because = "target=" if reading.target else reading.said(key)
-    parsed = target_names.parse_name(name)
-    if parsed is None:
+    sized = target_names.devices_of(name)
+    if sized is None:
         problem = target_names.problem_of(name, ())
         reading.refuse("" if reading.target else key, problem.what, problem.fix)
         return None
-    kind, values = parsed
-    if kind == "cpu":
-        devices = Devices(name, int(values["num_devices"]), 1, 1, False)  # type: ignore[arg-type]
-    else:
-        chip, network = target_names.chip_file(kind)
-        shape: list[int] = values["shape"]  # type: ignore[assignment]
-        if isinstance(network, SwitchSpec):
-            devices = Devices(name, shape[1], shape[0], 1, True)
-        else:
-            devices = Devices(name, math.prod(shape) * chip.num_devices, num_slices, num_slices, False)
+    slices = num_slices if sized.platform == "tpu" else 1
+    devices = Devices(name, sized.inner, sized.num_nodes * slices, slices, is_gpu=sized.platform == "gpu")
     reading.put(f"target={name}", because)
     if devices.num_slices > 1:
         reading.put(f"target.num_slices={num_slices}", f"{num_slices} slices")

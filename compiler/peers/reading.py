@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
-from importlib.resources import files
+from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
@@ -83,7 +83,7 @@ class Imported:
 @cache
 def peer_of(name: str) -> Peer:
     """Returns a peer by the name of its table."""
-    values = yaml.load((files("meshloom.compiler.peers") / f"{name}.yaml").read_text(encoding="utf-8"), LOADER)
+    values = yaml.load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"), LOADER)
     return Peer(
         name=name,
         title=values["title"],

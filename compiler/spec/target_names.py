@@ -7,8 +7,10 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Literal
 
 from ..core.errors import Problem, use_one_of
 from ..core.format import counted
@@ -81,6 +83,30 @@ def parse_name(name: str) -> tuple[str, Mapping[str, int | list[int]]] | None:
         return (kind, {"num_devices": int(match["size"])}) if match["size"] else None
     shape = _shape(match)
     return None if shape is None else (kind, {"shape": list(shape)})
+
+
+@dataclass(frozen=True)
+class SizedDevices:
+    """The JAX devices of a target. inner: those of a slice, or of a node of GPUs. num_nodes: of GPUs; 1 for others."""
+
+    platform: Literal["cpu", "gpu", "tpu"]
+    inner: int
+    num_nodes: int = 1
+
+
+def devices_of(name: str) -> SizedDevices | None:
+    """Returns the devices of a target in one slice, by its name; None for a size that does not exist."""
+    match parse_name(name):
+        case (_, {"num_devices": int(inner)}):
+            return SizedDevices("cpu", inner)
+        case (kind, {"shape": list(shape)}):
+            chip, network = chip_file(kind)
+            if isinstance(network, SwitchSpec):
+                num_nodes, inner = shape
+                return SizedDevices("gpu", inner, num_nodes)
+            return SizedDevices("tpu", math.prod(shape) * chip.num_devices)
+        case _:
+            return None
 
 
 def _kind(match: re.Match[str]) -> str:
