@@ -1,7 +1,8 @@
 """Finds attention kernels of TPUs whose blocks do not suit their length, by what a block costs on the chip.
 
-A causal mask leaves of n x n blocks n (n + 1) / 2. So blocks as long as the sequence compute all scores, twice what is
-needed, and short ones pay for each block what it costs besides its matmuls (conf/calibration/_kernels.yaml).
+Of n x n blocks a causal mask leaves n (n + 1) / 2. So blocks as long as the sequence compute all scores, twice what is
+needed, and short ones pay for each block what it costs besides its matmuls (conf/calibration/_kernels.yaml). A kernel
+whose mask is not named counts as causal, as in its price.
 The names of a kernel say how large its blocks are, or else the shape of its table of blocks:
 
     splash_mha_dkv_segmented_block_kv_dkv_512_block_q_dkv_512      512 x 512
@@ -93,7 +94,7 @@ def _finding(
     named = (shown(at, each.op_name) if (at := lines(each)) else each.name for _, each in kernels)
     places = human_names(list(dict.fromkeys(named)), NUM_PLACES, between="; ")
     is_large = size**2 < queries_block * keys_block
-    why = "too large: more scores are computed that the mask hides" if is_large else "too small: each block costs extra"
+    why = "too large: scores that a causal mask hides are computed" if is_large else "too small: each costs extra"
     return Finding(
         rule="attention-block",
         severity="warning",
@@ -101,7 +102,7 @@ def _finding(
         f"{keys_block:,}, {why}. Blocks of {size:,} would save {human_seconds(seconds)} a step, {human_share(share)}",
         where=f"{places} ({kernels[0][1].name})",
         fix=f"set the blocks of queries and keys to {size} (splash: BlockSizes; MaxText: sa_block_q={size}, "
-        f"sa_block_kv={size} and those of the backward pass)",
+        f"sa_block_kv={size}, and the same for the backward pass)",
     )
 
 

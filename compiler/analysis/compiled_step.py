@@ -201,7 +201,6 @@ _MARKS = {
 }  # fmt: skip
 _SHOWN = {"tpu": "TPUs", "gpu": "GPUs", "cpu": "CPUs"}
 _OF_TWO_CORES = re.compile(r'"megacore_config"')  # libtpu 0.0.42.1 writes it for these alone
-_CHIPS_OF_TWO_CORES = ("v4", "v5p")
 
 
 @dataclass(frozen=True)
@@ -295,13 +294,8 @@ def target_mismatches(module: Module, text: str, target: TargetPlan) -> Iterator
     if platform not in (None, target.platform) or (platform is None and target.platform == "tpu"):
         was = f"was compiled for {_SHOWN[platform]}" if platform else "was not compiled for TPUs"
         yield Problem("target", f"the program {was}, and {target.name} is of platform {target.platform}", NAME_IT)
-    elif (
-        target.chip
-        and platform == "tpu"
-        and _OF_TWO_CORES.search(text)
-        and target.chip.known_as not in _CHIPS_OF_TWO_CORES
-    ):
-        what = f"the program was compiled for chips of two cores that work as one, {' or '.join(_CHIPS_OF_TWO_CORES)}"
+    elif target.chip and platform == "tpu" and _OF_TWO_CORES.search(text) and target.chip.cores_per_device == 1:
+        what = "the program was compiled for chips of two cores that work as one, v4 or v5p"
         yield Problem("target", f"{what}, and {target.name} has none", NAME_IT)
 
 

@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from ..core.format import be, counted, human_bytes, human_names, human_seconds, human_share
+from ..core.known import Unknown
 from ..core.traffic import HOST_COPIES, TransferKind
 from ..schema import CollectiveReport, Finding, StepReport, or_infinity
 from ..target.compiler_options import presets_for
@@ -66,11 +67,19 @@ def find_costly_traffic(collectives: Sequence[CollectiveReport], step: StepRepor
     exchanges of tokens over a torus."""
     if not step.least_seconds:
         return
+    yield from _copies_that_cannot_hide(collectives, step)
+    yield from _exchanges_over_torus(collectives, step)
+
+
+def _copies_that_cannot_hide(collectives: Sequence[CollectiveReport], step: StepReport) -> Iterator[Finding]:
+    is_partial = step.num_unpriced or step.counted_once
+    if is_partial or isinstance(step.compute_seconds, Unknown):  # compute that is not counted may hide them
+        return
     waited = step.exposed_host_seconds
     ways = {kind: [each for each in collectives if each.kind == kind] for kind in HOST_COPIES}
     taken = {kind: sum(each.alone_seconds or 0.0 for each in copies) for kind, copies in ways.items()}
     kind = max(taken, key=lambda way: taken[way])
-    compute = step.compute_seconds or 0.0
+    compute = step.compute_seconds
     if waited >= LEAST_SHARE * step.least_seconds and taken[kind] > compute:
         size, longest = sum(each.bytes for each in ways[kind]), human_seconds(taken[kind])
         yield Finding(
@@ -80,9 +89,12 @@ def find_costly_traffic(collectives: Sequence[CollectiveReport], step: StepRepor
             f"{human_seconds(compute)}: no schedule hides them, and compute waits {human_seconds(waited)}, "
             f"{human_share(waited / step.least_seconds)} of the step",
             where=_places(ways[kind], lambda each: or_infinity(each.exposed_seconds)),
-            fix="keep more on the device, or compute it again in the backward pass, instead. More "
-            "tokens per step hide copies of weights and of optimizer state, and not those of activations",
+            fix="keep more on the device, or compute it again in the backward pass. More tokens per step hide copies "
+            "of weights and of the optimizer's state, but not of activations",
         )
+
+
+def _exchanges_over_torus(collectives: Sequence[CollectiveReport], step: StepReport) -> Iterator[Finding]:
     exchanges = [each for each in collectives if each.kind == "all-to-all" and each.link == "ICI" and _is_large(each)]
     seconds = sum(each.exposed_seconds or 0.0 for each in exchanges)
     if seconds >= LEAST_SHARE * step.least_seconds:
@@ -91,8 +103,8 @@ def find_costly_traffic(collectives: Sequence[CollectiveReport], step: StepRepor
             rule="exchange-over-torus",
             severity="warning",
             what=f"{human_bytes(sum(each.bytes for each in exchanges))} of all-to-alls over groups of "
-            f"{human_names([*map(str, sizes)])} chips of a torus, which has no direct links between them: compute "
-            f"waits {human_seconds(seconds)}, {human_share(seconds / step.least_seconds)} of the step",
+            f"{human_names([*map(str, sizes)])} chips of a torus, which has no direct link between each two of them: "
+            f"compute waits {human_seconds(seconds)}, {human_share(seconds / step.least_seconds)} of the step",
             where=_places(exchanges, lambda each: or_infinity(each.exposed_seconds)),
             fix="exchange among fewer chips next to each other (a smaller axis of experts), send a part of the tokens "
             "while another is computed, or gather the experts' weights instead",

@@ -15,7 +15,8 @@ from ..core.errors import ConfigError, Problem
 
 SUFFIX = ".gguf"
 AGAIN = "copy or download it again"
-# By their numbers: values of metadata, and types of tensors. Of these the first row is read.
+ACCESS = f"{AGAIN}, or give this process access to it"
+# By their numbers: values of metadata, and types of tensors.
 VALUES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 TEXT, ARRAY = 8, 9
 READ = {0: "F32", 1: "F16", 30: "BF16", 8: "Q8_0"}
@@ -49,7 +50,7 @@ class GgufHeader:
 
 def is_gguf(path: Path) -> bool:
     """Returns True for the name of a GGUF file."""
-    return path.suffix == SUFFIX
+    return path.suffix.lower() == SUFFIX
 
 
 def read_gguf(path: Path) -> GgufHeader:
@@ -59,9 +60,13 @@ def read_gguf(path: Path) -> GgufHeader:
         mapped = memoryview(np.memmap(path, np.uint8, "r")) if size else memoryview(b"")  # type: ignore[arg-type]
         return _Reader(mapped).header(path, size)
     except OSError as error:
-        raise ConfigError([Problem(str(path), f"cannot be read: {error.strerror}", AGAIN)]) from None
-    except (struct.error, IndexError, UnicodeDecodeError, OverflowError):
-        raise ConfigError([Problem(str(path), "is truncated or damaged: its header ends early", AGAIN)]) from None
+        raise ConfigError([Problem(str(path), f"cannot be read: {error.strerror or error}", ACCESS)]) from None
+    except (struct.error, _DamagedError, OverflowError):
+        raise ConfigError([Problem(str(path), "is truncated, or its header is damaged", AGAIN)]) from None
+
+
+class _DamagedError(Exception):
+    """The header is not one of GGUF."""
 
 
 class _Reader:
@@ -78,8 +83,8 @@ class _Reader:
     def text(self) -> str:
         length = self.number("Q")
         if length > len(self.content) - self.at:
-            raise IndexError
-        value = bytes(self.content[self.at : self.at + length]).decode()
+            raise _DamagedError
+        value = bytes(self.content[self.at : self.at + length]).decode(errors="replace")
         self.at += length
         return value
 
@@ -89,10 +94,10 @@ class _Reader:
         if kind == TEXT:
             return self.text()
         if kind != ARRAY:
-            raise IndexError
+            raise _DamagedError
         of, count = self.number("I"), self.number("Q")
-        if count > MOST_ITEMS:
-            raise IndexError
+        if count > MOST_ITEMS or of == ARRAY:  # no program writes lists of lists
+            raise _DamagedError
         if of in VALUES:
             items = struct.unpack_from(f"<{count}{VALUES[of]}", self.content, self.at)
             self.at += struct.calcsize(VALUES[of]) * count
@@ -113,7 +118,7 @@ class _Reader:
             what = f"is of version {version} of GGUF, or big-endian, and 2 and 3 are read"
             raise ConfigError([Problem(str(path), what, "convert it again with a newer llama.cpp")])
         if max(num_tensors, num_values) > MOST_ITEMS:
-            raise IndexError
+            raise _DamagedError
         said: dict[str, Any] = {}
         for _ in range(num_values):
             key = self.text()
@@ -122,10 +127,12 @@ class _Reader:
         for _ in range(num_tensors):
             name, num_dimensions = self.text(), self.number("I")
             if num_dimensions > MOST_DIMENSIONS:
-                raise IndexError
+                raise _DamagedError
             shape = tuple(self.number("Q") for _ in range(num_dimensions))[::-1]
             kind, offset = self.number("I"), self.number("Q")
             dtype = TYPES.get(kind, f"number {kind}")
+            if dtype == "Q8_0" and (not shape or shape[-1] % BLOCK):
+                raise _DamagedError
             if kind not in READ:
                 unread.setdefault(dtype, name)
             found[name] = GgufTensor(shape, dtype, offset, _num_bytes(dtype, shape))
@@ -135,6 +142,8 @@ class _Reader:
             fix = "take the file in F16, BF16 or Q8_0, or the folder that was published for transformers"
             raise ConfigError([Problem(str(path), what, fix)])
         aligned = said.get("general.alignment", 32)
+        if not isinstance(aligned, int) or aligned < 1:
+            raise _DamagedError
         first = -(-self.at // aligned) * aligned
         placed = {n: GgufTensor(t.shape, t.dtype, first + t.start, t.num_bytes) for n, t in found.items()}
         end = max((t.start + t.num_bytes for t in placed.values()), default=first)

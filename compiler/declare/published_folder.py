@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ..core.errors import ConfigError, Problem
-from .gguf_file import SUFFIX, GgufHeader, gguf_values, is_gguf, read_gguf
+from .gguf_file import ACCESS, SUFFIX, GgufHeader, gguf_values, is_gguf, read_gguf
 
 T = TypeVar("T")
 
@@ -174,8 +174,7 @@ def _json_of(file: Path) -> Mapping[str, Any]:
     try:
         said = json.loads(file.read_bytes(), parse_constant=_refuse_constant)
     except OSError as error:
-        fix = "copy or download it again, or give this process access to it"
-        raise ConfigError([Problem(str(file), f"cannot be read: {error.strerror or error}", fix)]) from error
+        raise ConfigError([Problem(str(file), f"cannot be read: {error.strerror or error}", ACCESS)]) from error
     except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
         what = f"is not valid JSON: {error}"
         raise ConfigError([Problem(str(file), what, "download it again, or correct it")]) from error

@@ -97,7 +97,10 @@ def _records(text: str) -> Iterator[Mapping[str, Any]]:
         return
     csv.field_size_limit(2**31 - 1)  # lines of large tuples are longer than the 128 KiB that it allows
     reader = csv.DictReader(io.StringIO(text))
-    yield from ({str(key).strip().lower(): value for key, value in row.items() if key} for row in reader)
+    try:
+        yield from ({str(key).strip().lower(): value for key, value in row.items() if key} for row in reader)
+    except csv.Error as error:
+        raise TableError(f"its CSV is damaged in line {reader.line_num}: {error}") from None
 
 
 def _of_json(content: Any) -> Iterator[Mapping[str, Any]]:
@@ -108,10 +111,12 @@ def _of_json(content: Any) -> Iterator[Mapping[str, Any]]:
         if "cols" not in table:  # a list of records
             yield {str(key).lower(): value for key, value in table.items()}
             continue
-        names = [str(each.get("id") or each.get("label", "")).lower() for each in table["cols"]]
-        for row in table.get("rows", ()):
-            cells = [cell.get("v") if isinstance(cell, dict) else cell for cell in row["c"]]
-            yield dict(zip(names, cells, strict=False))
+        try:
+            names = [str(each.get("id") or each.get("label", "")).lower() for each in table["cols"]]
+            rows = [[cell.get("v") if isinstance(cell, dict) else cell for cell in row["c"]] for row in table["rows"]]
+        except (AttributeError, KeyError, TypeError):
+            raise TableError('its JSON is not {"cols": [{"id": ...}], "rows": [{"c": [{"v": ...}]}]}') from None
+        yield from (dict(zip(names, cells, strict=False)) for cells in rows)
 
 
 def _row(values: Mapping[str, Any]) -> OpRow | None:
@@ -125,7 +130,7 @@ def _row(values: Mapping[str, Any]) -> OpRow | None:
     try:
         occurrences, seconds = round(float(found["occurrences"])), float(found["microseconds"]) * 1e-6
         rate = float(found["gigaflops_per_second"] or 0) * 1e9
-    except ValueError:
+    except (ValueError, TypeError, OverflowError):
         raise TableError(f"the row of {found['name']} has a text where a number belongs") from None
     if occurrences < 1 or found["category"] == "IDLE":
         return None
@@ -197,8 +202,7 @@ def predict_rows(rows: Sequence[OpRow], devices: ProgramDevices, runs: int) -> P
 
 _DONE = re.compile(r" [\w\-]+-done\(.*%([\w.\-]+)\)", re.DOTALL)
 _FUSED_START, _FUSED_DONE = "async-collective-start", "async-collective-done"  # names of fusions that send and wait
-_CORES = {"v4": 2, "v5p": 2}  # the cores that work as one: the profiler counts the FLOPs of each
-_IN_ONE_CORE = "in_megacore"  # an operation of one core beside another one's
+_IN_ONE_CORE = "in_megacore"  # an operation of one core, while the other core runs another one
 
 
 def _with_ends(collective: PredictedCollective, ends: Sequence[str]) -> PredictedCollective:
@@ -266,7 +270,7 @@ def _seconds(row: OpRow, entry: Computation, module: Module, target: TargetPlan)
         if not row.flops:
             return Unknown(NOT_CALLED)
         peak = chip.peak_flops_per_second.get("bfloat16", math.inf) * chip.matmul_share
-        flops = row.flops * _CORES.get(target.chip.known_as, 1)
+        flops = row.flops * target.chip.cores_per_device  # the profiler counts those of one core
         sends = cost_model().sending_matmul if SENDS.search(row.text.partition(" fusion(")[0]) else 1.0
         return (flops / peak + cost_model().matmul_seconds) * sends * chip.factors.get("matmul", 1.0)
     if entry.root.opcode == "fusion" and row.category not in PASSES:

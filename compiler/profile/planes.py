@@ -153,16 +153,22 @@ def read_json_planes(text: str | bytes) -> list[Plane]:
     planes: dict[Any, _Plane] = {}
     for row in events:
         if row.get("ph") == "M" and row.get("name") == "process_name":
-            name = str(row.get("args", {}).get("name", ""))
+            name = str(_args(row).get("name", ""))
             planes[row.get("pid")] = _Plane(name.split(" ")[0] if name.startswith("/") else name)
     for row in events:
         plane = planes.setdefault(row.get("pid"), _Plane(""))
         if row.get("ph") == "M" and row.get("name") == "thread_name":
-            plane.threads[row.get("tid")] = _Line(str(row.get("args", {}).get("name", "")))
+            plane.threads[row.get("tid")] = _Line(str(_args(row).get("name", "")))
     for row in events:
         if row.get("ph") == "X" and isinstance(row.get("ts"), int | float):
             line = planes[row.get("pid")].threads.setdefault(row.get("tid"), _Line(""))
-            start, args = row["ts"] * 1e3, row.get("args")
-            args = args if isinstance(args, dict) else {}
-            line.events.append(_Event(str(row.get("name", "")), start, start + float(row.get("dur", 0)) * 1e3, args))
+            start, lasted = row["ts"] * 1e3, row.get("dur", 0)
+            if not isinstance(lasted, int | float):
+                raise PlanesError(f"an event has a dur that is no number: {lasted!r}")
+            line.events.append(_Event(str(row.get("name", "")), start, start + lasted * 1e3, _args(row)))
     return list(planes.values())
+
+
+def _args(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    args = row.get("args")
+    return args if isinstance(args, dict) else {}

@@ -4,14 +4,15 @@
 figures of the step under the names that report.json has.
 """
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from meshloom.models.record import Record
 
 from ..core.known import OrUnknown, Reasoned
-from ..core.traffic import CollectiveKind, LinkKind
+from ..core.traffic import Crossing, LinkKind
 from ..estimate.stage_buffers import StageBuffer
 from ..figures import StepFigures
 from ..jaxpr.unknown import UnknownPrimitive
@@ -58,17 +59,19 @@ class PlannedProgram(Record):
     auxiliary: list[str]
 
 
-class PlannedTraffic(Record):
+@dataclass(frozen=True)
+class PlannedTraffic(Crossing):
     """Collectives that are equal. bytes_each: of one; direction: the pass."""
 
-    kind: CollectiveKind | Literal["copy-to-device", "copy-to-host"]
-    mesh_axes: list[str]
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     group_size: int
     bytes_each: int
     count: int
     direction: str
 
 
+@dataclass(frozen=True)
 class PlannedCommunication(PlannedTraffic):
     dtype: str
     source: str

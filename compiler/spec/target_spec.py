@@ -93,6 +93,11 @@ class ChipSpec(Config):
     sustained: UpToOne  # share of the kernels' arithmetic that a run keeps at the power as sold
     sources: dict[str, FigureSource]  # by figure
 
+    @property
+    def cores_per_device(self) -> int:
+        """Returns the cores that work as one JAX device."""
+        return max(1, self.num_cores // self.num_devices)
+
     @model_validator(mode="after")
     def _check_attention(self) -> Self:
         """Shares that are taken for picoseconds would be faster than the chip."""

@@ -52,6 +52,8 @@ def test_copies_that_take_longer_than_all_compute_cannot_hide():
         *END,
     )
     assert warnings(module(*hidden), "v5e-4") == set()
+    kernel = '  %k = bf16[8]{0} custom-call(%x), custom_call_target="mystery"'  # its time is not known
+    assert warnings(module(*lines, kernel, *END), "v5e-4") == set()
 
 
 END = (compute("work", 5), "  ROOT %o = bf16[8]{0} copy(%x)")  # an estimate of a TPU's compiler

@@ -81,7 +81,10 @@ def test_what_was_priced_right_and_wrong_is_found(judged):
     [("rank,hlo_op_name\n1,a\n", "no column occurrences"),
      ("hlo_op_name,occurrences,total_self_time\na,b,1\n", "the row of a has a text where a number belongs"),
      ("hlo_op_name,occurrences,total_self_time\n", "the table has no operation"),
-     ('{"cols": [', "its JSON is not whole"), ("[1]", "no columns and rows")],
+     ("hlo_op_name,occurrences,total_self_time\na,1e999,1\n", "the row of a has a text where a number belongs"),
+     ('{"cols": [', "its JSON is not whole"), ("[1]", "no columns and rows"),
+     ('{"cols": [{"id": "hlo_op_name"}], "rows": [{"v": "a"}]}', "its JSON is not"),
+     ('[{"hlo_op_name": "a", "occurrences": [1], "total_self_time": 1}]', "a text where a number belongs")],
 )  # fmt: skip
 def test_another_text_is_refused(text, said):
     with pytest.raises(TableError, match=said):
