@@ -58,7 +58,7 @@ def known_devices(reading: PeerReading, topology: str, key: str, num_slices: int
     if name is None:
         return None
     because = "target=" if reading.target else reading.said(key)
-    sized = target_names.devices_of(name)
+    sized = target_names.sized_devices(name)
     if sized is None:
         problem = target_names.problem_of(name, ())
         reading.refuse("" if reading.target else key, problem.what, problem.fix)

@@ -94,7 +94,7 @@ class SizedDevices:
     num_nodes: int = 1
 
 
-def devices_of(name: str) -> SizedDevices | None:
+def sized_devices(name: str) -> SizedDevices | None:
     """Returns the devices of a target in one slice, by its name; None for a size that does not exist."""
     match parse_name(name):
         case (_, {"num_devices": int(inner)}):
