@@ -11,12 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.float_types import peak_name
 from ..core.format import counted
 from ..core.known import Unknown, each_known
-from .target import TargetPlan
+
+if TYPE_CHECKING:  # `meshloom runs` reads the table without JAX
+    from .target import TargetPlan
 
 TABLE = Path(__file__).with_name("accuracy.json")
 COVERED = 9, 10  # runs that lie in a range
@@ -38,7 +40,7 @@ ProgramKind = Literal[
 
 
 def program_kinds(
-    target: TargetPlan, mesh: Mapping[str, int], sequence_length: int, *, has_experts: bool
+    target: "TargetPlan", mesh: Mapping[str, int], sequence_length: int, *, has_experts: bool
 ) -> tuple[ProgramKind, ...]:
     """Returns the kinds of a program, whose predictions are off for reasons of their own; `dense` if none applies.
     mesh: the sizes of its axes. `low precision` is not among them: `kinds_in_types` adds it."""
@@ -90,7 +92,7 @@ class Accuracy:
         return f"{' and '.join(self.kinds)}{combined}: {basis}, {self.num_on_chip or 'none'} on {self.chip}"
 
 
-def accuracy_of(target: TargetPlan, kinds: Sequence[ProgramKind], basis: Basis = "compiled") -> Accuracy | None:
+def accuracy_of(target: "TargetPlan", kinds: Sequence[ProgramKind], basis: Basis = "compiled") -> Accuracy | None:
     """Returns the accuracy of predictions for a target, from the runs of all chips if there are none on its own. None
     if nothing is predicted, and with a calibration. basis: what the predictions are made from, a compiled schedule or
     an estimate without one.
@@ -114,7 +116,7 @@ def accuracy_of(target: TargetPlan, kinds: Sequence[ProgramKind], basis: Basis =
 
 
 def range_figures(
-    target: TargetPlan, kinds: Sequence[ProgramKind], seconds: float | Unknown, basis: Basis = "compiled"
+    target: "TargetPlan", kinds: Sequence[ProgramKind], seconds: float | Unknown, basis: Basis = "compiled"
 ) -> dict[str, Any]:
     """Returns the figures of the range of a prediction, as StepFigures has them."""
     accuracy = accuracy_of(target, kinds, basis)
@@ -122,7 +124,7 @@ def range_figures(
     return {"range_factor": factor, "range_basis": each_known(factor, lambda _: str(accuracy))}
 
 
-def best_published_mfu(target: TargetPlan) -> float | None:
+def best_published_mfu(target: "TargetPlan") -> float | None:
     """Returns the highest MFU that a published run on the chip reached; None if no such run is known."""
     return None if target.chip is None else best_mfu_on(target.chip.name)
 
