@@ -29,7 +29,6 @@ from meshloom.compiler.target.topology import find_devices
 
 from ..core.failures import raise_if_interrupted
 from ..core.stderr_capture import captured_stderr
-from ..data import open_data
 from ..processes.devices import plan_without_devices, start_devices
 from ..processes.distributed import Processes
 from ..processes.process_log import announce, say_command, say_labels
@@ -69,9 +68,17 @@ class Compiled:
 
 def prepare_compile(spec: RunSpec) -> CompileJob:
     """Checks everything that can fail because of the declaration, before anything is written. Raises ConfigError."""
+
+    def plan_counted() -> Plan[RunSpec]:
+        if not spec.counts_epochs:
+            return plan_run(spec)
+        from ..data import open_data
+
+        return plan_run(open_data(spec).opened.spec)
+
     is_run = spec.target.kind == "cpu"
     said = start_devices(spec.target, Processes()) if is_run else plan_without_devices(spec.target)
-    job = find_job(spec, lambda: plan_run(open_data(spec).opened.spec if spec.counts_epochs else spec))
+    job = find_job(spec, plan_counted)
     return replace(job, said=(*said, *job.said))
 
 

@@ -21,6 +21,7 @@ found({computing} + {running}, "runs", ".")
 found({computing} + {running}, "train", "--help")
 found({computing} + {running}, "explain", "target=v5q-8")
 found({running}, "explain", "target=cpu-8")
+found(("grain", "orbax"), "compile", "target=cpu-8", "batch_size=7")
 found(("jax",), "explain", "target=cpu-8")
 """
 
@@ -35,5 +36,6 @@ def test_a_command_imports_no_library_that_it_does_not_use(tmp_path):
         "0 train --help imports",
         "2 explain target=v5q-8 imports",
         "0 explain target=cpu-8 imports",
+        "2 compile target=cpu-8 batch_size=7 imports",
         "0 explain target=cpu-8 imports jax",  # it would be found
     ], done.stderr
