@@ -65,13 +65,14 @@ def lint_program(module: Module, devices: ProgramDevices, schedule: ScheduleAnal
 def find_costly_traffic(collectives: Sequence[CollectiveReport], step: StepReport) -> Iterator[Finding]:
     """Yields what costs time whatever the schedule: copies to the host that no compute is long enough to hide, and
     exchanges of tokens over a torus."""
-    if not step.least_seconds:
-        return
-    yield from _copies_that_cannot_hide(collectives, step)
-    yield from _exchanges_over_torus(collectives, step)
+    if step.least_seconds:
+        yield from _copies_that_cannot_hide(collectives, step, step.least_seconds)
+        yield from _exchanges_over_torus(collectives, step.least_seconds)
 
 
-def _copies_that_cannot_hide(collectives: Sequence[CollectiveReport], step: StepReport) -> Iterator[Finding]:
+def _copies_that_cannot_hide(
+    collectives: Sequence[CollectiveReport], step: StepReport, least: float
+) -> Iterator[Finding]:
     is_partial = step.num_unpriced or step.counted_once
     if is_partial or isinstance(step.compute_seconds, Unknown):  # compute that is not counted may hide them
         return
@@ -80,31 +81,31 @@ def _copies_that_cannot_hide(collectives: Sequence[CollectiveReport], step: Step
     taken = {kind: sum(each.alone_seconds or 0.0 for each in copies) for kind, copies in ways.items()}
     kind = max(taken, key=lambda way: taken[way])
     compute = step.compute_seconds
-    if waited >= LEAST_SHARE * step.least_seconds and taken[kind] > compute:
+    if waited >= LEAST_SHARE * least and taken[kind] > compute:
         size, longest = sum(each.bytes for each in ways[kind]), human_seconds(taken[kind])
         yield Finding(
             rule="host-copies-cannot-hide",
             severity="warning",
             what=f"{human_bytes(size)} of {kind} take {longest} of the host's link, and all compute of the step "
             f"{human_seconds(compute)}: no schedule hides them, and compute waits {human_seconds(waited)}, "
-            f"{human_share(waited / step.least_seconds)} of the step",
+            f"{human_share(waited / least)} of the step",
             where=_places(ways[kind], lambda each: or_infinity(each.exposed_seconds)),
             fix="keep more on the device, or compute it again in the backward pass. More tokens per step hide copies "
             "of weights and of the optimizer's state, but not of activations",
         )
 
 
-def _exchanges_over_torus(collectives: Sequence[CollectiveReport], step: StepReport) -> Iterator[Finding]:
+def _exchanges_over_torus(collectives: Sequence[CollectiveReport], least: float) -> Iterator[Finding]:
     exchanges = [each for each in collectives if each.kind == "all-to-all" and each.link == "ICI" and _is_large(each)]
     seconds = sum(each.exposed_seconds or 0.0 for each in exchanges)
-    if seconds >= LEAST_SHARE * step.least_seconds:
+    if seconds >= LEAST_SHARE * least:
         sizes = sorted({each.group_size for each in exchanges})
         yield Finding(
             rule="exchange-over-torus",
             severity="warning",
             what=f"{human_bytes(sum(each.bytes for each in exchanges))} of all-to-alls over groups of "
             f"{human_names([*map(str, sizes)])} chips of a torus, which has no direct link between each two of them: "
-            f"compute waits {human_seconds(seconds)}, {human_share(seconds / step.least_seconds)} of the step",
+            f"compute waits {human_seconds(seconds)}, {human_share(seconds / least)} of the step",
             where=_places(exchanges, lambda each: or_infinity(each.exposed_seconds)),
             fix="exchange among fewer chips next to each other (a smaller axis of experts), send a part of the tokens "
             "while another is computed, or gather the experts' weights instead",

@@ -124,8 +124,8 @@ class _Transfers:
         return tuple(each for each in self.collectives if each.bytes // each.count >= LEAST_BYTES)
 
     def _are_others_narrow(self, report: CollectiveReport) -> bool:
-        """Returns True if the program sums more in bfloat16 than in float32 over the same devices, as gradients are of
-        which it declares that. Sums of activations over other devices have a type of their own."""
+        """Returns True if the program sums more in bfloat16 than in float32 over the same devices, as it does where
+        gradients are declared in bfloat16. Sums of activations over other devices have a type of their own."""
         alike = [each for each in self._large if each.kind in _SUMMED and each.mesh_axes == report.mesh_axes]
         wide, narrow = (sum(each.bytes for each in alike if each.dtype == dtype) for dtype in ("f32", "bf16"))
         return narrow > wide

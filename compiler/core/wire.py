@@ -5,9 +5,8 @@ message_fields(b"\\x0a\\x03abc\\x10\\x07")  ->  (1, b"abc"), (2, 7)
 
 from collections.abc import Iterator
 
-WireValue = (
-    int | memoryview
-)  # a number; or the bytes of a text, of a message, of a packed list, of a fixed-width number
+# A number; or the bytes of a text, of a message, of a packed list, or of a number of fixed width.
+WireValue = int | memoryview
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _WIDTH = {_FIXED64: 8, _FIXED32: 4}
 

@@ -47,17 +47,19 @@ _TABLE: tuple[tuple[str, str], ...] = (
     ("optimizer.b2={}", "beta2 adam_beta2 adam_b2"),
     ("optimizer.epsilon={}", "eps adam_epsilon adam_eps"),
     ("optimizer={}", "optim opt_type"),
-    ("precision=bfloat16", "bf16 use_bf16 mixed_precision torch_dtype amp"),
+    ("precision=bfloat16", "bf16 use_bf16"),
+    ("precision=bfloat16, float16 or float32", "mixed_precision torch_dtype amp"),
     ("precision=float16", "fp16"),
     ("remat=full", "gradient_checkpointing activation_checkpointing recompute activation_checkpoint remat_policy "
      "recompute_granularity"),
-    ("adapter=lora", "use_lora use_peft peft lora load_in_4bit"),
+    ("adapter=lora", "use_lora use_peft peft lora"),
     ("adapter=lora adapter.rank={}", "lora_r lora_rank r"),
     ("adapter=lora adapter.alpha={}", "lora_alpha"),
     ("adapter=lora adapter.dropout={}", "lora_dropout"),
     ("adapter=lora 'adapter.targets=[layers/attention/*]'", "lora_target_modules target_modules lora_target"),
     ("model=from_hf model.path={}", "model_name_or_path model_name model_path base_model hf_model pretrained "
-     "load_parameters_path tokenizer_path"),
+     "load_parameters_path"),
+    ("data/tokenizer=huggingface data.tokenizer.path={}", "tokenizer_path tokenizer_name tokenizer_name_or_path"),
     ("model=MODEL, or of a published folder model=from_hf model.path=DIR", "model_id architecture"),
     ("data=jsonl 'data.source.paths=[{}]', or data=chats for chats", "dataset dataset_path dataset_name train_file "
      "data_path data_dir train_data datasets train_dataset dataset_text_field"),

@@ -149,8 +149,7 @@ class WorkCosts:
 class RegionCosts:
     """The costs of one region. works: in the order of its program. transfers: collectives, each with its bytes, of each
     declaration. executions: in a step, (stages, declarations). is_step: True for the step itself, False for the body of
-    a loop or a branch. has_loops: True for a body in which loops
-    or branches run."""
+    a loop or a branch. has_loops: True for a body in which loops or branches run."""
 
     works: tuple[WorkCosts, ...]
     transfers: tuple[tuple[Transfer, Numbers], ...]

@@ -205,7 +205,7 @@ def _unknown(checks: Sequence[Check]) -> Iterator[Concern]:
             yield Concern(
                 rule="unknown",
                 what=f"{each.what}: the base has a figure, and this step has none",
-                fix="see the reason in `unknown` of report.json",
+                fix="see the reason under `unknown` in report.json, or of an estimate in plan.json",
                 is_worse=True,
             )
 
@@ -243,7 +243,7 @@ def _collective(change: Difference, grown: Set[str]) -> Iterator[Concern]:
     if not now:
         return
     is_large = now["bytes"] // max(1, now["count"]) >= LEAST_BYTES and change.where.partition(" over ")[0] in grown
-    exposed = [None if side is None else side.get("exposed_seconds", 0.0) for side in (was, now)]
+    exposed = [side.get("exposed_seconds", 0.0) for side in (was, now)]
     waits = "" if None in exposed or exposed[0] == exposed[1] else (
         f", exposed {' → '.join(human_seconds(each or 0.0) for each in exposed)}"
     )  # fmt: skip
@@ -290,23 +290,18 @@ def _notes(base: Run, head: Run) -> Iterator[str]:
         return
     if not head.report.compiled.step_seconds and not base.report.compiled.step_seconds:
         yield f"the time of a step is not known: {why_unknown(head.report.compiled.step_seconds)}"
-    versions = [_versions(run.report) for run in (base, head) if run.report]
-    if None not in versions and versions[0] != versions[1]:
-        yield f"compiled by {_named(versions[1])}, and the base by {_named(versions[0])}"
+    was, now = _versions(base.report), _versions(head.report)
+    if was and now and was != now:
+        yield f"compiled by {human_names(now)}, and the base by {human_names(was)}"
     calibrations = [run.report.target.calibration for run in (base, head) if run.report]
     if calibrations[0] != calibrations[1]:
         yield "predicted with another calibration of the chip than the base"
 
 
-def _versions(report: Report) -> dict[str, str] | None:
+def _versions(report: Report) -> list[str]:
+    """Returns what a program was compiled by: "jax 0.10.2", ...; nothing where the report does not say."""
     build = report.build
-    if not build:
-        return None
-    return {"jax": build.jax, "jaxlib": build.jaxlib} | ({"": build.plugin} if build.plugin else {})
-
-
-def _named(versions: Mapping[str, str] | None) -> str:
-    return human_names([f"{name} {version}".strip() for name, version in (versions or {}).items()])
+    return [f"jax {build.jax}", f"jaxlib {build.jaxlib}", *filter(None, [build.plugin])] if build else []
 
 
 def human_value(check: Check, value: float | None) -> str:
@@ -324,4 +319,5 @@ def human_change(check: Check) -> str:
 
 
 def human_tolerated(check: Check) -> str:
+    """Returns the largest growth that is accepted as text."""
     return human_share(check.tolerated) + (" of the step" if check.rule == "more-exposed" else "")
