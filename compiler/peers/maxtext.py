@@ -7,7 +7,7 @@ from typing import Any
 from ..core.errors import use_one_of
 from .mesh import Devices, PeerAxes, known_devices, put_mesh, refuse_without_chips
 from .parts import put_flags, put_remat, put_values
-from .reading import PeerReading
+from .reading import PeerReading, in_full
 
 _AXES = ("diloco", "data", "fsdp", "fsdp_transpose", "sequence", "context", "context_usp_ulysses",
          "context_autoregressive", "tensor", "tensor_sequence", "pipeline", "expert", "autoregressive")  # fmt: skip
@@ -37,7 +37,7 @@ def read_maxtext(reading: PeerReading) -> None:
     slices = "compile_topology_num_slices" if reading.is_given("compile_topology_num_slices") else "num_slices"
     devices = known_devices(reading, topology, "compile_topology", max(reading.whole(slices), 1))
     axes = _axes(reading, devices)
-    if devices is None:
+    if devices is None and not (reading.target or topology):
         refuse_without_chips(reading, axes)
     _put_batch(reading, devices, axes)
     _put_remat(reading, experts)
@@ -108,7 +108,7 @@ def _put_sizes(reading: PeerReading, scale: int, *, every: bool) -> None:
     for ours, key in (("head_dim", "head_dim"), ("vocab_size", "vocab_size"), ("rope_theta", "rope_max_timescale"),
                       ("norm_epsilon", "normalization_layer_epsilon")):  # fmt: skip
         if reading.is_given(key):
-            reading.put(f"model.{ours}={reading.number(key):g}", reading.said(key))
+            reading.put(f"model.{ours}={in_full(reading.number(key))}", reading.said(key))
     if reading.is_given("num_experts") and not every:
         reading.put(f"model.num_experts={reading.whole('num_experts')}", reading.said("num_experts"))
     if reading.is_given("num_experts_per_tok") and not every:
@@ -129,7 +129,7 @@ def _put_sizes(reading: PeerReading, scale: int, *, every: bool) -> None:
             reading.put(f"model.mlp={mlp}", reading.said("mlp_activations"))
             reading.put(f"model.mlp_activation={activation}", reading.said("mlp_activations"))
     if (rate := reading.number("dropout_rate")) and reading.flag("enable_dropout"):
-        reading.put(f"model.dropout_rate={rate:g}", reading.said("dropout_rate"))
+        reading.put(f"model.dropout_rate={in_full(rate)}", reading.said("dropout_rate"))
 
 
 def _axes(reading: PeerReading, devices: Devices | None) -> PeerAxes:
@@ -144,7 +144,7 @@ def _axes(reading: PeerReading, devices: Devices | None) -> PeerAxes:
         ("dcn", "slices" if devices is None or not devices.is_gpu else "nodes", devices and devices.outer),
     ):
         keys = {axis: f"{level}_{axis}_parallelism" for axis in _AXES}
-        values = {axis: reading.whole(key) for axis, key in keys.items()}
+        values = {axis: reading.count(key, -1) for axis, key in keys.items()}
         free = [axis for axis, size in values.items() if size == -1]
         rest = math.prod(size for size in values.values() if size != -1)
         if len(free) > 1:
@@ -173,8 +173,8 @@ def _put_batch(reading: PeerReading, devices: Devices | None, axes: PeerAxes) ->
         size = Fraction(per_device).limit_denominator(10**6) * devices.total * accumulated
         because = f"{reading.said('per_device_batch_size', 'gradient_accumulation_steps')}, {devices.total} devices"
         if size.denominator != 1 or size < 1:
-            what = f"{per_device:g} on each of {devices.total} devices is not a whole number of sequences"
-            reading.refuse("per_device_batch_size", what, f"use a multiple of {1 / devices.total:g}")
+            what = f"{in_full(per_device)} on each of {devices.total} devices is not a whole number of sequences"
+            reading.refuse("per_device_batch_size", what, f"use a multiple of {in_full(1 / devices.total)}")
         else:
             reading.put(f"global_batch_size={size}", because)
     reading.put(f"sequence_length={reading.whole('max_target_length')}", reading.said("max_target_length"))
@@ -267,7 +267,7 @@ def _put_layouts(reading: PeerReading, axes: PeerAxes, devices: Devices | None) 
             what = "drops tokens only in its dense matmuls, and sparse_matmul is true"
             reading.refuse("capacity_factor", what, "set sparse_matmul=false, or capacity_factor=-1")
         reading.put("parallel.experts=capacity", reading.said("capacity_factor", "sparse_matmul", "megablox"))
-        reading.put(f"moe.capacity_factor={capacity:g}", reading.said("capacity_factor"))
+        reading.put(f"moe.capacity_factor={in_full(capacity)}", reading.said("capacity_factor"))
     strategy = reading.one_of("attention", _ATTENTION)
     if strategy:
         reading.put(f"parallel.attention={strategy}", reading.said("attention"))
@@ -385,16 +385,20 @@ def _put_schedule(reading: PeerReading) -> None:
         reading.put(f"schedule.num_decay_steps={decay}", reading.said("wsd_decay_steps_fraction", "steps"))
         if reading.text("wsd_decay_style") != "linear":
             reading.refuse("wsd_decay_style", "Meshloom's wsd falls along a line or a root", "use linear")
-        reading.put(f"schedule.final_learning_rate_fraction={final:g}", reading.said("learning_rate_final_fraction"))
+        reading.put(
+            f"schedule.final_learning_rate_fraction={in_full(final)}", reading.said("learning_rate_final_fraction")
+        )
     elif final != 0.1:
-        reading.put(f"schedule.final_learning_rate_fraction={final:g}", reading.said("learning_rate_final_fraction"))
+        reading.put(
+            f"schedule.final_learning_rate_fraction={in_full(final)}", reading.said("learning_rate_final_fraction")
+        )
 
 
 def _put_loops(reading: PeerReading, devices: Devices | None) -> None:
     if (tiles := reading.whole("num_vocab_tiling")) > 1:
         reading.put(f"loss.num_chunks={tiles}", reading.said("num_vocab_tiling"))
     if weight := reading.number("z_loss_multiplier"):
-        reading.put(f"loss.z_loss_weight={weight:g}", reading.said("z_loss_multiplier"))
+        reading.put(f"loss.z_loss_weight={in_full(weight)}", reading.said("z_loss_multiplier"))
     if seed := reading.whole("init_weights_seed"):
         reading.put(f"seed={seed}", reading.said("init_weights_seed"))
     if not reading.flag("scan_layers"):

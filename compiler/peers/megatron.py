@@ -5,7 +5,7 @@ from typing import Any
 from ..core.errors import use_one_of
 from .mesh import Devices, known_devices
 from .parts import put_values
-from .reading import PeerReading
+from .reading import PeerReading, in_full
 
 _UNKNOWN = (None, "None", "")
 _STRATEGIES = {"no_shard": "no", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "fsdp"}
@@ -91,7 +91,7 @@ def _put_parts(reading: PeerReading, *, learned: bool, gated: bool, experts: boo
     norm = reading.one_of("normalization", {"LayerNorm": "layer", "RMSNorm": "rms"})
     if norm:
         reading.put(f"model.norm={norm}", reading.said("normalization"))
-        reading.put(f"model.norm_epsilon={reading.number('norm_epsilon'):g}", reading.said("norm_epsilon"))
+        reading.put(f"model.norm_epsilon={in_full(reading.number('norm_epsilon'))}", reading.said("norm_epsilon"))
     biases = "none" if reading.flag("disable_bias_linear") else "all"
     if biases == "none" and reading.flag("add_qkv_bias"):
         biases = "qkv"
@@ -105,7 +105,7 @@ def _put_parts(reading: PeerReading, *, learned: bool, gated: bool, experts: boo
         what = f"Meshloom has no positions of the kind {reading.text('position_embedding_type')} here"
         reading.refuse("position_embedding_type", what, "use rope or learned_absolute")
     else:
-        reading.put(f"model.rope_theta={reading.number('rotary_base'):g}", reading.said("rotary_base"))
+        reading.put(f"model.rope_theta={in_full(reading.number('rotary_base'))}", reading.said("rotary_base"))
     if reading.flag("qk_layernorm"):
         reading.put("model.qk_norm=rms", reading.said("qk_layernorm"))
     if experts:
@@ -113,23 +113,23 @@ def _put_parts(reading: PeerReading, *, learned: bool, gated: bool, experts: boo
         per_token = reading.whole("moe_router_topk")
         reading.put(f"model.num_experts_per_token={per_token}", reading.said("moe_router_topk"))
     dropped = reading.number("hidden_dropout")
-    reading.put(f"model.dropout_rate={dropped:g}", reading.said("hidden_dropout"))
+    reading.put(f"model.dropout_rate={in_full(dropped)}", reading.said("hidden_dropout"))
     if reading.number("attention_dropout"):
         reading.notes.append("attention_dropout: attention weights are not dropped here; residuals and embeddings are")
 
 
 def _put_vocabulary(reading: PeerReading) -> None:
     known = reading.peer.tables["vocabularies"]
-    size = reading.value("vocab_size")
-    if size in _UNKNOWN:
+    size = reading.whole("vocab_size") if _given(reading, "vocab_size") else None
+    if size is None:
         size = known.get(reading.text("tokenizer_type"))
     if size is None and reading.is_given("vocab_file"):
         size = known["GPT2BPETokenizer"]
     if size is None:
         reading.refuse("vocab_size", "is not given, and only its tokenizer knows it", "add --vocab-size N")
         return
-    step = reading.whole("make_vocab_size_divisible_by") * reading.whole("tensor_model_parallel_size")
-    padded = -(-int(size) // step) * step
+    step = reading.count("make_vocab_size_divisible_by") * reading.count("tensor_model_parallel_size")
+    padded = -(-size // step) * step
     because = f"{reading.said('vocab_size', 'tokenizer_type')}, a multiple of {step}"
     reading.put(f"model.vocab_size={padded}", because)
 
@@ -138,16 +138,16 @@ def _sizes(reading: PeerReading, devices: Devices | None) -> dict[str, int]:
     """Returns the sizes of Megatron's groups. data: of devices with other tokens, experts' devices among them."""
     keys = {"tensor": "tensor_model_parallel_size", "stage": "pipeline_model_parallel_size",
             "context": "context_parallel_size", "expert": "expert_model_parallel_size"}  # fmt: skip
-    sizes = {axis: reading.whole(key) for axis, key in keys.items()}
+    sizes = {axis: reading.count(key) for axis, key in keys.items()}
     others = sizes["tensor"] * sizes["stage"] * sizes["context"]
     sizes["data"] = 0
     if devices is not None:
-        if others < 1 or devices.total % others:
+        if devices.total % others:
             what = f"tensor, pipeline and context parallelism are {others} together, and there are {devices.total} GPUs"
             reading.refuse("tensor_model_parallel_size", what, "correct them, or the target")
             return sizes
         sizes["data"] = devices.total // others
-        if sizes["data"] % max(sizes["expert"], 1):
+        if sizes["data"] % sizes["expert"]:
             what = f"is {sizes['expert']}, and Meshloom's expert axis takes devices from the {sizes['data']} of data"
             reading.refuse("expert_model_parallel_size", what, "use a divisor of them")
     if _given(reading, "expert_tensor_parallel_size"):
@@ -199,7 +199,7 @@ def _put_remat(reading: PeerReading) -> None:
         reading.refuse("recompute_granularity", f"there is no '{granularity}'", "use full or selective")
         return
     modules = reading.value("recompute_modules")
-    modules = modules.split() if isinstance(modules, str) else modules or []
+    modules = modules if isinstance(modules, list) else str(modules or "").split()
     others = [name for name in modules if name not in ("core_attn", "None")]
     if others:
         what = f"{', '.join(others)}: Megatron recomputes these parts of a layer"
@@ -267,7 +267,7 @@ def _put_mesh(reading: PeerReading, sizes: dict[str, int]) -> None:
     if _given(reading, "moe_expert_capacity_factor"):
         reading.put("parallel.experts=capacity", reading.said("moe_expert_capacity_factor"))
         factor = reading.number("moe_expert_capacity_factor")
-        reading.put(f"moe.capacity_factor={factor:g}", reading.said("moe_expert_capacity_factor"))
+        reading.put(f"moe.capacity_factor={in_full(factor)}", reading.said("moe_expert_capacity_factor"))
     if stage > 1:
         _put_pipeline(reading, stage)
 
@@ -277,8 +277,8 @@ def _put_pipeline(reading: PeerReading, stage: int) -> None:
     if _given(reading, "virtual_pipeline_model_parallel_size"):
         chunks = reading.whole("virtual_pipeline_model_parallel_size")
     elif _given(reading, "num_layers_per_virtual_pipeline_stage"):
-        layers, each = reading.model_value("num_layers"), reading.whole("num_layers_per_virtual_pipeline_stage")
-        if layers % (stage * max(each, 1)):
+        layers, each = reading.model_value("num_layers"), reading.count("num_layers_per_virtual_pipeline_stage")
+        if layers % (stage * each):
             what = f"is {each}, which does not divide the {layers} layers of {stage} stages"
             reading.refuse("num_layers_per_virtual_pipeline_stage", what, "use a divisor")
         else:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ..core.errors import Problem
 from ..spec import target_names
 from .reading import PeerReading
 
@@ -61,7 +62,8 @@ def known_devices(reading: PeerReading, topology: str, key: str, num_slices: int
     sized = target_names.sized_devices(name)
     if sized is None:
         problem = target_names.problem_of(name, ())
-        reading.refuse("" if reading.target else key, problem.what, problem.fix)
+        place = problem.where if reading.target else f"{reading.given.place}: {key}"
+        reading.problems.append(Problem(place, problem.what, problem.fix))
         return None
     slices = num_slices if sized.platform == "tpu" else 1
     devices = Devices(name, sized.inner, sized.num_nodes * slices, slices, is_gpu=sized.platform == "gpu")

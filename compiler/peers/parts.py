@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .reading import PeerReading, option_values
+from .reading import PeerReading, in_full, option_values
 
 
 def put_remat(reading: PeerReading, choices: Mapping[str, str], because: str) -> None:
@@ -27,9 +27,9 @@ def put_values(reading: PeerReading, section: str, option: str, values: Mapping[
     """Puts the values that differ from those of our config file. values: with the peer's key of each."""
     ours = option_values(section, option)
     for key, (value, because) in values.items():
-        written = "null" if value == "null" else f"{value:g}"
+        written = "null" if value == "null" else f"{in_full(value)}"
         default = ours.get(key)
-        if written != ("null" if default is None else f"{default:g}"):
+        if written != ("null" if default is None else f"{in_full(default)}"):
             reading.put(f"{section}.{key}={written}", reading.said(because))
 
 

@@ -6,6 +6,7 @@ problems are reported at once.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ _MOST_UNKNOWN = 0.5  # of the keys: with more it is another tool's declaration
 @dataclass(frozen=True)
 class Given:
     """What was found of a peer's declaration: values by key, and where they are. flags: XLA's, as `--name=value`.
-    num_devices: of all hosts, where a launcher says it. notes: what is to be said of how it was read."""
+    notes: what is to be said of how it was read."""
 
     place: str
     values: Mapping[str, Any]
@@ -127,15 +128,23 @@ class PeerReading:
     def number(self, key: str) -> float:
         value = self.value(key)
         try:
-            if isinstance(value, bool):
+            if isinstance(value, bool) or not math.isfinite(number := float(value)):
                 raise ValueError
-            return float(value)
-        except (TypeError, ValueError):
+            return number
+        except (TypeError, ValueError, OverflowError):
             return self._not_a("number", key, value)
 
     def whole(self, key: str) -> int:
         value = self.number(key)
         return int(value) if value == int(value) else self._not_a("whole number", key, value)
+
+    def count(self, key: str, *others: int) -> int:
+        """Returns a whole number from 1. others: more values that it may have."""
+        value = self.whole(key)
+        if value < 1 and value not in others:
+            self.refuse(key, f"is {value}", "use a whole number from 1")
+            return 1
+        return value
 
     def flag(self, key: str) -> bool:
         value = self.value(key)
@@ -203,7 +212,12 @@ def _shown(value: Any) -> str:
         return str(value).lower() if isinstance(value, bool) else "null"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_shown, value))}]"
-    return f"{value:g}" if isinstance(value, float) else str(value) or "''"
+    return in_full(value) if isinstance(value, float) else str(value) or "''"
+
+
+def in_full(value: float) -> str:
+    """Returns a number as it is written in an override, with all of its digits."""
+    return f"{value:.15g}"
 
 
 def read_declaration(

@@ -3,7 +3,7 @@
 from ..core.errors import use_one_of
 from .mesh import Devices, known_devices, put_mesh
 from .parts import put_values
-from .reading import PeerReading
+from .reading import PeerReading, in_full
 
 _AXES = {"replica": "data_parallel_replicate_degree", "fsdp": "data_parallel_shard_degree",
          "context": "context_parallel_degree", "tensor": "tensor_parallel_degree", "stage": "pipeline_parallel_degree",
@@ -49,7 +49,7 @@ def _put_model(reading: PeerReading) -> None:
 def _sizes(reading: PeerReading, devices: Devices | None) -> dict[str, int]:
     """Returns the sizes of our mesh axes; shards take the rest."""
     keys = {axis: f"parallelism.{name}" for axis, name in _AXES.items()}
-    sizes = {axis: reading.whole(key) for axis, key in keys.items()}
+    sizes = {axis: reading.count(key, *([-1] if axis == "fsdp" else [])) for axis, key in keys.items()}
     if sizes["expert"] > 1 and devices is not None:  # its experts are over devices that also shard and split lengths
         for axis in ("context", "tensor"):
             if sizes[axis] > 1:
@@ -66,7 +66,7 @@ def _sizes(reading: PeerReading, devices: Devices | None) -> dict[str, int]:
             product = sizes["fsdp"] * others
             what = f"the degrees of parallelism are {product} together, and {devices.name} has {devices.total} GPUs"
             reading.refuse("parallelism", what, "correct them, or the target")
-        if sizes["fsdp"] % max(sizes["expert"], 1):
+        if sizes["fsdp"] % sizes["expert"]:
             what = f"is {sizes['expert']}, which does not divide the {sizes['fsdp']} shards"
             reading.refuse(keys["expert"], what, "use a divisor of them")
     return sizes
@@ -214,7 +214,9 @@ def _put_optimizer(reading: PeerReading) -> None:
         reading.put(f"schedule={kind}", reading.said(*keys))
         ours = {"linear": 0.0, "cosine": 0.1}[kind]
         if least != ours:
-            reading.put(f"schedule.final_learning_rate_fraction={least:g}", reading.said("lr_scheduler.min_lr_factor"))
+            reading.put(
+                f"schedule.final_learning_rate_fraction={in_full(least)}", reading.said("lr_scheduler.min_lr_factor")
+            )
     elif kind == "cosine":
         what = "a cosine that begins after a stable part, which Meshloom does not have"
         reading.refuse("lr_scheduler.decay_type", what, "use linear or sqrt, or leave decay_ratio out")
@@ -226,6 +228,8 @@ def _put_optimizer(reading: PeerReading) -> None:
         if kind == "sqrt":
             reading.put("schedule.decay_shape=sqrt", reading.said("lr_scheduler.decay_type"))
         if least:
-            reading.put(f"schedule.final_learning_rate_fraction={least:g}", reading.said("lr_scheduler.min_lr_factor"))
-    if (seed := reading.value("debug.seed")) is not None:
-        reading.put(f"seed={int(seed)}", reading.said("debug.seed"))
+            reading.put(
+                f"schedule.final_learning_rate_fraction={in_full(least)}", reading.said("lr_scheduler.min_lr_factor")
+            )
+    if reading.value("debug.seed") is not None:
+        reading.put(f"seed={reading.whole('debug.seed')}", reading.said("debug.seed"))

@@ -152,6 +152,20 @@ def test_bad_value_is_one_problem_at_its_key(words, where, said):
     assert said in found[where]
 
 
+@pytest.mark.parametrize("value", [".nan", ".inf", "0", "-2", "2.5", "[1]", "abc"])
+@pytest.mark.parametrize("key", ["ici_tensor_parallelism", "dcn_data_parallelism"])
+def test_degree_that_is_no_count_is_one_problem(key, value):
+    assert list(problems(*SMALL, f"{key}={value}")) == [key]
+
+
+def test_large_number_keeps_its_digits():
+    assert overrides("vocab_size=1234567") == {"model.vocab_size=1234567"}
+
+
+def test_target_that_does_not_exist_is_named_alone():
+    assert list(problems(*SMALL, target="v5p-9")) == ["target"]
+
+
 def test_without_chips_the_problem_says_how_many_devices():
     found = problems(*SMALL, "dcn_data_parallelism=2", "ici_fsdp_parallelism=8", target=None)
     assert "16 devices" in found["command"]
