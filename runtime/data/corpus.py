@@ -126,7 +126,7 @@ def left_out_chats(num_empty: int, has_pairs: bool) -> str:
     return (
         f"{counted(num_empty // 2, 'pair')} without two answers that differ"
         if has_pairs
-        else f"{counted(num_empty, 'chat')} without an answer"
+        else f"{counted(num_empty, 'chat')} without an answer to learn"
     )
 
 

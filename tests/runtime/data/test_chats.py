@@ -346,7 +346,7 @@ def test_a_run_draws_the_same_chats_from_shards(folders, many, tmp_path, monkeyp
             for name in one:
                 np.testing.assert_array_equal(one[name], other[name])
     assert of_lines.summary == of_shards.summary
-    assert "1 chat without an answer left out" in of_lines.summary
+    assert "1 chat without an answer to learn left out" in of_lines.summary
 
 
 def test_masks_belong_to_what_a_run_goes_on_in(folders, many, tmp_path):
