@@ -22,7 +22,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from meshloom.compiler import plan as compiler_plan
 from meshloom.compiler.core.console import Console
-from meshloom.compiler.core.errors import Problem, raise_if_any
+from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
 from meshloom.compiler.core.format import human_bytes, human_parameters
 from meshloom.compiler.core.user_code import code_allowed_from, parse_allowed
 from meshloom.compiler.declare.compose import Request, read_spec
@@ -168,7 +168,9 @@ def compose(
     config_dir: a folder of configs beside ours. allow_code_from: names of modules whose code the declaration may run;
     without it, a config can only name classes of installed packages. Raises ConfigError with all problems.
     """
-    origin = Origin(overrides, None if config_dir is None else fspath(config_dir), tuple(allow_code_from))
+    origin = Origin(
+        check_overrides(overrides), None if config_dir is None else fspath(config_dir), tuple(allow_code_from)
+    )
     return _read(origin, lambda spec: spec)
 
 
@@ -207,9 +209,27 @@ def with_spec(declared: Sequence[str | RunSpec | compiler_plan.Plan[RunSpec]], t
         return _read(Origin(overrides), then)
     spec = declared[0].spec if isinstance(declared[0], compiler_plan.Plan) else declared[0]
     if len(declared) > 1 or not isinstance(spec, RunSpec):
-        raise TypeError("give either overrides, such as 'sharding=fsdp', or one declaration")
+        raise _no_overrides(declared)
     with library_call(spec.origin.code_allowed_from):
         return then(spec)
+
+
+def check_overrides(given: Sequence[Any]) -> tuple[str, ...]:
+    """Returns the overrides that a function was given. Raises ConfigError if they are not all texts."""
+    if all(isinstance(each, str) for each in given):
+        return tuple(given)
+    raise _no_overrides(given)
+
+
+def _no_overrides(given: Sequence[Any]) -> ConfigError:
+    other = next(each for each in given if not isinstance(each, str))
+    is_list = isinstance(other, list | tuple)
+    fix = (
+        "unpack it: compose(*overrides)"
+        if is_list
+        else "give either texts, such as 'sharding=fsdp', or one declaration"
+    )
+    return ConfigError([Problem("overrides", f"one of them is a {type(other).__name__}, not a text", fix)])
 
 
 def request_of_origin(origin: Origin) -> Request:

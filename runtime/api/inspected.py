@@ -47,7 +47,7 @@ from ..compile.artifact import FOLDER, TEXT, read_artifact
 from ..core.inputs import bytes_of_file, plain_name, text_of_file
 from ..rundir.folders import SPEC, RunFolder
 from ..rundir.run_dir import write_report
-from .declared import library_call
+from .declared import check_overrides, library_call
 from .found_profile import XPLANE, FoundProfile, find_profile
 
 T = TypeVar("T", int, float)
@@ -131,7 +131,7 @@ def inspect(
     config_dir: a folder of configs beside ours.
     Raises ConfigError for anything that is not such a program, or that is not for the target.
     """
-    named = (*([] if target is None else [f"target={target}"]), *overrides)
+    named = (*([] if target is None else [f"target={target}"]), *check_overrides(overrides))
     named = search_path_override(named, None if config_dir is None else fspath(config_dir))
     choices = None if trips is None and taken is None else Choices(by_name(trips), by_name(taken))
     with library_call():

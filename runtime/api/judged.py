@@ -35,7 +35,7 @@ from meshloom.compiler.xla.schedule.steps import Choices
 from ..core.files import replace_text
 from ..rundir.profile_files import PAGE, REPORT
 from ..rundir.run_dir import write_report
-from .declared import library_call
+from .declared import check_overrides, library_call
 from .found_profile import GIVE_TEXT, FoundProfile, choose_measured, text_of_program
 from .inspected import (
     TARGET,
@@ -145,7 +145,7 @@ def inspect_profile(
     such files. text: the path of the program's text, for a profile that has none in it. The other arguments are those
     of `inspect`. Raises ConfigError for anything that is not such a profile, or that is not of the target.
     """
-    named = (*([] if target is None else [f"target={target}"]), *overrides)
+    named = (*([] if target is None else [f"target={target}"]), *check_overrides(overrides))
     named = search_path_override(named, None if config_dir is None else fspath(config_dir))
     choices = None if trips is None and taken is None else Choices(by_name(trips), by_name(taken))
     with library_call():

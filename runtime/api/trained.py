@@ -29,7 +29,16 @@ from ..processes.process_log import meshloom_log
 from ..rundir.folders import METRICS
 from ..train.metrics import Metrics, read_metrics
 from ..train.train import Job, prepare, run_training
-from .declared import Plan, library_call, request_of_origin, settings_put_back, shown_as, warn, with_spec
+from .declared import (
+    Plan,
+    check_overrides,
+    library_call,
+    request_of_origin,
+    settings_put_back,
+    shown_as,
+    warn,
+    with_spec,
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -111,7 +120,9 @@ def evaluate(place: str | PathLike[str], *overrides: str) -> Evaluation | TaskRe
     ConfigError with all problems, and its subclass RunFailed for a loss that is not finite.
     """
     with settings_put_back(), library_call():
-        job = read_spec(request_of_run(fspath(place), in_section(EVALUATION, overrides)), then=_prepare)
+        job = read_spec(
+            request_of_run(fspath(place), in_section(EVALUATION, check_overrides(overrides))), then=_prepare
+        )
         return evaluate_weights(job, Console(is_quiet=True))
 
 
@@ -133,7 +144,7 @@ def generate(place: str | PathLike[str], prompt: str | Sequence[str], *overrides
     """
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     with settings_put_back(), library_call():
-        request = request_of_run(fspath(place), in_section(GENERATE, overrides))
+        request = request_of_run(fspath(place), in_section(GENERATE, check_overrides(overrides)))
         job = read_spec(request, then=lambda spec: prepare_generation(spec, prompts, warn))
         completions = [each for each in job.run(Console(is_quiet=True)) if isinstance(each, Completion)]
     completions.sort(key=lambda each: each.number)
