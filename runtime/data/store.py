@@ -53,7 +53,7 @@ class Shard:
 class TokenStore:
     """A corpus in tokens. content: a hash of all of it. largest_token: -1 if there are no tokens. num_empty: documents
     without text, or chats without an answer to learn, which were left out. masked_by: how it was found which tokens to
-    learn (chat_template.py); empty: all are learnt. unread: keys of chats that their template does not read, in words."""
+    learn (chat_template.py); empty: all are. unread: keys of chats that their template does not read, in words."""
 
     shards: tuple[Shard, ...]
     tokenizer: TokenizerIdentity
