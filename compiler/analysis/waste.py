@@ -127,7 +127,8 @@ class _Transfers:
         """Returns True if the program sums more in bfloat16 than in float32 over the same devices, as it does where
         gradients are declared in bfloat16. Sums of activations over other devices have a type of their own."""
         alike = [each for each in self._large if each.kind in _SUMMED and each.mesh_axes == report.mesh_axes]
-        wide, narrow = (sum(each.bytes for each in alike if each.dtype == dtype) for dtype in ("f32", "bf16"))
+        wide = sum(each.bytes for each in alike if each.dtype == "f32")
+        narrow = sum(each.bytes for each in alike if each.dtype == "bf16")
         return narrow > wide
 
     def wide_sum(self, moved: MovedArray) -> Waste | None:
