@@ -59,11 +59,13 @@ def test_axes_that_a_sharding_does_not_use_choose_no_mesh():
 
 @pytest.mark.parametrize("name", tiered(SHARDINGS, plain=["fsdp", "fsdp_tensor"]))
 def test_a_new_logical_axis_edits_one_file(name, tmp_path):
-    """Every sharding lays it out in all three tables after one line of one file."""
+    """Every sharding lays it out in all three tables after one line of one file; a table of its own needs the line,
+    too."""
     own = tmp_path / "conf"
     shutil.copytree(FOLDER, own)
-    shared = own / "sharding/_base.yaml"
-    shared.write_text(shared.read_text().replace("head_dim]", "head_dim, state]"))
+    files = {"_base", *({name} & {"fsdp_2d"})}
+    for file in (own / f"sharding/{each}.yaml" for each in files):
+        file.write_text(file.read_text().replace("head_dim]", "head_dim, state]"))
     found = read(f"sharding={name}", config_path=own).sharding
     for table in (found.parameters, found.optimizer, found.activations):
         assert [rule.mesh for rule in table if "state" in rule.logical] == [()]
