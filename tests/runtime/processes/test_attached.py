@@ -64,9 +64,9 @@ def test_what_a_plugin_says_beside_its_chip_stays_on_the_terminal(tmp_path):
     plugin = with_plugin(tmp_path, "xla_cuda13", BROKEN)
     code = """if True:
         import sys
-        from jax._src import hardware_utils
+        from meshloom.compiler.spec import attached
         from meshloom.runtime.cli.main import run
-        hardware_utils.has_visible_nvidia_gpu = lambda: True
+        attached.attached_kinds = lambda: ("gpu",)
         sys.exit(run(sys.argv[1:]))
     """
     command = [sys.executable, "-c", code, "explain", *SMALL]

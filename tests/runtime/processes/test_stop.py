@@ -38,6 +38,15 @@ def test_the_answer_is_on_the_terminal_while_stderr_is_a_log(capfd):
     assert captured.lines == ()
 
 
+@pytest.fixture
+def hang_up():
+    """Has this process hear of SIGHUP, also where it was started by nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hang_up")
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGXCPU])
 def test_each_signal_that_ends_a_job_asks_to_stop_once(capfd, number):
     with StopRequest(Processes()) as stop:
@@ -48,6 +57,7 @@ def test_each_signal_that_ends_a_job_asks_to_stop_once(capfd, number):
     assert stop.exit_code == 128 + number
 
 
+@pytest.mark.usefixtures("hang_up")
 def test_a_signal_that_a_library_has_the_process_ignore_is_heard_from_the_next_step_on():
     """libtpu does so by sigaction when it is loaded, of which Python knows nothing."""
     libc = ctypes.CDLL(None)
