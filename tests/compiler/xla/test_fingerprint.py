@@ -43,6 +43,7 @@ OUTSIDE = (
     "checkpoint.every_num_steps=3",
     "checkpoint.every_num_minutes=1.5", "checkpoint.keep=9", "checkpoint.keep_best=2",
     "checkpoint.keep_every_num_steps=4", "checkpoint.restore_from=there", "checkpoint.directory=there",
+    "checkpoint.base_from=there",
     "distributed.cluster=slurm",
     "distributed.coordinator_address=a:1", "distributed.num_processes=2", "distributed.process_id=1",
     "distributed.local_device_ids=[0]", "distributed.initialization_timeout_seconds=1",
@@ -94,10 +95,8 @@ def test_passes_read_no_more_of_a_declaration_than_its_step_and_its_place(more):
 
 
 def test_keys_outside_of_the_program_do_not_change_it(usual):
-    others = (
-        OUTSIDE,
-        ("checkpoint.weights_from=there", "checkpoint.weights_skip=[x]"),
-    )  # beside restore_from: an error
+    rate = f"optimizer.learning_rate={spec_of(*TINY).optimizer.learning_rate}"  # old weights have another by default
+    others = (OUTSIDE, ("checkpoint.weights_from=there", "checkpoint.weights_skip=[x]", rate))  # one of the two places
     before, *after = (dict(flat(spec_of(*TINY, *more).model_dump(mode="json"))) for more in ((), *others))
     own_fields = ("target.", "mesh.", "compiler_options", "overlap.flag_presets")
     unchanged = {
