@@ -116,7 +116,7 @@ def _interrupt(folder: Path, with_signal: signal.Signals, after: int) -> tuple[i
 @pytest.mark.ci
 def test_a_stopped_run_goes_on_as_if_nothing_had_been(finished, tmp_path):
     stopped_at = 0
-    for with_signal, name in ((signal.SIGHUP, "SIGHUP"), (signal.SIGUSR1, "SIGUSR1"), (signal.SIGINT, "Ctrl-C")):
+    for with_signal, name in ((signal.SIGTERM, "SIGTERM"), (signal.SIGUSR1, "SIGUSR1"), (signal.SIGINT, "Ctrl-C")):
         before = stopped_at
         code, out, err = _interrupt(tmp_path, with_signal, before + 10)
         assert code == 128 + with_signal, err
