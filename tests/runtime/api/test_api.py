@@ -86,9 +86,10 @@ def test_what_only_the_command_can_do_is_refused_with_what_to_do():
         assert fix in str(error.value)
     with pytest.raises(meshloom.ConfigError, match="or one declaration"):
         meshloom.plan(meshloom.compose(), "seed=3")
+    several: Any = ["seed=3"]
     for function in (meshloom.compose, meshloom.plan):
         with pytest.raises(meshloom.ConfigError, match="one of them is a list, not a text"):
-            function(["seed=3"])
+            function(several)
     with pytest.raises(meshloom.ConfigError, match="there is no such file"):
         meshloom.report("nowhere")
 
