@@ -1,4 +1,4 @@
-"""What XLA's scheduler for GPUs hides in one trip of a loop: it places what is sent from the end of the trip.
+"""XLA's scheduler for GPUs hides what one trip of a loop sends, which it places from the end of the trip.
 
     works      queries  attention  out  up   gate  down
     gathers    up ---------------------| gate-----| down      beside `gate`; out, queries: before the first work

@@ -304,12 +304,12 @@ class _Reader:
 
     def region(self, number: int, region: Region) -> None:
         is_tick = any(step.operation.chosen for step in region.steps)
+        first = len(self.works)
         if region.stacked_bytes:
             self.works.append(Work("other", number, None, tuple(map(self.number, region.stacked_bytes))))
         self.copied += self.copies(number, region.program)
         before: list[int] = []  # the works of the region that precede each step
         sent: list[int] = []
-        first = len(self.works)
         for place, step in enumerate(region.steps):
             before.append(len(self.works) - first)
             if step.inside:
@@ -328,8 +328,7 @@ class _Reader:
                     work = replace(work, results=results, dtype=region.program.dtypes[operation.inputs[0]])
                 self.works.append(work)
         before.append(len(self.works) - first)
-        of_weights = {place for place in sent if self.is_of_weight(region.steps[place].operation)}
-        loops = [place for place, step in enumerate(region.steps) if step.inside]
+        order = StepOrder(region.steps)
         for place in sent:
             operation = region.steps[place].operation
             collective, name = operation.collective, OperationName(operation.scope)
@@ -338,17 +337,14 @@ class _Reader:
                 Transfer(
                     collective.kind,
                     collective.mesh_axes,
-                    is_weight=place in of_weights,
+                    is_weight=next(iter(name.parameters(self.weights)), None) is not None,
                     region=number,
                     full_bytes=self.number(collective.bytes),
                     source=find_source(self.ops, name),
                     is_of_tick=is_tick and bool(operation.stage_pairs),
-                    beside=_beside(collective.kind, region.steps, place, before, loops, is_step=number == 0),
+                    beside=order.beside(collective.kind, place, before, is_step=number == 0),
                 )
             )
-
-    def is_of_weight(self, operation: Operation) -> bool:
-        return next(iter(OperationName(operation.scope).parameters(self.weights)), None) is not None
 
     def copies(self, number: int, program: Program) -> Iterator[CopiedArray]:
         """Yields the arrays of a region that lie on one side and are copied to the other."""
@@ -363,28 +359,28 @@ class _Reader:
                         pass
 
 
-def _beside(
-    kind: CollectiveKind,
-    steps: Sequence[PricedStep],
-    place: int,
-    before: Sequence[int],
-    loops: Sequence[int],
-    *,
-    is_step: bool,
-) -> tuple[int, int]:
-    """Returns the works of a region beside which a collective of a weight may run. place: of the collective among the
-    steps. before: the works that precede each step, and all. loops: the steps while which it is not on its way.
+class StepOrder:
+    """The order of a region's steps: by value, the step that makes it and the first that reads it; the loops."""
 
-    A trip of a loop hands to the next one what it has still to reduce, which then ends with it.
-    """
-    own, last = steps[place].fused, len(steps)
-    made = {i: number for number, step in enumerate(steps) for i in step.fused.writes}
-    readers = (number for number, step in enumerate(steps) if set(own.writes) & set(step.fused.reads))
-    if kind in MOVING or not is_step:
-        read = next(readers, last) if kind in MOVING else last
-        return before[max((one + 1 for one in loops if one < read), default=0)], before[read]
-    ready = max((made[i] + 1 for i in own.reads if i in made), default=0)
-    return before[ready], before[min((one for one in loops if one >= ready), default=last)]
+    def __init__(self, steps: Sequence[PricedStep]) -> None:
+        self.steps = steps
+        self.made = {value: place for place, step in enumerate(steps) for value in step.fused.writes}
+        last_first = reversed(list(enumerate(steps)))
+        self.read = {value: place for place, step in last_first for value in step.fused.reads}
+        self.loops = [place for place, step in enumerate(steps) if step.inside]
+
+    def beside(self, kind: CollectiveKind, place: int, before: Sequence[int], *, is_step: bool) -> tuple[int, int]:
+        """Returns the works of the region beside which a collective of a weight may run. place: of the collective among
+        the steps. before: the works that precede each step, and all. Nothing is on its way while a loop runs.
+
+        A trip of a loop hands to the next one what it has still to reduce, which then ends with it.
+        """
+        own, last = self.steps[place].fused, len(self.steps)
+        if kind in MOVING or not is_step:
+            read = min((self.read.get(i, last) for i in own.writes), default=last) if kind in MOVING else last
+            return before[max((loop + 1 for loop in self.loops if loop < read), default=0)], before[read]
+        ready = max((self.made[i] + 1 for i in own.reads if i in self.made), default=0)
+        return before[ready], before[min((loop for loop in self.loops if loop >= ready), default=last)]
 
 
 def _num_results(operation: Operation, program: Program) -> float:

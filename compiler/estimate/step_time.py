@@ -168,10 +168,10 @@ def time_step(costs: Costs, rates: Rates, links: LinkTimes, hiding: Hiding) -> S
     of_regions: list[Numbers] = []
     for region in costs.regions():
         works = [_work_seconds(one, rates) for one in region.works]
-        alone = _compute_seconds(region, rates) + _sending_seconds(region, rates, links, hiding)
+        alone = _compute_seconds(region, works) + _sending_seconds(region, works, links, hiding)
         compute = compute + alone
         attends = any(one.work.kind == "attention" for one in region.works)
-        blocks = _compute_seconds(region, rates, "attention") if attends else alone
+        blocks = _compute_seconds(region, works, "attention") if attends else alone
         waited = _exposed(region, works, alone, blocks, links, hiding)
         for axes, seconds in waited.items():
             exposed[axes] = exposed.get(axes, 0.0) + seconds
@@ -236,10 +236,10 @@ def _of_part(part: TickPart, of_regions: Sequence[Numbers], costs: Costs, links:
     return np.array(each)
 
 
-def _compute_seconds(region: RegionCosts, rates: Rates, only: WorkKind | None = None) -> Numbers | float:
-    """Returns the seconds of a region's works in a whole step, or of those of one kind."""
-    works = (one for one in region.works if only in (None, one.work.kind))
-    return region.executions * sum((_work_seconds(one, rates) for one in works), start=np.zeros(()))
+def _compute_seconds(region: RegionCosts, works: Sequence[Numbers], only: WorkKind | None = None) -> Numbers:
+    """Returns the seconds of a region's works in a whole step, or of those of one kind. works: of one execution."""
+    each = (seconds for one, seconds in zip(region.works, works, strict=True) if only in (None, one.work.kind))
+    return region.executions * sum(each, start=np.zeros(()))
 
 
 def _work_seconds(one: WorkCosts, rates: Rates) -> Numbers:
@@ -258,14 +258,16 @@ def _work_seconds(one: WorkCosts, rates: Rates) -> Numbers:
     return np.maximum(alone, one.num_bytes / rates.stream_bytes_per_second)
 
 
-def _sending_seconds(region: RegionCosts, rates: Rates, links: LinkTimes, hiding: Hiding) -> Numbers | float:
+def _sending_seconds(
+    region: RegionCosts, works: Sequence[Numbers], links: LinkTimes, hiding: Hiding
+) -> Numbers | float:
     """Returns how much longer a region's matmuls take that send chunks of collectives: as long as these are on their
-    way."""
+    way. works: the seconds of one execution of each work."""
     sending = [each for each in region.transfers if each[0].is_weight and each[0].kind in hiding.from_matmuls]
     if not sending:
         return 0.0
     sent = region.executions * sum(links.seconds(one.kind, one.mesh_axes, size) for one, size in sending)
-    return (cost_model().sending_matmul - 1) * np.minimum(sent, _compute_seconds(region, rates, "matmul"))
+    return (cost_model().sending_matmul - 1) * np.minimum(sent, _compute_seconds(region, works, "matmul"))
 
 
 def _exposed(
