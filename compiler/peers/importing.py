@@ -1,11 +1,12 @@
 """Imports a declaration of a peer: `import_declaration("maxtext", ["run_recipe.sh"], None)`."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..core.errors import COMMAND_LINE, ConfigError, Problem, use_one_of
+from ..core.key_paths import leaves
 from .maxtext import read_maxtext
 from .megatron import read_megatron
 from .reading import Given, Imported, PeerReading, peer_of, read_declaration
@@ -89,15 +90,9 @@ def _titan_values(words: Sequence[str]) -> FormWords:
 
 
 def _titan_file(values: Mapping[str, Any]) -> dict[str, Any]:
-    return _aliased("torchtitan", dict(_leaves(values)))
-
-
-def _leaves(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
+    return _aliased(
+        "torchtitan", {key: value for key, value in leaves(values) if value != {}}
+    )  # a section without keys
 
 
 def _megatron_values(words: Sequence[str]) -> FormWords:
