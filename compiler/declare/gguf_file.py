@@ -5,7 +5,10 @@ typed values by key, and a description of each tensor; the tensors follow, each 
 """
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ TYPES = READ | {
     23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
     39: "MXFP4", 40: "NVFP4",
 }  # fmt: skip
+PLAIN = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of a number
 BLOCK, BLOCK_BYTES = 32, 34  # of Q8_0: numbers, and their bytes with a scale in float16
 MOST_ITEMS, MOST_DIMENSIONS = 10_000_000, 4
 
@@ -38,6 +42,11 @@ class GgufTensor:
     dtype: str
     start: int
     num_bytes: int
+
+    def one_of_first(self, number: int) -> "GgufTensor":
+        """Returns one part of the first dimension, whose parts lie one after the other."""
+        size = self.num_bytes // self.shape[0]
+        return GgufTensor(self.shape[1:], self.dtype, self.start + number * size, size)
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,8 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> GgufHeader:
-    """Returns the header. Raises ConfigError for damage, and for types of tensors that are not read."""
+    """Returns the header. Raises ConfigError for damage, and for types of tensors that are not read: of those with few
+    bits, the ones that the library gguf does not read, or all where it is not installed."""
     try:
         size = path.stat().st_size
         mapped = memoryview(np.memmap(path, np.uint8, "r")) if size else memoryview(b"")  # type: ignore[arg-type]
@@ -90,7 +100,8 @@ class _Reader:
 
     def value(self, kind: int) -> Any:
         if kind in VALUES:
-            return self.number(VALUES[kind])
+            value = self.number(VALUES[kind])
+            return float(str(np.float32(value))) if VALUES[kind] == "f" else value  # 1e-06, and not 9.99999997e-07
         if kind == TEXT:
             return self.text()
         if kind != ARRAY:
@@ -131,16 +142,13 @@ class _Reader:
             shape = tuple(self.number("Q") for _ in range(num_dimensions))[::-1]
             kind, offset = self.number("I"), self.number("Q")
             dtype = TYPES.get(kind, f"number {kind}")
-            if dtype == "Q8_0" and (not shape or shape[-1] % BLOCK):
-                raise _DamagedError
-            if kind not in READ:
+            if (block := _block(dtype)) is None:
                 unread.setdefault(dtype, name)
-            found[name] = GgufTensor(shape, dtype, offset, _num_bytes(dtype, shape))
+            elif block[0] > 1 and (not shape or shape[-1] % block[0]):
+                raise _DamagedError
+            found[name] = GgufTensor(shape, dtype, offset, _num_bytes(block, shape))
         if unread:
-            named = ", ".join(f"{dtype} ({name})" for dtype, name in list(unread.items())[:3])
-            what = f"holds tensors of the type {named}; read are {', '.join(READ.values())}"
-            fix = "take the file in F16, BF16 or Q8_0, or the folder that was published for transformers"
-            raise ConfigError([Problem(str(path), what, fix)])
+            raise ConfigError([Problem(str(path), *_unread(unread))])
         aligned = said.get("general.alignment", 32)
         if not isinstance(aligned, int) or aligned < 1:
             raise _DamagedError
@@ -153,15 +161,43 @@ class _Reader:
         return GgufHeader(said, placed)
 
 
-def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    number = int(np.prod(shape, dtype=object)) if shape else 1
+@cache
+def _block(dtype: str) -> tuple[int, int] | None:
+    """Returns how many numbers of a type are written together, and their bytes; None for a type that is not read."""
+    if dtype in PLAIN:
+        return 1, PLAIN[dtype]
     if dtype == "Q8_0":
-        return number // BLOCK * BLOCK_BYTES
-    return number * (4 if dtype == "F32" else 2)
+        return BLOCK, BLOCK_BYTES
+    try:
+        import gguf  # noqa: PLC0415 (an extra)
+
+        kind = gguf.GGMLQuantizationType[dtype]
+        block = gguf.GGML_QUANT_SIZES[kind]
+        gguf.quants.dequantize(np.zeros((1, block[1]), np.uint8), kind)
+    except (ImportError, KeyError, NotImplementedError):
+        return None
+    return block
+
+
+def _unread(types: Mapping[str, str]) -> tuple[str, str]:
+    """Returns what is wrong with a file that has tensors of types that are not read, and what to do. types: a tensor of
+    each."""
+    named = ", ".join(f"{dtype} ({name})" for dtype, name in list(types.items())[:3])
+    take = "take the file in F16, BF16 or Q8_0, or the folder that was published for transformers"
+    if find_spec("gguf") is None:
+        what = f"holds tensors of the type {named}; without the library gguf, {', '.join(READ.values())} are read"
+        return what, f"pip install 'meshloom[gguf]', and what few bits have left is read; or {take}"
+    return f"holds tensors of the type {named}, which the library gguf does not read", take
+
+
+def _num_bytes(block: tuple[int, int] | None, shape: tuple[int, ...]) -> int:
+    if block is None:
+        return 0
+    return (int(np.prod(shape, dtype=object)) if shape else 1) // block[0] * block[1]
 
 
 def gguf_values(path: Path, tensor: GgufTensor) -> np.ndarray:
-    """Returns the values of a tensor: a view of the file, or of Q8_0 their product with the scales, in float32."""
+    """Returns the values of a tensor: a view of the file, or of types with few bits what they stand for, in float32."""
     if not tensor.num_bytes:
         return np.zeros(tensor.shape, np.float32)
     mapped = np.asarray(np.memmap(path, np.uint8, "r", tensor.start, (tensor.num_bytes,)))
@@ -171,4 +207,9 @@ def gguf_values(path: Path, tensor: GgufTensor) -> np.ndarray:
         return (blocks[:, 2:].view(np.int8) * scales).reshape(tensor.shape)
     if tensor.dtype == "BF16":
         return (mapped.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(tensor.shape)
-    return mapped.view(np.float32 if tensor.dtype == "F32" else np.float16).reshape(tensor.shape)
+    if tensor.dtype in PLAIN:
+        return mapped.view(np.float32 if tensor.dtype == "F32" else np.float16).reshape(tensor.shape)
+    import gguf  # noqa: PLC0415 (an extra)
+
+    rows = mapped.reshape(*tensor.shape[:-1], -1)
+    return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[tensor.dtype]).reshape(tensor.shape)

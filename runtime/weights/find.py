@@ -11,6 +11,8 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import counted, human_bytes, human_names
 from meshloom.compiler.core.places import PUBLISHED, is_published
 from meshloom.compiler.core.trees import leaves_by_path
+from meshloom.compiler.declare.data_spec import BytesTokenizer, DataSpec
+from meshloom.compiler.declare.gguf_file import PLAIN
 from meshloom.compiler.declare.published_folder import CONFIG, understood
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
@@ -22,6 +24,7 @@ from ..checkpoint.find import EXPECTED, Checkpoint, check_is_there, newest_good,
 from ..checkpoint.meaning import meaning_of
 from ..core.failures import STORAGE, RunFailed
 from ..core.files import check_bucket, damage_in, folder_at
+from ..data.tokenizers import Bytes
 from ..processes.distributed import Processes, together
 from .folder import FROM, Matched, WeightsFolder, match_folder, match_saved, open_folder
 from .peft_folder import adapter_arrays, describe_adapter, grown_folder, merged_folder
@@ -106,7 +109,18 @@ def find_weights(plan: Plan[RunSpec], place: str | None = None) -> StoredWeights
             folder = merged_folder(folder, model)
         folder, grown = grown_folder(folder, named)
         matched = match_folder(folder, named, params, skip)
-        return PublishedWeights(folder, matched, (*differs, *grown, *not_read(named.left_out)), adapter)
+        return PublishedWeights(
+            folder,
+            matched,
+            (
+                *differs,
+                *_rounded(folder),
+                *_read_as_bytes(plan.spec.data, model.vocab_size, folder),
+                *grown,
+                *not_read(named.left_out),
+            ),
+            adapter,
+        )
     check_bucket(folder_at(place), FROM)
     start = newest_good(*check_is_there(place, FROM), is_own=False, compare="sizes")
     tree = saved_tree(start.path)
@@ -130,6 +144,27 @@ def base_place(declared: str | None, recorded: str | None) -> str | None:
         what = f"the base of this adapter was in {place.removeprefix(PUBLISHED)}, and there is no such folder now"
         raise ConfigError([Problem("checkpoint.base_from", what, "name the folder to which it moved: model.path=DIR")])
     return place
+
+
+def _rounded(folder: WeightsFolder) -> tuple[str, ...]:
+    """Returns a line about the numbers of a GGUF file that few bits have left."""
+    types = (
+        sorted({tensor.dtype for tensor in folder.gguf_header.tensors.values()} - PLAIN.keys()) if folder.gguf else ()
+    )
+    what = "the file holds numbers in few bits; training and export go on from what they stand for"
+    return (f"warning: {what}: {human_names(types)}",) if types else ()
+
+
+def _read_as_bytes(data: DataSpec, vocab_size: int, folder: WeightsFolder) -> tuple[str, ...]:
+    """Returns a line where texts are read as bytes, and a published model has another tokenizer, which is not there."""
+    own = ("tokenizer.json", "tokenizer.model")
+    there = folder.adapter or folder.path
+    is_known = (there / "export.json").is_file() or any(file.name in own for file in folder.tokenizer)
+    is_read = isinstance(data.tokenizer, BytesTokenizer) and data.source.kind != "synthetic"
+    if is_known or not is_read or vocab_size <= Bytes.identity.vocab_size:
+        return ()
+    what = f"{there} has no tokenizer that is read, and texts are read as bytes"
+    return (f"warning: {what}; name the model's own: data/tokenizer=huggingface data.tokenizer.path=DIR",)
 
 
 OF_A_DRAW = ("dropout_rate", "initializer_stddev")  # keys that change no output of weights that are there

@@ -141,11 +141,14 @@ class TurnedTensor(FileTensor):
 def _of_gguf(file: Path, header: GgufHeader) -> dict[str, FileTensor]:
     """Returns the tensors of a GGUF file by their published names."""
     found = dict[str, FileTensor]()
-    for name, published, turn in understood(lambda: list(published_names(header.said, header.tensors)), str(file)):
-        there = header.tensors[name]
+    shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
+    for one in understood(lambda: list(published_names(header.said, shapes)), str(file)):
+        there = header.tensors[one.name]
+        if one.expert is not None:
+            there = there.one_of_first(one.expert)
         dtype = there.dtype if there.dtype == "F16" else "F32"  # of what is read
-        shape = there.shape[::-1] if turn is np.transpose else there.shape
-        found[published] = TurnedTensor(file, dtype, shape, there.start, there.num_bytes, there, turn)
+        shape = there.shape[::-1] if one.turn is np.transpose else there.shape
+        found[one.published] = TurnedTensor(file, dtype, shape, there.start, there.num_bytes, there, one.turn)
     return found
 
 
