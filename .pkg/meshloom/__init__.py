@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from meshloom.runtime.api.declared import Explanation, Plan, compose, explain, plan
     from meshloom.runtime.api.inspected import Inspection, inspect
     from meshloom.runtime.api.judged import Judgement, inspect_profile
+    from meshloom.runtime.api.loaded import LoadedModel, load
     from meshloom.runtime.api.trained import TrainedRun, evaluate, generate, train
     from meshloom.runtime.core.failures import RunFailed
     from meshloom.runtime.inference.evaluate import Evaluation
@@ -39,6 +40,7 @@ __all__ = [
     "Explanation",
     "Inspection",
     "Judgement",
+    "LoadedModel",
     "Metrics",
     "Plan",
     "Problem",
@@ -55,6 +57,7 @@ __all__ = [
     "generate",
     "inspect",
     "inspect_profile",
+    "load",
     "plan",
     "report",
     "train",
@@ -66,6 +69,7 @@ _PLACES = {  # of the names above; a module is imported when one of its names is
     "runtime.api.declared": ("Explanation", "Plan", "compose", "explain", "plan"),
     "runtime.api.inspected": ("Inspection", "inspect"),
     "runtime.api.judged": ("Judgement", "inspect_profile"),
+    "runtime.api.loaded": ("LoadedModel", "load"),
     "runtime.api.trained": ("TrainedRun", "evaluate", "generate", "train"),
     "runtime.core.failures": ("RunFailed",),
     "runtime.inference.evaluate": ("Evaluation",),

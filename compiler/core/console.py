@@ -4,7 +4,6 @@ Callers pass plain text with an optional style: `console.line("on ", (name, "bol
 value cannot inject any, and control characters are shown as escapes (visible.py).
 """
 
-import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,13 +15,14 @@ import rich.table
 from rich.cells import cell_len
 from rich.text import Text
 
+from .folding import CONTINUED, LEAST_WIDTH, breaks
 from .visible import visible_line
 
 Part = str | tuple[str, str]  # plain text, or (text, style)
 Line = list[Part]
 BarColumn = Literal["spinner", "doing", "count", "bar", "numbers", "bytes", "bytes_per_second", "elapsed", "left"]
 
-HANGING, LEAST_WIDTH = 2, 20  # columns: of what follows a first line, and of a line on the narrowest terminal
+HANGING = 2  # columns before what follows a first line
 
 
 @dataclass(frozen=True)
@@ -187,11 +187,11 @@ def command_lines(label: str, words: Sequence[str], width: int | None) -> list[s
         return [whole]
     lines = [quoted[0]]  # below the label, so that all that is copied is the command
     for word in quoted[1:]:
-        if len(lines[-1]) + 1 + len(word) + len(" \\") <= width:
+        if len(lines[-1]) + 1 + len(word) + len(CONTINUED) <= width:
             lines[-1] += f" {word}"
         else:
             lines.append(f"{' ' * 2 * HANGING}{word}")
-    return [f"{label}:", *(f"{line} \\" for line in lines[:-1]), lines[-1]]
+    return [f"{label}:", *(f"{line}{CONTINUED}" for line in lines[:-1]), lines[-1]]
 
 
 def _empty(
@@ -213,16 +213,11 @@ def _empty(
 
 def _in_lines(text: Text, width: int) -> list[Text]:
     """Returns the text in lines, broken between words. A word that is wider than a line has its own, whole."""
-    breaks, used = list[int](), 0
-    for word in re.finditer(r"\s*(\S+)", text.plain):
-        length = cell_len(word[0])
-        if used and used + length > width:
-            breaks.append(word.start(1))
-            length, used = cell_len(word[1]), 0
-        used += length
-    lines = list(text.divide(breaks))
-    for line in lines:
+    found = breaks(text.plain, width, cell_len)
+    lines = list(text.divide([place for place, _ in found]))
+    for line, is_command in zip(lines, [*(is_command for _, is_command in found), False], strict=True):
         line.rstrip()
+        line.append(CONTINUED if is_command else "")
     return lines
 
 

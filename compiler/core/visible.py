@@ -5,6 +5,8 @@ import json
 import sys
 from typing import TextIO
 
+from .folding import folded_problems, width_of
+
 SHORTEST = 6  # a shorter value occurs in too many other words to be replaced
 
 _values: dict[str, str] = {}  # by variable
@@ -53,6 +55,11 @@ def write_out(text: str, *, end: str = "\n") -> None:
 def write_error(text: str) -> None:
     """Writes text to standard error and flushes."""
     _write(text, "\n", sys.stderr)
+
+
+def write_problems(text: str) -> None:
+    """Writes problems to standard error; a terminal gets their lines folded between words."""
+    write_error(folded_problems(visible(text), width_of(sys.stderr)))
 
 
 def _write(text: str, end: str, stream: TextIO) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from ..core.errors import ConfigError, Problem, raise_if_any
-from ..core.format import counted
+from ..core.format import counted, human_names
 from ..core.places import is_url
 from .reading import Given
 from .shell import Script, ShellCommand, commands_of
@@ -75,6 +75,8 @@ def find_declaration(form: Form, words: Sequence[str], read_text: ReadText) -> t
     """Returns what the words of a command line declare: a file and changes to it, a command as one word or many, or
     keys alone; and what a launcher says of the machines. Raises ConfigError if nothing is declared."""
     first = words[0]
+    if Path(first).is_dir():
+        raise ConfigError([_folder(form, Path(first))])
     if not re.search(r"\s", first) and (is_url(first) or ("=" not in first and _names_a_file(first))):
         given, launcher = _of_file(form, first, read_text)
         changes, _, strays = form.values(words[1:])
@@ -83,6 +85,16 @@ def find_declaration(form: Form, words: Sequence[str], read_text: ReadText) -> t
     if len(words) == 1 and re.search(r"\s", first):
         return _of_script(form, first, "command", "", read_text)
     return _of_commands(form, [ShellCommand(tuple(words), {})], "command", "", Script(), read_text, is_typed=True)
+
+
+def _folder(form: Form, folder: Path) -> Problem:
+    """Returns the problem of a folder: which of its files a declaration may be in."""
+    suffixes = (".sh", ".md", *(suffix for suffix, kind in _FORMS.items() if kind == form.files))
+    found = sorted(path for path in folder.iterdir() if path.suffix in suffixes)
+    there = human_names([path.name for path in found], 3)
+    what = f"is a folder, with {there}" if found else f"is a folder without a file {', '.join(suffixes)}"
+    fix = f"name one of its files, such as {found[0]}" if found else "name a file"
+    return Problem(str(folder), what, f"{fix}, or give {form.wants}")
 
 
 def _names_a_file(word: str) -> bool:
@@ -224,7 +236,8 @@ def _train_command(
         for word, fix in form.hints.items():
             if not trains and any(word in part for part in each.words):
                 raise ConfigError([Problem(place, f"runs {word}, which names no keys", fix)])
-    what, fix = "has no train command", f"give {form.wants}"
+    ran = human_names([f"'{' '.join(each.words[:4])}'" for each in commands], 2)
+    what, fix = f"has no train command{f', but {ran}' if ran else ''}", f"give {form.wants}"
     for name, is_train in form.others.items():
         if not trains and any(is_train(each.words) for each in commands if each.words[0] not in _READ_FILES):
             fix = f"it has one of another trainer: type meshloom import {name} ..."

@@ -213,6 +213,30 @@ def build_decode(
     return decode
 
 
+def build_logits(
+    model: Model, rules: ShardingRules, mesh: MeshPlan, weights: Params
+) -> Callable[[Params, Array], Array]:
+    """Returns a function (parameters of the state, tokens_BT) -> float32 logits_BTV after each token.
+
+    Each row is one text from its first token on, without padding. weights: the plans of the parameters, in a tree."""
+    layout, working = _Layout(rules, mesh), build_working(weights)
+
+    def logits(params: Params, tokens_BT: Array) -> Array:
+        params = working(params)
+        context = Context(jnp.arange(tokens_BT.shape[1])[None], layout.activation)
+        x_BTE = model.embed.apply(params["embed"], tokens_BT, context)
+        for stack in model.stacks:
+
+            def one(x_BTE: Array, layer: Params, piece: Piece = stack.layer) -> tuple[Array, None]:
+                return split_output(piece.apply(layer, x_BTE, context))[0], None
+
+            x_BTE, _ = jax.lax.scan(one, x_BTE, params[stack.name])
+        head = model.head_params(params["head"], params["embed"])
+        return split_aux(model.head.apply(head, x_BTE, context))[0].astype(jnp.float32)
+
+    return logits
+
+
 @dataclass(frozen=True)
 class _Tokens:
     """The tokens at hand. reads_cache: whether earlier tokens are in the cache; else these are the first."""

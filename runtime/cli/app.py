@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from meshloom.compiler.core.errors import COMMAND_LINE, MISTAKE, ConfigError, Problem, all_of, raise_if_any
 from meshloom.compiler.core.user_code import FLAG, VARIABLE, code_allowed_from, parse_allowed
-from meshloom.compiler.core.visible import write_error, write_out
+from meshloom.compiler.core.visible import write_out, write_problems
 from meshloom.compiler.declare.application import run_application
 from meshloom.compiler.declare.choices import all_keys
 from meshloom.compiler.declare.compose import Request, check_config_files, read_request, read_spec
@@ -216,7 +216,7 @@ def _keys_like(name: str) -> list[str]:
 
 def show_mistake(error: ConfigError) -> int:
     """Prints all problems, and returns the exit code."""
-    write_error(str(error))
+    write_problems(str(error))
     return error.exit_code
 
 

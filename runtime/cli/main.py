@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from meshloom.compiler.core.errors import MISTAKE, use_one_of
-from meshloom.compiler.core.visible import write_error, write_out
+from meshloom.compiler.core.visible import write_error, write_out, write_problems
 
 from ..core.failures import EXIT_CODES, hear_interrupts
 from ..core.garbage import collect_seldom
@@ -75,8 +75,8 @@ def main() -> NoReturn:
         if not _is_jax_variable(error):
             raise
         said = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("JAX_"))
-        write_error(f"error: environment: JAX cannot read one of its variables: {error}")
-        write_error(f"  fix: correct or unset one of {', '.join(said)}")
+        what = f"environment: JAX cannot read one of its variables: {error}"
+        write_problems(f"error: {what}\n  fix: correct or unset one of {', '.join(said)}")
         exit_code = MISTAKE
     except BrokenPipeError:  # the reader of our output has gone: `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest when it ends
@@ -94,8 +94,8 @@ def _left(error: SystemExit) -> int:
     last = traceback.extract_tb(error.__traceback__)[-1]
     if "rich" in Path(last.filename).parts:  # the reader of our output has gone: `| head`
         return 1
-    write_error(f"error: {last.filename}:{last.lineno}: sys.exit({error.code!r}) ended the command: {last.line}")
-    write_error("  fix: raise an exception there that says what is wrong")
+    what = f"{last.filename}:{last.lineno}: sys.exit({error.code!r}) ended the command: {last.line}"
+    write_problems(f"error: {what}\n  fix: raise an exception there that says what is wrong")
     return MISTAKE
 
 
@@ -130,7 +130,7 @@ def run(args: list[str]) -> int:
         return run_command(command, args) if command else 0
     name, *rest = args
     if name not in COMMANDS:
-        write_error(f"error: there is no command '{name}'\n  fix: {use_one_of(name, COMMANDS)}")
+        write_problems(f"error: there is no command '{name}'\n  fix: {use_one_of(name, COMMANDS)}")
         return 2
     if "--version" in rest:
         return run(["--version"])

@@ -12,7 +12,7 @@ from pathlib import Path
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import MISTAKE, all_of
 from meshloom.compiler.core.user_code import allowed_modules
-from meshloom.compiler.core.visible import write_error
+from meshloom.compiler.core.visible import write_problems
 from meshloom.compiler.declare.application import HydraJob, run_application
 from meshloom.compiler.declare.choices import model_of
 from meshloom.compiler.declare.compose import Request, read_spec
@@ -116,4 +116,4 @@ def _check_plan(spec: RunSpec) -> None:
     if not isinstance(spec.target, LocalTarget):
         plan_without_devices(spec.target)
         for warning in warnings_of_demo_data(plan_run(spec)):
-            write_error(warning.as_warning())
+            write_problems(warning.as_warning())

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from meshloom.compiler.core.errors import COMMAND_LINE, ConfigError, Problem, use_one_of
-from meshloom.compiler.core.format import be, counted
-from meshloom.compiler.core.visible import write_error, write_out
+from meshloom.compiler.core.format import be
+from meshloom.compiler.core.visible import write_out, write_problems
 
 from .commands import Command
 
@@ -39,7 +39,7 @@ def run_words(command: Command, args: Sequence[str]) -> int:
     try:
         return command.load()(parse_words(command, args)) or 0
     except ConfigError as error:
-        write_error(str(error))
+        write_problems(str(error))
         return error.exit_code
 
 
@@ -90,9 +90,12 @@ def parse_words(command: Command, args: Sequence[str]) -> Words:
     overrides = tuple(word for word in rest if takes_overrides and _OVERRIDE.match(word) and not Path(word).exists())
     paths = tuple(Path(word) for word in rest if not word.startswith("-") and word not in overrides)
     is_list, num_required = command.paths.endswith("..."), sum(not name.startswith("[") for name in names)
-    if len(paths) < num_required or (len(paths) > len(names) and not is_list):
-        what = f"{counted(len(paths), 'path')} {be(len(paths))} given"
-        problems.append(Problem(COMMAND_LINE, what, f"type: {command.line}"))
+    missing = names[len(paths) : num_required]
+    if missing or (len(paths) > len(names) and not is_list):
+        more = " ".join(map(str, paths[len(names) :]))
+        what = f"{' and '.join(missing).rstrip('.')} {be(len(missing))} missing" if missing else f"'{more}' is too much"
+        fix = f"type: {command.line}"
+        problems.append(Problem(COMMAND_LINE, what, f"{fix} (`meshloom {command.name} --help` says what that is)"))
     if problems:
         raise ConfigError(problems)
     return Words(paths, given, overrides, tuple(rest))

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import jax
 
 from meshloom.compiler.core.errors import ConfigError, Problem
-from meshloom.compiler.core.visible import write_error
+from meshloom.compiler.core.visible import write_error, write_problems
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
 from meshloom.compiler.declare.run_spec import DistributedSpec
 from meshloom.compiler.spec.target_spec import TargetSpec
@@ -242,7 +242,7 @@ def crash(error: BaseException, run_dir: Path | None = None) -> None:
     if isinstance(error, KeyboardInterrupt):
         write_error(f"process {_joined.index}: interrupted; nothing was saved since the last checkpoint")
     elif isinstance(error, ConfigError):
-        write_error(f"process {_joined.index}: {error}")
+        write_problems(f"process {_joined.index}: {error}")
     elif _joined.is_first:
         write_error("".join(traceback.format_exception(error)).rstrip("\n"))
     else:

@@ -24,7 +24,7 @@ import jax
 
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import be
-from meshloom.compiler.core.visible import write_error
+from meshloom.compiler.core.visible import write_problems
 from meshloom.compiler.declare.run_spec import DistributedSpec
 
 from ..core.failures import LOST, leave_now
@@ -204,7 +204,7 @@ class Lookout:
         # If no process was named, or process 0 could not name the others, every process speaks for itself.
         is_alone = not missing or (0 in missing and not self.group.hosts)
         if is_alone or self.group.index == self.group.speaker(missing):
-            write_error(str(ConfigError([problem])))
+            write_problems(str(ConfigError([problem])))
         logging.shutdown()
         sys.stdout.flush()
         self._end(LOST)

@@ -1,5 +1,6 @@
 """A terminal of 80 columns shows what a wide one does: no word is cut or broken, and no number is lost."""
 
+import io
 import shlex
 import subprocess
 from collections.abc import Callable
@@ -8,6 +9,8 @@ import pytest
 
 from conftest import plan_of
 from meshloom.compiler.core.console import Column, Console, Table
+from meshloom.compiler.core.errors import Problem
+from meshloom.compiler.core.folding import folded, folded_problems, width_of
 from meshloom.compiler.report.diff import Run, diff_runs
 from meshloom.compiler.report.explain import explain, plan_as_json
 from meshloom.compiler.report.views.diff_text import show_diff
@@ -67,6 +70,35 @@ def test_a_command_of_several_lines_is_read_by_a_shell_as_of_one():
     assert max(map(len, lines)) <= 60
     pasted = "set -- " + "\n".join(lines) + "; printf '%s\\n' \"$@\""
     assert subprocess.run(["sh", "-c", pasted], capture_output=True, text=True).stdout.splitlines() == words
+
+
+FIX = "type meshloom train model=from_hf model.path=DIR data=chats data.source.paths=[chats.jsonl] adapter=lora"
+ERROR = Problem("model.path", "names a folder without the file that " + "each " * 9 + "run wants", FIX)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 1000])
+def test_an_error_is_folded_between_words_and_its_command_can_be_copied(width):
+    lines = folded_problems(str(ERROR), width).split("\n")
+    assert max(map(len, lines)) <= width
+    assert words_of(lines) == words_of(str(ERROR).split("\n"))
+    if width < 1000:
+        assert lines[1].startswith("  ")
+    copied = "\n".join(lines).partition("fix: type ")[2]
+    shown = subprocess.run(["sh", "-c", f"set -- {copied}; printf '%s ' \"$@\""], capture_output=True, text=True)
+    assert shown.stdout.split() == FIX.split()[1:]
+
+
+@pytest.mark.parametrize(("text", "is_command"), [
+    ("set model.path=DIRECTORY or data.source.paths=[FILE]", False), ("add `--cfg job --resolve x` to it", True),
+    ("use model.path=DIRECTORY, model.vocab_size=auto", False), ("type model.path=DIRECTORY data.seed=3", True),
+    ("it is meshloom that says which of the names these are", False),
+])  # fmt: skip
+def test_a_line_ends_in_a_backslash_only_within_a_command(text, is_command):
+    assert any(folded(text, width, 0).count("\\") for width in range(21, 45)) == is_command
+
+
+def test_what_is_no_terminal_gets_whole_lines():
+    assert folded_problems(str(ERROR), width_of(io.StringIO())) == str(ERROR)
 
 
 def test_a_path_that_is_wider_than_the_terminal_stays_whole():

@@ -342,9 +342,9 @@ def test_binary_files_and_unreadable_ones_are_told(runs, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ([], "0 paths are given\n  fix: type: meshloom diff RUN_A RUN_B"),
-        (["compiled"], "1 path is given"),
-        (["compiled", "trained", "otherwise"], "3 paths are given"),
+        ([], "RUN_A and RUN_B are missing\n  fix: type: meshloom diff RUN_A RUN_B"),
+        (["compiled"], "RUN_B is missing"),
+        (["compiled", "trained", "otherwise"], "'otherwise' is too much"),
         (["compiled", "otherwise", "--jsn"], "there is no flag '--jsn'"),
         (["compiled", "trainde"], "trainde: there is no such directory\n  fix: name a run directory, one with "
                                   "spec.yaml and plan.json (did you mean 'trained'?)"),

@@ -93,7 +93,7 @@ def test_an_artifact_of_ours_has_the_figures_of_its_own_report(tmp_path):
         (("binary", "target=v5e-4"), "binary: is not text: byte 2 is NUL"),
         ((".", "target=v5e-4"), "there is no *after_optimizations.txt in it"),
         (("nowhere", "target=v5e-4"), "nowhere: there is no such file or directory"),
-        (("target=v5e-4",), "0 paths are given"),
+        (("target=v5e-4",), "PROGRAM is missing"),
         (("step.txt", "target=v5e-4", "--trips", "many"), "--trips: many is not a number of iterations from 0"),
         (("step.txt", "target=v5e-4", "--trips", "7"), "trips: the program has no loop of an unknown number"),
         (("step.txt", "target=v5e-4", "--taken", "1.5"), "--taken: 1.5 is not a share from 0 to 1"),

@@ -44,7 +44,7 @@ def test_traces_of_all_processes_are_read(tmp_path):
      ("damaged prediction", "is damaged, or of another version of Meshloom"),
      ("damaged trace", "is not a trace that can be read: Failed to parse XSpace"),
      ("another program", "its trace has no run of the program jit_train_step"),
-     ("no path", "0 paths are given")],
+     ("no path", "RUN is missing")],
 )  # fmt: skip
 def test_what_cannot_be_shown_is_one_error_with_a_fix(tmp_path, case, told):
     run_dir = tmp_path / "run"

@@ -54,7 +54,7 @@ def test_all_mistakes_of_a_line_are_told_at_once(capsys, sweep):
     assert "there is no flag '--cvs'\n  fix: did you mean '--csv'? use one of --sort, --all, --csv" in err
     assert "--json takes no value" in err
     assert "--sort lacks its value\n  fix: type --sort FIGURE" in err
-    assert "0 paths are given\n  fix: type: meshloom sweep DIR" in err
+    assert "DIR is missing\n  fix: type: meshloom sweep DIR" in err
     exit_code, out, err = _told(capsys, sweep, "--sort", "step")
     assert (exit_code, out) == (2, "")
     assert "there is no figure 'step'" in err

@@ -2,9 +2,11 @@
 
 import json
 import random
+import re
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
@@ -87,6 +89,30 @@ def test_text_alone_goes_to_standard_output_and_python_returns_the_same(run_dir)
     assert found[1].tokens != alone.tokens  # another number draws otherwise
     assert done.stdout == visible(alone.text) + "\n"
     assert alone.ended_by == "length"
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("devices", [(), ("target=cpu-2", "mesh.tensor=2")], ids=str)
+def test_logits_of_loaded_weights_are_those_of_a_whole_forward_pass(run_dir, expected, devices):
+    """So are their gradients, also within a jit, on the devices of the run and on fewer."""
+    loaded = meshloom.load(run_dir, *devices)
+    assert {len(x.devices()) for x in jax.tree.leaves(loaded.params)} == {2 if devices else 8}
+    text = PROMPTS[0]
+    rows = np.array([loaded.encode(text), [*b"0123456789"]])
+    assert loaded.decode(rows[0]) == text
+    alone = jax.tree.map(np.asarray, loaded.params)
+    whole = jax.jit(partial(forward, loaded.model))(alone, rows)
+    logits = loaded.logits(rows)
+    np.testing.assert_allclose(logits, whole, rtol=1e-4, atol=1e-5)
+    assert int(logits[0, -1, :257].argmax()) == expected[0][0]
+    np.testing.assert_array_equal(loaded.logits(list(rows[0])), logits[0])
+
+    gradient = jax.jit(jax.grad(lambda params: jnp.sum(loaded.logits(rows, params)[0, -1] ** 2)))(loaded.params)
+    reference = jax.jit(jax.grad(lambda params: jnp.sum(forward(loaded.model, params, rows)[0, -1] ** 2)))(alone)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=2e-4), gradient, reference)
+    for wrong, said in (([[1, 2], [3]], "nor lists of one length"), ("abc", "shape ()"), ([300_000], "go from")):
+        with pytest.raises(meshloom.ConfigError, match=re.escape(said)):
+            loaded.logits(wrong)
 
 
 def problem_of(*overrides):
