@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Stack,
         UpdateRule,
         build_piece,
+        is_counted,
         is_logical_axes,
         run_at_once,
         split_aux,
@@ -36,8 +37,8 @@ LOGICAL_AXES = (
 
 __all__ = [
     "IGNORED_TARGET", "LOGICAL_AXES", "PADDING_TARGET", "Aux", "AuxOfTotals", "Context", "LogicalAxes", "Mask",
-    "Measure", "Model", "ModelConfig", "Params", "Piece", "Stack", "UpdateRule", "build_piece", "is_logical_axes",
-    "run_at_once", "split_aux", "split_output",
+    "Measure", "Model", "ModelConfig", "Params", "Piece", "Stack", "UpdateRule", "build_piece", "is_counted",
+    "is_logical_axes", "run_at_once", "split_aux", "split_output",
 ]  # fmt: skip
 
 

@@ -30,6 +30,7 @@ flax.config.update("flax_always_shard_variable", False)
 Params = dict[str, Any]  # nested dict of arrays
 IGNORED_TARGET = -1  # a target without loss: the end of a document that is kept apart from the next
 PADDING_TARGET = -2  # the target of a place that holds no token
+COUNTED = "counted"  # the part of a layer whose parameters hold counts: `is_counted`
 ADAPTED_WEIGHT = "adapted_weight"  # the kind of operation whose result is used as its first operand, a parameter, is
 LogicalAxes = tuple[str | None, ...]  # one name per dimension; None: a dimension that is never sharded
 
@@ -258,6 +259,13 @@ class UpdateRule:
 
     total: str
     update: Callable[[Array, Array], Array]
+
+
+def is_counted(path: str) -> bool:
+    """Returns True for the path of a parameter that holds what a rule counts of a global batch, for the next step: one
+    in a part of its layer that is called `counted`. It is no weight: it is not frozen with weights, published folders
+    do not have it, and where weights come without it, it begins as it is drawn."""
+    return COUNTED in path.split("/")[1:-1]
 
 
 @dataclass(frozen=True)

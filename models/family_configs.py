@@ -189,6 +189,8 @@ class MoeConfig(DecoderBase):
     router_jitter: Annotated[float, Field(ge=0, lt=1)]  # the router's input times 1 - jitter .. 1 + jitter, in training
     latent_attention: LatentAttentionConfig | None  # None: a decoder's attention
     load_balancing_weight: NonNegativeFloat  # times a loss that is 1 for an even spread
+    # What that loss counts: the tokens of each microbatch, or those of the whole global batch of the step before.
+    load_balancing_counts: Literal["microbatch", "global"]
     router_z_loss_weight: NonNegativeFloat  # the weight of the mean of log(sum exp(logits))^2
     router_bias_update_rate: NonNegativeFloat | None  # the step of a bias by which tokens choose experts; None: no bias
 
@@ -222,6 +224,9 @@ class MoeConfig(DecoderBase):
         for key, value, only in (("mlp", self.mlp, ("gated",)), ("biases", self.biases, ("none", "qkv", "all"))):
             if value not in only:
                 raise mistake(f"{value} is not implemented for experts", f"use {' or '.join(only)}", key)
+        if self.load_balancing_counts == "global" and not self.load_balancing_weight:
+            fix = "set model.load_balancing_counts=microbatch, or give the loss a weight"
+            raise mistake("load_balancing_weight=0 does not use it", fix, "load_balancing_counts")
         if self.latent_attention is not None:
             self._check_latent()
         if len(self.attention_windows) > 1 and self.num_dense_layers:

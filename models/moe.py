@@ -24,7 +24,7 @@ from flax import nnx
 from jax import Array
 
 from .attention import Mask
-from .contract import Aux, AuxOfTotals, Context, Measure, Model, Stack, UpdateRule, build_piece
+from .contract import COUNTED, Aux, AuxOfTotals, Context, Measure, Model, Stack, UpdateRule, build_piece
 from .decoder import (
     MLP,
     RESIDUAL,
@@ -41,7 +41,19 @@ from .decoder import (
     rounds,
 )
 from .family_configs import DecoderBase, LatentAttentionConfig, MoeConfig
-from .parts import NO_EXPERT, Norm, balanced_bias, bias, expert_entropy, expert_load, matrix, rotate, route, shares
+from .parts import (
+    NO_EXPERT,
+    Norm,
+    balanced_bias,
+    bias,
+    counted_shares,
+    expert_entropy,
+    expert_load,
+    matrix,
+    rotate,
+    route,
+    shares,
+)
 
 
 class LatentAttention(nnx.Module):
@@ -132,6 +144,8 @@ def _stack(config: MoeConfig, name: str, masks: Masks, num_layers: int) -> Stack
         above, before = (f"{place}/", f"{place}_") if place else ("", "")
         if rate is not None:
             rules[f"{above}mlp/router_bias_X"] = UpdateRule(before + TOKENS, partial(balanced_bias, rate=rate))
+        if config.load_balancing_counts == "global":
+            rules[f"{above}mlp/{COUNTED}/shares_X"] = UpdateRule(before + TOKENS, counted_shares)
         measures |= {before + of: replace(each, total=before + TOKENS) for of, each in MEASURES.items()}
     return Stack(name, build_layers(masks, partial(_layer, config)), num_layers, rules, measures)
 
@@ -153,6 +167,14 @@ def _attention(config: MoeConfig, rngs: nnx.Rngs, mask: Mask) -> nnx.Module | No
     return LatentAttention(config, config.latent_attention, rngs, mask=mask)
 
 
+class Counted(nnx.Module):
+    """The share of the choices that each expert had in the global batch before; even before the first step."""
+
+    def __init__(self, num_experts: int):
+        even_X = jnp.full(num_experts, 1 / num_experts)
+        self.shares_X = nnx.Param(even_X, out_sharding=(None,), in_float32=True)
+
+
 class Experts(nnx.Module):
     """A router and its experts (Shazeer et al. 2017, arXiv:1701.06538), and those that all tokens share (DeepSeekMoE,
     arXiv:2401.06066). index: the place of the layer in its group."""
@@ -163,6 +185,8 @@ class Experts(nnx.Module):
         self.router_EX = matrix(rngs, ("embed", None), (E, X), stddev=stddev, in_float32=True)
         if config.router_bias_update_rate is not None:
             self.router_bias_X = nnx.Param(jnp.zeros(X), out_sharding=(None,), in_float32=True)
+        if config.load_balancing_counts == "global":
+            self.counted = Counted(X)
         self.gate_XEM = matrix(rngs, ("experts", "embed", "mlp"), (X, E, M), stddev=stddev)
         self.up_XEM = matrix(rngs, ("experts", "embed", "mlp"), (X, E, M), stddev=stddev)
         self.down_XME = matrix(rngs, ("experts", "mlp", "embed"), (X, M, E), stddev=residual_stddev(config))
@@ -215,8 +239,10 @@ class Experts(nnx.Module):
     ) -> AuxOfTotals:
         """Returns the losses of the router, and what became of the choices of these tokens; padding counts nowhere.
 
-        load_balancing: X sum f_i p_i, of the share f_i of the microbatch's choices that are expert i and its mean score
-        p_i (Switch, arXiv:2101.03961). router_z: the mean of log(sum exp(logits))^2 (ST-MoE, arXiv:2202.08906).
+        load_balancing: X sum f_i p_i, of the share f_i of choices that are expert i and its mean score p_i (Switch,
+        arXiv:2101.03961). f_i is of the microbatch, or of the global batch before: a layer sees its microbatch before
+        the others are counted, and a share of some of them would make the loss depend on their number. router_z: the
+        mean of log(sum exp(logits))^2 (ST-MoE, arXiv:2202.08906).
         dropped: the share of choices that no expert had room for. expert_tokens: the tokens of each expert, which the
         router's bias and the measures of balance follow.
         """
@@ -227,15 +253,18 @@ class Experts(nnx.Module):
         p_BTX = context.where_token(scores_BTX / jnp.sum(scores_BTX, axis=-1, keepdims=True))
         z = jnp.sum(jnp.square(context.where_token(jax.nn.logsumexp(logits_BTX, axis=-1))))
         balancing, penalty = config.load_balancing_weight, config.router_z_loss_weight
+        is_global = config.load_balancing_counts == "global"
 
         def make(of_microbatch: Mapping[str, Array]) -> Aux:
             losses = {"router_z": penalty * z} if penalty else {}
             if balancing:
-                balance = config.num_experts * jnp.sum(shares(of_microbatch[TOKENS]) * jnp.sum(p_BTX, axis=(0, 1)))
+                shares_X = self.counted.shares_X[...] if is_global else shares(of_microbatch[TOKENS])
+                shares_X = jax.lax.stop_gradient(shares_X)
+                balance = config.num_experts * jnp.sum(shares_X * jnp.sum(p_BTX, axis=(0, 1)))
                 losses = {"load_balancing": balancing * balance} | losses
             return Aux(losses, {"dropped": num_dropped / config.num_experts_per_token}, {TOKENS: tokens_X})
 
-        return AuxOfTotals({TOKENS: tokens_X} if balancing else {}, make)
+        return AuxOfTotals({TOKENS: tokens_X} if balancing and not is_global else {}, make)
 
 
 _SCORES: dict[str, Callable[[Array], Array]] = {

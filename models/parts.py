@@ -177,6 +177,11 @@ def balanced_bias(bias_X: Array, tokens_X: Array, *, rate: float) -> Array:
     return bias_X + rate * jnp.sign(jnp.mean(tokens_X) - tokens_X)
 
 
+def counted_shares(shares_X: Array, tokens_X: Array) -> Array:
+    """Returns each expert's share of the tokens of a global batch; those before where it has none."""
+    return jnp.where(jnp.sum(tokens_X) > 0, shares(tokens_X), shares_X)
+
+
 def expert_load(tokens_X: Array) -> Array:
     """Returns the most tokens that an expert has, over the mean."""
     return jnp.max(tokens_X) / jnp.maximum(jnp.mean(tokens_X), 1e-20)

@@ -3,7 +3,7 @@
     Pinned({"model": {"rope_theta": 10000.0, ...}}, free=("model.attention_windows",))
 
 A key that the user types now stays as typed, and so does a value that was taken from the environment, of which a
-checkpoint holds the name.
+checkpoint holds the name. A key that a class has got since the checkpoint was saved is as it is declared.
 """
 
 import json
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from ..core.key_paths import is_within
+
+TAGS = ("family", "kind")  # keys that name the class of a node
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,9 @@ class Pinned:
             return value if not any(is_within(free, key) for free in self.free) else declared
         words = declared if isinstance(declared, dict) else {}
         held = {name: self._held(f"{key}.{name}", each, words.get(name)) for name, each in value.items()}
-        return held | {name: each for name, each in words.items() if self._is_typed(f"{key}.{name}")}
+        is_same = any(tag in value and value[tag] == words.get(tag) for tag in TAGS)  # its keys are those of one class
+        later = {name: each for name, each in words.items() if is_same and name not in value}
+        return held | later | {name: each for name, each in words.items() if self._is_typed(f"{key}.{name}")}
 
     def _is_typed(self, key: str) -> bool:
         return any(is_within(key, free) for free in self.free)

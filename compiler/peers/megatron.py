@@ -7,8 +7,10 @@ from .mesh import Devices, known_devices
 from .parts import put_values
 from .reading import PeerReading, in_full
 
+_BALANCE = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff")
 _UNKNOWN = (None, "None", "")
 _STRATEGIES = {"no_shard": "no", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "fsdp"}
+_COUNTS = {"aux_loss": "microbatch", "seq_aux_loss": "microbatch", "global_aux_loss": "global", "none": "microbatch"}
 _CONTEXT = {"p2p": "ring", "all_gather": "all_gather", "a2a": "ulysses"}
 
 
@@ -55,6 +57,8 @@ def _put_model(reading: PeerReading) -> None:
             reading.put(word, reading.said("model_recipe_name"))
         if _given(reading, "num_layers"):
             reading.put(f"model.num_layers={reading.whole('num_layers')}", reading.said("num_layers"))
+        if any(map(reading.is_given, _BALANCE)):
+            _put_balance(reading)
         return
     learned = reading.text("position_embedding_type") == "learned_absolute"
     experts = _given(reading, "num_experts")
@@ -112,10 +116,27 @@ def _put_parts(reading: PeerReading, *, learned: bool, gated: bool, experts: boo
         reading.put(f"model.num_experts={reading.whole('num_experts')}", reading.said("num_experts"))
         per_token = reading.whole("moe_router_topk")
         reading.put(f"model.num_experts_per_token={per_token}", reading.said("moe_router_topk"))
+        _put_balance(reading)
     dropped = reading.number("hidden_dropout")
     reading.put(f"model.dropout_rate={in_full(dropped)}", reading.said("hidden_dropout"))
     if reading.number("attention_dropout"):
         reading.notes.append("attention_dropout: attention weights are not dropped here; residuals and embeddings are")
+
+
+def _put_balance(reading: PeerReading) -> None:
+    """Puts the auxiliary losses of routers."""
+    kind, kind_key, weight_key = reading.text(_BALANCE[0]), *_BALANCE[:2]
+    counts = reading.one_of(kind_key, _COUNTS)
+    weight = 0.0 if kind == "none" else reading.number(weight_key)
+    reading.put(f"model.load_balancing_weight={in_full(weight)}", reading.said(weight_key, kind_key))
+    if counts == "global" and weight:
+        reading.put("model.load_balancing_counts=global", reading.said(kind_key))
+        what = "here a loss has the counts of the whole global batch before, and there of the microbatches so far"
+        reading.notes.append(f"{kind_key}: {what}")
+    elif kind == "seq_aux_loss" and weight:
+        reading.notes.append(f"{kind_key}: the loss counts the tokens of a microbatch here, and of a sequence there")
+    penalty = reading.number("moe_z_loss_coeff") if _given(reading, "moe_z_loss_coeff") else 0.0
+    reading.put(f"model.router_z_loss_weight={in_full(penalty)}", reading.said("moe_z_loss_coeff"))
 
 
 def _put_vocabulary(reading: PeerReading) -> None:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from meshloom.models import Context, LogicalAxes, Model, Params, is_logical_axes, split_aux
+from meshloom.models import Context, LogicalAxes, Model, Params, is_counted, is_logical_axes, split_aux
 from meshloom.models.adapter import Matrix, adapt, find_matrices, is_adapter
 from meshloom.models.config import AdapterConfig
 from meshloom.models.contract import ADAPTED_WEIGHT
@@ -30,7 +30,13 @@ _LENGTH = 8  # of the sequence that the model is traced with, in tokens
 
 def adapted_model(model: Model, adapter: AdapterConfig) -> Model:
     """Returns the model with adapters beside the matrices that the declaration names. Raises ConfigError for a pattern
-    that names none, and for dropout of the input of experts."""
+    that names none, for dropout of the input of experts, and for a model that counts what its rules read: a checkpoint
+    of adapters does not hold the counts."""
+    for stack in model.stacks:
+        if counted := [path for path in stack.rules if is_counted(f"{stack.name}/{path}")]:
+            what = f"'{stack.name}/{counted[0]}' counts a batch for the next step, and adapters are saved without it"
+            fix = "train all weights, by adapter=none, or set model.load_balancing_counts=microbatch"
+            raise_if_any([Problem("adapter.kind", what, fix)])
     matrices = find_matrices(model, length=min(_LENGTH, model.max_length or _LENGTH))
     targets = _by_default(model, matrices) if adapter.targets is None else _named(model, matrices, adapter.targets)
     experts = [path for path, matrix in targets.items() if matrix.is_of_experts]
@@ -344,17 +350,18 @@ class _Recorder:
 
 def frozen_paths(spec: StepSpec, paths: Iterable[str], *, ruled: Collection[str] = ()) -> frozenset[str]:
     """Returns the paths of the parameters that `frozen_parameters` names, and with adapters of all others. ruled: those
-    that rules update.
+    that rules update. What a rule counts is not frozen.
 
     Raises ConfigError for a pattern that matches no parameter, where no parameter is left to train, and for
     `precision.frozen` without frozen parameters."""
     paths = tuple(paths)
-    frozen = frozenset(path for path in paths if any(fnmatchcase(path, each) for each in spec.frozen_parameters))
+    weights = tuple(path for path in paths if not is_counted(path))
+    frozen = frozenset(path for path in weights if any(fnmatchcase(path, each) for each in spec.frozen_parameters))
     frozen |= {path for path in paths if spec.adapter is not None and not is_adapter(path)}
     problems = [
-        Problem(f"frozen_parameters[{index}]", f"no parameter matches '{pattern}'", use_one_of(pattern, paths))
+        Problem(f"frozen_parameters[{index}]", f"no parameter matches '{pattern}'", use_one_of(pattern, weights))
         for index, pattern in enumerate(spec.frozen_parameters)
-        if not any(fnmatchcase(path, pattern) for path in paths)
+        if not any(fnmatchcase(path, pattern) for path in weights)
     ]
     if frozen.union(ruled).issuperset(paths):
         fix = "leave out a pattern, so that something is trained"

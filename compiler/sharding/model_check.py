@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
-from meshloom.models import Aux, AuxOfTotals, Context, Model, Stack, is_logical_axes, split_aux
-from meshloom.models.contract import Piece
+from meshloom.models import Aux, AuxOfTotals, Context, Model, Stack, is_counted, is_logical_axes, split_aux
+from meshloom.models.contract import COUNTED, Piece
 
 from ..core.errors import ConfigError, Problem, raise_if_any
 from ..core.trees import leaves_by_path
@@ -62,6 +62,14 @@ def _wrong(model: Model) -> Iterator[tuple[str, str]]:
         for path in stack.rules:
             if path not in parameters:
                 yield f"stack '{stack.name}' has a rule for '{path}'", f"use one of {', '.join(parameters)}"
+    yield from _wrong_counts(model)
+
+
+def _wrong_counts(model: Model) -> Iterator[tuple[str, str]]:
+    ruled = model.rules
+    for path in leaves_by_path(model.abstract()):
+        if is_counted(path) and path not in ruled:
+            yield f"'{path}' is in a part called '{COUNTED}', and no rule updates it", "rename the part, or give a rule"
 
 
 def _wrong_ties(model: Model) -> Iterator[tuple[str, str]]:

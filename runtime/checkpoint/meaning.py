@@ -26,7 +26,8 @@ KEYS = ("model", "adapter", "data.tokenizer")
 OF_CHATS = ("template", "variables", "date")  # keys of sources of chats, by which texts become what a model reads
 # Keys that change no output of weights that are there.
 OF_TRAINING = ("model.dropout_rate", "model.initializer_stddev", "model.router_jitter", "model.load_balancing_weight",
-               "model.router_z_loss_weight", "model.router_bias_update_rate", "adapter.dropout")  # fmt: skip
+               "model.load_balancing_counts", "model.router_z_loss_weight", "model.router_bias_update_rate",
+               "adapter.dropout")  # fmt: skip
 TOKENIZER = "data.tokenizer"
 
 

@@ -16,6 +16,7 @@ from meshloom.compiler.declare.gguf_file import PLAIN
 from meshloom.compiler.declare.published_folder import CONFIG, understood
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
+from meshloom.models import is_counted
 from meshloom.models.adapter import is_adapter
 from meshloom.models.config import Config
 from meshloom.models.published import tensors_in
@@ -205,6 +206,6 @@ def check_content(weights: StoredWeights, processes: Processes) -> None:
 
 def describe_weights(weights: StoredWeights) -> list[str]:
     """Returns the lines that say what is read, and what is not."""
-    fresh = [path for path in weights.fresh if not is_adapter(path)]
+    fresh = [path for path in weights.fresh if not is_adapter(path) and not is_counted(path)]
     drawn = [f"drawn anew: {human_names(fresh)}"] if fresh else []
     return [f"weights: {weights}", *weights.differs, *drawn]

@@ -25,6 +25,7 @@ from meshloom.compiler.core.places import PUBLISHED
 from meshloom.compiler.declare.gguf_file import AGAIN, GgufHeader, GgufTensor, gguf_values
 from meshloom.compiler.declare.gguf_file import SUFFIX as GGUF
 from meshloom.compiler.declare.published_folder import ADAPTER_TENSORS, CONFIG, PublishedFolder, understood
+from meshloom.models import is_counted
 from meshloom.models.adapter import is_adapter
 from meshloom.models.published import NamedTensors, PublishedTensor
 from meshloom.models.published.gguf import Turn, published_names
@@ -326,7 +327,7 @@ def match_folder(
     names = {tensor.name for tensor in expected}
     extra = [name for name in folder.tensors if name not in names]
     extra = [name for name in extra if not (patterns.take(name) or name in named.unread or name in named.copies)]
-    fresh = {path for path in params if is_adapter(path)}
+    fresh = {path for path in params if is_adapter(path) or is_counted(path)}
     for tensor in expected:
         left_out = patterns.take(tensor.name)
         skipped = [left_out | patterns.take(slot.path) for slot in tensor.slots]
@@ -381,7 +382,8 @@ def match_saved(
     wanted = [path for path in params if not patterns.take(path)]
     if not any(map(is_adapter, saved)):
         wanted = [path for path in wanted if not is_adapter(path)]
-    extra = [path for path in saved if path not in params and not patterns.take(path)]
+    wanted = [path for path in wanted if path in saved or not is_counted(path)]
+    extra = [path for path in saved if path not in params and not patterns.take(path) and not is_counted(path)]
     missing = [path for path in wanted if path not in saved]
     for path in missing:
         lines.append(f"{path} {list(params[path].shape)} is missing{_nearest(path, extra, len(lines))}")

@@ -111,7 +111,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "gpt2_124m": ({"mlp_activation": "gelu"}, {"norm_epsilon": 0.01}),
 }  # fmt: skip
-OF_TRAINING = {"dropout_rate", "load_balancing_weight", "router_jitter", "router_z_loss_weight"}
+OF_TRAINING = {
+    "dropout_rate",
+    "load_balancing_counts",
+    "load_balancing_weight",
+    "router_jitter",
+    "router_z_loss_weight",
+}
 # Families that compute as one before them in the registry, under other names.
 BASES = {"phi3": {"model_type": "phi3", "max_position_embeddings": 64, "pad_token_id": None}}
 TOKENS = np.random.default_rng(1).integers(0, 264, (2, 24))

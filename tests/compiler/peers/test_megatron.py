@@ -86,6 +86,30 @@ def test_argument_is_the_override_of_a_reading_by_hand(words, expected, script):
     assert set(imported(script, *words).words) - LLAMA3_8B - OTHERS == expected
 
 
+@pytest.mark.parametrize(
+    ("words", "expected", "says"),
+    [
+        ((), {"model.load_balancing_weight=0", "model.router_z_loss_weight=0"}, ""),
+        (("--moe-aux-loss-coeff", "0.01", "--moe-z-loss-coeff", "1e-3"),
+         {"model.load_balancing_weight=0.01", "model.router_z_loss_weight=0.001"}, ""),
+        (("--moe-router-load-balancing-type", "global_aux_loss", "--moe-aux-loss-coeff", "0.01"),
+         {"model.load_balancing_weight=0.01", "model.load_balancing_counts=global", "model.router_z_loss_weight=0"},
+         "the whole global batch before"),
+        (("--moe-router-load-balancing-type", "seq_aux_loss", "--moe-aux-loss-coeff", "0.01"),
+         {"model.load_balancing_weight=0.01", "model.router_z_loss_weight=0"}, "of a sequence there"),
+        (("--moe-router-load-balancing-type", "none", "--moe-aux-loss-coeff", "0.01"),
+         {"model.load_balancing_weight=0", "model.router_z_loss_weight=0"}, ""),
+    ],
+)  # fmt: skip
+def test_losses_of_routers_are_those_that_are_given(words, expected, says, script):
+    found = imported(script, "--num-experts", "8", *words)
+    losses = {word for word in found.words if word.startswith(("model.load_balancing", "model.router"))}
+    assert losses == expected
+    notes = [note for note in found.notes if "load_balancing" in note]
+    assert len(notes) == bool(says)
+    assert says in "".join(notes)
+
+
 def test_gradients_reduced_in_bfloat16_are_so_here(script):
     words = imported(script, "--grad-reduce-in-bf16").words
     assert not any(word.startswith("precision.") for word in words)  # bfloat16_params reduces in bfloat16

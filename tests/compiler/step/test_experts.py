@@ -19,6 +19,7 @@ from meshloom.compiler.sharding.model_check import check_model, check_totals
 from meshloom.compiler.spec.compiler_traits import read_compiler_traits
 from meshloom.compiler.step.train_step import build_train_step
 from meshloom.models import Aux, Context, Measure, UpdateRule, split_aux
+from meshloom.runtime.weights.folder import match_saved
 from support.collectives import written_collectives
 from support.experts import MOE, documents_of, emulated_ragged_all_to_all, objective, without_padding
 from support.pairwise import all_pairs, cover_pairs, pairs_of
@@ -248,7 +249,7 @@ def test_a_bias_follows_the_tokens_of_the_whole_batch(name, tokens, proof):
     choices = _choices_of(plan.model)
     state, expected = programs["init"](), np.zeros((2, 16), np.float32)
     for batch in tokens[:3]:
-        chosen = choices(jax.tree.map(np.asarray, state["params"]), batch[:, :-1])
+        chosen = choices(jax.tree.map(np.asarray, state["params"]), batch[:, :-1], {})
         counts = np.stack([np.bincount(np.asarray(ids).reshape(-1), minlength=16) for ids in chosen])
         expected += np.float32(0.01) * np.sign(counts.mean(1, keepdims=True) - counts).astype(np.float32)
         state, _ = programs["train"](state, on_devices(programs, batch))
@@ -278,18 +279,88 @@ def test_a_frozen_bias_stays_and_a_wrong_rule_is_an_error():
         check_model("moe", replace(model, stacks=(unknown,)))
 
 
+GLOBAL = (*DEEP, "model.num_layers=3", "model.load_balancing_weight=0.3", "model.load_balancing_counts=global")
+COUNTS = {
+    "one device": ("target=cpu-1", "mesh.fsdp=1"),
+    "padded, 4 microbatches, remat full, prefetch": (
+        *EXPERT, PADDED, "num_microbatches=4", "remat=full", "overlap=prefetch",
+    ),
+    "2 stages of 4 microbatches, padding": (
+        *EXPERT[:2], "mesh.fsdp=1", "mesh.expert=2", "mesh.stage=2", "num_microbatches=4", "pipeline.layers=[2,1]",
+        *LEVELS["documents"]["padded"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", tiered(COUNTS, plain=["2 stages of 4 microbatches, padding"]))
+def test_a_loss_of_global_counts_is_that_of_the_whole_batch(name, tokens, proof):
+    """Gradients of the second step, whatever the microbatches and stages, are those of one device that sees all tokens
+    at once, with the shares of the first step's choices, counted in NumPy."""
+    plan = plan_of(*MOE, *GLOBAL, *COUNTS[name])
+    documents = documents_of(tokens[0], is_padded=True) if plan.spec.data.may_pad else {}
+    step, programs = Gradients(plan, batch_of(tokens[1], documents)), programs_of(plan)
+    first = batch_of(tokens[0], documents)
+    if proof.is_known(lowered_of(plan, "init", "train"), first, step.parts):
+        return
+    state = programs["init"]()
+    params = jax.tree.map(np.asarray, state["params"])
+    np.testing.assert_array_equal(params["layers"]["mlp"]["counted"]["shares_X"], np.full((2, 16), 1 / 16, np.float32))
+    chosen = _choices_of(plan.model)(params, tokens[0][:, :-1], documents)
+    is_token = documents["segment_ids"] > 0 if documents else np.ones(tokens[0][:, 1:].shape, bool)
+    counts = np.stack([np.bincount(np.asarray(ids)[is_token].reshape(-1), minlength=16) for ids in chosen])
+    rows = plan.batch.row_order.rows()
+    placed = {name: jax.device_put(first[name][rows], x.sharding) for name, x in programs.batch.items()}
+    state, _ = programs["train"](state, placed)
+    after = jax.tree.map(np.asarray, state["params"])
+    shares = counts / counts.sum(1, keepdims=True)
+    np.testing.assert_allclose(after["layers"]["mlp"]["counted"]["shares_X"], shares, rtol=1e-6)
+    assert 16 * np.square(shares).sum(1).min() > 1.05  # not even: the loss has a gradient
+    whole = without_padding(tokens[1], documents, num_microbatches=1)
+    (_, loss), expected = jax.jit(jax.value_and_grad(partial(objective, plan.model), has_aux=True))(after, whole)
+    ours_loss, ours = step(after)
+    assert ours_loss == pytest.approx(float(loss), rel=2e-6)
+    ours, expected = leaves_by_path(ours), leaves_by_path(expected)
+    assert set(ours) == set(plan.sharding.trained) == set(expected) - {"layers/mlp/counted/shares_X"}
+    for path, found in ours.items():
+        scale = np.abs(expected[path]).max()
+        np.testing.assert_allclose(found, expected[path], atol=4e-6 * scale, rtol=2e-5, err_msg=path)
+
+
+def test_counts_are_no_weights():
+    """They are not frozen with weights, weights may come without them, and adapters refuse them."""
+    path, patterns = "layers/mlp/counted/shares_X", "frozen_parameters=[layers/mlp/*,embed/*]"
+    plan = plan_of(*MOE, *GLOBAL, patterns)
+    how = {each.array.path: each.array.updated_by for each in plan.sharding.parameters}
+    assert (how[path], how["layers/mlp/router_EX"], how["layers/attention/out_HDE"]) == ("rule", "nothing", "optimizer")
+    with pytest.raises(ConfigError, match="adapters are saved without it"):
+        plan_of(*MOE, *GLOBAL, "adapter=lora")
+    with pytest.raises(ConfigError, match="no parameter matches 'layers/mlp/counted"):
+        plan_of(*MOE, *GLOBAL, "frozen_parameters=[layers/mlp/counted/*]")
+    with pytest.raises(ConfigError, match="load_balancing_weight=0 does not use it"):
+        spec_of(*MOE, "model.load_balancing_weight=0", "model.load_balancing_counts=global")
+    *others, stack = plan.model.stacks
+    with pytest.raises(ConfigError, match="no rule updates it"):
+        check_model("moe", replace(plan.model, stacks=(*others, replace(stack, rules={}))))
+    params = leaves_by_path(plan.abstract["params"])
+    others = {name: x for name, x in params.items() if name != path}
+    assert match_saved("there", others, params, ()) == tuple(others)
+    assert match_saved("there", params, others, ()) == tuple(others)
+    assert match_saved("there", params, params, ()) == tuple(params)
+
+
 def _choices_of(model):
-    """Returns (parameters, inputs) -> the experts that tokens choose, by layer, on one device."""
+    """Returns (parameters, inputs, documents) -> the experts that tokens choose, by layer, on one device."""
 
     @jax.jit
-    def choices(params, inputs):
+    def choices(params, inputs, documents):
         seen = []
 
         def recorded(kind, _, plain, *operands, **options):
             seen.extend([operands[2]] if kind == "experts" else [])
             return plain(*operands, **options)
 
-        context = Context(jax.numpy.arange(16)[None], lambda name, x, *axes, **_: x, recorded)
+        positions, ids = documents.get("positions", jax.numpy.arange(16)[None]), documents.get("segment_ids")
+        context = Context(positions, lambda name, x, *axes, **_: x, recorded, ids)
         x = model.embed.apply(params["embed"], inputs, context)
         for stack in model.stacks:
             for i in range(stack.num_layers):
