@@ -102,12 +102,12 @@ def find_weights(plan: Plan[RunSpec], place: str | None = None) -> StoredWeights
     if is_published(place):
         folder = open_folder(place, plan.spec.checkpoint.base_from)
         differs = _differences(folder.model, model, f"{folder.path}/{CONFIG}")
-        named = understood(lambda: tensors_in(model, folder.tensors, folder.model_type), "model")
         adapter: Mapping[str, np.ndarray] = {}
         if folder.adapter and plan.model.adapters:
             adapter = adapter_arrays(folder, model, plan.model)
         elif folder.adapter:
             folder = merged_folder(folder, model)
+        named = understood(lambda: tensors_in(model, folder.tensors, folder.model_type), "model")
         folder, grown = grown_folder(folder, named)
         matched = match_folder(folder, named, params, skip)
         return PublishedWeights(

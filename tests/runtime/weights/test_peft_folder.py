@@ -115,10 +115,10 @@ def test_rows_are_added_for_tokens_beyond_the_tables(tmp_path):
 
 
 @pytest.mark.parametrize(("said", "words", "what"), [
-    ({"use_dora": True}, (), "use_dora: is True: DoRA is not read from PEFT"),
-    ({"modules_to_save": ["lm_head"]}, (), "modules_to_save: is ['lm_head']: this is not read"),
+    ({"use_dora": True}, (), "has no lengths of DoRA, and use_dora is True"),
+    ({"modules_to_save": ["lm_head"]}, (), "modules_to_save: names 'lm_head', and the folder does not hold it"),
     ({"peft_type": "IA3"}, (), "peft_type: is IA3, and LORA is read"),
-    ({"bias": "all"}, (), "bias: is 'all'"),
+    ({"lora_bias": True}, (), "lora_bias: is True: this is not read"),
     ({"init_lora_weights": "pissa_niter_4"}, (), "by which the base has other weights"),
     ({"base_model_name_or_path": "meta-llama/Llama-3-8B"}, (), "names 'meta-llama/Llama-3-8B' as its base"),
     ({}, ("adapter=lora", "adapter.rank=4", "adapter.alpha=5"), "adapter=lora adapter.rank=3 adapter.alpha=5"),
