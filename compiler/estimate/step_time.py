@@ -24,7 +24,7 @@ from ..figures import SLICES
 from ..parallel.operation import Exposed, exposed_by_source, runs_beside_compute
 from ..pipeline.makespan import TickLoop, TickPart, TickPermute, TickSlot, time_ticks
 from ..plan import Plan
-from ..spec.compiler_traits import ExpectedAcross
+from ..spec.compiler_traits import ExpectedAcross, ExpectedKernels
 from ..spec.cost_model import cost_model
 from ..spec.flag_presets import begin_early
 from ..target.compiler_options import hidden_kinds, kinds_from_matmuls, options_with, why_permutes_wait
@@ -79,6 +79,7 @@ class Hiding:
     exposed_second_sums: float = 0.0
     from_matmuls: frozenset[CollectiveKind] = frozenset()
     in_order: ExpectedAcross | None = None
+    expected_kernels: ExpectedKernels | None = None
     begins_early: bool = False
 
 
@@ -310,23 +311,41 @@ def _exposed(
             stays = np.where(all_of_it > 0, np.maximum(all_of_it - compute, 0.0) / all_of_it, 0.0)
         left = [stays * once for *_, once in hidden]
     else:
-        left = exposed_in_order(works, _flights(region, hidden, links, hiding.in_order))
+        left = _exposed_in_order(works, hidden, links, hiding.in_order, hiding.expected_kernels)
     for (one, *_), once in zip(hidden, left, strict=True):
         waited[one.mesh_axes] = waited.get(one.mesh_axes, 0.0) + region.executions * once
     return waited
 
 
-def _flights(
-    region: RegionCosts, hidden: Iterable[tuple[Transfer, Numbers, Numbers]], links: LinkTimes, expects: ExpectedAcross
-) -> list[Flight]:
-    """Returns the collectives of one execution of a region for the scheduler. hidden: each with its bytes and its
-    seconds."""
-    found = []
-    for one, num_bytes, seconds in hidden:
-        first, last = one.beside
-        expected = links.expected_seconds(one.kind, one.mesh_axes, num_bytes, seconds, expects)
-        found.append(Flight(seconds, expected, first, len(region.works) if last is None else last))
-    return found
+def _exposed_in_order(
+    works: Sequence[Numbers],
+    hidden: Sequence[tuple[Transfer, Numbers, Numbers]],
+    links: LinkTimes,
+    expects: ExpectedAcross,
+    kernels: ExpectedKernels | None,
+) -> list[Numbers]:
+    """Returns the seconds of each collective that the scheduler's order exposes. hidden: each with its bytes and its
+    seconds. kernels: where it counts kernels."""
+    windows = [(one.beside[0], len(works) if one.beside[1] is None else one.beside[1]) for one, *_ in hidden]
+    if kernels is None:
+        expected = [links.expected_seconds(one.kind, one.mesh_axes, size, once, expects) for one, size, once in hidden]
+        each = zip(hidden, expected, windows, strict=True)
+        return exposed_in_order(works, [Flight(once, lasts, *window) for (*_, once), lasts, window in each])
+    # XLA combines the sums that end together, so that they are expected to last as one.
+    together: dict[object, list[int]] = {}
+    for number, ((one, *_), window) in enumerate(zip(hidden, windows, strict=True)):
+        alone = number if one.kind in MOVING else None
+        together.setdefault((alone, one.kind, one.mesh_axes, window), []).append(number)
+    sums = [sum((hidden[number][2] for number in each), start=np.zeros(())) for each in together.values()]
+    flights = [
+        Flight(seconds, np.full_like(seconds, lasts), *windows[each[0]])
+        for seconds, each in zip(sums, together.values(), strict=True)
+        for lasts in [kernels.moves if hidden[each[0]][0].kind in MOVING else kernels.sums]
+    ]
+    exposed = exposed_in_order(works, flights, [np.ones(()) for _ in works])
+    shares = [left / np.maximum(seconds, np.finfo(float).tiny) for left, seconds in zip(exposed, sums, strict=True)]
+    by_number = {number: share for share, each in zip(shares, together.values(), strict=True) for number in each}
+    return [by_number[number] * once for number, (*_, once) in enumerate(hidden)]
 
 
 def _exposed_share(region: RegionCosts, kind: CollectiveKind, hiding: Hiding) -> float:
@@ -382,6 +401,7 @@ def plan_hiding(plan: Plan) -> Hiding:
         exposed_second_sums=target.compiler.exposed_second_sums,
         from_matmuls=kinds_from_matmuls(assumed.flag_presets, plan.spec, target),
         in_order=target.compiler.expected_across,
+        expected_kernels=target.compiler.expected_kernels,
         begins_early=begin_early(options, target.option_effects),
     )
 

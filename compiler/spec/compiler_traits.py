@@ -24,6 +24,13 @@ class ExpectedAcross(Record):
     sums: float
 
 
+class ExpectedKernels(Record):
+    """How many kernels a scheduler expects a collective to last, of any size. sums: one with a reduction."""
+
+    moves: int
+    sums: int
+
+
 class CompilerTraits(Record):
     """Traits of the compiler for one target. The defaults describe an unknown compiler.
 
@@ -37,6 +44,7 @@ class CompilerTraits(Record):
         a reduce-scatter of the same gradient: what is left to compute then ends before it.
     expected_across: given where the scheduler places what a trip of a loop sends in order, from the end of the trip
         (estimate/latency_hiding.py); None where compute hides what its own loop sends in any order.
+    expected_kernels: given where this scheduler counts kernels; None where it expects seconds.
     async_permutes: permutes overlap with independent work, on up to max_chips_async_permutes chips.
     copies_loop_carry: the state that a loop carries to its next iteration is copied.
     copies_conditionals: what a conditional takes and gives is copied, whichever branch runs.
@@ -59,6 +67,7 @@ class CompilerTraits(Record):
     fuses_gathers: bool = False
     exposed_second_sums: float = 0.0
     expected_across: ExpectedAcross | None = None
+    expected_kernels: ExpectedKernels | None = None
     async_permutes: bool = False
     max_chips_async_permutes: int | None = None
     copies_loop_carry: bool = False

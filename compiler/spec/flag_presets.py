@@ -155,7 +155,8 @@ class EnvironmentNote(Record):
 
 class PresetEntry(Record):
     """A preset in the file. values: options by chip or platform; a chip's take precedence over its platform's.
-    default_for: chips. inert: by chip or platform, why its programs are the same without the preset."""
+    default_for: chips and platforms, where it is not inert. inert: by chip or platform, why its programs are the same
+    without the preset."""
 
     what: str
     tried_for: tuple[Moved, ...]
@@ -195,12 +196,13 @@ def read_flag_presets(platform: str, chip: str | None) -> dict[str, FlagPreset]:
     effects = read_option_effects(platform, chip)
     for name, one in preset_file().presets.items():
         flags = next((one.values[key] for key in keys if key in one.values), None)
+        inert = next((one.inert[key] for key in keys if key in one.inert), None)
         found[name] = FlagPreset(
             tried_for=one.tried_for,
             hides=tuple(sorted(hidden_by(flags or {}, effects, by_default=False))),
             flags=flags,
-            is_default=chip in one.default_for,
-            inert=next((one.inert[key] for key in keys if key in one.inert), None),
+            is_default=inert is None and any(key in one.default_for for key in keys),
+            inert=inert,
         )
     return found
 

@@ -39,6 +39,21 @@ def test_a_trip_hides_what_its_compiled_program_hides():
     assert sorted(exposed) == [0, 0, 231, 333, 333, 719]  # of up and gate, which are equal, one
 
 
+# One forward trip of llama3_8b on a100-64, a sequence of 8,192 a chip, in microseconds: every kernel of the compiled
+# program's timeline. There the scheduler counts kernels: up waits for none of its 1,188, gate for 783.
+KERNELS = [2, 2, 2, 2, 74, 2, 2, 74, 2, 2, 2, 2, 1192, 298, 298, 76, 21, 3455, 2, 1192, 74, 110, 74, 19, 19, 110, 4170,
+           4170, 74, 384, 256, 4170, 256]  # fmt: skip
+READ_BY = {"query": (479, 12), "key, value": (333, 13), "out": (479, 19), "up": (1188, 26),
+           "gate": (1188, 27), "down": (1188, 31)}  # fmt: skip
+
+
+def test_a_scheduler_that_counts_kernels_hides_what_is_read_last_first():
+    flights = [_flight(seconds, 5, 0, last) for seconds, last in READ_BY.values()]
+    exposed = exposed_in_order(_columns(KERNELS), flights, _columns([1] * len(KERNELS)))
+    waited = {name for name, each in zip(READ_BY, exposed, strict=True) if each[0] > 0}
+    assert waited == {"query", "key, value", "gate"}
+
+
 def test_a_sum_that_lasts_long_leaves_nothing_beside_gathers():
     """In the backward trip it takes all works, since the scheduler expects it to last longer than these."""
     works = _columns([800, 1600, 1000, 5000])
@@ -107,6 +122,15 @@ def test_what_begins_a_trip_early_hides_in_any_order():
     waits, hides = (estimate_step(each).figures for each in (plan, early))
     assert waits.compute_seconds == hides.compute_seconds
     assert float(waits.exposed_seconds or 0.0) > float(hides.exposed_seconds or 0.0)
+
+
+def test_older_gpus_hide_by_kernels_with_a_preset_that_is_their_default():
+    a100 = [one.replace("h100", "a100") for one in GPUS]
+    default, without = plan_of(*a100), plan_of(*a100, "overlap.flag_presets=[]")
+    assert plan_hiding(default).expected_kernels is not None
+    assert "reduce-scatter" in plan_hiding(default).weights
+    assert not plan_hiding(without).weights
+    assert plan_hiding(plan_of(*GPUS, "overlap.flag_presets=[]")).weights  # by itself
 
 
 def test_a_search_is_expected_to_begin_early():
