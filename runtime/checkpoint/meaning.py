@@ -7,6 +7,7 @@ leaves words there that no weight was trained with. So weights are opened by wha
 goes on with anything else says so before it compiles.
 """
 
+import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,9 +16,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.format import human_names
 
-from ..core.files import Folder, folder_at, is_remote, parse_json
+from ..core.files import Folder, folder_at, is_remote, parse_json, saved_hash
 from ..rundir.folders import RecordedRequest, RunFolder
 from .find import EXPECTED, finished
 
@@ -91,16 +93,22 @@ def _origin(written: Mapping[str, Any]) -> str | None:
 
 
 def meaning_of(path: Folder) -> Meaning:
-    """Returns what the weights of a checkpoint mean; of an older one, by the declaration of its run."""
-    data = parse_json((path / EXPECTED[0]).read_bytes())
-    data = data if isinstance(data, dict) else {}
+    """Returns what the weights of a checkpoint mean; of an older one, which has no record of it, by the declaration of
+    its run. Raises ConfigError for a record that is damaged: other words would open the weights as something else."""
+    data = _data_of(path)
     record, identity, base = (_node(data, key) for key in (RECORD, "identity", "base"))
     place = f"checkpoint {path.name}"
     tokenizer = _of_tokenizer(identity)
     named = base.get("place")
-    if isinstance(record.get("values"), dict):
-        origin = record.get("origin")
-        return Meaning(place, record["values"], _request(record.get("request")), origin, tokenizer, named, True)
+    if RECORD in data:
+        values, origin = _node(record, "values"), record.get("origin")
+        if not set(KEYS) <= values.keys() or not isinstance(values["model"], dict):
+            raise _damaged(path, "does not say what its weights mean")
+        try:
+            request = record.get("request") and RecordedRequest.model_validate_json(json.dumps(record["request"]))
+        except ValidationError as error:
+            raise _damaged(path, "does not say which words declared its weights") from error
+        return Meaning(place, values, request, origin, tokenizer, named, True)
     # Nothing is declared where its run directory is not around it.
     declared = {} if is_remote(path) else RunFolder.around(Path(path)).declared
     values = {key: value for key, value in said_of_weights(declared).items() if value is not None}
@@ -108,21 +116,45 @@ def meaning_of(path: Folder) -> Meaning:
 
 
 def newest_meaning(checkpoints: str, step: str | None) -> Meaning | None:
-    """Returns what the newest checkpoint of a folder means, or the one of a step; None where there is none that can be
-    read, which opening it says."""
-    folder = folder_at(checkpoints)
+    """Returns what the newest checkpoint of a folder means whose record is as it was saved, which is the one that is
+    opened, or the one of a step; None where there is no checkpoint, which opening it says. Raises ConfigError where
+    each record is damaged."""
+    folder, damage = folder_at(checkpoints), list[ConfigError]()
     try:
-        path = folder / step if step else next(finished(folder), None)
-        return None if path is None else meaning_of(path)
-    except (OSError, ValueError):
+        paths = [folder / step] if step else list(finished(folder))
+        paths = [path for path in paths if path.is_dir()]
+    except OSError:
         return None
+    for path in paths:
+        try:
+            return meaning_of(path)
+        except ConfigError as error:
+            damage.append(error)
+    if damage:
+        raise damage[0]
+    return None
 
 
-def _request(value: Any) -> RecordedRequest | None:
+def _data_of(path: Folder) -> dict[str, Any]:
+    """Returns what a checkpoint says beside its arrays. Raises ConfigError if it is not as it was saved."""
+    file = path / EXPECTED[0]
     try:
-        return RecordedRequest.model_validate_json(json.dumps(value)) if value else None
-    except ValidationError:
-        return None
+        content = file.read_bytes()
+        data = parse_json(content)
+    except OSError as error:
+        raise _damaged(path, f"cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise _damaged(path, f"is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise _damaged(path, "is not a JSON object")
+    if (saved := saved_hash(path, EXPECTED[0])) and hashlib.sha256(content).hexdigest() != saved:
+        raise _damaged(path, "is not as it was saved")
+    return data
+
+
+def _damaged(path: Folder, what: str) -> ConfigError:
+    fix = f"bring back a copy of it, or name another checkpoint: {path.parent}/STEP"
+    return ConfigError([Problem(str(path / EXPECTED[0]), what, fix)])
 
 
 def _node(values: Mapping[str, Any], key: str) -> dict[str, Any]:

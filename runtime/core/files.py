@@ -290,6 +290,15 @@ def write_manifest(folder: Folder, *, step: int | None = None) -> None:
         replace_json(Path(folder) / FILE, manifest.model_dump())
 
 
+def saved_hash(folder: Folder, name: str) -> str | None:
+    """Returns the SHA-256 that a file had when its folder was saved; None where the manifest does not say."""
+    try:
+        entry = Manifest.model_validate_json((folder / FILE).read_bytes()).files.get(name)
+    except (OSError, ValidationError):
+        return None
+    return entry and entry.sha256
+
+
 def damage_in(
     folder: Folder, *, expected: Collection[str], step: int | None = None, compare: VerifiedBy = "content"
 ) -> str | None:
