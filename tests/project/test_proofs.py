@@ -24,6 +24,17 @@ def test_the_sum_is_less(limit, proof):
     if proof.is_known(computation.parts):
         return
     assert computation.run() < limit
+
+
+@pytest.fixture(params=["setup", "teardown"])
+def part(request):
+    assert request.param != "setup"
+    yield
+    assert request.param != "teardown"
+
+
+def test_a_part_fails(part, proof):
+    assert not proof.is_known("nothing")
 """
 
 
@@ -120,16 +131,19 @@ def test_what_passes_is_recorded_and_not_run_again(tmp_path):
         return run_python(*words, cwd=tmp_path, env=environment | more).stdout
 
     passes, fails = (f"tests/unit/test_sum.py::test_the_sum_is_less[{limit}]" for limit in (10, 0))
-    assert "proofs: 0 tests known, 2 compiled and run" in run()
+    broken = [f"tests/unit/test_sum.py::test_a_part_fails[{part}]" for part in ("setup", "teardown")]
+    assert "proofs: 0 tests known, 3 compiled and run" in run()
     assert not (tmp_path / TABLE).exists(), "it is recorded on request"
-    assert "1 failed, 1 passed" in run(MESHLOOM_UPDATE="1")
+    output = run(MESHLOOM_UPDATE="1")
+    assert "1 failed, 2 passed" in output
+    assert "2 errors" in output
     table = read_table((tmp_path / TABLE).read_text())
     assert [*table] == [passes]
-    (tmp_path / TABLE).write_text(write_table(table | {fails: table[passes]}))
+    (tmp_path / TABLE).write_text(write_table(table | dict.fromkeys([fails, *broken], table[passes])))
     output = run()
-    assert "proofs: 1 tests known, 1 compiled and run" in output
-    assert "1 failed, 1 passed" in output, "a key of another test proves nothing"
-    assert "proofs: 0 tests known, 2 compiled and run" in run("--prove-again", MESHLOOM_UPDATE="1")
+    assert "proofs: 1 tests known, 2 compiled and run" in output
+    assert "1 failed, 2 passed" in output, "a key of another test proves nothing"
+    assert "proofs: 0 tests known, 3 compiled and run" in run("--prove-again", "-k", "sum or part", MESHLOOM_UPDATE="1")
     assert [*read_table((tmp_path / TABLE).read_text())] == [passes], "what fails is no longer proven"
 
 
@@ -141,6 +155,7 @@ def test_a_table_loses_what_is_gone():
     assert some == {f"{here}::test_a": "5", f"{here}::test_b": "2", "tests/conftest.py::d": "4"}
     without_failed = {f"{here}::test_a": "5", "tests/conftest.py::d": "4"}
     assert updated(before, proven, {f"{here}::test_b"}, run_files={here}, is_whole=False) == without_failed
+    assert updated(before, proven, {here}, run_files={here}, is_whole=False) == without_failed
     whole = updated(before, proven, (), run_files={here}, is_whole=True)
     assert whole == {f"{here}::test_a": "5", "tests/conftest.py::d": "4"}
 

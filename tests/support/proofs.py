@@ -94,10 +94,11 @@ def updated(
     is_whole: bool,
 ) -> dict[str, str]:
     """Returns a table with new proofs. What it says of tests that failed or of files that are gone is left out, and so
-    is what it says of other tests in files that were run as a whole."""
+    is what it says of other tests in files that were run as a whole. failed: ids of tests, or of files."""
     gone = set(run_files) if is_whole else set[str]()
-    files = {test: test.partition("::")[0] for test in before if test not in failed}
-    kept = {test: before[test] for test, file in files.items() if file not in gone and (ROOT / file).is_file()}
+    files = {test: test.partition("::")[0] for test in before}
+    lost = gone.union(failed)
+    kept = {test: before[test] for test, file in files.items() if not {test, file} & lost and (ROOT / file).is_file()}
     return kept | dict(proven)
 
 
@@ -158,11 +159,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     if found:
         num_known = sum(is_known for _, is_known in found.values())
         terminalreporter.line(f"proofs: {num_known} tests known, {len(found) - num_known} compiled and run")
-    if os.environ.get("MESHLOOM_UPDATE") and found:
+    # A test has failed, too, whose fixtures did, or whose module could not be imported.
+    failed = {report.nodeid for kind in ("failed", "error") for report in stats.get(kind, ())}
+    if os.environ.get("MESHLOOM_UPDATE") and (found or failed):
         table = updated(
             _table(),
-            {report.nodeid: key for report, (key, _) in found.items() if report.passed},
-            {report.nodeid for report in ended if report.failed},
+            {report.nodeid: key for report, (key, _) in found.items() if report.nodeid not in failed},
+            failed,
             run_files={report.nodeid.partition("::")[0] for report in ended},
             is_whole=ran_whole_files(config, exitstatus),
         )
