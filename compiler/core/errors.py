@@ -15,6 +15,7 @@ MISTAKE = 2
 DOES_NOT_FIT = 3  # the compiled program needs more memory than a chip has
 EXPOSED = 4  # more communication is exposed, or a pipeline waits longer, than the declaration allows
 WORSE = 10  # `meshloom guard`: the step is worse than its base, by more than is tolerated
+WRONG = 11  # `meshloom check`: the program does not compute what one device computes
 
 COMMAND_LINE = "command line"  # the place of a problem that no key has
 

@@ -44,17 +44,19 @@ from .sequential import choose_schedule
 
 LOSS_BY_SHARD = "loss_by_shard"
 NUM_TARGETS = "num_targets"
+GRADIENTS = "gradients"
 NUM_PADDING = "num_padding"  # the number of places of the batch that hold no token
 
 TrainStep = Callable[[State, Batch], tuple[State, dict[str, Array]]]
 
 
-def build_train_step(plan: Plan) -> TrainStep:
+def build_train_step(plan: Plan, *, returns_gradients: bool = False) -> TrainStep:
     """Returns the step as a function of global arrays, whose rows are in the order of `plan.batch.row_order`.
 
     Its metrics are those of the update, NUM_TARGETS, NUM_PADDING if the data may have some,
     `plan.auxiliary`, and those of a stack by layer. If the state before a step is kept, also LOSS_BY_SHARD: the sums
     over the shards of the batch, in the order of the mesh, which reveal a device that computes wrongly.
+    returns_gradients: they are among the metrics, as GRADIENTS, for a check.
 
     A global batch without any target has a loss of 0, the sum over no targets; its gradients are those of auxiliary
     losses alone.
@@ -69,6 +71,7 @@ def build_train_step(plan: Plan) -> TrainStep:
         with jax.named_scope(UPDATE):
             totals = {name: aux.totals for name, aux in auxiliary.items()}
             state, metrics = update(state, loss / jnp.maximum(num_compared, 1), grads, totals)
+        metrics |= {GRADIENTS: grads} if returns_gradients else {}
         return state, metrics | {NUM_TARGETS: num_compared} | _auxiliary_metrics(plan.model, auxiliary) | more
 
     return train_step

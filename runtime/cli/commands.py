@@ -84,6 +84,19 @@ _ALL = (
         flags=(Flag("--json", "print report.json in the end; all else goes to standard error"),),
     ),
     Command(
+        "check",
+        "prove that the declared step computes what one device computes",
+        "check:check_command",
+        """\
+Cuts the declared model and mesh down to a program that simulated devices run in
+seconds, with the same rules of sharding, strategies, schedule, remat and
+precision, and compares it with one device in float32: loss, gradients, update,
+microbatches, context, stages, packing, padding, checkpoint, export. The exit
+code is 0, or 11 if a line fails (docs/check.md).
+""",
+        flags=(JSON,),
+    ),
+    Command(
         "evaluate",
         "show the loss of a run's weights, or of published ones, on any data",
         "weights:evaluate_command",

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from meshloom.compiler.check.check_report import CheckReport
 from meshloom.compiler.core.errors import ConfigError, Problem, use_one_of
 from meshloom.compiler.core.visible import write_out
 from meshloom.compiler.profile.compare import ProfileReport
@@ -53,6 +54,7 @@ DOCUMENTS = {
     "profile": JsonDocument("profile.json", _of(ProfileReport), ("profile",)),
     "diff": JsonDocument("the differences of two runs, by section", _of(DiffFile), ("diff",)),
     "guard": JsonDocument("a verdict: checks, concerns, differences, notes", _of(Verdict), ("guard",)),
+    "check": JsonDocument("a check: its lines, cuts, what runs otherwise", _of(CheckReport), ("check",)),
     "run": JsonDocument("a run: its state, last step and loss", _of(results.RunResult), ("train",)),
     "runs": JsonDocument("a list of runs and sweeps", _of(list[results.RunResult | results.SweepRow]), ("runs",)),
     "sweep": JsonDocument("a sweep with its rows, also of `-m`", _of(SweepResult), ("sweep", "tune")),

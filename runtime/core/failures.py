@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
-from meshloom.compiler.core.errors import DOES_NOT_FIT, EXPOSED, MISTAKE, WORSE, ConfigError, Problem
+from meshloom.compiler.core.errors import DOES_NOT_FIT, EXPOSED, MISTAKE, WORSE, WRONG, ConfigError, Problem
 
 NONFINITE = 5  # NaN or infinity where training cannot go on
 STORAGE = 6  # a checkpoint or a metric cannot be written, or no checkpoint can be read
@@ -41,6 +41,7 @@ EXIT_CODES = {
     LOST: "another process of the run is gone, or never came",
     FAULTY: "a device does not give the same result twice",
     WORSE: "guard: the step is worse than tolerated",
+    WRONG: "check: the program does not compute what one device computes",
     INTERRUPTED: "stopped by Ctrl-C; a run has saved",
     PREEMPTED: "stopped by SIGTERM; a run has saved",
 }

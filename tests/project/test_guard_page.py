@@ -61,6 +61,6 @@ def test_the_step_of_the_workflows_can_be_planned():
 def test_the_exit_codes_are_in_one_table():
     rows = re.findall(r"^\| (\d+) \| (.+) \|$", (DOCS / "json.md").read_text(), re.M)
     assert {int(code): what for code, what in rows} == EXIT_CODES
-    named = "MISTAKE DOES_NOT_FIT EXPOSED WORSE NONFINITE STORAGE HUNG LOST FAULTY PREEMPTED INTERRUPTED"
+    named = "MISTAKE DOES_NOT_FIT EXPOSED WORSE WRONG NONFINITE STORAGE HUNG LOST FAULTY PREEMPTED INTERRUPTED"
     assert {getattr(failures, name) for name in named.split()} | {0, 1} == EXIT_CODES.keys()
     assert set(failures.FINAL) <= EXIT_CODES.keys()

@@ -1,0 +1,114 @@
+"""Makes the batches of a check: random documents, packed as the declaration says by the code that packs a run's data.
+
+What a batch has to hold is known from its tokens alone, without that code: a document ends with END, which is nowhere
+else, and a token of residue UNTRAINED is not to be learnt where the data say which are.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.sharding.batch import REFERENCE
+from meshloom.models import PADDING_TARGET
+
+from ..data.batches import BatchSource, HostBatch
+from ..data.packing import ConcatenatedSequences, PackedSequences, PairedSequences
+from ..data.store import Shard, TokenStore, TokenStream
+
+END = 0
+MODULUS, UNTRAINED = 4, 1
+
+
+def make_batches(spec: RunSpec, num_batches: int) -> list[HostBatch]:
+    """Returns global batches, with rows and tokens in their own order. In the last one some tokens are not to be
+    learnt, so that devices and microbatches have different numbers of targets."""
+    size, length, vocab = spec.global_batch_size, spec.sequence_length, spec.model.vocab_size
+    batches = list[HostBatch]()
+    for number in range(num_batches):
+        is_masked = number == num_batches - 1
+        stream = _stream(
+            spec, np.random.default_rng(number), num_batches * size * length * 2, vocab, is_masked=is_masked
+        )
+        if spec.data.gives_sequences:
+            batches.append(_given(spec, stream))
+            continue
+        sequences: Any = _sequences(spec, stream, length)
+        source = BatchSource(sequences, size, num_batches, rows=range(size), vocab_size=vocab)
+        batches.append(dict(source[number]))
+    if spec.objective.kind == "dpo":
+        rng = np.random.default_rng(0)
+        for batch in batches:
+            batch[REFERENCE] = (-40 + 4 * rng.standard_normal(size)).astype(np.float32)
+    return batches
+
+
+def _sequences(spec: RunSpec, stream: TokenStream, length: int) -> Any:
+    if spec.data.packing == "pairs":
+        return PairedSequences(stream, length)
+    kind = PackedSequences if spec.data.packing == "first_fit" else ConcatenatedSequences
+    return kind(stream, length, isolate_documents=spec.data.isolate_documents)
+
+
+def _stream(spec: RunSpec, rng: np.random.Generator, num_tokens: int, vocab: int, *, is_masked: bool) -> TokenStream:
+    length = spec.sequence_length
+    sizes = rng.integers(4, length + length // 4, size=2 * (num_tokens // length + 2))
+    tokens = rng.integers(1, vocab, size=int(sizes.sum())).astype(np.uint32)
+    ends = np.cumsum(sizes)
+    tokens[ends - 1] = END
+    documents = np.stack([ends, np.arange(len(ends))], axis=1).astype(np.uint64)
+    trained = tokens % MODULUS != UNTRAINED if is_masked else None
+    store = TokenStore((Shard(tokens, documents, trained),), None, "", int(tokens.max()))  # type: ignore[arg-type]
+    return TokenStream(store, "train", 0.0)
+
+
+def _given(spec: RunSpec, stream: TokenStream) -> HostBatch:
+    """Returns sequences as a class of the user may return them: of many lengths, with padding after them."""
+    size, length = spec.global_batch_size, spec.sequence_length
+    window = stream.read(0, size * (length + 1)).reshape(size, length + 1)
+    lengths = np.linspace(length, length // 2, size).astype(int)[:, None]
+    places = np.arange(length)[None]
+    batch = {
+        "inputs": np.where(places < lengths, window[:, :-1], 0).astype(np.int32),
+        "targets": np.where(places < lengths, window[:, 1:], PADDING_TARGET).astype(np.int32),
+    }
+    if spec.data.isolate_documents:
+        batch["positions"] = np.where(places < lengths, places, 0).astype(np.int32)
+        batch["segment_ids"] = (places < lengths).astype(np.int32)
+    return batch
+
+
+def pieces_of(row: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Yields where each document of a sequence begins and ends, by the tokens alone: `7 7 0 5 0 0 0` -> (0, 3), (3, 5).
+    What follows the last end is padding if it is END throughout."""
+    begin = 0
+    for end in (np.flatnonzero(row == END) + 1).tolist():
+        if end - begin > 1 or begin == 0:
+            yield begin, end
+        begin = end
+    if begin < len(row):
+        yield begin, len(row)
+
+
+def wrong_targets(spec: RunSpec, batch: HostBatch, *, is_masked: bool) -> list[str]:
+    """Returns what is wrong with the targets of a batch, by its inputs alone: each target is the next token of its
+    document, the last token of an isolated document has none, and neither has a token that is not to be learnt."""
+    inputs, targets, wrong = batch["inputs"], batch["targets"], list[str]()
+    following = np.roll(inputs, -1, axis=1)
+    has_next = np.arange(inputs.shape[1])[None] < inputs.shape[1] - 1
+    is_end = inputs == END
+    counted = targets >= 0
+    is_next = counted & has_next & ~is_end
+    if not np.array_equal(targets[is_next], following[is_next]):
+        number = int(np.sum(targets[is_next] != following[is_next]))
+        wrong.append(f"{number} targets are not the next token")
+    if spec.data.isolate_documents and np.any(counted & is_end):
+        wrong.append(f"{int(np.sum(counted & is_end))} ends of documents have a target")
+    if is_masked and np.any(counted & (targets % MODULUS == UNTRAINED)):
+        wrong.append("tokens that are not to be learnt are targets")
+    known = has_next & ~is_end & (following % MODULUS != UNTRAINED if is_masked else True)
+    known &= targets != PADDING_TARGET
+    if np.any(~counted & known):
+        wrong.append(f"{int(np.sum(~counted & known))} tokens have no target")
+    return wrong

@@ -1,0 +1,64 @@
+"""Runs `meshloom check`: proves on simulated devices that a declaration computes what one device computes."""
+
+import argparse
+
+from meshloom.compiler.check.check_report import CheckReport
+from meshloom.compiler.core.console import Column, Console, Table
+from meshloom.compiler.core.errors import WRONG
+from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.driver import plan_run
+from meshloom.compiler.plan import Plan
+
+from ..check.check import check_declaration
+from ..processes.devices import plan_without_devices
+
+_STYLES = {"passed": "green", "failed": "bold red", "differs": "yellow", "not run": "dim"}
+
+
+def check_command(request: Request, flags: argparse.Namespace) -> int:
+    """Checks the declaration, and prints the table. Returns the exit code: WRONG if a line failed. Raises ConfigError
+    for a declaration that cannot be planned, or cannot shrink."""
+    plan = read_spec(request, then=_plan)
+    console = Console(off_terminal_width=160)
+    report = check_declaration(plan, _name(plan), console)
+    flags.result = report.model_dump(mode="json")
+    show_check(report, console)
+    return 0 if report.passed else WRONG
+
+
+def _plan(spec: RunSpec) -> Plan[RunSpec]:
+    plan_without_devices(spec.target)
+    return plan_run(spec)
+
+
+def _name(plan: Plan[RunSpec]) -> str:
+    model = plan.spec.model
+    return f"{model.family} of {plan.num_parameters:,} parameters on {plan.target.name}"
+
+
+def show_check(report: CheckReport, console: Console) -> None:
+    """Prints a check: a row for each line, then what is wrong, then what runs otherwise."""
+    rows = []
+    for line in report.lines:
+        style = _STYLES[line.status]
+        numbers = ("" if x is None else f"{x:.1e}" for x in (line.measured, line.tolerance))
+        rows.append([line.name, (line.status, style), *numbers, line.what])
+    columns = [Column("", "left"), Column("", "left"), Column("measured", "right"), Column("tolerated", "right"),
+               Column("", "left", "fold")]  # fmt: skip
+    console.table(Table(columns, rows))
+    for line in report.lines:
+        if line.status == "failed":
+            at = f" most in {line.parameter}, split by {line.split}" if line.split else ""
+            at = at or (f" most in {line.parameter}" if line.parameter else "")
+            console.wrapped(
+                (f"{line.name}: ", "bold red"), f"{line.what}:{at}{'; ' if at and line.why else ' '}{line.why}"
+            )
+        elif line.status == "differs":
+            console.wrapped((f"{line.name}: ", "yellow"), f"not as declared: {line.why}")
+    for text in report.replaced:
+        console.wrapped((f"not as declared: {text}", "yellow"))
+    failed = sum(line.status == "failed" for line in report.lines)
+    result = "all lines pass" if not failed else f"{failed} of {len(report.lines)} lines fail"
+    console.wrapped((f"{report.program}: {result}", "bold red" if failed else "bold green"),
+                    f", as {report.small}, in {report.seconds:.0f} s")  # fmt: skip
