@@ -5,7 +5,8 @@ parameter, and the kinds of collectives with the mesh axes that they cross, of t
 declared size is compiled.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from ..core.partition_spec import axes_of, keep_axes
@@ -14,55 +15,54 @@ from ..estimate.estimate import price_regions, read_step
 from ..plan import Plan
 
 
-def other_operations(declared: Plan[Any], small: Plan[Any]) -> Iterator[str]:
-    """Yields the operations that run by another strategy in the small program, and the pipeline if it has another
-    table."""
-    before, now = _strategies(declared), _strategies(small)
-    for site in dict.fromkeys([*before, *now]):
-        if before.get(site) != now.get(site):
-            yield f"{site}: {now.get(site, 'not there')} instead of {before.get(site, 'nothing')}"
-    tables = [plan.pipeline.table.name if plan.pipeline else "no pipeline" for plan in (declared, small)]
-    if tables[0] != tables[1]:
-        yield f"pipeline: {tables[1]} instead of {tables[0]}"
-
-
-def _strategies(plan: Plan[Any]) -> dict[str, str]:
-    return {f"{each.op.kind} {each.site.path}": each.chosen.name for each in plan.operations}
-
-
 def split_of(spec: Any) -> str:
     """Returns what splits a parameter: P(None, 'fsdp') -> "dimension 1 over fsdp"; "nothing"."""
     split = ((number, axes_of(entry)) for number, entry in enumerate(spec))
     return ", ".join(f"dimension {number} over {' x '.join(axes)}" for number, axes in split if axes) or "nothing"
 
 
-def other_layouts(declared: Plan[Any], small: Plan[Any]) -> Iterator[str]:
-    """Yields the parameters that other mesh axes split in the small program."""
-    before, now = _layouts(declared), _layouts(small)
-    for path in dict.fromkeys([*before, *now]):
-        if before.get(path) != now.get(path):
-            yield f"{path}: {now.get(path, 'not there')} instead of {before.get(path, 'not there')}"
+@dataclass(frozen=True)
+class SameProgram:
+    """Two plans, of a declaration and of a small one like it."""
 
+    declared: Plan[Any]
+    small: Plan[Any]
 
-def _layouts(plan: Plan[Any]) -> dict[str, str]:
-    sizes = plan.mesh.sizes
-    several = tuple(axis for axis, size in sizes.items() if size > 1)
-    return {each.array.path: split_of(keep_axes(each.spec, several)) for each in plan.sharding.parameters}
+    def differences(self) -> Iterator[str]:
+        """Yields what only one of both programs has."""
+        yield from self.other_operations()
+        yield from self.other_layouts()
+        yield from self._other_collectives()
 
+    def other_operations(self) -> Iterator[str]:
+        """Yields the operations that run by another strategy in the small program, and the pipeline if it has another
+        table."""
+        yield from self._other(lambda plan: {f"{e.op.kind} {e.site.path}": e.chosen.name for e in plan.operations})
+        yield from self._other(lambda plan: {"pipeline": plan.pipeline.table.name} if plan.pipeline else {})
 
-def other_collectives(declared: Plan[Any], small: Plan[Any]) -> Iterator[str]:
-    """Yields the kinds of collectives that only one of the two steps has."""
-    before, now = _collectives(declared), _collectives(small)
-    for one in sorted(before - now):
-        yield f"no {one}"
-    for one in sorted(now - before):
-        yield f"also {one}"
+    def other_layouts(self) -> Iterator[str]:
+        """Yields the parameters that other mesh axes split in the small program."""
 
+        def layouts(plan: Any) -> dict[str, str]:
+            several = tuple(axis for axis, size in plan.mesh.sizes.items() if size > 1)
+            return {each.array.path: split_of(keep_axes(each.spec, several)) for each in plan.sharding.parameters}
 
-def _collectives(plan: Plan[Any]) -> set[str]:
-    step = price_regions(read_step(plan), plan.target.compiler)
-    sizes = plan.mesh.sizes
-    found = (
-        (each.kind, [axis for axis in each.mesh_axes if sizes[axis] > 1]) for each in plan_communication(plan, step)
-    )
-    return {f"{kind} over {' x '.join(axes)}" for kind, axes in found if axes}
+        yield from self._other(layouts)
+
+    def _other(self, facts_of: Callable[[Any], dict[str, str]]) -> Iterator[str]:
+        before, now = facts_of(self.declared), facts_of(self.small)
+        for name in dict.fromkeys([*before, *now]):
+            if before.get(name) != now.get(name):
+                yield f"{name}: {now.get(name, 'not there')} instead of {before.get(name, 'nothing')}"
+
+    def _other_collectives(self) -> Iterator[str]:
+        """Yields the kinds of collectives that only one of the two steps has."""
+
+        def kinds(plan: Any) -> set[str]:
+            step, sizes = price_regions(read_step(plan), plan.target.compiler), plan.mesh.sizes
+            each = ((c.kind, [axis for axis in c.mesh_axes if sizes[axis] > 1]) for c in plan_communication(plan, step))
+            return {f"{kind} over {' x '.join(axes)}" for kind, axes in each if axes}
+
+        before, now = kinds(self.declared), kinds(self.small)
+        yield from (f"no {one}" for one in sorted(before - now))
+        yield from (f"also {one}" for one in sorted(now - before))

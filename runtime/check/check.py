@@ -30,9 +30,8 @@ from meshloom.compiler.check.compare import (
     worst,
 )
 from meshloom.compiler.check.reference import StepOutput, build_plain_update, build_reference, forward, plain_context
-from meshloom.compiler.check.same_program import other_collectives, other_layouts, other_operations, split_of
-from meshloom.compiler.check.shrink import Shrunk, in_float32, on_mesh, on_one_device, shrink
-from meshloom.compiler.core.console import Console
+from meshloom.compiler.check.same_program import SameProgram, split_of
+from meshloom.compiler.check.shrink import Shrinking, in_float32, on_mesh, on_one_device
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.core.trees import leaves_by_path, like, pick
@@ -43,41 +42,13 @@ from meshloom.compiler.spec.target_spec import CpuTarget
 from meshloom.compiler.step.train_step import GRADIENTS, NUM_PADDING, NUM_TARGETS
 from meshloom.models import PADDING_TARGET
 
-from ..data.batches import HostBatch
 from ..processes.devices import start_devices
 from ..processes.distributed import Processes
-from .check_data import make_batches, pieces_of, wrong_targets
-from .programs import Compiler, SmallProgram, initial_state, on_host
+from .check_data import CheckData, pieces_of, wrong_targets
+from .programs import Compiler, SmallPlan, SmallProgram, on_host
 
 _NUM_STEPS = 2
 SPREAD = 0.05  # of what is added to each parameter, so that none is 0 or 1 everywhere
-
-
-def check_declaration(declared: Plan[RunSpec], program: str, console: Console) -> CheckReport:
-    """Checks a declaration. program: its name. Raises ConfigError where it cannot shrink."""
-    start = time.perf_counter()
-    shrunk = shrink(declared)
-    num_devices = shrunk.plan.target.num_devices
-    start_devices(CpuTarget(kind="cpu", num_devices=num_devices), Processes())
-    console.line(f"checking {program} as {describe(shrunk.plan)}", style="dim")
-    with Compiler() as compiler:
-        lines = tuple(DeclarationCheck(declared, shrunk, compiler).lines())
-    return CheckReport(
-        program=program,
-        small=describe(shrunk.plan),
-        passed=all(line.status != "failed" for line in lines),
-        lines=lines,
-        cuts=shrunk.cuts,
-        replaced=shrunk.replaced,
-        seconds=time.perf_counter() - start,
-    )
-
-
-def describe(plan: Plan[Any]) -> str:
-    """Returns a small program in words: "3 layers, fsdp 2 x tensor 2, 4 x 32 tokens"."""
-    axes = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.sizes.items() if size > 1) or "one device"
-    layers = counted(sum(stack.num_layers for stack in plan.model.stacks), "layer")
-    return f"{layers}, {axes}, {plan.spec.global_batch_size} x {plan.spec.sequence_length} tokens"
 
 
 @dataclass(frozen=True)
@@ -88,35 +59,81 @@ class TwoSteps:
     params: tuple[Any, ...]
 
 
+@dataclass
 class DeclarationCheck:
-    """One check. declared: the declaration's plan, for its target."""
+    """One check. declared: the declaration's plan, for its target. program: its name."""
 
-    def __init__(self, declared: Plan[RunSpec], shrunk: Shrunk[RunSpec], compiler: Compiler):
-        self.declared, self.shrunk, self.compiler = declared, shrunk, compiler
-        self.spec = in_float32(shrunk.spec)
-        self.plan = plan_run(self.spec, declared.ops)
-        self.one = plan_run(_plainly(on_one_device(self.spec)), declared.ops)
-        self.batches = make_batches(self.spec, _NUM_STEPS)
-        self.trained = frozenset(self.plan.sharding.trained)
-        self.params = _drawn(self.plan)
-        self.split = {each.array.path: split_of(each.spec) for each in self.plan.sharding.parameters}
-        self._start()
+    declared: Plan[RunSpec]
+    program: str
+
+    def __post_init__(self) -> None:
+        """Shrinks the declaration. Raises ConfigError where it cannot shrink."""
+        self.shrunk = Shrinking(self.declared).shrunk()
+
+    def report(self) -> CheckReport:
+        """Runs the check."""
+        start = time.perf_counter()
+        start_devices(CpuTarget(kind="cpu", num_devices=self.shrunk.plan.target.num_devices), Processes())
+        with Compiler() as self.compiler:
+            self._start()
+            lines = tuple(self.lines())
+        return CheckReport(
+            program=self.program,
+            small=self.small,
+            passed=all(line.status != "failed" for line in lines),
+            lines=lines,
+            cuts=self.shrunk.cuts,
+            replaced=self.shrunk.replaced,
+            seconds=time.perf_counter() - start,
+        )
+
+    @property
+    def small(self) -> str:
+        """Returns the small program in words: "3 layers, fsdp 2 x tensor 2, 4 x 32 tokens"."""
+        plan = self.shrunk.plan
+        axes = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.sizes.items() if size > 1) or "one device"
+        layers = counted(sum(stack.num_layers for stack in plan.model.stacks), "layer")
+        return f"{layers}, {axes}, {plan.spec.global_batch_size} x {plan.spec.sequence_length} tokens"
 
     def _start(self) -> None:
-        """Lowers all programs; the longest are compiled first."""
-        first, compiler = self.batches[0], self.compiler
-        self.train = compiler.train(self.plan, first)
+        """Plans and lowers all programs; the longest are compiled first."""
+        ops = self.declared.ops
+        self.spec = in_float32(self.shrunk.plan.spec)
+        self.plan = plan_run(self.spec, ops)
+        self.one = plan_run(_plainly(on_one_device(self.spec)), ops)
+        self.batches = CheckData(self.spec, _NUM_STEPS).batches()
+        self.trained = frozenset(self.plan.sharding.trained)
+        self.params = self._drawn()
+        self.split = {each.array.path: split_of(each.spec) for each in self.plan.sharding.parameters}
+        first, compiler, on = self.batches[0], self.compiler, SmallPlan(self.plan)
+        self.train = compiler.train(on, first)
         step = build_reference(self.spec, self.plan.model, self.trained)
         self._step = compiler.plain(step, self.params, first)
         self.narrow = None
-        if self.shrunk.spec.precision != self.spec.precision:
-            self.narrow = compiler.gradients(self.shrunk.plan, first)
-        self.evaluated = compiler.evaluate(self.plan, first)
+        if self.shrunk.plan.spec.precision != self.spec.precision:
+            self.narrow = compiler.loss(SmallPlan(self.shrunk.plan), first, with_gradients=True)
+        self.evaluated = compiler.loss(on, first, with_gradients=False)
         self.variants = {name: self._variant(make) for name, make in self._variant_plans().items()}
         output = jax.eval_shape(step, self.params, first)
         state = jax.eval_shape(self.one.optimizer.init, pick(self.params, self.trained))
         update = build_plain_update(self.one.model, self.one.optimizer, self.trained)
         self._update = compiler.plain(update, self.params, state, output)
+
+    def _drawn(self) -> Any:
+        """Returns initial parameters, each moved a little, so that none is 0 or 1 everywhere."""
+        drawn = jax.jit(self.plan.model.init)(jax.random.key(self.spec.seed))
+        rng = np.random.default_rng(0)
+        return like(
+            drawn,
+            {
+                path: (np.asarray(x, np.float32) + SPREAD * rng.standard_normal(x.shape)).astype(np.float32)
+                for path, x in leaves_by_path(drawn).items()
+            },
+        )
+
+    def _initial_state(self) -> Any:
+        optimizer = on_host(jax.jit(self.one.optimizer.init)(pick(self.params, self.trained)))
+        return {"step": np.zeros((), np.int32), "params": self.params, "optimizer": optimizer}
 
     def lines(self) -> Iterator[CheckLine]:
         """Yields the lines of the table, in its order."""
@@ -158,11 +175,12 @@ class DeclarationCheck:
     @cached_property
     def steps(self) -> tuple[tuple[Any, Any], ...]:
         """Returns (state, metrics) of each step on the mesh, on the host."""
-        state = self.train.laid_out(initial_state(self.one, self.params), self.plan.specs)
+        state = self.train.on.state(self._initial_state())
         made = list[tuple[Any, Any]]()
         for batch in self.batches:
-            state, metrics = self.train.run(state, self.train.placed(batch))
-            made.append((on_host(state), on_host(metrics)))
+            state, metrics = self.train.run(state, self.train.on.placed(batch))
+            made.append((state, metrics))
+            state = self.train.on.state(state)
         return tuple(made)
 
     # Tolerances.
@@ -210,16 +228,14 @@ class DeclarationCheck:
         return deviation_line(name, what, one, split=self.split.get(one.path), why=said)
 
     def _precision(self) -> CheckLine:
-        name, dtype = "precision", self.shrunk.spec.precision.compute
+        name, dtype = "precision", self.shrunk.plan.spec.precision.compute
         what = f"{dtype} stays near float32"
         if self.narrow is None:
             return not_run(name, "the declared types stay near float32", "the declaration computes in float32")
         plan = self.shrunk.plan
         stored = jax.tree.map(lambda x, like: np.asarray(x).astype(like.dtype), self.params, plan.abstract["params"])
         program, batch = self.narrow, self.batches[0]
-        (loss, count), gradients, *_ = on_host(
-            program.run(program.laid_out(stored, plan.specs["params"]), program.placed(batch))
-        )
+        (loss, count), gradients, *_ = program.run(program.on.params(stored), program.on.placed(batch))
         expected = self.expected.found[0]
         step = self._step.result()
         each = [on_host(step(nudged(self.params, dtype, seed), batch)) for seed in (1, 2)]
@@ -258,7 +274,7 @@ class DeclarationCheck:
             plan = plan_run(make(), self.declared.ops)
         except ConfigError as error:
             return f"the other program cannot be planned: {error.problems[0].where}: {error.problems[0].what}"
-        return self.compiler.evaluate(plan, self.batches[0])
+        return self.compiler.loss(SmallPlan(plan), self.batches[0], with_gradients=False)
 
     def _over_meshes(self) -> Iterator[CheckLine]:
         whats = {
@@ -272,13 +288,8 @@ class DeclarationCheck:
             if isinstance(program, str):
                 yield not_run(name, what, program)
                 continue
-            each = [deviation(self._loss_by(program, b), self._loss_by(self.evaluated, b)) for b in self.batches]
+            each = [deviation(program.loss(self.params, b), self.evaluated.loss(self.params, b)) for b in self.batches]
             yield deviation_line(name, what, Deviation("", max(each), self.of_loss))
-
-    def _loss_by(self, program: SmallProgram, batch: HostBatch) -> float:
-        params = program.laid_out(self.params, program.plan.specs["params"])
-        loss, count = on_host(program.run(params, program.placed(batch)))
-        return float(loss / max(count, 1))
 
     def _data(self) -> CheckLine:
         name, what = "data", "each target is the next token of its document"
@@ -286,7 +297,9 @@ class DeclarationCheck:
             return not_run(name, what, "a class of yours returns whole sequences")
         last = len(self.batches) - 1
         wrong = [
-            w for n, batch in enumerate(self.batches) for w in wrong_targets(self.spec, batch, is_masked=n == last)
+            each
+            for number, batch in enumerate(self.batches)
+            for each in wrong_targets(batch, is_masked=number == last, is_isolated=self.spec.data.isolate_documents)
         ]
         return judged_line(name, what, wrong, why=f"packing={self.spec.data.packing}")
 
@@ -316,7 +329,7 @@ class DeclarationCheck:
 
         operands = self.params, np.stack(rows), np.stack(targets)
         expected = self.compiler.plain(alone, *operands).result()(*operands)
-        measured = deviation(self._loss_by(self.evaluated, batch), expected)
+        measured = deviation(self.evaluated.loss(self.params, batch), expected)
         return deviation_line(
             name, what, Deviation("", measured, self.of_loss), why=f"{counted(len(rows), 'document')}"
         )
@@ -324,18 +337,15 @@ class DeclarationCheck:
     def _padding(self) -> CheckLine:
         name, what = "padding", "no padding, and no token without a target, is in a mean"
         batch = self.batches[-1]
-        base = self._loss_by(self.evaluated, batch)
-        measured = deviation(base, self.expected.found[0].loss if len(self.batches) == 1 else self._masked_loss(batch))
+        base = self.evaluated.loss(self.params, batch)
+        measured = deviation(base, self._step.result()(self.params, batch).loss)
         why = f"{int(np.sum(batch['targets'] < 0))} of {batch['targets'].size} places have no target"
         if self.spec.data.may_pad:
             is_padding = batch["targets"] == PADDING_TARGET
             other = {**batch, "inputs": np.where(is_padding, 1 + batch["inputs"] % 7, batch["inputs"]).astype(np.int32)}
-            measured = max(measured, deviation(self._loss_by(self.evaluated, other), base))
+            measured = max(measured, deviation(self.evaluated.loss(self.params, other), base))
             why += f", {int(np.sum(is_padding))} of them are padding, whose tokens change nothing"
         return deviation_line(name, what, Deviation("", measured, self.of_loss), why=why)
-
-    def _masked_loss(self, batch: HostBatch) -> float:
-        return float(np.asarray(self._step.result()(self.params, batch).loss))
 
     def _tied(self) -> CheckLine:
         name, what = "tied", "a shared table has one value, and the gradients of both uses"
@@ -376,34 +386,18 @@ class DeclarationCheck:
         return judged_line("counts", "tokens are counted once", wrong)
 
     def _same_program(self) -> CheckLine:
-        declared, small = self.declared, self.shrunk.plan
-        other = [
-            *other_operations(declared, small),
-            *other_layouts(declared, small),
-            *other_collectives(declared, small),
-        ]
+        other = list(SameProgram(self.declared, self.shrunk.plan).differences())
         what = "strategies and kinds of collectives are the declared ones"
         return judged_line("program", what, other, by="the plans", otherwise="differs")
 
 
-def _plainly(spec: RunSpec) -> RunSpec:
+def _plainly(spec: Any) -> Any:
     """Returns a declaration whose operations and pipeline are chosen anew, for another mesh."""
     pipeline = spec.pipeline.model_copy(update={"layers": "even", "ticks": "auto", "head": "auto", "gather": "auto"})
     update: dict[str, Any] = {"parallel": {}}
     if spec.mesh.stage == 1:
         update["pipeline"] = pipeline
     return spec.model_copy(update=update)
-
-
-def _drawn(plan: Plan[Any]) -> Any:
-    """Returns initial parameters, each moved a little, so that none is 0 or 1 everywhere."""
-    drawn = jax.jit(plan.model.init)(jax.random.key(plan.spec.seed))
-    rng = np.random.default_rng(0)
-    moved_ones = {
-        path: (np.asarray(x, np.float32) + SPREAD * rng.standard_normal(x.shape)).astype(np.float32)
-        for path, x in leaves_by_path(drawn).items()
-    }
-    return like(drawn, moved_ones)
 
 
 def _largest(each: Iterator[dict[str, float]]) -> dict[str, float]:

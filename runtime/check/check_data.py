@@ -5,6 +5,7 @@ else, and a token of residue UNTRAINED is not to be learnt where the data say wh
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,62 +22,64 @@ END = 0
 MODULUS, UNTRAINED = 4, 1
 
 
-def make_batches(spec: RunSpec, num_batches: int) -> list[HostBatch]:
-    """Returns global batches, with rows and tokens in their own order. In the last one some tokens are not to be
+@dataclass(frozen=True)
+class CheckData:
+    """The batches of a check, with rows and tokens in their own order. In the last one some tokens are not to be
     learnt, so that devices and microbatches have different numbers of targets."""
-    size, length, vocab = spec.global_batch_size, spec.sequence_length, spec.model.vocab_size
-    batches = list[HostBatch]()
-    for number in range(num_batches):
-        is_masked = number == num_batches - 1
-        stream = _stream(
-            spec, np.random.default_rng(number), num_batches * size * length * 2, vocab, is_masked=is_masked
-        )
+
+    spec: RunSpec
+    num_batches: int
+
+    def batches(self) -> list[HostBatch]:
+        """Returns the global batches."""
+        spec = self.spec
+        made = [self._batch(number) for number in range(self.num_batches)]
+        if spec.objective.kind == "dpo":
+            rng = np.random.default_rng(0)
+            for batch in made:
+                batch[REFERENCE] = (-40 + 4 * rng.standard_normal(spec.global_batch_size)).astype(np.float32)
+        return made
+
+    def _batch(self, number: int) -> HostBatch:
+        spec, stream = self.spec, self._stream(number, is_masked=number == self.num_batches - 1)
         if spec.data.gives_sequences:
-            batches.append(_given(spec, stream))
-            continue
-        sequences: Any = _sequences(spec, stream, length)
-        source = BatchSource(sequences, size, num_batches, rows=range(size), vocab_size=vocab)
-        batches.append(dict(source[number]))
-    if spec.objective.kind == "dpo":
-        rng = np.random.default_rng(0)
-        for batch in batches:
-            batch[REFERENCE] = (-40 + 4 * rng.standard_normal(size)).astype(np.float32)
-    return batches
+            return self._given(stream)
+        sequences, size = self._sequences(stream), spec.global_batch_size
+        source = BatchSource(sequences, size, self.num_batches, rows=range(size), vocab_size=spec.model.vocab_size)
+        return dict(source[0])
 
+    def _sequences(self, stream: TokenStream) -> Any:
+        spec = self.spec
+        if spec.data.packing == "pairs":
+            return PairedSequences(stream, spec.sequence_length)
+        kind = PackedSequences if spec.data.packing == "first_fit" else ConcatenatedSequences
+        return kind(stream, spec.sequence_length, isolate_documents=spec.data.isolate_documents)
 
-def _sequences(spec: RunSpec, stream: TokenStream, length: int) -> Any:
-    if spec.data.packing == "pairs":
-        return PairedSequences(stream, length)
-    kind = PackedSequences if spec.data.packing == "first_fit" else ConcatenatedSequences
-    return kind(stream, length, isolate_documents=spec.data.isolate_documents)
+    def _stream(self, seed: int, *, is_masked: bool) -> TokenStream:
+        spec, rng, length = self.spec, np.random.default_rng(seed), self.spec.sequence_length
+        sizes = rng.integers(4, length + length // 4, size=4 * spec.global_batch_size + 4)
+        tokens = rng.integers(1, spec.model.vocab_size, size=int(sizes.sum())).astype(np.uint32)
+        ends = np.cumsum(sizes)
+        tokens[ends - 1] = END
+        documents = np.stack([ends, np.arange(len(ends))], axis=1).astype(np.uint64)
+        trained = tokens % MODULUS != UNTRAINED if is_masked else None
+        tokenizer: Any = None
+        store = TokenStore((Shard(tokens, documents, trained),), tokenizer, "", int(tokens.max()))
+        return TokenStream(store, "train", 0.0)
 
-
-def _stream(spec: RunSpec, rng: np.random.Generator, num_tokens: int, vocab: int, *, is_masked: bool) -> TokenStream:
-    length = spec.sequence_length
-    sizes = rng.integers(4, length + length // 4, size=2 * (num_tokens // length + 2))
-    tokens = rng.integers(1, vocab, size=int(sizes.sum())).astype(np.uint32)
-    ends = np.cumsum(sizes)
-    tokens[ends - 1] = END
-    documents = np.stack([ends, np.arange(len(ends))], axis=1).astype(np.uint64)
-    trained = tokens % MODULUS != UNTRAINED if is_masked else None
-    store = TokenStore((Shard(tokens, documents, trained),), None, "", int(tokens.max()))  # type: ignore[arg-type]
-    return TokenStream(store, "train", 0.0)
-
-
-def _given(spec: RunSpec, stream: TokenStream) -> HostBatch:
-    """Returns sequences as a class of the user may return them: of many lengths, with padding after them."""
-    size, length = spec.global_batch_size, spec.sequence_length
-    window = stream.read(0, size * (length + 1)).reshape(size, length + 1)
-    lengths = np.linspace(length, length // 2, size).astype(int)[:, None]
-    places = np.arange(length)[None]
-    batch = {
-        "inputs": np.where(places < lengths, window[:, :-1], 0).astype(np.int32),
-        "targets": np.where(places < lengths, window[:, 1:], PADDING_TARGET).astype(np.int32),
-    }
-    if spec.data.isolate_documents:
-        batch["positions"] = np.where(places < lengths, places, 0).astype(np.int32)
-        batch["segment_ids"] = (places < lengths).astype(np.int32)
-    return batch
+    def _given(self, stream: TokenStream) -> HostBatch:
+        """Returns sequences as a class of the user may return them: of many lengths, with padding after them."""
+        size, length = self.spec.global_batch_size, self.spec.sequence_length
+        window = stream.read(0, size * (length + 1)).reshape(size, length + 1)
+        is_token = np.arange(length)[None] < np.linspace(length, length // 2, size).astype(int)[:, None]
+        batch = {
+            "inputs": np.where(is_token, window[:, :-1], 0).astype(np.int32),
+            "targets": np.where(is_token, window[:, 1:], PADDING_TARGET).astype(np.int32),
+        }
+        if self.spec.data.isolate_documents:
+            batch["positions"] = np.where(is_token, np.arange(length)[None], 0).astype(np.int32)
+            batch["segment_ids"] = is_token.astype(np.int32)
+        return batch
 
 
 def pieces_of(row: np.ndarray) -> Iterator[tuple[int, int]]:
@@ -91,7 +94,7 @@ def pieces_of(row: np.ndarray) -> Iterator[tuple[int, int]]:
         yield begin, len(row)
 
 
-def wrong_targets(spec: RunSpec, batch: HostBatch, *, is_masked: bool) -> list[str]:
+def wrong_targets(batch: HostBatch, *, is_masked: bool, is_isolated: bool) -> list[str]:
     """Returns what is wrong with the targets of a batch, by its inputs alone: each target is the next token of its
     document, the last token of an isolated document has none, and neither has a token that is not to be learnt."""
     inputs, targets, wrong = batch["inputs"], batch["targets"], list[str]()
@@ -103,7 +106,7 @@ def wrong_targets(spec: RunSpec, batch: HostBatch, *, is_masked: bool) -> list[s
     if not np.array_equal(targets[is_next], following[is_next]):
         number = int(np.sum(targets[is_next] != following[is_next]))
         wrong.append(f"{number} targets are not the next token")
-    if spec.data.isolate_documents and np.any(counted & is_end):
+    if is_isolated and np.any(counted & is_end):
         wrong.append(f"{int(np.sum(counted & is_end))} ends of documents have a target")
     if is_masked and np.any(counted & (targets % MODULUS == UNTRAINED)):
         wrong.append("tokens that are not to be learnt are targets")

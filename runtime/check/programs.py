@@ -4,9 +4,10 @@ A program runs for milliseconds, so machine code is not optimised. XLA's own pas
 devices, are not touched by this.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -14,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from meshloom.compiler.core.trees import pick
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.step.train_step import build_loss, build_train_step
 
@@ -25,25 +25,62 @@ UNOPTIMISED: Any = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codeg
 
 
 @dataclass(frozen=True)
-class SmallProgram:
-    """A program of a plan on the first simulated devices. compiled: set when the compiler is done."""
+class SmallPlan:
+    """A plan on the first simulated devices."""
 
     plan: Plan[Any]
-    mesh: Any
+
+    @cached_property
+    def mesh(self) -> Any:
+        """Returns the mesh of devices."""
+        return self.plan.mesh.of_devices(jax.devices("cpu")[: self.plan.target.num_devices])
+
+    def placed(self, batch: HostBatch) -> dict[str, jax.Array]:
+        """Returns a global batch on the devices, with rows and tokens in the order of the devices."""
+        planned = self.plan.batch
+        order = planned.token_order.of_sequence(batch["inputs"].shape[1])
+        host = in_token_order({name: x[planned.row_order.rows()] for name, x in batch.items()}, order)
+        return {name: jax.device_put(host[name], self._on(spec)) for name, (_, spec) in planned.shapes.items()}
+
+    def state(self, tree: Any) -> Any:
+        """Returns a state of the host on the devices."""
+        return self._laid_out(tree, self.plan.specs)
+
+    def params(self, tree: Any) -> Any:
+        """Returns parameters of the host on the devices."""
+        return self._laid_out(tree, self.plan.specs["params"])
+
+    def _laid_out(self, tree: Any, specs: Any) -> Any:
+        return jax.tree.map(lambda x, spec: jax.device_put(np.array(x), self._on(spec)), tree, specs)
+
+    def _on(self, spec: Any) -> NamedSharding:
+        return NamedSharding(self.mesh, spec)
+
+    @cached_property
+    def abstract(self) -> Any:
+        """Returns the state as the programs take it."""
+        plan = self.plan
+        return jax.tree.map(
+            lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._on(spec)), plan.abstract, plan.specs
+        )
+
+
+@dataclass(frozen=True)
+class SmallProgram:
+    """A program that is being compiled for a plan on devices."""
+
+    on: SmallPlan
     compiled: "Future[Any]"
 
-    def placed(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Returns a global batch on the devices, with rows and tokens in the order of the devices."""
-        return _placed(self.plan, self.mesh, batch)
-
-    def laid_out(self, tree: Any, specs: Any) -> Any:
-        """Returns arrays of the host on the devices."""
-        return jax.tree.map(lambda x, spec: jax.device_put(np.array(x), NamedSharding(self.mesh, spec)), tree, specs)
-
     def run(self, *operands: Any) -> Any:
-        """Returns what the program makes of operands on the devices."""
-        with jax.set_mesh(self.mesh):
-            return self.compiled.result()(*operands)
+        """Returns what the program makes of operands on the devices, on the host."""
+        with jax.set_mesh(self.on.mesh):
+            return jax.tree.map(np.asarray, self.compiled.result()(*operands))
+
+    def loss(self, params: Any, batch: HostBatch) -> float:
+        """Returns the mean loss of parameters of the host; of a program that evaluates."""
+        loss, count = self.run(self.on.params(params), self.on.placed(batch))
+        return float(loss / max(count, 1))
 
 
 class Compiler:
@@ -58,59 +95,29 @@ class Compiler:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def train(self, plan: Plan[Any], batch: HostBatch) -> SmallProgram:
+    def train(self, on: SmallPlan, batch: HostBatch) -> SmallProgram:
         """Compiles (state, batch) -> (state, metrics with the gradients), the step of a run."""
-        return self._compile(plan, build_train_step(plan, returns_gradients=True), plan.abstract, plan.specs, batch)
+        layouts = jax.tree.map(lambda x: x.sharding, on.abstract)
+        step = jax.jit(build_train_step(on.plan, returns_gradients=True), out_shardings=(layouts, None))
+        return self._compile(on, step, on.abstract, batch)
 
-    def evaluate(self, plan: Plan[Any], batch: HostBatch) -> SmallProgram:
-        """Compiles (parameters, batch) -> [summed loss, number of targets], the evaluation of a run."""
-        of_params = plan.abstract["params"], plan.specs["params"]
-        return self._compile(plan, build_loss(plan, with_gradients=False), *of_params, batch)
-
-    def gradients(self, plan: Plan[Any], batch: HostBatch) -> SmallProgram:
-        """Compiles (parameters, batch) -> (loss, gradients, ...)."""
-        of_params = plan.abstract["params"], plan.specs["params"]
-        return self._compile(plan, build_loss(plan, with_gradients=True), *of_params, batch)
+    def loss(self, on: SmallPlan, batch: HostBatch, *, with_gradients: bool) -> SmallProgram:
+        """Compiles (parameters, batch) -> [summed loss, number of targets], and the gradients with it."""
+        return self._compile(
+            on, jax.jit(build_loss(on.plan, with_gradients=with_gradients)), on.abstract["params"], batch
+        )
 
     def plain(self, function: Callable[..., Any], *operands: Any) -> "Future[Any]":
         """Compiles a function of arrays on one device."""
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), operands)
         return self._pool.submit(jax.jit(function).lower(*abstract).compile, UNOPTIMISED)
 
-    def _compile(
-        self, plan: Plan[Any], function: Callable[..., Any], abstract: Any, specs: Any, batch: HostBatch
-    ) -> SmallProgram:
-        mesh = plan.mesh.of_devices(jax.devices("cpu")[: plan.target.num_devices])
-        like = jax.tree.map(
-            lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), abstract, specs
-        )
-        out = (
-            (jax.tree.map(lambda x: x.sharding, like), None)
-            if isinstance(abstract, dict) and "step" in abstract
-            else None
-        )
-        with jax.set_mesh(mesh):
-            jitted = jax.jit(function) if out is None else jax.jit(function, out_shardings=out)
-            lowered = jitted.lower(like, _placed(plan, mesh, batch))
-        return SmallProgram(plan, mesh, self._pool.submit(lowered.compile, UNOPTIMISED))
-
-
-def _placed(plan: Plan[Any], mesh: Any, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    order = plan.batch.token_order.of_sequence(batch["inputs"].shape[1])
-    rows = plan.batch.row_order.rows()
-    host = in_token_order({name: x[rows] for name, x in batch.items()}, order)
-    return {
-        name: jax.device_put(host[name], NamedSharding(mesh, spec)) for name, (_, spec) in plan.batch.shapes.items()
-    }
+    def _compile(self, on: SmallPlan, jitted: Any, abstract: Any, batch: HostBatch) -> SmallProgram:
+        with jax.set_mesh(on.mesh):
+            lowered = jitted.lower(abstract, on.placed(batch))
+        return SmallProgram(on, self._pool.submit(lowered.compile, UNOPTIMISED))
 
 
 def on_host(tree: Any) -> Any:
     """Returns a tree of arrays on the host."""
     return jax.tree.map(np.asarray, tree)
-
-
-def initial_state(plan: Plan[Any], params: Any) -> Any:
-    """Returns the state before the first step, on the host, in the types of the plan. plan: in float32."""
-    trained = pick(params, plan.sharding.trained)
-    optimizer = on_host(jax.jit(plan.optimizer.init)(trained))
-    return {"step": np.zeros((), np.int32), "params": params, "optimizer": optimizer}

@@ -6,11 +6,9 @@ from meshloom.compiler.check.check_report import CheckReport
 from meshloom.compiler.core.console import Column, Console, Table
 from meshloom.compiler.core.errors import WRONG
 from meshloom.compiler.declare.compose import Request, read_spec
-from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.driver import plan_run
-from meshloom.compiler.plan import Plan
 
-from ..check.check import check_declaration
+from ..check.check import DeclarationCheck
 from ..processes.devices import plan_without_devices
 
 _STYLES = {"passed": "green", "failed": "bold red", "differs": "yellow", "not run": "dim"}
@@ -19,22 +17,16 @@ _STYLES = {"passed": "green", "failed": "bold red", "differs": "yellow", "not ru
 def check_command(request: Request, flags: argparse.Namespace) -> int:
     """Checks the declaration, and prints the table. Returns the exit code: WRONG if a line failed. Raises ConfigError
     for a declaration that cannot be planned, or cannot shrink."""
-    plan = read_spec(request, then=_plan)
+    plan = read_spec(request, then=lambda spec: (plan_without_devices(spec.target), plan_run(spec))[1])
+    check = DeclarationCheck(
+        plan, f"{plan.spec.model.family} of {plan.num_parameters:,} parameters on {plan.target.name}"
+    )
     console = Console(off_terminal_width=160)
-    report = check_declaration(plan, _name(plan), console)
+    console.line(f"checking {check.program} as {check.small}", style="dim")
+    report = check.report()
     flags.result = report.model_dump(mode="json")
     show_check(report, console)
     return 0 if report.passed else WRONG
-
-
-def _plan(spec: RunSpec) -> Plan[RunSpec]:
-    plan_without_devices(spec.target)
-    return plan_run(spec)
-
-
-def _name(plan: Plan[RunSpec]) -> str:
-    model = plan.spec.model
-    return f"{model.family} of {plan.num_parameters:,} parameters on {plan.target.name}"
 
 
 def show_check(report: CheckReport, console: Console) -> None:

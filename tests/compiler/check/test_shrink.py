@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshloom.compiler.check.same_program import other_layouts
-from meshloom.compiler.check.shrink import shrink
+from meshloom.compiler.check.same_program import SameProgram
+from meshloom.compiler.check.shrink import Shrinking
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.pipeline.table_file import write_table
 from support.programs import plan_as_declared
@@ -27,7 +27,7 @@ def shrunk():
     def get(name):
         if name not in cache:
             declared = plan_as_declared(*CASES[name])
-            cache[name] = declared, shrink(declared)
+            cache[name] = declared, Shrinking(declared).shrunk()
         return cache[name]
 
     return get
@@ -42,26 +42,26 @@ def test_each_axis_of_several_devices_has_two(name, shrunk):
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_axes_split_the_same_dimensions(name, shrunk):
     declared, small = shrunk(name)
-    assert not list(other_layouts(declared, small.plan))
+    assert not list(SameProgram(declared, small.plan).other_layouts())
 
 
 def test_what_decides_the_program_stays(shrunk):
     for name in CASES:
         declared, small = shrunk(name)
         for key in ("remat", "sharding", "data", "optimizer", "objective", "precision"):
-            assert getattr(small.spec, key) == getattr(declared.spec, key), (name, key)
-        assert small.spec.overlap.layers == declared.spec.overlap.layers
+            assert getattr(small.plan.spec, key) == getattr(declared.spec, key), (name, key)
+        assert small.plan.spec.overlap.layers == declared.spec.overlap.layers
 
 
 def test_kinds_of_layers_stay(shrunk):
     _, windows = shrunk("windows")
-    model = windows.spec.model
+    model = windows.plan.spec.model
     assert model.num_layers >= len(model.attention_windows) == 6
     assert [each is None for each in model.attention_windows] == [False] * 5 + [True]
-    assert max(each for each in model.attention_windows if each) < windows.spec.sequence_length
+    assert max(each for each in model.attention_windows if each) < windows.plan.spec.sequence_length
     declared, latent = shrunk("latent")
-    assert latent.spec.model.latent_attention is not None
-    assert latent.spec.model.num_dense_layers == 1
+    assert latent.plan.spec.model.latent_attention is not None
+    assert latent.plan.spec.model.num_dense_layers == 1
     assert [s.name for s in latent.plan.model.stacks] == [s.name for s in declared.model.stacks]
 
 
@@ -88,7 +88,7 @@ def test_a_table_of_many_stages_cannot_shrink(tmp_path):
         f"pipeline.table={table}",
     )  # fmt: skip
     with pytest.raises(ConfigError) as error:
-        shrink(own)
+        Shrinking(own).shrunk()
     (problem,) = error.value.problems
     assert problem.where == "pipeline.table"
     assert "8 stages" in problem.what
