@@ -56,7 +56,7 @@ from .exchange import (
     attend_over_length,
     block_kernel,
 )
-from .splash import Cut, attend_splash, plan_cut
+from .splash import Cut, attend_splash, plan_cut, shard_places
 from .splash_kernels import (
     NO_BUDGET,
     AttentionShape,
@@ -166,26 +166,31 @@ def _itemsize(inputs: OpInputs) -> int:
 
 def plan_backward(site: OpSite, inputs: OpInputs, exchange: Exchange | None) -> Backward:
     """Returns how many kernels compute the gradients of splash attention, and why."""
-    heads, head_dim = site.operands[0].shape[2:]
+    (heads, head_dim), kv_heads = site.operands[0].shape[2:], site.operands[1].shape[2]
     spec, mesh, itemsize = inputs.spec, inputs.mesh, _itemsize(inputs)
     budget = plan_budget(inputs.target, head_dim, itemsize)
-    heads //= mesh.num_shards(axes_of(inputs.sharding.auto_spec(None, None, "heads", None)[2]))
+    split = mesh.num_shards(axes_of(inputs.sharding.auto_spec(None, None, "heads", None)[2]))
     if exchange is not None and exchange.name != ULYSSES:
         order = exchange.order
-        num_queries = spec.sequence_length // (order.num_chunks if exchange.name == RING else order.num_shards)
-        num_keys = num_queries if exchange.name == RING else spec.sequence_length
-        block = block_sizes(budget, num_queries, num_keys)[0] if num_queries % LANES == 0 else 0
-        seen = all_blocks(num_queries, block, num_keys)
+        chunk = spec.sequence_length // order.num_chunks
+        num_queries = chunk if exchange.name == RING else spec.sequence_length // order.num_shards
+        num_keys = chunk if exchange.name == RING else spec.sequence_length
+        block = block_sizes(budget, chunk, num_keys)[0] if chunk % LANES == 0 else 0
+        if exchange.name == RING or not block:
+            seen = all_blocks(num_queries, block, num_keys)
+        else:
+            seen = seen_blocks(shard_places(order.chunks(), chunk, block) * block, block, num_keys, Mask())
     else:
-        heads //= 1 if exchange is None else exchange.order.num_shards
+        split *= 1 if exchange is None else exchange.order.num_shards
         num_keys = spec.sequence_length
         cut = plan_cut(num_keys, Mask(), budget) if num_keys % LANES == 0 else Cut(0, 0)
         num_queries, block = cut.part, cut.block
         seen = seen_blocks(np.arange(num_keys - num_queries, num_keys, max(1, block))[None], block, num_keys, Mask())
     sequences = inputs.batch.sequences_of_device // spec.overlap.layers.batch_split
+    heads, kv_heads = heads // split, max(1, kv_heads // split)  # where each has no head, one is repeated
     if 0 in (block, heads, sequences):  # refused elsewhere
         return Backward(None, reason="two backward kernels")
-    shape = AttentionShape(sequences, heads, num_queries, num_keys, head_dim, itemsize, block)
+    shape = AttentionShape(sequences, heads, kv_heads, num_queries, num_keys, head_dim, itemsize, block)
     return choose_backward(shape, seen, budget)
 
 

@@ -110,6 +110,11 @@ def split_length(tree: Any, num_parts: int) -> list[Any]:
     return [structure.unflatten([parts[i] for parts in cut]) for i in range(num_parts)]
 
 
+def some_tokens(tree: Any, which: slice) -> Any:
+    """Returns some tokens of arrays whose length is dimension 2, or 1 where they have two dimensions."""
+    return jax.tree.map(lambda x: jax.lax.slice_in_dim(x, which.start, which.stop, axis=min(2, x.ndim - 1)), tree)
+
+
 def gradient_of(attended: Attended, d_out_BHTD: Array) -> Gradient:
     products = attended.out_BHTD.astype(jnp.float32) * d_out_BHTD.astype(jnp.float32)
     return Gradient(attended.lse_BHT, d_out_BHTD, jnp.sum(products, axis=-1), attended.out_BHTD)

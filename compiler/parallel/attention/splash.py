@@ -23,7 +23,7 @@ from meshloom.models.attention import Mask
 
 from ...core.kernels import Deferred
 from ...sharding.batch import TokenOrder
-from .blocks import Attended, Gradient, Gradients, Keys, Queries, Sight, attend_with
+from .blocks import Attended, Gradient, Gradients, Keys, Queries, Sight, attend_with, some_tokens
 from .splash_kernels import (
     PARTLY,
     TABLE_BYTES,
@@ -70,7 +70,7 @@ class _Whole:
 
     def gradients(self, queries: Queries, keys: Keys, gradient: Gradient) -> Gradients:
         found = [
-            gradients(tables, *operands, _tokens(gradient, own), self.options)
+            gradients(tables, *operands, some_tokens(gradient, own), self.options)
             for tables, own, operands in self._parts(queries, keys)
         ]
         dq, *of_keys = zip(*found, strict=True)
@@ -83,14 +83,9 @@ class _Whole:
         parts = []
         for first in range(0, length, cut.part):
             own = slice(first, first + cut.part)
-            operands = _tokens(queries, own), _tokens(keys, slice(0, own.stop))
+            operands = some_tokens(queries, own), some_tokens(keys, slice(0, own.stop))
             parts.append((_tables(cut, first, self.mask), own, operands))
         return parts
-
-
-def _tokens(tree: Any, which: slice) -> Any:
-    """Returns some tokens of arrays whose length is dimension 2, or 1 where they have two dimensions."""
-    return jax.tree.map(lambda x: jax.lax.slice_in_dim(x, which.start, which.stop, axis=min(2, x.ndim - 1)), tree)
 
 
 def _sum_of_beginnings(parts: Sequence[Array]) -> Array:
@@ -213,17 +208,17 @@ def shard_tables(chunks: np.ndarray, shard: Array, queries: Array, num_keys: int
     """
     chunk = queries.shape[0] // chunks.shape[1]
     made = [
-        (size, *tables_of(_places(chunks, chunk, size), num_keys // size, size, mask))
+        (size, *tables_of(shard_places(chunks, chunk, size), num_keys // size, size, mask))
         for size in block_sizes(budget, chunk, num_keys)
     ]
     block, forward, backward, num_used = _cheapest(made, budget)
     first, other = (_info([jnp.asarray(x)[shard] for x in table], queries) for table in (forward, backward))
     num_blocks = queries.shape[0] // block * (num_keys // block)
-    seen = seen_blocks(_places(chunks, chunk, block) * block, block, num_keys, mask)
+    seen = seen_blocks(shard_places(chunks, chunk, block) * block, block, num_keys, mask)
     return Tables(block, first, other, mask, num_used, num_blocks, seen, shard)
 
 
-def _places(chunks: np.ndarray, chunk: int, block: int) -> np.ndarray:
+def shard_places(chunks: np.ndarray, chunk: int, block: int) -> np.ndarray:
     """Returns the places of the rows of queries of each shard, in blocks."""
     return (chunks[:, :, None] * (chunk // block) + np.arange(chunk // block)).reshape(len(chunks), -1)
 

@@ -12,15 +12,17 @@ blocks of keys, and so writes the queries' gradient as a partial sum for each of
 many arrays of the queries' size as there are blocks of keys. `choose_backward` compares the arithmetic that is saved
 with the bytes that are written and read, in blocks of keys of several sizes: larger ones make fewer partial sums, and
 compute more of what a causal mask hides at its edge. Partial sums that are too large for a batch are made one sequence
-at a time; where they are too large for one, there are two kernels. The kernel's grid has all blocks of the square: a
-block that is hidden is skipped, but its partial sum is written.
+at a time. Where they are too large for one, the kernel runs in turns, each over as many blocks of keys as fit and the
+queries that see any of them, and each turn adds its partial sums to those before; where that takes too many turns, one
+kv_head at a time, and else there are two kernels. The kernel's grid has all blocks of a turn: a block that is hidden is
+skipped, but its partial sum is written.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +37,7 @@ from ...core.kernels import AttentionCall
 from ...jax_private import splash, splash_dkv, splash_dq
 from ...jaxpr.program import LANES
 from ...target.target import TargetPlan
-from .blocks import Attended, Gradient, Gradients, Keys, Queries, blocks_scope, both_ids
+from .blocks import Attended, Gradient, Gradients, Keys, Queries, blocks_scope, both_ids, some_tokens
 
 if TYPE_CHECKING:
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
@@ -51,6 +53,7 @@ KEYS_BLOCKS = (512, 1024, 2048)  # tokens
 TABLE_BYTES = 3 * 2**18  # the part of the 1 MiB of scalar memory for two tables in int16 and int8, 512 x 512 blocks
 PARTIALS_SHARE = 1 / 32  # the share of a device's memory that partial sums may take
 TWO_KERNELS, ONE_KERNEL = 7, 5  # matmuls
+MOST_TURNS = 8  # of the one backward kernel: each is compiled
 LOST_SCORES = 660**2  # of v5p: where a chip's kernel has no price by block
 
 Seen = Callable[[int], np.ndarray]  # tokens of a block of keys -> (shards, blocks of queries, blocks of keys), bool
@@ -75,20 +78,21 @@ NO_BUDGET = Budget(0, 0.0)
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The sizes of one backward call on a device: `queries` tokens of `heads` see some of `keys` tokens, in `block`
-    queries."""
+    """The sizes of one backward call on a device: `queries` tokens of `heads` see some of `keys` tokens of `kv_heads`,
+    in `block` queries."""
 
     sequences: int
     heads: int
+    kv_heads: int
     queries: int
     keys: int
     head_dim: int
     itemsize: int
     block: int
 
-    def partials_bytes(self, keys_block: int) -> int:
-        """Returns the size of one sequence's partial sums of the queries' gradient."""
-        return self.keys // keys_block * self.heads * self.queries * self.head_dim * self.itemsize
+    def partials_bytes(self, num_blocks: int) -> int:
+        """Returns the size of one sequence's partial sums of the queries' gradient, in so many blocks."""
+        return num_blocks * self.block * self.heads * self.head_dim * self.itemsize
 
     def matmul_flops(self, share: float) -> float:
         """Returns the FLOPs of one matmul of scores of one sequence, of this share of the square."""
@@ -96,15 +100,27 @@ class AttentionShape:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """The part of the square of queries x keys that one call of the one backward kernel computes, in tokens. num_used:
+    the blocks that it computes, of `num_blocks`."""
+
+    queries: slice
+    keys: slice
+    num_used: int
+    num_blocks: int
+
+
+AtOnce = Literal["batch", "sequence", "kv_head"]
+
+
+@dataclass(frozen=True)
 class Backward:
     """The kernels of a backward pass. keys_block: the tokens of a block of keys of the one kernel; None: two kernels.
-    num_used: the blocks that it computes, of `num_blocks` of the square. is_by_sequence: one sequence at a time.
-    reason: why, in words."""
+    turns: its calls, one after the other. at_once: how much of the batch a call has. reason: why, in words."""
 
     keys_block: int | None
-    num_used: int = 0
-    num_blocks: int = 0
-    is_by_sequence: bool = False
+    turns: tuple[Turn, ...] = ()
+    at_once: AtOnce = "batch"
     reason: str = ""
 
 
@@ -124,26 +140,71 @@ def plan_budget(target: TargetPlan, head_dim: int, itemsize: int) -> Budget:
 def choose_backward(shape: AttentionShape, seen: Seen, budget: Budget) -> Backward:
     """Returns the backward kernels that take least time within the budget."""
     sizes = _keys_blocks(shape)
-    fitting = [size for size in sizes if shape.partials_bytes(size) <= budget.partials_bytes]
     if not budget.partials_bytes:
         return Backward(None, reason="two backward kernels")
     if not sizes:
         return Backward(None, reason="two backward kernels: the table of one exceeds the scalar memory")
-    if not fitting:
-        least = human_bytes(min(map(shape.partials_bytes, sizes)))
+    ways = [way for size in sizes if (way := _within(budget, shape, size, seen(size)))]
+    if not ways:
+        least = human_bytes(shape.partials_bytes(seen(sizes[-1])[0].size))
         return Backward(None, reason=f"two backward kernels: one needs {least} of partial sums")
-    two = TWO_KERNELS * shape.matmul_flops(_share(seen(shape.block)))
-    found = {size: _seconds_as_flops(shape, size, seen(size), budget) for size in fitting}
-    best = min(found, key=lambda size: found[size])
-    if found[best] >= two:
+    took, best = min(
+        ((_seconds_as_flops(shape, way, budget), way) for way in _fewest_turns(ways)), key=lambda each: each[0]
+    )
+    if took >= TWO_KERNELS * shape.matmul_flops(_share(seen(shape.block))):
         return Backward(None, reason="two backward kernels: partial sums of one take longer than its matmuls save")
-    used, num_bytes = seen(best), shape.partials_bytes(best)
-    is_by_sequence = shape.sequences * num_bytes > budget.partials_bytes
-    held = num_bytes * (1 if is_by_sequence else shape.sequences)
-    return Backward(
-        best, int(used.sum(axis=(1, 2)).max()), used[0].size, is_by_sequence,
-        f"one backward kernel, {human_bytes(held)} of partial sums",
-    )  # fmt: skip
+    held = max(shape.partials_bytes(turn.num_blocks) for turn in best.turns)
+    held = held * shape.sequences if best.at_once == "batch" else held
+    held = held // shape.kv_heads if best.at_once == "kv_head" else held
+    turns = f" in {len(best.turns)} turns" if len(best.turns) > 1 else ""
+    return replace(best, reason=f"one backward kernel{turns}, {human_bytes(held)} of partial sums")
+
+
+def _fewest_turns(ways: Sequence[Backward]) -> list[Backward]:
+    """Returns those of one turn, if there are any: no more than they has to be compiled."""
+    return [way for way in ways if len(way.turns) == 1] or list(ways)
+
+
+def _within(budget: Budget, shape: AttentionShape, keys_block: int, seen: np.ndarray) -> Backward | None:
+    """Returns the one kernel by blocks of keys of this size, in as few turns as fit the budget; None where these are
+    too many."""
+    whole, most = shape.partials_bytes(seen[0].size), budget.partials_bytes
+    at_once: AtOnce = "batch" if shape.sequences * whole <= most or shape.sequences == 1 else "sequence"
+    ways = (
+        Backward(keys_block, _turns(shape, keys_block, seen, most), at_once),
+        Backward(keys_block, _turns(shape, keys_block, seen, most * shape.kv_heads), "kv_head"),
+    )
+    return next((way for way in ways if way.turns), None)
+
+
+def _turns(shape: AttentionShape, keys_block: int, seen: np.ndarray, most_bytes: int) -> tuple[Turn, ...]:
+    """Returns the turns whose partial sums have at most these bytes, in order of the keys; none where that is more
+    than MOST_TURNS. seen: (shards, blocks of queries, blocks of keys). A turn has the queries from the first to the
+    last that see any of its keys in any shard; one of all keys has all queries."""
+    _, num_rows, num_columns = seen.shape
+    most_blocks = most_bytes // shape.partials_bytes(1)
+    if num_rows * num_columns <= most_blocks:
+        return (_turn(shape, keys_block, seen, slice(0, num_rows), slice(0, num_columns)),)
+    is_seen = seen.any(axis=0)
+    begins = np.where(is_seen.any(axis=0), is_seen.argmax(axis=0), num_rows)
+    stops = np.where(is_seen.any(axis=0), num_rows - is_seen[::-1].argmax(axis=0), 0)
+    turns, first = [], 0
+    while first < num_columns:
+        begin, stop = np.minimum.accumulate(begins[first:]), np.maximum.accumulate(stops[first:])
+        num_blocks = np.maximum(stop - begin, 1) * np.arange(1, num_columns - first + 1)
+        count = int((num_blocks <= most_blocks).sum())
+        if not count or len(turns) == MOST_TURNS:
+            return ()
+        rows = slice(int(begin[count - 1]), int(stop[count - 1])) if stop[count - 1] else slice(0, 1)
+        turns.append(_turn(shape, keys_block, seen, rows, slice(first, first + count)))
+        first += count
+    return tuple(turns)
+
+
+def _turn(shape: AttentionShape, keys_block: int, seen: np.ndarray, rows: slice, columns: slice) -> Turn:
+    queries, keys = (slice(x.start * n, x.stop * n) for x, n in ((rows, shape.block), (columns, keys_block)))
+    part = seen[:, rows, columns]
+    return Turn(queries, keys, int(part.sum(axis=(1, 2)).max()), part[0].size)
 
 
 def _keys_blocks(shape: AttentionShape) -> list[int]:
@@ -155,10 +216,18 @@ def _keys_blocks(shape: AttentionShape) -> list[int]:
     return sorted(size for size in sizes if size and 3 * rows * (shape.keys // size) <= TABLE_BYTES)
 
 
-def _seconds_as_flops(shape: AttentionShape, keys_block: int, seen: np.ndarray, budget: Budget) -> float:
-    """Returns the time of a choice in FLOPs. Partial sums are written and read."""
-    moved = 2 * shape.partials_bytes(keys_block)
-    return ONE_KERNEL * shape.matmul_flops(_share(seen)) + moved * budget.flops_per_byte
+def _seconds_as_flops(shape: AttentionShape, way: Backward, budget: Budget) -> float:
+    """Returns the time of a choice in FLOPs. Partial sums are written and read; each turn but the first reads and
+    writes the float32 sum of its queries, and copies them and their gradient."""
+    assert way.keys_block is not None
+    whole = shape.queries * shape.keys // (shape.block * way.keys_block)
+    moved = 2 * sum(shape.partials_bytes(turn.num_blocks) for turn in way.turns)
+    again = sum((turn.queries.stop - turn.queries.start) // shape.block for turn in way.turns[1:])
+    moved += shape.partials_bytes(again) * (8 / shape.itemsize + 4)
+    return (
+        ONE_KERNEL * shape.matmul_flops(sum(turn.num_used for turn in way.turns) / whole)
+        + moved * budget.flops_per_byte
+    )
 
 
 def _share(seen: np.ndarray) -> float:
@@ -210,12 +279,20 @@ class Tables:
     seen: Seen
     shard: Array | int = 0
 
-    def in_blocks_of_keys(self, size: int) -> "MaskInfo":
-        """Returns the tables of the one backward kernel; where the others have none, it needs none."""
-        if self.keys_first.data_next is None:
-            return self.keys_first
-        data, used = (jnp.asarray(x)[self.shard] for x in fused_tables(self.seen(size)))
-        return self.keys_first._replace(data_next=data, block_mask=used)
+    def of_turn(self, turn: "Turn", keys_block: int) -> "MaskInfo":
+        """Returns the tables of a turn of the one backward kernel; where the others have none, it needs none. Its
+        queries have their places from its first key."""
+        info, places = self.keys_first, self.keys_first.q_sequence
+        if places is not None and turn.keys.start:
+            info = info._replace(q_sequence=places[turn.queries] - turn.keys.start)
+        elif places is not None and turn.queries != slice(0, len(places)):
+            info = info._replace(q_sequence=places[turn.queries])
+        if info.data_next is None:
+            return info
+        in_blocks = ((turn.queries, self.block), (turn.keys, keys_block))
+        rows, columns = (slice(x.start // n, x.stop // n) for x, n in in_blocks)
+        data, used = (jnp.asarray(x)[self.shard] for x in fused_tables(self.seen(keys_block)[:, rows, columns]))
+        return info._replace(data_next=data, block_mask=used)
 
 
 def block_sizes(budget: Budget, *lengths: int) -> tuple[int, ...]:
@@ -263,16 +340,52 @@ def gradients(tables: Tables, queries: Queries, keys: Keys, gradient: Gradient, 
         with jax.named_scope(blocks_scope(tables.num_used, tables.num_blocks)):
             dq = jax.vmap(partial(_dq_of_one, tables, **how))(*operands)
             return Gradients(dq, *jax.vmap(partial(_dkv_of_one, tables, **how))(*operands))
-    call = partial(_fused_of_one, tables, backward.keys_block, **how)
-    with jax.named_scope(blocks_scope(backward.num_used, backward.num_blocks)):
-        by_sequence = backward.is_by_sequence
-        return Gradients(*(jax.lax.map(lambda one: call(*one), operands) if by_sequence else jax.vmap(call)(*operands)))
+    total, of_keys = None, []
+    for turn in backward.turns:
+        if total is not None:  # the partial sums of two turns are not in memory together
+            total, operands = jax.lax.optimization_barrier((total, operands))
+        with jax.named_scope(blocks_scope(turn.num_used, turn.num_blocks)):
+            call = partial(_fused_of_one, tables, turn, backward.keys_block, **how)
+            part, *of_these = _run(call, backward.at_once, _of_turn(turn, *operands))
+        total = _added(total, part, turn.queries, queries.q_BHTD.shape)
+        of_keys.append(of_these)
+    dk, dv = (each[0] if len(each) == 1 else jnp.concatenate(each, axis=2) for each in zip(*of_keys, strict=True))
+    return Gradients(total, dk, dv)
+
+
+def _of_turn(turn: Turn, q: Array, k: Array, v: Array, gradient: Any, *ids: Array) -> tuple[Any, ...]:
+    """Returns the operands of a turn."""
+    q, gradient, *of_queries = some_tokens((q, gradient, *ids[:1]), turn.queries)
+    k, v, *of_keys = some_tokens((k, v, *ids[1:]), turn.keys)
+    return (q, k, v, gradient, *of_queries, *of_keys)
+
+
+def _run(call: Callable[..., Any], at_once: AtOnce, operands: tuple[Any, ...]) -> Any:
+    """Returns what `call`, which takes one sequence, gives for all: at once, or one sequence or kv_head at a time."""
+    if at_once == "batch":
+        return jax.vmap(call)(*operands)
+    if at_once == "sequence":
+        return jax.lax.map(lambda one: call(*one), operands)
+    of_heads, ids = operands[:4], operands[4:]
+    sequences, kv_heads = operands[1].shape[:2]
+    apart = jax.tree.map(lambda x: x.reshape(sequences * kv_heads, -1, *x.shape[2:]), of_heads)
+    found = jax.lax.map(lambda one: call(*one), (*apart, *(jnp.repeat(x, kv_heads, axis=0) for x in ids)))
+    return jax.tree.map(lambda x: x.reshape(sequences, -1, *x.shape[2:]), found)
+
+
+def _added(total: Array | None, part: Array, where: slice, shape: tuple[int, ...]) -> Array:
+    """Returns the sum of gradients of all queries, of this shape, and of some."""
+    if total is None:
+        if part.shape == shape:
+            return part
+        total = jnp.zeros(shape, part.dtype)
+    return total.at[:, :, where].add(part)
 
 
 def _shape(tables: Tables, queries: Queries, keys: Keys) -> AttentionShape:
     sequences, heads, num_queries, head_dim = queries.q_BHTD.shape
-    num_keys, itemsize = keys.k_BKSD.shape[2], queries.q_BHTD.dtype.itemsize
-    return AttentionShape(sequences, heads, num_queries, num_keys, head_dim, itemsize, tables.block)
+    (_, kv_heads, num_keys, _), itemsize = keys.k_BKSD.shape, queries.q_BHTD.dtype.itemsize
+    return AttentionShape(sequences, heads, kv_heads, num_queries, num_keys, head_dim, itemsize, tables.block)
 
 
 def _forward_of_one(
@@ -317,14 +430,15 @@ def _dkv_of_one(
 
 
 def _fused_of_one(
-    tables: Tables, keys_block: int, q_HTD: Array, k_KSD: Array, v_KSD: Array, gradient: Any, *ids: Array,
+    tables: Tables, turn: Turn, keys_block: int, q_HTD: Array, k_KSD: Array, v_KSD: Array, gradient: Any, *ids: Array,
     soft_cap: float | None, interpret: bool,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """Returns both parts, by one kernel. The parts of the queries' gradient are added here, in float32: the kernel's
-    own sum of them is one reduction, for which XLA estimates 3.96 ms for 1.07 GB on v5p; as additions it is 0.8 ms."""
+    """Returns both parts, by one kernel, of the queries and keys of a turn. The parts of the queries' gradient are
+    added here, in float32: the kernel's own sum of them is one reduction, for which XLA estimates 3.96 ms for 1.07 GB
+    on v5p; as additions it is 0.8 ms."""
     call = partial(
         _by_keys, bq=tables.block, bkv=keys_block, bkv_compute=_keys_at_once(tables, q_HTD),
-        mask_info=tables.in_blocks_of_keys(keys_block), use_fused_bwd_kernel=True,
+        mask_info=tables.of_turn(turn, keys_block), use_fused_bwd_kernel=True,
         **_options(tables, soft_cap, interpret=interpret),
     )  # fmt: skip
     parts, dk, dv = _kernel_results(call, q_HTD, k_KSD, v_KSD, gradient, ids)

@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from meshloom.compiler.jaxpr.subprograms import subprograms
-from meshloom.compiler.parallel.attention import cudnn
+from meshloom.compiler.parallel.attention import cudnn, splash_kernels
 from meshloom.compiler.parallel.attention.blocks import TiledBlocks, plan_visits, tile_size
 from meshloom.compiler.parallel.attention.cudnn import CudnnBlocks
 from meshloom.compiler.parallel.attention.exchange import Exchange, attend_by_blocks, attend_over_length
@@ -163,9 +163,12 @@ def test_each_exchange_computes_attention_and_its_gradients(name, proof):
     [
         pytest.param(NO_BUDGET, id="two backward kernels"),
         pytest.param(Budget(2**30, 0.0), id="one", marks=pytest.mark.release),
+        pytest.param(Budget(2 * 128 * 2 * 128 * 4, 0.0, most_block=128), id="one in turns", marks=pytest.mark.release),
     ],
 )
-def test_so_it_does_with_splash_for_each_block(case, budget, proof):
+def test_so_it_does_with_splash_for_each_block(case, budget, proof, monkeypatch):
+    """In turns: each of the two blocks of queries that see some of 128 keys, or of half as many."""
+    monkeypatch.setattr(splash_kernels, "KEYS_BLOCKS", (budget.most_block,))
     length = 1024 if case[3] else 512
     ids = documents(length) if case[-1] else None
     kernel, has_sinks = partial(SplashBlocks, budget=budget, interpret=True), case[4] is not None

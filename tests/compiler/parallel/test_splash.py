@@ -1,6 +1,7 @@
 """The tables of splash attention's blocks against those that JAX makes by evaluating the mask."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import jax
@@ -12,7 +13,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from conftest import plan_of
 from meshloom.compiler.estimate.estimate import estimate_step
-from meshloom.compiler.parallel.attention import splash
+from meshloom.compiler.parallel.attention import splash, splash_kernels
 from meshloom.compiler.parallel.attention.splash import attend_splash, mask_info, plan_cut
 from meshloom.compiler.parallel.attention.splash_kernels import (
     NO_BUDGET,
@@ -74,6 +75,31 @@ def test_queries_in_parts_give_what_they_give_at_once(proof, monkeypatch):
         np.testing.assert_allclose(ours, expected, atol=1e-4)
 
 
+@pytest.mark.ci  # programs of interpreted kernels
+@pytest.mark.parametrize(("num_blocks", "at_once", "num_turns"), [(8, "sequence", 2), (3, "kv_head", 3)])
+def test_one_backward_kernel_in_turns_gives_what_two_give(num_blocks, at_once, num_turns, proof, monkeypatch):
+    """Two sequences of 4 x 4 blocks, with a budget for so many blocks of partial sums."""
+    monkeypatch.setattr(splash_kernels, "KEYS_BLOCKS", (128,))
+    draw = np.random.default_rng(0).normal
+    q, k, v = (jnp.asarray(draw(size=(2, 512, n, 128)), jnp.float32) for n in (4, 2, 2))
+    ids = jnp.asarray(np.arange(512)[None] >= np.array([[200], [400]]), jnp.int32)
+    shape = AttentionShape(2, 4, 2, 512, 512, 128, 4, 128)
+    budget = Budget(shape.partials_bytes(num_blocks), 0.0, most_block=128)
+    seen = seen_blocks(np.arange(0, 512, 128)[None], 128, 512, Mask())
+    chosen = choose_backward(shape, seen, budget)
+    assert (chosen.at_once, len(chosen.turns)) == (at_once, num_turns)
+
+    def attended(budget, q, k, v):
+        out = attend_splash(q, k, v, ids, scale=0.1, mask=Mask(), soft_cap=2.0, budget=budget, interpret=True)
+        return jnp.sum(out * jnp.cos(jnp.arange(out.size, dtype=jnp.float32).reshape(out.shape)))
+
+    ours, two = (Computation(jax.grad(partial(attended, each), (0, 1, 2)), q, k, v) for each in (budget, NO_BUDGET))
+    if proof.is_known(ours.parts, two.parts):
+        return
+    for found, expected in zip(ours.run(), two.run(), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("length", "window", "cut"),
     [
@@ -133,7 +159,7 @@ def _keys_block(plan, length, window, block):
     """Returns the block of keys of the one backward kernel; None: there are two."""
     budget = plan.operation("attention").chosen.parameters.budget
     seen = seen_blocks(np.arange(0, length, block)[None], block, length, Mask(window))
-    return choose_backward(AttentionShape(1, 2, length, length, 128, 4, block), seen, budget).keys_block
+    return choose_backward(AttentionShape(1, 2, 1, length, length, 128, 4, block), seen, budget).keys_block
 
 
 @pytest.mark.parametrize("window", [None, 700])
@@ -150,26 +176,28 @@ def test_the_one_backward_kernel_visits_what_is_seen_and_loads_nothing_else(wind
     assert seen[0][data_next, columns].all()  # a hidden block reads a row that its keys need before or after
 
 
-WHOLE_LENGTH = AttentionShape(1, 32, 8192, 8192, 128, 2, 512)
+WHOLE_LENGTH = AttentionShape(1, 32, 32, 8192, 8192, 128, 2, 512)
 CAUSAL = seen_blocks(np.arange(0, 8192, 512)[None], 512, 8192, Mask())
 
 
 @pytest.mark.parametrize(
-    ("budget", "keys_block", "is_by_sequence", "reason"),
+    ("budget", "keys_block", "at_once", "num_turns", "reason"),
     [
-        (Budget(2**40, 0.0), 512, False, "one backward kernel, 2.0 GiB of partial sums"),  # bytes are free
-        (Budget(2**40, 168.0), 1024, False, "one backward kernel, 1.0 GiB"),  # of v6e
-        (Budget(2**30, 168.0), 1024, False, "one backward kernel, 1.0 GiB"),
-        (Budget(2**29, 168.0), 1024, True, "one backward kernel, 512.0 MiB"),
-        (Budget(2**28, 168.0), 2048, True, "one backward kernel, 256.0 MiB"),
-        (Budget(2**27, 168.0), None, False, "two backward kernels: one needs 256.0 MiB of partial sums"),
-        (Budget(2**40, 1e4), None, False, "partial sums of one take longer than its matmuls save"),
+        (Budget(2**40, 0.0), 512, "batch", 1, "one backward kernel, 2.0 GiB of partial sums"),  # bytes are free
+        (Budget(2**40, 168.0), 1024, "batch", 1, "one backward kernel, 1.0 GiB"),  # of v6e
+        (Budget(2**30, 168.0), 1024, "batch", 1, "one backward kernel, 1.0 GiB"),
+        (Budget(2**29, 168.0), 1024, "sequence", 1, "one backward kernel, 512.0 MiB"),
+        (Budget(2**28, 168.0), 2048, "sequence", 1, "one backward kernel, 256.0 MiB"),
+        (Budget(2**27, 168.0), 1024, "sequence", 3, "one backward kernel in 3 turns, 128.0 MiB"),
+        (Budget(2**23, 168.0), 2048, "kv_head", 1, "one backward kernel, 8.0 MiB"),
+        (Budget(2**18, 168.0), None, "batch", 0, "two backward kernels: one needs 256.0 MiB of partial sums"),
+        (Budget(2**40, 1e4), None, "batch", 0, "partial sums of one take longer than its matmuls save"),
     ],
 )  # fmt: skip
-def test_one_backward_kernel_is_chosen_by_flops_and_bytes(budget, keys_block, is_by_sequence, reason):
+def test_one_backward_kernel_is_chosen_by_flops_and_bytes(budget, keys_block, at_once, num_turns, reason):
     """Two sequences of 8,192 tokens: partial sums of one are 64 MiB for each block of keys."""
     chosen = choose_backward(replace(WHOLE_LENGTH, sequences=2), CAUSAL, budget)
-    assert (chosen.keys_block, chosen.is_by_sequence) == (keys_block, is_by_sequence)
+    assert (chosen.keys_block, chosen.at_once, len(chosen.turns)) == (keys_block, at_once, num_turns)
     assert reason in chosen.reason
 
 
@@ -178,5 +206,5 @@ def test_the_plan_says_how_many_backward_kernels_there_are_and_why():
              "global_batch_size=4")  # fmt: skip
     why = {length: plan_of("target=v5e-4", f"sequence_length={length}", *shape).operation("attention").reason
            for length in (4096, 2**20)}  # fmt: skip
-    assert "one backward kernel" in why[4096]
+    assert "one backward kernel, " in why[4096]
     assert "two backward kernels: one needs" in why[2**20]
