@@ -8,6 +8,8 @@ A transfer is waited for as far as nothing else can run meanwhile:
     experts   needs the last result of the experts, and the layer ends with it
     weights   feeds the gradient of the router's weights alone: the rest of the backward pass runs meanwhile
 
+No result is sent again where the backward pass recomputes a layer: nothing reads it (dispatch.py).
+
 C chunks or parts of the batch hide all but one C-th of the two in the middle, beside the matmuls of the others.
 Whatever the compiler does not overlap with compute is waited for whole.
 """
@@ -69,8 +71,8 @@ class ExchangeTime:
 
 
 def exchange_legs(name: str, sizes: ExchangeSizes, rows: int) -> tuple[Leg, ...]:
-    """Returns the transfers of one layer, forward and backward. rows: that a device sends to each (padded), or that an
-    expert takes of each device (capacity)."""
+    """Returns the transfers of one layer, forward and backward. rows: that a device receives (ragged), sends to each
+    (padded), or that an expert takes of each device (capacity)."""
     n, axes, times = sizes.experts.num_devices, sizes.experts.axes, sizes.num_runs
 
     def forward(kind: CollectiveKind, num_bytes: int, waits: Wait, again: Wait | None) -> Leg:
@@ -90,19 +92,25 @@ def exchange_legs(name: str, sizes: ExchangeSizes, rows: int) -> tuple[Leg, ...]
             backward("reduce-scatter", tokens, "experts"),
             backward("reduce-scatter", choices, "weights"),
         )
-    if name == CAPACITY:
-        rows_of_all = n * sizes.experts.num_experts * rows
-        sent, again, weights = rows_of_all * sizes.row_bytes, None, rows_of_all * _FLOAT32
-        beside = (forward("all-to-all", weights, "routing", "routing"), backward("all-to-all", weights, "weights"))
-    else:
-        kind = "all-gather" if name == RAGGED else "all-to-all"
-        beside = (forward(kind, n * sizes.experts.num_experts * _INT32, "routing", "routing"),)
-        sent = n * (n * rows if name == PADDED else sizes.choices) * sizes.row_bytes  # ragged: what there is on average
-        again = "weights"
+    rows_of_all = {RAGGED: sizes.choices, PADDED: n * rows, CAPACITY: sizes.experts.num_experts * rows}[name] * n
+    sent, weights = rows_of_all * sizes.row_bytes, rows_of_all * _FLOAT32  # ragged: what there is on average
+    counts = n * sizes.experts.num_experts * _INT32
+    beside: tuple[Leg, ...] = (
+        forward("all-to-all", weights, "routing", "routing"),
+        backward("all-to-all", weights, "weights"),
+    )
+    if name == PADDED:
+        beside = (forward("all-to-all", counts, "routing", "routing"), *beside)
+    if name == RAGGED:  # a weight alone is no row (dispatch.py)
+        beside = (
+            forward("all-gather", counts, "routing", "routing"),
+            forward("all-gather", weights, "routing", "routing"),
+            backward("all-gather", n * rows * _FLOAT32, "weights"),
+        )
     return (
         *beside,
         forward("all-to-all", sent, "routing", "routing"),
-        forward("all-to-all", sent, "experts", again),
+        forward("all-to-all", sent, "experts", None),
         backward("all-to-all", sent, "input"),
         backward("all-to-all", sent, "experts"),
     )

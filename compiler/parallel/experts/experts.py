@@ -13,7 +13,7 @@ nothing to send: tokens are sorted by expert, or put into rows of the capacity.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -40,13 +40,12 @@ from ..weights import gather_dims, scatter_dims
 from .dispatch import (
     Dispatch,
     Experts,
+    RunExperts,
     dispatch_capacity,
     dispatch_gathered,
     dispatch_local,
     dispatch_padded,
     dispatch_ragged,
-    run_equal_groups,
-    without_unsent,
 )
 from .expert_exchange import CAPACITY, GATHERED, PADDED, RAGGED, ExchangeSizes, exchange_legs, exchange_time, sent_once
 from .grouped_matmul import Kernels, grouped_cost, grouped_matmul
@@ -316,11 +315,13 @@ def _apply_on_shards(
     return y, jax.lax.psum(num_dropped, tokens_apart) if tokens_apart else num_dropped
 
 
-def _apply_in_chunks(x: Array, weights: Array, ids: Array, run: Any, plan: ExpertsPlan) -> tuple[Array, Array]:
+def _apply_in_chunks(x: Array, weights: Array, ids: Array, run: RunExperts, plan: ExpertsPlan) -> tuple[Array, Array]:
     """Returns the results of all chunks. Chunks do not depend on one another: one is sent while another's matmuls
     run."""
     tokens = (x.reshape(-1, x.shape[-1]), weights.reshape(-1, weights.shape[-1]), ids.reshape(-1, ids.shape[-1]))
-    dispatch: Any = without_unsent(_dispatch(plan), plan.experts) if plan.may_pad else _dispatch(plan)
+    if plan.may_pad:  # NO_EXPERT is the number after the last expert
+        tokens = (*tokens[:2], jnp.minimum(tokens[2], plan.experts.num_experts))
+    dispatch = _dispatch(plan)
     chunks = zip(*(jnp.split(each, plan.num_chunks) for each in tokens), strict=True)
     y, num_dropped = zip(*(dispatch(*chunk, run) for chunk in chunks), strict=True)
     return jnp.concatenate(y).reshape(x.shape), sum(num_dropped, start=jnp.zeros(()))
@@ -332,9 +333,7 @@ def _dispatch(plan: ExpertsPlan) -> Dispatch:
         return partial(dispatch_capacity, experts=experts, rows=rows)
     if not experts.axes:
         return partial(dispatch_local, experts=experts)
-    if plan.how == RAGGED:
-        return partial(dispatch_ragged, experts=experts, rows=rows, is_dropless=plan.is_dropless)
-    chosen: Any = {PADDED: dispatch_padded, GATHERED: dispatch_gathered}[plan.how]
+    chosen: Any = {RAGGED: dispatch_ragged, PADDED: dispatch_padded, GATHERED: dispatch_gathered}[plan.how]
     return partial(chosen, experts=experts, rows=rows)
 
 
@@ -348,20 +347,45 @@ def _biases_of_rows(biases: Sequence[Array], sizes_X: Array, num_rows: int) -> l
     return [jnp.matmul(is_of_RX.astype(each.dtype), each, precision="highest") for each in biases]
 
 
-def _runner(gate: Array, up: Array, down: Array, biases: list[Array], activation: str, plan: ExpertsPlan) -> Any:
-    """Returns a function of rows sorted by expert and the rows of each, that makes what the experts make of them; for
-    capacity it takes rows of equal groups and their weights."""
-    f = partial(gated, activation)
-    if plan.how == CAPACITY:
-        return partial(run_equal_groups, gate=gate, up=up, down=down, biases=biases, gated=f)
+def _runner(
+    gate: Array, up: Array, down: Array, biases: Sequence[Array], activation: str, plan: ExpertsPlan
+) -> RunExperts:
+    def run(x: Array, sizes: Array | None, weights: Array) -> Array:
+        if sizes is None:
+            of_rows = [each[:, None] for each in biases] or [None] * 3
+            return weighted_mlp(x, weights, (gate, up, down), of_rows, _multiply_equal_groups, activation)
+        of_rows = _biases_of_rows(biases, sizes, x.shape[0])
+        multiply = partial(grouped_matmul, sizes_G=sizes, how=plan.kernels)
+        return weighted_mlp(x, weights, (gate, up, down), of_rows, multiply, activation)
 
-    def of_groups(x_RE: Array, sizes_L: Array) -> Array:
-        of_rows = _biases_of_rows(biases, sizes_L, x_RE.shape[0])
+    return run
 
-        def multiplied(x: Array, w: Array, bias: Array | None) -> Array:
-            return added(grouped_matmul(x, w, sizes_L, plan.kernels), bias)
 
-        gate_RM, up_RM = (multiplied(x_RE, w, b) for w, b in ((gate, of_rows[0]), (up, of_rows[1])))
-        return multiplied(f(gate_RM, up_RM), down, of_rows[2])
+def _multiply_equal_groups(x_LCE: Array, w_LEM: Array) -> Array:
+    return jnp.einsum("lce,lem->lcm", x_LCE, w_LEM)
 
-    return of_groups
+
+def weighted_mlp(
+    x: Array,
+    weights: Array,
+    matrices: tuple[Array, Array, Array],
+    biases: Sequence[Array | None],
+    multiply: Callable[[Array, Array], Array],
+    activation: str,
+) -> Array:
+    """Returns what experts make of rows, times the weights of the rows. biases: of the rows. multiply: rows with the
+    matrix of their expert.
+
+    The product with the weight is one elementwise step with the activation, which is computed again in the backward
+    pass: what would be saved of it is in float32.
+    """
+    gate, up = (added(multiply(x, w), bias) for w, bias in zip(matrices[:2], biases[:2], strict=True))
+
+    @partial(jax.checkpoint, prevent_cse=False)
+    def weighted(gate: Array, up: Array, weights: Array) -> Array:
+        hidden = gated(activation, gate, up)
+        return (hidden.astype(jnp.float32) * weights[..., None]).astype(hidden.dtype)
+
+    y = multiply(weighted(gate, up, weights), matrices[2])
+    bias = biases[2]
+    return y if bias is None else (y + weights[..., None] * bias).astype(y.dtype)

@@ -17,13 +17,12 @@ from meshloom.compiler.parallel.experts import dispatch
 from meshloom.compiler.parallel.experts.dispatch import (
     Experts,
     dispatch_capacity,
-    run_equal_groups,
+    from_places,
     sort_by_expert,
-    take_rows,
-    without_unsent,
+    to_places,
 )
+from meshloom.compiler.parallel.experts.experts import weighted_mlp
 from meshloom.compiler.parallel.experts.grouped_matmul import grouped_matmul
-from meshloom.models.parts import NO_EXPERT, gated
 from support.experts import dense_experts, emulated_ragged_all_to_all
 from support.proofs import Computation
 from support.tiers import tiered
@@ -44,18 +43,20 @@ def test_sorting_is_undone_and_sends_each_choice_to_its_expert_once(sizes, seed)
     sorted_ids = ids.reshape(-1)[order]
     assert np.array_equal(sorted_ids, np.repeat(np.arange(num_experts), counts))
     x = chance.normal(size=(num_tokens, 3)).astype(np.float32)
-    rows = take_rows(jnp.asarray(x), jnp.asarray(order), jnp.asarray(inverse), num_chosen)
+    places = jnp.asarray(inverse.reshape(num_tokens, num_chosen))
+    rows = to_places(jnp.asarray(x), jnp.asarray(order // num_chosen), places)
     back = np.asarray(rows)[inverse].reshape(num_tokens, num_chosen, 3)
     assert np.array_equal(back, np.repeat(x[:, None], num_chosen, axis=1))
+    np.testing.assert_allclose(from_places(rows, jnp.asarray(order // num_chosen), places), num_chosen * x, rtol=1e-6)
 
 
-def _inputs(*, skewed: bool, seed: int = 0):
+def _inputs(*, skewed: bool, num_chosen: int = K):
     """Tokens of all devices, their choices, the experts. skewed: many tokens choose the experts of device 0."""
-    chance = np.random.default_rng(seed)
+    chance = np.random.default_rng(0)
     x = chance.normal(size=(DEVICES * N, E))
-    weights = chance.uniform(0.1, 1, (DEVICES * N, K))
+    weights = chance.uniform(0.1, 1, (DEVICES * N, num_chosen))
     scores = chance.uniform(size=(DEVICES * N, X)) + (np.array([0.6, 0.3] + [0] * 6) if skewed else 0)
-    ids = np.argsort(-scores, axis=1)[:, :K].astype(np.int32)
+    ids = np.argsort(-scores, axis=1)[:, :num_chosen].astype(np.int32)
     matrices = [chance.normal(0, 0.5, shape) for shape in ((X, E, M), (X, E, M), (X, M, E))]
     return [a.astype(np.float32) if a.dtype == np.float64 else a for a in (x, weights, ids, *matrices)]
 
@@ -66,11 +67,11 @@ def _lowered(how, inputs, matmul=jax.lax.ragged_dot, **options):
     devices = jax.make_mesh((DEVICES,), ("expert",), auto, devices=jax.devices()[:DEVICES])
 
     def local(x, weights, ids, gate, up, down):
-        def run(rows, sizes):
-            if rows.ndim == 3:
-                return run_equal_groups(rows, sizes, gate, up, down, partial(gated, "silu"))
-            hidden = jax.nn.silu(matmul(rows, gate, sizes)) * matmul(rows, up, sizes)
-            return matmul(hidden, down, sizes)
+        def run(rows, sizes, weights):
+            def multiply(x, w):
+                return matmul(x, w, sizes) if sizes is not None else jnp.einsum("lce,lem->lcm", x, w)
+
+            return weighted_mlp(rows, weights, (gate, up, down), [None] * 3, multiply, "silu")
 
         y, dropped = how(x, weights, ids, run, experts=EXPERTS, **options)
         return y, dropped[None]
@@ -107,7 +108,7 @@ def _reference_gradients(inputs):
 DROPLESS = {
     "padded": (dispatch.dispatch_padded, {"rows": N * K}),
     "gathered": (dispatch.dispatch_gathered, {"rows": DEVICES * N * K + 128}),  # rounded up, beyond all choices
-    "ragged": (dispatch.dispatch_ragged, {"rows": DEVICES * N * K, "is_dropless": True}),
+    "ragged": (dispatch.dispatch_ragged, {"rows": DEVICES * N * K}),
     "capacity": (dispatch_capacity, {"rows": N}),
 }
 
@@ -124,6 +125,18 @@ def test_with_room_for_any_imbalance_nothing_is_dropped_and_every_gradient_is_ri
     inputs = _inputs(skewed=True)
     how, options = DROPLESS[name]
     computation = _lowered(how, inputs, **options)
+    if proof.is_known(computation.parts):
+        return
+    y, dropped, gradients = _run(computation)
+    np.testing.assert_allclose(y, dense_experts(*inputs), atol=2e-6)
+    assert dropped.sum() == 0
+    for ours, expected in zip(gradients, _reference_gradients(inputs), strict=True):
+        np.testing.assert_allclose(ours, expected, atol=4e-6 * np.abs(expected).max())
+
+
+def test_with_more_choices_than_a_device_has_experts_gathered_takes_each(proof):
+    inputs = _inputs(skewed=True, num_chosen=3)
+    computation = _lowered(dispatch.dispatch_gathered, inputs, rows=DEVICES * N * X // DEVICES)
     if proof.is_known(computation.parts):
         return
     y, dropped, gradients = _run(computation)
@@ -175,8 +188,7 @@ def test_what_does_not_fit_is_dropped_counted_and_has_no_gradient(name, proof):
     inputs = _inputs(skewed=True)
     cleared = _dropped_by_hand(name, inputs[2], rows)
     assert 0 < cleared.sum() < cleared.size / 2
-    options = {"rows": rows} | ({"is_dropless": False} if name == "ragged" else {})
-    computation = _lowered(DROPLESS[name][0], inputs, **options)
+    computation = _lowered(DROPLESS[name][0], inputs, rows=rows)
     if proof.is_known(computation.parts):
         return
     y, dropped, gradients = _run(computation)
@@ -194,16 +206,11 @@ def test_tokens_of_no_expert_take_no_row(name, proof):
     """All of them would go to one expert, before the others: with it there is room for fewer."""
     rows, inputs = ROWS[name], _inputs(skewed=True)
     is_sent, ids = np.arange(DEVICES * N) % 3 > 0, inputs[2]
-    inputs[2] = np.where(is_sent[:, None], ids, NO_EXPERT).astype(np.int32)
+    inputs[2] = np.where(is_sent[:, None], ids, X).astype(np.int32)
     cleared = np.zeros(ids.shape, bool)
     cleared[is_sent] = _dropped_by_hand(name, ids[is_sent], rows, np.flatnonzero(is_sent) // N)
     assert 0 < cleared.sum() < _dropped_by_hand(name, ids, rows).sum()
-    how, options = DROPLESS[name][0], {"rows": rows} | ({"is_dropless": False} if name == "ragged" else {})
-
-    def of_tokens(*operands, experts, **options):
-        return without_unsent(partial(how, experts=experts, **options), experts)(*operands)
-
-    computation = _lowered(of_tokens, inputs, **options)
+    computation = _lowered(DROPLESS[name][0], inputs, rows=rows)
     if proof.is_known(computation.parts):
         return
     y, dropped, gradients = _run(computation)
@@ -222,8 +229,7 @@ def test_padded_drops_by_pair_and_the_others_by_device(proof):
     inputs = _inputs(skewed=False)
     inputs[2] = np.stack([np.arange(DEVICES * N) // N * 2, np.arange(DEVICES * N) // N * 2 + 1], 1).astype(np.int32)
     rows = N * K  # each device's tokens choose its own experts
-    some = {"padded": {"rows": rows // DEVICES}, "gathered": {"rows": rows}}
-    some["ragged"] = {"rows": rows, "is_dropless": False}
+    some = {"padded": {"rows": rows // DEVICES}, "gathered": {"rows": rows}, "ragged": {"rows": rows}}
     computations = {name: _lowered(DROPLESS[name][0], inputs, **options) for name, options in some.items()}
     if proof.is_known([each.parts for each in computations.values()]):
         return
@@ -235,9 +241,9 @@ def test_one_device_sorts_and_sends_nothing():
     inputs = _inputs(skewed=True)
     x, weights, ids, gate, up, down = map(jnp.asarray, inputs)
 
-    def run(rows, sizes):
+    def run(rows, sizes, weights):
         hidden = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
-        return jax.lax.ragged_dot(hidden, down, sizes)
+        return jax.lax.ragged_dot(hidden, down, sizes) * weights[:, None]
 
     local: Any = partial(dispatch.dispatch_local, experts=Experts(X, (), 1))
     np.testing.assert_allclose(local(x, weights, ids, run)[0], dense_experts(*inputs), atol=2e-6)
@@ -245,16 +251,31 @@ def test_one_device_sorts_and_sends_nothing():
     assert not any(name in primitives for name in ("all_to_all", "all_gather", "psum", "ppermute"))
 
 
-def test_a_recomputed_layer_of_capacity_sends_nothing_back_again_and_omits_the_last_matmul():
+SENT = {  # rows to experts, forward and recomputed; back, forward alone; and both gradients
+    "padded": {"40,8] = all_to_all": 3 + 2},
+    "gathered": {"64,8] = all_gather": 2 + 1, "16,8] = reduce_scatter": 2},
+    "ragged": {"40,8] = ragged_all_to_all": 2 + 1, "32,8] = ragged_all_to_all": 2},
+    "capacity": {"5,8] = all_to_all": 3 + 2},
+}
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_a_recomputed_layer_sends_nothing_back_again_and_omits_the_last_matmul(name, monkeypatch):
     """The weight of a choice multiplies what goes into the last matmul: its gradient needs no result of the expert."""
+    monkeypatch.undo()  # the primitive, which is only traced
     devices = jax.make_mesh((DEVICES,), ("expert",), (AxisType.Auto,), devices=jax.devices()[:DEVICES])
-    spec, rows = P("expert"), 5
+    spec, rows = P("expert"), {"capacity": 5, "padded": 10}.get(name, 40)
+
+    def equal_groups(x, w):
+        return jnp.einsum("lce,lem->lcm", x.reshape(len(w), -1, x.shape[-1]), w).reshape(*x.shape[:-1], -1)
 
     @partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
     @partial(jax.shard_map, mesh=devices, in_specs=(spec,) * 6, out_specs=spec, check_vma=False)
     def layer(x, weights, ids, gate, up, down):
-        run: Any = partial(run_equal_groups, gate=gate, up=up, down=down, gated=partial(gated, "silu"))
-        return dispatch_capacity(x, weights, ids, run, experts=EXPERTS, rows=rows)[0]
+        def run(rows, _, weights):
+            return weighted_mlp(rows, weights, (gate, up, down), [None] * 3, equal_groups, "silu")
+
+        return DROPLESS[name][0](x, weights, ids, run, experts=EXPERTS, rows=rows)[0]
 
     x, weights, ids, *matrices = _inputs(skewed=True)
 
@@ -262,6 +283,6 @@ def test_a_recomputed_layer_of_capacity_sends_nothing_back_again_and_omits_the_l
         return jnp.sum(layer(x, weights, ids, *matrices) ** 2)
 
     jaxpr = jax.make_jaxpr(jax.grad(total, argnums=(0, 1, 2, 3, 4)))(x, weights, *matrices).jaxpr
-    one = 2 * X * rows * E * M  # of all places of a device, by one matrix
+    one = 2 * 40 * E * M  # of all places of a device, by one matrix
     assert matmul_flops(jaxpr) == (3 + 2 + 6) * one
-    assert str(jaxpr).count(f"{rows},{E}] = all_to_all") == 2 + 1 + 2
+    assert {what: str(jaxpr).count(what) for what in SENT[name]} == SENT[name]

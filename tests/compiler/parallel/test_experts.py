@@ -79,16 +79,16 @@ def mixtral():
 
 
 def test_auto_takes_the_shortest_exchange_that_the_target_has(mixtral):
-    """Without options the compiler overlaps none, and the forward ones are done again by full remat."""
+    """Without options the compiler overlaps none. Full remat sends rows to their experts again, and no results."""
     chosen = mixtral.operation("experts")
     costs = _costs(chosen)
     assert chosen.chosen.name == min(costs, key=lambda name: costs[name]) == "ragged"
-    # Of a ring of 4 chips each sends 2 choices for each of 8192 tokens there and back, forward, again, and backward;
-    # empty rows of the padded one are sent too.
+    # Of a ring of 4 chips each sends 2 choices for each of 8192 tokens there and back, forward and backward, and there
+    # again; empty rows of the padded one are sent too.
     row_bytes, rows = 4096 * 2, 8192 * 2
     once = mixtral.mesh.alone_seconds("all-to-all", 4 * rows * row_bytes, ("expert",))
-    assert costs["ragged"] == pytest.approx(6 * once, rel=0.01)
-    assert costs["padded"] == pytest.approx(2 * 6 * once, rel=0.01)
+    assert costs["ragged"] == pytest.approx(5 * once, rel=0.02)  # and weights
+    assert costs["padded"] == pytest.approx(2 * 5 * once, rel=0.02)
     on_v5e = plan_as_declared(*MIXTRAL, "target=v5e-64", "mesh.fsdp=16", "mesh.expert=4").operation("experts")
     assert on_v5e.chosen.name == "gathered"
     assert next(s for s in on_v5e.rejected if s.name == "ragged").refusal is not None
@@ -104,7 +104,7 @@ ON_V5P = (*MIXTRAL, "overlap=prefetch", "target=v5p-128", "mesh.fsdp=16", "mesh.
 
 def test_an_exchange_is_priced_by_what_nothing_hides():
     """Of two chunks, the first is sent and the last comes back beside no matmul. Gathering tokens does not wait for the
-    router; recomputed results feed the gradient of its weights alone. Parts begin more often than whole arrays."""
+    router; no results are sent again. Parts begin more often than whole arrays."""
     plans = [plan_as_declared(*ON_V5P, "moe.num_chunks=2", *more) for more in ((ASYNC,), (ASYNC, "remat=none"))]
     mesh, tokens_bytes = plans[0].mesh, 8192 * 4096 * 2
     exchanged = mesh.alone_seconds("all-to-all", 4 * 2 * tokens_bytes, ("expert",)) or math.nan
@@ -114,9 +114,9 @@ def test_an_exchange_is_priced_by_what_nothing_hides():
         assert costs["ragged"] == pytest.approx(num_legs * exchanged / 2, rel=0.06)
         assert costs["gathered"] == pytest.approx(2 * scattered / 2, rel=0.06)
     assert plans[0].operation("experts").chosen.name == "gathered"
-    # The SparseCores send no all-to-all: all six legs of it are waited for.
+    # The SparseCores send no all-to-all: all five legs of it are waited for.
     on_cores = plan_as_declared(*ON_V5P, "overlap.flag_presets=[sparse_core]").operation("experts")
-    assert _costs(on_cores)["ragged"] == pytest.approx(6 * exchanged, rel=0.03)
+    assert _costs(on_cores)["ragged"] == pytest.approx(5 * exchanged, rel=0.03)
     assert on_cores.chosen.name == "gathered"
 
 
@@ -148,8 +148,9 @@ def test_buffers_have_the_declared_room_and_without_one_room_for_all(mixtral):
 
 @pytest.mark.ci
 def test_the_estimate_counts_filled_rows_once_each_and_larger_buffers_as_memory(mixtral):
-    """With full remat a step runs each layer's matmuls four times forward: as many FLOPs as the model has, times 4/3.
-    An imbalance of 4 takes twice the buffers of one of 2, and no more matmuls."""
+    """With full remat a step runs each layer's matmuls four times forward, but for the last one of the experts, which
+    runs three times: as many FLOPs as the model has, times 4/3, without it. An imbalance of 4 takes twice the buffers
+    of one of 2, and no more matmuls."""
     roomy = mixtral.spec.model_copy(update={"moe": mixtral.spec.moe.model_copy(update={"max_imbalance": 4.0})})
     estimates = [estimate_step(plan) for plan in (mixtral, plan_run(roomy))]
     flops = [next(part.flops for part in each.roofline if part.name.startswith("layers")) for each in estimates]
@@ -159,9 +160,11 @@ def test_the_estimate_counts_filled_rows_once_each_and_larger_buffers_as_memory(
     tokens = mixtral.spec.tokens_per_step
     head = 6 * 32000 * 4096 * tokens
     attention = 2 * 3 * 4 * 2048 * 4096 * tokens
-    # A tile more for each of two experts: of 128 rows forward, twice, and of 512 in six kernels backward.
-    tiles = 2 * mixtral.model.stacks[0].num_layers * (2 * 3 * 128 + 6 * 512) * 2 * 4096 * 14336
-    assert flops[0] == pytest.approx((model - head - attention) / 64 * 4 / 3 + tiles, rel=0.005)
+    # A tile more for each of two experts: of 128 rows in five kernels forward, and of 512 in six backward.
+    of_row = mixtral.model.stacks[0].num_layers * 2 * 4096 * 14336
+    tiles = 2 * (5 * 128 + 6 * 512) * of_row
+    last = 2 * 8192 * of_row
+    assert flops[0] == pytest.approx((model - head - attention) / 64 * 4 / 3 - last + tiles, rel=0.005)
     memory = [each.memory.peak_bytes for each in estimates]
     assert memory[1] > memory[0] + 2 * 8192 * 2 * 14336 * 2  # the hidden rows of a layer, at least
     assert not estimates[0].unknown
