@@ -126,8 +126,8 @@ def dispatch_ragged(
     from_R = _steps(starts_nLn[me].reshape(-1), (jnp.arange(n) * ids_NK.size + at_source_nL.T).reshape(-1), rows)
 
     x_RE, weights_R = _sent(x_NE, weights_NK, order_R, place_NK)
-    x_RE = _exchanged(experts.axis, ids_NK.size, rows, x_RE, there, back)
-    y_RE = run(x_RE, fits_nLn[me].sum(1), _taken(experts.axis, weights_R, from_R, there_R))
+    received_RE: Any = _exchanged(experts.axis, ids_NK.size, rows, x_RE, there, back)
+    y_RE = run(received_RE, fits_nLn[me].sum(1), _taken(experts.axis, weights_R, from_R, there_R))
     y_RE = _exchanged(experts.axis, rows, ids_NK.size, y_RE, back, there)
     num_dropped = jnp.sum(sizes_nLn[:, :, me] - fits_nLn[:, :, me]).astype(jnp.float32)
     return from_places(y_RE, order_R // ids_NK.shape[1], place_NK), num_dropped

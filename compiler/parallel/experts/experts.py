@@ -321,7 +321,7 @@ def _apply_in_chunks(x: Array, weights: Array, ids: Array, run: RunExperts, plan
     tokens = (x.reshape(-1, x.shape[-1]), weights.reshape(-1, weights.shape[-1]), ids.reshape(-1, ids.shape[-1]))
     if plan.may_pad:  # NO_EXPERT is the number after the last expert
         tokens = (*tokens[:2], jnp.minimum(tokens[2], plan.experts.num_experts))
-    dispatch = _dispatch(plan)
+    dispatch: Any = _dispatch(plan)
     chunks = zip(*(jnp.split(each, plan.num_chunks) for each in tokens), strict=True)
     y, num_dropped = zip(*(dispatch(*chunk, run) for chunk in chunks), strict=True)
     return jnp.concatenate(y).reshape(x.shape), sum(num_dropped, start=jnp.zeros(()))
@@ -355,7 +355,7 @@ def _runner(
             of_rows = [each[:, None] for each in biases] or [None] * 3
             return weighted_mlp(x, weights, (gate, up, down), of_rows, _multiply_equal_groups, activation)
         of_rows = _biases_of_rows(biases, sizes, x.shape[0])
-        multiply = partial(grouped_matmul, sizes_G=sizes, how=plan.kernels)
+        multiply: Any = partial(grouped_matmul, sizes_G=sizes, how=plan.kernels)
         return weighted_mlp(x, weights, (gate, up, down), of_rows, multiply, activation)
 
     return run
@@ -386,6 +386,6 @@ def weighted_mlp(
         hidden = gated(activation, gate, up)
         return (hidden.astype(jnp.float32) * weights[..., None]).astype(hidden.dtype)
 
-    y = multiply(weighted(gate, up, weights), matrices[2])
+    y: Array = multiply(weighted(gate, up, weights), matrices[2])
     bias = biases[2]
     return y if bias is None else (y + weights[..., None] * bias).astype(y.dtype)
