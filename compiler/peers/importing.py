@@ -43,6 +43,7 @@ MAXTEXT = Form(
     wants="a yml of MaxText, or a command such as: python3 -m MaxText.train base.yml model_name=llama2-7b",
     key="a key is written KEY=VALUE, such as steps=100",
     ignored_files=("base.yml",),
+    base_key="base_config",
     hints={"benchmark_runner": _RUNNER},
 )
 
@@ -69,9 +70,16 @@ def _flags(words: Sequence[str], prefixes: str) -> tuple[dict[str, Any], list[st
         elif name and not _ASSIGNED.match(word):
             before = found[name]
             found[name] = yaml_value(word) if before is True else f"{before} {word}"
-        elif word.strip() and not _ASSIGNED.match(word):
+        elif word.strip():
             strays.append(word)
     return found, strays
+
+
+def _assigned(strays: list[str], is_key: Callable[[str], bool]) -> tuple[dict[str, Any], list[str]]:
+    """Returns the values of KEY=VALUE words among others, and the other words. is_key: takes a KEY."""
+    words = {word: word.lstrip("+").partition("=") for word in strays if _ASSIGNED.match(word)}
+    found = {word: (key, value) for word, (key, _, value) in words.items() if is_key(key)}
+    return {key: yaml_value(value) for key, value in found.values()}, [word for word in strays if word not in found]
 
 
 def _aliased(peer: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -80,11 +88,21 @@ def _aliased(peer: str, values: dict[str, Any]) -> dict[str, Any]:
     return {aliases.get(key, key): value for key, value in values.items()}
 
 
+def _of_tyro(key: str, value: Any) -> tuple[str, Any]:
+    """Returns a flag by the name that it has in files: --compile.no-enable is compile.enable=false."""
+    section, _, last = key.replace("-", "_").rpartition(".")
+    is_off = value is True and last.startswith("no_")
+    return (
+        f"{section}.{last.removeprefix('no_')}" if is_off else f"{section}.{last}" if section else last,
+        not is_off and value,
+    )
+
+
 def _titan_values(words: Sequence[str]) -> FormWords:
     begin = next((at + 1 for at, word in enumerate(words) if _TITAN_TRAIN.match(word)), 0)
-    found, strays = _flags(words[begin:], "--")
-    found |= {key: yaml_value(value) for key, has, value in (word.partition("=") for word in words[begin:])
-              if has and "." in key and not key.startswith("-")}  # fmt: skip
+    flags, strays = _flags(words[begin:], "--")
+    more, strays = _assigned(strays, lambda key: "." in key)
+    found = dict(_of_tyro(key, value) for key, value in (*flags.items(), *more.items()))
     files = [str(found.pop("job.config_file"))] if "job.config_file" in found else []
     return FormWords(_aliased("torchtitan", found), files, strays)
 
@@ -99,12 +117,24 @@ def _megatron_values(words: Sequence[str]) -> FormWords:
     begin = next((at + 1 for at, word in enumerate(words) if _MEGATRON_TRAIN.match(word)), 0)
     flags, strays = _flags(words[begin:], "--?")
     found = {name.replace("-", "_"): value for name, value in flags.items()}
-    for word in words[begin:]:
-        key, has_value, value = word.lstrip("+").partition("=")
-        section, _, last = key.rpartition(".")
-        if has_value and not word.startswith("-") and (not section or section in _SECTIONS):
-            found[last.replace("-", "_")] = yaml_value(value)
+    more, strays = _assigned(strays, _is_of_bridge)
+    found |= {key.rpartition(".")[2].replace("-", "_"): value for key, value in more.items()}
     return FormWords(_aliased("megatron", found), (), strays)
+
+
+def _is_of_bridge(key: str) -> bool:
+    section = key.rpartition(".")[0]
+    return not section or section in _SECTIONS
+
+
+def _megatron_file(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of a YAML: arguments as keys, also below MODEL_ARGS, or the sections of Megatron Bridge."""
+    found = dict[str, Any]()
+    for key, value in leaves({name: part for name, part in values.items() if name != "ENV_VARS"}):
+        section, _, last = key.rpartition(".")
+        is_known = section in ("", "MODEL_ARGS", "language_model", "model_parallel") or section in _SECTIONS
+        found[last.lstrip("-").replace("-", "_") if is_known else key] = value
+    return _aliased("megatron", found)
 
 
 TITAN = Form(
@@ -117,11 +147,11 @@ TITAN = Form(
     file_variables=("CONFIG_FILE",),
 )
 MEGATRON = Form(
-    files="",
+    files="yaml",
     is_train=lambda words: any(_MEGATRON_TRAIN.match(word) for word in words),
     values=_megatron_values,
-    of_file=dict,
-    wants="a command or script, such as: torchrun pretrain_gpt.py --num-layers 32 ...",
+    of_file=_megatron_file,
+    wants="a command, a script or a YAML of arguments, such as: torchrun pretrain_gpt.py --num-layers 32 ...",
     key="a key is written --KEY VALUE, such as --seq-length 8192",
 )
 

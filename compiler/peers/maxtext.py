@@ -7,7 +7,7 @@ from typing import Any
 from ..core.errors import use_one_of
 from .mesh import Devices, PeerAxes, known_devices, put_mesh, refuse_without_chips
 from .parts import put_flags, put_remat, put_values
-from .reading import PeerReading, in_full
+from .reading import NOTHING, PeerReading, in_full
 
 _AXES = ("diloco", "data", "fsdp", "fsdp_transpose", "sequence", "context", "context_usp_ulysses",
          "context_autoregressive", "tensor", "tensor_sequence", "pipeline", "expert", "autoregressive")  # fmt: skip
@@ -109,11 +109,18 @@ def _put_sizes(reading: PeerReading, scale: int, *, every: bool) -> None:
                       ("norm_epsilon", "normalization_layer_epsilon")):  # fmt: skip
         if reading.is_given(key):
             reading.put(f"model.{ours}={in_full(reading.number(key))}", reading.said(key))
+    for ours, key in (("attention_soft_cap", "attn_logits_soft_cap"), ("logit_soft_cap", "final_logits_soft_cap")):
+        if reading.is_given(key):
+            cap = 0 if reading.value(key) in NOTHING else reading.number(key)
+            reading.put(f"model.{ours}={in_full(cap) if cap else 'null'}", reading.said(key))
     if reading.is_given("num_experts") and not every:
         reading.put(f"model.num_experts={reading.whole('num_experts')}", reading.said("num_experts"))
     if reading.is_given("num_experts_per_tok") and not every:
         per_token = reading.whole("num_experts_per_tok")
         reading.put(f"model.num_experts_per_token={per_token}", reading.said("num_experts_per_tok"))
+    if reading.is_given("load_balance_loss_weight") and reading.model_value("num_experts"):
+        weight = in_full(reading.number("load_balance_loss_weight"))
+        reading.put(f"model.load_balancing_weight={weight}", reading.said("load_balance_loss_weight"))
     if reading.is_given("logits_via_embedding"):
         tied = "tied" if reading.flag("logits_via_embedding") else "separate"
         reading.put(f"model.embeddings={tied}", reading.said("logits_via_embedding"))

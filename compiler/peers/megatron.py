@@ -116,11 +116,38 @@ def _put_parts(reading: PeerReading, *, learned: bool, gated: bool, experts: boo
         reading.put(f"model.num_experts={reading.whole('num_experts')}", reading.said("num_experts"))
         per_token = reading.whole("moe_router_topk")
         reading.put(f"model.num_experts_per_token={per_token}", reading.said("moe_router_topk"))
+        _put_router(reading)
         _put_balance(reading)
+    if reading.is_given("init_method_std"):
+        deviation = in_full(reading.number("init_method_std"))
+        reading.put(f"model.initializer_stddev={deviation}", reading.said("init_method_std"))
     dropped = reading.number("hidden_dropout")
     reading.put(f"model.dropout_rate={in_full(dropped)}", reading.said("hidden_dropout"))
     if reading.number("attention_dropout"):
         reading.notes.append("attention_dropout: attention weights are not dropped here; residuals and embeddings are")
+
+
+def _put_router(reading: PeerReading) -> None:
+    """Puts how tokens choose their experts, where the declaration says it."""
+    scores, biased = "moe_router_score_function", "moe_router_enable_expert_bias"
+    if reading.is_given(scores):
+        kind = reading.one_of(scores, {"softmax": "softmax", "sigmoid": "sigmoid"})
+        reading.put(f"model.router_scores={kind}", reading.said(scores))
+    if reading.is_given("moe_router_pre_softmax") and reading.text(scores) == "softmax":
+        weights = "scores" if reading.flag("moe_router_pre_softmax") else "normalized"
+        reading.put(f"model.router_weights={weights}", reading.said("moe_router_pre_softmax"))
+    if _given(reading, "moe_router_topk_scaling_factor"):
+        scale = in_full(reading.number("moe_router_topk_scaling_factor"))
+        reading.put(f"model.router_scale={scale}", reading.said("moe_router_topk_scaling_factor"))
+    for ours, key in (
+        ("num_expert_groups", "moe_router_num_groups"),
+        ("num_groups_per_token", "moe_router_group_topk"),
+    ):
+        if _given(reading, key):
+            reading.put(f"model.{ours}={reading.whole(key)}", reading.said(key))
+    if reading.flag(biased):
+        rate = in_full(reading.number("moe_router_bias_update_rate"))
+        reading.put(f"model.router_bias_update_rate={rate}", reading.said("moe_router_bias_update_rate", biased))
 
 
 def _put_balance(reading: PeerReading) -> None:
@@ -358,6 +385,10 @@ def _put_optimizer(reading: PeerReading) -> None:
     if steps:
         reading.put(f"num_steps={steps}", reading.said("train_iters", "train_samples"))
         _put_schedule(reading, steps)
+    for key, other in (("lr_decay_iters", "train_iters"), ("lr_decay_samples", "train_samples")):
+        if _given(reading, key) and reading.whole(key) != (reading.whole(other) if _given(reading, other) else 0):
+            said = f"{key}={reading.whole(key):,}"
+            reading.notes.append(f"{said}: the learning rate falls up to the last step here")
     if reading.is_given("seed"):
         reading.put(f"seed={reading.whole('seed')}", reading.said("seed"))
 

@@ -23,6 +23,8 @@ from ..core.format import counted
 from ..spec.own_config import LOADER, own_config
 
 _UNSET = re.compile(r"\$[\w{(]")  # a variable that a script does not set, or what only a shell can compute
+_PLAIN = ("true", "false", "null")  # that files have in quotes
+NOTHING = (None, "", "None", "none")
 _MOST_SHOWN = 60  # characters of a refused value
 _MOST_UNKNOWN = 0.5  # of the keys: with more it is another tool's declaration
 
@@ -201,8 +203,9 @@ class PeerReading:
 
 
 def _is_honoured(value: Any, rule: Mapping[str, Any]) -> bool:
-    """Returns True for a value that means nothing else here. A long one is known by its digest."""
-    if value in rule["unless"]:
+    """Returns True for a value that means nothing else here, also in quotes. A long one is known by its digest."""
+    plain = yaml.safe_load(value) if isinstance(value, str) and value.lower() in _PLAIN else value
+    if plain in rule["unless"] or (plain in NOTHING and any(each in NOTHING for each in rule["unless"])):
         return True
     return "or_digest" in rule and sha256(json.dumps(value).encode()).hexdigest()[:12] in rule["or_digest"]
 

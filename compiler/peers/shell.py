@@ -3,8 +3,10 @@
 What a script computes, `$(date)`, becomes `$(...)`. A variable that it does not set stays as it is, `${BUCKET}`.
 """
 
+import ast
+import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -13,6 +15,11 @@ _OPENING, _CLOSING = {"if", "for", "while", "until", "case"}, {"fi", "done", "es
 _KEYWORDS = {"then", "else", "elif", "do", "{", "}", "!", "time", "exec", *_OPENING, *_CLOSING}
 _SAYS = ("echo", "printf", "[", "[[", "test")
 _ENDS = "\n;&|()"
+_ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)\)")
+_OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
+    ast.Div: lambda a, b: int(a / b), ast.FloorDiv: operator.floordiv,
+}  # fmt: skip
 COMPUTED = "$(...)"  # in the place of what only a shell can compute
 
 
@@ -75,6 +82,17 @@ def commands_of(text: str, script: Script | None = None) -> Iterator[ShellComman
 
 def _joined(value: str | list[str]) -> str:
     return value if isinstance(value, str) else " ".join(value)
+
+
+def _whole(node: ast.expr) -> int:
+    """Returns the value of an expression of whole numbers. Raises ValueError for anything else."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_whole(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        return _OPERATIONS[type(node.op)](_whole(node.left), _whole(node.right))
+    raise ValueError
 
 
 class _Reader:
@@ -189,10 +207,26 @@ class _Reader:
                 self.at += 1
         return [*words, now] if is_word else words
 
+    def _computed(self, expression: str) -> str:
+        """Returns the value of `$((expression))` in whole numbers; COMPUTED where it is not known."""
+
+        def value_of(found: re.Match[str]) -> str:
+            self.script.used.add(found[1])
+            return _joined(self.script.variables.get(found[1], COMPUTED))
+
+        text = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", value_of, expression)
+        try:
+            return str(_whole(ast.parse(text.strip(), mode="eval").body))
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+            return COMPUTED
+
     def _variable(self) -> tuple[list[str], bool]:
-        """Reads `$NAME`, `${NAME}`, `${NAME:-default}`, `${NAME[@]}`, `$(command)`: its words, and whether each is a
-        word of its own."""
+        """Reads `$NAME`, `${NAME}`, `${NAME:-default}`, `${NAME:+if set}`, `${NAME[@]}`, `$(command)`: its words,
+        and whether each is a word of its own."""
         begin = self.at
+        if (found := _ARITHMETIC.match(self.text, begin)) is not None:
+            self.at = found.end()
+            return [self._computed(found[1])], True
         if self.text.startswith("$(", begin):
             depth, self.at = 1, begin + 2
             while depth and self.at < len(self.text):
@@ -207,22 +241,27 @@ class _Reader:
                 depth += {"{": 1, "}": -1}.get(self.text[self.at], 0)
                 self.at += 1
             inside = self.text[begin + 2 : self.at - 1]
-            found = re.fullmatch(r"(\w+)(\[[@*]\])?(?::?[-=](.*))?", inside, re.DOTALL)
+            found = re.fullmatch(r"(\w+)(\[[@*]\])?(?::?([-=+?])(.*))?", inside, re.DOTALL)
             if found is None:
                 return [re.sub(r"\s", "", self.text[begin : self.at])], True
-            name, is_list, default = found[1], bool(found[2]), found[3]
+            name, is_list, sign, default = found[1], bool(found[2]), found[3], found[4]
         else:
             found = _NAME.match(self.text, begin + 1) or re.compile(r"[\d@*#?]").match(self.text, begin + 1)
             if found is None:
                 self.at += 1
                 return ["$"], True
             self.at = found.end()
-            name, is_list, default = found[0], False, None
+            name, is_list, sign, default = found[0], False, None, None
         value = self.script.variables.get(name)
         self.script.used.add(name)
-        if value is None and default is not None:
+        if default is not None and sign != "?" and (value is None) != (sign == "+"):
             inner = _Reader(default, self.script)
-            return [" ".join(inner._expanded(splits=False, to_end=True))], False
+            text = " ".join(inner._expanded(splits=False, to_end=True))
+            if sign == "=":
+                self.script.variables[name] = text
+            return [text], False
+        if sign == "+":
+            return [], False
         if value is None:
             return ([] if is_list or name in "@*" else [self.text[begin : self.at]]), True
         return (list(value) if is_list and isinstance(value, list) else [_joined(value)]), is_list

@@ -1,6 +1,7 @@
 """Finds a peer's declaration where it is: in a file of its own form, a script, a manifest, or on a command line."""
 
 import re
+import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ _READ_FILES = (
     "curl",
     "git",
 )  # and run none
+_UNSET = re.compile(r"\$\w+|\$\{[^}]*\}")  # a word that is a variable, and nothing else
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 ReadText = Callable[[str], str]  # the text of a path or URL; raises ConfigError if it has none
@@ -54,9 +56,9 @@ class Form:
 
     files: the form of its own files, yaml or toml; empty for none. is_train: finds its train command. values: what the
     words of a command declare. of_file: the values of one of its files. wants: a train command of it, for messages.
-    key: how a key is written, for messages. ignored_files: those that only have defaults. file_variables: of the
-    environment, which name a file. hints: what to do about a command that has this word. others: how commands of other
-    trainers are found, by their names.
+    key: how a key is written, for messages. ignored_files: those that only have defaults. base_key: of a file, which
+    names the file that it changes. file_variables: of the environment, which name a file. hints: what to do about a
+    command that has this word. others: how commands of other trainers are found, by their names.
     """
 
     files: str
@@ -66,6 +68,7 @@ class Form:
     wants: str
     key: str
     ignored_files: tuple[str, ...] = ()
+    base_key: str | None = None
     file_variables: tuple[str, ...] = ()
     hints: Mapping[str, str] = field(default_factory=dict)
     others: Mapping[str, Callable[[Sequence[str]], bool]] = field(default_factory=dict)
@@ -75,7 +78,7 @@ def find_declaration(form: Form, words: Sequence[str], read_text: ReadText) -> t
     """Returns what the words of a command line declare: a file and changes to it, a command as one word or many, or
     keys alone; and what a launcher says of the machines. Raises ConfigError if nothing is declared."""
     first = words[0]
-    if Path(first).is_dir():
+    if not re.search(r"\s", first) and Path(first).is_dir():
         raise ConfigError([_folder(form, Path(first))])
     if not re.search(r"\s", first) and (is_url(first) or ("=" not in first and _names_a_file(first))):
         given, launcher = _of_file(form, first, read_text)
@@ -107,22 +110,31 @@ def _kind(place: str) -> str | None:
     return _FORMS.get((path.with_suffix("") if path.suffix in _COMPRESSED else path).suffix)
 
 
-def _of_file(form: Form, place: str, read_text: ReadText) -> tuple[Given, Mapping[str, str]]:
+def _of_file(
+    form: Form, place: str, read_text: ReadText, above: tuple[str, ...] = ()
+) -> tuple[Given, Mapping[str, str]]:  # fmt: skip
+    """Reads a file. above: those that name it as the file that they change."""
     text, kind, path = read_text(place), _kind(place), PurePosixPath(place)
     if kind is None:
         script = _fenced(text) if path.suffix == ".md" else text
         return _of_script(form, script, path.name, place.rpartition("/")[0], read_text)
     documents = _parsed(text, kind, place)
+    other = {"toml": "torchtitan", "yaml": "maxtext"}[kind]
     if any("apiVersion" in document for document in documents):
         return _of_manifest(form, documents, place, read_text)
     if kind != form.files or len(documents) != 1:
         what = f"is a {kind.upper()} file" if len(documents) == 1 else f"holds {len(documents)} documents"
-        other = {"toml": "torchtitan", "yaml": "maxtext"}[kind]
         fix = (
             f"type: meshloom import {other} {place}; or give {form.wants}" if kind != form.files else "give one of them"
         )
         raise ConfigError([Problem(place, what, fix)])
-    return Given(path.name, form.of_file(documents[0])), {}
+    values, base = form.of_file(documents[0]), documents[0].get(form.base_key or "")
+    if base and PurePosixPath(str(base)).name not in form.ignored_files:
+        below = _beside(str(base), place.rpartition("/")[0], path.name)
+        if below in (place, *above):
+            raise ConfigError([Problem(f"{path.name}: {form.base_key}", "names a file that names it", "correct it")])
+        values = {**_of_file(form, below, read_text, (place, *above))[0].values, **values}
+    return Given(path.name, values), {}
 
 
 def _parsed(text: str, kind: str, place: str) -> list[dict[str, Any]]:
@@ -159,10 +171,28 @@ def _of_manifest(
             found["chip"] = _CHIPS_OF_GKE.get(value, value)
         elif re.search(r"\s", value):
             texts.append(value)
+    texts += _listed_commands(documents)
     given, launcher = _of_script(form, "\n".join(texts), PurePosixPath(place).name, "", read_text)
     if len(found) == 2:
         launcher = {"device_type": f"{found['chip']}-{found['topology']}", **launcher}
     return given, launcher
+
+
+def _listed_commands(value: Any) -> Iterator[str]:
+    """Yields the commands of containers that are lists of words, with their variables."""
+    if isinstance(value, dict):
+        words = [word for key in ("command", "args") for word in _texts(value.get(key))]
+        if words and not any(re.search(r"\s", word) for word in words):
+            variables = [each for each in value.get("env") or () if isinstance(each, dict) and "value" in each]
+            set_ = " ".join(f"{each.get('name')}={shlex.quote(str(each['value']))}" for each in variables)
+            yield f"{set_} {shlex.join(words)}"
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for child in children:
+        yield from _listed_commands(child)
+
+
+def _texts(value: Any) -> list[str]:
+    return [str(each) for each in value] if isinstance(value, list) else []
 
 
 def _strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -192,7 +222,8 @@ def _of_commands(
 ) -> tuple[Given, Mapping[str, str]]:
     train = _train_command(form, commands, place, script, is_typed=is_typed)
     values, files, strays = form.values(train.words)
-    _check_strays(strays, place, form)
+    unset = [word for word in strays if _UNSET.fullmatch(word)]
+    _check_strays([word for word in strays if word not in unset], place, form)
     files = [*(train.environment[name] for name in form.file_variables if name in train.environment), *files]
     below: dict[str, Any] = {}
     for name in files:
@@ -203,6 +234,7 @@ def _of_commands(
         for name in script.branched
         if name in script.used and _is_in(script.variables.get(name, ""), train.words)
     ]
+    notes += [f"nothing that was read sets {word}: what it adds is not known" for word in unset]
     flags = [flag for name in _XLA_VARIABLES for flag in train.environment.get(name, "").split()]
     upper = {key.removeprefix("M_").lower(): value for key, value in train.environment.items() if key.startswith("M_")}
     values = {**below, **form.values([f"{key}={value}" for key, value in upper.items()]).values, **values}

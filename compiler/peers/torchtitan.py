@@ -112,7 +112,7 @@ def _put_remat(reading: PeerReading) -> None:
     if ours is None:
         return
     if mode == "selective" and option != "op":
-        what = f"recomputes every {option}th layer, and Meshloom has one policy for all layers of a stack"
+        what = f"recomputes one layer in {option}, and Meshloom has one policy for all layers of a stack"
         fix = "use selective_ac_option=op, or mode=full"
         reading.refuse("activation_checkpoint.selective_ac_option", what, fix)
     keys = ("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option")

@@ -278,3 +278,58 @@ def test_rules_of_layouts_are_honoured_where_they_are_those_of_its_base_config()
             "context_autoregressive", "tensor", "tensor_sequence", "expert", "autoregressive"]  # fmt: skip
     assert imported(*SMALL, f"mesh_axes={axes}").words == imported(*SMALL).words
     assert "rules of layouts" in problems(*SMALL, f"mesh_axes={axes[::-1]}")["mesh_axes"]
+
+
+def test_file_changes_the_file_that_it_names(tmp_path):
+    (tmp_path / "below.yml").write_text("base_config: base.yml\nsteps: 7\nmax_target_length: 512\n")
+    (tmp_path / "run.yml").write_text("base_config: below.yml\nmodel_name: llama2-7b\nmax_target_length: '1024'\n")
+    words = imported(str(tmp_path / "run.yml"), "steps=9").words
+    assert {"num_steps=9", "sequence_length=1024", "model=llama2_7b"} <= set(words)
+    (tmp_path / "below.yml").write_text("base_config: run.yml\n")
+    assert "names a file that names it" in problems(str(tmp_path / "run.yml"))["below.yml: base_config"]
+    (tmp_path / "below.yml").unlink()
+    assert "reads below.yml, which is not here" in problems(str(tmp_path / "run.yml"))["run.yml"]
+
+
+def test_values_in_quotes_and_null_are_what_they_say(tmp_path):
+    (tmp_path / "run.yml").write_text(
+        "model_name: llama2-7b\nquantization: null\nuse_dpo: 'false'\nmtp_num_layers: 0\n"
+    )
+    assert "model=llama2_7b" in imported(str(tmp_path / "run.yml")).words
+    (tmp_path / "run.yml").write_text("model_name: llama2-7b\nuse_dpo: 'true'\n")
+    assert "declare objective=dpo" in problems(str(tmp_path / "run.yml"))["run.yml: use_dpo"]
+
+
+def test_parts_of_the_model_and_its_loss_are_overrides():
+    assert overrides("attn_logits_soft_cap=50", "final_logits_soft_cap=30.0") == {
+        "model.attention_soft_cap=50", "model.logit_soft_cap=30",
+    }  # fmt: skip
+    words = imported("model_name=mixtral-8x7b", "per_device_batch_size=1", "load_balance_loss_weight=0.02").words
+    assert "model.load_balancing_weight=0.02" in words
+
+
+def test_word_of_a_variable_that_nothing_sets_is_a_note(tmp_path):
+    (tmp_path / "run.sh").write_text("python3 -m MaxText.train base.yml model_name=llama2-7b steps=5 $MORE\n")
+    found = imported(str(tmp_path / "run.sh"))
+    assert "num_steps=5" in found.words
+    assert "nothing that was read sets $MORE: what it adds is not known" in found.notes
+
+
+def test_long_command_in_quotes_is_no_file_name():
+    flags = " ".join(f"sa_block_q={n}" for n in range(30))
+    assert "num_steps=5" in imported(f"python3 -m MaxText.train base.yml model_name=llama2-7b steps=5 {flags}").words
+
+
+def test_containers_that_list_words_are_read(tmp_path):
+    (tmp_path / "pod.yaml").write_text("""
+apiVersion: v1
+kind: Pod
+spec:
+  nodeSelector: {cloud.google.com/gke-tpu-accelerator: tpu-v5p-slice, cloud.google.com/gke-tpu-topology: 4x4x4}
+  containers:
+  - command: [python3]
+    args: [-m, MaxText.train, base.yml, model_name=llama2-7b, per_device_batch_size=2]
+    env: [{name: M_STEPS, value: "12"}]
+""")
+    found = imported(str(tmp_path / "pod.yaml"), target=None).words
+    assert {"num_steps=12", "target=v5p:4x4x4", "global_batch_size=128"} <= set(found)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.peers import megatron
@@ -139,3 +140,56 @@ def test_all_problems_are_reported_at_once(script):
 def test_each_key_that_decides_is_read():
     text = Path(megatron.__file__).read_text()
     assert {key for key in peer_of("megatron").defaults if f'"{key}"' not in text} == set()
+
+
+def _yaml_of(script: str) -> dict[str, object]:
+    """Returns the words of the script above as keys, as a test of Megatron-LM has them."""
+    found: dict[str, object] = {}
+    for word in script.replace("\\\n", " ").partition("MODEL=(")[2].replace(")", " ").split():
+        if word.startswith("--"):
+            found[word] = True
+        elif found and not word.startswith(("#", "torchrun", "$")):
+            last = next(reversed(found))
+            found[last] = word if found[last] is True else found[last]
+    return {key: value for key, value in found.items() if key not in ("--nproc_per_node", "--nnodes", "--save")}
+
+
+def test_yaml_of_arguments_is_what_their_words_are(tmp_path):
+    keys = _yaml_of(SCRIPT)
+    (tmp_path / "a.yaml").write_text(
+        yaml.safe_dump({"ENV_VARS": {"CUDA_DEVICE_MAX_CONNECTIONS": 1}, "MODEL_ARGS": keys})
+    )
+    assert set(imported(str(tmp_path / "a.yaml")).words) == LLAMA3_8B | OTHERS
+    plain = {key.removeprefix("--").replace("-", "_"): value for key, value in keys.items()}
+    steps = {"train_iters": plain.pop("train_iters")}
+    (tmp_path / "b.yaml").write_text(yaml.safe_dump({"model": plain, "train": steps}))
+    assert set(imported(str(tmp_path / "b.yaml")).words) == LLAMA3_8B | OTHERS
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(plain | {"trainer": {"devices": 8}}))
+    with pytest.raises(ConfigError, match=r"c.yaml: trainer.devices"):
+        imported(str(tmp_path / "c.yaml"))
+
+
+def test_words_of_other_sections_are_not_dropped(script):
+    with pytest.raises(ConfigError, match=r"recipe\.train\.micro_batch_size=3.*declares nothing"):
+        imported(script, "recipe.train.micro_batch_size=3")
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    (("--moe-router-score-function", "sigmoid", "--moe-router-topk-scaling-factor", "2.5",
+      "--moe-router-num-groups", "4", "--moe-router-group-topk", "2"),
+     {"model.router_scores=sigmoid", "model.router_scale=2.5", "model.num_expert_groups=4",
+      "model.num_groups_per_token=2"}),
+    (("--moe-router-pre-softmax",), {"model.router_weights=scores"}),
+    (("--moe-router-enable-expert-bias",), {"model.router_bias_update_rate=0.001"}),
+    (("--init-method-std", "0.008"), {"model.initializer_stddev=0.008"}),
+])  # fmt: skip
+def test_routers_and_first_weights_are_overrides(words, expected, script):
+    experts = ("--num-experts", "8", "--moe-router-topk", "2")
+    assert set(imported(script, *experts, *words).words) - set(imported(script, *experts).words) == expected
+
+
+def test_what_changes_the_schedule_is_said(script):
+    assert imported(script, "--lr-decay-iters", "100").notes == imported(script).notes
+    assert any("lr_decay_iters=50" in note for note in imported(script, "--lr-decay-iters", "50").notes)
+    with pytest.raises(ConfigError, match="a weight decay that does not change"):
+        imported(script, "--weight-decay-incr-style", "linear")

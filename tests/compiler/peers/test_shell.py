@@ -43,8 +43,18 @@ def test_only_exported_variables_reach_a_command():
 
 
 def test_what_a_shell_computes_is_never_guessed():
-    (command,) = commands_of("N=$((2*3))\nrun $(date +%s) $N ${UNSET} $1")
-    assert command.words == ("run", COMPUTED, COMPUTED, "${UNSET}", "$1")
+    (command,) = commands_of("N=$((2*OTHER))\nrun $(date +%s) $N $((2**3)) ${UNSET} $1")
+    assert command.words == ("run", COMPUTED, COMPUTED, COMPUTED, "${UNSET}", "$1")
+
+
+def test_whole_numbers_are_computed_as_a_shell_does():
+    (command,) = commands_of("A=4\nB=$((A * 3))\nrun $(($A+${B})) $(( (B - 2) / 4 )) $((-7 / 2)) $((B % 5))-x")
+    assert command.words == ("run", "16", "2", "-3", "2-x")
+
+
+def test_defaults_that_are_set_and_words_of_set_variables():
+    (_, command) = commands_of(': "${A:=4}"\nrun $A ${A:+n=$A} ${B:+never} ${C:-d} ${A:?is needed}')
+    assert command.words == ("run", "4", "n=4", "d", "4")
 
 
 def test_script_in_a_here_document_is_read():

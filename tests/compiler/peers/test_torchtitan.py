@@ -116,3 +116,10 @@ def test_each_key_that_decides_is_read():
     optimizer = {f"optimizer.{name}" for name in ("lr", "beta1", "beta2", "eps", "weight_decay")}
     by_name = {key for key in peer_of("torchtitan").defaults if f'"{key}"' in text}
     assert set(peer_of("torchtitan").defaults) == by_name | by_table | optimizer
+
+
+def test_words_of_its_command_line_have_hyphens_and_no(toml):
+    plain = imported(toml, "--training.seq_len", "4096", "--debug.seed", "3").words
+    assert imported(toml, "--training.seq-len=4096", "--training.seed", "3", "--compile.no-enable").words == plain
+    with pytest.raises(ConfigError, match=r"seq_len=4096.*declares nothing"):
+        imported(toml, "seq_len=4096")
