@@ -150,6 +150,13 @@ class PublishedFolder:
         )  # fmt: skip
 
     @property
+    def folders_left(self) -> tuple[str, ...]:
+        """Returns the names of the folders in it that are no part of what was published, as far as is known."""
+        there = self.path.iterdir() if self.path.is_dir() else ()
+        return tuple(sorted(each.name for each in there if each.is_dir() and not each.name.startswith(".")
+                            and each.name not in FOLDERS))  # fmt: skip
+
+    @property
     def tokenizer(self) -> tuple[Path, ...]:
         """Returns the files of the tokenizer and of the settings for generating text."""
         folder = self.path.parent if is_gguf(self.path) else self.path

@@ -29,7 +29,8 @@ UNUSED = frozenset((
     "_name_or_path", "_model_name_or_path", "_attn_implementation_autoset", "attn_implementation", "architectures",
     "auto_map", "_commit_hash", "base_model_tp_plan", "cache_implementation", "dtype", "ep_size",
     "gradient_checkpointing",
-    "is_llama_config", "keys_to_ignore_at_inference", "loss_type", "model_type", "neftune_noise_alpha", "torch_dtype",
+    "is_llama_config", "keys_to_ignore_at_inference", "loss_type", "model_name", "model_type",
+    "neftune_noise_alpha", "torch_dtype",
     "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
     # tokens
     "bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "tokenizer_class",
@@ -44,7 +45,7 @@ UNUSED = frozenset((
     "chunk_size_feed_forward", "finetuning_task", "id2label", "label2id", "num_labels", "output_attentions",
     "output_hidden_states", "output_router_logits", "problem_type", "return_dict", "summary_activation",
     "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "tf_legacy_loss",
-    "torchscript",
+    "torchscript", "n_special", "predict_special_tokens", "output_past", "xla_device",
     # the length that the model was trained for, which the declaration chooses; how a product is split
     "max_position_embeddings", "max_sequence_length", "model_max_length", "pretraining_tp",
     # losses of routers in training, which the declaration chooses

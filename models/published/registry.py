@@ -42,6 +42,9 @@ def tensors(config: ModelConfig, model_type: str | None = None) -> tuple[Publish
     return tuple(found for row in rows for found in _of_row(row, shapes, places))
 
 
+WRAPPERS = ("_orig_mod.", "module.")  # names of torch.compile and DistributedDataParallel, where they were left
+
+
 def tensors_in(config: ModelConfig, names: Collection[str], model_type: str | None = None) -> NamedTensors:
     """Returns the same tensors under the names of a folder, and which of its names no parameter needs.
 
@@ -50,8 +53,9 @@ def tensors_in(config: ModelConfig, names: Collection[str], model_type: str | No
     """
     family, found = family_of(config, model_type=model_type), tensors(config, model_type)
     prefix = family.prefix
-    if family.before and any(name.startswith(family.before + prefix) for name in names):
-        found, prefix = tuple(replace(each, name=family.before + each.name) for each in found), family.before + prefix
+    befores = [each for each in (family.before, *WRAPPERS) if each]
+    if before := next((each for each in befores if any(name.startswith(each + prefix) for name in names)), ""):
+        found, prefix = tuple(replace(each, name=before + each.name) for each in found), before + prefix
     elif not any(name.startswith(prefix) for name in names):
         found = tuple(replace(tensor, name=tensor.name.removeprefix(prefix)) for tensor in found)
     needed = {tensor.name for tensor in found}

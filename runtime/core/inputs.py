@@ -48,6 +48,7 @@ DAMAGE = (gzip.BadGzipFile, zlib.error, EOFError, lzma.LZMAError)
 LINES_OF_JSON = (".jsonl", ".ndjson", ".json")  # the suffixes of their names
 ONE_PER_LINE = "write one JSON object per line"
 CONVERT = "leave it out of the paths, or convert it to text in UTF-8"
+ROWS = "read its rows by data=parquet, or leave it out of the paths"
 ROWS_AT_ONCE = 256  # of a Parquet file
 
 
@@ -292,7 +293,8 @@ def _object_of_line(line: bytes, place: str) -> dict[str, Any] | Problem:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         why = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        return Problem(place, f"is not JSON: {why}", _fix_of(line))
+        fix = "write the file in UTF-8" if isinstance(error, UnicodeDecodeError) else _fix_of(line)
+        return Problem(place, f"is not JSON: {why}", fix)
     if not isinstance(value, dict):
         return Problem(place, f"is not a JSON object but {type(value).__name__}", _fix_of(line))
     return value
@@ -307,7 +309,7 @@ def check_is_text(content: bytes) -> None:
     head = content[:HEAD_BYTES]
     for what, signature in OTHER_FILES.items():
         if head.startswith(signature):
-            raise UnreadableError(f"is not text but {what}")
+            raise UnreadableError(f"is not text but {what}", ROWS if signature == PARQUET else CONVERT)
     if b"\0" in content:
         hint = "; UTF-16 needs a byte order mark" if head.count(0) > len(head) / 4 else ""
         raise UnreadableError(f"is not text: byte {content.index(0):,} is NUL{hint}")

@@ -155,6 +155,8 @@ def prepare_export(spec: RunSpec, open_merged: Callable[[RunSpec], Params]) -> E
             lambda: write_config(spec.model, dtype=str(dtype), max_length=spec.sequence_length, base=base), "model"
         )
     beside = _beside(origin, spec.data.tokenizer)
+    if config and origin and (left := origin.folders_left):
+        said = [*said, f"not copied: the folders {', '.join(left)}"]
     return ExportJob(spec, place, content, step, directory, dtype, tuple(made), config, beside, tuple(said))
 
 

@@ -323,7 +323,7 @@ def match_folder(
         for name, of in named.copies.items()
         if not patterns.take(name) and of in folder.tensors and not are_same(folder.tensors[name], folder.tensors[of])
     ]
-    taken, lines = list[MatchedTensor](), list[str]()
+    taken, lines, fixes = list[MatchedTensor](), list[str](), dict[str, None]()
     names = {tensor.name for tensor in expected}
     extra = [name for name in folder.tensors if name not in names]
     extra = [name for name in extra if not (patterns.take(name) or name in named.unread or name in named.copies)]
@@ -339,20 +339,31 @@ def match_folder(
             lines.append(f"{tensor.name} {list(tensor.shape)} is missing{_nearest(tensor.name, extra, len(lines))}")
         elif there.shape != tensor.shape or there.dtype not in FLOATS:
             lines.append(f"{tensor.name} is {there} there, {list(tensor.shape)} of {', '.join(FLOATS)} here")
+            fixes[_fix_of(tensor, there)] = None
         else:
             slots = tuple(n for n, is_skipped in enumerate(skipped) if not is_skipped)
             taken.append(MatchedTensor(tensor, there, slots))
     missing = sorted(names - folder.tensors.keys())
+    fix = next(iter(fixes)) if len(fixes) == 1 and not missing and not extra else ""
     lines += [
         f"{name} {folder.tensors[name]} is there, not here{_nearest(name, missing, len(lines) + n)}"
         for n, name in enumerate(extra)
     ]
     all_of(
         lambda: raise_if_any(copies),
-        lambda: _raise_differences(str(folder.path), lines, patterns, is_some=bool(taken)),
+        lambda: _raise_differences(str(folder.path), lines, patterns, is_some=bool(taken), fix=fix),
     )
     taken.sort(key=lambda each: (each.file.file, each.file.start))
     return Matched(tuple(taken), tuple(sorted(fresh)))
+
+
+def _fix_of(tensor: PublishedTensor, there: FileTensor) -> str:
+    """Returns what to do about a tensor of another type, or a table of other rows; "" where it is another model's."""
+    if there.shape == tensor.shape:
+        return f"convert the file to float32: {there.dtype} is not read"
+    is_table = {slot.path for slot in tensor.slots} <= {"embed/table_VE", "head/kernel_EV"}
+    has_rows = is_table and there.shape[1:] == tensor.shape[1:] and there.dtype in FLOATS
+    return f"take the rows that are there: model.vocab_size={there.shape[0]}" if has_rows else ""
 
 
 def are_same(a: FileTensor, b: FileTensor) -> bool:
@@ -423,13 +434,16 @@ def _nearest(name: str, among: Sequence[str], num_lines: int) -> str:
     return f"; the nearest is {near[0]}" if near else ""
 
 
-def _raise_differences(place: str, lines: list[str], patterns: Patterns, *, is_some: bool) -> None:
-    """Raises ConfigError for what differs, for patterns that match nothing, and if nothing is left to read."""
+def _raise_differences(
+    place: str, lines: list[str], patterns: Patterns, *, is_some: bool, fix: str = ""
+) -> None:  # fmt: skip
+    """Raises ConfigError for what differs, for patterns that match nothing, and if nothing is left to read. fix: what
+    to do about all that differs, where it is known."""
     problems = patterns.problems(place)
     if lines:
         number = counted(len(lines), "place")
         what = f"{place} holds other weights than the model takes, in {number}:{listed(lines)}"
-        fix = f"choose the model of these weights, or leave some out by patterns: {SKIP}=[head/*]"
+        fix = fix or f"choose the model of these weights, or leave some out by patterns: {SKIP}=[head/*]"
         problems.append(Problem(FROM, what, fix))
     if not problems and not is_some:
         what = f"leaves out all weights of {place}"

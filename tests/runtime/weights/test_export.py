@@ -151,7 +151,9 @@ def test_all_that_was_published_with_the_weights_is_exported(published, tmp_path
     config = json.loads((theirs / "config.json").read_text()) | OLD
     old = {key: value for key, value in config.items() if key not in ("dtype", "rope_parameters")}
     (theirs / "config.json").write_text(json.dumps(old))
-    run_export(_job(f"hf:{theirs}", out), QUIET)
+    job = _job(f"hf:{theirs}", out)
+    assert any(line.startswith("not copied: the folders ") for line in job.said)
+    run_export(job, QUIET)
     for name in KEPT:
         assert (out / name).read_bytes() == name.encode()
     names = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}

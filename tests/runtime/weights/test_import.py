@@ -125,7 +125,13 @@ WRONG = {
         ("model.mlp_dim=48",),
         ("mlp.gate_proj.weight is BF16[40,32] there, [48, 32] of BF16, F16, F32 here", "in 6 places"),
     ),
-    "another vocabulary": (("model.vocab_size=256",), ("model.embed_tokens.weight is BF16[264,32] there, [256, 32]",)),
+    "another vocabulary": (
+        ("model.vocab_size=256",),
+        (
+            "model.embed_tokens.weight is BF16[264,32] there, [256, 32]",
+            "take the rows that are there: model.vocab_size=264",
+        ),
+    ),
     "more layers": (("model.num_layers=3",), ("model.layers.2.input_layernorm.weight [32] is missing", "and 3 more")),
     "fewer layers": (("model.num_layers=1",), ("BF16[32] is there, not here", "in 9 places")),
     "a pattern of nothing": (("checkpoint.weights_skip=[heads/*]",), ("'heads/*' matches no parameter",)),
@@ -140,6 +146,20 @@ def test_what_differs_is_listed_before_anything_is_allocated(published, wrong):
         find_weights(_plan(published[0], "target=cpu-1", *overrides))
     for text in said:
         assert text in str(raised.value)
+
+
+def test_names_that_a_wrapper_left_are_read(tmp_path):
+    values = write_published(tmp_path, spec_of(*LLAMA).model)
+    for wrapper in ("module.", "_orig_mod."):
+        save_file({f"{wrapper}{name}": x for name, x in values.items()}, tmp_path / "model.safetensors")
+        assert len(_found(_plan(tmp_path, "target=cpu-1")).matched.taken) == len(values)
+
+
+def test_a_type_that_is_not_read_is_to_be_converted(tmp_path):
+    values = write_published(tmp_path, spec_of(*LLAMA).model)
+    save_file({name: x.astype(np.float64) for name, x in values.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="convert the file to float32: F64 is not read"):
+        find_weights(_plan(tmp_path, "target=cpu-1"))
 
 
 def test_a_renamed_tensor_is_shown_with_the_nearest_name(tmp_path):
