@@ -70,6 +70,7 @@ SCALING = ("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_co
 WIDTHS = ("rope.dimension_count", "attention.value_length", "attention.key_length_swa", "attention.value_length_swa",
           "rope.dimension_count_swa")  # fmt: skip
 UNUSED = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.causal", "pooling_type")
+DTYPES = {0: "float32", 1: "float16", 32: "bfloat16"}  # by general.file_type; of types of few bits none is given
 AS_HERE = {
     "expert_gating_func": 1,
     "expert_weights_norm": True,
@@ -179,6 +180,8 @@ def config_of_gguf(
         width = config.get("hidden_size", 0) // (config.get("num_attention_heads") or 1)
         is_largest = config.get("num_hidden_layers") == LARGEST[named]
         config["query_pre_attn_scalar"] = width if is_largest else config.get("head_dim", 256)
+    if dtype := DTYPES.get(said.get("general.file_type", -1)):
+        config["dtype"] = dtype
     for key in ("bos", "eos"):
         if (token := said.get(f"tokenizer.ggml.{key}_token_id")) is not None:
             config[f"{key}_token_id"] = token

@@ -211,6 +211,7 @@ def _convert(folder, path, kind: str, dtype: str = "F32", *, are_experts_apart: 
         if value is not None:
             add(value)
     rope = config["rope_parameters"]
+    writer.add_file_type({"F32": 0, "BF16": 32}.get(dtype, 7))
     writer.add_rope_freq_base((rope if "rope_theta" in rope else rope["full_attention"])["rope_theta"])
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == named)
     names, stacks = gguf.get_tensor_name_map(arch, 2), dict[str, dict[int, np.ndarray]]()
@@ -256,6 +257,7 @@ def test_a_converted_folder_is_the_folder(kind, dtype, are_experts_apart, tmp_pa
     assert config == _model(tmp_path / "hf")
     match_folder(ours, tensors_in(config, ours.tensors, ours.model_type), (), ())
     assert ours.tensors.keys() == theirs.tensors.keys()
+    assert ours.dtype == {"F32": "float32", "BF16": "bfloat16"}.get(dtype)
     step = {"F32": 1e-6, "BF16": 0.01, "Q8_0": 0.01, "Q5_1": 0.06, "Q4_0": 0.14}[dtype]  # of the range of its block
     for name, tensor in theirs.tensors.items():
         np.testing.assert_allclose(ours.tensors[name].values(), tensor.values(), atol=step, err_msg=name)
