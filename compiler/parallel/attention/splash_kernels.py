@@ -185,7 +185,7 @@ def _turns(shape: AttentionShape, keys_block: int, seen: np.ndarray, most_bytes:
     most_blocks = most_bytes // shape.partials_bytes(1)
     if num_rows * num_columns <= most_blocks:
         return (_turn(shape, keys_block, seen, slice(0, num_rows), slice(0, num_columns)),)
-    is_seen = seen.any(axis=0)
+    is_seen = np.asarray(seen.any(axis=0))
     begins = np.where(is_seen.any(axis=0), is_seen.argmax(axis=0), num_rows)
     stops = np.where(is_seen.any(axis=0), num_rows - is_seen[::-1].argmax(axis=0), 0)
     turns, first = [], 0
@@ -333,14 +333,15 @@ def gradients(tables: Tables, queries: Queries, keys: Keys, gradient: Gradient, 
     """Returns the part of the gradients that these keys bring."""
     lse, d_out, dot, _ = gradient
     of_all = (lse, d_out.astype(queries.q_BHTD.dtype), dot)
-    operands = (queries.q_BHTD, keys.k_BKSD, keys.v_BKSD, of_all, *both_ids(queries, keys))
+    operands: Any = (queries.q_BHTD, keys.k_BKSD, keys.v_BKSD, of_all, *both_ids(queries, keys))
     how = {"soft_cap": options.soft_cap, "interpret": options.interpret}
     backward = choose_backward(_shape(tables, queries, keys), tables.seen, options.budget)
     if backward.keys_block is None:
         with jax.named_scope(blocks_scope(tables.num_used, tables.num_blocks)):
             dq = jax.vmap(partial(_dq_of_one, tables, **how))(*operands)
             return Gradients(dq, *jax.vmap(partial(_dkv_of_one, tables, **how))(*operands))
-    total, of_keys = None, []
+    total: Any = None
+    of_keys: list[list[Array]] = []
     for turn in backward.turns:
         if total is not None:  # the partial sums of two turns are not in memory together
             total, operands = jax.lax.optimization_barrier((total, operands))
@@ -373,7 +374,7 @@ def _run(call: Callable[..., Any], at_once: AtOnce, operands: tuple[Any, ...]) -
     return jax.tree.map(lambda x: x.reshape(sequences, -1, *x.shape[2:]), found)
 
 
-def _added(total: Array | None, part: Array, where: slice, shape: tuple[int, ...]) -> Array:
+def _added(total: Any, part: Array, where: slice, shape: tuple[int, ...]) -> Array:
     """Returns the sum of gradients of all queries, of this shape, and of some."""
     if total is None:
         if part.shape == shape:
