@@ -347,7 +347,8 @@ def gradients(tables: Tables, queries: Queries, keys: Keys, gradient: Gradient, 
             total, operands = jax.lax.optimization_barrier((total, operands))
         with jax.named_scope(blocks_scope(turn.num_used, turn.num_blocks)):
             call = partial(_fused_of_one, tables, turn, backward.keys_block, **how)
-            part, *of_these = _run(call, backward.at_once, _of_turn(turn, *operands))
+            own = operands if len(backward.turns) == 1 else _of_turn(turn, *operands)
+            part, *of_these = _run(call, backward.at_once, own)
         total = _added(total, part, turn.queries, queries.q_BHTD.shape)
         of_keys.append(of_these)
     dk, dv = (each[0] if len(each) == 1 else jnp.concatenate(each, axis=2) for each in zip(*of_keys, strict=True))
