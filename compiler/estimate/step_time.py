@@ -26,7 +26,7 @@ from ..pipeline.makespan import TickLoop, TickPart, TickPermute, TickSlot, time_
 from ..plan import Plan
 from ..spec.compiler_traits import ExpectedAcross, ExpectedKernels
 from ..spec.cost_model import cost_model
-from ..spec.flag_presets import begin_early
+from ..spec.flag_presets import begin_early, number_at_once
 from ..target.compiler_options import hidden_kinds, kinds_from_matmuls, options_with, why_permutes_wait
 from ..target.links import Link, collective_seconds
 from ..target.matmul_times import MatmulTimes
@@ -80,6 +80,7 @@ class Hiding:
     from_matmuls: frozenset[CollectiveKind] = frozenset()
     in_order: ExpectedAcross | None = None
     expected_kernels: ExpectedKernels | None = None
+    at_once: int = 1
     begins_early: bool = False
 
 
@@ -311,7 +312,7 @@ def _exposed(
             stays = np.where(all_of_it > 0, np.maximum(all_of_it - compute, 0.0) / all_of_it, 0.0)
         left = [stays * once for *_, once in hidden]
     else:
-        left = _exposed_in_order(works, hidden, links, hiding.in_order, hiding.expected_kernels)
+        left = _exposed_in_order(works, hidden, links, hiding.in_order, hiding)
     for (one, *_), once in zip(hidden, left, strict=True):
         waited[one.mesh_axes] = waited.get(one.mesh_axes, 0.0) + region.executions * once
     return waited
@@ -322,15 +323,16 @@ def _exposed_in_order(
     hidden: Sequence[tuple[Transfer, Numbers, Numbers]],
     links: LinkTimes,
     expects: ExpectedAcross,
-    kernels: ExpectedKernels | None,
+    hiding: Hiding,
 ) -> list[Numbers]:
     """Returns the seconds of each collective that the scheduler's order exposes. hidden: each with its bytes and its
-    seconds. kernels: where it counts kernels."""
+    seconds."""
     windows = [(one.beside[0], len(works) if one.beside[1] is None else one.beside[1]) for one, *_ in hidden]
-    if kernels is None:
+    if (kernels := hiding.expected_kernels) is None:
         expected = [links.expected_seconds(one.kind, one.mesh_axes, size, once, expects) for one, size, once in hidden]
         each = zip(hidden, expected, windows, strict=True)
-        return exposed_in_order(works, [Flight(once, lasts, *window) for (*_, once), lasts, window in each])
+        flights = [Flight(once, lasts, *window) for (*_, once), lasts, window in each]
+        return exposed_in_order(works, flights, at_once=hiding.at_once)
     # XLA combines the sums that end together, so that they are expected to last as one.
     together: dict[object, list[int]] = {}
     for number, ((one, *_), window) in enumerate(zip(hidden, windows, strict=True)):
@@ -342,7 +344,7 @@ def _exposed_in_order(
         for seconds, each in zip(sums, together.values(), strict=True)
         for lasts in [kernels.moves if hidden[each[0]][0].kind in MOVING else kernels.sums]
     ]
-    exposed = exposed_in_order(works, flights, [np.ones(()) for _ in works])
+    exposed = exposed_in_order(works, flights, [np.ones(()) for _ in works], hiding.at_once)
     shares = [left / np.maximum(seconds, np.finfo(float).tiny) for left, seconds in zip(exposed, sums, strict=True)]
     by_number = {number: share for share, each in zip(shares, together.values(), strict=True) for number in each}
     return [by_number[number] * once for number, (*_, once) in enumerate(hidden)]
@@ -402,6 +404,7 @@ def plan_hiding(plan: Plan) -> Hiding:
         from_matmuls=kinds_from_matmuls(assumed.flag_presets, plan.spec, target),
         in_order=target.compiler.expected_across,
         expected_kernels=target.compiler.expected_kernels,
+        at_once=number_at_once(options, target.option_effects),
         begins_early=begin_early(options, target.option_effects),
     )
 

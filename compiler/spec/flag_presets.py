@@ -28,7 +28,8 @@ class OptionEffect:
 
     hides: kinds of collectives that run beside compute while it is on. needs: options without which it does nothing.
     is_default: whether the compiler has it on by itself. begins_early: whether it starts collectives in the loop
-    iteration before the one that needs them. waits: kinds of collectives that are waited for, by the word of its value.
+    iteration before the one that needs them. counts_at_once: whether its value is the number of collectives that may be
+    on their way at once. waits: kinds of collectives that are waited for, by the word of its value.
     unless: options with which they are not. sends_from_matmuls: whether matmuls send chunks of what it hides.
     matmul_share: the share of the peak that matmuls reach with a value of at_least and more.
     """
@@ -37,6 +38,7 @@ class OptionEffect:
     needs: tuple[str, ...]
     is_default: bool
     begins_early: bool
+    counts_at_once: bool
     waits: Mapping[str, CollectiveKind]
     unless: tuple[str, ...]
     sends_from_matmuls: bool
@@ -65,6 +67,11 @@ def hidden_by(options: Options, effects: Effects, *, by_default: bool = True) ->
 def begin_early(options: Options, effects: Effects) -> bool:
     """Returns True if one of these options starts collectives in the loop iteration before."""
     return any(one.begins_early and _is_on(options.get(name), default=False) for name, one in effects.items())
+
+
+def number_at_once(options: Options, effects: Effects) -> int:
+    """Returns how many collectives the scheduler has on their way at once with these options."""
+    return max((int(_number(options.get(name))) for name, one in effects.items() if one.counts_at_once), default=1) or 1
 
 
 def matmul_share_by(options: Options, effects: Effects) -> float | None:
@@ -130,6 +137,7 @@ class OptionNote(Record):
     needs: tuple[str, ...] = ()
     default_for: tuple[str, ...] = ()
     begins_early: bool = False
+    counts_at_once: bool = False
     waits: dict[str, CollectiveKind] = Field(default_factory=dict)
     unless: tuple[str, ...] = ()
     sends_from_matmuls: bool = False
@@ -216,6 +224,7 @@ def read_option_effects(platform: str, chip: str | None) -> dict[str, OptionEffe
             needs=one.needs,
             is_default=any(key in one.default_for for key in keys),
             begins_early=one.begins_early,
+            counts_at_once=one.counts_at_once,
             waits=one.waits,
             unless=one.unless,
             sends_from_matmuls=one.sends_from_matmuls,
