@@ -302,7 +302,7 @@ def _exposed(
                 kind, once, seconds = "all-reduce", 2.0 * once, 2.0 * seconds
             share = _exposed_share(region, kind, hiding) if kind in hiding.weights else 1.0
             waited[one.mesh_axes] = waited.get(one.mesh_axes, 0.0) + share * seconds
-            if share < 1.0:
+            if share == 0.0 or (share < 1.0 and hiding.expected_kernels is None):  # else all of it is in the share
                 hidden.append((one, num_bytes, (1.0 - share) * once))
     for axes, (seconds, least) in beside_blocks.items():
         waited[axes] = waited.get(axes, 0.0) + np.maximum(seconds - blocks, least)
