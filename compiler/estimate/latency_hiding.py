@@ -4,8 +4,9 @@
     gathers    gate --------------| down--------|     up, out, queries: before the first work
 
 It goes backwards from the last work. A collective ends just before the work that reads its result, and begins before as
-many works as last as long as the scheduler expects it to; no other is on its way meanwhile, unless an option allows several. Of several that wait, the
-one that is read last goes first. Those that are left when the works are at an end run before them, one after another.
+many works as last as long as the scheduler expects it to; no other is on its way meanwhile, unless an option allows
+several. Of several that wait, the one that is read last goes first. Those that are left when the works are at an end
+run before them, one after another.
 Compiled programs of llama3_8b and llama2_70b for 8 to 128 GPUs have this order (docs/estimate.md).
 """
 
@@ -33,8 +34,8 @@ def exposed_in_order(
     works: Sequence[Numbers], flights: Sequence[Flight], expected: Sequence[Numbers] | None = None, at_once: int = 1
 ) -> list[Numbers]:
     """Returns the seconds of each flight that no work hides. works: the seconds of each, of each declaration. expected:
-    as long as the scheduler expects each work to last, in the unit of `Flight.expected`; None: as long as it does. at_once:
-    how many may be on their way at the same time."""
+    as long as the scheduler expects each work to last, in the unit of `Flight.expected`; None: as long as it does.
+    at_once: how many may be on their way at the same time."""
     if not flights:
         return []
     order = sorted(range(len(flights)), key=lambda number: flights[number].last)
