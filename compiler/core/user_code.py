@@ -26,6 +26,7 @@ from urllib.parse import unquote, urlparse
 
 from .errors import ConfigError, Problem, use_one_of
 
+_REGISTERING = set[tuple[str, str]]()  # groups of entry points, and their modules that were imported
 NUM_FRAMES = 3  # of a user's traceback that are shown
 OURS = Path(__file__).resolve().parents[2]
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
@@ -125,6 +126,19 @@ def load_class(path: str, where: str, base: type[T]) -> type[T]:
         return loaded
     what = f"'{path}' is not a class that derives from {base.__name__}"
     raise ConfigError([Problem(where, what, f"derive it from {_public_name(base)}")])
+
+
+def import_registering(group: str) -> bool:
+    """Imports the modules that installed packages name by the entry points of a group, and those that the user opted
+    into: they register what they have. Returns whether any is imported now. Raises ConfigError if one fails."""
+    named = [each.value.partition(":")[0].strip() for each in metadata.entry_points(group=group)]
+    modules = [name for name in dict.fromkeys([*named, *_ALLOWED.get()]) if (group, name) not in _REGISTERING]
+    for name in modules:
+        check_importable(name, group)
+        with blamed_on_user(group, f"importing {name}", is_theirs=True):
+            importlib.import_module(name)
+        _REGISTERING.add((group, name))
+    return bool(modules)
 
 
 def _public_name(base: type) -> str:

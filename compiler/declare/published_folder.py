@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from ..core.errors import ConfigError, Problem
+from ..core.user_code import import_registering
 from .gguf_file import ACCESS, SUFFIX, GgufHeader, gguf_values, is_gguf, read_gguf
 
 T = TypeVar("T")
 
 CONFIG = "config.json"
+FAMILIES = "meshloom.families"  # the entry points of packages with families of published models
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"  # of an adapter, as PEFT writes it
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -125,7 +127,8 @@ class PublishedFolder:
         """Returns the model_type of its family; None if config.json names none that is known."""
         from meshloom.models.published import model_type_of
 
-        return model_type_of(self.known_config)
+        said = self.known_config
+        return model_type_of(said) or (model_type_of(said) if said and import_registering(FAMILIES) else None)
 
     @property
     def dtype(self) -> str | None:
@@ -165,10 +168,16 @@ class PublishedFolder:
 
 
 def understood(read: Callable[[], T], where: str) -> T:
-    """Returns what a function of published models returns; its mistakes are raised as a ConfigError."""
-    from meshloom.models.published import NotUnderstood
+    """Returns what a function of published models returns; its mistakes are raised as a ConfigError. A family that is
+    not ours is looked for in other packages."""
+    from meshloom.models.published import NotUnderstood, UnknownFamily
 
     try:
+        try:
+            return read()
+        except UnknownFamily:
+            if not import_registering(FAMILIES):
+                raise
         return read()
     except NotUnderstood as error:
         raise ConfigError(

@@ -42,7 +42,8 @@ def with_published_model(values: dict[str, Any], typed: Collection[str]) -> tupl
     own = {key: value for key, value in declared.items() if key not in ("family", "path")}
     if own.get("vocab_size") == "auto":
         own["vocab_size"] = max(read["vocab_size"], _num_tokens(values, opened))
-    model = merged(merged(_own(BASES[read["family"]]), read), own)
+    base = BASES.get(read["family"])  # a family of another package says all of its keys
+    model = merged(merged(_own(base) if base else {}, read), own)
     return _with_folder(values, opened, typed) | {"model": model}, []
 
 

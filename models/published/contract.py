@@ -80,6 +80,10 @@ class NotUnderstood(ValueError):
         super().__init__("\n".join(f"{m.key}: {m.what}; {m.fix}" for m in self.mistakes))
 
 
+class UnknownFamily(NotUnderstood):
+    """Raised for a model of a family that is not registered."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a tensor of a file becomes arrays of ours, and back. shape: in the file."""

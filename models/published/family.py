@@ -333,7 +333,8 @@ class Family:
     config.json. check: what else keeps a config from being written as this family. prefix: the beginning of names that
     some files leave out; before: what some files have before it. harmless, left_out: patterns of names, after that, of
     tensors that some files hold and that no parameter needs: buffers that are computed from config.json, and parts that
-    the model here does not have; {num_layers} is ours.
+    the model here does not have; {num_layers} is ours. defaults: the values of our keys that config.json does not say,
+    of training alone; those of our own families are in conf/model.
     """
 
     architecture: str
@@ -345,6 +346,7 @@ class Family:
     before: str = ""
     harmless: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def differs(self, config: ModelConfig) -> tuple[Mistake, ...]:
         """Returns the keys by which a config cannot be written as this family."""

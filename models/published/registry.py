@@ -9,15 +9,17 @@ from typing import Any
 import jax
 
 from ..config import ModelConfig
-from ..contract import Model
+from ..contract import Model, is_counted
 from . import deepseek, gemma, gpt2, gpt_oss, llama, mixtral, phi, qwen
-from .contract import Mistake, NamedTensors, NotUnderstood, PublishedTensor, Row, Slot, Values
+from .contract import Mistake, NamedTensors, NotUnderstood, PublishedTensor, Row, Slot, UnknownFamily, Values
 from .family import UNUSED, Family, Reader, fits_of, read_table, write_table
 
 FAMILIES: tuple[Family, ...] = (
     *llama.FAMILIES, *qwen.FAMILIES, *gemma.FAMILIES, *mixtral.FAMILIES, *deepseek.FAMILIES,
     *gpt_oss.FAMILIES, *gpt2.FAMILIES, *phi.FAMILIES,
 )  # fmt: skip
+
+_REGISTERED: dict[str, Family] = {}  # by model_type: those of other packages
 
 # Buffers that older releases saved: rotary frequencies and their tables, and the number that hides tokens.
 HARMLESS = (r".*\brotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)", r".*\bmasked_bias",
@@ -30,6 +32,24 @@ OF_OLD_GPT2 = ("n_embd", "n_layer", "n_head", "vocab_size")  # its first files n
 ShapesByPath = dict[str, tuple[int, ...]]
 
 
+def register(*families: Family) -> None:
+    """Adds families of another package, of a model class of its own (docs/extend.md). Raises ValueError for a name that
+    another family has."""
+    for family in families:
+        others = [each for each in known_families() if each.model_type != family.model_type or each in FAMILIES]
+        taken = {name for each in others for name in (each.model_type, each.architecture)}
+        if clashes := sorted(taken & {family.model_type, family.architecture}):
+            raise ValueError(f"{clashes[0]} is the name of another family: give it another")
+        if "family" not in fits_of(family.table):
+            raise ValueError(f"the table of {family.model_type} has no entry ours(family='MODULE:CLASS')")
+        _REGISTERED[family.model_type] = family
+
+
+def known_families() -> tuple[Family, ...]:
+    """Returns our families, and those that are registered."""
+    return (*FAMILIES, *_REGISTERED.values())
+
+
 def tensors(config: ModelConfig, model_type: str | None = None) -> tuple[PublishedTensor, ...]:
     """Returns the tensors of published files that hold a model: each parameter exactly once, tied tables once.
     model_type: of the family to prefer, as families name the same parameters differently. Raises NotUnderstood for a
@@ -38,8 +58,13 @@ def tensors(config: ModelConfig, model_type: str | None = None) -> tuple[Publish
     keyed = jax.tree_util.tree_leaves_with_path(model.abstract())
     shapes = {jax.tree_util.keystr(keys, simple=True, separator="/"): x.shape for keys, x in keyed}
     places = tuple(_layers(model))
-    rows = family_of(config, model_type=model_type).rows(config)
-    return tuple(found for row in rows for found in _of_row(row, shapes, places))
+    family = family_of(config, model_type=model_type)
+    found = tuple(tensor for row in family.rows(config) for tensor in _of_row(row, shapes, places))
+    named = {slot.path for tensor in found for slot in tensor.slots}
+    if unnamed := [path for path in shapes if path not in named and not is_counted(path)]:
+        what, fix = f"no tensor of {family.model_type} holds {unnamed[0]}", "add a Row for it to the family's table"
+        raise NotUnderstood([Mistake("model.family", what, fix)])
+    return found
 
 
 WRAPPERS = ("_orig_mod.", "module.")  # names of torch.compile and DistributedDataParallel, where they were left
@@ -75,11 +100,12 @@ def tensors_in(config: ModelConfig, names: Collection[str], model_type: str | No
 
 def family_of(config: ModelConfig, *, model_type: str | None = None) -> Family:
     """Returns the first family that a config can be written as. model_type: the one to prefer, if it can."""
-    known = {value for family in FAMILIES for value in fits_of(family.table)["family"]}
+    families = known_families()
+    known = {value for family in families for value in fits_of(family.table)["family"]}
     if config.family not in known:
         what, fix = f"{config.family} is not a family of published models", f"use one of {', '.join(sorted(known))}"
-        raise NotUnderstood([Mistake("model.family", what, fix)])
-    preferred = sorted(FAMILIES, key=lambda family: family.model_type != model_type)
+        raise UnknownFamily([Mistake("model.family", what, fix)])
+    preferred = sorted(families, key=lambda family: family.model_type != model_type)
     differences = [family.differs(config) for family in preferred]
     if fitting := [family for family, differs in zip(preferred, differences, strict=True) if not differs]:
         return fitting[0]
@@ -92,7 +118,7 @@ def read_config(config_json: Values) -> dict[str, Any]:
     computation and are not understood."""
     family = _named(config_json)
     reader = Reader(config_json)
-    read = read_table(family.table, reader)
+    read = dict(family.defaults) | read_table(family.table, reader)
     reader.finish()
     return read
 
@@ -130,7 +156,8 @@ def _named(config_json: Values) -> Family:
     architectures = reader.items("architectures", otherwise=[])
     key, of = ("architectures", "architecture") if architectures else ("model_type", "model_type")
     named = architectures[0] if architectures else reader.text("model_type", otherwise="")
-    by_name = {getattr(family, of): family for family in FAMILIES}
+    families = known_families()
+    by_name = {getattr(family, of): family for family in families}
     if architectures:  # of the module without its head, which has the same tensors and names no part of them
         by_name |= {re.sub(OF_HEADS, "Model", name): family for name, family in by_name.items()} | by_name
     if not named and all(name in config_json for name in OF_OLD_GPT2):
@@ -140,10 +167,12 @@ def _named(config_json: Values) -> Family:
     if not reader.mistakes and not named:
         reader.refuse("architectures", "is missing", "take the config.json of a published model")
     elif not reader.mistakes:
-        names = [getattr(family, of) for family in FAMILIES]
+        names = [getattr(family, of) for family in families]
         near = get_close_matches(str(named), names, n=1, cutoff=0.6)
         hint = f"did you mean '{near[0]}'? " if near else ""
-        reader.refuse(key, f"'{named}' is not implemented", f"{hint}use one of {', '.join(names)}")
+        fix = f"{hint}use one of {', '.join(names)}, or register it from a package of your own (docs/extend.md)"
+        reader.refuse(key, f"'{named}' is not implemented", fix)
+        raise UnknownFamily(reader.mistakes)
     raise NotUnderstood(reader.mistakes)
 
 

@@ -1,5 +1,6 @@
 """docs/extend.md works: its files, installed as a package, run on every layout, and mistakes in them are told."""
 
+import json
 import os
 import re
 import shlex
@@ -10,6 +11,7 @@ import sysconfig
 import textwrap
 import venv
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -17,13 +19,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hydra.core.plugins import Plugins
+from safetensors.numpy import load_file, save_file
 
 import meshloom as package_under_test
 from conftest import plan_of, spec_of
+from meshloom.compiler.core import user_code
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.user_code import code_allowed_from
+from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.hydra_settings import search_path_override
+from meshloom.compiler.declare.published_folder import understood
+from meshloom.compiler.driver import plan_run
+from meshloom.models.published import registry, tensors
+from meshloom.runtime.weights.find import find_weights
+from support.commands import run_python
 from support.programs import gradients_of
+from support.published import write_published
 from support.reference import reference_loss
 from support.tiers import tiered
 
@@ -35,6 +46,7 @@ build-backend = "hatchling.build"
 [project]
 name = "my-package"
 version = "1"
+{entry_points}
 [tool.hatch.build.targets.wheel]
 packages = ["my_package", "hydra_plugins"]
 """
@@ -57,10 +69,15 @@ MODEL = (
 )
 
 
+def pyproject() -> str:
+    (entry_points,) = re.findall(r"^```toml\n(.*?)^```", DOCS.read_text(), re.M | re.S)
+    return PYPROJECT.replace("{entry_points}", entry_points)
+
+
 def files_of_the_page() -> dict[str, str]:
     """Code blocks of docs/extend.md whose first line is a comment with a path."""
     blocks = re.findall(r"^```(?:python|yaml)\n# (\S+)\n(.*?)^```", DOCS.read_text(), re.M | re.S)
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     return dict(blocks)
 
 
@@ -73,7 +90,7 @@ def package(tmp_path_factory) -> Iterator[Path]:
     folders = ("my_package", "my_package/conf")
     page = files_of_the_page()
     mine = {"my_package/conf/model/mine.yaml": page["my_package/conf/model/convolution.yaml"]}
-    files = page | mine | {f"{folder}/__init__.py": "" for folder in folders} | {"pyproject.toml": PYPROJECT}
+    files = page | mine | {f"{folder}/__init__.py": "" for folder in folders} | {"pyproject.toml": pyproject()}
     for name, text in files.items():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text(text)
@@ -146,6 +163,112 @@ LAYOUTS = {
     "fsdp and tensor": ("sharding=fsdp_tensor", "remat=save_dots"),
     "zero2": ("sharding=zero2", "loss.max_logits_bytes=4096"),
 }
+
+
+def test_a_folder_of_a_registered_family_is_read_and_written(package, tmp_path, monkeypatch):  # noqa: ARG001
+    """In this process the page's module has not been imported: the entry point of its package is found."""
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+    monkeypatch.setattr(user_code, "_REGISTERING", set())
+    config = spec_of(*MODEL).model
+    shapes = understood(lambda: {each.name: each.shape for each in tensors(config)}, "model")
+    assert (shapes["layers.1.up.weight"], shapes["head.weight"]) == ((128, 64), (264, 64))
+    values = write_published(tmp_path, config)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "convolution"
+    words = (f"model.path={tmp_path}", "target=cpu-4", "sharding=fsdp", "global_batch_size=4", "sequence_length=16")
+    plan = read_spec(Request(("model=from_hf", "model.reach=3", *words)), plan_run)
+    assert plan.spec.model.model_dump() == config.model_dump() | {"reach": 3}
+    with pytest.raises(ConfigError, match=r"layers.0.mix.weight is \S+ \[4, 64\] there"):
+        find_weights(plan)
+    found = find_weights(read_spec(Request(("model=from_hf", *words)), plan_run))
+    assert {each.file.name for each in found.matched.taken} == values.keys()
+    with pytest.raises(ConfigError, match="no tensor of convolution holds layers/mix"):
+        rows = tuple(row for row in sys.modules["my_package.published"].ROWS if row.paths != ("mix",))
+        registry.register(replace(registry.known_families()[-1], rows=lambda config: rows))
+        understood(lambda: tensors(config), "model")
+    with pytest.raises(ValueError, match="llama is the name of another family"):
+        registry.register(replace(registry.known_families()[-1], model_type="llama"))
+
+
+ATTENDING = """
+import jax, jax.numpy as jnp
+from flax import nnx
+from pydantic import PositiveInt
+from meshloom.models import Context, Mask, Model, ModelConfig, Stack, build_piece
+from meshloom.models.published import Family, Row, key, linear, ours, register, same
+
+class Config(ModelConfig):
+    width: PositiveInt
+    depth: PositiveInt
+
+    def build(self):
+        make = lambda kind: build_piece(lambda rngs: kind(self, rngs))
+        return Model(make(Embed), (Stack("blocks", make(Block), self.depth),), make(Head))
+
+def parameter(rngs, axes, *shape):
+    return nnx.Param(jax.random.normal(rngs.params(), shape) * shape[0] ** -0.5, out_sharding=axes)
+
+class Embed(nnx.Module):
+    def __init__(self, config, rngs):
+        self.table = parameter(rngs, ("vocab", "embed"), config.vocab_size, config.width)
+    def __call__(self, tokens, context):
+        return context.activation("embedded", self.table[tokens], "batch", "length", "embed")
+
+class Block(nnx.Module):
+    def __init__(self, config, rngs):
+        self.kv = parameter(rngs, ("embed", "mlp"), config.width, config.width)
+    def __call__(self, x, context):
+        k = context.remember("keys", (x @ self.kv[...])[:, :, None], "batch", "length", None, None)
+        y = context.attend(x[:, :, None], k, k, scale=1.0, mask=Mask(window=None), soft_cap=None)
+        return context.activation("residual", x + y[:, :, 0], "batch", "length", "embed")
+
+class Head(nnx.Module):
+    def __init__(self, config, rngs):
+        self.kernel = parameter(rngs, ("embed", "vocab"), config.width, config.vocab_size)
+    def __call__(self, x, context):
+        return context.activation("logits", x @ self.kernel[...], "batch", "length", "vocab")
+
+ROWS = (Row("wte", ("embed/table",), same), Row("h.{layer}.kv", ("kv",), linear()), Row("out", ("head/kernel",), linear()))
+TABLE = (*ours(family="my_code:Config"), *(key(name, name) for name in ("vocab_size", "width", "depth")))
+register(Family("MineForCausalLM", "mine", rows=lambda config: ROWS, table=TABLE, prefix=""))
+"""
+
+
+@pytest.mark.ci
+def test_a_folder_of_a_family_that_is_opted_into_is_explained_generated_from_and_exported(tmp_path):
+    """Each command in a process of its own. The text is that of the model in NumPy, greedily."""
+    (tmp_path / "my_code.py").write_text(ATTENDING)
+    rng, (width, depth, vocab) = np.random.default_rng(0), (16, 2, 264)
+    shapes = {"wte": (vocab, width), "h.0.kv": (width, width), "h.1.kv": (width, width), "out": (vocab, width)}
+    values = {name: rng.normal(0, 0.5, shape).astype(np.float32) for name, shape in shapes.items()}
+    said = {"model_type": "mine", "vocab_size": vocab, "width": width, "depth": depth, "dtype": "float32"}
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/config.json").write_text(json.dumps(said))
+    save_file(values, tmp_path / "there/model.safetensors", {"format": "pt"})
+    allow, where = "--allow-code-from=my_code", ("target=cpu-1", "precision=float32")
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return run_python("-m", "meshloom", *words, cwd=tmp_path)
+
+    refused = run("explain", "model=from_hf", "model.path=there", *where)
+    assert "model_type: 'mine' is not implemented" in " ".join(refused.stderr.split())
+    explained = run("explain", "model=from_hf", "model.path=there", allow, *where, "sequence_length=16")
+    assert "blocks/kv" in explained.stdout, explained.stderr
+    exported = run("export", "there", allow, "directory=out", "dtype=float32", *where)
+    assert exported.returncode == 0, exported.stderr
+    assert load_file(tmp_path / "out/model.safetensors").keys() == values.keys()
+    assert json.loads((tmp_path / "out/config.json").read_text())["width"] == width
+    words = ("prompt=ab", "max_new_tokens=4", "temperature=0", "--json")
+    generated = run("generate", "out", allow, *words, *where)
+    assert generated.returncode == 0, generated.stderr
+    tokens = [*b"ab"]
+    for _ in range(4):
+        x = values["wte"][tokens].astype(np.float64)
+        for block in range(depth):
+            k = x @ values[f"h.{block}.kv"].T
+            scores = np.exp(np.where(np.tri(len(x)) > 0, x @ k.T, -np.inf))
+            x = x + scores / scores.sum(1, keepdims=True) @ k
+        tokens.append(int((x[-1] @ values["out"].T).argmax()))
+    assert json.loads(generated.stdout.splitlines()[-1])["tokens"] == tokens[2:]
 
 
 @pytest.mark.parametrize("layout", tiered(LAYOUTS, plain=("fsdp and tensor",)))
