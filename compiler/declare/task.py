@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any, Literal, get_args
 
 from ..core.places import is_published
+from ..spec.objective_spec import task_of_objective
 from ..spec.own_config import own_config
 
 TaskKind = Literal["pretraining", "fine_tuning", "adapter", "preferences"]
@@ -32,8 +33,8 @@ def task_of(values: Mapping[str, Any]) -> TaskKind:
         return node.get("kind") if isinstance(node, Mapping) else None
 
     checkpoint = values.get("checkpoint")
-    if kind("objective") in ("dpo", "simpo"):
-        return "preferences"
+    if task := task_of_objective(kind("objective")):
+        return task
     if kind("adapter") not in (None, "none"):
         return "adapter"
     places = checkpoint if isinstance(checkpoint, Mapping) else {}

@@ -22,7 +22,7 @@ from ..core.config_types import Fraction, NumBytes, Seed, Text
 from ..core.float_types import ComputeType, FloatType
 from ..optim.configs import OptimizerConfig, ScheduleConfig
 from .calibration_spec import Calibration
-from .objective_spec import ObjectiveSpec, compares_pairs
+from .objective_spec import ObjectiveSpec
 from .overlap_spec import StepOverlap, StrategyChoice
 from .pipeline_spec import StepPipeline
 from .program_keys import ProgramKeys
@@ -244,7 +244,7 @@ class StepSpec(ProgramKeys):
     @property
     def has_pairs(self) -> bool:
         """Returns True if sequences 2i and 2i + 1 of a batch are a pair that the objective compares."""
-        return compares_pairs(self.objective)
+        return self.objective.compares_pairs
 
     @property
     def tokens_per_step(self) -> int:

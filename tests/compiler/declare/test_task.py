@@ -1,9 +1,12 @@
 """The learning rate and the steps of a line that names none."""
 
+from typing import get_args
+
 import pytest
 
 from meshloom.compiler.declare.compose import Request, read_spec
-from meshloom.compiler.declare.task import TASKS, _rates
+from meshloom.compiler.declare.task import TASKS, _rates, task_of
+from meshloom.compiler.spec.objective_spec import OBJECTIVES
 
 LORA, DPO = "adapter=lora", ("objective=dpo", "data=preferences", "data.source.paths=[a]", "data.tokenizer.path=a")
 
@@ -39,3 +42,9 @@ def test_steps_are_counted_only_where_epochs_are_given_and_steps_are_not():
     assert _spec("data.num_epochs=3").counts_epochs
     assert not _spec("data.num_epochs=3", "num_steps=10").counts_epochs
     assert not _spec("data.num_epochs=3").model_copy(update={"num_steps": 10}).counts_epochs
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_an_objective_says_what_a_run_with_it_is_for(objective):
+    (kind,) = get_args(objective.model_fields["kind"].annotation)
+    assert task_of({"objective": {"kind": kind}}) == ("preferences" if objective.compares_pairs else "pretraining")
