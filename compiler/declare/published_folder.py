@@ -21,7 +21,7 @@ from .gguf_file import ACCESS, SUFFIX, GgufHeader, gguf_values, is_gguf, read_gg
 T = TypeVar("T")
 
 CONFIG = "config.json"
-FAMILIES = "meshloom.families"  # the entry points of packages with families of published models
+FAMILY_MODULES = "meshloom.families"  # the entry points of packages with families of published models
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"  # of an adapter, as PEFT writes it
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -128,7 +128,7 @@ class PublishedFolder:
         from meshloom.models.published import model_type_of
 
         said = self.known_config
-        return model_type_of(said) or (model_type_of(said) if said and import_registering(FAMILIES) else None)
+        return model_type_of(said) or (model_type_of(said) if said and import_registering(FAMILY_MODULES) else None)
 
     @property
     def dtype(self) -> str | None:
@@ -176,7 +176,7 @@ def understood(read: Callable[[], T], where: str) -> T:
         try:
             return read()
         except UnknownFamily:
-            if not import_registering(FAMILIES):
+            if not import_registering(FAMILY_MODULES):
                 raise
         return read()
     except NotUnderstood as error:

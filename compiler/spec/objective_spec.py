@@ -7,21 +7,24 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from meshloom.models.config import Config
 
 
-class Objective(Config):
-    """All objectives. compares_pairs: sequences 2i and 2i + 1 of a batch are a chosen and a rejected one. task: what a
-    run with it is for, whatever else it declares; None: its weights say that."""
+class ObjectiveBase(Config):
+    """All objectives have this base.
+
+    compares_pairs: sequences 2i and 2i + 1 of a batch are a chosen and a rejected one. task: what a run with it is for,
+    whatever else it declares; None: its weights say that.
+    """
 
     compares_pairs: ClassVar[bool] = False
     task: ClassVar[Literal["preferences"] | None] = None
 
 
-class NextToken(Objective):
+class NextToken(ObjectiveBase):
     """The mean cross-entropy of the targets of a batch."""
 
     kind: Literal["next_token"]
 
 
-class Dpo(Objective):
+class Dpo(ObjectiveBase):
     """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290, equation 7), with label smoothing
     (conservative DPO: Mitchell 2023)."""
 
@@ -32,7 +35,7 @@ class Dpo(Objective):
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)]  # the share of pairs with exchanged labels
 
 
-class Simpo(Objective):
+class Simpo(ObjectiveBase):
     """Simple preference optimization (Meng et al. 2024, arXiv:2405.14734, equation 6). It needs no reference."""
 
     compares_pairs = True
@@ -42,7 +45,7 @@ class Simpo(Objective):
     margin: NonNegativeFloat  # gamma of the paper
 
 
-OBJECTIVES: tuple[type[Objective], ...] = (NextToken, Dpo, Simpo)
+OBJECTIVES: tuple[type[ObjectiveBase], ...] = (NextToken, Dpo, Simpo)
 ObjectiveSpec = Annotated[NextToken | Dpo | Simpo, Field(discriminator="kind")]
 
 

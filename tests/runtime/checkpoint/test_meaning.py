@@ -20,7 +20,7 @@ CHATS = ("data=chats", "data.source.paths=[a.jsonl]", "data/tokenizer=huggingfac
 SHA = {"data.tokenizer.sha256": "1"}
 
 
-def _saved(run_dir: Path, step: int = 3, **data: Any) -> Path:
+def _saved(run_dir: Path, step: Any = 3, **data: Any) -> Path:
     path = run_dir / f"checkpoints/{step}"
     (path / "data").mkdir(parents=True)
     (path / "data/data.json").write_text(json.dumps(data))
