@@ -14,7 +14,7 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.driver import plan_run
-from meshloom.runtime.weights.find import StoredWeights, describe_weights, find_weights
+from meshloom.runtime.weights.find import PublishedWeights, StoredWeights, describe_weights, find_weights
 from meshloom.runtime.weights.load import file_sharding, load_params, with_weights
 from support.programs import programs_of
 from support.published import write_published
@@ -152,7 +152,9 @@ def test_names_that_a_wrapper_left_are_read(tmp_path):
     values = write_published(tmp_path, spec_of(*LLAMA).model)
     for wrapper in ("module.", "_orig_mod."):
         save_file({f"{wrapper}{name}": x for name, x in values.items()}, tmp_path / "model.safetensors")
-        assert len(_found(_plan(tmp_path, "target=cpu-1")).matched.taken) == len(values)
+        weights = _found(_plan(tmp_path, "target=cpu-1"))
+        assert isinstance(weights, PublishedWeights)
+        assert len(weights.matched.taken) == len(values)
 
 
 def test_a_type_that_is_not_read_is_to_be_converted(tmp_path):
