@@ -117,7 +117,7 @@ def plan_layout(
 ) -> Layout:
     """Decides the layout, in milliseconds: a search calls it for each mesh. Raises ConfigError with all that cannot
     run."""
-    spec = with_presets(spec, target)
+    spec = with_presets(spec, target, has_experts=arrays.has_experts)
     mesh, *_ = all_of(
         lambda: plan_mesh(spec.mesh, target, spec.device_order),
         lambda: check_rules(spec.sharding, arrays),

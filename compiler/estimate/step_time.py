@@ -26,7 +26,7 @@ from ..pipeline.makespan import TickLoop, TickPart, TickPermute, TickSlot, time_
 from ..plan import Plan
 from ..spec.compiler_traits import ExpectedAcross, ExpectedKernels
 from ..spec.cost_model import cost_model
-from ..spec.flag_presets import begin_early, number_at_once
+from ..spec.flag_presets import begin_early, sent_at_once
 from ..target.compiler_options import hidden_kinds, kinds_from_matmuls, options_with, why_permutes_wait
 from ..target.links import Link, collective_seconds
 from ..target.matmul_times import MatmulTimes
@@ -69,7 +69,7 @@ class Hiding:
     activations' collectives, for all declarations or for each. of_operations: the exposed time of the collectives of
     operations that state it themselves, by source. exposed_second_sums: the exposed share of a gradient's all-reduce
     that follows its reduce-scatter in a trip of a loop. from_matmuls: the kinds of weights' collectives of which chunks
-    are sent from within matmuls.
+    are sent from within matmuls. at_once: how many collectives of weights are on their way at once.
     """
 
     weights: frozenset[CollectiveKind]
@@ -80,8 +80,8 @@ class Hiding:
     from_matmuls: frozenset[CollectiveKind] = frozenset()
     in_order: ExpectedAcross | None = None
     expected_kernels: ExpectedKernels | None = None
-    at_once: int = 1
     begins_early: bool = False
+    at_once: int = 1
 
 
 @dataclass(frozen=True)
@@ -327,12 +327,13 @@ def _exposed_in_order(
 ) -> list[Numbers]:
     """Returns the seconds of each collective that the scheduler's order exposes. hidden: each with its bytes and its
     seconds."""
+    kernels, at_once = hiding.expected_kernels, hiding.at_once  # where the scheduler counts kernels
     windows = [(one.beside[0], len(works) if one.beside[1] is None else one.beside[1]) for one, *_ in hidden]
     if (kernels := hiding.expected_kernels) is None:
         expected = [links.expected_seconds(one.kind, one.mesh_axes, size, once, expects) for one, size, once in hidden]
         each = zip(hidden, expected, windows, strict=True)
         flights = [Flight(once, lasts, *window) for (*_, once), lasts, window in each]
-        return exposed_in_order(works, flights, at_once=hiding.at_once)
+        return exposed_in_order(works, flights, at_once=at_once)
     # XLA combines the sums that end together, so that they are expected to last as one.
     together: dict[object, list[int]] = {}
     for number, ((one, *_), window) in enumerate(zip(hidden, windows, strict=True)):
@@ -344,7 +345,7 @@ def _exposed_in_order(
         for seconds, each in zip(sums, together.values(), strict=True)
         for lasts in [kernels.moves if hidden[each[0]][0].kind in MOVING else kernels.sums]
     ]
-    exposed = exposed_in_order(works, flights, [np.ones(()) for _ in works], hiding.at_once)
+    exposed = exposed_in_order(works, flights, [np.ones(()) for _ in works], at_once=at_once)
     shares = [left / np.maximum(seconds, np.finfo(float).tiny) for left, seconds in zip(exposed, sums, strict=True)]
     by_number = {number: share for share, each in zip(shares, together.values(), strict=True) for number in each}
     return [by_number[number] * once for number, (*_, once) in enumerate(hidden)]
@@ -404,8 +405,8 @@ def plan_hiding(plan: Plan) -> Hiding:
         from_matmuls=kinds_from_matmuls(assumed.flag_presets, plan.spec, target),
         in_order=target.compiler.expected_across,
         expected_kernels=target.compiler.expected_kernels,
-        at_once=number_at_once(options, target.option_effects),
         begins_early=begin_early(options, target.option_effects),
+        at_once=sent_at_once(options, target.option_effects),
     )
 
 

@@ -188,6 +188,10 @@ class Arrays:
     sites: tuple[OpSite, ...]
     auxiliary: tuple[str, ...]
 
+    @property
+    def has_experts(self) -> bool:
+        return any(EXPERTS in each.logical_axes for each in self.parameters)
+
 
 def _united(*paths: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(path for each in paths for path in each))

@@ -28,22 +28,22 @@ class OptionEffect:
 
     hides: kinds of collectives that run beside compute while it is on. needs: options without which it does nothing.
     is_default: whether the compiler has it on by itself. begins_early: whether it starts collectives in the loop
-    iteration before the one that needs them. counts_at_once: whether its value is the number of collectives that may be
-    on their way at once. waits: kinds of collectives that are waited for, by the word of its value.
+    iteration before the one that needs them.  waits: kinds of collectives that are waited for, by the word of its value.
     unless: options with which they are not. sends_from_matmuls: whether matmuls send chunks of what it hides.
-    matmul_share: the share of the peak that matmuls reach with a value of at_least and more.
+    matmul_share: the share of the peak that matmuls reach with a value of at_least and more. is_at_once: whether its
+    value is the number of collectives that are on their way at once.
     """
 
     hides: tuple[CollectiveKind, ...]
     needs: tuple[str, ...]
     is_default: bool
     begins_early: bool
-    counts_at_once: bool
     waits: Mapping[str, CollectiveKind]
     unless: tuple[str, ...]
     sends_from_matmuls: bool
     matmul_share: float | None
     at_least: float
+    is_at_once: bool
 
 
 Effects = Mapping[str, OptionEffect]
@@ -69,9 +69,9 @@ def begin_early(options: Options, effects: Effects) -> bool:
     return any(one.begins_early and _is_on(options.get(name), default=False) for name, one in effects.items())
 
 
-def number_at_once(options: Options, effects: Effects) -> int:
-    """Returns how many collectives the scheduler has on their way at once with these options."""
-    return max((int(_number(options.get(name))) for name, one in effects.items() if one.counts_at_once), default=1) or 1
+def sent_at_once(options: Options, effects: Effects) -> int:
+    """Returns the number of collectives that the compiler has on their way at once with these options."""
+    return max([1, *(int(_number(options.get(name))) for name, one in effects.items() if one.is_at_once)])
 
 
 def matmul_share_by(options: Options, effects: Effects) -> float | None:
@@ -109,13 +109,15 @@ class FlagPreset:
 
     flags: the options; None if the preset has none for the target and cannot be chosen. hides: kinds of collectives
     that these options overlap with compute. tried_for: what `overlap.search` tries to hide with it; empty: never tried.
-    is_default: part of `auto`. inert: why the target's programs are the same without it; None if they are not.
+    is_default: part of `auto`; is_default_for_experts: where the model has experts. inert: why the target's
+    programs are the same without it; None if they are not.
     """
 
     tried_for: tuple[Moved, ...]
     hides: tuple[CollectiveKind, ...]
     flags: Options | None
     is_default: bool = False
+    is_default_for_experts: bool = False
     inert: str | None = None
 
     @property
@@ -137,12 +139,12 @@ class OptionNote(Record):
     needs: tuple[str, ...] = ()
     default_for: tuple[str, ...] = ()
     begins_early: bool = False
-    counts_at_once: bool = False
     waits: dict[str, CollectiveKind] = Field(default_factory=dict)
     unless: tuple[str, ...] = ()
     sends_from_matmuls: bool = False
     matmul_share: dict[str, UpToOne] = Field(default_factory=dict)
     at_least: float = 0.0
+    is_at_once: bool = False
     source: str | None = None
 
     @model_validator(mode="after")
@@ -163,13 +165,14 @@ class EnvironmentNote(Record):
 
 class PresetEntry(Record):
     """A preset in the file. values: options by chip or platform; a chip's take precedence over its platform's.
-    default_for: chips and platforms, where it is not inert. inert: by chip or platform, why its programs are the same
-    without the preset."""
+    default_for, default_for_experts: chips and platforms, where it is not inert. inert: by chip or platform,
+    why its programs are the same without the preset."""
 
     what: str
     tried_for: tuple[Moved, ...]
     values: dict[str, dict[str, CompilerOption]]
     default_for: tuple[str, ...] = ()
+    default_for_experts: tuple[str, ...] = ()
     inert: dict[str, str] = Field(default_factory=dict)
 
 
@@ -210,6 +213,7 @@ def read_flag_presets(platform: str, chip: str | None) -> dict[str, FlagPreset]:
             hides=tuple(sorted(hidden_by(flags or {}, effects, by_default=False))),
             flags=flags,
             is_default=inert is None and any(key in one.default_for for key in keys),
+            is_default_for_experts=inert is None and any(key in one.default_for_experts for key in keys),
             inert=inert,
         )
     return found
@@ -224,12 +228,12 @@ def read_option_effects(platform: str, chip: str | None) -> dict[str, OptionEffe
             needs=one.needs,
             is_default=any(key in one.default_for for key in keys),
             begins_early=one.begins_early,
-            counts_at_once=one.counts_at_once,
             waits=one.waits,
             unless=one.unless,
             sends_from_matmuls=one.sends_from_matmuls,
             matmul_share=one.matmul_share.get(chip or ""),
             at_least=one.at_least,
+            is_at_once=one.is_at_once,
         )
         for name, one in preset_file().options.items()
     }

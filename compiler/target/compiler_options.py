@@ -26,26 +26,30 @@ def presets_for(target: TargetPlan) -> dict[str, FlagPreset]:
     return {name: one for name, one in target.flag_presets.items() if one.is_offered}
 
 
-def default_presets(target: TargetPlan) -> tuple[str, ...]:
-    """Returns the presets that `auto` stands for on this target."""
-    return tuple(name for name, one in presets_for(target).items() if one.is_default)
+def default_presets(target: TargetPlan, *, has_experts: bool) -> tuple[str, ...]:
+    """Returns the presets that `auto` stands for on this target. has_experts: whether the model does."""
+    return tuple(
+        name
+        for name, one in presets_for(target).items()
+        if one.is_default or (has_experts and one.is_default_for_experts)
+    )
 
 
-def with_presets(spec: PlanSpec, target: TargetPlan) -> PlanSpec:
+def with_presets(spec: PlanSpec, target: TargetPlan, *, has_experts: bool) -> PlanSpec:
     """Returns the declaration with `auto` of overlap.flag_presets replaced by the default presets of the target. The
     key keeps its origin, since it still declares what was typed."""
-    names = _without_auto(spec.overlap.flag_presets, target)
+    names = _without_auto(spec.overlap.flag_presets, target, has_experts=has_experts)
     return spec.settled(overlap=spec.overlap.model_copy(update={"flag_presets": names}))
 
 
-def _without_auto(names: Sequence[str], target: TargetPlan) -> tuple[str, ...]:
-    found = (default_presets(target) if name == AUTO else (name,) for name in names)
+def _without_auto(names: Sequence[str], target: TargetPlan, *, has_experts: bool) -> tuple[str, ...]:
+    found = (default_presets(target, has_experts=has_experts) if name == AUTO else (name,) for name in names)
     return tuple(dict.fromkeys(name for several in found for name in several))
 
 
-def describe_presets(names: Sequence[str], target: TargetPlan) -> str | None:
+def describe_presets(names: Sequence[str], target: TargetPlan, *, has_experts: bool) -> str | None:
     """Returns a line about the presets of a program and the defaults of its target; None if there are neither."""
-    defaults = default_presets(target)
+    defaults = default_presets(target, has_experts=has_experts)
     if not defaults:
         return ", ".join(names) or None
     if tuple(names) == defaults:
@@ -89,7 +93,8 @@ def kinds_from_matmuls(names: Sequence[str], spec: PlanSpec, target: TargetPlan)
 def with_options(target: TargetPlan, names: Sequence[str], by_hand: Options) -> TargetPlan:
     """Returns the target with the speed that the options of these presets and those by hand give its matmuls. Presets
     that do not exist are refused with the layout."""
-    known = (target.flag_presets[name] for name in _without_auto(names, target) if name in target.flag_presets)
+    named = _without_auto(names, target, has_experts=False)  # what experts add does not change matmuls
+    known = (target.flag_presets[name] for name in named if name in target.flag_presets)
     options = dict(item for one in known for item in (one.flags or {}).items()) | dict(by_hand)
     return faster_matmuls(target, matmul_share_by(options, target.option_effects))
 

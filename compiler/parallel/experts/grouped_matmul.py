@@ -94,7 +94,8 @@ def _tiles(sizes_G: Array, num_tiles: int) -> Tiles:
     tiles_G = jnp.where(sizes_G > 0, (end_G + ROWS - 1) // ROWS - place_G, 0)
     through_G = jnp.cumsum(tiles_G)
     tile_T = jnp.arange(num_tiles, dtype=jnp.int32)
-    group_T = jnp.searchsorted(through_G, tile_T, side="right").astype(jnp.int32)
+    # Not by a search in a loop: XLA's scheduler for GPUs has no gather on its way while a loop runs.
+    group_T = jnp.sum(through_G <= tile_T[:, None], axis=1, dtype=jnp.int32)
     is_used = group_T < sizes_G.shape[0]
     group_T = jnp.minimum(group_T, sizes_G.shape[0] - 1)
     place_T = place_G[group_T] + tile_T - (through_G - tiles_G)[group_T]

@@ -1,5 +1,8 @@
 """What a scheduler hides in order: a trip of a compiled program, limits that hold for any order, and plans for GPUs."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 
 import meshloom
@@ -7,7 +10,7 @@ from conftest import SMALL, plan_of
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.estimated_step import read_step
 from meshloom.compiler.estimate.latency_hiding import Flight, exposed_in_order
-from meshloom.compiler.estimate.program_costs import read_costs
+from meshloom.compiler.estimate.program_costs import StepOrder, read_costs
 from meshloom.compiler.estimate.regions import price_regions
 from meshloom.compiler.estimate.step_time import plan_hiding
 
@@ -145,15 +148,28 @@ def test_a_search_is_expected_to_begin_early():
 
 
 def test_no_weight_is_on_its_way_while_a_loop_runs():
-    over = ("target=h100-64", "mesh.fsdp=8", "mesh.expert=8", "global_batch_size=128", "sequence_length=4096")
-    plan = meshloom.plan("model=mixtral_8x22b", "model.num_layers=2", "sharding=fsdp_expert", "remat=full", *over)
+    def step(reads, writes, inside=()):
+        return SimpleNamespace(fused=SimpleNamespace(reads=reads, writes=writes), inside=inside)
+
+    def beside(inside):
+        steps: Any = [step([], ["w"]), step([], ["x"]), step(["x"], ["y"], inside), step(["w", "y"], ["z"])]
+        return StepOrder(steps).beside("all-gather", 0, [0, 0, 1, 1, 2], is_step=False)
+
+    assert beside(inside=("a body",)) == (1, 1)  # between the loop and what reads it
+    assert beside(inside=()) == (0, 1)
+
+
+def test_experts_on_gpus_have_no_loop_in_a_layer():
+    over = ("target=h100-8", "mesh.expert=8", "global_batch_size=64", "sequence_length=4096")
+    plan = meshloom.plan("model=qwen3_30b_a3b", "model.num_layers=2", "sharding=fsdp_expert", "remat=full", *over)
     weights = frozenset(array.array.path for array in plan.sharding.parameters)
-    step = price_regions(read_step(plan), plan.target.compiler)
-    shape, _ = read_costs(step, weights, plan.ops)
-    of_layers = [one for one in shape.transfers if one.region and one.is_weight and one.kind == "all-gather"]
-    trip = of_layers[0].region
-    assert len(shape.inside(trip)) > 1
-    gathers = [one for one in of_layers if one.region == trip]
-    begin = {one.beside[0] for one in gathers}
-    assert 0 in begin  # of attention, before any row is moved
-    assert len(begin) > 1
+    shape, _ = read_costs(price_regions(read_step(plan), plan.target.compiler), weights, plan.ops)
+    trips = {one.region for one in shape.transfers if one.region and one.is_weight}
+    assert [len(shape.inside(trip)) for trip in trips] == [1, 1]
+
+
+def test_several_on_their_way_share_their_links():
+    both = [_flight(3, 100, 0, 2), _flight(3, 100, 0, 2)]
+    waited = [float(sum(exposed_in_order(_columns([5, 5]), both, at_once=number))[0]) for number in (1, 2)]
+    assert waited == [3, 0]  # alone, the first one has all works
+    assert float(sum(exposed_in_order(_columns([2, 2]), both, at_once=2))[0]) == 2

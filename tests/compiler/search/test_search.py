@@ -19,6 +19,7 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.known import Unknown
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.estimate.estimate import estimate_declared, estimate_step
+from meshloom.compiler.estimate.step_time import plan_hiding
 from meshloom.compiler.figures import StepFigures
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.views.facts import unknown_values
@@ -222,6 +223,16 @@ def test_a_set_for_another_chip_and_one_that_does_not_exist_are_both_told():
     assert "v5e-8" in told.value.problems[0].what
 
 
+@pytest.mark.parametrize(
+    ("overrides", "options"),
+    [(("model=tiny_moe",), 4), ((), None), (("model=tiny_moe", "overlap.flag_presets=[]"), None)],
+)
+def test_by_default_experts_on_gpus_have_several_collectives_on_their_way(overrides, options):
+    plan = plan_of(*overrides, "target=h100-8", "sharding=fsdp")
+    assert plan.preset_options.get("xla_gpu_experimental_parallel_collective_overlap_limit") == options
+    assert plan_hiding(plan).at_once == (options or 1)
+
+
 def test_the_later_set_wins():
     plan = plan_of("target=h100-8", "overlap.flag_presets=[combined, single]")
     threshold = "xla_gpu_all_gather_combine_threshold_bytes"
@@ -340,11 +351,11 @@ def test_what_the_compiler_fails_on_or_refuses_is_told_and_the_search_goes_on():
     assert best.step.plan.spec.overlap.layers == search.tried[2].layers
 
 
-@pytest.mark.parametrize(("least", "number"), [(0.0, 5), (0.99, 4)])
+@pytest.mark.parametrize(("least", "number"), [(0.0, 6), (0.99, 5)])
 def test_loops_that_could_not_save_what_is_asked_are_not_compiled(least, number):
-    """Steps of 9, 8, 7 s, and so on: the declared one and one for each of three sets of options, then those with as
+    """Steps of 9, 8, 7 s, and so on: the declared one and one for each of four sets of options, then those with as
     much arithmetic as the first of the same options."""
-    line = ("target=h100-8", "overlap=auto", "overlap.search.max_candidates=5", "compilation_cache=null")
+    line = ("target=h100-8", "overlap=auto", "overlap.search.max_candidates=6", "compilation_cache=null")
     plan = plan_of(*line, f"overlap.search.min_gain={least}")
     compiler: Any = Unreadable()
     best, search = search_overlap(plan, compiler, ())
@@ -424,7 +435,11 @@ def test_no_program_is_begun_after_the_budget(tmp_path):
 
 @pytest.mark.parametrize(
     ("target", "sets"),
-    [("v5e-8", {"no_async_fusion"}), ("v5p-16", {"sparse_core"}), ("h100-8", {"pipelined", "combined", "single"})],
+    [
+        ("v5e-8", {"no_async_fusion"}),
+        ("v5p-16", {"sparse_core"}),
+        ("h100-8", {"pipelined", "concurrent", "combined", "single"}),
+    ],
 )
 def test_each_set_for_weights_is_tried_before_any_for_the_second_time(target, sets):
     plan = plan_of(f"target={target}", "sharding=fsdp")
