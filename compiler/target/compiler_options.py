@@ -27,11 +27,13 @@ def presets_for(target: TargetPlan) -> dict[str, FlagPreset]:
 
 
 def default_presets(target: TargetPlan, *, has_experts: bool) -> tuple[str, ...]:
-    """Returns the presets that `auto` stands for on this target. has_experts: whether the model does."""
+    """Returns the presets that `auto` stands for on this target. has_experts: whether the model does; within a node
+    they need none."""
+    is_for_experts = has_experts and target.shape is not None and target.shape[0] > 1
     return tuple(
         name
         for name, one in presets_for(target).items()
-        if one.is_default or (has_experts and one.is_default_for_experts)
+        if one.is_default or (is_for_experts and one.is_default_for_experts)
     )
 
 

@@ -225,10 +225,14 @@ def test_a_set_for_another_chip_and_one_that_does_not_exist_are_both_told():
 
 @pytest.mark.parametrize(
     ("overrides", "options"),
-    [(("model=tiny_moe",), 4), ((), None), (("model=tiny_moe", "overlap.flag_presets=[]"), None)],
-)
-def test_by_default_experts_on_gpus_have_several_collectives_on_their_way(overrides, options):
-    plan = plan_of(*overrides, "target=h100-8", "sharding=fsdp")
+    [
+        (("model=tiny_moe", "target=h100-16"), 4), (("target=h100-16",), None),
+        (("model=tiny_moe", "target=h100-8"), None),
+        (("model=tiny_moe", "target=h100-16", "overlap.flag_presets=[]"), None),
+    ],
+)  # fmt: skip
+def test_by_default_experts_over_nodes_of_gpus_have_several_collectives_on_their_way(overrides, options):
+    plan = plan_of(*overrides, "sharding=fsdp", "global_batch_size=16")
     assert plan.preset_options.get("xla_gpu_experimental_parallel_collective_overlap_limit") == options
     assert plan_hiding(plan).at_once == (options or 1)
 
@@ -365,7 +369,7 @@ def test_loops_that_could_not_save_what_is_asked_are_not_compiled(least, number)
     num_others = len(overlap_candidates(plan, estimate_declared(plan))) - number
     assert search.num_ruled_out + search.num_untried == num_others
     assert (search.num_untried > 0) == (least == 0.0)
-    assert search.bound == ("max_candidates=5" if search.num_untried else None)
+    assert search.bound == ("max_candidates=6" if search.num_untried else None)
 
 
 def test_a_program_that_was_compiled_is_not_judged_twice():
