@@ -383,7 +383,7 @@ def weighted_mlp(
 
     @partial(jax.checkpoint, prevent_cse=False)
     def weighted(gate: Array, up: Array, weights: Array) -> Array:
-        hidden = gated(activation, gate, up)
+        hidden: Array = gated(activation, gate, up)
         return (hidden.astype(jnp.float32) * weights[..., None]).astype(hidden.dtype)
 
     y: Array = multiply(weighted(gate, up, weights), matrices[2])

@@ -170,6 +170,6 @@ def test_experts_on_gpus_have_no_loop_in_a_layer():
 
 def test_several_on_their_way_share_their_links():
     both = [_flight(3, 100, 0, 2), _flight(3, 100, 0, 2)]
-    waited = [float(sum(exposed_in_order(_columns([5, 5]), both, at_once=number))[0]) for number in (1, 2)]
+    waited = [float(np.sum(exposed_in_order(_columns([5, 5]), both, at_once=number))) for number in (1, 2)]
     assert waited == [3, 0]  # alone, the first one has all works
-    assert float(sum(exposed_in_order(_columns([2, 2]), both, at_once=2))[0]) == 2
+    assert float(np.sum(exposed_in_order(_columns([2, 2]), both, at_once=2))) == 2
