@@ -28,7 +28,7 @@ class OptionEffect:
 
     hides: kinds of collectives that run beside compute while it is on. needs: options without which it does nothing.
     is_default: whether the compiler has it on by itself. begins_early: whether it starts collectives in the loop
-    iteration before the one that needs them.  waits: kinds of collectives that are waited for, by the word of its value.
+    iteration before the one that needs them. waits: kinds of collectives that are waited for, by the word of its value.
     unless: options with which they are not. sends_from_matmuls: whether matmuls send chunks of what it hides.
     matmul_share: the share of the peak that matmuls reach with a value of at_least and more. is_at_once: whether its
     value is the number of collectives that are on their way at once.
