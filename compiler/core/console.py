@@ -114,6 +114,10 @@ class Console:
         beside, below = _split(table.columns, rows, limit)
         columns = [table.columns[n] for n in beside]
         widths = _widths(columns, [[row[n] for n in beside] for row in rows], limit)
+        for n, column, wide in zip(beside, columns, widths, strict=True):
+            for row in rows:
+                if column.overflow == "fold" and wide and row[n].cell_len > wide:
+                    row[n] = Text("\n").join(_in_lines(row[n], wide))
         made = _empty(columns, widths, title=table.title, has_header=True)
         if below:
             self._rich.print(made, width=width)

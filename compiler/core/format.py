@@ -67,6 +67,11 @@ def human_share(share: float) -> str:
     return f"{share:.1%}".replace("%", " %")
 
 
+def signed_share(change: float) -> str:
+    """Returns a change in percent, with its sign: 0.0881 -> '+8.8 %'."""
+    return f"{change:+.1%}".replace("%", " %")
+
+
 def human_slowdown(fraction: float) -> str:
     """Returns a change of a time in percent: 0.31 -> '31 % longer'; -0.002 -> '0.2 % shorter'."""
     return f"{human_share(abs(fraction))} {'shorter' if fraction < 0 else 'longer'}"
@@ -76,13 +81,6 @@ def human_names(names: Sequence[str], most: int = NUM_NAMED, between: str = ", "
     """Returns the first names of a list: (["a", "b", "c"], 2) -> 'a, b and 1 more'."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return between.join(names[:most]) + more
-
-
-def milliseconds(seconds: float) -> str:
-    """Returns milliseconds for a table's column: 0.0164 -> '16.40'. A time above 0 is never shown as 0."""
-    if LEAST_SECONDS <= seconds < 5e-6:
-        return "< 0.01"
-    return f"{1e3 * seconds:,.2f}" if seconds >= LEAST_SECONDS else "0"
 
 
 def three_digits(value: float) -> str:

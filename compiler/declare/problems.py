@@ -100,6 +100,9 @@ def composition_problem(error: Exception, groups: ConfigGroups) -> Problem:
 
 MOST_SHOWN = 60  # characters of a value
 MOST_PROBLEMS = 100  # at once: each lists the keys that exist
+_EXAMPLES = {  # what to type for a key without a value, by its last part
+    "paths": "'{}=[FILE,...]': files, or patterns such as corpus/**/*.txt", "path": "{}=FILE", "directory": "{}=DIR"
+}  # fmt: skip
 _EXPECTED = {
     "int_type": "a whole number", "int_from_float": "a whole number", "int_parsing": "a whole number",
     "float_type": "a number", "finite_number": "a finite number", "bool_type": "true or false", "string_type": "text",
@@ -152,7 +155,7 @@ def _problem(
         own = "`override /mesh@_global_.mesh: fsdp` at the end of its defaults"
         return Problem(key, "has no value: the sharding names no mesh", f"add mesh=..., such as mesh=fsdp, or {own}")
     if kind == "missing":
-        return Problem(key, "has no value", f"set {key}=...")
+        return Problem(key, "has no value", f"set {_EXAMPLES.get(str(path[-1]), '{}=...').format(key)}")
     if kind == "literal_error" and path[-1] == "[key]":  # as pydantic names the place of a dict's key
         typed = str(path[-2])
         key, words = _key(path[:-1]), meant_by_peers(_key(path[:-1]), value, (), is_loose=False)

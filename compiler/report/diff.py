@@ -19,6 +19,7 @@ from meshloom.models.record import Record
 
 from ..core.known import known
 from ..core.traffic import TimedTraffic
+from ..figures import FIGURES
 from ..schema import CollectiveReport, Finding, Report
 
 DIFF_VERSION = 2
@@ -26,6 +27,7 @@ SAME_WITHIN = 1e-3  # the fraction of the larger of two times
 NOT_OF_THE_STEP = {"lower_seconds", "compile_seconds", "cache", "fingerprint"}  # facts of this build alone
 TOLD_BY_REPORT = ("target", "program", "memory", "estimate")  # keys of plan.json that the report has, more exactly
 Way = Literal["appeared", "gone", "grown", "shrunk", "changed"]
+BetterOrWorse = Literal["better", "worse"]
 Pair = tuple[Finding, Finding]
 
 
@@ -46,12 +48,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference at a path. before, after: the values; None also if the path is missing, as `way` says."""
+    """A difference at a path. before, after: the values; None also if the path is missing, as `way` says. verdict:
+    whether the step got better or worse by it; None where that does not follow."""
 
     where: str
     way: Way
     before: Any
     after: Any
+    verdict: BetterOrWorse | None = None
 
 
 class Leaf(dict[str, Any]):
@@ -83,6 +87,7 @@ class DiffRow(Record):
     way: Way
     before: Any
     after: Any
+    verdict: BetterOrWorse | None
 
 
 class DiffFile(Record):
@@ -116,6 +121,7 @@ def diff_runs(a: Run, b: Run) -> Diff:
     for name in (name for name in SECTIONS if name in before and name in after):
         found[name] = changes(before[name], after[name], rows=in_order if name == "config" else by_words)
     found["collectives"] = tuple(sorted(map(_with_way, found["collectives"]), key=_by_exposed))
+    found = {name: tuple(replace(one, verdict=_verdict(name, one)) for one in each) for name, each in found.items()}
     found["findings"] = _findings(a.report, b.report, paths_of(a, b)) if a.report and b.report else ()
     return Diff(
         runs=(a.name, b.name),
@@ -137,6 +143,7 @@ def _sections(run: Run, told: Collection[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if run.is_declared:
         plan = {key: value for key, value in run.plan.items() if key not in told}
+        plan |= {"operations": _operations(run.plan)} if "operations" in plan else {}
         found = {"config": run.spec, "plan": plan, "shardings": _layouts(run.plan)}
     if report := run.report:
         step = report.compiled.model_dump(mode="json")
@@ -166,14 +173,61 @@ def _findings(a: Report, b: Report, paths: set[str]) -> tuple[Difference, ...]:
     )
     pairs, gone, appeared = pair_findings(before, after, paths)
     found = [
-        *(Difference(f"{each.rule} at {each.where}", "gone", each.what, None) for each in gone),
-        *(Difference(f"{each.rule} at {each.where}", "appeared", None, each.what) for each in appeared),
+        *(Difference(_place(each), "gone", each.what, None, _if_warning(each, "better")) for each in gone),
+        *(Difference(_place(each), "appeared", None, each.what, _if_warning(each, "worse")) for each in appeared),
     ]
     for one, other in pairs:
         name = f"{one.rule} at {min(first_place(one), first_place(other))}"
         both = ((name, one.what, other.what), (f"{name}: places", one.where, other.where))
         found += [Difference(path, "changed", *values) for path, *values in both if values[0] != values[1]]
     return tuple(sorted(found, key=lambda c: (c.where, *sorted(filter(None, (c.before, c.after))))))
+
+
+def _place(finding: Finding) -> str:
+    return f"{finding.rule} at {finding.where}"
+
+
+def _if_warning(finding: Finding, verdict: BetterOrWorse) -> BetterOrWorse | None:
+    return verdict if finding.severity == "warning" else None
+
+
+def _verdict(section: str, change: Difference) -> BetterOrWorse | None:
+    """Returns whether the step got better or worse by a change. Less is better for most values, and more for a few."""
+    before, after, name = change.before, change.after, change.where
+    if section == "collectives":
+        return _verdict_of_collective(before or {}, after or {})
+    if section == "plan" and name.startswith("estimated."):
+        section, name = "step", name.removeprefix("estimated.")
+    if section not in ("step", "memory", "compute") or "limit" in name or name.startswith("range_"):
+        return None
+    if section == "compute" or name.startswith(("breakdown.", "exposed_by_axes.")):  # what is missing takes nothing
+        before, after = (0 if value is None else value for value in (before, after))
+    if not all(isinstance(value, int | float) for value in (before, after)) or before == after:
+        return None
+    figure = FIGURES.get(name)
+    is_more_better = figure.better == "more" if figure else name in ("fits", "host_fits")
+    return "better" if (after > before) == is_more_better else "worse"
+
+
+def _verdict_of_collective(before: Mapping[str, Any], after: Mapping[str, Any]) -> BetterOrWorse | None:
+    """Returns whether compute waits longer for collectives; where it does not, whether they send more."""
+    for name in ("exposed_seconds", "bytes"):
+        values = before.get(name, 0), after.get(name, 0)  # what is missing takes nothing
+        if None not in values and not is_same(*map(float, values)):
+            return "worse" if values[1] > values[0] else "better"
+    return None
+
+
+def _operations(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns how each operation runs, and what that costs, by its name: "matmul attention_output in layers"."""
+    found: dict[str, Any] = {}
+    for row in plan["operations"]:
+        kind, site, cost = row["operation"], row["site"], row["cost"]
+        name = f"{kind if site == kind else f'{kind} {site}'} in {row['piece']}"
+        name = name if name not in found else f"{name} ({sum(other.startswith(name) for other in found) + 1})"
+        found[name] = {"strategy": f"{row['strategy']}: {row['what']}"}
+        found[name] |= {f"cost_{cost['unit']}": cost["value"]} if cost else {}
+    return found
 
 
 def _layouts(plan: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,9 +21,8 @@ from ..parallel.pipeline_plan import PipelinePlan, StageGather
 from ..pipeline.table import PipelineOp, PipelineTable, Slot, microbatches
 from ..plan import Plan
 from ..schema import SCHEMA_VERSION
-from ..sharding.rules import ArrayPlan
+from ..sharding.rules import ArrayPlan, rules_as_text
 from ..spec.kernel_rates import grouped_kernels
-from ..spec.sharding_spec import Rule
 from ..target.placement import Placement
 from ..target.target import TargetPlan
 from .explain_estimate import estimate_as_json, print_estimate, traffic_as_json, unknown_primitives
@@ -93,7 +92,7 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
         ("activations of one microbatch", spec.sharding.activations, map(_array_row, plan.sharding.activations)),
     ):
         console.line()
-        console.wrapped((title, "bold"), f"  {_rules(rules)}")
+        console.wrapped((title, "bold"), f"  {rules_as_text(rules)}")
         console.table(Table(COLUMNS, list(rows)))
     console.line()
     print_estimate(plan, estimate, console)
@@ -256,16 +255,6 @@ def _row(plan: ArrayPlan) -> dict[str, Any]:
         "reason": plan.reason,
         "bytes_per_device": plan.bytes_per_device,
     }
-
-
-def _rules(rules: Sequence[Rule]) -> str:
-    """Returns the rules that the numbers in the table refer to."""
-
-    def told(rule: Rule) -> str:
-        others = f" (or {', '.join(rule.alternatives)})" if rule.alternatives else ""
-        return f"{', '.join(rule.logical)}{others} -> {', '.join(rule.mesh) or 'whole'}"
-
-    return "; ".join(f"[{index}] {told(rule)}" for index, rule in enumerate(rules))
 
 
 def _shortened(arrays: Sequence[ArrayPlan], alike: Sequence[ArrayPlan], how: str) -> list[Row]:

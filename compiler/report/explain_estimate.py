@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..core.console import Column, Console, Line, Part, Table
-from ..core.format import human_bytes, human_count, human_range, human_seconds
+from ..core.format import human_bytes, human_count, human_range, human_seconds, human_share
 from ..core.known import Unknown, all_known, each_known, text_of
 from ..core.traffic import HOST, Traffic
 from ..estimate.communication import PlannedCollective, sent_bytes
@@ -78,7 +78,8 @@ def _time(step: StepFigures) -> str:
     more = f", exposed copies to the host and back {human_seconds(of_host)}" if of_host else ""
     more += f", bubble {text_of_figure(step, 'bubble_seconds')}" if step.bubble_seconds else ""
     more += "".join(f", {one.heading} {text_of_figure(step, one.name)}" for one in registered_figures())
-    return (f"{text_of_figure(step, 'step_seconds')}{between}, {rate} tokens per second and chip; compute "
+    mfu = text_of(step.mfu, lambda share: f", MFU {human_share(share)}", "")
+    return (f"{text_of_figure(step, 'step_seconds')}{between}, {rate} tokens per second and chip{mfu}; compute "
             f"{text_of_figure(step, 'compute_seconds')}, exposed communication {exposed or 'none'}{more}")  # fmt: skip
 
 
@@ -185,7 +186,7 @@ def _communication(collectives: tuple[PlannedCollective, ...]) -> Table:
 
 
 def _roofline(parts: tuple[RooflinePart, ...]) -> Table:
-    columns = ("part", "FLOPs", "memory traffic", "sent", "seconds", "bound by")
+    columns = ("part", "FLOPs", "memory traffic", "sent", "time", "bound by")
     rows: list[Sequence[Part]] = []
     names = {"flops": "FLOPs", "hbm": "memory", "link": "links", None: "unknown"}
     for part in parts:
@@ -199,6 +200,6 @@ def _roofline(parts: tuple[RooflinePart, ...]) -> Table:
 
 
 def _titled(title: str, names: Sequence[str], rows: Sequence[Sequence[Part]]) -> Table:
-    numbers = ("bytes", "times", "sent per device", "FLOPs", "memory traffic", "sent", "seconds")
+    numbers = ("bytes", "times", "sent per device", "FLOPs", "memory traffic", "sent", "time")
     columns = [Column(name, justify="right" if name in numbers else "left") for name in names]
     return Table(columns, rows, title)

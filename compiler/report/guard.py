@@ -19,7 +19,7 @@ from meshloom.models.record import Record
 
 from ..analysis.program_text import LEAST_BYTES
 from ..core.errors import Problem
-from ..core.format import counted, human_bytes, human_names, human_seconds, human_share
+from ..core.format import counted, human_bytes, human_names, human_seconds, human_share, signed_share
 from ..core.known import why_unknown
 from ..figures import FIGURES
 from ..schema import Report
@@ -315,7 +315,7 @@ def human_change(check: Check) -> str:
     """Returns the growth of a figure as text: "+8.8 %"."""
     if check.change is None:
         return "" if check.base == check.head or None in (check.base, check.head) else "new"
-    return "" if abs(check.change) < 5e-4 else f"{check.change:+.1%}".replace("%", " %")
+    return "" if abs(check.change) < 5e-4 else signed_share(check.change)
 
 
 def human_tolerated(check: Check) -> str:

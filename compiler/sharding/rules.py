@@ -216,3 +216,13 @@ def _trouble(array: Array, dimension: int, num_shards: int, compiler: CompilerTr
 def _own_dimensions(array: Array) -> list[int]:
     """Returns the dimensions that a layer sees."""
     return [place for place, name in enumerate(array.logical_axes) if name != "layers"]
+
+
+def rules_as_text(rules: Sequence[Rule]) -> str:
+    """Returns the rules that the numbers of a table of arrays refer to: "[0] embed -> fsdp; [1] mlp -> whole"."""
+
+    def told(rule: Rule) -> str:
+        others = f" (or {', '.join(rule.alternatives)})" if rule.alternatives else ""
+        return f"{', '.join(rule.logical)}{others} -> {', '.join(rule.mesh) or 'whole'}"
+
+    return "; ".join(f"[{index}] {told(rule)}" for index, rule in enumerate(rules))

@@ -223,7 +223,7 @@ class CacheUse:
             return f"compiled in {seconds:.1f} s"
         if self.num_hits == self.num_requests:
             return f"compiled before: loaded in {seconds:.1f} s"
-        return f"compiled in {seconds:.1f} s, {self.num_hits} of {self.num_requests} programs before"
+        return f"compiled in {seconds:.1f} s; {self.num_hits} of {self.num_requests} programs were compiled before"
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if_any
-from meshloom.compiler.core.format import be, counted
+from meshloom.compiler.core.format import be, counted, human_share
 from meshloom.compiler.declare.data_spec import MixtureSource, OneSource
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.spec.target_spec import CpuTarget, LocalTarget, TargetSpec, TpuTarget
@@ -199,7 +199,7 @@ class Data:
         packing = spec.data.packing
         for number, corpus in enumerate(corpora):
             train, held_out = corpus.sequences["train"], corpus.sequences["held_out"]
-            fill = f", {train.fill:.1%} filled" if packing != "concatenate" else ""
+            fill = f", {human_share(train.fill)} filled" if packing != "concatenate" else ""
             name = "data" if len(corpora) == 1 else corpus.where
             to_train = f"{counted(len(train), 'sequence')} to train on{fill}"
             passes = _least(self.opened, spec.num_steps * spec.global_batch_size)[number] / max(1, len(train))

@@ -8,7 +8,7 @@ from typing import Self
 
 from meshloom.compiler.core.console import Column, Console, Table
 from meshloom.compiler.core.errors import Problem
-from meshloom.compiler.core.format import counted, human_parameters
+from meshloom.compiler.core.format import counted, human_parameters, human_seconds, human_share
 from meshloom.compiler.declare.hydra_settings import RUN_DIR
 from meshloom.compiler.declare.overrides import overridden_key
 from meshloom.compiler.declare.run_spec import RunSpec
@@ -53,13 +53,13 @@ class Display(Observer):
         evaluation."""
         numbers = f"loss {metrics.loss:.3f}  {metrics.tokens_per_second:,.0f} tokens/s"
         if metrics.mfu is not None:
-            numbers += f"  MFU {metrics.mfu:.1%}"
+            numbers += f"  MFU {human_share(metrics.mfu)}"
         spec = self.plan.spec
         self._bar.update(metrics.step, total=spec.num_steps, numbers=numbers)
         is_due = metrics.step % spec.logging.every_num_steps == 0 or metrics.step == spec.num_steps
         if is_due:
             more = f"grad_norm {metrics.grad_norm:.2f}  learning_rate {metrics.learning_rate:.1e}"
-            line = f"step {metrics.step}/{spec.num_steps}  {numbers}  {more}  {metrics.step_seconds * 1e3:.0f} ms"
+            line = f"step {metrics.step}/{spec.num_steps}  {numbers}  {more}  {human_seconds(metrics.step_seconds)}"
             announce(self.console, line, is_shown=not self.console.is_terminal)
         if metrics.eval_loss is not None:
             announce(

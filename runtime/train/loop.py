@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from meshloom.compiler.core.errors import Problem
+from meshloom.compiler.core.format import human_share
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.step.train_step import NUM_PADDING
@@ -250,7 +251,7 @@ class DroppedTokens(TokenWarning):
         """Warns if the step dropped a choice."""
         shares = [value for name, value in metrics.auxiliary.items() if name.split("/")[1] == DROPPED]
         if any(share > 0 for share in shares):
-            what = f"{max(shares):.2%} of the choices of experts found no room and were dropped"
+            what = f"{human_share(max(shares))} of the choices of experts found no room and were dropped"
             self._warn_once(DROPPED, Problem(f"step {metrics.step}", what, MORE_ROOM))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from meshloom.compiler.core.console import Column, Console, Part, Table
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.compiler.core.format import human_range, human_seconds, human_share, three_digits
+from meshloom.compiler.core.format import human_range, human_seconds, human_share, signed_share, three_digits
 from meshloom.compiler.core.known import Unknown, as_json, known, or_unknown, text_of
 from meshloom.compiler.declare.compose import Request
 from meshloom.compiler.tune.answer import Answer, Estimated, WhatIf, remembering, tune
@@ -108,8 +108,8 @@ def _show_compiled(found: Found, console: Console) -> None:
         if each.seconds is None:
             console.wrapped((f"compiled number {number}: {each.outcome.why or each.outcome.status}", "yellow"))
         else:
-            off = each.seconds / each.one.seconds - 1
-            text = f"compiled number {number}: {human_seconds(each.seconds)} a step, estimated {estimated} ({off:+.1%})"
+            off = signed_share(each.seconds / each.one.seconds - 1)
+            text = f"compiled number {number}: {human_seconds(each.seconds)} a step, estimated {estimated} ({off})"
             console.wrapped(text)
     best = best_compiled(found.compiled)
     if found.compiled and best is None:

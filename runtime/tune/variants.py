@@ -250,7 +250,7 @@ def _chosen(space: Space, values: dict[GroupChoices, float]) -> tuple[Variant, .
 
 def progress(console: Console, doing: str, done: Iterable[T], total: int) -> Iterator[T]:
     """Yields what is done, and shows how far it is: a bar on a terminal, and elsewhere a line now and then."""
-    bar = console.bar(doing, "doing", "bar", "count", "elapsed", is_transient=True)
+    bar = console.bar(doing, "doing", "bar", "count", "elapsed", "left", is_transient=True)
     start = last = time.monotonic()
     bar.start()
     try:

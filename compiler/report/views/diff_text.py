@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ...core.console import Column, Console, Part, Table
-from ...core.format import counted, human_bytes, human_count, human_seconds, human_share
+from ...core.format import counted, human_bytes, human_count, human_seconds, human_share, signed_share
 from ...figures import FIGURES
-from ..diff import Diff, Difference, Leaf, is_same
+from ..diff import BetterOrWorse, Diff, Difference, Leaf, is_same
 
 ABSENT = "nothing"
 LONGEST = 60  # characters of a value from the config
@@ -26,20 +26,15 @@ SECTIONS = (
     ("memory", "memory per chip"), ("step", "predicted step"), ("compute", "compute"), ("findings", "findings"),
     ("plan", "plan"), ("build", "build"), ("shardings", "layouts"),
 )  # fmt: skip
-BETTER, WORSE = "green", "red"
-WAYS = {
-    "appeared": WORSE,
-    "gone": BETTER,
-    "grown": WORSE,
-    "shrunk": BETTER,
-    "changed": "yellow",
-}  # styles of changed collectives
+STYLES: dict[BetterOrWorse | None, str] = {"better": "green", "worse": "red", None: ""}
+NAMES = {"estimate_bytes_per_chip": "estimated", "host_estimate_bytes_per_chip": "estimated, of the host",
+         "roofline_seconds": "roofline", "least_seconds": "at least"}  # fmt: skip
 TABLES = ("parameters", "optimizer", "activations")
 
 
 def show_diff(diff: Diff, console: Console) -> None:
-    """Prints the headline, then a section for each kind of change. Green is better and red is worse, where that is
-    clear."""
+    """Prints the headline, then a section for each kind of change; says what is better and what is worse, where that
+    is clear."""
     for name, run in zip("ab", diff.runs, strict=True):
         console.line(f"{name}  {run}")
     for note in diff.notes:
@@ -75,29 +70,39 @@ def _section(console: Console, title: str, rows: Sequence[tuple[Part, ...]]) -> 
 
 
 def _row(change: Difference, section: str) -> tuple[str, Part]:
-    """Returns a row: 'predicted_seconds', '2.95 s -> 2.71 s  -8.1 %'."""
+    """Returns a row: 'roofline', '2.95 s → 2.71 s  -8.1 %  better'."""
     human, is_measure = _unit(change.where, section)
     if section == "shardings" and change.way == "changed":
         return change.where, _layouts(change.before, change.after)
     before = ABSENT if change.way == "appeared" else human(change.before)
     after = ABSENT if change.way == "gone" else human(change.after)
     if before == after:  # equal to three digits
-        before, after = _plain(change.before), _plain(change.after)
-    text = f"{before} → {after}{_relative(change.before, change.after) if is_measure else ''}"
-    return change.where, (text, _judged(change, section))
+        before, after = _exact(change.before), _exact(change.after)
+    relative = _relative(change.before, change.after) if is_measure else ""
+    return _name(change.where, section), (f"{before} → {after}{relative}{_said(change)}", STYLES[change.verdict])
 
 
-def _judged(change: Difference, section: str) -> str:
-    """Returns the style of a change: better or worse. Less is better for most values, and more for a few; "" for all
-    others."""
-    before, after = change.before, change.after
-    if section not in ("step", "memory", "compute") or not isinstance(before, int | float | bool):
-        return ""
-    if not isinstance(after, int | float | bool) or "limit" in change.where or before == after:
-        return ""
-    figure = FIGURES.get(change.where)
-    is_more_better = figure.better == "more" if figure else change.where in ("fits", "host_fits")
-    return BETTER if (after > before) == is_more_better else WORSE
+def _said(change: Difference) -> str:
+    return f"  {change.verdict}" if change.verdict else ""
+
+
+def _name(where: str, section: str) -> str:
+    """Returns the name of a value in words; keys of a declaration stay as they are typed."""
+    if section in ("config", "shardings", "findings"):
+        return where
+    if where in NAMES:
+        return NAMES[where]
+    if section == "step" and where in FIGURES:
+        return FIGURES[where].heading
+    text = where.replace("exposed_by_axes.", "exposed over ").replace("breakdown.", "")
+    if text.startswith("operations."):
+        name, _, value = text.removeprefix("operations.").rpartition(".")
+        return f"{name}: {_plain_words(value)}"
+    return ": ".join(map(_plain_words, text.split(".")))
+
+
+def _plain_words(key: str) -> str:
+    return key.removesuffix("_seconds").replace("_per_second_per_device", " per second and device").replace("_", " ")
 
 
 def _collective(change: Difference) -> tuple[Part, Part]:
@@ -108,7 +113,11 @@ def _collective(change: Difference) -> tuple[Part, Part]:
         text = f"{counted(one['count'], 'time')}, {human_bytes(one['bytes'])}{exposed}"
     else:
         text = ", ".join(_differences(a, b))
-    return (change.way, WAYS[change.way]), f"{change.where}: {text}"
+    return (change.verdict or change.way, STYLES[change.verdict]), f"{_way(change)}{change.where}: {text}"
+
+
+def _way(change: Difference) -> str:
+    return f"{change.way}: " if change.way in ("appeared", "gone") else ""
 
 
 def _differences(a: Leaf, b: Leaf) -> Iterable[str]:
@@ -116,7 +125,7 @@ def _differences(a: Leaf, b: Leaf) -> Iterable[str]:
     time = "alone" if is_same(a["exposed_seconds"], b["exposed_seconds"]) else "exposed"
     shown: Sequence[tuple[str, str, Callable[[Any], str]]] = (
         (f"{time}_seconds", time, human_seconds), ("bytes", "", human_bytes), ("count", "times", "{:,}".format),
-        ("group_sizes", "in a group", _joined), ("links", "on", _joined), ("dtypes", "in", _joined),
+        ("group_sizes", "group of", _joined), ("links", "on", _joined), ("dtypes", "in", _joined),
     )  # fmt: skip
     for name, label, human in shown:
         before, after = a[name], b[name]
@@ -146,8 +155,8 @@ def _unit(where: str, section: str) -> tuple[Callable[[Any], str], bool]:
     if where.startswith("breakdown.") or name.endswith(("bytes", "bytes_per_chip", "bytes_per_device")):
         return _or_plain(human_bytes), True
     if name.endswith(("_fraction", "mfu")):
-        return _or_plain(human_share), False
-    if name.endswith(("flops_per_second", "bytes_per_second", "flops_per_step")):
+        return _or_plain(_share), False
+    if name.endswith(("flops_per_second", "flops_per_step")) or "bytes_per_second" in name:
         unit = "FLOPs" if name.endswith("step") else "FLOP/s" if "flops" in name else "B/s"
         return _or_plain(lambda value: human_count(value, unit)), True
     if section == "step" and name in FIGURES:
@@ -155,6 +164,10 @@ def _unit(where: str, section: str) -> tuple[Callable[[Any], str], bool]:
     if section == "shardings":  # '(fsdp, whole) 100.4 MiB'
         return lambda row: f"{_spec(row)} {human_bytes(row['bytes_per_device'])}", False
     return _plain, False
+
+
+def _share(value: float) -> str:
+    return human_share(value) if value >= 0.01 or not value else f"{100 * value:.3g} %"
 
 
 def _or_plain(human: Callable[[Any], str]) -> Callable[[Any], str]:
@@ -187,9 +200,13 @@ def _plain(value: Any) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
 
 
+def _exact(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else _plain(value)
+
+
 def _relative(before: Any, after: Any) -> str:
     numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in (before, after))
     if not numbers or not before or not after:
         return ""
     share = (after - before) / before
-    return f"  {share:+.1%}".replace("%", " %") if abs(share) < 10 else f"  x {after / before:,.0f}"
+    return f"  {signed_share(share)}" if abs(share) < 10 else f"  x {after / before:,.0f}"

@@ -21,10 +21,10 @@ from ...core.format import (
     human_count,
     human_names,
     human_parameters,
+    human_range,
     human_seconds,
     human_share,
     human_slowdown,
-    milliseconds,
 )
 from ...core.known import Unknown, text_of
 from ...estimate.estimate import StepEstimate
@@ -32,7 +32,7 @@ from ...estimate.roofline import least_step_seconds, roofline_seconds
 from ...figures import text_of_figure
 from ...plan import Plan
 from ...schema import CollectiveReport, Event, Report, by_exposed, or_infinity
-from ...sharding.rules import ArrayPlan
+from ...sharding.rules import ArrayPlan, rules_as_text
 from ...spec.step_spec import StepSpec
 from ...xla.schedule.stage_clocks import SHOWN_STAGES, middle
 from . import charts
@@ -209,14 +209,17 @@ def array_tables(plan: Plan) -> list[dict[str, Any]]:
     """Returns the arrays of the plan, a table for each kind."""
     tables = (("parameters", plan.sharding.parameters), ("optimizer state", plan.optimizer_state),
               ("activations of one microbatch", plan.sharding.activations))  # fmt: skip
+    rules = plan.spec.sharding
+    of_tables = (rules.parameters, rules.optimizer, rules.activations)
     return [
         {
             "name": name,
+            "rules": rules_as_text(used),
             "rows": [_array(array) for array in arrays],
             "bytes": human_bytes(sum(array.bytes_per_device for array in arrays)),
             "is_open": name == "parameters" and len(arrays) <= FOLDED_ROWS,
         }
-        for name, arrays in tables
+        for (name, arrays), used in zip(tables, of_tables, strict=True)
     ]
 
 
@@ -267,7 +270,6 @@ def template_environment() -> jinja2.Environment:
         "human_slowdown": human_slowdown,
         "human_count": human_count,
         "human_parameters": human_parameters,
-        "milliseconds": milliseconds,
         "percent": lambda value: f"{value:.3f}%",
     }
     environment.tests["unknown"] = lambda value: isinstance(value, Unknown)
@@ -304,12 +306,16 @@ def _facts(plan: Plan, estimate: StepEstimate) -> list[tuple[str, str]]:
     roofline, least = roofline_seconds(estimate.roofline), least_step_seconds(plan)
     limit = "limit unknown" if isinstance(figures.fits, Unknown) else "fits" if figures.fits else "does not fit"
     limit += f" in {human_bytes(figures.limit_bytes)}" if figures.limit_bytes else ""
+    between = text_of(figures.range_of(figures.step_seconds), lambda ends: f" ({human_range(ends)})", "")
     count, why = plan.model_flops_per_step, plan.model_flops.why_unknown
     flops = f"FLOPs unknown: {why}" if count is None else human_count(count, "FLOPs")
     return [
         ("mesh", f"{plan.mesh}, {counted(plan.target.num_devices, 'device')} of target {plan.target.name}"),
         ("model", f"{human_parameters(plan.num_parameters)} parameters"),
         ("step", f"{counted(spec.tokens_per_step, 'token')}, {flops}"),
+        ("estimated step", f"{text_of_figure(figures, 'step_seconds')}{between}"),
+        ("MFU", text_of_figure(figures, "mfu")),
+        ("exposed communication", text_of_figure(figures, "exposed_fraction")),
         ("memory, estimated", f"{text_of_figure(figures, 'peak_bytes')} per chip, {limit}"),
         ("roofline of this program", text_of(roofline, human_seconds)),
         ("no program takes less than", text_of(least, lambda seconds: f"{human_seconds(seconds)} a step")),

@@ -87,7 +87,8 @@ def test_another_naming_and_order_of_the_same_step_are_no_difference(seed):
 
 
 def _mirror(change: Any) -> Any:
-    return replace(change, way=MIRRORED[change.way], before=change.after, after=change.before)
+    verdict: Any = {"better": "worse", "worse": "better", None: None}[change.verdict]
+    return replace(change, way=MIRRORED[change.way], before=change.after, after=change.before, verdict=verdict)
 
 
 def _assert_mirrored(a: Run, b: Run) -> None:
@@ -102,6 +103,34 @@ def test_the_way_back_mirrors_the_way_there():
     for a in runs:
         for b in runs:
             _assert_mirrored(a, b)
+
+
+def test_what_gets_worse_is_called_so_whatever_its_sign():
+    """Fewer bytes that compute waits for are worse; so are fewer tokens, and more seconds."""
+    before = reports.fits()[0]
+    hidden = next(c for c in before.collectives if not c.exposed_seconds)
+    exposed = replace(hidden, bytes=hidden.bytes // 2, exposed_seconds=0.05)
+    worse = {"step_seconds": 9.0, "least_seconds": 9.0, "mfu": 0.01, "tokens_per_second_per_chip": 5.0}
+    step = before.compiled.model_copy(update={**worse, "peak_bytes": 1})
+    others = tuple(c for c in before.collectives if c is not hidden)
+    after = before.model_copy(update={"collectives": (*others, exposed), "compiled": step})
+    found = diff_runs(run_of(before), run_of(after)).as_json()
+    verdicts = {each["where"]: each["verdict"] for each in found["step"]}
+    assert verdicts == {
+        "step_seconds": "worse", "mfu": "worse", "tokens_per_second_per_chip": "worse", "peak_bytes": "better"
+    }  # fmt: skip
+    (collective,) = found["collectives"]
+    assert (collective["way"], collective["verdict"]) == ("shrunk", "worse")
+
+
+def test_an_operation_is_named_in_words():
+    plan = run_of(None).plan
+    other = json.loads(json.dumps(plan))
+    row = next(row for row in other["operations"] if row["site"] != row["operation"])
+    row |= {"strategy": "another", "what": "in another way", "rejected": [{"strategy": "x", "cost": None}]}
+    (change,) = diff_runs(run_of(None), replace(run_of(None), plan=other)).sections["plan"]
+    assert change.where == f"operations.{row['operation']} {row['site']} in {row['piece']}.strategy"
+    assert change.after == "another: in another way"
 
 
 def test_the_least_that_a_step_takes_is_compared_where_the_step_is_not_whole():
@@ -254,10 +283,10 @@ def test_the_command_tells_each_kind_of_change(runs, capsys, monkeypatch):
     text = capsys.readouterr().out
     for words in (
         "mesh.tensor                      1 → 8", "memory per chip       7.2 GiB → 52.0 GiB  +622.3 %",
-        "grown     all-gather over fsdp, layers/mlp/gate_EM, backward: exposed 0 s → 58.2 ms",
+        "worse     all-gather over fsdp, layers/mlp/gate_EM, backward: exposed 0 s → 58.2 ms",
         "MFU, predicted         61.3 % → 46.9 %", "matmul     2.38 s → 2.05 s  -14.0 %",
         "parameters.embed/table_VE                                 (whole, fsdp) → (tensor, fsdp)",
-        "target.chip                   v5e → h100",
+        "target: chip                  v5e → h100",
     ):  # fmt: skip
         assert " ".join(words.split()) in " ".join(text.split()), words
     _, _, blank, title, first, *_ = text.splitlines()

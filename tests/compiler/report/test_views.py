@@ -17,7 +17,7 @@ from meshloom.compiler.core.format import (
     human_parameters,
     human_seconds,
     human_share,
-    milliseconds,
+    signed_share,
     three_digits,
 )
 from meshloom.compiler.core.known import Unknown, why_unknown
@@ -253,8 +253,9 @@ def test_sums_lose_nothing():
         (human_seconds(1234.5), "1,230 s"), (human_share(0.0405), "4.0 %"), (human_share(1e-5), "< 0.1 %"),
         (human_share(0), "0.0 %"), (human_count(197e12, "FLOP/s"), "197 TFLOP/s"), (human_count(0.002), "0.00200"),
         (human_parameters(6_738_415_616), "6.74 B"), (human_parameters(923_000), "923 k"),
-        (three_digits(99.96), "100"), (three_digits(9.996), "10.0"), (milliseconds(0.01651), "16.51"),
-        (milliseconds(1e-9), "< 0.01"), (milliseconds(0), "0"), (human_bytes(0), "0 B"), (human_bytes(1023), "1023 B"),
+        (three_digits(99.96), "100"), (three_digits(9.996), "10.0"),
+        (human_seconds(2.9512), "2.95 s"), (signed_share(-0.0812), "-8.1 %"),
+        (human_bytes(0), "0 B"), (human_bytes(1023), "1023 B"),
         (human_bytes(1536), "1.5 KiB"), (human_bytes(5 * 2**40), "5.0 TiB"),
     ],
 )  # fmt: skip
