@@ -21,7 +21,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ..core.format import counted
+from ..core.format import be, counted
 from ..core.traffic import COMPUTE, ComputeKind
 from ..schema import Event
 from ..xla.hlo import Module
@@ -103,6 +103,10 @@ def trace_of(planes: Sequence[Plane], module: str, process: int = 0, once: Conta
             notes.append(
                 f"process {process}, device {device}: {counted(len(ordered), 'execution')} of {len(steps)} traced steps"
             )
+        if platform == "gpu" and not steps and ordered:
+            often = counted(len(ordered), "time")
+            notes.append(f"process {process}, device {device}: no step is annotated; operations that a step runs once "
+                         f"ran {often}, so {counted(len(ordered), 'step')} {be(len(ordered))} taken")  # fmt: skip
         numbers: Sequence[int | None] = steps if len(ordered) == len(steps) else [None] * len(ordered)
         executions += [
             replace(one, process=process, device=device, step=step) for one, step in zip(ordered, numbers, strict=True)
@@ -127,6 +131,11 @@ def measured_programs(planes: Sequence[Plane]) -> dict[str, float]:
                     if "hlo_module" in stats and "hlo_op" in stats:
                         _add(found, _numbered(stats), event.end_ns - event.start_ns)
     return dict(sorted(found.items(), key=lambda each: -each[1]))
+
+
+def accelerators(hosts: Iterable[Iterable[Plane]]) -> set[str]:
+    """Returns TPU or GPU, for the devices that were traced on any host; simulated devices have no plane."""
+    return {device[1] for planes in hosts for plane in planes if (device := _DEVICE.fullmatch(plane.name))}
 
 
 def device_kinds(planes: Iterable[Plane]) -> tuple[str, ...]:
@@ -195,19 +204,29 @@ def _on_tpu(plane: Plane, module: str) -> Iterator[Execution]:
 
 def _on_gpu(plane: Plane, module: str, num_steps: int, once: Container[str]) -> Iterator[Execution]:
     """Returns the executions of a GPU. Kernels do not name their execution, so one begins with the first operation that
-    each step runs once. Where no steps are annotated, there are as many as most operations of `once` ran."""
+    each step runs once."""
     streams = (line for line in plane.lines if line.name not in _MADE)
     kernels = sorted(
         (_op(event, stats) for line in streams for event, stats in _of_module(line, module)),
         key=lambda event: event.start,
     )
     counts = Counter(event.name for event in kernels)
-    if not num_steps:
-        num_steps = next(iter(Counter(n for name, n in counts.items() if name in once).most_common(1)), (1, 0))[0]
+    if num_steps not in counts.values():
+        num_steps = _steps_by_counts(counts, once)
     first = next((event.name for event in kernels if counts[event.name] == num_steps), None)
     begins = [place for place, event in enumerate(kernels) if event.name == first]
     for begin, end in zip(begins, [*begins[1:], len(kernels)], strict=True):
         yield _execution(kernels[begin:end])
+
+
+def _steps_by_counts(counts: Mapping[str, int], once: Container[str]) -> int:
+    """Returns the number of steps in which operations ran so often, where the trace does not say it. It is that of most
+    operations that run once in a step. Where these are not known, loops run their operations in each step several
+    times, so it is the least number that a share of all operations have."""
+    if known := Counter(number for name, number in counts.items() if name in once):
+        return known.most_common(1)[0][0]
+    found = Counter(counts.values())
+    return min((number for number, share in found.items() if share >= _LEAST_SHARE * len(counts)), default=0)
 
 
 def _of_module(line: TraceLine, module: str) -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -246,6 +265,7 @@ def measured_trips(module: Module, loops: Iterable[str], executions: Sequence[Ex
     return found
 
 
+_LEAST_SHARE = 0.05  # of a program's operations, which ran as often, for it to be the number of its steps
 LEAST_WAIT = 0.1  # share of a collective's time that its done has to wait, for its end to be that of its transfer
 
 

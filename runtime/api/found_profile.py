@@ -7,6 +7,7 @@ hlo_stats.csv, hlo_stats.json    XProf's table of operations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 
 from meshloom.compiler.core.errors import ConfigError, Problem, use_one_of
@@ -94,6 +95,8 @@ def _of_hosts(path: Path, files: Sequence[Path], note: str) -> FoundProfile:
     programs: dict[str, ProfiledProgram] = {}
     for file in files:
         content = bytes_of_file(str(file), str(file), COPY)
+        if not content:
+            raise ConfigError([Problem(str(file), "is empty", COPY)])
         try:
             hosts.append(read_planes(content))
             for each in programs_in(content):
@@ -151,7 +154,9 @@ def text_of_program(profile: FoundProfile, name: str) -> str:
     found = found or [each for each in profile.programs if base_name(each.name) == base_name(name)]
     if not found:
         there = human_names([each.name for each in profile.programs], 3) if profile.programs else "no program at all"
-        beside = [each.name for each in sorted(profile.path.parent.glob(f"*{XPLANE}*")) if each != profile.path]
+        host = profile.path.name.partition(TRACE)[0]
+        beside = [each.name for each in sorted(profile.path.parent.glob(f"{escape(host)}{XPLANE}*"))
+                  if each != profile.path]  # fmt: skip
         fix = f"name {beside[0]} beside it, which has its programs, or {GIVE_TEXT}" if beside else GIVE_TEXT
         raise ConfigError([Problem(str(profile.path), f"has no HLO of {name}: it has {there}", fix)])
     try:

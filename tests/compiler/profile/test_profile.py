@@ -58,6 +58,15 @@ def test_each_moment_of_a_gpu_counts_once():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("annotated", [(), (10, 11, 12)])
+def test_steps_of_a_gpu_that_are_not_annotated_are_counted_by_its_operations(annotated):
+    """The loop runs mm.3 three times in each step. A run that was not traced has an annotation, and no operation."""
+    trace = _read(gpu_trace([[GPU_STEP, GPU_STEP]], module=MODULE, steps=annotated, every=10.0))
+    assert [each.seconds for each in trace.executions] == [pytest.approx(9.5e-3)] * 2
+    assert len(trace.notes) == 1
+    assert trace.notes[0].endswith("2 executions of 3 traced steps" if annotated else "so 2 steps are taken")
+
+
 def test_the_median_of_steps_and_devices_is_compared():
     trace = _tpu([TPU_STEP, _slower(1.05)], [TPU_STEP, _slower(1.01)])
     report = compare([trace], prediction())
