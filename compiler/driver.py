@@ -40,6 +40,7 @@ from .sharding.model_check import check_length_split
 from .sharding.roles import AxisRoles, plan_roles
 from .sharding.sharding import ShardingPlan, check_gradients, check_rules, plan_sharding
 from .sharding.state import build_optimizer, check_schedule, plan_state, update_layouts
+from .spec.calibration_spec import AUTO_CHIP, UNCALIBRATED
 from .spec.plan_spec import AnyPlanSpec, PlanSpec
 from .target.compiler_options import (
     Options,
@@ -59,6 +60,7 @@ def plan_run(spec: AnyPlanSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan[
     operations that run by a strategy of the plan; the registry's, and yours."""
     model = build_model(spec)
     target = calibrate_target(plan_target(spec.target, spec.precision.compute), spec.calibration)
+    calibration = spec.calibration if spec.calibration.chip != AUTO_CHIP else target.calibration or UNCALIBRATED
     target = with_options(target, spec.overlap.flag_presets, spec.compiler_options)
     arrays = find_arrays(spec, model)
     layout = plan_layout(spec, model, target, arrays, ops)
@@ -68,7 +70,7 @@ def plan_run(spec: AnyPlanSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan[
     memory = plan_memory(spec, mesh, layout.inputs.batch, sharding, abstract, specs)
     gather = plan_gather(layout.pipeline, layout.inputs, memory.state_bytes)
     return Plan(
-        spec=spec.settled(overlap=layout.inputs.spec.overlap),
+        spec=spec.settled(overlap=layout.inputs.spec.overlap, calibration=calibration),
         target=target,
         mesh=mesh,
         batch=layout.inputs.batch,

@@ -151,10 +151,21 @@ class RooflinePart(Record):
     bound: Literal["flops", "hbm", "link"] | None  # the longest
 
 
+# The rules of the lint, by which a finding can be accepted; besides OPERATION-fallback, of each declared operation.
+LINT_RULES = (
+    "assumed-order", "attention-block", "exchange-over-torus", "float32-reduction", "gathered-then-sliced",
+    "gathered-whole", "gradient-not-scattered", "held-whole", "host-copies-cannot-hide", "memory-by-text",
+    "random-bits", "reduced-then-sliced", "repeated-gather", "repeated-work", "replicated-array",
+    "slice-inside-tiles", "stack-gathered-whole", "synchronous-collective", "too-exposed", "too-much-bubble",
+    "unplanned-collective", "upcast-transfer", "update-inside-tiles", "wide-collective",
+)  # fmt: skip
+FALLBACK = "-fallback"
+
+
 class Finding(Record):
     """One finding of the lint of the compiled program."""
 
-    rule: str  # "unplanned-collective"
+    rule: str  # one of LINT_RULES, or "attention-fallback"
     severity: Literal["warning", "note"]
     what: str
     where: str  # instruction, source op and config key, as far as known

@@ -24,10 +24,11 @@ os.environ.setdefault("PJRT_NPROC", "16")  # threads for 8 devices (runtime/proc
 os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost",
                "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}  # fmt: skip
 
-# Commands that tests run keep their compiled programs here, all of them, and not in the user's home.
+# Commands that tests run keep their compiled programs here, all of them, and not in the user's home; and the user's
+# calibrations are not found.
 if "MESHLOOM_TEST_CACHE" not in os.environ:
     CACHE = tempfile.TemporaryDirectory(prefix="meshloom-cache-")  # removed when this process ends; workers share it
-    os.environ["MESHLOOM_TEST_CACHE"] = os.environ["XDG_CACHE_HOME"] = CACHE.name
+    os.environ["MESHLOOM_TEST_CACHE"] = os.environ["XDG_CACHE_HOME"] = os.environ["XDG_CONFIG_HOME"] = CACHE.name
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 # A shell starts what runs in its background with Ctrl-C ignored, which every process started from there would inherit.

@@ -28,7 +28,7 @@ from ..estimate.communication import PlannedCollective
 from ..parallel.operation import OpPlan
 from ..parallel.pipeline_plan import PipelinePlan
 from ..plan import Plan
-from ..schema import CollectiveReport, Finding, StepReport, by_exposed, total
+from ..schema import FALLBACK, CollectiveReport, Finding, StepReport, by_exposed, total
 from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import accumulated_layouts
 from ..spec.sharding_spec import ShardingRules
@@ -230,7 +230,7 @@ def _missed(operations: Sequence[OpPlan]) -> list[Finding]:
     """Returns findings for strategies that the plan preferred but had to refuse at a cost."""
     found = [
         Finding(
-            rule=f"{each.op.kind}-fallback",
+            rule=f"{each.op.kind}{FALLBACK}",
             severity="warning",
             what=missed,
             where=f"parallel.{each.op.kind}",

@@ -31,6 +31,7 @@ from ..core.key_paths import is_within, leaves
 from ..core.user_code import FLAG, allowed_modules, blamed_on_user
 from ..core.visible import visible_line
 from ..spec import target_names
+from ..spec.calibration_spec import AUTO_CHIP, GROUP
 from ..spec.secrets import Sources
 from . import task
 from .compositions import compose_kept, compositions_kept, kept_groups
@@ -72,6 +73,7 @@ class Request:
     config_name: str = "config"
     config_path: str | None = None  # a directory that replaces Meshloom's own `conf/`
     pinned: Pinned | None = None  # what the weights mean that are opened
+    predicts: bool = False  # and runs nothing: by the calibrations that the user keeps, unless another one is declared
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "overrides", tuple(map(with_quoted_homes, self.overrides)))
@@ -281,6 +283,7 @@ def _validate(
     values = request.pinned.applied(values) if request.pinned else values
     values, problems = with_published_model(values, [each.key_or_group for each in overrides])
     is_counted, values = task.counts_epochs(values), task.settled(values)
+    values = values if request.predicts else _without_own_calibration(values)
     spec_type, not_loaded = spec_class(values)
     problems += not_loaded
     try:
@@ -295,6 +298,14 @@ def _validate(
         typed = {each.key_or_group: str(each.input_line) for each in overrides}
         found = [_with_typed_fix(problem, typed.get(problem.where, "")) for problem in found]
         return None, problems + [_without_values(problem, values, sources) for problem in found]
+
+
+def _without_own_calibration(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of a run, whose program must not depend on what is in a home directory."""
+    found = values.get(GROUP)
+    if isinstance(found, dict) and found.get("chip") == AUTO_CHIP:
+        return values | {GROUP: found | {"chip": None}}
+    return values
 
 
 def _with_typed_fix(problem: Problem, text: str) -> Problem:

@@ -180,12 +180,13 @@ class RunLabels(Config):
 class Origin:
     """The command line that a declaration came from: its overrides, an extra folder of configs, and modules whose code
     it may run. It is not part of the declaration: any two compare equal. overrides: None if the declaration was not
-    typed.
+    typed. predicts: as in a `Request`.
     """
 
     overrides: tuple[str, ...] | None = field(default=None, compare=False)
     config_dir: str | None = field(default=None, compare=False)
     code_allowed_from: tuple[str, ...] = field(default=(), compare=False)
+    predicts: bool = field(default=False, compare=False)
 
 
 class RunSpec(PlanSpec):

@@ -165,6 +165,10 @@ def _report(ran: Ran, prediction: Prediction, roles: Roles) -> ProfileReport:
     missing = [each for each in prediction.collectives if not any(each.report.name in a.in_flight for a in accounts)]
     operations = tuple(_operations(accounts, prediction, roles))
     notes = [*ran.notes, *_unpriced(operations, prediction)]
+    if prediction.chip and isinstance(prediction.step.compute_seconds, Unknown):
+        notes.append("matmul, attention and other are the sums of the operations that have a prediction")
+    if ran.num_executions == 1:
+        notes.append("the program ran once: a first step may wait for what later ones find ready, so trace several")
     if unmatched:
         named = human_names(unmatched, NUM_UNMATCHED)
         notes.append(f"{counted(len(unmatched), 'operation')} not in the program: {named}")
@@ -349,9 +353,10 @@ def fit_steps(
     calibration: Calibration,
     reports: Sequence[ProfileReport],
     predict: Callable[[Calibration], Sequence[float] | None],
-) -> Calibration:
+) -> tuple[Calibration, str]:
     """Returns the calibration with its factors of what ran changed by one ratio, under which the predicted steps sum up
-    to the measured ones: what the factors of each kind leave is time in which nothing ran, and other overlap.
+    to the measured ones: what the factors of each kind leave is time in which nothing ran, and other overlap. Returns
+    with it what was not reached; empty if the steps are predicted.
 
     predict: returns the steps that are predicted with a calibration; None where they are not known.
     """
@@ -359,12 +364,19 @@ def fit_steps(
         kind for kind in KINDS if any(row.kind == kind for report in reports for row in report.kinds)
     ]
     measured = [report.step.measured_seconds for report in reports]
-    for _ in range(NUM_FITS):
+    tried: list[tuple[float, Calibration]] = []
+    for _ in range(1 + NUM_FITS):
         predicted = predict(calibration)
-        if not predicted or abs((ratio := sum(measured) / sum(predicted)) - 1) < CLOSE:
-            break
+        if not predicted:
+            return calibration, "the step is not predicted, so only the time of each kind of work is fitted"
+        ratio = sum(measured) / sum(predicted)
+        if abs(ratio - 1) < CLOSE:
+            return calibration, ""
+        tried.append((ratio, calibration))
         calibration = _scaled(calibration, ratio, kinds)
-    return calibration
+    ratio, best = min(tried, key=lambda each: abs(each[0] - 1))
+    took = f"{counted(len(measured), 'step')} took {ratio:.3g} times as long as predicted"
+    return best, f"after {counted(NUM_FITS, 'fit')} the {took}: much of it depends on no factor, as latencies"
 
 
 def _scaled(calibration: Calibration, ratio: float, of: Sequence[ComputeKind]) -> Calibration:

@@ -11,18 +11,19 @@ was only estimated has no collectives and no findings; then figures alone are ju
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from meshloom.models.record import Record
 
 from ..analysis.program_text import LEAST_BYTES
-from ..core.errors import Problem
+from ..core.errors import Problem, use_one_of
 from ..core.format import counted, human_bytes, human_names, human_seconds, human_share, signed_share
 from ..core.known import why_unknown
 from ..figures import FIGURES
-from ..schema import Report
+from ..schema import FALLBACK, LINT_RULES, Report
+from ..spec.calibration_spec import Calibration
 from .diff import Difference, Leaf, Run, diff_runs, pair_findings, paths_of
 
 GUARD_VERSION = 1
@@ -31,6 +32,16 @@ LAYOUT = ("mesh.", "sharding.")  # keys whose change is to have other collective
 NO_REPORT = "only estimates are compared: collectives and findings are those of a compiled program"
 GuardRule = Literal["slower", "slower-part", "more-exposed", "more-memory", "more-traffic", "does-not-fit", "unknown",
                "lost-async", "new-collective", "more-collectives"]  # fmt: skip
+
+
+RULES = (*get_args(GuardRule), *LINT_RULES)
+
+
+def problems_of_rules(names: Iterable[str], where: str) -> Iterator[Problem]:
+    """Yields a problem for each name that no rule of the guard or the lint has."""
+    for name in names:
+        if name not in RULES and not name.endswith(FALLBACK):
+            yield Problem(where, f"there is no rule '{name}'", use_one_of(name, RULES))
 
 
 @dataclass(frozen=True)
@@ -97,6 +108,11 @@ def problems_of_base(base: Run, head: Run) -> Iterator[Problem]:
     if different:
         fix = "give the artifact of the same model, batch and target, or compare all the same with --across"
         yield Problem(base.name, f"is of another declaration than {head.name}: {'; '.join(different)}", fix)
+    there, here = _calibration(base), _calibration(head)
+    if there != here:
+        what = f"is predicted with another calibration than {head.name}: {there or 'none'} there, {here or 'none'} here"
+        fix = "predict both with the same, as by calibration=none, or compare all the same with --across"
+        yield Problem(base.name, what, fix)
 
 
 def judge(base: Run, head: Run, tolerances: Tolerances) -> Verdict:
@@ -142,6 +158,14 @@ def _work(run: Run) -> dict[str, Any]:
         "sequence_length": run.spec.get("sequence_length"),
         "model FLOPs per step": program["model_flops_per_step"],
     }
+
+
+def _calibration(run: Run) -> str:
+    """Returns what a run's prediction is calibrated by; empty if by nothing."""
+    if run.report:
+        return run.report.target.calibration
+    found = run.plan["target"].get("calibration")
+    return Calibration.model_validate(found).describe() if found else ""
 
 
 def _name(run: Run) -> str:
@@ -285,6 +309,11 @@ def _plain(value: Any) -> str:
 
 
 def _notes(base: Run, head: Run) -> Iterator[str]:
+    there, here = _calibration(base), _calibration(head)
+    if there != here:
+        yield "predicted with another calibration of the chip than the base"
+    elif here:
+        yield f"both are calibrated {here}"
     if not (base.report and head.report):
         yield NO_REPORT
         return
@@ -293,9 +322,6 @@ def _notes(base: Run, head: Run) -> Iterator[str]:
     was, now = _versions(base.report), _versions(head.report)
     if was and now and was != now:
         yield f"compiled by {human_names(now)}, and the base by {human_names(was)}"
-    calibrations = [run.report.target.calibration for run in (base, head) if run.report]
-    if calibrations[0] != calibrations[1]:
-        yield "predicted with another calibration of the chip than the base"
 
 
 def _versions(report: Report) -> list[str]:

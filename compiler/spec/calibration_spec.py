@@ -8,6 +8,8 @@ from meshloom.models.config import Config
 
 from ..core.config_types import Text
 
+GROUP = "calibration"
+AUTO_CHIP = "auto"  # in place of a chip: the one that the user keeps for the target's chip
 CalibratedLink = Literal["ICI", "DCN", "NVLink", "NIC"]
 
 
@@ -21,7 +23,8 @@ class LinkCalibration(Config):
 
 class Calibration(Config):
     """The ratio of measured to predicted seconds, by kind of compute and by link. chip: the chip that it holds for;
-    None: nothing is calibrated. source: the runs that it was measured in."""
+    None: nothing is calibrated; auto: by what the user keeps for the target's chip. source: the runs that it was
+    measured in."""
 
     chip: Text | None
     matmul: PositiveFloat
@@ -38,3 +41,6 @@ class Calibration(Config):
         told += [f"{kind} {link.transfer:.3g} (latency {link.latency:.3g})" for kind, link in self.links.items()]
         factors = f"{', '.join(told)} times the time" if told else "no factor differs from 1"
         return f"by {self.source or 'an unknown source'}: {factors}"
+
+
+UNCALIBRATED = Calibration(chip=None, matmul=1.0, attention=1.0, other=1.0, links={}, source=None)

@@ -16,10 +16,11 @@ from ..core.float_types import ComputeType
 from ..core.kernels import AttentionCall, RatedBy
 from ..core.traffic import HostCopyKind
 from ..spec.attached import LOCAL, automatic
-from ..spec.calibration_spec import Calibration, LinkCalibration
+from ..spec.calibration_spec import AUTO_CHIP, UNCALIBRATED, Calibration, LinkCalibration
 from ..spec.compiler_traits import CompilerTraits, read_compiler_traits
 from ..spec.flag_presets import Effects, FlagPreset, read_flag_presets, read_option_effects
 from ..spec.kernel_rates import kernel_flops_per_second
+from ..spec.own_calibrations import own_calibration
 from ..spec.target_names import chip_file, kinds
 from ..spec.target_spec import (
     ChipShape,
@@ -301,13 +302,15 @@ def faster_matmuls(target: TargetPlan, share: float | None) -> TargetPlan:
 
 def calibrate_target(target: TargetPlan, calibration: Calibration) -> TargetPlan:
     """Returns the target with calibrated figures; everything that is priced from a target follows. Raises ConfigError
-    for a calibration of another chip.
+    for a calibration of another chip. `auto` is what the user keeps for the chip.
 
     Schedules are priced by the compiler's cycles instead of the efficiencies, so the target also holds the factors.
     """
+    found = target.chip.name if target.chip else None
+    if calibration.chip == AUTO_CHIP:
+        calibration = (own_calibration(found) if found else None) or UNCALIBRATED
     if calibration.chip is None:
         return target
-    found = target.chip.name if target.chip else None
     if target.chip is None or target.network is None or found != calibration.chip:
         has = f"chips of {found}" if found else "no chip that is known"
         what = f"is of {calibration.chip}, and target {target.name} has {has}"

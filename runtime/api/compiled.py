@@ -107,7 +107,7 @@ def _find(declared: tuple[str | RunSpec | Plan, ...]) -> CompileJob:
         start_for_compile(spec.target)
         return find_job(spec, lambda: planned or plan_run(open_data(spec).opened.spec if spec.counts_epochs else spec))
 
-    return with_spec(declared, find)
+    return with_spec(declared, find, predicts=True)
 
 
 def _compile(job: CompileJob, folder: Path) -> Compiled:

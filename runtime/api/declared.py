@@ -177,7 +177,7 @@ def compose(
 def plan(*declared: str | RunSpec) -> Plan:
     """Plans a declaration, or the one that overrides compose, without a device. Raises ConfigError with all
     problems."""
-    return with_spec(declared, _plan_from_library)
+    return with_spec(declared, _plan_from_library, predicts=True)
 
 
 def explain(*declared: str | RunSpec | Plan) -> Explanation:
@@ -185,7 +185,7 @@ def explain(*declared: str | RunSpec | Plan) -> Explanation:
     problems."""
     if len(declared) == 1 and isinstance(declared[0], Plan):
         return Explanation(declared[0])
-    return Explanation(with_spec(declared, _plan_from_library))
+    return Explanation(with_spec(declared, _plan_from_library, predicts=True))
 
 
 def _plan_from_library(spec: RunSpec) -> Plan:
@@ -199,14 +199,20 @@ def shown_as(kind: type[T], found: Any, **more: Any) -> T:
     return kind(**{field.name: getattr(found, field.name) for field in fields(found)} | more)
 
 
-def with_spec(declared: Sequence[str | RunSpec | compiler_plan.Plan[RunSpec]], then: Callable[[RunSpec], T]) -> T:
-    """Returns `then` of one declaration, of the one of a plan, or of the one that overrides compose.
+def with_spec(
+    declared: Sequence[str | RunSpec | compiler_plan.Plan[RunSpec]],
+    then: Callable[[RunSpec], T],
+    *,
+    predicts: bool = False,
+) -> T:
+    """Returns `then` of one declaration, of the one of a plan, or of the one that overrides compose. predicts: as in a
+    `Request`.
 
     Its problems are reported together with all others of the overrides; for that it may be tried on a part of them.
     """
     overrides = tuple(each for each in declared if isinstance(each, str))
     if len(overrides) == len(declared):
-        return _read(Origin(overrides), then)
+        return _read(Origin(overrides, predicts=predicts), then)
     spec = declared[0].spec if isinstance(declared[0], compiler_plan.Plan) else declared[0]
     if len(declared) > 1 or not isinstance(spec, RunSpec):
         raise _no_overrides(declared)
@@ -235,7 +241,7 @@ def _no_overrides(given: Sequence[Any]) -> ConfigError:
 def request_of_origin(origin: Origin) -> Request:
     """Returns the request of a declaration that was composed from overrides."""
     assert origin.overrides is not None
-    return Request(tuple(search_path_override(origin.overrides, origin.config_dir)))
+    return Request(tuple(search_path_override(origin.overrides, origin.config_dir)), predicts=origin.predicts)
 
 
 def _read(origin: Origin, then: Callable[[RunSpec], T]) -> T:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 from pydantic import TypeAdapter, ValidationError
@@ -56,6 +56,35 @@ _DUMPS = (f"{DUMPED}*", "*after_optimizations.hlo.pb*")  # also compressed
 TARGET = "target"
 KEYS = (TARGET, "calibration")  # keys of a declaration that describe the devices of a program
 GIVE = "give the text of a compiled program, a profile, an XLA dump directory, or a run directory"
+
+
+@dataclass(frozen=True)
+class ProgramRequest:
+    """The words with which a program or a profile is read.
+
+    overrides: of target, calibration and the config search path, as typed. module: the name of the program to read, if
+    there are several. choices: how often its loops and branches run.
+    """
+
+    overrides: tuple[str, ...]
+    module: str | None = None
+    choices: Choices | None = None
+
+    @classmethod
+    def of(
+        cls,
+        overrides: Sequence[Any],
+        target: str | None,
+        module: str | None,
+        trips: int | Mapping[str, int] | None,
+        taken: float | Mapping[str, float] | None,
+        config_dir: str | PathLike[str] | None,
+    ) -> Self:
+        """Returns the request of the arguments of `inspect`."""
+        named = (*([] if target is None else [f"target={target}"]), *check_overrides(overrides))
+        named = search_path_override(named, None if config_dir is None else fspath(config_dir))
+        choices = None if trips is None and taken is None else Choices(_by_name(trips), _by_name(taken))
+        return cls(tuple(named), module, choices)
 
 
 @dataclass(frozen=True, repr=False)
@@ -131,46 +160,41 @@ def inspect(
     config_dir: a folder of configs beside ours.
     Raises ConfigError for anything that is not such a program, or that is not for the target.
     """
-    named = (*([] if target is None else [f"target={target}"]), *check_overrides(overrides))
-    named = search_path_override(named, None if config_dir is None else fspath(config_dir))
-    choices = None if trips is None and taken is None else Choices(by_name(trips), by_name(taken))
+    asked = ProgramRequest.of(overrides, target, module, trips, taken, config_dir)
     with library_call():
         if isinstance(program, jax.stages.Lowered | jax.stages.Compiled):
             compiled = program.compile() if isinstance(program, jax.stages.Lowered) else program
             return _inspection(
                 inspect_text(
-                    _text_of(compiled), _devices_of(compiled, named), memory=memory_of(compiled), choices=choices
+                    _text_of(compiled),
+                    _devices_of(compiled, asked.overrides),
+                    memory=memory_of(compiled),
+                    choices=asked.choices,
                 )
             )
         if isinstance(program, str) and ("\n" in program or program.lstrip().startswith("HloModule")):
             modules = split_modules(program)
             place, note = choose_program(modules, module, "the text")
-            return _inspection(inspect_text(modules[place], devices_of(named), choices=choices), note=note)
+            devices = devices_of(asked.overrides)
+            return _inspection(inspect_text(modules[place], devices, choices=asked.choices), note=note)
         if isinstance(program, str | PathLike):
-            if profile_at(Path(program)) is not None:
-                what = "this is a profile: it has times beside a program"
-                raise ConfigError(
-                    [Problem(str(program), what, "call meshloom.inspect_profile, which takes the same arguments")]
-                )
-            return inspect_path(Path(program), named, module, choices)
+            return inspect_path(Path(program), asked)
     what = f"a {type(program).__name__} is not a compiled program"
     raise ConfigError([Problem("program", what, "give jax.jit(step).lower(...).compile(), its text, or a path")])
 
 
-def inspect_path(
-    path: Path, overrides: Sequence[str], module: str | None = None, choices: Choices | None = None
-) -> Inspection:
-    """Returns the report of the program at a path.
-
-    overrides: overrides of target, calibration and the config search path, as typed. module: the name of the program to
-    read, if there are several. choices: how often its loops and branches run.
-    """
-    found = find_program(path, module)
-    if found.devices is not None and overrides:
+def inspect_path(path: Path, asked: ProgramRequest) -> Inspection:
+    """Returns the report of the program at a path. Raises ConfigError for a profile, which is read by
+    `inspect_or_judge`."""
+    if profile_at(path) is not None:
+        fix = "give the text of its program; `meshloom inspect`, in Python meshloom.inspect_profile, judges a profile"
+        raise ConfigError([Problem(str(path), "this is a profile: it has times beside a program", fix)])
+    found = find_program(path, asked.module)
+    if found.devices is not None and asked.overrides:
         what = f"the declaration of {path} says where its program runs"
-        raise ConfigError([Problem(overrides[0], what, "leave it out, or name the program's text")])
-    devices = found.devices or devices_of(overrides)
-    program = inspect_text(found.text, devices, memory=found.memory, name=str(found.path), choices=choices)
+        raise ConfigError([Problem(asked.overrides[0], what, "leave it out, or name the program's text")])
+    devices = found.devices or devices_of(asked.overrides)
+    program = inspect_text(found.text, devices, memory=found.memory, name=str(found.path), choices=asked.choices)
     return _inspection(program, found.path, found.note)
 
 
@@ -186,7 +210,7 @@ def _has_program(directory: Path) -> bool:
     return (is_run and (directory.name == FOLDER or (directory / FOLDER).is_dir())) or bool(_dumped(directory))
 
 
-def by_name(value: T | Mapping[str, T] | None) -> Mapping[str, T]:
+def _by_name(value: T | Mapping[str, T] | None) -> Mapping[str, T]:
     """Returns numbers of loops or conditionals by name, or one number for all."""
     if value is None:
         return {}
@@ -295,7 +319,7 @@ def read_target(overrides: Sequence[str]) -> TargetPlan:
         what, fix = "this says nothing about a program that is compiled", f"set {' and '.join(KEYS)} only"
         raise ConfigError([Problem(text, what, fix) for text in others])
     return read_spec(
-        Request(tuple(overrides)),
+        Request(tuple(overrides), predicts=True),
         then=lambda spec: calibrate_target(plan_target(spec.target, "bfloat16"), spec.calibration),
     )
 

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,11 +18,17 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if_any
 from meshloom.compiler.core.format import human_names, human_share
 from meshloom.compiler.core.known import known
-from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.compiler.profile.compare import ProfileReport, compare, compare_rows, typical_execution
 from meshloom.compiler.profile.op_table import num_executions, predict_rows
 from meshloom.compiler.profile.prediction import Prediction, once_in_a_step, predict_inspected
-from meshloom.compiler.profile.trace import Execution, Platform, compute_capabilities, measured_trips, trace_of
+from meshloom.compiler.profile.trace import (
+    Execution,
+    Platform,
+    accelerators,
+    compute_capabilities,
+    measured_trips,
+    trace_of,
+)
 from meshloom.compiler.report.build_report import report_inspected
 from meshloom.compiler.report.views.page import page_in_frame, render_page
 from meshloom.compiler.report.views.profile import measured_part, render_profile, show_profile
@@ -35,13 +41,13 @@ from meshloom.compiler.xla.schedule.steps import Choices
 from ..core.files import replace_text
 from ..rundir.profile_files import PAGE, REPORT
 from ..rundir.run_dir import write_report
-from .declared import check_overrides, library_call
+from .declared import library_call
 from .found_profile import GIVE_TEXT, FoundProfile, choose_measured, text_of_program
 from .inspected import (
     TARGET,
     FoundProgram,
     Inspection,
-    by_name,
+    ProgramRequest,
     devices_of,
     find_program,
     inspect_path,
@@ -145,63 +151,46 @@ def inspect_profile(
     such files. text: the path of the program's text, for a profile that has none in it. The other arguments are those
     of `inspect`. Raises ConfigError for anything that is not such a profile, or that is not of the target.
     """
-    named = (*([] if target is None else [f"target={target}"]), *check_overrides(overrides))
-    named = search_path_override(named, None if config_dir is None else fspath(config_dir))
-    choices = None if trips is None and taken is None else Choices(by_name(trips), by_name(taken))
+    asked = ProgramRequest.of(overrides, target, module, trips, taken, config_dir)
     with library_call():
         found = profile_at(Path(profile))
         if found is None:
             what, fix = "there is no profile", "name a profile, or call meshloom.inspect for a program"
             raise ConfigError([Problem(str(profile), what, fix)])
-        return judge_profile(found, named, module, choices, None if text is None else Path(text))
+        return judge_profile(found, asked, None if text is None else Path(text))
 
 
-def inspect_or_judge(
-    path: Path,
-    overrides: Sequence[str],
-    module: str | None = None,
-    choices: Choices | None = None,
-    text: Path | None = None,
-) -> Inspection | Judgement:
+def inspect_or_judge(path: Path, asked: ProgramRequest, text: Path | None = None) -> Inspection | Judgement:
     """Returns the report of the program at a path, or the judgement of a profile. text: the program of a profile, given
-    apart. The other arguments are those of `inspect_path`."""
+    apart."""
     profile = profile_at(path)
     if profile is not None:
-        return judge_profile(profile, overrides, module, choices, text)
+        return judge_profile(profile, asked, text)
     if text is not None:
         what = f"{path} is no profile, and has its program in itself"
         raise ConfigError([Problem(str(text), what, "name one program")])
-    return inspect_path(path, overrides, module, choices)
+    return inspect_path(path, asked)
 
 
-def judge_profile(
-    profile: FoundProfile,
-    overrides: Sequence[str],
-    module: str | None = None,
-    choices: Choices | None = None,
-    text: Path | None = None,
-) -> Judgement:
-    """Returns the judgement of a profile. The arguments are those of `inspect_or_judge`."""
-    if not names_target(overrides) and (kinds := profile.device_kinds()):
+def judge_profile(profile: FoundProfile, asked: ProgramRequest, text: Path | None = None) -> Judgement:
+    """Returns the judgement of a profile. text: its program, given apart."""
+    if not names_target(asked.overrides) and (kinds := profile.device_kinds()):
         what = f"it is missing; the profile is of {human_names(kinds)}"
         raise ConfigError([Problem(TARGET, what, "add target=v5p-128, or another target of these chips")])
-    given, devices = all_of(lambda: None if text is None else find_program(text), lambda: devices_of(overrides))
-    return _judged(profile, devices, given, module, choices)
+    given, devices = all_of(lambda: None if text is None else find_program(text), lambda: devices_of(asked.overrides))
+    return _judged(profile, devices, given, asked)
 
 
 def _judged(
-    found: FoundProfile,
-    devices: ProgramDevices,
-    given: FoundProgram | None,
-    named: str | None,
-    choices: Choices | None,
+    found: FoundProfile, devices: ProgramDevices, given: FoundProgram | None, asked: ProgramRequest
 ) -> Judgement:
     """Returns a profile beside its prediction. given: its program, where it was given apart. Raises ConfigError for a
     profile of no program, of several, of other chips, and for another program."""
     raise_if_any(_wrong_chips(found, devices.target))
     if found.rows:
-        return _judged_table(found, devices, given, named, choices)
-    name, note = choose_measured(found, named or (module_name(given.text) if given else None))
+        return _judged_table(found, devices, given, asked)
+    choices = asked.choices
+    name, note = choose_measured(found, asked.module or (module_name(given.text) if given else None))
     text, place = (given.text, given.path) if given else (text_of_program(found, name), found.path)
     program = inspect_text(text, devices, name=str(place), choices=choices)
     once = once_in_a_step(program.module)
@@ -224,24 +213,20 @@ def _judged(
 
 
 def _judged_table(
-    found: FoundProfile,
-    devices: ProgramDevices,
-    given: FoundProgram | None,
-    named: str | None,
-    choices: Choices | None,
+    found: FoundProfile, devices: ProgramDevices, given: FoundProgram | None, asked: ProgramRequest
 ) -> Judgement:
-    name, note = choose_measured(found, named)
+    name, note = choose_measured(found, asked.module)
     rows = [row for row in found.rows if row.program == name]
     runs, platform = num_executions(rows), cast(Platform, devices.target.platform)
     if given is None:
         program, prediction = None, predict_rows(rows, devices, runs)
     else:
-        program = inspect_text(given.text, devices, name=str(given.path), choices=choices)
+        program = inspect_text(given.text, devices, name=str(given.path), choices=asked.choices)
         prediction = predict_inspected(program)
     report = compare_rows(rows, prediction, runs, platform)
     if given is not None:
         raise_if_any(_other_program(report, given.path))
-    return Judgement(report, prediction, program, None, found.path, _notes(found.note, note), choices)
+    return Judgement(report, prediction, program, None, found.path, _notes(found.note, note), asked.choices)
 
 
 def _notes(*notes: str) -> str:
@@ -265,6 +250,9 @@ def _wrong_chips(found: FoundProfile, target: TargetPlan) -> Iterator[Problem]:
     has = f"devices of platform {target.platform}" if chip is None else chip.device_kind
     if others:
         yield Problem("target", f"the profile is of {human_names(others)}, and {target.name} has {has}", NAME_IT)
+    elif platforms := accelerators(found.hosts) - {target.platform.upper()}:
+        yield Problem("target", f"the profile is of {min(platforms)}s, and {target.name} has {has}", NAME_IT)
+        return
     processor = chip.processor if chip else None
     for capability in dict.fromkeys(each for planes in found.hosts for each in compute_capabilities(planes)):
         if processor is None or capability != processor.compute_capability:

@@ -116,7 +116,7 @@ def parse_flags(command: Command, args: Sequence[str]) -> tuple[argparse.Namespa
     Raises ConfigError if a known flag lacks its value."""
     parser = hydra_flags()
     parser.add_argument(FLAG, action="append", default=[], metavar="MODULE")
-    parser.set_defaults(check=False, show=False, json=False, result=None, place=None)
+    parser.set_defaults(check=False, show=False, json=False, result=None, place=None, predicts=command.predicts)
     for flag in command.flags:
         parser.add_argument(flag.name, action="store_true")
     parser.prog, parser.error = f"meshloom {command.name}", _refuse  # type: ignore[method-assign]
@@ -162,7 +162,7 @@ def request_of_flags(flags: argparse.Namespace) -> Request:
         return request_of_run(flags.place, flags.overrides, flags)
     overrides = search_path_override(flags.overrides, flags.config_dir)
     path = str(Path(flags.config_path).resolve()) if flags.config_path else None
-    return Request(tuple(overrides), flags.config_name or "config", path)
+    return Request(tuple(overrides), flags.config_name or "config", path, predicts=flags.predicts)
 
 
 def _refuse(message: str) -> NoReturn:

@@ -33,7 +33,8 @@ class Command:
     overrides change. joins_processes: it may run in several processes, which stop together. flags: its own flags,
     besides those of Hydra. section: the section of the config whose keys it takes without its name. takes_any_words:
     what is not a flag of its own is not read here, as a whole command of another tool. streams: with `--json` it prints
-    results while it runs, instead of one in the end."""
+    results while it runs, instead of one in the end. predicts: it runs no step, so the calibrations that the user keeps
+    count."""
 
     name: str
     description: str
@@ -46,6 +47,7 @@ class Command:
     section: str = ""
     takes_any_words: bool = False
     streams: bool = False
+    predicts: bool = False
 
     @property
     def line(self) -> str:
@@ -72,6 +74,7 @@ _ALL = (
         "explain",
         "show the plan in seconds, without compiling: layouts, memory, time",
         "explain:explain_command",
+        predicts=True,
         flags=(
             Flag("--check", "exit code 3 if the step does not fit, by the estimate"),
             Flag("--json", "print plan.json instead of text"),
@@ -81,6 +84,7 @@ _ALL = (
         "compile",
         "compile ahead of time, without the hardware: report and artifact",
         "compile:compile_command",
+        predicts=True,
         flags=(Flag("--json", "print report.json in the end; all else goes to standard error"),),
     ),
     Command(
@@ -237,15 +241,18 @@ profile.html into RUN; the page shows both steps on one time axis.
 Finds how much longer each kind of compute, and each kind of link, takes on a
 chip than predicted, from runs that traced steps on it (meshloom train
 profile.steps=[10,13]), or from profiles of any program, as inspect reads them,
-with the target=NAME that they ran on. Writes a config, which later predictions
-take by name:
+with the target=NAME that they ran on. Keeps it in ~/.config/meshloom, where
+explain, compile, inspect, tune and guard find it for each target of this chip,
+and say so; calibration=none predicts without it. Without RUN, shows what is
+kept. With --to, writes a config that counts only where it is named:
 
     meshloom explain --config-dir DIR calibration=NAME ...
 """,
-        "[target=NAME] RUN...",
+        "[target=NAME] [RUN...]",
         flags=(
-            Flag("--to", "a folder of your own configs; writes DIR/calibration/NAME.yaml", "DIR", is_required=True),
-            Flag("--name", "the name of the config; without it, the name of the chip", "NAME"),
+            Flag("--to", "write DIR/calibration/NAME.yaml, a config of your project", "DIR"),
+            Flag("--name", "the name of that config; without it, the name of the chip", "NAME"),
+            Flag("--remove", "remove what is kept for a chip", "CHIP"),
             Flag("--module", "the program of a profile, if several took much of its time", "NAME"),
             JSON,
             Flag("--config-dir", "your own configs: targets, calibrations", "DIR"),
@@ -308,6 +315,7 @@ two levels below it, such as hydra.run.dir=my-run or runs/first.
         "tune",
         "search for the best mesh, sharding and remat, without compiling",
         "sweep:tune_command",
+        predicts=True,
         flags=(SAID,),
     ),
     Command(

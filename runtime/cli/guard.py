@@ -10,19 +10,22 @@ from pathlib import Path
 
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import WORSE, ConfigError, Problem, all_of, raise_if_any
+from meshloom.compiler.core.key_paths import is_within
 from meshloom.compiler.core.known import Unknown
 from meshloom.compiler.core.user_code import FLAG, VARIABLE, code_allowed_from, parse_allowed
 from meshloom.compiler.core.visible import write_out
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.hydra_settings import search_path_override
+from meshloom.compiler.declare.overrides import overridden_key, override
 from meshloom.compiler.declare.problems import MISTAKES, as_config_error
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.report.diff import Run
 from meshloom.compiler.report.explain import plan_as_json
-from meshloom.compiler.report.guard import Tolerances, judge, problems_of_base
+from meshloom.compiler.report.guard import Tolerances, judge, problems_of_base, problems_of_rules
 from meshloom.compiler.report.views.guard import as_markdown, show_verdict
+from meshloom.compiler.spec.calibration_spec import GROUP
 
-from ..api.inspected import inspect_path
+from ..api.inspected import ProgramRequest, inspect_path
 from ..compile.artifact import FOLDER
 from ..compile.compile_command import compile_step, prepare_compile
 from ..core.files import parse_json, replace_text
@@ -45,11 +48,9 @@ def guard_command(words: Words) -> int:
     """Judges a step by its base. Returns the exit code: WORSE if it is worse than tolerated. Raises ConfigError where
     there is nothing to compare."""
     flags = words.flags
-    tolerances, base, *given = all_of(
-        lambda: _tolerances(flags),
-        *(lambda path=path: _read_step(path, words) for path in (Path(flags["--base"]), *words.paths)),
-    )
-    head = given[0] if given else _made(words, base)
+    tolerances, base = all_of(lambda: _tolerances(flags), lambda: _read_step(Path(flags["--base"]), words))
+    words = _priced_as(base, words)
+    head = _read_step(words.paths[0], words) if words.paths else _made(words, base)
     if isinstance(head, int):
         return head  # the compiler failed, and has said so
     if "--estimate" in flags:
@@ -83,8 +84,22 @@ def _tolerances(flags: Mapping[str, str]) -> Tolerances:
             found[each.name] = float(match[1]) / 100
         else:
             problems.append(Problem(flag, f"{text} is not a number of percent from 0", f"type {flag} 2%"))
-    raise_if_any(problems)
-    return Tolerances(**found, allowed=frozenset(filter(None, re.split(r"[,\s]+", flags.get("--allow", "")))))
+    allowed = frozenset(filter(None, re.split(r"[,\s]+", flags.get("--allow", ""))))
+    raise_if_any([*problems, *problems_of_rules(sorted(allowed), "--allow")])
+    return Tolerances(**found, allowed=allowed)
+
+
+def _priced_as(base: Run, words: Words) -> Words:
+    """Returns the words with the calibration of the base, so that both steps have the same prices, unless they name
+    one. A report says what its calibration is by, and not its factors: if it has one, it has to be found as before."""
+    is_typed = any(is_within(overridden_key(text), GROUP) for text in words.overrides)
+    if is_typed or (words.paths and not words.overrides):  # then the step has its own
+        return words
+    found = base.spec.get(GROUP) or (base.plan["target"].get(GROUP) if base.plan else None)
+    if found is None and base.report is not None and base.report.target.calibration:
+        return words
+    chosen = [override(f"{GROUP}.{key}", value) for key, value in (found or {}).items()]
+    return replace(words, overrides=(*words.overrides, f"{GROUP}=none", *chosen))
 
 
 def _read_step(path: Path, words: Words) -> Run:
@@ -120,7 +135,8 @@ def _inspected(path: Path, words: Words) -> Run:
     """Returns the program at a path, as `meshloom inspect` reads it."""
     is_declared = (path / FOLDER).is_dir() and (path / SPEC).is_file()  # it has its target
     overrides = () if is_declared else search_path_override(words.overrides, words.flags.get("--config-dir"))
-    return Run(str(path), {}, {}, inspect_path(path, overrides, words.flags.get("--module")).report)
+    asked = ProgramRequest(tuple(overrides), words.flags.get("--module"))
+    return Run(str(path), {}, {}, inspect_path(path, asked).report)
 
 
 def _alike(base: Run, head: Run, words: Words) -> tuple[Run, Run]:

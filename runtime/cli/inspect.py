@@ -14,6 +14,7 @@ from meshloom.compiler.core.visible import write_error, write_out
 from meshloom.compiler.declare.hydra_settings import search_path_override
 from meshloom.compiler.xla.schedule.steps import Choices
 
+from ..api.inspected import ProgramRequest
 from ..api.judged import inspect_or_judge
 from ..core.inputs import on_disk
 from .words import Words
@@ -27,7 +28,8 @@ def inspect_command(words: Words) -> None:
     with ExitStack() as opened:
         path, *texts = (opened.enter_context(on_disk(place)) for place in words.texts if place not in words.overrides)
         text = texts[0] if texts else None
-        found = inspect_or_judge(path, overrides, words.flags.get("--module"), _choices(words.flags), text)
+        asked = ProgramRequest(tuple(overrides), words.flags.get("--module"), _choices(words.flags))
+        found = inspect_or_judge(path, asked, text)
     directory = Path(words.flags["--to"]) if "--to" in words.flags else _new_directory(datetime.now())
     try:
         files = found.write(directory)

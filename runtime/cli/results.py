@@ -42,8 +42,11 @@ class SweepRow(Record):
 
 
 class CalibrateResult(Record):
+    """A calibration and its file. notes: what it does not reach, and what it replaces."""
+
     file: str
     calibration: Calibration
+    notes: tuple[str, ...] = ()
 
 
 class ExportResult(Record):

@@ -63,7 +63,11 @@ DOCUMENTS = {
     ),
     "generate": JsonDocument("a line for each prompt", _of(Completion), ("generate",)),
     "export": JsonDocument("the folder with its files", _of(results.ExportResult), ("export",)),
-    "calibrate": JsonDocument("the calibration and its file", _of(results.CalibrateResult), ("calibrate",)),
+    "calibrate": JsonDocument(
+        "the calibration and its file; without RUN, a list",
+        _of(results.CalibrateResult | list[results.CalibrateResult]),
+        ("calibrate",),
+    ),
     "data": JsonDocument("the folder of shards and its index.json", _of(results.DataResult), ("data",)),
     "launch": JsonDocument("what was launched", _of(results.LaunchResult), ("launch",)),
     "import": JsonDocument("overrides, and keys without effect", _of(results.ImportResult), ("import",)),

@@ -6,6 +6,7 @@ A sweep is checked, then Hydra's sweeper and launcher run its points, and a tabl
 import argparse
 import os
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 from meshloom.compiler.core.console import Console
@@ -89,7 +90,7 @@ def _run(engine: Engine, flags: argparse.Namespace) -> None:
         by_overrides = f'${{{POINT_NAME}:${{hydra.overrides.task}},"{" ".join(asked.axes)}"}}'
         named.append(f"{SUBDIRECTORY}={in_quotes(by_overrides)}")
     kept = [text for text in asked.request.overrides if overridden_key(text) != SWEEP_DIR]
-    request = Request((*kept, *named), asked.request.config_name, asked.request.config_path)
+    request = replace(asked.request, overrides=(*kept, *named))
     with launching(engine) as task:
         run_application(request, flags, task)
 

@@ -89,7 +89,8 @@ def parse_words(command: Command, args: Sequence[str]) -> Words:
     takes_overrides = "=" in command.paths
     overrides = tuple(word for word in rest if takes_overrides and _OVERRIDE.match(word) and not Path(word).exists())
     paths = tuple(Path(word) for word in rest if not word.startswith("-") and word not in overrides)
-    is_list, num_required = command.paths.endswith("..."), sum(not name.startswith("[") for name in names)
+    is_list = any(name.rstrip("]").endswith("...") for name in names)
+    num_required = sum(not name.startswith("[") for name in names)
     missing = names[len(paths) : num_required]
     if missing or (len(paths) > len(names) and not is_list):
         more = " ".join(map(str, paths[len(names) :]))

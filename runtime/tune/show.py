@@ -44,6 +44,8 @@ def show_answer(answer: Answer, console: Console) -> None:
     console.table(_table(answer, console.width))
     console.line()
     first = answer.best[0].figures
+    if answer.target.calibration:
+        console.wrapped(("calibrated", "bold"), f" {answer.target.calibration.describe()}")
     if between := first.range_of(first.step_seconds):
         console.wrapped(f"the first takes {human_range(between)}: {first.range_basis}")
     if too_fast := above_published(answer):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.compiler.profile.compare import ProfileReport, calibrate, compare
+from meshloom.compiler.profile.compare import ProfileReport, calibrate, compare, fit_steps
 from meshloom.compiler.profile.prediction import Prediction, predict
 from meshloom.compiler.profile.trace import read_trace
 from meshloom.compiler.spec.calibration_spec import Calibration
@@ -83,6 +83,21 @@ def test_predictions_by_the_calibration_of_a_run_are_what_it_measured(factors):
         assert predicted == pytest.approx(measured, rel=1e-3), kind
     again = calibrate([report], "the same run")
     assert _factors(again) == pytest.approx(factors, rel=2e-3), "the factors of both calibrations are multiplied"
+
+
+def test_a_fit_of_the_steps_says_what_it_does_not_reach():
+    """A part of the step that no factor changes keeps it from what was measured."""
+    report = _measured(_predicted(), _predicted())
+    took, start = report.step.measured_seconds, calibrate([report], "a run")
+
+    def fitted(fixed: float) -> tuple[Calibration, str]:
+        part = (took - fixed) / start.matmul
+        return fit_steps(start, [report], lambda found: [0.1 * fixed + 0.5 * part * found.matmul])
+
+    found, note = fitted(0.0)
+    assert (found.matmul, note) == (pytest.approx(2 * start.matmul, rel=0.01), "")
+    assert "after 4 fits the 1 step took" in fitted(50 * took)[1]
+    assert "the step is not predicted" in fit_steps(start, [report], lambda _: None)[1]
 
 
 def test_a_gather_that_nothing_waited_for_does_not_calibrate_its_link():

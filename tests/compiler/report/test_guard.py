@@ -1,17 +1,21 @@
 """A step against that of its base: what is worse fails and is named, and what is not passes."""
 
+import ast
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+from meshloom.compiler.analysis import lint
 from meshloom.compiler.core.errors import MISTAKE, WORSE
 from meshloom.compiler.core.known import Unknown
 from meshloom.compiler.report.diff import Run
 from meshloom.compiler.report.guard import Tolerances, judge, problems_of_base
 from meshloom.compiler.report.views.guard import as_markdown
-from meshloom.compiler.schema import Finding, Report
+from meshloom.compiler.schema import LINT_RULES, Finding, Report
 from meshloom.runtime.cli.main import run as command
 from support import reports
 from support.recorded import recorded_text
@@ -164,6 +168,7 @@ def test_a_seeded_regression_of_a_program_fails_and_names_its_collective(name, r
         (("base.txt", "--base", "base.txt"), "target", "it is missing"),
         (("base.txt", "target=v5e-8", "--base", "base.txt"), "target", "was compiled for GPUs"),
         (("base.txt", "target=h100-8", "--base", "base.txt", "--max-slower", "much"), "--max-slower", "not a number"),
+        (("base.txt", "target=h100-8", "--base", "base.txt", "--allow", "lost-asinc"), "--allow", "'lost-asinc'"),
         (("base.txt", "target=h100-8"), "command line", "--base is missing"),
         (("base.txt", "target=h100-8", "--base", "other.json"), "other.json", "not a report.json or a plan.json"),
         (("base.txt", "target=h100-8", "--base", "renamed.txt"), "renamed.txt", "model jit_other there"),
@@ -179,6 +184,21 @@ def test_each_mistake_is_one_error_with_a_fix(words, where, what, programs, caps
     assert told.startswith(f"error: {where}: ")
     assert what in told
     assert told.count("error: ") == told.count("fix: ") == 1
+
+
+def test_every_rule_of_the_lint_can_be_allowed():
+    """Their names are what the code gives findings; each name in the list is given somewhere."""
+    analysis = Path(lint.__file__).parent
+    files = [*analysis.glob("*.py"), analysis.parent / "report/build_report.py"]
+    named = set(re.findall(r'"([a-z0-9]+(?:-[a-z0-9]+)+)"', "".join(file.read_text() for file in files)))
+    named |= {f"{kind}-inside-tiles" for kind in ("update", "slice")}
+    assert set(LINT_RULES) <= named
+    calls = [call for file in files for call in ast.walk(ast.parse(file.read_text())) if isinstance(call, ast.Call)]
+    given = {word.value.value for call in calls for word in call.keywords
+             if word.arg == "rule" and isinstance(word.value, ast.Constant)}  # fmt: skip
+    given |= {call.args[2].value for call in calls if isinstance(call.func, ast.Name) and call.func.id == "_costly"
+              and isinstance(call.args[2], ast.Constant)}  # fmt: skip
+    assert {"memory-by-text", "repeated-gather"} <= given <= set(LINT_RULES)
 
 
 def test_an_estimate_is_judged_by_an_estimate(tmp_path, capsys):

@@ -10,6 +10,8 @@ import pytest
 from jax.profiler import ProfileData
 from jaxlib._hlo import hlo_module_from_text
 
+from meshloom.compiler.declare.compose import Request, read_spec
+from meshloom.compiler.driver import plan_run
 from meshloom.compiler.profile.compare import ProfileReport
 from support.commands import run_in_process
 from support.profiles import GPU_STEP, MODULE, STEPS, TEXT, TPU_STEP
@@ -165,6 +167,43 @@ def test_one_profile_calibrates_its_chip(tmp_path, monkeypatch):
     assert after.ratio == pytest.approx(1, abs=0.05)
 
 
+def test_a_calibration_is_kept_for_its_chip_and_every_prediction_by_it_says_so(tmp_path, monkeypatch):
+    """Where it is kept, a report compares with another of the same prices. A run, which has to be the same on each
+    host, does not look for it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    path, text = _write(Path("host.xplane.pb"), TPU + PROGRAM), _write(Path("step.txt"), TEXT.encode())
+    before = _judged(path, "target=v5e-4")
+    assert run_in_process("inspect", text, "target=v5e-4", "--to", "base").returncode == 0
+    done = run_in_process("calibrate", path, "target=v5e-4")
+    kept = tmp_path / "config/meshloom/calibration/v5e.yaml"
+    assert f"kept in {kept}" in done.stdout
+    after = _judged(path, "target=v5e-4")
+    assert (before.step.ratio or 0) > 2
+    assert after.step.ratio == pytest.approx(1, abs=0.05)
+    assert f"(kept in {kept}; calibration=none leaves it out)" in run_in_process("inspect", path, "target=v5e-4").stdout
+    assert _judged(path, "target=v5e-4", "calibration=none") == before
+    again = run_in_process("calibrate", path, "target=v5e-4", "--json")
+    assert (
+        json.loads(again.stdout)["calibration"]
+        == json.loads(run_in_process("calibrate", "--json").stdout)[0]["calibration"]
+    ), "what is kept is replaced, not corrected"
+    assert run_in_process("guard", text, "target=v5e-4", "--base", "base").returncode == 0, "at the prices of the base"
+    other = run_in_process("guard", text, "target=v5e-4", "calibration=auto", "--base", "base")
+    assert (other.returncode, "another calibration" in other.stderr) == (2, True)
+
+    words = ("target=v5e-4", "data=synthetic")
+    chips = [read_spec(Request(words, predicts=predicts), plan_run).spec.calibration.chip for predicts in (True, False)]
+    assert chips == ["v5e", None]
+    assert read_spec(Request(("target=v6e-4", *words[1:]), predicts=True), plan_run).spec.calibration.chip is None
+
+    kept.write_text("chip: [")
+    assert "is no calibration that can be read" in run_in_process("inspect", text, "target=v5e-4").stderr
+    assert run_in_process("calibrate", "--remove", "v6e").returncode == 2
+    assert run_in_process("calibrate", "--remove", "v5e").returncode == 0
+    assert not kept.exists()
+
+
 TWO = (
     tpu_trace([[TPU_STEP, TPU_STEP]], module="jit_a", steps=(), every=10.0),
     tpu_trace([[TPU_STEP]], module="jit_b", steps=(), every=10.0),
@@ -195,6 +234,8 @@ TWO = (
         (("step.txt", "other.txt", "target=v5e-4"), "other.txt: step.txt is no profile, and has its program in itself"),
         (("torch.pt.trace.json", "target=h100-4"), "torch.pt.trace.json: has no operation of a program of XLA"),
         (("none.xplane.pb", "target=v5e-4"), "none.xplane.pb: there is no such file or directory"),
+        (("gpu.xplane.pb", "target=v5e-4"), "target: the profile is of GPUs, and v5e-4 has TPU v5 lite"),
+        (("empty.xplane.pb", "target=v5e-4"), "empty.xplane.pb: is empty"),
     ],
 )
 def test_a_mistake_is_one_error_with_a_fix(tmp_path, monkeypatch, words, said):
@@ -205,6 +246,7 @@ def test_a_mistake_is_one_error_with_a_fix(tmp_path, monkeypatch, words, said):
         "kind.xplane.pb": whole + _of_device("/device:TPU:9", device_type_string="TPU v6 Lite"),
         "a100.xplane.pb": GPU + _of_device("/device:GPU:9", compute_cap_major=8, compute_cap_minor=0),
         "whole.xplane.pb": whole, "two.xplane.pb": b"".join(TWO),
+        "gpu.xplane.pb": GPU + PROGRAM, "empty.xplane.pb": b"",
         "half.xplane.pb": whole[: len(whole) // 2],
         "half.trace.json.gz": _json_trace(TPU)[:500], "half.trace.json": gzip.decompress(_json_trace(TPU))[:500],
         "torch.pt.trace.json": b'{"traceEvents": [{"ph": "X", "name": "gemm", "ts": 1, "dur": 2}]}',
