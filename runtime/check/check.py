@@ -8,12 +8,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
 import numpy as np
 
 from meshloom.compiler.check.check_report import (
+    BY_BITS,
     CheckLine,
     CheckReport,
     deviation_line,
@@ -45,6 +49,7 @@ from meshloom.models import PADDING_TARGET
 from ..processes.devices import start_devices
 from ..processes.distributed import Processes
 from .check_data import CheckData, pieces_of, wrong_targets
+from .check_files import CheckFiles, transformers_logits
 from .programs import Compiler, SmallPlan, SmallProgram, on_host
 
 _NUM_STEPS = 2
@@ -75,7 +80,7 @@ class DeclarationCheck:
         start = time.perf_counter()
         start_devices(CpuTarget(kind="cpu", num_devices=self.shrunk.plan.target.num_devices), Processes())
         with Compiler() as self.compiler:
-            self._start()
+            self.start()
             lines = tuple(self.lines())
         return CheckReport(
             program=self.program,
@@ -95,7 +100,7 @@ class DeclarationCheck:
         layers = counted(sum(stack.num_layers for stack in plan.model.stacks), "layer")
         return f"{layers}, {axes}, {plan.spec.global_batch_size} x {plan.spec.sequence_length} tokens"
 
-    def _start(self) -> None:
+    def start(self) -> None:
         """Plans and lowers all programs; the longest are compiled first."""
         ops = self.declared.ops
         self.spec = in_float32(self.shrunk.plan.spec)
@@ -138,14 +143,19 @@ class DeclarationCheck:
     def lines(self) -> Iterator[CheckLine]:
         """Yields the lines of the table, in its order."""
         yield self._same_program()
-        yield self._data()
+        yield self.data()
+        yield from self.of_step()
+        yield self._precision()
+        yield from self._over_meshes()
+        yield self.packed()
+        yield self._padding()
+        yield from self.in_files()
+
+    def of_step(self) -> Iterator[CheckLine]:
+        """Yields the lines that compare the step of the mesh with that of one device."""
         yield self._loss()
         yield self._gradients()
         yield self._updated()
-        yield self._precision()
-        yield from self._over_meshes()
-        yield self._packed()
-        yield self._padding()
         yield self._tied()
         yield self._auxiliary()
         yield self._token_counts()
@@ -291,7 +301,7 @@ class DeclarationCheck:
             each = [deviation(program.loss(self.params, b), self.evaluated.loss(self.params, b)) for b in self.batches]
             yield deviation_line(name, what, Deviation("", max(each), self.of_loss))
 
-    def _data(self) -> CheckLine:
+    def data(self) -> CheckLine:
         name, what = "data", "each target is the next token of its document"
         if self.spec.data.gives_sequences:
             return not_run(name, what, "a class of yours returns whole sequences")
@@ -303,7 +313,7 @@ class DeclarationCheck:
         ]
         return judged_line(name, what, wrong, why=f"packing={self.spec.data.packing}")
 
-    def _packed(self) -> CheckLine:
+    def packed(self) -> CheckLine:
         name, what = "packing", "packed documents have the losses of each alone"
         if not self.spec.data.isolate_documents:
             return not_run(name, what, "documents of a sequence see each other: data.isolate_documents=false")
@@ -321,8 +331,7 @@ class DeclarationCheck:
         def alone(params: Any, inputs: Any, targets: Any) -> Any:
             is_token = targets != PADDING_TARGET
             context = plain_context(inputs, is_token=is_token)
-            head = model.head_params(params["head"], params["embed"])
-            logits, *_ = forward(model, params, head, inputs, context)
+            logits, *_ = forward(model, params, _head_of(model, params), inputs, context)
             log_probs = jax.nn.log_softmax(logits)
             chosen = jax.numpy.take_along_axis(log_probs, jax.numpy.maximum(targets, 0)[..., None], axis=-1)[..., 0]
             return -jax.numpy.sum(jax.numpy.where(targets >= 0, chosen, 0.0)) / jax.numpy.sum(targets >= 0)
@@ -385,6 +394,52 @@ class DeclarationCheck:
                     wrong.append(f"{key} of step {step} is {int(metrics[key])} and not {number}")
         return judged_line("counts", "tokens are counted once", wrong)
 
+    def in_files(self) -> Iterator[CheckLine]:
+        """Yields the lines of what is saved after the first step, and exported."""
+        with TemporaryDirectory(prefix="meshloom-check-") as folder:
+            files = CheckFiles(self.train.on, Path(folder))
+            state = self.steps[0][0]
+            restored = files.saved_and_restored(state, step=1)
+            yield _equal("checkpoint", "a checkpoint holds what was trained", on_host(restored), state)
+            again, _ = self.train.run(restored, self.train.on.placed(self.batches[1]))
+            what = "a run that goes on makes the same step"
+            yield _equal("resume", what, again, self.steps[1][0])
+            yield from self._exported(files, state["params"])
+
+    def _exported(self, files: CheckFiles, params: Any) -> Iterator[CheckLine]:
+        name, what = "export", "an exported folder holds what was trained"
+        logits, theirs = "logits", "transformers computes the same logits from that folder"
+        try:
+            out = files.exported(self.train.on.params(params))
+        except ConfigError as error:
+            first = error.problems[0]
+            why = f"it has no published form: {first.where}: {first.what}"
+            yield not_run(name, what, why)
+            yield not_run(logits, theirs, why)
+            return
+        if self.plan.model.adapters:
+            yield not_run(name, what, "the adapter is merged with its base; the line logits compares them")
+        else:
+            yield _equal(name, what, files.read(out), params)
+        missing = [each for each in ("torch", "transformers") if find_spec(each) is None]
+        if missing:
+            yield not_run(logits, theirs, f"{' and '.join(missing)} is not installed")
+            return
+        tokens, model = self.batches[0]["inputs"][:2], self.plan.model
+
+        def of_ours(params: Any, inputs: Any) -> Any:
+            return forward(model, params, _head_of(model, params), inputs, plain_context(inputs))[0]
+
+        program = self.compiler.plain(of_ours, params, tokens)
+        try:
+            found = transformers_logits(out, tokens)
+        except (ImportError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+            yield not_run(logits, theirs, f"transformers does not read it: {str(error).splitlines()[0]}")
+            return
+        ours, rounded = program.result()(params, tokens), program.result()(nudged(params, "float32", 1), tokens)
+        tolerated = tolerances({"": deviation(rounded, ours)})[""]
+        yield deviation_line(logits, theirs, Deviation("", deviation(ours, found), tolerated))
+
     def _same_program(self) -> CheckLine:
         other = list(SameProgram(self.declared, self.shrunk.plan).differences())
         what = "strategies and kinds of collectives are the declared ones"
@@ -398,6 +453,24 @@ def _plainly(spec: Any) -> Any:
     if spec.mesh.stage == 1:
         update["pipeline"] = pipeline
     return spec.model_copy(update=update)
+
+
+def _head_of(model: Any, params: Any) -> Any:
+    """Returns all parameters of the head, also those that are the embedding's."""
+    return model.head_params(params.get("head", {}), params["embed"])
+
+
+def _equal(name: str, what: str, found: Any, expected: Any) -> CheckLine:
+    """Returns the line of two trees that have to have the same bits."""
+    ours, theirs = leaves_by_path(found), leaves_by_path(expected)
+    wrong = [
+        path
+        for path in dict.fromkeys([*ours, *theirs])
+        if path not in ours or path not in theirs or not np.array_equal(ours[path], theirs[path])
+    ]
+    said = [f"{path} differs" for path in wrong[:4]]
+    said += [f"and {len(wrong) - 4} more"] if len(wrong) > 4 else []
+    return judged_line(name, what, said, by=BY_BITS, why=counted(len(theirs), "array"))
 
 
 def _largest(each: Iterator[dict[str, float]]) -> dict[str, float]:

@@ -112,6 +112,11 @@ def wrong_targets(batch: HostBatch, *, is_masked: bool, is_isolated: bool) -> li
         wrong.append("tokens that are not to be learnt are targets")
     known = has_next & ~is_end & (following % MODULUS != UNTRAINED if is_masked else True)
     known &= targets != PADDING_TARGET
+    if "positions" in batch:
+        for row, positions in zip(inputs, batch["positions"], strict=True):
+            if any(not np.array_equal(positions[a:b], np.arange(b - a)) for a, b in pieces_of(row)):
+                wrong.append("positions do not count each document from 0")
+                break
     if np.any(~counted & known):
         wrong.append(f"{int(np.sum(~counted & known))} tokens have no target")
     return wrong

@@ -74,6 +74,7 @@ def render_page(
         title=f"{report.program.model} on {report.target.name}",
         mesh=str(plan.mesh) if plan else None,
         command=shlex.join(["meshloom", "compile", *report.overrides]),
+        check=shlex.join(["meshloom", "check", *report.overrides]) if plan else None,
         verdict=verdict(report),
         memory=charts.memory_bar(report),
         step=charts.step_bar(report),
