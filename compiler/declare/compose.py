@@ -54,6 +54,7 @@ from .overrides import overridden_key, parse_override, quoted, shortened, with_q
 from .peer_names import meant_choice
 from .pinned import Pinned
 from .problems import MOST_SHOWN, ConfigGroups, reported, validation_problems
+from .processor import on_processor
 from .published_model import with_published_model
 from .run_spec import RunSpec
 from .user_code import spec_class
@@ -270,6 +271,7 @@ def _validate(
             forced = _all_forced(overrides, request, groups)
             composed = compose_kept(request.config_name, request.config_path, forced, groups)
             problems = problems_of_files(composed, overrides) + problems_of_settings(composed)
+            choices = dict(composed.hydra.runtime.choices)
             with open_dict(composed):
                 del composed["hydra"]
             texts = unresolved(composed)
@@ -280,8 +282,10 @@ def _validate(
     problems += not_plain
     if problems:  # nothing that the files name is imported
         return None, problems
+    typed_keys = [each.key_or_group for each in overrides]
+    values, chosen_here = on_processor(values, choices, typed_keys)
     values = request.pinned.applied(values) if request.pinned else values
-    values, problems = with_published_model(values, [each.key_or_group for each in overrides])
+    values, problems = with_published_model(values, typed_keys)
     is_counted, values = task.counts_epochs(values), task.settled(values)
     values = values if request.predicts else _without_own_calibration(values)
     spec_type, not_loaded = spec_class(values)
@@ -289,7 +293,7 @@ def _validate(
     try:
         with blamed_on_user("the declaration", "checking it", is_theirs=False):
             spec = spec_type.model_validate_json(json.dumps(values)).with_sources(sources)
-            spec = spec.counting_epochs() if is_counted else spec
+            spec = (spec.counting_epochs() if is_counted else spec).choosing_here(chosen_here)
         return (None if problems else spec), problems
     except ValidationError as error:
         own_groups = [group for group in groups if "/" not in group]

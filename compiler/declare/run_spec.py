@@ -215,6 +215,7 @@ class RunSpec(PlanSpec):
 
     _origin: Origin = PrivateAttr(default=Origin())
     _counts_epochs: bool = PrivateAttr(default=False)
+    _chosen_here: str | None = PrivateAttr(default=None)
 
     def counting_epochs(self) -> Self:
         """Returns the declaration whose number of steps is counted when its data are open; until then, it is a
@@ -227,6 +228,17 @@ class RunSpec(PlanSpec):
     def counts_epochs(self) -> bool:
         """Returns True if `num_steps` is to be counted from `data.num_epochs`."""
         return self._counts_epochs
+
+    def choosing_here(self, line: str | None) -> Self:
+        """Returns the declaration with a line that says what was chosen for this machine."""
+        copied = self.model_copy()
+        copied._chosen_here = line
+        return copied
+
+    @property
+    def chosen_here(self) -> str | None:
+        """Returns the line that says what was chosen for this machine; None if nothing was."""
+        return self._chosen_here
 
     def with_origin(self, origin: Origin) -> Self:
         """Returns the declaration with its origin."""

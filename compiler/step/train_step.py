@@ -13,7 +13,7 @@ Its arithmetic is float32. If a step may be skipped, all of its results are sele
 keep their bits, and nothing waits for the host.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from meshloom.models.loss import has_loss
 
 from ..core.partition_spec import keep_axes
 from ..core.scopes import UPDATE, WORKING_PARAMETERS
-from ..core.trees import combined, leaves_by_path, nested_dict, pick
+from ..core.trees import combined, leaves_by_path, like, nested_dict, pick
 from ..parallel.weights import Reduction, assemble, is_assembled
 from ..plan import Plan
 from ..sharding.batch import REFERENCE, BatchPlan
@@ -77,14 +77,18 @@ def build_train_step(plan: Plan, *, returns_gradients: bool = False) -> TrainSte
     return train_step
 
 
-def build_init(plan: Plan) -> Callable[[], State]:
+def build_init(plan: Plan, drawn_paths: Collection[str] | None = None) -> Callable[[], State]:
     """Returns a function that makes the state before the first step. Compile it with output shardings: every device
-    makes its own shards."""
+    makes its own shards. drawn_paths: the parameters that are drawn; the others are zeros, in whose place weights are
+    read. None: all are drawn."""
 
     precision = plan.spec.precision
 
     def init() -> State:
         drawn = plan.model.init(jax.random.key(plan.spec.seed))
+        if drawn_paths is not None:
+            leaves = leaves_by_path(drawn).items()
+            drawn = like(drawn, {path: x if path in drawn_paths else jnp.zeros_like(x) for path, x in leaves})
         drawn = jax.tree.map(lambda x: x.astype("float32"), drawn)
         trained = pick(drawn, plan.sharding.trained)
         params = jax.tree.map(lambda x, stored: x.astype(stored.dtype), drawn, plan.abstract["params"])

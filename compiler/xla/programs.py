@@ -91,13 +91,15 @@ def is_finite(state: Any) -> jax.Array:
 PROGRAMS = ("init", "train", "evaluate", "is_finite")  # of every run; others are asked for by name
 
 
-def lower(plan: Plan, mesh: Mesh, names: Collection[str] = PROGRAMS) -> Programs:
+def lower(
+    plan: Plan, mesh: Mesh, names: Collection[str] = PROGRAMS, drawn_paths: Collection[str] | None = None
+) -> Programs:
     """Traces and lowers the plan's programs for a mesh of devices; each is a `jax.stages.Lowered`.
 
-    init: () -> state. train: (state, batch) -> (state, metrics); the state is donated unless `StepSpec.keeps_state`.
-    evaluate: (params, batch) -> [summed loss, number of targets]. is_finite: state -> boolean. log_probs: (params,
-    batch) -> log-probabilities of the sequences, by their numbers in the batch. scores: the same, and below them how
-    many targets of each sequence are not the likeliest.
+    init: () -> state; drawn_paths as of `build_init`. train: (state, batch) -> (state, metrics); the state is donated
+    unless `StepSpec.keeps_state`. evaluate: (params, batch) -> [summed loss, number of targets]. is_finite: state ->
+    boolean. log_probs: (params, batch) -> log-probabilities of the sequences, by their numbers in the batch. scores:
+    the same, and below them how many targets of each sequence are not the likeliest.
     """
     operands = _operands(plan.abstract, plan.specs, plan.batch, mesh)
     state, params, batch, one = operands.state, operands.state["params"], operands.batch, operands.replicated
@@ -108,7 +110,7 @@ def lower(plan: Plan, mesh: Mesh, names: Collection[str] = PROGRAMS) -> Programs
         return jax.jit(function, out_shardings=out)
 
     lowerings: dict[str, Callable[[], Any]] = {
-        "init": lambda: jitted(build_init(plan), operands.shardings).lower(),
+        "init": lambda: jitted(build_init(plan, drawn_paths), operands.shardings).lower(),
         "train": lambda: jax.jit(build_train_step(plan), **of_step).lower(state, batch),
         "evaluate": lambda: jitted(build_loss(plan, with_gradients=False)).lower(params, batch),
         "is_finite": lambda: jitted(is_finite).lower(state),

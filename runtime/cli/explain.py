@@ -25,14 +25,14 @@ def explain_command(request: Request, flags: argparse.Namespace) -> int:
     def replan(more: tuple[str, ...]) -> Plan:
         return read_spec(replace(request, overrides=(*request.overrides, *more)), then=plan_run)
 
-    plan, start = read_spec(request, then=_plan)
+    plan, start, chosen_here = read_spec(request, then=_plan)
     estimate = estimate_step(plan)
     exit_code = DOES_NOT_FIT if flags.check and estimate.figures.runs is False else 0
     if flags.json:
         flags.result = plan_as_json(plan)
         return exit_code
     console = Console(off_terminal_width=240)
-    lines = start.lines()
+    lines = [*([chosen_here] if chosen_here else []), *start.lines()]
     for line in lines:
         console.wrapped(line)
     if lines:
@@ -45,7 +45,7 @@ def explain_command(request: Request, flags: argparse.Namespace) -> int:
     return exit_code
 
 
-def _plan(spec: RunSpec) -> tuple[Plan, RunStart]:
+def _plan(spec: RunSpec) -> tuple[Plan, RunStart, str | None]:
     plan_without_devices(spec.target)
     plan, _ = all_of(lambda: plan_run(spec), lambda: check_checkpoint(spec))
-    return plan, declared_start(plan)
+    return plan, declared_start(plan), spec.chosen_here

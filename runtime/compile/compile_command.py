@@ -220,6 +220,8 @@ def _show_header(console: Console, job: CompileJob) -> None:
     model = f"{plan.num_parameters / 1e6:,.1f} M parameters"
     tokens = f"{plan.spec.tokens_per_step:,} tokens per step"
     announce(console, f"meshloom compile: {model}, {plan.mesh} on {target.described}, {tokens}")
+    if plan.spec.chosen_here:
+        announce(console, plan.spec.chosen_here)
     say_labels(console, plan.spec.run)
     if plan.flag_presets:
         announce(console, f"flag presets: {plan.flag_presets}")

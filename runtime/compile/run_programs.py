@@ -11,7 +11,7 @@ for the arrays of the plan, after it for what the compiler made. Simulated devic
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -90,14 +90,19 @@ def make_programs(
     stop: StopRequest,
     console: Console,
     processes: Processes,
+    drawn_paths: Collection[str] | None = None,
 ) -> Programs:
     """Returns the compiled programs of a run, in all processes at once. Raises RunFailed if they need more memory than
-    there is. Ctrl-C ends a process that is alone."""
+    there is. Ctrl-C ends a process that is alone.
+
+    drawn_paths: the parameters that `init` draws where weights are read for the others; None: all. To compile the
+    drawing of a published model takes longer than to compile its train step. An artifact draws all.
+    """
     with stop.waiting_for("the compiler", can_be_left=True), Phases(console, STATUS) as phases:
         compile_ = WatchedBuild(compiler_log(run_dir, processes), phases)
         phases.begin(LOWER)
         mesh = mesh_of(plan)
-        lowered = precompiled.lowered if precompiled else lower(plan, mesh)
+        lowered = precompiled.lowered if precompiled else lower(plan, mesh, drawn_paths=drawn_paths)
         check_same_program(lowered, processes)
         start = time.perf_counter()
         if precompiled:

@@ -95,6 +95,8 @@ def open_weights(
     """
     plan, mesh = session.plan, session.mesh
     place = place_of_weights(plan.spec.checkpoint)
+    if plan.spec.chosen_here:
+        announce(console, plan.spec.chosen_here)
     if is_published(place):
         published = together("published weights", lambda: find_weights(plan), processes=session.processes)
         assert published is not None

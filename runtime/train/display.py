@@ -72,6 +72,8 @@ def show_header(console: Console, plan: Plan[RunSpec]) -> None:
     steps = f"{counted(plan.spec.num_steps, 'step')} of {counted(plan.spec.tokens_per_step, 'token')}"
     model = f"{plan.num_parameters / 1e6:,.1f} M parameters"
     announce(console, f"meshloom train: {model}, {plan.mesh} on {plan.target.described}, {steps}")
+    if plan.spec.chosen_here:
+        announce(console, plan.spec.chosen_here)
     task = task_of(plan.spec.model_dump(mode="json", include={"objective", "adapter", "checkpoint"}))
     announce(console, _rate_line(plan.spec.optimizer, task))
     if plan.adapter:

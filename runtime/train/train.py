@@ -198,7 +198,10 @@ def _run(
     request = RecordedRequest.of(job.request) if job.request else None
     with Checkpoints(run_dir, plan.spec, request) as checkpoints:
         with watch.spending("compile"):
-            programs = make_programs(plan, job.precompiled, run_dir, stop=stop, console=console, processes=processes)
+            programs = make_programs(
+                plan, job.precompiled, run_dir, stop=stop, console=console, processes=processes,
+                drawn_paths=start.weights.fresh if start.weights else None,
+            )  # fmt: skip
         rows = sequences_of(plan.batch.row_order, local_rows(programs.batch))
         batches = iter(data["train"].of_rows(rows))
         with stop.waiting_for("the state to start from"), watch.spending("restore" if start.step else "start"):

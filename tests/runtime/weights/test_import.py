@@ -14,6 +14,7 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.driver import plan_run
+from meshloom.compiler.step.train_step import build_init
 from meshloom.runtime.weights.find import PublishedWeights, StoredWeights, describe_weights, find_weights
 from meshloom.runtime.weights.load import file_sharding, load_params, with_weights
 from support.programs import programs_of
@@ -118,6 +119,8 @@ def test_left_out_parameters_stay_as_they_are_drawn(published):
         assert np.allclose(loaded[path], drawn[path] if path in fresh else x, rtol=1e-6 if path in fresh else 0), path
     lines = describe_weights(_found(plan))
     assert lines[-1] == "drawn anew: embed/table_VE, head/kernel_EV, head/norm/scale_E"
+    for path, x in leaves_by_path(jax.jit(build_init(plan, _found(plan).fresh))()["params"]).items():
+        assert np.allclose(x, drawn[path] if path in fresh else 0, rtol=1e-6, atol=0), path
 
 
 WRONG = {
