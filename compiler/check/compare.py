@@ -24,7 +24,7 @@ Deviations = dict[str, float]  # by path, relative to the norm
 
 def deviations(found: Any, expected: Any) -> Deviations:
     """Returns by path how far an array is from what is expected, as a share of the norm of that. A path that one of
-    them lacks, and a number that is not finite, is infinitely far."""
+    them lacks, and a number that is not finite in either, is infinitely far."""
     ours, theirs = leaves_by_path(found), leaves_by_path(expected)
     return {path: deviation(ours.get(path), theirs.get(path)) for path in dict.fromkeys([*theirs, *ours])}
 
@@ -34,7 +34,7 @@ def deviation(found: Any, expected: Any) -> float:
     if found is None or expected is None:
         return float("inf")
     ours, theirs = np.asarray(found, np.float64), np.asarray(expected, np.float64)
-    if ours.shape != theirs.shape or not np.isfinite(ours).all():
+    if ours.shape != theirs.shape or not (np.isfinite(ours) & np.isfinite(theirs)).all():
         return float("inf")
     norm, off = float(np.linalg.norm(theirs)), float(np.linalg.norm(ours - theirs))
     return off / norm if norm else (float("inf") if off else 0.0)
@@ -61,7 +61,7 @@ class Deviation:
 
     @property
     def is_within(self) -> bool:
-        return self.measured <= self.tolerance
+        return self.measured <= self.tolerance and self.measured < float("inf")
 
 
 def tolerances(rounding: Mapping[str, float], roundings: int = ROUNDINGS) -> Deviations:
