@@ -107,7 +107,7 @@ class Shrinking(Generic[AnyPlanSpec]):
             parts=self.sizes[STAGE] * placement.num_chunks if placement else 1,
             is_even=placement is None or num_layers % placement.num_virtual == 0,
             stage_layers=layers if isinstance(layers, tuple) else None,
-            least_layers=max(loop.prefetch + 2, loop.unroll + 1),
+            least_rounds=max(loop.prefetch + 2 if loop.prefetch else 1, loop.unroll + 1 if loop.unroll > 1 else 1),
             length=_LENGTH,
             declared_length=declared.spec.sequence_length,
         )

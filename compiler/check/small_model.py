@@ -31,7 +31,8 @@ class Room:
 
     axes: the mesh axes of several devices. declared_sizes: of the declared mesh. parts: of the layers, one after the
     other, in a pipeline; 1 without one. is_even: each part has as many layers. stage_layers: those that are declared
-    for each part. least_layers: that the loop over layers needs. length, declared_length: tokens of a sequence.
+    for each part. least_rounds: iterations that the loop over layers needs, each of one period of windows. length,
+    declared_length: tokens of a sequence.
     """
 
     axes: tuple[str, ...]
@@ -39,7 +40,7 @@ class Room:
     parts: int
     is_even: bool
     stage_layers: tuple[int, ...] | None
-    least_layers: int
+    least_rounds: int
     length: int
     declared_length: int
 
@@ -152,7 +153,7 @@ def _windows(windows: Sequence[int | None], declared: int, length: int) -> tuple
 
 
 def _experts(model: Any) -> Cuts:
-    each = min(2, model.num_experts_per_token)
+    each = min(2, getattr(model, "num_experts_per_token", 1))
     groups = min(2, getattr(model, "num_expert_groups", 1))
     experts = 4 if groups == 1 else 8
     cuts: Cuts = {
@@ -178,7 +179,9 @@ def _layers(model: Any, room: Room) -> tuple[int, str]:
         step = math.lcm(room.parts, period)
         count = step * (2 if step < 4 else 1)
         return count + (0 if room.is_even or period > 1 else 1), "some for each part of the pipeline"
-    least = max(3, room.least_layers, 3 if getattr(model, "num_dense_layers", 0) else 0)
-    count = -(-least // period) * period + model.num_layers % period
+    declared_dense = getattr(model, "num_dense_layers", 0)  # they have a loop of their own
+    dense = min(1, declared_dense)
+    rounds = max(-(-(3 - dense) // period), room.least_rounds)
+    count = dense + rounds * period + (model.num_layers - declared_dense) % period
     why = "one period of the kinds of layers" if period > 1 else "a first, a middle, a last"
     return min(count, model.num_layers), why

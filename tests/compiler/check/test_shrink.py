@@ -65,6 +65,16 @@ def test_kinds_of_layers_stay(shrunk):
     assert [s.name for s in latent.plan.model.stacks] == [s.name for s in declared.model.stacks]
 
 
+def test_a_loop_that_prefetches_has_more_periods_of_windows_than_it_gathers_ahead():
+    declared = plan_as_declared(
+        "target=cpu-2", "sharding=fsdp", "model.num_layers=12", "model.attention_windows=[16,null]",
+        "overlap=prefetch", "overlap.layers.prefetch=2",
+    )  # fmt: skip
+    small = Shrinking(declared).shrunk().plan
+    assert [stack.num_layers for stack in small.model.stacks] == [4]
+    assert small.spec.model.num_layers == 8
+
+
 def test_nothing_is_large(shrunk):
     for name in CASES:
         _, small = shrunk(name)
