@@ -2,10 +2,10 @@
 
     python bench/check_faults.py [--only TEXT]
 
-The faults are some of bench/faults.toml, by name, each with one of four declarations. All lines of a declaration first
-have to pass without a fault. A fault is made in this process: the code of the changed functions is replaced, and the
-programs that it may change are lowered, compiled and run again. What was found is kept in bench/check_faults.jsonl.
-Exits with 1 where a fault is not found.
+The faults are some of bench/faults.toml, by name, each with a declaration whose program has the changed code. All
+lines of a declaration first have to pass without a fault. A fault is made in this process: the code of the changed
+functions is replaced, and the programs that it may change are lowered, compiled and run again. What was found is kept
+in bench/check_faults.jsonl. Exits with 1 where a fault is not found.
 """
 
 import argparse
@@ -39,6 +39,8 @@ DECLARED = {
     "dense": ("target=cpu-4", "sharding=fsdp_tensor", "mesh.tensor=2", "overlap=prefetch", "num_microbatches=2",
               "model.embeddings=tied", "model.attention_windows=[16,null]", "parallel.matmul=collective_matmul",
               *PACKED),
+    "replicas": ("target=cpu-4", "sharding=hsdp", "mesh.replica=2", "mesh.fsdp=2", "overlap=prefetch",
+                 "overlap.layers.prefetch=2", "num_microbatches=2"),
     "context": ("target=cpu-4", "sharding=fsdp_context", "mesh.fsdp=2", "mesh.context=2", "parallel.context=ring",
                 "data.isolate_documents=true"),
     "experts": ("target=cpu-4", "model=tiny_moe", "sharding=fsdp_expert", "mesh.fsdp=2", "mesh.expert=2", *PACKED),
@@ -47,10 +49,10 @@ DECLARED = {
 STEP = ("loss", "gradients", "update", "auxiliary", "counts", "tied")
 # The fault, by its name in faults.toml; the declaration; what is made again: the step, the evaluation, data or files.
 FAULTS = (
-    ("gradients of replicated weights are not summed over the devices", "dense", "step"),
+    ("gradients of replicated weights are not summed over the devices", "replicas", "step"),
     ("the gradient of a sharded weight is summed again over the axes that split it", "dense", "step"),
     ("of a ring of partial sums, the last step is left out", "dense", "step"),
-    ("the backward pass gathers the layer below, whatever the distance", "dense", "step"),
+    ("the backward pass gathers the layer below, whatever the distance", "replicas", "step"),
     ("gradients that are reduced late are added to the totals of the layer below", "dense", "step"),
     ("the gradient of the lowest layer, reduced late, is never reduced", "dense", "step"),
     ("the loss of one device is taken for that of all", "dense", "step"),
