@@ -75,18 +75,22 @@ class DeclarationCheck:
         """Shrinks the declaration. Raises ConfigError where it cannot shrink."""
         self.shrunk = Shrinking(self.declared).shrunk()
 
-    def report(self) -> CheckReport:
-        """Runs the check."""
-        start = time.perf_counter()
+    def report(self, show: Callable[[str], None] = lambda _: None) -> CheckReport:
+        """Runs the check. show: is called with what it does now."""
+        start, lines = time.perf_counter(), list[CheckLine]()
+        show("lowering programs")
         start_devices(CpuTarget(kind="cpu", num_devices=self.shrunk.plan.target.num_devices), Processes())
         with Compiler() as self.compiler:
             self.start()
-            lines = tuple(self.lines())
+            show("compiling programs, and running them")
+            for line in self.lines():
+                lines.append(line)
+                show(f"{counted(len(lines), 'line')} of the table, the last is {line.name}")
         return CheckReport(
             program=self.program,
             small=self.small,
             passed=all(line.status != "failed" for line in lines),
-            lines=lines,
+            lines=tuple(lines),
             cuts=self.shrunk.cuts,
             replaced=self.shrunk.replaced,
             seconds=time.perf_counter() - start,
@@ -97,7 +101,8 @@ class DeclarationCheck:
         """Returns the small program in words: "3 layers, fsdp 2 x tensor 2, 4 x 32 tokens"."""
         plan = self.shrunk.plan
         axes = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.sizes.items() if size > 1) or "one device"
-        layers = counted(sum(stack.num_layers for stack in plan.model.stacks), "layer")
+        num_layers = getattr(plan.spec.model, "num_layers", 0) or sum(stack.num_layers for stack in plan.model.stacks)
+        layers = counted(num_layers, "layer")  # a stack counts periods of windows
         return f"{layers}, {axes}, {plan.spec.global_batch_size} x {plan.spec.sequence_length} tokens"
 
     def start(self) -> None:

@@ -4,26 +4,35 @@ import argparse
 
 from meshloom.compiler.check.check_report import CheckReport
 from meshloom.compiler.core.console import Column, Console, Table
-from meshloom.compiler.core.errors import WRONG
+from meshloom.compiler.core.errors import WRONG, ConfigError, Problem
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 
 from ..check.check import DeclarationCheck
-from ..processes.devices import plan_without_devices
+from ..processes.devices import TooFewSimulated, plan_without_devices
 
 _STYLES = {"passed": "green", "failed": "bold red", "differs": "yellow", "not run": "dim"}
 
 
 def check_command(request: Request, flags: argparse.Namespace) -> int:
     """Checks the declaration, and prints the table. Returns the exit code: WRONG if a line failed. Raises ConfigError
-    for a declaration that cannot be planned, or cannot shrink."""
+    for a declaration that cannot be planned, or cannot shrink, and for chips that JAX has started."""
     plan = read_spec(request, then=lambda spec: (plan_without_devices(spec.target), plan_run(spec))[1])
     check = DeclarationCheck(
         plan, f"{plan.spec.model.family} of {plan.num_parameters:,} parameters on {plan.target.name}"
     )
     console = Console(off_terminal_width=160)
     console.line(f"checking {check.program} as {check.small}", style="dim")
-    report = check.report()
+    bar = console.bar("checking", "spinner", "doing", "numbers", "elapsed", is_transient=True)
+    bar.start()
+    try:
+        report = check.report(lambda doing: bar.update(0, total=None, numbers=doing))
+    except TooFewSimulated as error:  # planning for attached chips has started JAX with them
+        what = "JAX has started with the attached chips, and a check runs on simulated devices"
+        fix = "name the chips, which are then not started, such as target=h100-8, or take target=cpu-8"
+        raise ConfigError([Problem("target", what, fix)]) from error
+    finally:
+        bar.stop()
     flags.result = report.model_dump(mode="json")
     show_check(report, console)
     return 0 if report.passed else WRONG
