@@ -71,6 +71,10 @@ def tolerances(rounding: Mapping[str, float], roundings: int = ROUNDINGS) -> Dev
 
 
 def worst(found: Mapping[str, float], tolerated: Mapping[str, float]) -> Deviation:
-    """Returns the difference that is the largest beside its tolerance."""
+    """Returns the difference that is the largest beside its tolerance; one that is not within it, if there is one."""
     each = (Deviation(path, value, tolerated.get(path, 0.0)) for path, value in found.items())
-    return max(each, key=lambda one: one.measured / one.tolerance if one.tolerance else one.measured)
+
+    def excess(one: Deviation) -> tuple[bool, float]:
+        return not one.is_within, one.measured / one.tolerance if one.tolerance else one.measured
+
+    return max(each, key=excess)

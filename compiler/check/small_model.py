@@ -183,5 +183,5 @@ def _layers(model: Any, room: Room) -> tuple[int, str]:
     dense = min(1, declared_dense)
     rounds = max(-(-(3 - dense) // period), room.least_rounds)
     count = dense + rounds * period + (model.num_layers - declared_dense) % period
-    why = "one period of the kinds of layers" if period > 1 else "a first, a middle, a last"
+    why = "whole periods of the kinds of layers" if period > 1 else "a first, a middle, a last"
     return min(count, model.num_layers), why
