@@ -90,13 +90,11 @@ def test_a_fit_of_the_steps_says_what_it_does_not_reach():
     report = _measured(_predicted(), _predicted())
     took, start = report.step.measured_seconds, calibrate([report], "a run")
 
-    def fitted(fixed: float) -> tuple[Calibration, str]:
-        part = (took - fixed) / start.matmul
-        return fit_steps(start, [report], lambda found: [0.1 * fixed + 0.5 * part * found.matmul])
-
-    found, note = fitted(0.0)
+    found, note = fit_steps(start, [report], lambda found: [0.5 * took * found.matmul / start.matmul])
     assert (found.matmul, note) == (pytest.approx(2 * start.matmul, rel=0.01), "")
-    assert "after 4 fits the 1 step took" in fitted(50 * took)[1]
+    found, note = fit_steps(start, [report], lambda _: [2 * took])
+    assert found == start, "what was tried and did not help is not kept"
+    assert "after 4 fits the 1 step took 0.5 times as long as predicted" in note
     assert "the step is not predicted" in fit_steps(start, [report], lambda _: None)[1]
 
 
