@@ -184,7 +184,7 @@ def _functions(module: Any) -> Iterator[FunctionType]:
     """Yields the functions and methods of a module, below what wraps them."""
     for value in vars(module).values():
         for each in (value, *(vars(value).values() if inspect.isclass(value) else ())):
-            inner = each.fget if isinstance(each, property) else getattr(each, "fun", getattr(each, "func", each))
+            inner: Any = each.fget if isinstance(each, property) else getattr(each, "fun", getattr(each, "func", each))
             inner = inspect.unwrap(inner.__func__ if isinstance(inner, staticmethod | classmethod) else inner)
             if isinstance(inner, FunctionType) and inner.__module__ == module.__name__:
                 yield inner

@@ -70,7 +70,7 @@ class Shrinking(Generic[AnyPlanSpec]):
         values = {**{key: value for key, (value, _) in cuts.items()}, "model": model}
         target = CpuTarget(kind="cpu", num_devices=math.prod(self.sizes.values()))
         small = _with_values(spec, {**values, "target": target})
-        plan, replaced = self._planned(small)
+        plan, replaced = _planned(small, self.declared)
         shown = {**{f"model.{key}": cut for key, cut in of_model.items()}, **cuts}
         return Shrunk(plan, tuple(_cuts_of(spec, shown)), (*replaced, *self._left_out()))
 
@@ -169,35 +169,36 @@ class Shrinking(Generic[AnyPlanSpec]):
             cuts["loss.num_chunks"] = (2 if several else 1, "several chunks of tokens if there were several")
         return cuts
 
-    def _planned(self, spec: AnyPlanSpec) -> tuple[Plan[AnyPlanSpec], tuple[str, ...]]:
-        """Plans the small declaration with the strategies of the declared one. Those that cannot run on a processor are
-        left out, and named."""
-        wanted = {(e.op.kind, e.site.path): e.chosen.name for e in self.declared.operations if e.op.is_declared}
-        named, why = dict(wanted), dict[tuple[str, str], str]()
-        while True:
-            parallel = dict[str, dict[str, str]]()
-            for (kind, path), name in named.items():
-                parallel.setdefault(kind, {})[path] = name
-            try:
-                plan = plan_run(spec.model_copy(update={"parallel": parallel}), self.declared.ops)
-            except ConfigError as error:
-                sites = {f"parallel.{kind}.{path}": (kind, path) for kind, path in named}
-                refused = {sites[p.where]: p.what for p in error.problems if p.where in sites}
-                if not refused:
-                    raise _cannot_shrink(error) from error
-                named = {site: name for site, name in named.items() if site not in refused}
-                why |= refused
-                continue
-            found = {(each.op.kind, each.site.path): each.chosen.name for each in plan.operations}
-            return plan, tuple(
-                f"{' '.join(site)}: {found[site]} instead of {name}: {why.get(site, 'not there').split(': ', 1)[-1]}"
-                for site, name in wanted.items()
-                if found.get(site, name) != name
-            )
-
     def _left_out(self) -> Iterator[str]:
         if presets := [name for name in self.declared.spec.overlap.flag_presets if name != AUTO]:
             yield f"compiler options of {', '.join(presets)}: they change the schedule, not what is computed"
+
+
+def _planned(spec: AnyPlanSpec, declared: Plan[AnyPlanSpec]) -> tuple[Plan[AnyPlanSpec], tuple[str, ...]]:
+    """Plans the small declaration with the strategies of the declared one. Those that cannot run on a processor are
+    left out, and named."""
+    wanted = {(e.op.kind, e.site.path): e.chosen.name for e in declared.operations if e.op.is_declared}
+    named, why = dict(wanted), dict[tuple[str, str], str]()
+    while True:
+        parallel = dict[str, dict[str, str]]()
+        for (kind, path), name in named.items():
+            parallel.setdefault(kind, {})[path] = name
+        try:
+            plan = plan_run(spec.model_copy(update={"parallel": parallel}), declared.ops)
+        except ConfigError as error:
+            sites = {f"parallel.{kind}.{path}": (kind, path) for kind, path in named}
+            refused = {sites[p.where]: p.what for p in error.problems if p.where in sites}
+            if not refused:
+                raise _cannot_shrink(error) from error
+            named = {site: name for site, name in named.items() if site not in refused}
+            why |= refused
+            continue
+        found = {(each.op.kind, each.site.path): each.chosen.name for each in plan.operations}
+        return plan, tuple(
+            f"{' '.join(site)}: {found[site]} instead of {name}: {why.get(site, 'not there').split(': ', 1)[-1]}"
+            for site, name in wanted.items()
+            if found.get(site, name) != name
+        )
 
 
 def _cannot_shrink(error: ConfigError) -> ConfigError:

@@ -179,7 +179,7 @@ def _findings(a: Report, b: Report, paths: set[str]) -> tuple[Difference, ...]:
     for one, other in pairs:
         name = f"{one.rule} at {min(first_place(one), first_place(other))}"
         both = ((name, one.what, other.what), (f"{name}: places", one.where, other.where))
-        found += [Difference(path, "changed", *values) for path, *values in both if values[0] != values[1]]
+        found += [Difference(path, "changed", before, after) for path, before, after in both if before != after]
     return tuple(sorted(found, key=lambda c: (c.where, *sorted(filter(None, (c.before, c.after))))))
 
 
