@@ -11,6 +11,7 @@ from conftest import plan_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.parallel.attention.context import balance
+from meshloom.compiler.parallel.attention.splash_kernels import AttentionShape, Budget, choose_backward, seen_blocks
 from meshloom.compiler.report.explain import plan_as_json
 from meshloom.compiler.sharding.batch import TokenOrder
 from meshloom.models.attention import Mask
@@ -203,3 +204,14 @@ def test_auto_takes_what_the_estimated_step_is_least_for(target, length):
     if length == 32768:
         for shorter, longer in pairwise(COMPILED_ORDER[target]):
             assert seconds[shorter] <= 1.01 * seconds[longer]
+
+
+def test_turns_of_a_backward_kernel_are_as_long_as_the_busiest_device_takes_in_all():
+    """In zigzag order one device has the first and the last quarter of a sequence, the other the two between."""
+    quarters = np.arange(0, 8192, 2048)[:, None] + np.arange(0, 2048, 512)
+    starts = np.stack([np.concatenate(quarters[[0, 3]]), np.concatenate(quarters[[1, 2]])])
+    seen = seen_blocks(starts, 512, 8192, Mask())
+    shape = AttentionShape(1, 2, 1, 4096, 8192, 128, 2, 512)
+    chosen = choose_backward(shape, seen, Budget(shape.partials_bytes(16), 0.0))
+    assert len(chosen.turns) > 1
+    assert sum(turn.num_used for turn in chosen.turns) == seen(chosen.keys_block).sum(axis=(1, 2)).max()
