@@ -10,7 +10,6 @@ import os
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,6 +17,7 @@ import jax
 
 from meshloom.compiler.core.errors import ConfigError, Problem, raise_if_any
 from meshloom.compiler.declare.run_spec import DistributedSpec
+from meshloom.compiler.spec.launchers import ADDRESS, LAUNCHERS, POD, Launcher, is_in_pod, launcher_of
 from meshloom.compiler.spec.target_spec import TargetSpec
 
 from ..core.failures import LOST, RunFailed
@@ -26,28 +26,6 @@ from .lost import Group, Lookout
 
 ALONE = "or choose distributed=alone"
 Arguments = dict[str, Any]  # of jax.distributed.initialize, without its timeouts
-
-
-@dataclass(frozen=True)
-class Launcher:
-    """A program that starts processes.
-
-    num_processes, process_id: the environment variables that it sets; an empty one counts as not set. needs: the
-    variables from which JAX reads the coordinator's address; without them JAX does not see this launcher.
-    """
-
-    name: str
-    num_processes: str
-    process_id: str
-    needs: tuple[str, ...]
-
-
-# In JAX's own order. Open MPI 5, MPICH and Intel MPI name no address, so JAX does not detect them.
-LAUNCHERS = (
-    Launcher("ompi", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", ("OMPI_MCA_orte_hnp_uri",)),
-    Launcher("slurm", "SLURM_NTASKS", "SLURM_PROCID", ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_LOCALID")),
-    Launcher("mpiexec", "PMI_SIZE", "PMI_RANK", ("",)),
-)
 OTHER_NUMBERS = {"SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"}
 
 
@@ -63,7 +41,7 @@ def plan_start(spec: DistributedSpec, target: TargetSpec, environment: Mapping[s
     if spec.cluster not in ("auto", "none"):
         _check_started_by(spec.cluster, environment)
         return {"cluster_detection_method": spec.cluster, **keys, **extra}
-    launcher = None if spec.cluster == "none" else _launcher(environment)
+    launcher = None if spec.cluster == "none" else launcher_of(environment)
     found = _launched(launcher, keys, environment) if launcher else _found(spec, target, keys, environment)
     return None if found is None else {**found, **extra}
 
@@ -76,7 +54,7 @@ def process_index(arguments: Arguments, environment: Mapping[str, str]) -> int:
     if method in TPU_CLUSTERS:
         return int(TPU_CLUSTERS[method].get_process_id())
     environment = _checked(environment)
-    launcher = _launcher(environment)
+    launcher = launcher_of(environment)
     return int(environment.get(launcher.process_id, 0)) if launcher else 0
 
 
@@ -94,7 +72,7 @@ def _checked(environment: Mapping[str, str]) -> Mapping[str, str]:
 def _keys(spec: DistributedSpec, environment: Mapping[str, str]) -> Arguments:
     """Returns the keys that are set; JAX_COORDINATOR_ADDRESS counts as one of them. Raises ConfigError if they do not
     fit together."""
-    address = spec.coordinator_address or environment.get("JAX_COORDINATOR_ADDRESS")
+    address = spec.coordinator_address or environment.get(ADDRESS)
     problems = []
     port = address.rpartition(":")[2] if address is not None else "1"
     if not port.isdecimal() or not 0 < int(port) < 2**16:
@@ -123,10 +101,6 @@ def _check_started_by(cluster: str, environment: Mapping[str, str]) -> None:
     if reason:
         what = f"'{cluster}' did not start this process: {reason}"
         raise ConfigError([Problem("distributed.cluster", what, "use auto, or start it there")])
-
-
-def _launcher(environment: Mapping[str, str]) -> Launcher | None:
-    return next((launcher for launcher in LAUNCHERS if launcher.num_processes in environment), None)
 
 
 def _launched(launcher: Launcher, keys: Arguments, environment: Mapping[str, str]) -> Arguments | None:
@@ -159,12 +133,10 @@ def _found(
         for name, cluster in TPU_CLUSTERS.items():
             if cluster.is_env_present():
                 return {"cluster_detection_method": name, **keys}
-    if spec.cluster == "auto" and "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
+    if spec.cluster == "auto" and is_in_pod(environment):
         if find_spec("kubernetes"):
             return keys
-        what = (
-            f"this is pod {environment['JOB_COMPLETION_INDEX']} of a Kubernetes Job, of which package kubernetes tells"
-        )
+        what = f"this is pod {environment[POD[1]]} of a Kubernetes Job, of which package kubernetes tells"
         fix = f"pip install 'jax[k8s]', set coordinator_address, num_processes and process_id, {ALONE}"
         raise ConfigError([Problem("distributed", what, fix)])
     if not keys:

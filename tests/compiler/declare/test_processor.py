@@ -49,6 +49,24 @@ def test_published_weights_take_one_device_and_float32_unless_words_say_otherwis
     assert all(text in spec.chosen_here for text in said or ())
 
 
+@pytest.mark.parametrize(("variables", "overrides", "chosen"), [
+    ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, (), DECLARED),
+    ({"PMI_SIZE": "2"}, (), DECLARED),
+    ({"JAX_COORDINATOR_ADDRESS": "host0:8476"}, (), DECLARED),
+    ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}, (), DECLARED),
+    ({"SLURM_NTASKS": "1"}, (), FASTER),
+    ({"SLURM_NTASKS": ""}, (), FASTER),
+    ({"SLURM_NTASKS": "2"}, ("distributed=alone",), FASTER),
+    ({}, ("distributed.num_processes=2",), DECLARED),
+    ({}, ("distributed.heartbeat_timeout_seconds=10",), FASTER),
+])  # fmt: skip
+def test_several_processes_have_devices_to_divide(read, monkeypatch, variables, overrides, chosen):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    spec = read(*overrides)
+    assert (spec.target.name, spec.precision.compute) == chosen
+
+
 @pytest.mark.usefixtures("read")
 def test_a_model_that_is_drawn_keeps_its_simulated_devices():
     for words, target in (((), "cpu-8"), (("target=cpu-1",), "cpu-1")):
