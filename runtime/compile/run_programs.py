@@ -26,6 +26,7 @@ from meshloom.compiler.core.errors import DOES_NOT_FIT, Problem
 from meshloom.compiler.core.format import counted, human_bytes
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
+from meshloom.compiler.spec.step_spec import PrecisionSpec
 from meshloom.compiler.target.target import TargetPlan
 from meshloom.compiler.xla.aot import REMATERIALIZATION, built_of, memory_of
 from meshloom.compiler.xla.programs import Fingerprint, Programs, build, fingerprint_of, lower
@@ -188,7 +189,8 @@ def check_state_memory(plan: Plan[RunSpec], processes: Processes) -> None:
         return
     target, state_bytes = plan.target, plan.memory.state_bytes
     purpose = "for parameters, optimizer state and batch alone"
-    check_devices(target, state_bytes + plan.memory.batch, purpose, processes)
+    types = smaller_types(plan.spec.precision, is_adapted=bool(plan.model.adapters))
+    check_devices(target, state_bytes + plan.memory.batch, purpose, processes, types)
     if plan.spec.checkpoint.is_saving and target.platform != "cpu":
         whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(plan.abstract))
         saved = min(whole, state_bytes * _devices_of_host(target, processes))  # replicas are saved once
@@ -202,19 +204,23 @@ def check_program_memory(plan: Plan[RunSpec], compiled: Any, processes: Processe
     memory = memory_of(compiled)
     needed = memory.needed_bytes(plan.target.platform)
     if needed is not None:  # else only the compiler knows, and it has accepted the program
-        check_devices(plan.target, needed, f"for the compiled {program}", processes)
+        types = smaller_types(plan.spec.precision, is_adapted=bool(plan.model.adapters))
+        check_devices(plan.target, needed, f"for the compiled {program}", processes, types)
     if memory.host_bytes:
         on_host = memory.host_bytes * _devices_of_host(plan.target, processes)
         _check_host(on_host, f"the compiled {program} keeps arrays in the memory of its host")
 
 
-def check_devices(target: TargetPlan, bytes_per_device: int, purpose: str, processes: Processes) -> None:
-    """Raises RunFailed if each device needs more memory than it has; simulated devices share that of their host."""
+def check_devices(
+    target: TargetPlan, bytes_per_device: int, purpose: str, processes: Processes, types: str = ""
+) -> None:
+    """Raises RunFailed if each device needs more memory than it has; simulated devices share that of their host. types:
+    the precision that takes less, on a processor."""
     each = f"{human_bytes(bytes_per_device)} are needed on each"
     if target.platform == "cpu":
         num_devices = _devices_of_host(target, processes)
         who = f"of {counted(num_devices, 'simulated device')} {purpose}; the memory is this machine's"
-        _check_host(bytes_per_device * num_devices, f"{each} {who}")
+        _check_host(bytes_per_device * num_devices, f"{each} {who}", types)
         return
     stats = jax.local_devices()[0].memory_stats() or {}  # what the runtime gives programs, if it says
     available = stats.get("bytes_limit", target.hbm_bytes_per_device)
@@ -222,14 +228,23 @@ def check_devices(target: TargetPlan, bytes_per_device: int, purpose: str, proce
         raise _too_little(f"{each} device of {target.name} {purpose}, and {human_bytes(available)} are available")
 
 
-def _check_host(needed: int, why: str) -> None:
+def _check_host(needed: int, why: str, types: str = "") -> None:
     available = available_bytes()
     if needed > available:
-        raise _too_little(f"{why}: {human_bytes(needed)} are needed, {human_bytes(available)} are available")
+        raise _too_little(f"{why}: {human_bytes(needed)} are needed, {human_bytes(available)} are available", types)
 
 
-def _too_little(what: str) -> RunFailed:
-    fix = "choose a smaller model or batch, or more devices (`meshloom explain` plans without any)"
+def smaller_types(types: PrecisionSpec, *, is_adapted: bool) -> str:
+    """Returns the precision that halves the memory of parameters in float32; empty if they are in another type. Those
+    under an adapter are frozen, and stored as they are computed with."""
+    if is_adapted:
+        return "precision=bfloat16" if (types.frozen or types.compute) == "float32" else ""
+    return "precision=bfloat16_pure" if types.parameters == "float32" else ""
+
+
+def _too_little(what: str, types: str = "") -> RunFailed:
+    smaller = f"set {types}, which halves the memory of parameters, " if types else ""
+    fix = f"{smaller}choose a smaller model or batch, or more devices (`meshloom explain` plans without any)"
     return RunFailed(Problem("target", what, f"{fix}; on_out_of_memory=try goes on regardless"), DOES_NOT_FIT)
 
 

@@ -31,7 +31,7 @@ from ..checkpoint.adapters import find_saved, load_parameters, read_base
 from ..checkpoint.find import describe_damage
 from ..checkpoint.meaning import meaning_of
 from ..compile.artifact import cached_compilation
-from ..compile.run_programs import WatchedBuild, check_devices, check_program_memory, mesh_of
+from ..compile.run_programs import WatchedBuild, check_devices, check_program_memory, mesh_of, smaller_types
 from ..compile.watched import LOWER, Phases
 from ..processes.agreement import check_same_declaration, check_same_program
 from ..processes.devices import start_devices
@@ -81,7 +81,8 @@ def start_session(spec: RunSpec, warn: Callable[[str], None] = write_error) -> S
     plan = plan_run(spec)
     if spec.on_out_of_memory == "refuse":
         needed = plan.memory.parameters + plan.memory.batch
-        check_devices(plan.target, needed, "for parameters and batch alone", processes)
+        types = smaller_types(plan.spec.precision, is_adapted=bool(plan.model.adapters))
+        check_devices(plan.target, needed, "for parameters and batch alone", processes, types)
     return Session(plan, mesh_of(plan), processes, said)
 
 

@@ -33,6 +33,7 @@ def test_a_model_for_a_pod_is_refused_on_one_machine(tmp_path, monkeypatch, caps
     needed, available = re.findall(r"([\d.]+) ([TG])iB are (?:needed|available)", problem)[1:]
     assert (float(needed[0]), needed[1]) == (pytest.approx(405.9e9 * 12 / 2**40, rel=0.05), "T")
     assert float(available[0]) * {"G": GIB, "T": 2**40}[available[1]] < 1.1 * psutil.virtual_memory().total
+    assert "set precision=bfloat16_pure, which halves" in fix
     assert "on_out_of_memory=try" in fix
     assert list(tmp_path.iterdir()) == []
 
