@@ -21,6 +21,7 @@ import memory_accuracy
 import operations
 import pipelines
 import playbook
+import presets
 import published
 import rows
 import tpu_operations
@@ -53,6 +54,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "imports-keys": imports.read_keys_table,
     "imports-left": imports.left_table,
     "playbook": lambda: playbook.table(read_kept(playbook.KEPT), is_staged=True),
+    "presets": lambda: presets.table(read_lines(presets.KEPT)),
     "tune": lambda: tune.table(read_kept(tune.KEPT)),
     "memory": lambda: memory_accuracy.table(read_lines(memory_accuracy.KEPT)),
     "chaos": lambda: chaos.table(read_lines(chaos.KEPT)),

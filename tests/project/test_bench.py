@@ -139,6 +139,18 @@ def test_pages_of_results_have_the_tables_that_their_rows_give(script):
     assert [path.name for path in pages if results.filled(path.read_text()) != path.read_text()] == []
 
 
+def test_predictions_of_presets_are_of_the_presets_as_they_are(script):
+    """A preset that was added, changed or removed makes them stale: `python bench/presets.py`."""
+    presets = script("presets")
+    kept = {row["name"]: row for row in presets.read_lines(presets.KEPT)}
+    assert {name: row["declared"] for name, row in kept.items()} == presets.presets()
+    assert [name for name, row in kept.items() if not row["fits"] or row["peak_bytes"] > row["limit_bytes"]] == []
+    for row in kept.values():
+        least, most = row["range_seconds"]
+        assert least < row["step_seconds"] < most, row["name"]
+        assert set(row["versions"]) == set(presets.PACKAGES), row["name"]
+
+
 def test_half_of_the_recipes_are_only_checked(script):
     published = script("published")
     halves = [recipe.half for recipe in published.RECIPES]
