@@ -10,7 +10,7 @@ a kernel of a TPU on a processor, is named.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic
@@ -20,6 +20,7 @@ from meshloom.models.record import Record
 from ..core.errors import ConfigError, Problem
 from ..core.partition_spec import STAGE
 from ..driver import plan_run
+from ..parallel.operation import OpPlan, ParallelOp
 from ..plan import Plan
 from ..spec.overlap_spec import AUTO
 from ..spec.plan_spec import AnyPlanSpec
@@ -70,7 +71,7 @@ class Shrinking(Generic[AnyPlanSpec]):
         values = {**{key: value for key, (value, _) in cuts.items()}, "model": model}
         target = CpuTarget(kind="cpu", num_devices=math.prod(self.sizes.values()))
         small = _with_values(spec, {**values, "target": target})
-        plan, replaced = _planned(small, self.declared)
+        plan, replaced = _planned(small, self.declared.operations, self.declared.ops)
         shown = {**{f"model.{key}": cut for key, cut in of_model.items()}, **cuts}
         return Shrunk(plan, tuple(_cuts_of(spec, shown)), (*replaced, *self._left_out()))
 
@@ -174,17 +175,19 @@ class Shrinking(Generic[AnyPlanSpec]):
             yield f"compiler options of {', '.join(presets)}: they change the schedule, not what is computed"
 
 
-def _planned(spec: AnyPlanSpec, declared: Plan[AnyPlanSpec]) -> tuple[Plan[AnyPlanSpec], tuple[str, ...]]:
+def _planned(
+    spec: AnyPlanSpec, operations: Sequence[OpPlan], ops: Sequence[ParallelOp]
+) -> tuple[Plan[AnyPlanSpec], tuple[str, ...]]:
     """Plans the small declaration with the strategies of the declared one. Those that cannot run on a processor are
     left out, and named."""
-    wanted = {(e.op.kind, e.site.path): e.chosen.name for e in declared.operations if e.op.is_declared}
+    wanted = {(e.op.kind, e.site.path): e.chosen.name for e in operations if e.op.is_declared}
     named, why = dict(wanted), dict[tuple[str, str], str]()
     while True:
         parallel = dict[str, dict[str, str]]()
         for (kind, path), name in named.items():
             parallel.setdefault(kind, {})[path] = name
         try:
-            plan = plan_run(spec.model_copy(update={"parallel": parallel}), declared.ops)
+            plan = plan_run(spec.model_copy(update={"parallel": parallel}), ops)
         except ConfigError as error:
             sites = {f"parallel.{kind}.{path}": (kind, path) for kind, path in named}
             refused = {sites[p.where]: p.what for p in error.problems if p.where in sites}
