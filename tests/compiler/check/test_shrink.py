@@ -72,7 +72,7 @@ def test_a_loop_that_prefetches_has_more_periods_of_windows_than_it_gathers_ahea
     )  # fmt: skip
     small = Shrinking(declared).shrunk().plan
     assert [stack.num_layers for stack in small.model.stacks] == [4]
-    assert small.spec.model.num_layers == 8
+    assert small.spec.model.model_dump()["num_layers"] == 8
 
 
 def test_nothing_is_large(shrunk):

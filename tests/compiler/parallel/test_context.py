@@ -213,5 +213,6 @@ def test_turns_of_a_backward_kernel_are_as_long_as_the_busiest_device_takes_in_a
     seen = seen_blocks(starts, 512, 8192, Mask())
     shape = AttentionShape(1, 2, 1, 4096, 8192, 128, 2, 512)
     chosen = choose_backward(shape, seen, Budget(shape.partials_bytes(16), 0.0))
+    assert chosen.keys_block is not None
     assert len(chosen.turns) > 1
     assert sum(turn.num_used for turn in chosen.turns) == seen(chosen.keys_block).sum(axis=(1, 2)).max()
