@@ -34,7 +34,6 @@ FLOAT32 = PrecisionSpec(
 )  # fmt: skip
 _LENGTH = 32  # tokens of a sequence
 _MOST_STAGES = 4  # of a table of the user's own, whose stages cannot be cut
-DROPS = "what is dropped depends on the mesh"
 
 
 class KeyCut(Record):
@@ -151,7 +150,7 @@ class Shrinking(Generic[AnyPlanSpec]):
 
     def _others(self) -> Cuts:
         """Returns what a processor, or a comparison, needs otherwise."""
-        declared, spec = self.declared, self.declared.spec
+        declared = self.declared
         of_compiler, judged = "it is of the target's compiler", "it is not judged"
         cuts: Cuts = {
             "overlap.flag_presets": ((), of_compiler),
@@ -160,14 +159,9 @@ class Shrinking(Generic[AnyPlanSpec]):
             "compiler_options": ({}, of_compiler),
             "device_order": ((), "simulated devices have no links"),
         }
-        if declared.operations_of("experts"):
-            if spec.moe.max_imbalance is not None:
-                cuts["moe.max_imbalance"] = (None, f"nothing is dropped: {DROPS}")
-            if any(each.chosen.name == "capacity" for each in declared.operations_of("experts")):
-                cuts["moe.capacity_factor"] = (8.0, f"nothing is dropped: {DROPS}")
-        for loss in declared.operations_of("loss"):
-            several = loss.chosen.num_trips > 1
-            cuts["loss.num_chunks"] = (2 if several else 1, "several chunks of tokens if there were several")
+        for op in declared.ops:
+            if plans := declared.operations_of(op.kind):
+                cuts |= op.small_keys(plans)
         return cuts
 
     def _left_out(self) -> Iterator[str]:

@@ -20,7 +20,9 @@ from ..spec.launchers import names_others
 from ..spec.own_config import own_config
 from .published_model import FAMILY
 
-TYPES, DECLARED, FASTER = "precision", "bfloat16", "float32"
+TYPES = "precision"
+DECLARED = "bfloat16"
+FASTER = "float32"
 SPLITS = ("mesh", "sharding", "pipeline", "device_order")  # a word of these asks for several devices
 
 

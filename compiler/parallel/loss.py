@@ -4,7 +4,7 @@ The head is run on a part of the tokens at a time, forward and again backward: l
 gradient is added up in float32 over the parts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,10 @@ class LossOp(ParallelOp):
 
     def sites(self, inputs: OpInputs) -> Sequence[OpSite]:
         return (OpSite(self.kind, "cross_entropy", "head"),)
+
+    def small_keys(self, plans: Sequence[OpPlan]) -> Mapping[str, tuple[Any, str]]:
+        num_chunks = 2 if any(plan.chosen.num_trips > 1 for plan in plans) else 1
+        return {"loss.num_chunks": (num_chunks, "several chunks of tokens if there were several")}
 
     def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
         spec, mesh = inputs.spec, inputs.mesh

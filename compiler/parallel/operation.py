@@ -279,6 +279,11 @@ class ParallelOp(ABC):
         """Returns the choices for its sites that `overlap.search` tries, the plan's first; empty: it tries none."""
         return ()
 
+    def small_keys(self, plans: Sequence[OpPlan]) -> Mapping[str, tuple[Any, str]]:
+        """Returns the keys that a small declaration like this one has otherwise, so that it computes the same on any
+        mesh, each with its value and the reason. plans: those of its sites."""
+        return {}
+
     def source(self, name: OperationName) -> str | None:
         """Returns what a collective of the operation moves, for tables, by its name; None for collectives of others."""
         site = name.fact(self.kind)

@@ -13,7 +13,7 @@ nothing to send: tokens are sorted by expert, or put into rows of the capacity.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -118,6 +118,11 @@ class ExpertsOp(ParallelOp):
             alone = Strategy(PADDED, "on each device by itself", plan, is_trivial=True, has_spare_room=plan.is_dropless)
             return alone, *exchanges, capacity
         return (*(_exchange(name, site, inputs, sizes) for name in (RAGGED, GATHERED, PADDED)), capacity)
+
+    def small_keys(self, plans: Sequence[OpPlan]) -> Mapping[str, tuple[Any, str]]:
+        why = "nothing is dropped, since that depends on the mesh"
+        has_capacity = any(plan.chosen.name == CAPACITY for plan in plans)
+        return {"moe.max_imbalance": (None, why)} | ({"moe.capacity_factor": (8.0, why)} if has_capacity else {})
 
     def lower(self, plan: OpPlan) -> Lowered:
         chosen: ExpertsPlan = plan.chosen.parameters

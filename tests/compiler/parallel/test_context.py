@@ -169,9 +169,9 @@ def test_a_window_of_one_token_sends_nothing_in_a_ring():
 @pytest.mark.parametrize(
     ("experiment", "length", "strategy", "kernel"),
     [
-        ("llama_128k_v5p", 2**17, "ring", "splash"),
+        ("llama_128k_v5p", 2**17, "ulysses", "splash"),
         ("llama_128k_h100", 2**17, "ulysses", "cudnn"),
-        ("llama_1m_v5p", 2**20, "ring", "splash"),
+        ("llama_1m_v5p", 2**20, "all_gather", "splash"),
     ],
 )
 def test_the_presets_fit(experiment, length, strategy, kernel):
