@@ -18,13 +18,15 @@ from .own_config import LOADER
 
 
 def own_folder() -> Path:
-    """Returns the folder that a user's calibrations are in, as a folder of configs; it need not be there."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "meshloom"
+    """Returns the folder that a user's calibrations are in, as a folder of configs; it need not be there. It is not
+    absolute where a process has no home directory, such as in a container under an unknown user."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")) / "meshloom"
 
 
 def own_files() -> list[Path]:
     """Returns the files of all calibrations that the user keeps."""
-    return sorted((own_folder() / GROUP).glob("*.yaml"))
+    folder = own_folder()
+    return sorted((folder / GROUP).glob("*.yaml")) if folder.is_absolute() else []
 
 
 def own_calibration(chip: str) -> Calibration | None:
@@ -54,5 +56,5 @@ def read_calibration(file: Path) -> Calibration:
 
 def _short(file: Path) -> str:
     """Returns a path with ~ for the home directory, which is no part of a report."""
-    home = Path.home()
+    home = os.path.expanduser("~")
     return f"~/{file.relative_to(home)}" if file.is_relative_to(home) else str(file)

@@ -103,6 +103,9 @@ def _calibrate(words: Words, console: Console) -> None:
         calibration, note = _fitted(calibration, judged, overrides)
     is_own = "--to" not in words.flags
     folder = own_folder() if is_own else Path(words.flags["--to"])
+    if is_own and not folder.is_absolute():
+        what = "there is no home directory to keep it in"
+        raise ConfigError([Problem("--to", what, "add --to DIR, or set XDG_CONFIG_HOME to a folder")])
     path = folder / GROUP / f"{words.flags.get('--name', str(calibration.chip))}.yaml"
     head = f"# {calibration.chip} as measured on {calibration.source}\n"
     notes = [note] if note else []

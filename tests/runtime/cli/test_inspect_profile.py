@@ -167,6 +167,21 @@ def test_one_profile_calibrates_its_chip(tmp_path, monkeypatch):
     assert after.ratio == pytest.approx(1, abs=0.05)
 
 
+def test_a_process_without_a_home_directory_predicts_and_keeps_nothing(tmp_path, monkeypatch):
+    def unknown(user):
+        raise KeyError(user)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    path = _write(Path("host.xplane.pb"), TPU + PROGRAM)
+    assert _judged(path, "target=v5e-4").step.ratio
+    done = run_in_process("calibrate", path, "target=v5e-4")
+    assert (done.returncode, "there is no home directory" in done.stderr) == (2, True)
+    assert not (tmp_path / "~").exists()
+
+
 def test_a_calibration_is_kept_for_its_chip_and_every_prediction_by_it_says_so(tmp_path, monkeypatch):
     """Where it is kept, a report compares with another of the same prices. A run, which has to be the same on each
     host, does not look for it."""
