@@ -25,7 +25,7 @@ from meshloom.compiler.driver import plan_run
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.spec.overlap_spec import OverlapSpec
 from meshloom.compiler.target.compiler_options import check_compiler_options
-from meshloom.compiler.xla.programs import fingerprint_of, lower
+from meshloom.compiler.xla.programs import Programs, fingerprint_of, lower
 
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.find import checkpoint_folder
@@ -183,6 +183,16 @@ class EndedRun:
     eval_loss: float | None
 
 
+def _programs(
+    job: Job, start: RunStart, run_dir: Path, *, stop: StopRequest, console: Console, processes: Processes
+) -> Programs:
+    """Returns the compiled programs of a run. Parameters that are read from weights are not drawn first."""
+    drawn = start.weights.fresh if start.weights else None
+    return make_programs(
+        job.plan, job.precompiled, run_dir, stop=stop, console=console, processes=processes, drawn_paths=drawn
+    )
+
+
 def _run(
     job: Job,
     start: RunStart,
@@ -198,10 +208,7 @@ def _run(
     request = RecordedRequest.of(job.request) if job.request else None
     with Checkpoints(run_dir, plan.spec, request) as checkpoints:
         with watch.spending("compile"):
-            programs = make_programs(
-                plan, job.precompiled, run_dir, stop=stop, console=console, processes=processes,
-                drawn_paths=start.weights.fresh if start.weights else None,
-            )  # fmt: skip
+            programs = _programs(job, start, run_dir, stop=stop, console=console, processes=processes)
         rows = sequences_of(plan.batch.row_order, local_rows(programs.batch))
         batches = iter(data["train"].of_rows(rows))
         with stop.waiting_for("the state to start from"), watch.spending("restore" if start.step else "start"):
