@@ -76,13 +76,6 @@ def test_a_collective_runs_beside_the_works_of_its_window_alone():
     assert exposed_in_order(works, []) == []
 
 
-def test_two_at_once_hide_beside_the_same_works():
-    flights = [_flight(800, 1000, 0, 2), _flight(700, 1000, 0, 2)]
-    works = _columns([400, 900])
-    assert [float(each[0]) for each in exposed_in_order(works, flights)] == [800, 0]
-    assert [float(each[0]) for each in exposed_in_order(works, flights, at_once=2)] == [0, 0]
-
-
 def test_many_declarations_are_as_each_alone():
     rng = np.random.default_rng(0)
     works = list(rng.uniform(0, 10, (12, 50)))
