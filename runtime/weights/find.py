@@ -25,7 +25,6 @@ from ..checkpoint.find import EXPECTED, Checkpoint, check_is_there, newest_good,
 from ..checkpoint.meaning import meaning_of
 from ..core.failures import STORAGE, RunFailed
 from ..core.files import check_bucket, damage_in, folder_at
-from ..data.tokenizers import Bytes
 from ..processes.distributed import Processes, together
 from .folder import FROM, Matched, WeightsFolder, match_folder, match_saved, open_folder
 from .peft_folder import adapter_arrays, describe_adapter, grown_folder, merged_folder
@@ -162,7 +161,11 @@ def _read_as_bytes(data: DataSpec, vocab_size: int, folder: WeightsFolder) -> tu
     there = folder.adapter or folder.path
     is_known = (there / "export.json").is_file() or any(file.name in own for file in folder.tokenizer)
     is_read = isinstance(data.tokenizer, BytesTokenizer) and data.source.kind != "synthetic"
-    if is_known or not is_read or vocab_size <= Bytes.identity.vocab_size:
+    if is_known or not is_read:
+        return ()
+    from ..data.tokenizers import Bytes  # noqa: PLC0415 (it imports grain, and takes a second)
+
+    if vocab_size <= Bytes.identity.vocab_size:
         return ()
     what = f"{there} has no tokenizer that is read, and texts are read as bytes"
     return (f"warning: {what}; name the model's own: data/tokenizer=huggingface data.tokenizer.path=DIR",)
