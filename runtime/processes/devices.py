@@ -117,8 +117,9 @@ def _simulate(num_devices: int, processes: Processes) -> None:
         most = MOST_SIMULATED * processes.count
         raise ConfigError([Problem("target", what, f"plan them with `meshloom explain`, run at most cpu-{most}")])
     _give_threads(num_local)
+    asked: int = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        jax.config.update("jax_num_cpu_devices", num_local)
+        jax.config.update("jax_num_cpu_devices", max(num_local, asked))  # more that the program asked for stay
         jax.config.update("jax_platforms", "cpu")
     except RuntimeError:  # JAX has started: a notebook may have used it, or simulated devices before
         devices = jax.devices()
