@@ -63,8 +63,8 @@ def token_losses(logits: Array, targets: Array) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step finds. gradients: of the trained parameters. loss: the mean. counts: of tokens. means: of auxiliary
-    outputs, by STACK/NAME. totals: of those, by stack and name, for the rules of the model."""
+    """The figures of a step. gradients: of the trained parameters. loss: the mean. counts: of tokens. means: of
+    auxiliary outputs, by STACK/NAME. totals: of those, by stack and name, for the rules of the model."""
 
     loss: Any
     gradients: Any

@@ -27,7 +27,7 @@ Cuts = dict[str, tuple[Any, str]]  # by key, the value and the reason
 
 @dataclass(frozen=True)
 class Room:
-    """What the numbers of a small model depend on.
+    """The room that a mesh and a pipeline leave to the numbers of a small model.
 
     axes: the mesh axes of several devices. declared_sizes: of the declared mesh. parts: of the layers, one after the
     other, in a pipeline; 1 without one. is_even: each part has as many layers. stage_layers: those that are declared
