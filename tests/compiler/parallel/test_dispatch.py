@@ -120,6 +120,14 @@ def _ragged_on_cpus(monkeypatch):
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
 
 
+def _check_dropless(computation, inputs):
+    y, dropped, gradients = _run(computation)
+    np.testing.assert_allclose(y, dense_experts(*inputs), atol=2e-6)
+    assert dropped.sum() == 0
+    for ours, expected in zip(gradients, _reference_gradients(inputs), strict=True):
+        np.testing.assert_allclose(ours, expected, atol=4e-6 * np.abs(expected).max())
+
+
 @pytest.mark.parametrize("name", tiered(DROPLESS, plain=["gathered"]))
 def test_with_room_for_any_imbalance_nothing_is_dropped_and_every_gradient_is_right(name, proof):
     inputs = _inputs(skewed=True)
@@ -127,11 +135,7 @@ def test_with_room_for_any_imbalance_nothing_is_dropped_and_every_gradient_is_ri
     computation = _lowered(how, inputs, **options)
     if proof.is_known(computation.parts):
         return
-    y, dropped, gradients = _run(computation)
-    np.testing.assert_allclose(y, dense_experts(*inputs), atol=2e-6)
-    assert dropped.sum() == 0
-    for ours, expected in zip(gradients, _reference_gradients(inputs), strict=True):
-        np.testing.assert_allclose(ours, expected, atol=4e-6 * np.abs(expected).max())
+    _check_dropless(computation, inputs)
 
 
 def test_with_more_choices_than_a_device_has_experts_gathered_takes_each(proof):
@@ -139,11 +143,7 @@ def test_with_more_choices_than_a_device_has_experts_gathered_takes_each(proof):
     computation = _lowered(dispatch.dispatch_gathered, inputs, rows=DEVICES * N * X // DEVICES)
     if proof.is_known(computation.parts):
         return
-    y, dropped, gradients = _run(computation)
-    np.testing.assert_allclose(y, dense_experts(*inputs), atol=2e-6)
-    assert dropped.sum() == 0
-    for ours, expected in zip(gradients, _reference_gradients(inputs), strict=True):
-        np.testing.assert_allclose(ours, expected, atol=4e-6 * np.abs(expected).max())
+    _check_dropless(computation, inputs)
 
 
 @pytest.mark.parametrize("name", tiered(["padded", "gathered", "ragged"], plain=["gathered"]))
