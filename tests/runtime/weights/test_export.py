@@ -28,6 +28,7 @@ from meshloom.runtime.weights.folder import open_folder
 from meshloom.runtime.weights.load import load_params
 from support.commands import run_in_process, run_python
 from support.forked import start
+from support.loops import NoData
 from support.published import write_published
 
 LLAMA = ("model.num_layers=2", "model.embed_dim=32", "model.num_kv_heads=4", "model.mlp_dim=40", "logging=quiet")
@@ -36,18 +37,6 @@ MESHES = {
     "one device": ("target=cpu-1",),
     "fsdp x tensor": ("target=cpu-8", "sharding=fsdp_tensor", "mesh.tensor=4"),
 }
-
-
-class NoData:
-    """A place in no data."""
-
-    identity: dict[str, Any] = {}  # noqa: RUF012
-
-    def get_state(self) -> dict[str, int]:
-        return {}
-
-    def set_state(self, state: Any) -> None:
-        del state
 
 
 def _saved(folder: Path, run_dir: Path, *overrides: str) -> dict[str, np.ndarray]:

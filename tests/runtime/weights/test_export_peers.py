@@ -16,6 +16,7 @@ from meshloom.runtime.weights.export import prepare_export, run_export
 from meshloom.runtime.weights.find import find_weights
 from meshloom.runtime.weights.folder import open_folder
 from meshloom.runtime.weights.load import load_params
+from support.loops import NoData
 from support.reference import reference_loss
 
 torch = pytest.importorskip("torch", reason="pip install -e '.[peers]'")
@@ -43,16 +44,6 @@ def _losses(folder: Path, tokens: np.ndarray) -> float:
         return float(model.eval()(torch.tensor(tokens), labels=torch.tensor(tokens)).loss)
 
 
-class _NoData:
-    identity: dict = {}  # noqa: RUF012
-
-    def get_state(self) -> dict:
-        return {}
-
-    def set_state(self, state: object) -> None:
-        del state
-
-
 @pytest.mark.parametrize("family", CONFIGS)
 def test_losses_are_equal_before_and_after(family, tmp_path):
     torch.manual_seed(0)
@@ -74,7 +65,7 @@ def test_losses_are_equal_before_and_after(family, tmp_path):
     theirs = _losses(tmp_path / "theirs", tokens)
     assert abs(float(ours) - theirs) < 1e-3
     with Checkpoints(tmp_path / "run", spec) as checkpoints:
-        checkpoints.save(1, {"step": jnp.int32(1), "params": params}, _NoData(), num_tokens=0, eval_loss=None)
+        checkpoints.save(1, {"step": jnp.int32(1), "params": params}, NoData(), num_tokens=0, eval_loss=None)
     places = (f"checkpoint.weights_from={tmp_path / 'run'}", f"export.directory={tmp_path / 'out'}")
     more = ("export.dtype=float32", "export.max_shard_bytes=30000")
     exported = read_spec(Request((*words, *places, *more)), then=lambda spec: prepare_export(spec, open_merged))
