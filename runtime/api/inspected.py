@@ -189,6 +189,11 @@ def inspect_path(path: Path, asked: ProgramRequest) -> Inspection:
     if profile_at(path) is not None:
         fix = "give the text of its program; `meshloom inspect`, in Python meshloom.inspect_profile, judges a profile"
         raise ConfigError([Problem(str(path), "this is a profile: it has times beside a program", fix)])
+    return inspect_program(path, asked)
+
+
+def inspect_program(path: Path, asked: ProgramRequest) -> Inspection:
+    """Returns the report of the program at a path that is no profile."""
     found = find_program(path, asked.module)
     if found.devices is not None and asked.overrides:
         what = f"the declaration of {path} says where its program runs"

@@ -50,7 +50,7 @@ from .inspected import (
     ProgramRequest,
     devices_of,
     find_program,
-    inspect_path,
+    inspect_program,
     names_target,
     profile_at,
 )
@@ -169,7 +169,7 @@ def inspect_or_judge(path: Path, asked: ProgramRequest, text: Path | None = None
     if text is not None:
         what = f"{path} is no profile, and has its program in itself"
         raise ConfigError([Problem(str(text), what, "name one program")])
-    return inspect_path(path, asked)
+    return inspect_program(path, asked)
 
 
 def judge_profile(profile: FoundProfile, asked: ProgramRequest, text: Path | None = None) -> Judgement:
