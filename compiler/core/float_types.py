@@ -1,7 +1,7 @@
 """The types of numbers in which steps are stored and computed, by all of their names.
 
-A new type is its names here, its peak in the files of chips (conf/target), a file of conf/precision, and an `Encoding`
-where a weight of this type is more than a cast (parallel/encodings.py).
+A new type is its names here, its peak in the files of chips (conf/target), and a file of conf/precision. A type of few
+bits with scales is a file of compiler/formats.
 """
 
 import re
@@ -10,6 +10,7 @@ from typing import Literal, get_args
 FloatType = Literal["float32", "bfloat16"]  # of arrays that are stored, accumulated or reduced
 ComputeType = Literal["float32", "bfloat16", "float16"]  # in which a model computes
 ExportType = Literal["bfloat16", "float16", "float32"]  # in which weights are written for others
+ScaleType = Literal["float32", "bfloat16", "power_of_two"]  # of blocks that are written in few bits (compiler/formats)
 PeakType = Literal["float32", "bfloat16", "float16", "int8", "float8"]  # for which chips have a peak of FLOP/s
 
 XLA_NAMES = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
