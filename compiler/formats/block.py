@@ -20,7 +20,7 @@ from .element import element_formats
 
 ELEMENTS, SCALES = "elements", "scales"
 _POWER_OF_TWO = "float8_e8m0fnu"  # an exponent of 8 bits, no sign and no digits
-Encoded = dict[str, Any]  # ELEMENTS: an array. SCALES: an array, or, quantized twice, an Encoded
+EncodedArray = dict[str, Any]  # ELEMENTS: an array. SCALES: an array, or, quantized twice, an EncodedArray
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class BlockFormat:
 
     def encode(
         self, x: Array, *, key: Array | None = None, over_devices: Callable[[Array], Array] = lambda amax: amax
-    ) -> Encoded:
+    ) -> EncodedArray:
         """Returns an array as elements and scales.
 
         key: of a stochastic rounding. over_devices: makes of the largest magnitudes of this device's blocks those of
@@ -75,7 +75,7 @@ class BlockFormat:
         values = element.encode(blocks / jnp.expand_dims(divisor, within), key)
         return {ELEMENTS: values.reshape(x.shape), SCALES: stored}
 
-    def decode(self, encoded: Encoded, dtype: Any = jnp.float32) -> Array:
+    def decode(self, encoded: EncodedArray, dtype: Any = jnp.float32) -> Array:
         """Returns the array that an encoded one stands for."""
         element, values, scales = element_formats()[self.element], encoded[ELEMENTS], encoded[SCALES]
         scales = self._read(scales)

@@ -1,4 +1,4 @@
-"""Encoded arrays against float64 NumPy: each element is the nearest of its type, each scale that of its block."""
+"""EncodedArray arrays against float64 NumPy: each element is the nearest of its type, each scale that of its block."""
 
 import itertools
 import math
