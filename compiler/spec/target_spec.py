@@ -76,6 +76,8 @@ class ChipSpec(Config):
     num_cores: PositiveInt  # as counted in the target's name: v5p-128 is 64 chips
     num_devices: PositiveInt  # JAX devices per chip
     peak_flops_per_second: dict[PeakType, PositiveFloat | None]  # dense, by the type of operands; None: not published
+    real_types: tuple[PeakType, ...]  # of few bits, in which its compiler makes matmuls faster than in 16 bits; others
+    # compile without a word, and gain nothing
     hbm_bytes: NumBytes
     compiler_hbm_bytes: NumBytes  # the part of it that a program may use
     hbm_bytes_per_second: PositiveFloat

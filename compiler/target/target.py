@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from ..core.errors import ConfigError, Problem
-from ..core.float_types import ComputeType
+from ..core.float_types import ComputeType, PeakType
 from ..core.kernels import AttentionCall, RatedBy
 from ..core.traffic import HostCopyKind
 from ..spec.attached import LOCAL, automatic
@@ -90,6 +90,11 @@ class TargetPlan:
         """Returns the share of a step for which its slices wait for the slowest of them, besides their collectives."""
         each = self.network.slice_wait if isinstance(self.network, TorusSpec) else 0.0
         return each * math.log2(self.num_slices)
+
+    @property
+    def real_types(self) -> tuple[PeakType, ...]:
+        """Returns the types of few bits in which its compiler makes matmuls faster; none for an unknown chip."""
+        return self.chip.real_types if self.chip else ()
 
     @property
     def hbm_bytes_per_chip(self) -> int | None:
