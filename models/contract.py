@@ -113,7 +113,7 @@ class Context:
 
     def attend(
         self, q_BTHD: Array, k_BSKD: Array, v_BSKD: Array, sinks_H: Array | None = None,
-        *, scale: float, mask: Mask, soft_cap: float | None,
+        *, scale: float, mask: Mask, soft_cap: float | None = None,
     ) -> Array:  # fmt: skip
         """Returns attention within documents, as `models.attention.attend`."""
         operands = (q_BTHD, k_BSKD, v_BSKD, self.segment_ids_BT, *(() if sinks_H is None else (sinks_H,)))
