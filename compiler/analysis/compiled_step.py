@@ -155,7 +155,11 @@ def find_findings(step: CompiledStep, *, is_searched: bool) -> tuple[Finding, ..
         step.built.notes,
         held=() if isinstance(step.peak, Unknown) else step.peak.held,
     )
-    return (*filter(None, unmet), *found, *find_costly_traffic(analysis.collectives, analysis.step))
+    return (
+        *filter(None, unmet),
+        *found,
+        *find_costly_traffic(analysis.collectives, analysis.step, is_differentiated=True),
+    )
 
 
 COMPILED = "compiled program"  # the place of these problems

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from ..core.format import be, counted, human_bytes, human_names, human_seconds, human_share
 from ..core.known import Unknown
+from ..core.scopes import OperationName
 from ..core.traffic import HOST_COPIES, TransferKind
 from ..schema import CollectiveReport, Finding, StepReport, or_infinity
 from ..target.compiler_options import presets_for
@@ -53,7 +54,7 @@ def lint_program(module: Module, devices: ProgramDevices, schedule: ScheduleAnal
         *find_repeated_work(module, devices, schedule.compute_seconds, step),
         *_inside_tiles(module, schedule, target),
         *find_unsuited_blocks(module, schedule, target),
-        *find_costly_traffic(schedule.collectives, step),
+        *find_costly_traffic(schedule.collectives, step, is_differentiated=_is_differentiated(module)),
         *_replicated(module, target),
         *_random_bits(collectives),
         *_wide(collectives),
@@ -62,16 +63,25 @@ def lint_program(module: Module, devices: ProgramDevices, schedule: ScheduleAnal
     return tuple(sorted(found, key=lambda finding: finding.severity != "warning"))
 
 
-def find_costly_traffic(collectives: Sequence[CollectiveReport], step: StepReport) -> Iterator[Finding]:
+def _is_differentiated(module: Module) -> bool:
+    """Returns True if the names of a program's operations tell of a backward pass."""
+    every = (one for computation in module.computations.values() for one in computation.instructions)
+    return any(OperationName(one.op_name).is_transposed for one in every)
+
+
+def find_costly_traffic(
+    collectives: Sequence[CollectiveReport], step: StepReport, *, is_differentiated: bool
+) -> Iterator[Finding]:
     """Yields what costs time whatever the schedule: copies to the host that no compute is long enough to hide, and
-    exchanges of tokens over a torus."""
+    exchanges of tokens over a torus. is_differentiated: whether the program has a backward pass, which could compute
+    again what is copied."""
     if step.least_seconds:
-        yield from _copies_that_cannot_hide(collectives, step, step.least_seconds)
+        yield from _copies_that_cannot_hide(collectives, step, step.least_seconds, is_differentiated=is_differentiated)
         yield from _exchanges_over_torus(collectives, step.least_seconds)
 
 
 def _copies_that_cannot_hide(
-    collectives: Sequence[CollectiveReport], step: StepReport, least: float
+    collectives: Sequence[CollectiveReport], step: StepReport, least: float, *, is_differentiated: bool
 ) -> Iterator[Finding]:
     is_partial = step.num_unpriced or step.counted_once
     if is_partial or isinstance(step.compute_seconds, Unknown):  # compute that is not counted may hide them
@@ -91,7 +101,9 @@ def _copies_that_cannot_hide(
             f"{human_share(waited / least)} of the step",
             where=_places(ways[kind], lambda each: or_infinity(each.exposed_seconds)),
             fix="keep more on the device, or compute it again in the backward pass. More tokens per step hide copies "
-            "of weights and of the optimizer's state, but not of activations",
+            "of weights and of the optimizer's state, but not of activations"
+            if is_differentiated
+            else "keep more on the device, or have more to compute for each copy",
         )
 
 
