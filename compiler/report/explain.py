@@ -148,8 +148,9 @@ def _operation_lines(plan: Plan) -> Iterator[tuple[str, str]]:
         yield op.title, f"{name}{where} {how}"
 
 
-def plan_as_json(plan: Plan) -> dict[str, Any]:
-    """Returns `plan.json`: the same facts for tools. An unknown value is null, with a reason."""
+def plan_as_json(plan: Plan, *, chosen_here: str | None = None) -> dict[str, Any]:
+    """Returns `plan.json`: the same facts for tools. An unknown value is null, with a reason. chosen_here: the line
+    that says what was chosen for this machine."""
     target, estimate, flops = plan.target, estimate_step(plan), plan.model_flops
     return as_json(
         {
@@ -165,6 +166,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
                 "hbm_bytes_per_device": target.hbm_bytes_per_device,
                 "calibration": target.calibration.model_dump(mode="json") if target.calibration else None,
             },
+            "chosen_here": chosen_here,
             "mesh": dict(plan.mesh.sizes),
             "mesh_reasons": dict(plan.mesh.reasons),
             "flag_presets": list(plan.spec.overlap.flag_presets),

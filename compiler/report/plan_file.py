@@ -155,10 +155,11 @@ class PlannedEstimate(Record):
 
 class PlanFile(Reasoned):
     """The content of plan.json. mesh: the size of each axis, and mesh_reasons why. assumed: figures that nobody
-    measured."""
+    measured. chosen_here: what the declaration left to this machine's processor, in words."""
 
     schema_version: Literal[17]
     target: PlannedTarget
+    chosen_here: str | None = None
     mesh: dict[str, int]
     mesh_reasons: dict[str, str]
     flag_presets: list[str]

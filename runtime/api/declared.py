@@ -151,7 +151,7 @@ class Explanation:
     @cached_property
     def json(self) -> dict[str, Any]:
         """Returns the content of a run's plan.json."""
-        return plan_as_json(self.plan)
+        return plan_as_json(self.plan, chosen_here=self.plan.spec.chosen_here)
 
     def __repr__(self) -> str:
         return self.text

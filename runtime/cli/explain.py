@@ -29,7 +29,7 @@ def explain_command(request: Request, flags: argparse.Namespace) -> int:
     estimate = estimate_step(plan)
     exit_code = DOES_NOT_FIT if flags.check and estimate.figures.runs is False else 0
     if flags.json:
-        flags.result = plan_as_json(plan)
+        flags.result = plan_as_json(plan, chosen_here=chosen_here)
         return exit_code
     console = Console(off_terminal_width=240)
     lines = [*([chosen_here] if chosen_here else []), *start.lines()]

@@ -6,6 +6,7 @@ import json
 import jsonschema
 import pytest
 
+from conftest import spec_of
 from meshloom.compiler.core.errors import MISTAKE
 from meshloom.compiler.report.explain import plan_as_json
 from meshloom.runtime.cli.commands import COMMANDS
@@ -13,6 +14,7 @@ from meshloom.runtime.cli.main import run as command
 from meshloom.runtime.cli.schema import DOCUMENTS
 from support import reports
 from support.commands import run_in_process
+from support.published import write_published
 from support.recorded import recorded_text
 from support.schemas import check, validator
 
@@ -60,6 +62,17 @@ def test_a_program_is_inspected_compared_and_judged_as_the_schemas_say(tmp_path)
         ended = run_in_process(*line, "--json", cwd=tmp_path)
         assert ended.returncode == 0
         assert json.loads(ended.stdout) is not None
+
+
+def test_explain_says_what_was_chosen_for_this_machine_in_json_too(tmp_path, capsys):
+    write_published(tmp_path, spec_of("model=tiny").model)
+    line = ["explain", "model=from_hf", f"model.path={tmp_path}", "target=cpu-1", "global_batch_size=1"]
+    assert command([*line, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["chosen_here"]
+    assert command(line) == 0
+    assert capsys.readouterr().out.startswith(said)
+    assert command([*line, "precision=float32", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["chosen_here"] is None
 
 
 def test_an_unknown_schema_is_one_error(capsys):
