@@ -287,7 +287,9 @@ def _validate(
     values = request.pinned.applied(values) if request.pinned else values
     values, problems = with_published_model(values, typed_keys)
     is_counted, values = task.counts_epochs(values), task.settled(values)
-    values = values if request.predicts else _without_own_calibration(values)
+    if not request.predicts and (kept := _without_own_calibration(values)) is not values:
+        values, said = kept, CALIBRATION_LEFT if GROUP in typed_keys else None
+        chosen_here = "; ".join(filter(None, (chosen_here, said))) or None
     spec_type, not_loaded = spec_class(values)
     problems += not_loaded
     try:
@@ -302,6 +304,12 @@ def _validate(
         typed = {each.key_or_group: str(each.input_line) for each in overrides}
         found = [_with_typed_fix(problem, typed.get(problem.where, "")) for problem in found]
         return None, problems + [_without_values(problem, values, sources) for problem in found]
+
+
+CALIBRATION_LEFT = (
+    f"{GROUP}={AUTO_CHIP} is left out, since the program of a run must not depend on what a home directory keeps: "
+    f"explain and compile use it; {GROUP}=NAME names one for this run, too"
+)
 
 
 def _without_own_calibration(values: dict[str, Any]) -> dict[str, Any]:

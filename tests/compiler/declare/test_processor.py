@@ -80,3 +80,11 @@ def test_an_accelerator_is_used_as_declared(read, monkeypatch):
     attached.automatic.cache_clear()
     spec = read()
     assert (spec.target.name, spec.precision.compute, spec.chosen_here) == ("local", "bfloat16", None)
+
+
+def test_a_run_says_that_a_typed_calibration_is_left_out_and_only_then(read):
+    assert "calibration=auto is left out" in read("target=v5e-4", "calibration=auto").chosen_here
+    assert read("target=v5e-4").chosen_here is None
+    assert read("target=v5e-4", "calibration=none").chosen_here is None
+    both = read("calibration=auto").chosen_here
+    assert both.startswith(f"{read().chosen_here}; calibration=auto")
