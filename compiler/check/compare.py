@@ -17,6 +17,7 @@ from ..core.trees import leaves_by_path, like
 
 ROUNDINGS = 16  # so many changes of this size are tolerated: sums in another order
 ROUNDINGS_TO_NARROW = 4  # where each result is rounded to a narrow type, of which the parameters are the first
+GRADIENTS_TO_UPDATE = 4  # of what a gradient may differ by: optimizers such as Adam give its small entries more weight
 LEAST = 64  # of the last digit of float32: what sums in another order may differ by where the parameters move nothing
 
 Deviations = dict[str, float]  # by path, relative to the norm

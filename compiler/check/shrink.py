@@ -255,3 +255,12 @@ def on_mesh(spec: AnyPlanSpec, **sizes: int) -> AnyPlanSpec:
     num_devices = math.prod(size or 1 for _, size in mesh)
     target = CpuTarget(kind="cpu", num_devices=num_devices)
     return spec.model_copy(update={"mesh": mesh, "target": target})
+
+
+def plainly(spec: AnyPlanSpec) -> AnyPlanSpec:
+    """Returns a declaration whose operations and pipeline are chosen anew, for another mesh."""
+    pipeline = spec.pipeline.model_copy(update={"layers": "even", "ticks": "auto", "head": "auto", "gather": "auto"})
+    update: dict[str, Any] = {"parallel": {}}
+    if spec.mesh.stage == 1:
+        update["pipeline"] = pipeline
+    return spec.model_copy(update=update)

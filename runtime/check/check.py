@@ -1,13 +1,7 @@
-"""Checks a declaration: runs its small program on simulated devices and on one device, and compares what they find.
-
-The main comparison is in float32, in which a fault is not hidden by rounding: loss, gradients and update of two steps.
-Further programs have one thing otherwise, such as no context shards, so that a line names what is at fault.
-"""
+"""Checks a declaration: compares the runs of its small program with those of one device, a line for each property."""
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +19,7 @@ from meshloom.compiler.check.check_report import (
     not_run,
 )
 from meshloom.compiler.check.compare import (
+    GRADIENTS_TO_UPDATE,
     ROUNDINGS_TO_NARROW,
     Deviation,
     deviation,
@@ -33,55 +28,35 @@ from meshloom.compiler.check.compare import (
     tolerances,
     worst,
 )
-from meshloom.compiler.check.reference import StepOutput, build_plain_update, build_reference, forward, plain_context
-from meshloom.compiler.check.same_program import SameProgram, split_of
-from meshloom.compiler.check.shrink import Shrinking, in_float32, on_mesh, on_one_device
+from meshloom.compiler.check.reference import forward, plain_context
+from meshloom.compiler.check.same_program import SameProgram
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.format import counted
-from meshloom.compiler.core.trees import leaves_by_path, like, pick
-from meshloom.compiler.declare.run_spec import RunSpec
-from meshloom.compiler.driver import plan_run
-from meshloom.compiler.plan import Plan
+from meshloom.compiler.core.places import PUBLISHED, is_published
+from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.spec.target_spec import CpuTarget
 from meshloom.compiler.step.train_step import GRADIENTS, NUM_PADDING, NUM_TARGETS
-from meshloom.models import PADDING_TARGET
+from meshloom.models import PADDING_TARGET, Model
 
 from ..processes.devices import start_devices
 from ..processes.distributed import Processes
-from .check_data import CheckData, pieces_of, wrong_targets
-from .check_files import CheckFiles, transformers_logits
-from .programs import Compiler, SmallPlan, SmallProgram, on_host
-
-_NUM_STEPS = 2
-SPREAD = 0.05  # of what is added to each parameter, so that none is 0 or 1 everywhere
+from .check_data import pieces_of, wrong_last_targets, wrong_targets
+from .check_files import MOST_PARAMETERS, CheckFiles, DeclaredFolder, transformers_logits
+from .programs import Compiler, on_host
+from .runs import NUM_STEPS, CheckRuns, largest
 
 
-@dataclass(frozen=True)
-class TwoSteps:
-    """Two steps. found: of each step. params: before the first, and after each."""
-
-    found: tuple[StepOutput, ...]
-    params: tuple[Any, ...]
-
-
-@dataclass
-class DeclarationCheck:
-    """One check. declared: the declaration's plan, for its target. program: its name."""
-
-    declared: Plan[RunSpec]
-    program: str
-
-    def __post_init__(self) -> None:
-        """Shrinks the declaration. Raises ConfigError where it cannot shrink."""
-        self.shrunk = Shrinking(self.declared).shrunk()
+class DeclarationCheck(CheckRuns):
+    """One check: the runs, and a line for each property of them."""
 
     def report(self, show: Callable[[str], None] = lambda _: None) -> CheckReport:
         """Runs the check. show: is called with what it does now."""
         start, lines = time.perf_counter(), list[CheckLine]()
         show("lowering programs")
         start_devices(CpuTarget(kind="cpu", num_devices=self.shrunk.plan.target.num_devices), Processes())
-        with Compiler() as self.compiler:
-            self.start()
+        with Compiler() as compiler:
+            self.start(compiler)
+            self.compile_all()
             show("compiling programs, and running them")
             for line in self.lines():
                 lines.append(line)
@@ -96,65 +71,17 @@ class DeclarationCheck:
             seconds=time.perf_counter() - start,
         )
 
-    @property
-    def small(self) -> str:
-        """Returns the small program in words: "3 layers, fsdp 2 x tensor 2, 4 x 32 tokens"."""
-        plan = self.shrunk.plan
-        axes = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.sizes.items() if size > 1) or "one device"
-        num_layers = getattr(plan.spec.model, "num_layers", 0) or sum(stack.num_layers for stack in plan.model.stacks)
-        layers = counted(num_layers, "layer")  # a stack counts periods of windows
-        return f"{layers}, {axes}, {plan.spec.global_batch_size} x {plan.spec.sequence_length} tokens"
-
-    def start(self) -> None:
-        """Plans and lowers all programs; the longest are compiled first."""
-        ops = self.declared.ops
-        self.spec = in_float32(self.shrunk.plan.spec)
-        self.plan = plan_run(self.spec, ops)
-        self.one = plan_run(_plainly(on_one_device(self.spec)), ops)
-        self.batches = CheckData(self.spec, _NUM_STEPS).batches()
-        self.trained = frozenset(self.plan.sharding.trained)
-        self.params = self._drawn()
-        self.split = {each.array.path: split_of(each.spec) for each in self.plan.sharding.parameters}
-        first, compiler, on = self.batches[0], self.compiler, SmallPlan(self.plan)
-        self.train = compiler.train(on, first)
-        step = build_reference(self.spec, self.plan.model, self.trained)
-        self._step = compiler.plain(step, self.params, first)
-        self.narrow = None
-        if self.shrunk.plan.spec.precision != self.spec.precision:
-            self.narrow = compiler.loss(SmallPlan(self.shrunk.plan), first, with_gradients=True)
-        self.evaluated = compiler.loss(on, first, with_gradients=False)
-        self.variants = {name: self._variant(make) for name, make in self._variant_plans().items()}
-        output = jax.eval_shape(step, self.params, first)
-        state = jax.eval_shape(self.one.optimizer.init, pick(self.params, self.trained))
-        update = build_plain_update(self.one.model, self.one.optimizer, self.trained)
-        self._update = compiler.plain(update, self.params, state, output)
-
-    def _drawn(self) -> Any:
-        """Returns initial parameters, each moved a little, so that none is 0 or 1 everywhere."""
-        drawn = jax.jit(self.plan.model.init)(jax.random.key(self.spec.seed))
-        rng = np.random.default_rng(0)
-        return like(
-            drawn,
-            {
-                path: (np.asarray(x, np.float32) + SPREAD * rng.standard_normal(x.shape)).astype(np.float32)
-                for path, x in leaves_by_path(drawn).items()
-            },
-        )
-
-    def _initial_state(self) -> Any:
-        optimizer = on_host(jax.jit(self.one.optimizer.init)(pick(self.params, self.trained)))
-        return {"step": np.zeros((), np.int32), "params": self.params, "optimizer": optimizer}
-
     def lines(self) -> Iterator[CheckLine]:
         """Yields the lines of the table, in its order."""
         yield self._same_program()
-        yield self.data()
+        yield self.targets()
         yield from self.of_step()
         yield self._precision()
         yield from self._over_meshes()
         yield self.packed()
         yield self._padding()
         yield from self.in_files()
+        yield self.weights()
 
     def of_step(self) -> Iterator[CheckLine]:
         """Yields the lines that compare the step of the mesh with that of one device."""
@@ -165,61 +92,14 @@ class DeclarationCheck:
         yield self._auxiliary()
         yield self._token_counts()
 
-    # What ran.
-
-    def _reference(self, params: Any) -> TwoSteps:
-        step, update = self._step.result(), self._update.result()
-        state = on_host(jax.jit(self.one.optimizer.init)(pick(params, self.trained)))
-        found, each = list[StepOutput](), [params]
-        for batch in self.batches:
-            output = step(params, batch)
-            params, state = on_host(update(params, state, output))
-            found.append(on_host(output))
-            each.append(params)
-        return TwoSteps(tuple(found), tuple(each))
-
-    @cached_property
-    def expected(self) -> TwoSteps:
-        return self._reference(self.params)
-
-    @cached_property
-    def rounded(self) -> TwoSteps:
-        """Returns what one device finds after rounding of the parameters in float32."""
-        return self._reference(nudged(self.params, "float32", seed=1))
-
-    @cached_property
-    def steps(self) -> tuple[tuple[Any, Any], ...]:
-        """Returns (state, metrics) of each step on the mesh, on the host."""
-        state = self.train.on.state(self._initial_state())
-        made = list[tuple[Any, Any]]()
-        for batch in self.batches:
-            state, metrics = self.train.run(state, self.train.on.placed(batch))
-            made.append((state, metrics))
-            state = self.train.on.state(state)
-        return tuple(made)
-
-    # Tolerances.
-
-    @cached_property
-    def of_gradients(self) -> dict[str, float]:
-        each = zip(self.rounded.found, self.expected.found, strict=True)
-        return tolerances(_largest(deviations(a.gradients, b.gradients) for a, b in each))
-
-    @cached_property
-    def of_loss(self) -> float:
-        each = zip(self.rounded.found, self.expected.found, strict=True)
-        return tolerances({"": max(deviation(a.loss, b.loss) for a, b in each)})[""]
-
-    # Lines.
-
     def _loss(self) -> CheckLine:
         measured = max(deviation(m["loss"], e.loss) for (_, m), e in zip(self.steps, self.expected.found, strict=True))
         what = "the loss of the mesh is that of one device"
-        return deviation_line("loss", what, Deviation("", measured, self.of_loss), why=f"{_NUM_STEPS} steps")
+        return deviation_line("loss", what, Deviation("", measured, self.of_loss), why=f"{NUM_STEPS} steps")
 
     def _gradients(self) -> CheckLine:
         each = zip(self.steps, self.expected.found, strict=True)
-        found = _largest(deviations(m[GRADIENTS], e.gradients) for (_, m), e in each)
+        found = largest(deviations(m[GRADIENTS], e.gradients) for (_, m), e in each)
         return self._of_parameters("gradients", "each gradient is that of one device", found, self.of_gradients)
 
     def _updated(self) -> CheckLine:
@@ -231,7 +111,11 @@ class DeclarationCheck:
         expected = moves(ran.params[-1], ran.params[0])
         found = deviations(moves(ours, ran.params[0]), expected)
         rounding = deviations(moves(self.rounded.params[-1], self.rounded.params[0]), expected)
-        return self._of_parameters("update", "weights move as on one device", found, tolerances(rounding))
+        tolerated = {
+            path: value + GRADIENTS_TO_UPDATE * self.of_gradients.get(path, 0.0)
+            for path, value in tolerances(rounding).items()
+        }
+        return self._of_parameters("update", "weights move as on one device", found, tolerated)
 
     def _of_parameters(
         self, name: str, what: str, found: dict[str, float], tolerated: dict[str, float], *, why: str = ""
@@ -252,44 +136,14 @@ class DeclarationCheck:
         program, batch = self.narrow, self.batches[0]
         (loss, count), gradients, *_ = program.run(program.on.params(stored), program.on.placed(batch))
         expected = self.expected.found[0]
-        step = self._step.result()
+        step = self.step.result()
         each = [on_host(step(nudged(self.params, dtype, seed), batch)) for seed in (1, 2)]
-        rounding = _largest(deviations(one.gradients, expected.gradients) for one in each)
+        rounding = largest(deviations(one.gradients, expected.gradients) for one in each)
         found = deviations(jax.tree.map(np.float32, gradients), expected.gradients)
         off_loss = deviation(loss / max(count, 1), expected.loss)
         roundings = ROUNDINGS_TO_NARROW
         tolerated = tolerances({**rounding, "loss": max(deviation(one.loss, expected.loss) for one in each)}, roundings)
         return self._of_parameters(name, what, {**found, "loss": off_loss}, tolerated)
-
-    def _variant_plans(self) -> dict[str, Callable[[], RunSpec] | str]:
-        """Returns what makes a declaration with one thing otherwise, or why there is none."""
-        spec, sizes = self.spec, self.plan.mesh.sizes
-        several = [axis for axis, size in sizes.items() if size > 1]
-        flat = _plainly(on_mesh(spec, stage=1)) if sizes.get("stage", 1) > 1 else spec
-
-        def without(axis: str) -> Callable[[], RunSpec] | str:
-            if sizes.get(axis, 1) == 1:
-                return f"mesh.{axis} is 1"
-            return lambda: _plainly(on_mesh(spec, **{axis: 1}))
-
-        microbatches: Callable[[], RunSpec] | str = "num_microbatches is 1"
-        if spec.num_microbatches > 1:
-            microbatches = lambda: flat.model_copy(update={"num_microbatches": 1})  # noqa: E731
-        return {
-            "meshes": (lambda: _plainly(on_one_device(spec))) if several else "the mesh is one device",
-            "microbatches": microbatches,
-            "context": without("context"),
-            "stages": without("stage"),
-        }
-
-    def _variant(self, make: Callable[[], RunSpec] | str) -> SmallProgram | str:
-        if isinstance(make, str):
-            return make
-        try:
-            plan = plan_run(make(), self.declared.ops)
-        except ConfigError as error:
-            return f"the other program cannot be planned: {error.problems[0].where}: {error.problems[0].what}"
-        return self.compiler.loss(SmallPlan(plan), self.batches[0], with_gradients=False)
 
     def _over_meshes(self) -> Iterator[CheckLine]:
         whats = {
@@ -306,16 +160,16 @@ class DeclarationCheck:
             each = [deviation(program.loss(self.params, b), self.evaluated.loss(self.params, b)) for b in self.batches]
             yield deviation_line(name, what, Deviation("", max(each), self.of_loss))
 
-    def data(self) -> CheckLine:
+    def targets(self) -> CheckLine:
         name, what = "data", "each target is the next token of its document"
         if self.spec.data.gives_sequences:
             return not_run(name, what, "a class of yours returns whole sequences")
         last = len(self.batches) - 1
-        wrong = [
-            each
-            for number, batch in enumerate(self.batches)
-            for each in wrong_targets(batch, is_masked=number == last, is_isolated=self.spec.data.isolate_documents)
-        ]
+        wrong = list[str]()
+        for number, batch in enumerate(self.batches):
+            is_masked = number == last
+            wrong += wrong_targets(batch, is_masked=is_masked, is_isolated=self.spec.data.isolate_documents)
+            wrong += wrong_last_targets(batch, self.data.tokens(number), is_masked=is_masked)
         return judged_line(name, what, wrong, why=f"packing={self.spec.data.packing}")
 
     def packed(self) -> CheckLine:
@@ -352,7 +206,7 @@ class DeclarationCheck:
         name, what = "padding", "no padding, and no token without a target, is in a mean"
         batch = self.batches[-1]
         base = self.evaluated.loss(self.params, batch)
-        measured = deviation(base, self._step.result()(self.params, batch).loss)
+        measured = deviation(base, self.step.result()(self.params, batch).loss)
         why = f"{int(np.sum(batch['targets'] < 0))} of {batch['targets'].size} places have no target"
         if self.spec.data.may_pad:
             is_padding = batch["targets"] == PADDING_TARGET
@@ -373,7 +227,7 @@ class DeclarationCheck:
         if not trained:
             return not_run(name, what, "the shared table is frozen")
         each = zip(self.steps, self.expected.found, strict=True)
-        found = _largest(deviations(m[GRADIENTS], e.gradients) for (_, m), e in each)
+        found = largest(deviations(m[GRADIENTS], e.gradients) for (_, m), e in each)
         return self._of_parameters(name, what, {path: found[path] for path in trained}, self.of_gradients)
 
     def _auxiliary(self) -> CheckLine:
@@ -426,38 +280,42 @@ class DeclarationCheck:
             yield not_run(name, what, "the adapter is merged with its base; the line logits compares them")
         else:
             yield _equal(name, what, files.read(out), params)
+        yield self._by_transformers(logits, theirs, out, self.plan.model, params)
+
+    def weights(self) -> CheckLine:
+        """Returns the line of the folder of published weights that the declaration names, if it names one."""
+        name, what = "weights", "transformers computes the same logits from the declared folder"
+        place, number = self.declared.spec.checkpoint.weights, self.declared.num_parameters
+        if place is None or not is_published(place):
+            return not_run(name, what, "no folder of published weights is declared")
+        if number > MOST_PARAMETERS:
+            return not_run(name, what, f"{number:,} parameters are more than the {MOST_PARAMETERS:,} that it compares")
+        folder = DeclaredFolder(Path(place.removeprefix(PUBLISHED)), self.as_published())
+        return self._by_transformers(name, what, folder.path, folder.plan.model, folder.params())
+
+    def _by_transformers(self, name: str, what: str, folder: Path, model: Model, params: Any) -> CheckLine:
+        """Returns the line that compares the logits of parameters with those of a folder by transformers."""
         missing = [each for each in ("torch", "transformers") if find_spec(each) is None]
         if missing:
-            yield not_run(logits, theirs, f"{' and '.join(missing)} is not installed")
-            return
-        tokens, model = self.batches[0]["inputs"][:2], self.plan.model
+            return not_run(name, what, f"{' and '.join(missing)} is not installed")
+        tokens = self.batches[0]["inputs"][:2]
 
         def of_ours(params: Any, inputs: Any) -> Any:
             return forward(model, params, _head_of(model, params), inputs, plain_context(inputs))[0]
 
         program = self.compiler.plain(of_ours, params, tokens)
         try:
-            found = transformers_logits(out, tokens)
-        except (ImportError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-            yield not_run(logits, theirs, f"transformers does not read it: {str(error).splitlines()[0]}")
-            return
+            found = transformers_logits(folder, tokens)
+        except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+            return not_run(name, what, f"transformers does not read it: {str(error).splitlines()[0]}")
         ours, rounded = program.result()(params, tokens), program.result()(nudged(params, "float32", 1), tokens)
         tolerated = tolerances({"": deviation(rounded, ours)})[""]
-        yield deviation_line(logits, theirs, Deviation("", deviation(ours, found), tolerated))
+        return deviation_line(name, what, Deviation("", deviation(ours, found), tolerated))
 
     def _same_program(self) -> CheckLine:
         other = list(SameProgram(self.declared, self.shrunk.plan).differences())
         what = "strategies and kinds of collectives are the declared ones"
         return judged_line("program", what, other, by="the plans", otherwise="differs")
-
-
-def _plainly(spec: Any) -> Any:
-    """Returns a declaration whose operations and pipeline are chosen anew, for another mesh."""
-    pipeline = spec.pipeline.model_copy(update={"layers": "even", "ticks": "auto", "head": "auto", "gather": "auto"})
-    update: dict[str, Any] = {"parallel": {}}
-    if spec.mesh.stage == 1:
-        update["pipeline"] = pipeline
-    return spec.model_copy(update=update)
 
 
 def _head_of(model: Any, params: Any) -> Any:
@@ -476,11 +334,3 @@ def _equal(name: str, what: str, found: Any, expected: Any) -> CheckLine:
     said = [f"{path} differs" for path in wrong[:4]]
     said += [f"and {len(wrong) - 4} more"] if len(wrong) > 4 else []
     return judged_line(name, what, said, by=BY_BITS, why=counted(len(theirs), "array"))
-
-
-def _largest(each: Iterator[dict[str, float]]) -> dict[str, float]:
-    found = dict[str, float]()
-    for one in each:
-        for path, value in one.items():
-            found[path] = max(found.get(path, 0.0), value)
-    return found

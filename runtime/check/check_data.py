@@ -12,7 +12,7 @@ import numpy as np
 
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.sharding.batch import REFERENCE
-from meshloom.models import PADDING_TARGET
+from meshloom.models import IGNORED_TARGET, PADDING_TARGET
 
 from ..data.batches import BatchSource, HostBatch
 from ..data.packing import ConcatenatedSequences, PackedSequences, PairedSequences
@@ -20,6 +20,7 @@ from ..data.store import Shard, TokenStore, TokenStream
 
 END = 0
 MODULUS, UNTRAINED = 4, 1
+_RECOGNISED = 8  # tokens in a row that occur once among all documents
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,21 @@ class CheckData:
         kind = PackedSequences if spec.data.packing == "first_fit" else ConcatenatedSequences
         return kind(stream, spec.sequence_length, isolate_documents=spec.data.isolate_documents)
 
-    def _stream(self, seed: int, *, is_masked: bool) -> TokenStream:
-        spec, rng, length = self.spec, np.random.default_rng(seed), self.spec.sequence_length
+    def tokens(self, number: int) -> np.ndarray:
+        """Returns the tokens that a batch is made of, one document after the other."""
+        return self._documents(number)[0]
+
+    def _documents(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens, and where each document ends."""
+        spec, rng, length = self.spec, np.random.default_rng(number), self.spec.sequence_length
         sizes = rng.integers(4, length + length // 4, size=4 * spec.global_batch_size + 4)
         tokens = rng.integers(1, spec.model.vocab_size, size=int(sizes.sum())).astype(np.uint32)
         ends = np.cumsum(sizes)
         tokens[ends - 1] = END
+        return tokens, ends
+
+    def _stream(self, number: int, *, is_masked: bool) -> TokenStream:
+        tokens, ends = self._documents(number)
         documents = np.stack([ends, np.arange(len(ends))], axis=1).astype(np.uint64)
         trained = tokens % MODULUS != UNTRAINED if is_masked else None
         tokenizer: Any = None
@@ -120,3 +130,21 @@ def wrong_targets(batch: HostBatch, *, is_masked: bool, is_isolated: bool) -> li
     if np.any(~counted & known):
         wrong.append(f"{int(np.sum(~counted & known))} tokens have no target")
     return wrong
+
+
+def wrong_last_targets(batch: HostBatch, tokens: np.ndarray, *, is_masked: bool) -> list[str]:
+    """Returns what is wrong with the targets of the last places, of which a sequence itself does not know the next
+    token: where its document goes on, the target is the token that follows the same tokens there. tokens: of all
+    documents, one after the other."""
+    follows, wrong = {tuple(part[:-1]): int(part[-1]) for part in _windows(tokens, _RECOGNISED + 1)}, 0
+    for row, targets in zip(batch["inputs"], batch["targets"], strict=True):
+        if row[-1] == END:
+            continue
+        next_one = follows[tuple(row[-_RECOGNISED:].tolist())]
+        is_learnt = not is_masked or next_one % MODULUS != UNTRAINED
+        wrong += int(targets[-1]) != (next_one if is_learnt else IGNORED_TARGET)
+    return [f"{wrong} last targets of sequences are not the token that follows"] if wrong else []
+
+
+def _windows(tokens: np.ndarray, size: int) -> list[list[int]]:
+    return np.lib.stride_tricks.sliding_window_view(tokens.astype(np.int64), size).tolist()

@@ -12,6 +12,7 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.places import PUBLISHED
 from meshloom.compiler.core.trees import combined
 from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.plan import Plan
 from meshloom.models.adapter import merged
 
 from ..checkpoint.checkpoints import Checkpoints, restore
@@ -20,6 +21,8 @@ from ..weights.export import prepare_export, run_export
 from ..weights.find import find_weights
 from ..weights.load import load_params
 from .programs import SmallPlan
+
+MOST_PARAMETERS = 200_000_000  # of a declared folder whose logits are compared: two float32 copies and their products
 
 
 class NoPlace:
@@ -76,6 +79,22 @@ class CheckFiles:
         spec = self.on.plan.spec
         none = {"directory": None, "restore_from": None, "weights_from": None, "base_from": None, "weights_skip": ()}
         return spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={**none, **checkpoint})})
+
+
+@dataclass(frozen=True)
+class DeclaredFolder:
+    """The folder of published weights that a declaration starts from, for a model of the declared size on one device.
+    path: the folder. plan: of the model, in float32."""
+
+    path: Path
+    plan: Plan[RunSpec]
+
+    def params(self) -> Any:
+        """Returns the parameters of the folder, on the host."""
+        on = SmallPlan(self.plan)
+        return jax.tree.map(
+            np.asarray, load_params(self.plan, on.mesh, find_weights(self.plan), Console(is_quiet=True))
+        )
 
 
 def transformers_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.driver import plan_run
 
 from ..check.check import DeclarationCheck
+from ..check.runs import ONE_DEVICE
 from ..processes.devices import TooFewSimulated, plan_without_devices
 
 _STYLES = {"passed": "green", "failed": "bold red", "differs": "yellow", "not run": "dim"}
@@ -55,6 +56,8 @@ def show_check(report: CheckReport, console: Console) -> None:
             console.wrapped(
                 (f"{line.name}: ", "bold red"), f"{line.what}:{at}{'; ' if at and line.why else ' '}{line.why}"
             )
+        elif line.why == ONE_DEVICE:
+            console.wrapped((f"{line.name}: ", "yellow"), line.why)
         elif line.status == "differs":
             console.wrapped((f"{line.name}: ", "yellow"), f"not as declared: {line.why}")
     for text in report.replaced:

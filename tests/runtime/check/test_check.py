@@ -10,7 +10,6 @@ from meshloom.compiler.step.train_step import GRADIENTS, NUM_TARGETS
 from meshloom.models import IGNORED_TARGET
 from meshloom.runtime.check import check_files
 from meshloom.runtime.check.check import DeclarationCheck
-from meshloom.runtime.check.check_data import CheckData
 from meshloom.runtime.check.programs import Compiler
 from meshloom.runtime.data import packing
 from meshloom.runtime.weights import export
@@ -25,8 +24,9 @@ def check():
         "data.packing=first_fit", "data.isolate_documents=true",
     )  # fmt: skip
     check = DeclarationCheck(plan, "a test")
-    with Compiler() as check.compiler:
-        check.start()
+    with Compiler() as compiler:
+        check.start(compiler)
+        check.compile_all()
         yield check
 
 
@@ -41,7 +41,7 @@ def test_a_declaration_that_is_right_passes(check, by_name):
     found = by_name(check.lines())
     assert [line.name for line in found.values() if line.status == "failed"] == []
     not_run = {name for name, line in found.items() if line.status == "not run"}
-    assert not_run == {"precision", "context", "stages", "auxiliary", "logits"}
+    assert not_run == {"precision", "context", "stages", "auxiliary", "logits", "weights"}
     assert all(found[name].why for name in not_run)
     assert found["gradients"].measured < found["gradients"].tolerance < 1e-2
 
@@ -70,9 +70,9 @@ def test_positions_that_go_on_are_found(check, monkeypatch):
         return right(lengths, length) | {"positions": np.arange(length, dtype=np.int32)}
 
     monkeypatch.setattr(packing, "_documents", go_on)
-    assert check.data().status == "passed"
-    monkeypatch.setattr(check, "batches", CheckData(check.spec, 2).batches())
-    assert "positions" in check.data().why  # rotary positions alone are relative: no loss changes
+    assert check.targets().status == "passed"
+    monkeypatch.setattr(check, "batches", check.data.batches())
+    assert "positions" in check.targets().why  # rotary positions alone are relative: no loss changes
 
 
 def test_documents_that_see_each_other_are_found(check, monkeypatch):
@@ -84,15 +84,23 @@ def test_documents_that_see_each_other_are_found(check, monkeypatch):
 
     monkeypatch.setattr(packing, "_documents", as_one)
     assert check.packed().status == "passed"
-    monkeypatch.setattr(check, "batches", CheckData(check.spec, 2).batches())
+    monkeypatch.setattr(check, "batches", check.data.batches())
     assert check.packed().status == "failed"
+
+
+def test_last_targets_that_are_missing_or_wrong_are_found(check, monkeypatch):
+    """A cut document's last target is the first token of what was cut off, which its own sequence does not hold."""
+    right = packing.TokenStream.is_document_end
+    monkeypatch.setattr(packing.TokenStream, "is_document_end", lambda self, stops: right(self, stops) | True)
+    monkeypatch.setattr(check, "batches", check.data.batches())
+    assert "last targets" in check.targets().why
 
 
 def test_masks_that_are_late_are_found(check, monkeypatch):
     right = packing.TokenStream.targets
     monkeypatch.setattr(packing.TokenStream, "targets", lambda self, tokens, start: right(self, tokens, start - 1))
-    monkeypatch.setattr(check, "batches", CheckData(check.spec, 2).batches())
-    found = check.data()
+    monkeypatch.setattr(check, "batches", check.data.batches())
+    found = check.targets()
     assert found.status == "failed"
     assert str(IGNORED_TARGET) not in found.why
     assert "not to be learnt" in found.why
