@@ -170,9 +170,12 @@ class _Reader(ProgramValues):
         return results if self.joins_sums else [self.summed(i) for i in results]
 
     def barrier(self, equation: Any, operands: list[int], scope: str) -> list[int]:
-        """Reads an optimization barrier. The values that it orders stay in memory on both sides, and are not moved."""
-        operands = [self.summed(i) for i in operands]
+        """Reads an optimization barrier. The values that it orders stay in memory on both sides, and are not moved.
+        Partial results are summed before it, in the layout that they have after it."""
         results = [self.value(x.aval, self.layouts[i]) for x, i in zip(equation.outvars, operands, strict=True)]
+        self.partial |= {
+            result: self.partial[i] for result, i in zip(results, operands, strict=True) if i in self.partial
+        }
         name = equation.primitive.name
         self.operations.append(Operation("other", name, scope, tuple(operands), tuple(results), hbm_bytes=0))
         return results

@@ -46,6 +46,9 @@ class CompilerTraits(Record):
         (estimate/latency_hiding.py); None where compute hides what its own loop sends in any order.
     expected_kernels: given where this scheduler counts kernels; None where it expects seconds.
     async_permutes: permutes overlap with independent work, on up to max_chips_async_permutes chips.
+    orders_by_barriers: it schedules no operation before an optimization barrier that its operands pass.
+    exposed_in_turns: share of tensor parallelism's collectives that is waited for where the parts of a split batch run
+        in turns (step/turns.py); None: parts do not run so, or it is not known.
     copies_loop_carry: the state that a loop carries to its next iteration is copied.
     copies_conditionals: what a conditional takes and gives is copied, whichever branch runs.
     gathers_before_loops: a gather issued before a loop ends before the loop starts.
@@ -70,6 +73,8 @@ class CompilerTraits(Record):
     expected_kernels: ExpectedKernels | None = None
     async_permutes: bool = False
     max_chips_async_permutes: int | None = None
+    orders_by_barriers: bool = False
+    exposed_in_turns: float | None = None
     copies_loop_carry: bool = False
     copies_conditionals: bool = False
     gathers_before_loops: bool = False

@@ -36,6 +36,7 @@ from ..spec.objective_spec import Dpo, Simpo
 from ..spec.step_spec import StepSpec
 from ..target.mesh import MeshPlan
 from .schedule import Batch, HeadOutput, LayerFunction, Microbatch, ModelFunctions, StackFunctions
+from .turns import RunParts, run_each, run_in_turns, turn_names
 
 BatchSplit = tuple[Any, ...]  # a tree for each part of the batch
 
@@ -76,12 +77,28 @@ def build_functions(
         tree, axes = jax.tree.map(jax.lax.stop_gradient, tree), plan.roles.tokens
         return jax.lax.psum(tree, axes) if axes else tree
 
+    def run_parts(stack: Stack) -> RunParts:
+        """Runs in turns what a compiler then schedules so; not layers whose auxiliary outputs may be functions."""
+        has_aux = stack.measures or stack.rules or any(x.startswith(f"{stack.name}/") for x in plan.arrays.auxiliary)
+        if num_parts == 1 or has_aux or not plan.target.compiler.orders_by_barriers:
+            return run_each
+        own = [each for each in plan.operations if each.site.piece == stack.name]
+        return partial(run_in_turns, turn_names(plan.sharding, own))
+
     before = itertools.accumulate((stack.num_layers for stack in model.stacks), initial=1)
     stacks = (
         StackFunctions(
             stack.name,
             stack.num_layers,
-            _layer(stack, layer_runner(spec.remat, stack.name), make_context, over_batch, first, num_tokens),
+            _layer(
+                stack,
+                layer_runner(spec.remat, stack.name),
+                run_parts(stack),
+                make_context,
+                over_batch,
+                first,
+                num_tokens,
+            ),
             build_policy(spec.remat, stack.name, plan.arrays, spec.precision.compute),
         )
         for stack, first in zip(model.stacks, before, strict=False)
@@ -168,15 +185,17 @@ def compare_pairs(
 
 
 def _layer(
-    stack: Stack, run_layer: RunLayer, make_context: "ContextMaker", over_batch: Callable[[Any], Any], first: int,
-    num_tokens: Array | float,
+    stack: Stack, run_layer: RunLayer, run_parts: RunParts, make_context: "ContextMaker",
+    over_batch: Callable[[Any], Any], first: int, num_tokens: Array | float,
 ) -> LayerFunction:  # fmt: skip
     """Returns the function of a stack's layers. first: the number of the first one in the model, counted from 1."""
 
     def layer(params: Params, shared: BatchSplit, index: Array, x: BatchSplit) -> tuple[BatchSplit, Aux]:
-        contexts = (replace(make_context(stack.name, part, first + index), run_layer=run_layer) for part in shared)
-        named = (marked(LAYER_INPUT, part) for part in x)
-        outputs = [stack.layer.apply(params, *part) for part in zip(named, contexts, strict=True)]
+        def run(part: tuple[Array, Shared]) -> Any:
+            named, context = marked(LAYER_INPUT, part[0]), make_context(stack.name, part[1], first + index)
+            return stack.layer.apply(params, named, replace(context, run_layer=run_layer))
+
+        outputs = run_parts(run, tuple(zip(x, shared, strict=True)))
         x, aux = zip(*(split_output(output) for output in outputs), strict=True)
         # Summed over all parts and devices, so that results do not depend on how the microbatch is split.
         totals = over_batch(_sum_of([dict(each.totals) for each in aux]))

@@ -1,0 +1,105 @@
+"""Runs the parts of a split batch in turns: one computes while the other communicates.
+
+    part 1   gather  attention  sum, gather       MLP           sum
+    part 2           gather     attention         sum, gather   MLP    sum
+
+A turn begins with a gathered activation and ends with what is multiplied into partial results; within it nothing
+crosses devices. The turns of all parts follow one another in every layer, and backward in the reverse order. A barrier
+between two turns says so: it makes the end of one and the beginning of the next available together. Without it a
+scheduler may bring both parts to their gathers at the same time, and then nothing is left to hide these
+(docs/tensor_parallelism.md).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
+
+from ..core.partition_spec import axes_in
+from ..parallel.operation import OpPlan
+from ..sharding.arrays import gradient_name
+from ..sharding.sharding import ShardingPlan
+
+RunParts = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
+
+
+def run_each(run: Callable[[Any], Any], parts: Sequence[Any]) -> list[Any]:
+    """Returns what `run` makes of each part, and leaves their order to the compiler."""
+    return [run(part) for part in parts]
+
+
+@dataclass(frozen=True)
+class TurnNames:
+    """The activations at which turns begin and end."""
+
+    begins: frozenset[str]
+    ends: frozenset[str]
+
+
+def turn_names(sharding: ShardingPlan, operations: Iterable[OpPlan]) -> TurnNames:
+    """Returns the activations that are gathered, with gradients in shards, and those that are multiplied into partial
+    results. operations: those of the layers."""
+    axes = {planned.array.path: set(axes_in(planned.spec)) for planned in sharding.activations}
+    gathered = (name for name in axes if axes.get(gradient_name(name), set()) > axes[name])
+    matmuls = (one for one in operations if one.op.kind == "matmul" and one.chosen.collectives)
+    return TurnNames(frozenset(gathered), frozenset(one.site.operands[0].activation for one in matmuls))
+
+
+def run_in_turns(names: TurnNames, run: Callable[[Any], Any], parts: Sequence[Any]) -> list[Any]:
+    """Returns what `run` makes of each part. parts: trees of equal structure, with arrays of equal shapes. Within calls
+    of the traced program, such as layers that are recomputed alone, turns are not looked for."""
+    closed, shape = jax.make_jaxpr(run, return_shape=True)(parts[0])
+    traced = [_Traced(closed, jax.tree.leaves(part)) for part in parts]
+    last: tuple[_Traced, Var] | None = None
+    for begin, end in _turns(closed.jaxpr, names):
+        for one in traced:
+            start = one.run_through(begin)
+            if last is not None:
+                before, stop = last
+                both = before.values[stop], one.values[start]
+                before.values[stop], one.values[start] = jax.lax.optimization_barrier(both)
+            last = one, one.run_through(end)
+    structure = jax.tree.structure(shape)
+    return [structure.unflatten(one.finished()) for one in traced]
+
+
+def _turns(jaxpr: Jaxpr, names: TurnNames) -> Iterator[tuple[int, int]]:
+    """Yields the numbers of the operations that name the first and the last activation of each turn."""
+    begin: int | None = None
+    for number, operation in enumerate(jaxpr.eqns):
+        name = operation.params["name"] if operation.primitive.name == "name" else None
+        if name in names.begins:
+            begin = number
+        elif name in names.ends and begin is not None:
+            yield begin, number
+            begin = None
+
+
+class _Traced:
+    """A traced program that runs up to one operation after another. values: those of its variables so far."""
+
+    def __init__(self, closed: ClosedJaxpr, arguments: Sequence[Any]) -> None:
+        self._jaxpr, self._num_run = closed.jaxpr, 0
+        variables = (*closed.jaxpr.constvars, *closed.jaxpr.invars)
+        self.values: dict[Var, Any] = dict(zip(variables, (*closed.consts, *arguments), strict=True))
+
+    def run_through(self, last: int) -> Var:
+        """Runs until an operation has run, and returns the variable that it makes."""
+        piece = self._jaxpr.eqns[self._num_run : last + 1]
+        operands = (x for each in piece for x in each.invars if not isinstance(x, Literal))
+        read = list(dict.fromkeys(x for x in operands if x in self.values))
+        made = [x for each in piece for x in each.outvars]
+        debug_info = self._jaxpr.debug_info.with_unknown_names()
+        program = self._jaxpr.replace(constvars=[], invars=read, outvars=made, eqns=piece, debug_info=debug_info)
+        results = jaxpr_as_fun(ClosedJaxpr(program, []))(*(self.values[x] for x in read))
+        self.values.update(zip(made, results, strict=True))
+        self._num_run = last + 1
+        return self._jaxpr.eqns[last].outvars[0]
+
+    def finished(self) -> list[Any]:
+        """Runs the rest, and returns the results of the program."""
+        if self._num_run < len(self._jaxpr.eqns):
+            self.run_through(len(self._jaxpr.eqns) - 1)
+        return [x.val if isinstance(x, Literal) else self.values[x] for x in self._jaxpr.outvars]
