@@ -175,7 +175,7 @@ class Plan(Generic[AnyPlanSpec]):
     @property
     def flag_presets(self) -> str | None:
         """Returns a line about the presets of XLA options that it is compiled with; None if there are none."""
-        return describe_presets(self.spec.overlap.flag_presets, self.target, has_experts=self.arrays.has_experts)
+        return describe_presets(self.spec.overlap, self.target, has_experts=self.arrays.has_experts)
 
 
 def plan_memory(

@@ -25,7 +25,7 @@ from ..spec.cost_model import cost_model
 from ..spec.overlap_spec import OverlapSpec
 from ..spec.plan_spec import PlanSpec
 from ..step.train_step import build_train_step
-from ..target.compiler_options import assumed_weight_presets, presets_for, why_permutes_wait
+from ..target.compiler_options import assumed_weight_presets, exposed_with_parts, presets_for
 from ..target.target import TargetPlan
 
 BATCH_SPLIT = 2  # the choice of the searches of docs/results/overlap.md chose wherever axes split matmuls
@@ -96,7 +96,7 @@ def overrides_of(assumed: OverlapSpec, declared: OverlapSpec) -> tuple[str, ...]
 def can_split_batch(num_sequences: int, target: TargetPlan) -> bool:
     """Returns True if one half of a device's sequences can compute while the activations of the other are sent.
     num_sequences: the sequences of one microbatch on a device."""
-    return num_sequences % BATCH_SPLIT == 0 and why_permutes_wait(target) is None
+    return num_sequences % BATCH_SPLIT == 0 and exposed_with_parts(target) is not None
 
 
 def overrides_of_imbalance(max_imbalance: float | None) -> tuple[str, ...]:

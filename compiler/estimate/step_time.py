@@ -27,7 +27,13 @@ from ..plan import Plan
 from ..spec.compiler_traits import ExpectedAcross, ExpectedKernels
 from ..spec.cost_model import cost_model
 from ..spec.flag_presets import begin_early, sent_at_once
-from ..target.compiler_options import hidden_kinds, kinds_from_matmuls, options_with, why_permutes_wait
+from ..target.compiler_options import (
+    exposed_with_parts,
+    hidden_kinds,
+    kinds_from_matmuls,
+    options_with,
+    why_permutes_wait,
+)
 from ..target.links import Link, collective_seconds
 from ..target.matmul_times import MatmulTimes
 from ..target.mesh import MeshPlan
@@ -395,10 +401,12 @@ def plan_hiding(plan: Plan) -> Hiding:
     weights = hidden_kinds(assumed.flag_presets, plan.spec, target)
     options = options_with(assumed.flag_presets, plan.spec, target)
     is_ring = runs_beside_compute(plan.ops, ((each.op.kind, each.chosen.name) for each in plan.operations))
-    beside_matmuls = cost_model().exposed_beside_matmuls if why_permutes_wait(target) is None else 1.0
+    exposed = cost_model().exposed_beside_matmuls if is_ring and why_permutes_wait(target) is None else None
+    if exposed is None and assumed.layers.batch_split > 1:
+        exposed = exposed_with_parts(target)
     return Hiding(
         weights=weights,
-        activations_exposed=beside_matmuls if is_ring or assumed.layers.batch_split > 1 else 1.0,
+        activations_exposed=1.0 if exposed is None else exposed,
         is_doubled=target.platform == "tpu" and "reduce-scatter" not in weights,
         of_operations=exposed_by_source(plan.operations, target),
         exposed_second_sums=target.compiler.exposed_second_sums,

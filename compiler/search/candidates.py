@@ -233,7 +233,8 @@ def overrides_of_way(way: OverlapConfig, declared: PlanSpec) -> tuple[str, ...]:
         if choice != declared.parallel.get(kind):  # plain, or {attention_output:plain,mlp_output:collective_matmul}
             typed = choice if isinstance(choice, str) else f"{{{','.join(f'{k}:{v}' for k, v in choice.items())}}}"
             keys.append(f"parallel.{kind}={typed}")
-    if tuple(way.flag_presets) != tuple(declared.overlap.flag_presets):
+    is_split_anew = way.layers.batch_split != declared.overlap.layers.batch_split  # and `auto` may mean other presets
+    if is_split_anew or tuple(way.flag_presets) != tuple(declared.overlap.flag_presets):
         keys.append(f"overlap.flag_presets=[{','.join(way.flag_presets)}]")
     return (*keys, "overlap.search=null")
 

@@ -109,8 +109,8 @@ class FlagPreset:
 
     flags: the options; None if the preset has none for the target and cannot be chosen. hides: kinds of collectives
     that these options overlap with compute. tried_for: what `overlap.search` tries to hide with it; empty: never tried.
-    is_default: part of `auto`; is_default_for_experts: where the model has experts. inert: why the target's
-    programs are the same without it; None if they are not.
+    is_default: part of `auto`; is_default_for_experts, is_default_for_parts: where the model has experts, or the batch
+    is split. inert: why the target's programs are the same without it; None if they are not.
     """
 
     tried_for: tuple[Moved, ...]
@@ -118,6 +118,7 @@ class FlagPreset:
     flags: Options | None
     is_default: bool = False
     is_default_for_experts: bool = False
+    is_default_for_parts: bool = False
     inert: str | None = None
 
     @property
@@ -165,14 +166,15 @@ class EnvironmentNote(Record):
 
 class PresetEntry(Record):
     """A preset in the file. values: options by chip or platform; a chip's take precedence over its platform's.
-    default_for, default_for_experts: chips and platforms, where it is not inert. inert: by chip or platform,
-    why its programs are the same without the preset."""
+    default_for, default_for_experts, default_for_parts: chips and platforms, where it is not inert. inert: by chip or
+    platform, why its programs are the same without the preset."""
 
     what: str
     tried_for: tuple[Moved, ...]
     values: dict[str, dict[str, CompilerOption]]
     default_for: tuple[str, ...] = ()
     default_for_experts: tuple[str, ...] = ()
+    default_for_parts: tuple[str, ...] = ()
     inert: dict[str, str] = Field(default_factory=dict)
 
 
@@ -214,6 +216,7 @@ def read_flag_presets(platform: str, chip: str | None) -> dict[str, FlagPreset]:
             flags=flags,
             is_default=inert is None and any(key in one.default_for for key in keys),
             is_default_for_experts=inert is None and any(key in one.default_for_experts for key in keys),
+            is_default_for_parts=inert is None and any(key in one.default_for_parts for key in keys),
             inert=inert,
         )
     return found

@@ -12,8 +12,9 @@ from jax.sharding import SingleDeviceSharding
 from ..core.config_types import CompilerOption
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from ..core.traffic import CollectiveKind
+from ..spec.cost_model import cost_model
 from ..spec.flag_presets import FlagPreset, Options, begin_early, hidden_by, matmul_share_by
-from ..spec.overlap_spec import AUTO
+from ..spec.overlap_spec import AUTO, OverlapSpec
 from ..spec.plan_spec import PlanSpec
 from .target import TargetPlan, faster_matmuls
 
@@ -26,32 +27,37 @@ def presets_for(target: TargetPlan) -> dict[str, FlagPreset]:
     return {name: one for name, one in target.flag_presets.items() if one.is_offered}
 
 
-def default_presets(target: TargetPlan, *, has_experts: bool) -> tuple[str, ...]:
-    """Returns the presets that `auto` stands for on this target. has_experts: whether the model does; within a node
-    they need none."""
-    is_for_experts = has_experts and target.shape is not None and target.shape[0] > 1
+def default_presets(target: TargetPlan, *, has_experts: bool, num_parts: int) -> tuple[str, ...]:
+    """Returns the presets that `auto` stands for on this target. has_experts: whether the model does. num_parts: of the
+    batch in a layer. Within a node neither needs any."""
+    is_across = target.shape is not None and target.shape[0] > 1
     return tuple(
         name
         for name, one in presets_for(target).items()
-        if one.is_default or (is_for_experts and one.is_default_for_experts)
+        if one.is_default
+        or (is_across and has_experts and one.is_default_for_experts)
+        or (is_across and num_parts > 1 and one.is_default_for_parts)
     )
 
 
 def with_presets(spec: PlanSpec, target: TargetPlan, *, has_experts: bool) -> PlanSpec:
     """Returns the declaration with `auto` of overlap.flag_presets replaced by the default presets of the target. The
     key keeps its origin, since it still declares what was typed."""
-    names = _without_auto(spec.overlap.flag_presets, target, has_experts=has_experts)
+    overlap = spec.overlap
+    names = _without_auto(overlap.flag_presets, target, has_experts=has_experts, num_parts=overlap.layers.batch_split)
     return spec.settled(overlap=spec.overlap.model_copy(update={"flag_presets": names}))
 
 
-def _without_auto(names: Sequence[str], target: TargetPlan, *, has_experts: bool) -> tuple[str, ...]:
-    found = (default_presets(target, has_experts=has_experts) if name == AUTO else (name,) for name in names)
+def _without_auto(names: Sequence[str], target: TargetPlan, *, has_experts: bool, num_parts: int) -> tuple[str, ...]:
+    defaults = default_presets(target, has_experts=has_experts, num_parts=num_parts)
+    found = (defaults if name == AUTO else (name,) for name in names)
     return tuple(dict.fromkeys(name for several in found for name in several))
 
 
-def describe_presets(names: Sequence[str], target: TargetPlan, *, has_experts: bool) -> str | None:
+def describe_presets(overlap: OverlapSpec, target: TargetPlan, *, has_experts: bool) -> str | None:
     """Returns a line about the presets of a program and the defaults of its target; None if there are neither."""
-    defaults = default_presets(target, has_experts=has_experts)
+    names = overlap.flag_presets
+    defaults = default_presets(target, has_experts=has_experts, num_parts=overlap.layers.batch_split)
     if not defaults:
         return ", ".join(names) or None
     if tuple(names) == defaults:
@@ -95,7 +101,7 @@ def kinds_from_matmuls(names: Sequence[str], spec: PlanSpec, target: TargetPlan)
 def with_options(target: TargetPlan, names: Sequence[str], by_hand: Options) -> TargetPlan:
     """Returns the target with the speed that the options of these presets and those by hand give its matmuls. Presets
     that do not exist are refused with the layout."""
-    named = _without_auto(names, target, has_experts=False)  # what experts add does not change matmuls
+    named = _without_auto(names, target, has_experts=False, num_parts=1)  # the others do not change matmuls
     known = (target.flag_presets[name] for name in named if name in target.flag_presets)
     options = dict(item for one in known for item in (one.flags or {}).items()) | dict(by_hand)
     return faster_matmuls(target, matmul_share_by(options, target.option_effects))
@@ -121,6 +127,14 @@ def why_permutes_wait(target: TargetPlan) -> str | None:
     if most is not None and target.num_chips > most:
         return f"the compiler for {target.name} does not overlap permutes with matmuls on more than {most} chips"
     return None
+
+
+def exposed_with_parts(target: TargetPlan) -> float | None:
+    """Returns the share of tensor parallelism's collectives that is waited for with a split batch; None if nothing of
+    one part runs beside the other."""
+    if target.compiler.exposed_in_turns is not None:
+        return target.compiler.exposed_in_turns
+    return cost_model().exposed_beside_matmuls if why_permutes_wait(target) is None else None
 
 
 def aborts_unrolled(split_axes: Sequence[str], target: TargetPlan) -> bool:

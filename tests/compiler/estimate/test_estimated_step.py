@@ -12,6 +12,7 @@ SEARCHED = [
     (*TENSOR, "target=v5p-16", "global_batch_size=16"),  # four sequences of a device
     (*TENSOR, "target=v5p-16", "global_batch_size=4"),  # one: nothing to split
     (*TENSOR, "target=v5e-32", "global_batch_size=32"),  # permutes wait there
+    (*TENSOR, "target=h100-8", "global_batch_size=16"),
     (*SMALL, "sharding=fsdp", "precision=bfloat16", "overlap=auto", "target=h100-8"),
 ]
 
@@ -36,7 +37,18 @@ def test_a_split_batch_needs_other_memory_than_a_whole_one():
 
 def test_a_batch_is_split_where_halves_can_wait_for_one_another():
     splits = [assume_overlap(plan_of(*overrides)).layers.batch_split for overrides in SEARCHED]
-    assert splits == [2, 1, 1, 1]
+    assert splits == [2, 1, 1, 2, 1]
+
+
+def test_parts_in_turns_wait_for_a_share_of_what_is_sent_between_matmuls():
+    """Where nothing else is sent. A whole batch waits for all of it."""
+    for num_parts, share in ((1, 1.0), (2, 0.3)):
+        plan = plan_of(*SMALL, "sharding=tensor", "mesh.tensor=2", "mesh.data=1", "precision=bfloat16", "target=h100-2",
+                       f"overlap.layers.batch_split={num_parts}")  # fmt: skip
+        estimate = estimate_step(plan)
+        seconds = (one.count * plan.mesh.alone_seconds(one.kind, one.bytes_each, one.mesh_axes)
+                   for one in estimate.communication)  # fmt: skip
+        assert estimate.figures.exposed_seconds == pytest.approx(share * sum(seconds))
 
 
 def test_a_preset_is_assumed_only_where_it_hides_more():

@@ -130,17 +130,20 @@ def test_only_what_is_gathered_is_prefetched_and_what_is_left_reduced_early(shar
 @pytest.mark.parametrize(
     ("overrides", "numbers"),
     [
-        (("sharding=fsdp_tensor",), {1, 2}),
-        (("sharding=fsdp",), {1}),  # nothing to wait for between matmuls
-        pytest.param(("sharding=fsdp_tensor", "global_batch_size=4"), {1}, marks=pytest.mark.ci),  # one sequence each
+        (("target=v5p-16", "sharding=fsdp_tensor"), {1, 2}),
+        (("target=h100-16", "sharding=fsdp_tensor"), {1, 2}),  # a split batch has other presets by default
+        (("target=v5p-16", "sharding=fsdp"), {1}),  # nothing to wait for between matmuls
+        pytest.param(  # one sequence each
+            ("target=v5p-16", "sharding=fsdp_tensor", "global_batch_size=4"), {1}, marks=pytest.mark.ci
+        ),
     ],
 )
 def test_parts_of_the_batch_are_tried_where_matmuls_are_split_and_there_are_two(overrides, numbers):
-    plan = plan_of("target=v5p-16", *overrides)
+    plan = plan_of(*overrides)
     candidates = overlap_candidates(plan, estimate_declared(plan))
     assert {one.way.layers.batch_split for one in candidates} == numbers
     one = next(one for one in candidates if one.way.layers.batch_split == max(numbers))
-    assert plan_of("target=v5p-16", *overrides, *one.overrides).spec.overlap == applied(one.way, plan.spec).overlap
+    assert plan_of(*overrides, *one.overrides).spec.overlap == applied(one.way, plan.spec).overlap
 
 
 def test_a_part_that_is_not_whole_sequences_is_told():

@@ -59,6 +59,13 @@ def test_auto_is_the_preset_that_a_chip_needs(declared, names):
     assert "default for v6e-8" in plan.flag_presets
 
 
+@pytest.mark.parametrize(("num_gpus", "num_parts", "names"), [(16, 2, ("concurrent",)), (16, 1, ()), (8, 2, ())])
+def test_auto_sends_several_collectives_at_once_where_a_split_batch_uses_two_networks(num_gpus, num_parts, names):
+    layout = ("sharding=fsdp_tensor", "mesh.tensor=2", f"mesh.fsdp={num_gpus // 2}")
+    plan = plan_of(f"target=h100-{num_gpus}", *layout, f"overlap.layers.batch_split={num_parts}")
+    assert plan.spec.overlap.flag_presets == names
+
+
 @pytest.mark.parametrize("target", ["cpu-8", "v5e-8", "h100-8"])
 def test_a_compiler_that_needs_nothing_gets_nothing(target):
     plan = plan_of(f"target={target}")
