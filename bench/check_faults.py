@@ -124,7 +124,11 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
     ]
     number = sum(bool(row["found_by"]) for row in ordered)
     columns = ("fault", "declaration", "lines that fail")
-    return f"{markdown(columns, cells)}\n\n{number} of {len(ordered)} are found."
+    untried = [name for name, *_ in FAULTS if name not in found]
+    said = f"{number} of {len(ordered)} are found."
+    if untried:
+        said += f" {len(untried)} more were not tried yet: {'; '.join(untried)}."
+    return f"{markdown(columns, cells)}\n\n{said}"
 
 
 def main() -> int:

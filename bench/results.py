@@ -15,12 +15,14 @@ from pathlib import Path
 from statistics import mean, median
 
 import chaos
+import check_faults
 import faults
 import imports
 import memory_accuracy
 import operations
 import pipelines
 import playbook
+import preset_checks
 import presets
 import published
 import rows
@@ -54,6 +56,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "imports-keys": imports.read_keys_table,
     "imports-left": imports.left_table,
     "playbook": lambda: playbook.table(read_kept(playbook.KEPT), is_staged=True),
+    "check-faults": lambda: check_faults.table(read_lines(check_faults.KEPT)),
+    "preset-checks": lambda: preset_checks.table(read_lines(preset_checks.KEPT)),
     "presets": lambda: presets.table(read_lines(presets.KEPT)),
     "tune": lambda: tune.table(read_kept(tune.KEPT)),
     "memory": lambda: memory_accuracy.table(read_lines(memory_accuracy.KEPT)),

@@ -136,14 +136,19 @@ def wrong_last_targets(batch: HostBatch, tokens: np.ndarray, *, is_masked: bool)
     """Returns what is wrong with the targets of the last places, of which a sequence itself does not know the next
     token: where its document goes on, the target is the token that follows the same tokens there. tokens: of all
     documents, one after the other."""
-    follows, wrong = {tuple(part[:-1]): int(part[-1]) for part in _windows(tokens, _RECOGNISED + 1)}, 0
+    follows = {tuple(part[:-1]): int(part[-1]) for part in _windows(tokens, _RECOGNISED + 1)}
+    wrong, unknown = 0, 0
     for row, targets in zip(batch["inputs"], batch["targets"], strict=True):
         if row[-1] == END:
             continue
-        next_one = follows[tuple(row[-_RECOGNISED:].tolist())]
+        next_one = follows.get(tuple(row[-_RECOGNISED:].tolist()))
+        if next_one is None:
+            unknown += 1
+            continue
         is_learnt = not is_masked or next_one % MODULUS != UNTRAINED
         wrong += int(targets[-1]) != (next_one if is_learnt else IGNORED_TARGET)
-    return [f"{wrong} last targets of sequences are not the token that follows"] if wrong else []
+    said = [f"{wrong} last targets of sequences are not the token that follows"] if wrong else []
+    return [*said, f"{unknown} sequences end in tokens that no document has"] if unknown else said
 
 
 def _windows(tokens: np.ndarray, size: int) -> list[list[int]]:

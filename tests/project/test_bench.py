@@ -151,6 +151,15 @@ def test_predictions_of_presets_are_of_the_presets_as_they_are(script):
         assert set(row["versions"]) == set(presets.PACKAGES), row["name"]
 
 
+def test_checks_of_presets_are_of_the_presets_as_they_are(script):
+    """A preset that was changed or removed makes its check stale: `python bench/preset_checks.py`."""
+    checks = script("preset_checks")
+    kept = {row["name"]: row for row in checks.read_lines(checks.KEPT)}
+    declared = checks.presets()
+    assert {name: row["declared"] for name, row in kept.items()} == {name: declared.get(name) for name in kept}
+    assert [name for name, row in kept.items() if row["failed"]] == []
+
+
 def test_half_of_the_recipes_are_only_checked(script):
     published = script("published")
     halves = [recipe.half for recipe in published.RECIPES]
