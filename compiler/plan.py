@@ -1,7 +1,7 @@
 """The plan of a run: everything that is decided before a compiler is called."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic
 
@@ -18,7 +18,9 @@ from .core.known import each_known, or_unknown
 from .core.partition_spec import axes_of
 from .core.trees import leaves_by_path, like, nested_dict, pick
 from .figures import NO_PEAK_RATE, StepWork
+from .formats.block import SCALES
 from .jaxpr.flops import ModelFlops, count_model_flops
+from .optim.moments import moment_of
 from .parallel.operation import OpPlan, ParallelOp
 from .parallel.pipeline_plan import PipelinePlan, StageGather, warnings_of_pipeline
 from .sharding.arrays import EXPERTS, Array, Arrays
@@ -234,9 +236,12 @@ def plan_state_arrays(
     for path, x in leaves_by_path(abstract).items():
         if not x.shape:
             continue
-        owner = next((plan for plan in parameters if path.endswith(f"/{plan.array.path}")), None)
+        whole, part = moment_of(path)
+        owner = next((plan for plan in parameters if whole.endswith(f"/{plan.array.path}")), None)
         if owner and owner.array.shape == x.shape and owner.spec == layouts[path]:
             dimensions, table = owner.dimensions, owner.table
+        elif owner and part == SCALES:
+            dimensions, table = _dimensions_of_scales(owner, x.shape), owner.table
         else:
             entries = (*layouts[path], *[None] * (len(x.shape) - len(layouts[path])))
             table = None
@@ -248,3 +253,10 @@ def plan_state_arrays(
         shards = mesh.num_shards(tuple(axis for d in dimensions for axis in d.axes))
         rows.append(ArrayPlan(array, table, dimensions, array.num_bytes // shards))
     return tuple(rows)
+
+
+def _dimensions_of_scales(owner: ArrayPlan, shape: tuple[int, ...]) -> tuple[DimensionPlan, ...]:
+    """Returns the dimensions of the scales of a moment that is encoded in blocks along its last dimension."""
+    *before, last = owner.dimensions
+    blocks = replace(last, size=shape[-1], note=f"a scale for each {last.size // shape[-1]}")
+    return (*before, blocks)

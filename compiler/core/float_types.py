@@ -10,6 +10,7 @@ from typing import Literal, get_args
 FloatType = Literal["float32", "bfloat16"]  # of arrays that are stored, accumulated or reduced
 ComputeType = Literal["float32", "bfloat16", "float16"]  # in which a model computes
 ExportType = Literal["bfloat16", "float16", "float32"]  # in which weights are written for others
+MomentType = Literal["float32", "bfloat16", "int8", "float8"]  # of an optimizer's moments (compiler/optim/moments.py)
 ScaleType = Literal["float32", "bfloat16", "power_of_two"]  # of blocks that are written in few bits (compiler/formats)
 PeakType = Literal["float32", "bfloat16", "float16", "int8", "float8"]  # for which chips have a peak of FLOP/s
 

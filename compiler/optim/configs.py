@@ -5,7 +5,8 @@ A declaration is read and checked without JAX and optax, which take longer to im
 optimizers.py, which `build` and `decay` import.
 """
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -13,7 +14,7 @@ from meshloom.models.config import Config, mistake
 
 from ..core.config_types import Fraction, UpToOne
 from ..core.errors import Problem
-from ..core.float_types import FloatType
+from ..core.float_types import MomentType
 from ..core.format import counted
 
 if TYPE_CHECKING:
@@ -79,12 +80,24 @@ class LibraryOptimizer(OptimizerConfig):
 
     weight_decay: NonNegativeFloat
     weight_decay_on: DecayOn
-    moment_dtype: FloatType  # the type in which moments are stored between steps
+    moment_dtype: MomentType  # the type in which moments are stored between steps
+
+    # Why a type of 8 bits is refused; the types that are not here are accepted.
+    refused_moments: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("int8", "float8"), "AdamW and Lion alone are known to train with moments of 8 bits"
+    )
 
     def build(self, setting: "Setting") -> "optax.GradientTransformation":
         from .optimizers import transformation_of
 
         return transformation_of(self, setting)
+
+    @model_validator(mode="after")
+    def _check_moment_type(self) -> Self:
+        if why := self.refused_moments.get(self.moment_dtype):
+            use = [name for name in get_args(MomentType) if name not in self.refused_moments]
+            raise mistake(f"is {self.moment_dtype}: {why}", f"use one of {', '.join(use)}", "moment_dtype")
+        return self
 
     def _check_moments_move(self, **decays: float) -> Self:
         for key, decay in decays.items():
@@ -104,6 +117,12 @@ class LibraryOptimizer(OptimizerConfig):
         return self
 
 
+def _check_block(block: int | None, *types: MomentType | None) -> None:
+    if block is not None and not {"int8", "float8"} & set(types):
+        what = f"is {block}, and no moments are stored in 8 bits"
+        raise mistake(what, "set optimizer.moment_block=null, or optimizer.moment_dtype=int8 (float8 for lion)", "moment_block")  # fmt: skip  # noqa: E501
+
+
 class AdamWConfig(LibraryOptimizer):
     """AdamW: Loshchilov and Hutter 2019, arXiv:1711.05101."""
 
@@ -111,10 +130,16 @@ class AdamWConfig(LibraryOptimizer):
     b1: Fraction
     b2: Fraction
     epsilon: PositiveFloat
-    first_moment_dtype: FloatType | None  # None: as moment_dtype
+    first_moment_dtype: MomentType | None  # None: as moment_dtype
+    moment_block: PositiveInt | None  # of moments of 8 bits; None: the nearest to 256 that divides the shard
+
+    refused_moments: ClassVar[Mapping[str, str]] = {
+        "float8": "second moments in float8 moved the loss the same way in each of four seeds"
+    }
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        _check_block(self.moment_block, self.moment_dtype, self.first_moment_dtype)
         if self.first_moment_dtype is None:
             return self._check_moments_move(b1=self.b1, b2=self.b2)
         self._check_moments_move(b2=self.b2)
@@ -130,9 +155,15 @@ class LionConfig(LibraryOptimizer):
     name: Literal["lion"]
     b1: Fraction  # of the mean whose sign is the update
     b2: Fraction  # of the mean that is stored
+    moment_block: PositiveInt | None  # of moments of 8 bits; None: the nearest to 256 that divides the shard
+
+    refused_moments: ClassVar[Mapping[str, str]] = {
+        "int8": "small moments become zero, and the loss was 0.7 to 1.9 % higher in each of three seeds"
+    }
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        _check_block(self.moment_block, self.moment_dtype)
         return self._check_moments_move(b2=self.b2)
 
 

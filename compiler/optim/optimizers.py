@@ -31,7 +31,7 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from meshloom.models import LogicalAxes, Model, is_logical_axes
 
-from ..core.float_types import FloatType
+from ..core.float_types import MomentType
 from .configs import (
     AdafactorConfig,
     AdamWConfig,
@@ -47,6 +47,7 @@ from .configs import (
     WsdSchedule,
 )
 from .contract import Setting
+from .moments import moment_layouts, stored_in, stored_in_types
 
 
 def learning_rates(schedule: ScheduleConfig, peak: float, num_steps: int) -> optax.Schedule:
@@ -91,9 +92,11 @@ def transformation_of(config: LibraryOptimizer, setting: Setting) -> optax.Gradi
     match config:
         case AdamWConfig():
             adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.epsilon)
-            directions = [stored_in(adam, config.moment_dtype, config.first_moment_dtype)]
+            types = {"mu": config.first_moment_dtype or config.moment_dtype, "nu": config.moment_dtype}
+            directions = [_stored(adam, config, setting, types)]
         case LionConfig():
-            directions = [stored_in(optax.scale_by_lion(b1=config.b1, b2=config.b2), config.moment_dtype)]
+            lion = optax.scale_by_lion(b1=config.b1, b2=config.b2)
+            directions = [_stored(lion, config, setting, {"mu": config.moment_dtype})]
         case SgdConfig():
             trace = optax.identity()
             if config.momentum is not None:
@@ -107,6 +110,19 @@ def transformation_of(config: LibraryOptimizer, setting: Setting) -> optax.Gradi
             raise AssertionError(config)
     decay = optax.add_decayed_weights(config.weight_decay, mask=setting.decay_mask(config.weight_decay_on))
     return optax.chain(*directions, decay, optax.scale_by_learning_rate(setting.schedule))
+
+
+def _stored(
+    moments: optax.GradientTransformation,
+    config: AdamWConfig | LionConfig,
+    setting: Setting,
+    types: Mapping[str, MomentType],
+) -> optax.GradientTransformation:
+    """Returns the transformation with its moments stored in the declared types. types: by their name in the state."""
+    layouts = partial(
+        moment_layouts, kinds=setting.kinds, specs=setting.layouts, mesh=setting.mesh, declared=config.moment_block
+    )
+    return stored_in_types(moments, types, layouts)
 
 
 def _adafactor(config: AdafactorConfig, setting: Setting) -> list[optax.GradientTransformation]:
@@ -179,24 +195,6 @@ def spread_axes(num_copies: int, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 def _is_in_muon(kind: Any) -> bool:
     return kind.is_in_stack and len(kind.groups) == 2
-
-
-def stored_in(
-    moments: optax.GradientTransformation, dtype: FloatType, first: FloatType | None = None
-) -> optax.GradientTransformation:
-    """Returns the transformation with its state stored in `dtype` between steps and computed in float32. first: the
-    type of Adam's first moments; None: as the others."""
-
-    def cast(state: Any, dtype: Any, first: Any = None) -> Any:
-        is_moment = lambda x: jnp.ndim(x) > 0 and jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
-        stored = jax.tree.map(lambda x: x.astype(dtype) if is_moment(x) else x, state)
-        return stored if first is None else stored._replace(mu=jax.tree.map(lambda x: x.astype(first), state.mu))
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, state = moments.update(updates, cast(state, jnp.float32), params)
-        return updates, cast(state, dtype, first)
-
-    return optax.GradientTransformation(lambda params: cast(moments.init(params), dtype, first), update)
 
 
 def each_layer(whole: optax.GradientTransformation, kinds: Any) -> optax.GradientTransformation:

@@ -372,7 +372,8 @@ def _put_optimizer(reading: PeerReading) -> None:
     elif _given(reading, "lr"):
         put_values(reading, "optimizer", "adamw", {"learning_rate": values["learning_rate"]})
     types = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
-    first, second = (reading.one_of(key, types) for key in ("exp_avg_dtype", "exp_avg_sq_dtype"))
+    first = reading.one_of("exp_avg_dtype", types | {"fp8": "float8"})  # with a scale for each block here
+    second = reading.one_of("exp_avg_sq_dtype", types)
     if second == "bfloat16":
         reading.put("optimizer.moment_dtype=bfloat16", reading.said("exp_avg_sq_dtype"))
     if first and first != second:

@@ -16,6 +16,7 @@ from ..core.known import as_json, or_unknown
 from ..core.partition_spec import Axes
 from ..estimate.estimate import StepEstimate, estimate_step
 from ..estimate.stage_buffers import WHAT, StageBuffer, bytes_in_use
+from ..optim.moments import moment_of
 from ..parallel.operation import OpPlan
 from ..parallel.pipeline_plan import PipelinePlan, StageGather
 from ..pipeline.table import PipelineOp, PipelineTable, Slot, microbatches
@@ -26,6 +27,7 @@ from ..spec.kernel_rates import grouped_kernels
 from ..target.placement import Placement
 from ..target.target import TargetPlan
 from .explain_estimate import estimate_as_json, print_estimate, traffic_as_json, unknown_primitives
+from .explain_moments import bytes_by_type, moment_lines
 
 COLUMNS = (
     Column("array"),
@@ -94,6 +96,10 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
         console.line()
         console.wrapped((title, "bold"), f"  {rules_as_text(rules)}")
         console.table(Table(COLUMNS, list(rows)))
+        if title == "optimizer state":
+            declared: int | None = getattr(spec.optimizer, "moment_block", None)
+            for text in moment_lines(plan.optimizer_state, plan.model, plan.sharding, plan.mesh, declared):
+                console.wrapped("  ", text)
     console.line()
     print_estimate(plan, estimate, console)
 
@@ -182,6 +188,7 @@ def plan_as_json(plan: Plan, *, chosen_here: str | None = None) -> dict[str, Any
             "pipeline": _pipeline(estimate, plan.pipeline, plan.gather) if plan.pipeline and plan.gather else None,
             "operations": [_operation(each) for each in plan.operations],
             "memory_bytes_per_device": asdict(plan.memory),
+            "optimizer_bytes_by_type": bytes_by_type(plan.optimizer_state),
             "estimated": estimate.figures,
             "estimate": estimate_as_json(plan, estimate),
             "arrays": {
@@ -265,14 +272,16 @@ def _shortened(arrays: Sequence[ArrayPlan], alike: Sequence[ArrayPlan], how: str
     paths = {plan.array.path: plan.spec for plan in alike}
     sets: dict[str, list[ArrayPlan]] = {}
     for plan in arrays:
-        owner = next((path for path in paths if plan.array.path.endswith(f"/{path}")), None)
+        whole, part = moment_of(plan.array.path)
+        owner = next((path for path in paths if whole.endswith(f"/{path}")), None)
         if owner and plan.spec == paths[owner]:
-            sets.setdefault(plan.array.path.removesuffix(owner), []).append(plan)
+            name = f"{whole.removesuffix(owner)}*" + (f"/{part}" if part else "")
+            sets.setdefault(name, []).append(plan)
         else:
             rows.append(_array_row(plan))
     return rows + [
-        (f"{prefix}*", f"{len(plans)} arrays, {how}", human_bytes(sum(p.bytes_per_device for p in plans)))
-        for prefix, plans in sets.items()
+        (name, f"{len(plans)} arrays, {how}", human_bytes(sum(p.bytes_per_device for p in plans)))
+        for name, plans in sets.items()
     ]
 
 

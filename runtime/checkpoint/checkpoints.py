@@ -25,8 +25,9 @@ from ..core.files import Folder, free_name, is_remote, remove_for_good, what_sto
 from ..data.batches import converted_state
 from ..rundir.folders import RecordedRequest
 from .adapters import Base
-from .find import COMMITTED, Checkpoint, checkpoint_folder, finished
+from .find import COMMITTED, Checkpoint, checkpoint_folder, finished, saved_tree
 from .meaning import RECORD, meaning_record
+from .moments import as_here, as_saved, converted_moments
 from .orbax_context import context_for
 from .restore_plan import schedule_record
 
@@ -188,9 +189,12 @@ class Checkpoints:
 
 def restore(start: Checkpoint, state: Any, batches: DataIterator) -> Restored:
     """Returns a checkpoint, laid out like the abstract `state`, on any mesh, and moves `batches` to its place in the
-    data."""
+    data. Moments that are stored otherwise are converted."""
+    state = saved_part(state)
+    there = as_saved(state, converted_moments(saved_tree(start.path), state))
     with context_for(start.path):
-        content = ocp.load_checkpointables(str(start.path), {"state": saved_part(state), "data": None})
+        content = ocp.load_checkpointables(str(start.path), {"state": there, "data": None})
+    content["state"] = as_here(state, content["state"])
     here, there = batches.identity, content["data"]["identity"]
     other_data = tuple(key for key in {**here, **there} if key not in here or here[key] != there.get(key))
     batch_before, num_skipped, position = None, 0, content["data"]["position"]

@@ -18,6 +18,8 @@ from meshloom.compiler.core.format import be, counted, human_bytes
 from meshloom.compiler.core.partition_spec import axes_of
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.formats.block import ELEMENTS
+from meshloom.compiler.optim.moments import moment_of
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.sharding.state import build_schedule, bytes_per_device
 from meshloom.compiler.target.mesh import describe_mesh
@@ -26,6 +28,7 @@ from meshloom.models.adapter import saved_part
 from ..core.files import Folder
 from ..rundir.folders import CHECKPOINTS
 from .find import Checkpoint, saved_tree
+from .moments import converted_moments, describe_conversion
 
 Shards = tuple[int, ...]  # the number of shards of an array along each dimension
 MOST_SHOWN = 6
@@ -52,13 +55,15 @@ class ArrayRestore:
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """The arrays of a restore. saved_mesh: sizes above 1 of the mesh axes when it was saved; None if unknown."""
+    """The arrays of a restore. saved_mesh: sizes above 1 of the mesh axes when it was saved; None if unknown.
+    conversion: a line about moments that are stored otherwise; None if there are none."""
 
     path: Folder
     arrays: tuple[ArrayRestore, ...]
     saved_mesh: Mapping[str, int] | None
     mesh: str
     bytes_per_device: int
+    conversion: str | None = None
 
     @property
     def resharded(self) -> tuple[ArrayRestore, ...]:
@@ -71,6 +76,7 @@ class RestorePlan:
         run = folder.parent if folder.name == CHECKPOINTS else folder
         head = f"restore plan: checkpoint {self.path.name} of {run}: {counted(len(self.arrays), 'array')} of {whole}"
         lines = [f"{head}, {human_bytes(self.bytes_per_device)} on each device"]
+        lines += [self.conversion] if self.conversion else []
         saved = "an unknown mesh" if self.saved_mesh is None else describe_mesh(self.saved_mesh)
         meshes = self.mesh if saved == self.mesh else f"{saved} -> {self.mesh}"
         if not self.resharded:
@@ -90,12 +96,13 @@ def plan_restore(start: Checkpoint, plan: Plan) -> RestorePlan:
             path,
             described(here),
             math.prod(here.shape) * here.dtype.itemsize,
-            _saved_shards(saved[path]),
+            _saved_shards(_counterpart(saved, path)),
             _shards(specs[path], here.shape, plan.mesh.sizes),
         )
         for path, here in leaves_by_path(saved_part(plan.abstract)).items()
         if here.shape
     )
+    converted = converted_moments(saved_tree(start.path), saved_part(plan.abstract))
     meshes = [mesh for mesh in map(_saved_mesh, saved.values()) if mesh is not None]
     return RestorePlan(
         path=start.path,
@@ -103,7 +110,14 @@ def plan_restore(start: Checkpoint, plan: Plan) -> RestorePlan:
         saved_mesh=meshes[0] if meshes else None,
         mesh=str(plan.mesh),
         bytes_per_device=bytes_per_device(saved_part(plan.abstract), plan.specs, plan.mesh),
+        conversion=describe_conversion(converted),
     )
+
+
+def _counterpart(saved: Mapping[str, Any], path: str) -> Any:
+    """Returns the saved array of a path; of a moment that is stored otherwise, the array that it is made from."""
+    whole, _ = moment_of(path)
+    return next(saved[name] for name in (path, whole, f"{path}/{ELEMENTS}") if name in saved)
 
 
 def _saved_mesh(saved: Any) -> dict[str, int] | None:

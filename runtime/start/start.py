@@ -17,6 +17,7 @@ from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if_any
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.declare.run_spec import CheckpointSpec, RunSpec
+from meshloom.compiler.optim.moments import moment_of
 from meshloom.compiler.plan import Plan
 from meshloom.models.adapter import saved_part
 
@@ -31,6 +32,7 @@ from ..checkpoint.find import (
     saved_tree,
 )
 from ..checkpoint.meaning import meaning_of
+from ..checkpoint.moments import converted_moments
 from ..checkpoint.restore_plan import listed, plan_restore, tree_differences
 from ..core.files import Folder, check_bucket, folder_at, is_remote
 from ..processes.distributed import Processes, current
@@ -105,7 +107,10 @@ def check_checkpoint(spec: RunSpec) -> None:
 
 def _check_same_tree(path: Folder, state: Any) -> None:
     """Raises ConfigError with the arrays that differ; Orbax's own message would not name them."""
-    if differences := tree_differences(saved_tree(path), saved_part(state)):
+    there, here = saved_tree(path), saved_part(state)
+    converted = converted_moments(there, here)
+    differences = [line for line in tree_differences(there, here) if moment_of(line.split()[0])[0] not in converted]
+    if differences:
         what = f"{path} holds another model or optimizer:{listed(differences)}"
         fix = "choose the model and optimizer that were saved, or another hydra.run.dir"
         raise ConfigError([Problem("model", what, fix)])
