@@ -11,7 +11,7 @@ host-copies-cannot-hide     copies to the host and back take longer than all com
 exchange-over-torus         compute waits for an all-to-all over links of a torus
 assumed-order               the program does not say where its devices are, so the links of a group are assumed
 
-There is one finding per rule and kind, which names the places that cost most. attention_blocks.py
+There is one finding per rule and kind, which names the places that cost most. attention_blocks.py, upcasts.py
 and waste.py have more; lint.py compares with a plan.
 """
 
@@ -36,6 +36,7 @@ from .attention_blocks import find_unsuited_blocks
 from .program_devices import ProgramDevices
 from .program_text import LEAST_BYTES, LEAST_SHARE, NUM_PLACES, shown, source_finder
 from .schedule_analysis import ScheduleAnalysis, chip_of
+from .upcasts import find_upcasts
 from .waste import find_repeated_work, find_wasted_transfers
 
 LEAST_ARRAY_BYTES = 64 * 2**20  # the default of sharding.replicated_bytes_threshold
@@ -54,6 +55,7 @@ def lint_program(module: Module, devices: ProgramDevices, schedule: ScheduleAnal
         *find_repeated_work(module, devices, schedule.compute_seconds, step),
         *_inside_tiles(module, schedule, target),
         *find_unsuited_blocks(module, schedule, target),
+        *find_upcasts(module, schedule, target),
         *find_costly_traffic(schedule.collectives, step, is_differentiated=_is_differentiated(module)),
         *_replicated(module, target),
         *_random_bits(collectives),

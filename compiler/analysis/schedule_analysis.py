@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 import jax.numpy as jnp
 
 from ..core.errors import Problem, raise_if_any, use_one_of
+from ..core.float_types import FEW_BITS
 from ..core.format import counted, human_names
 from ..core.known import Unknown, each_known, or_unknown
 from ..core.scopes import OperationName, is_sum_of_matmul
@@ -235,6 +236,8 @@ def chip_of(target: TargetPlan) -> Chip:
         return Chip(target.platform, None, {}, float("inf"))
     chip, share = target.chip, 1 / target.chip.num_devices
     peaks = {name: peak * share for name, peak in chip.peak_flops_per_second.items() if peak}
+    for name in FEW_BITS - {*chip.real_types} if "bfloat16" in peaks else ():
+        peaks[name] = peaks["bfloat16"]  # its compiler multiplies them in 16 bits
     factors: dict[ComputeKind, float] = {}
     if found := target.calibration:
         factors = {"matmul": found.matmul, "attention": found.attention, "other": found.other}
@@ -245,6 +248,7 @@ def chip_of(target: TargetPlan) -> Chip:
         peak_flops_per_second=peaks,
         hbm_bytes_per_second=chip.hbm_bytes_per_second * share,
         matmul_share=chip.kernels.matmul * arithmetic,
+        matmul_shares={name: of_type * arithmetic for name, of_type in chip.kernels.matmul_by_type.items()},
         attention=chip.attention,
         arithmetic=arithmetic,
         memory_share=chip.kernels.memory,

@@ -14,6 +14,8 @@ MomentType = Literal["float32", "bfloat16", "int8", "float8"]  # of an optimizer
 ScaleType = Literal["float32", "bfloat16", "power_of_two"]  # of blocks that are written in few bits (compiler/formats)
 PeakType = Literal["float32", "bfloat16", "float16", "int8", "float8"]  # for which chips have a peak of FLOP/s
 
+FEW_BITS = frozenset[PeakType]({"int8", "float8"})
+
 XLA_NAMES = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 NARROW = {name: XLA_NAMES[name] for name in ("bfloat16", "float16")}  # half of the bytes of float32
 

@@ -11,7 +11,7 @@ step's bound.
 The declaration itself asks for less:
 
 arithmetic    FLOPs of the model, forward and backward, nothing computed twice, attention's masked scores left out, at
-              the peak of the compute type; choices that an expert drops for lack of room count
+              the peaks of the types that its sites multiply in; choices that an expert drops for lack of room count
 memory        what training changes of the state that a device holds between two steps: read once and written once
 
 The longer of the two is its bound, since a program may do both at once. What a program adds (recomputation,
@@ -27,6 +27,7 @@ from meshloom.models import Stack
 
 from ..core.known import Unknown, all_known, each_known, or_unknown
 from ..core.scopes import ATTENTION, UPDATE, OperationName
+from ..jaxpr.program import Operation
 from ..jaxpr.unknown import UnknownPrimitive
 from ..plan import Plan
 from ..schema import RooflinePart, total
@@ -35,7 +36,7 @@ from ..target.target import TargetPlan
 from .communication import sent_bytes
 from .regions import Region, largest_sum
 
-Quantity = Literal["flops", "hbm_bytes", "link_bytes", "link_seconds"]
+Quantity = Literal["flops", "flops_seconds", "hbm_bytes", "link_bytes", "link_seconds"]
 Bound = Literal["flops", "hbm", "link"]
 NO_RATES = Unknown("the target's peak or bandwidths are not known")
 LINKS_UNKNOWN = "simulated devices, or of unknown links"
@@ -54,6 +55,7 @@ def plan_roofline(stacks: Sequence[Stack], mesh: MeshPlan, step: Region, why: st
     for region, one in (each for each in step.each() if not each[1].inside):
         of_part, collective = terms[_part(one.operation.scope, names)], one.operation.collective
         of_part["flops"].append((region, one.operation.flops))
+        of_part["flops_seconds"].append((region, _at_peak(region, one.operation, mesh.placement.target)))
         of_part["hbm_bytes"].append((region, one.hbm_bytes))
         if collective is not None and collective.mesh_axes:
             seconds = mesh.alone_seconds(collective.kind, collective.bytes, collective.mesh_axes)
@@ -61,6 +63,13 @@ def plan_roofline(stacks: Sequence[Stack], mesh: MeshPlan, step: Region, why: st
             of_part["link_seconds"].append((region, seconds))
     parts = (part for part in ("embed", *names, "attention", "head", "optimizer") if part in terms)
     return tuple(_row(names.get(part, part), terms[part], mesh.placement.target, why) for part in parts)
+
+
+def _at_peak(region: Region, operation: Operation, target: TargetPlan) -> float | None:
+    """Returns the seconds of an operation's arithmetic at the peak of the type of its operands; None: unknown."""
+    dtype = region.program.dtypes[operation.inputs[0]] if operation.kind == "matmul" and operation.inputs else ""
+    peak = target.peak_of(dtype) if dtype else target.peak_flops_per_second
+    return None if peak is None or operation.flops is None else operation.flops / peak
 
 
 def find_unknown(stacks: Sequence[Stack], step: Region) -> tuple[UnknownPrimitive, ...]:
@@ -84,7 +93,7 @@ def _row(name: str, terms: dict[Quantity, list[Term]], target: TargetPlan, why: 
     flops, num_bytes, sent = (_whole(_sum(terms[each]), why) for each in ("flops", "hbm_bytes", "link_bytes"))
     peak, bandwidth = target.peak_flops_per_second, target.hbm_bytes_per_second_per_device
     seconds: dict[Bound, float | Unknown] = {
-        "flops": each_known(flops, lambda count: count / peak) if peak else NO_RATES,
+        "flops": or_unknown(_sum(terms["flops_seconds"]), why) if peak else NO_RATES,
         "hbm": each_known(num_bytes, lambda count: count / bandwidth) if bandwidth else NO_RATES,
         "link": or_unknown(_sum(terms["link_seconds"]), (why if isinstance(sent, Unknown) else None) or LINKS_UNKNOWN),
     }
@@ -124,7 +133,8 @@ def least_step_seconds(plan: Plan) -> float | Unknown:
     trained = sum(each.bytes_per_device for each in plan.sharding.parameters if each.array.is_trained)
     written = trained + memory.master + memory.optimizer
     read = (memory.master or trained) + memory.optimizer
-    return each_known(plan.work.seconds_at_peak(flops), lambda least: max(least, (read + written) / bandwidth))
+    least = plan.work.seconds_at_peak(flops)
+    return each_known(least, lambda seconds: max(seconds, (read + written) / bandwidth))
 
 
 def _part(scope: str, stacks: dict[str, str]) -> str:

@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from ..core.float_types import PeakType, peak_name
 from ..core.kernels import RatedBy
 from ..core.partition_spec import STAGE, Axes
 from ..core.traffic import HOST, HOST_COPIES, MOVING, CollectiveKind, HostCopyKind
@@ -27,6 +28,7 @@ from ..plan import Plan
 from ..spec.compiler_traits import ExpectedAcross, ExpectedKernels
 from ..spec.cost_model import cost_model
 from ..spec.flag_presets import begin_early, sent_at_once
+from ..spec.target_spec import ChipSpec
 from ..target.compiler_options import (
     exposed_with_parts,
     hidden_kinds,
@@ -49,10 +51,10 @@ Seconds = TypeVar("Seconds", float, Numbers)
 @dataclass(frozen=True)
 class Rates:
     """The speeds that programs reach on a device. hbm: for pointwise passes. stream: for a matmul or kernel, which
-    reads ahead. merged: for the sums of ring attention. routed: for passes over the rows of experts. kernel: the FLOP/s
-    of a kernel. matmuls: measured times; for a type without, and where None, the FLOP/s count after matmul_seconds.
-    slice_wait: the share of a step for which slices wait for one another. host: the bytes per second of copies to the
-    host and back."""
+    reads ahead. of_type: the FLOP/s of matmuls in types of few bits. merged: for the sums of ring attention.
+    routed: for passes over the rows of experts. kernel: the FLOP/s of a kernel. matmuls: measured times; for a type
+    without, and where None, the FLOP/s count after matmul_seconds. slice_wait: the share of a step for which slices
+    wait for one another. host: the bytes per second of copies to the host and back."""
 
     matmul_flops_per_second: float
     kernel: Callable[[RatedBy], float]
@@ -63,6 +65,7 @@ class Rates:
     matmuls: MatmulTimes | None = None
     matmul_seconds: float = 0.0
     slice_wait: float = 0.0
+    of_type: Mapping[str, float] = field(default_factory=dict[str, float])
     host: Mapping[HostCopyKind, float] = field(default_factory=dict[HostCopyKind, float])
 
 
@@ -262,7 +265,9 @@ def _work_seconds(one: WorkCosts, rates: Rates) -> Numbers:
         assert one.num_results is not None
         alone = rates.matmuls.seconds(one.work.dtype, one.flops, one.num_results)
     else:
-        alone = one.flops / rates.matmul_flops_per_second + rates.matmul_seconds
+        few_bits = peak_name(one.work.dtype) if rates.of_type else ""
+        rate = rates.of_type.get(few_bits, rates.matmul_flops_per_second)
+        alone = one.flops / rate + rates.matmul_seconds
     return np.maximum(alone, one.num_bytes / rates.stream_bytes_per_second)
 
 
@@ -390,8 +395,15 @@ def plan_rates(target: TargetPlan) -> Rates | None:
         matmuls=target.matmul_times(slower),
         matmul_seconds=cost_model().matmul_seconds * slower if target.platform == "tpu" else 0.0,
         slice_wait=target.slice_wait,
+        of_type={name: (target.peak_of(name) or peak) * _share_of_type(chip, name) * power for name in chip.real_types},
         host={kind: speed for kind in HOST_COPIES if (speed := target.host_bytes_per_second(kind))},
     )
+
+
+def _share_of_type(chip: ChipSpec, name: PeakType) -> float:
+    """Returns the share of a type's peak that its matmuls reach in programs: as much less than alone as others."""
+    alone = chip.kernels.matmul_by_type.get(name, chip.kernels.matmul)
+    return alone * chip.efficiency.matmul / chip.kernels.matmul
 
 
 def plan_hiding(plan: Plan) -> Hiding:

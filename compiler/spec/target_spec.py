@@ -42,10 +42,12 @@ class Efficiency(Config):
 class KernelShares(Config):
     """Shares of the peaks that single large kernels reach, measured; what prices of compiled programs rest on.
 
-    memory: a pass that reads and writes. passes: kinds of passes that reach another share.
+    matmul_by_type: of types that reach another share of their own peak. memory: a pass that reads and writes. passes:
+    kinds of passes that reach another share.
     """
 
     matmul: UpToOne
+    matmul_by_type: dict[PeakType, UpToOne]
     memory: UpToOne
     passes: dict[PassKind, UpToOne]
 

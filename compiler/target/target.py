@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from ..core.errors import ConfigError, Problem
-from ..core.float_types import ComputeType, PeakType
+from ..core.float_types import ComputeType, PeakType, peak_name
 from ..core.kernels import AttentionCall, RatedBy
 from ..core.traffic import HostCopyKind
 from ..spec.attached import LOCAL, automatic
@@ -90,6 +90,12 @@ class TargetPlan:
         """Returns the share of a step for which its slices wait for the slowest of them, besides their collectives."""
         each = self.network.slice_wait if isinstance(self.network, TorusSpec) else 0.0
         return each * math.log2(self.num_slices)
+
+    def peak_of(self, dtype: str) -> float | None:
+        """Returns the peak FLOP/s of a device for matmuls of operands of a type: in a type of few bits that its
+        compiler makes faster, the peak of that type, else the peak in the compute type."""
+        name = peak_name(dtype)
+        return _peak(self.chip, name) if self.chip and name in self.real_types else self.peak_flops_per_second
 
     @property
     def real_types(self) -> tuple[PeakType, ...]:
@@ -286,7 +292,7 @@ def _attached_shape(
     return len(groups), shape if fills else None
 
 
-def _peak(chip: ChipSpec, compute: ComputeType) -> float | None:
+def _peak(chip: ChipSpec, compute: PeakType) -> float | None:
     """Returns the peak FLOP/s of one device."""
     peak = chip.peak_flops_per_second[compute]
     return peak / chip.num_devices if peak else None

@@ -39,10 +39,10 @@ class Chip:
     """The figures of one JAX device that prices are made from.
 
     peak_flops_per_second: by type of the operands. matmul_share, memory_share: the shares of the peaks that single
-    large kernels reach. attention: the kernel that attention is priced with; None: at the peak. arithmetic: what a run
-    keeps of the rate of the other kernels. matmuls: measured times of matmuls; None: their share of the peak counts.
-    passes: the shares of the bandwidth that some kinds of passes over memory reach instead. factors: how much longer
-    each kind of compute takes, by a calibration.
+    large kernels reach; matmul_shares: those of types that reach another one. attention: the kernel that attention is
+    priced with; None: at the peak. arithmetic: what a run keeps of the rate of the other kernels. matmuls: measured
+    times of matmuls; None: their share of the peak counts. passes: the shares of the bandwidth that some kinds of
+    passes over memory reach instead. factors: how much longer each kind of compute takes, by a calibration.
     """
 
     platform: str  # tpu, gpu
@@ -50,6 +50,7 @@ class Chip:
     peak_flops_per_second: Mapping[str, float]
     hbm_bytes_per_second: float
     matmul_share: float = 1.0
+    matmul_shares: Mapping[str, float] = field(default_factory=dict)
     attention: AttentionKernel | None = None
     arithmetic: float = 1.0
     memory_share: float = 1.0
@@ -165,7 +166,7 @@ def _rate(work: KernelCost, peak: float, chip: Chip) -> float:
     """Returns the FLOP/s that kernels of a kind reach."""
     if (of := work.rated_by) is not None:
         return kernel_flops_per_second(of, peak, chip.attention) * chip.arithmetic
-    return peak * chip.matmul_share
+    return peak * chip.matmul_shares.get(work.dtype, chip.matmul_share)
 
 
 def _work_of(
