@@ -30,7 +30,7 @@ from .small_model import Cuts, Room, small_layers, small_model
 
 FLOAT32 = PrecisionSpec(
     parameters="float32", master=None, compute="float32", gradients="float32", gradient_reduction="float32",
-    frozen=None, loss_scale=None,
+    frozen=None, loss_scale=None, matmuls=(), emulate=False,
 )  # fmt: skip
 _LENGTH = 32  # tokens of a sequence
 _MOST_STAGES = 4  # of a table of the user's own, whose stages cannot be cut
@@ -159,6 +159,8 @@ class Shrinking(Generic[AnyPlanSpec]):
             "compiler_options": ({}, of_compiler),
             "device_order": ((), "simulated devices have no links"),
         }
+        if declared.spec.precision.matmuls:
+            cuts["precision.emulate"] = (True, "a processor multiplies in no type of few bits")
         for op in declared.ops:
             if plans := declared.operations_of(op.kind):
                 cuts |= op.small_keys(plans)

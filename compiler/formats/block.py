@@ -58,18 +58,18 @@ class BlockFormat:
         return math.prod(shape) * element_formats()[self.element].bits // 8 + of_scales
 
     def encode(
-        self, x: Array, *, key: Array | None = None, over_devices: Callable[[Array], Array] = lambda amax: amax
-    ) -> EncodedArray:
+        self, x: Array, *, key: Array | None = None, scales: Any = None,
+        over_devices: Callable[[Array], Array] = lambda amax: amax,
+    ) -> EncodedArray:  # fmt: skip
         """Returns an array as elements and scales.
 
         key: of a stochastic rounding. over_devices: makes of the largest magnitudes of this device's blocks those of
-        blocks that several devices have parts of (`pmax`).
+        blocks that several devices have parts of (`pmax`). scales: as an earlier encoding of the array stored them;
+        None: they are made. A block that holds a number which is not finite is decoded as NaN.
         """
         element, blocks = element_formats()[self.element], self._in_blocks(x.astype(jnp.float32))
         within = tuple(range(1, blocks.ndim, 2))
-        amax = over_devices(jnp.max(jnp.abs(blocks), axis=within))
-        scales = self._scales(amax)
-        stored = self._stored(scales)
+        stored = self._stored(self._scales(over_devices(_largest(blocks, within)))) if scales is None else scales
         scales = self._read(stored)  # values are made with the scales that they are read with
         divisor = jnp.where(scales > 0, scales, 1.0)
         values = element.encode(blocks / jnp.expand_dims(divisor, within), key)
@@ -102,6 +102,12 @@ class BlockFormat:
 
     def _read(self, stored: Any) -> Array:
         return self.scales_format.decode(stored) if self.scales_format else stored.astype(jnp.float32)
+
+
+def _largest(blocks: Array, within: tuple[int, ...]) -> Array:
+    """Returns the largest magnitude of each block: infinity where it holds NaN, which maxima over devices may lose."""
+    magnitudes = jnp.abs(blocks)
+    return jnp.max(jnp.where(jnp.isnan(magnitudes), jnp.inf, magnitudes), axis=within)
 
 
 def per_tensor(element: str, num_dimensions: int = 2) -> BlockFormat:

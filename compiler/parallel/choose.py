@@ -6,6 +6,7 @@ from dataclasses import replace
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from ..sharding.arrays import OpSite
 from ..spec.overlap_spec import AUTO, StrategyChoice
+from .arithmetic import Multiplied, plan_arithmetic
 from .operation import OpInputs, OpPlan, ParallelOp, Refusal, Strategy
 
 SiteStrategies = tuple[OpSite, tuple[Strategy, ...]]
@@ -14,7 +15,8 @@ SiteStrategies = tuple[OpSite, tuple[Strategy, ...]]
 def plan_operations(ops: Iterable[ParallelOp], inputs: OpInputs) -> tuple[OpPlan, ...]:
     """Chooses a strategy for each site of each operation, in the order of the registry.
 
-    Raises ConfigError with all strategies that are named in `parallel` and are unknown or cannot run.
+    Raises ConfigError with all strategies that are named in `parallel` and are unknown or cannot run, and with all
+    mistakes in the types of matmuls.
     """
     ops, declared = tuple(ops), inputs.spec.parallel
     kinds = [op.kind for op in ops if op.is_declared]
@@ -34,8 +36,11 @@ def plan_operations(ops: Iterable[ParallelOp], inputs: OpInputs) -> tuple[OpPlan
         except ConfigError as error:
             problems += error.problems
             planned[op.kind] = _plan_operation(op, made, AUTO)
-    raise_if_any(problems)
-    return tuple(each for plans in planned.values() for each in plans)
+    plans = tuple(each for plans in planned.values() for each in plans)
+    multiplied = [Multiplied(each.site, tuple(weights)) for each in plans if (weights := each.op.multiplied(each.site))]
+    precisions, wrong = plan_arithmetic(multiplied, inputs)
+    raise_if_any([*problems, *wrong])
+    return tuple(replace(each, precision=precisions.get(each.site)) for each in plans)
 
 
 def _plan_operation(op: ParallelOp, inputs: OpInputs, declared: StrategyChoice) -> tuple[OpPlan, ...]:

@@ -30,12 +30,13 @@ from ..core.format import human_seconds
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName, fact_scope, nested_scope
 from ..core.traffic import Traffic
-from ..sharding.arrays import OpSite
+from ..sharding.arrays import Operand, OpSite
 from ..spec.cost_model import cost_model
 from ..spec.overlap_spec import StrategyChoice
 from ..target.compiler_options import why_permutes_wait
 from .choose import chosen_or_fallback
 from .operation import Cost, Lowered, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, moved
+from .quantized import dot, quantized_matmul
 
 PLAIN, COLLECTIVE_MATMUL = "plain", "collective_matmul"
 RING = "ring"  # the fact in a scope: the activation that a matmul sums in a ring
@@ -122,12 +123,23 @@ class MatmulOp(ParallelOp):
             replace(plain, cost=Cost(scatter, "seconds"), reason=figures),
         )
 
+    def multiplied(self, site: OpSite) -> Sequence[Operand]:
+        return site.operands[1:]
+
     def lower(self, plan: OpPlan) -> Lowered | None:
-        if plan.chosen.name == PLAIN:
+        ring: MatmulRing | None = plan.chosen.parameters
+        if plan.precision and (arithmetic := plan.precision.arithmetic):
+            forward = partial(_dot_in_ring, ring) if ring else dot
+
+            def in_few_bits(x: Array, weight: Array, *, subscripts: str) -> Array:
+                return quantized_matmul(arithmetic, x, weight, subscripts, forward=forward)
+
+            return in_few_bits
+        if ring is None:
             return None
 
         def in_ring(x: Array, weight: Array, **options: Any) -> Array:
-            return _matmul_in_ring(x, weight, plan.chosen.parameters, partial(matmul, **options))
+            return _matmul_in_ring(x, weight, ring, partial(matmul, **options))
 
         return in_ring
 
@@ -203,14 +215,7 @@ def _summed(site: OpSite, inputs: OpInputs) -> tuple[Traffic, ...]:
 
 def _matmul_in_ring(x: Array, weight: Array, ring: MatmulRing, plain: Callable[[Array, Array], Array]) -> Array:
     """Returns the result in shards of its length. Backward it is a plain matmul: its gradient arrives whole."""
-    axis = ring.axis
-    summed = jax.shard_map(
-        lambda x, weight: ring_reduce_scatter(x, weight, axis, plain, both_ways=ring.both_ways),
-        in_specs=(PartitionSpec(None, None, axis), PartitionSpec(axis)),
-        out_specs=PartitionSpec(None, axis),
-        axis_names={axis},
-        check_vma=False,
-    )
+    summed = _summed_in_ring(ring, plain)
 
     @jax.custom_vjp
     def use(x: Array, weight: Array) -> Array:
@@ -221,6 +226,22 @@ def _matmul_in_ring(x: Array, weight: Array, ring: MatmulRing, plain: Callable[[
 
     use.defvjp(lambda *operands: (summed(*operands), operands), backward)
     return use(x, weight)
+
+
+def _dot_in_ring(ring: MatmulRing, x: Array, weight: Array, subscripts: str, dtype: Any) -> Array:
+    """Returns `dot` in shards of its length, without a gradient."""
+    return _summed_in_ring(ring, lambda x, weight: dot(x, weight, subscripts, dtype))(x, weight)
+
+
+def _summed_in_ring(ring: MatmulRing, multiply: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+    axis = ring.axis
+    return jax.shard_map(
+        lambda x, weight: ring_reduce_scatter(x, weight, axis, multiply, both_ways=ring.both_ways),
+        in_specs=(PartitionSpec(None, None, axis), PartitionSpec(axis)),
+        out_specs=PartitionSpec(None, axis),
+        axis_names={axis},
+        check_vma=False,
+    )
 
 
 def ring_reduce_scatter(

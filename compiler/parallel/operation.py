@@ -26,7 +26,7 @@ from ..core.kernels import KernelCall, KernelCost
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName, Pass, fact_scope
 from ..core.traffic import CollectiveKind, ComputeKind, DeviceTraffic, Traffic, TrafficSource
-from ..sharding.arrays import Arrays, OpSite
+from ..sharding.arrays import Arrays, Operand, OpSite
 from ..sharding.batch import BatchPlan
 from ..sharding.roles import AxisRoles
 from ..sharding.rules import ArrayPlan
@@ -36,6 +36,7 @@ from ..spec.plan_spec import PlanSpec
 from ..spec.step_spec import StepSpec
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
+from .quantized import SitePrecision
 
 # How a strategy wants the weights of its site: whole where the piece begins, in chunks of the vocabulary, or as shards.
 WeightUse = Literal["gathered", "chunked", "sharded"]
@@ -132,7 +133,8 @@ class Exposed:
 
 @dataclass(frozen=True)
 class OpPlan:
-    """The way in which one site is run. op: the operation. is_auto: the declaration left the choice to the plan."""
+    """The way in which one site is run. op: the operation. is_auto: the declaration left the choice to the plan.
+    precision: the types in which it multiplies; None without rules for them, and where it multiplies no weight."""
 
     op: "ParallelOp"
     site: OpSite
@@ -140,6 +142,7 @@ class OpPlan:
     rejected: tuple[Strategy, ...]
     reason: str
     is_auto: bool
+    precision: SitePrecision | None = None
 
     @property
     def has_choice(self) -> bool:
@@ -228,6 +231,10 @@ class ParallelOp(ABC):
     def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
         """Returns all ways to run it at a site, the preferred one first; the fallback is among them and is never
         refused."""
+
+    def multiplied(self, site: OpSite) -> Sequence[Operand]:
+        """Returns the weights that a site multiplies with, whose products may be in few bits (`OpPlan.precision`)."""
+        return ()
 
     def lower(self, plan: OpPlan) -> Lowered | None:
         """Returns the function that runs the chosen strategy; None: the model's own plain function."""

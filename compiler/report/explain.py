@@ -19,6 +19,7 @@ from ..estimate.stage_buffers import WHAT, StageBuffer, bytes_in_use
 from ..optim.moments import moment_of
 from ..parallel.operation import OpPlan
 from ..parallel.pipeline_plan import PipelinePlan, StageGather
+from ..parallel.quantized import SitePrecision
 from ..pipeline.table import PipelineOp, PipelineTable, Slot, microbatches
 from ..plan import Plan
 from ..schema import SCHEMA_VERSION
@@ -71,6 +72,8 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
         console.wrapped(("unknown", "yellow"), f" {one}")
     for title, how in _operation_lines(plan):
         console.wrapped((title, "bold"), how)
+    for text in precision_lines(plan.operations):
+        console.wrapped(("precision", "bold"), f" {text}")
     if plan.pipeline:
         console.wrapped(("pipeline", "bold"), f" {plan.pipeline.how}")
         table, counts = plan.pipeline.table, ", ".join(map(str, plan.pipeline.in_flight))
@@ -154,6 +157,17 @@ def _operation_lines(plan: Plan) -> Iterator[tuple[str, str]]:
         yield op.title, f"{name}{where} {how}"
 
 
+def precision_lines(plans: Sequence[OpPlan]) -> Iterator[str]:
+    """Yields each way in which sites multiply, with the sites and the reason; nothing where no rule says one."""
+    sites: dict[SitePrecision, list[str]] = {}
+    for each in plans:
+        if each.precision:
+            sites.setdefault(each.precision, []).append(each.site.path)
+    for precision, paths in sites.items():
+        how = precision.arithmetic.how if precision.arithmetic else "as their operands are"
+        yield f"{', '.join(paths)}: {how}: {precision.reason}"
+
+
 def plan_as_json(plan: Plan, *, chosen_here: str | None = None) -> dict[str, Any]:
     """Returns `plan.json`: the same facts for tools. An unknown value is null, with a reason. chosen_here: the line
     that says what was chosen for this machine."""
@@ -233,11 +247,22 @@ def _operation(plan: OpPlan) -> dict[str, Any]:
         "what": plan.chosen.what,
         "reason": plan.reason,
         "cost": asdict(cost) if cost else None,
+        "precision": _precision(plan.precision) if plan.precision else None,
         "collectives": [traffic_as_json(each) for each in plan.chosen.collectives],
         "rejected": [
             {"strategy": each.name, "cost": asdict(each.cost) if each.cost else None, "why_not": each.why_not}
             for each in plan.rejected
         ],
+    }
+
+
+def _precision(precision: SitePrecision) -> dict[str, Any]:
+    used = precision.arithmetic
+    return {
+        "forward": used.forward.name if used else None,
+        "gradients": used.gradients.name if used and used.gradients else None,
+        "emulated": used.emulated if used else False,
+        "reason": precision.reason,
     }
 
 

@@ -187,6 +187,7 @@ def _memory_changes(plan: Plan) -> Iterator[list[Sequence[Candidate]]]:
     ]
     has_moments = getattr(spec.optimizer, "moment_dtype", None) == "float32"
     is_mixed = spec.precision.parameters == "float32" and spec.precision.compute == "bfloat16"
+    is_mixed = is_mixed and not spec.precision.matmuls  # whose types the other precision does not have
     other = "another optimizer, which has to be tuned again"
     yield [
         *only(has_moments, "optimizer.moment_dtype=bfloat16", "optimizer moments have 8 bits of precision"),

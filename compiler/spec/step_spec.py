@@ -44,6 +44,29 @@ class LossScaleSpec(Config):
     backoff_factor: Annotated[float, Field(gt=0, lt=1)]
 
 
+class MatmulPrecision(Config):
+    """The types in which the matmuls of some parameters multiply (compiler/formats/operands.py).
+
+    match: a pattern of their paths, such as layers/mlp/*; null: of all matmuls of layers, but routers and adapters.
+    forward: how x and the weight are written; null: as they are. gradients: how the gradient of the result is, in the
+    backward pass; null: as it is. rounding: of gradients, to the nearest or up and down at random.
+    """
+
+    match: Text | None
+    forward: Text | None
+    gradients: Text | None
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.gradients is not None and self.forward is None:
+            what = f"gradients cannot be in {self.gradients} where x and the weight are as they are"
+            raise mistake(what, "set gradients: null, or give forward, too", "gradients")
+        if self.rounding == "stochastic" and self.gradients is None:
+            raise mistake("only gradients in few bits are rounded", "set rounding: nearest", "rounding")
+        return self
+
+
 class PrecisionSpec(Config):
     parameters: FloatType  # as stored and saved, and read by the forward pass
     master: Literal["float32"] | None  # the updated weights, laid out as optimizer state; None: the parameters
@@ -53,6 +76,8 @@ class PrecisionSpec(Config):
     frozen: FloatType | None  # the type in which frozen parameters are stored; None: as the others; under an adapter
     # as they are computed with, since they are never updated
     loss_scale: LossScaleSpec | None  # for float16 only
+    matmuls: tuple[MatmulPrecision, ...]  # types of few bits in which matmuls multiply: the first rule that matches
+    emulate: bool  # multiply in float32 what is rounded to these types: for any target, and no faster
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -170,3 +170,8 @@ def _too_large(num_cores: int, chip: ChipSpec, network: TorusSpec) -> Problem:
 def _problem(what: str, exist: str, meant: list[str]) -> Problem:
     near = f" (nearest: {', '.join(meant)})" if meant else ""
     return Problem("target", what, f"use one of {exist}{near}")
+
+
+def kinds_that_multiply_in(dtype: str) -> list[str]:
+    """Returns the kinds of chips whose compiler makes matmuls faster in a type of few bits."""
+    return [kind for kind in kinds() if kind != "cpu" and dtype in chip_file(kind)[0].real_types]

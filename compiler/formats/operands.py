@@ -1,0 +1,67 @@
+"""The ways in which operands of a matmul are written in few bits, and their registry.
+
+A product takes its scales out of the sum, so scales are constant along what is contracted: one for the whole operand,
+or one for each entry of the dimensions that are left. A new way is a `register_operand` of an element format.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ..core.float_types import PeakType, peak_name
+from .block import BlockFormat, per_channel, per_tensor
+from .element import element_formats
+
+ScalesOf = Literal["tensor", "channel"]
+
+
+@dataclass(frozen=True)
+class OperandFormat:
+    """How an operand is written. name: as declarations write it. element: the type of its elements (element.py).
+    scales: one for all of it, or one for each channel: of all that a sum of products reads."""
+
+    name: str
+    element: str
+    scales: ScalesOf
+
+    @property
+    def arithmetic(self) -> PeakType:
+        """Returns the type in which a chip multiplies its elements, as the files of chips name it: 'float8'."""
+        return peak_name(element_formats()[self.element].dtype)
+
+    @property
+    def can_round_at_random(self) -> bool:
+        """Returns True where a stochastic rounding is unbiased: for whole numbers, which are equidistant."""
+        return self.arithmetic == "int8"
+
+    @property
+    def how(self) -> str:
+        """Returns the format in words: 'fp8 (float8_e4m3fn, a scale for each tensor)'."""
+        element = "" if self.element == self.name else f"{self.element}, "
+        return f"{self.name} ({element}a scale for each {self.scales})"
+
+    def of(self, num_dimensions: int, contracted: tuple[int, ...]) -> BlockFormat:
+        """Returns the format of an operand with these dimensions contracted."""
+        if self.scales == "tensor":
+            return per_tensor(self.element, num_dimensions)
+        return per_channel(self.element, contracted, num_dimensions)
+
+
+_OPERANDS: dict[str, OperandFormat] = {}
+
+
+def register_operand(operand: OperandFormat) -> OperandFormat:
+    """Registers a way to write operands under its name."""
+    if _OPERANDS.setdefault(operand.name, operand) != operand:
+        raise ValueError(f"the operand format {operand.name!r} is registered already")
+    return operand
+
+
+def operand_formats() -> Mapping[str, OperandFormat]:
+    """Returns all registered ways by name."""
+    return _OPERANDS
+
+
+register_operand(OperandFormat("fp8", "float8_e4m3fn", "tensor"))  # for weights and activations
+register_operand(OperandFormat("fp8_e5m2", "float8_e5m2", "tensor"))  # for gradients: range instead of digits
+register_operand(OperandFormat("int8", "int8", "channel"))

@@ -1,0 +1,144 @@
+"""Chooses in which type each site multiplies: a second choice beside its strategy, by the rules of `precision.matmuls`.
+
+    [{match: layers/mlp/*, forward: fp8, gradients: fp8_e5m2}]  ->  mlp_up, mlp_gate and mlp_output in fp8
+
+The first rule that matches a site's weight is the site's. Embedding and head, routers and adapters multiply as they
+are, and a pattern that matches others passes over them.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from meshloom.models.adapter import is_adapter
+
+from ..core.errors import Problem, use_one_of
+from ..formats.operands import operand_formats
+from ..sharding.arrays import Operand, OpSite
+from ..spec.step_spec import MatmulPrecision
+from ..spec.target_names import kinds_that_multiply_in
+from .operation import OpInputs
+from .quantized import Arithmetic, SitePrecision
+
+WHERE = "precision.matmuls"
+
+
+@dataclass(frozen=True)
+class Multiplied:
+    """A site, and the weights that it multiplies with."""
+
+    site: OpSite
+    weights: tuple[Operand, ...]
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Returns the paths of the parameters that are its weights."""
+        return tuple(path for weight in self.weights for path in weight.parameters)
+
+
+def plan_arithmetic(sites: Iterable[Multiplied], inputs: OpInputs) -> tuple[dict[OpSite, SitePrecision], list[Problem]]:
+    """Returns the types of each site, and the mistakes in the rules; no site where there are no rules."""
+    sites, rules = tuple(sites), inputs.spec.precision.matmuls
+    left_out = {each.site: _left_out(each, inputs) for each in sites}
+    found = {each.site: _rule_of(each, rules) for each in sites}
+    problems = [
+        problem
+        for index, rule in enumerate(rules)
+        for problem in (*_wrong_types(index, rule, inputs), *_unused(index, rule, sites, left_out, found))
+    ]
+    if problems or not rules:
+        return {}, problems
+    return {each.site: _precision(found[each.site], rules, left_out[each.site], inputs) for each in sites}, []
+
+
+def _precision(
+    index: int | None, rules: tuple[MatmulPrecision, ...], left_out: str | None, inputs: OpInputs
+) -> SitePrecision:
+    if left_out or index is None:
+        return SitePrecision(None, left_out or "no rule matches it")
+    rule, formats, reason = rules[index], operand_formats(), f"{WHERE}[{index}]"
+    if rule.forward is None:
+        return SitePrecision(None, reason)
+    arithmetic = Arithmetic(
+        forward=formats[rule.forward],
+        gradients=formats[rule.gradients] if rule.gradients else None,
+        rounds_at_random=rule.rounding == "stochastic",
+        emulated=inputs.spec.precision.emulate,
+        tokens=inputs.roles.tokens,
+    )
+    return SitePrecision(arithmetic, reason)
+
+
+def _rule_of(each: Multiplied, rules: tuple[MatmulPrecision, ...]) -> int | None:
+    """Returns the index of the first rule that matches a site."""
+    return next((index for index, rule in enumerate(rules) if _matches(rule, each)), None)
+
+
+def _matches(rule: MatmulPrecision, each: Multiplied) -> bool:
+    return rule.match is None or any(fnmatchcase(path, rule.match) for path in each.paths)
+
+
+def _left_out(each: Multiplied, inputs: OpInputs) -> str | None:
+    """Returns why a site multiplies as its operands are, whatever rules say; None where rules decide."""
+    if each.site.piece not in {stack.name for stack in inputs.model.stacks}:
+        return f"it is of the {'embedding' if each.site.piece == 'embed' else 'head'}"
+    if not each.paths:
+        return "its weight is computed from parameters"
+    if any(is_adapter(path) for path in each.paths):
+        return "it is of an adapter"
+    if any(path in inputs.model.float32 for path in each.paths) or dict(each.site.options).get("precision"):
+        return "it is computed in float32"
+    return None
+
+
+def _wrong_types(index: int, rule: MatmulPrecision, inputs: OpInputs) -> Iterator[Problem]:
+    """Yields the mistakes in the types of a rule: unknown ones, and those that no product or no target has."""
+    formats, where = operand_formats(), f"{WHERE}[{index}]"
+    names = {"forward": rule.forward, "gradients": rule.gradients}
+    used = {key: name for key, name in names.items() if name is not None}
+    unknown = {key: name for key, name in used.items() if name not in formats}
+    for key, name in unknown.items():
+        yield Problem(f"{where}.{key}", f"'{name}' is not a type of operands", use_one_of(name, formats))
+    if unknown or not used:
+        return
+    types = {key: formats[name].arithmetic for key, name in used.items()}
+    if len(set(types.values())) > 1:
+        what = f"'{rule.gradients}' cannot be multiplied with '{rule.forward}': {' and '.join(types.values())}"
+        alike = [name for name, each in formats.items() if each.arithmetic == types["forward"]]
+        yield Problem(f"{where}.gradients", what, f"{use_one_of(rule.gradients, alike)}, or null")
+    elif rule.rounding == "stochastic" and rule.gradients and not formats[rule.gradients].can_round_at_random:
+        what = f"'{rule.gradients}' is rounded to the nearest alone"
+        yield Problem(f"{where}.rounding", what, "set rounding: nearest, or choose int8")
+    real, target = types["forward"], inputs.target
+    if not inputs.spec.precision.emulate and real not in target.real_types:
+        yield _not_real(f"{where}.forward", rule.forward or "", real, target.name)
+
+
+def _not_real(where: str, name: str, real: str, target: str) -> Problem:
+    """Returns the mistake of a type that a target does not multiply in."""
+    having = kinds_that_multiply_in(real)
+    what = f"the compiler for {target} makes no matmul faster in {real}, of '{name}'"
+    chips = f"choose a target of {', '.join(having)}" if having else "choose another type"
+    return Problem(where, what, f"{chips}, or set precision.emulate=true, which rounds as {name} does and is slower")
+
+
+def _unused(
+    index: int, rule: MatmulPrecision, sites: Iterable[Multiplied], left_out: Mapping[OpSite, str | None],
+    found: Mapping[OpSite, int | None],
+) -> Iterator[Problem]:  # fmt: skip
+    """Yields the mistake of a rule that no site follows."""
+    where, can = f"{WHERE}[{index}].match", [each for each in sites if left_out[each.site] is None]
+    matching = [each for each in can if _matches(rule, each)]
+    if any(found[each.site] == index for each in matching):
+        return
+    options = [path for each in can for path in each.paths]
+    pattern = "all matmuls of layers" if rule.match is None else f"'{rule.match}'"
+    if matching:
+        yield Problem(where, f"rules before it match all that {pattern} matches", "give the narrower rule first")
+    elif not options:
+        yield Problem(where, "no matmul of a layer reads a parameter", "let the model multiply by context.matmul")
+    elif others := [each for each in sites if _matches(rule, each)]:
+        what = f"{pattern} matches '{others[0].paths[0]}', which is left out: {left_out[others[0].site]}"
+        yield Problem(where, what, use_one_of(rule.match, options))
+    else:
+        yield Problem(where, f"no weight of a matmul matches {pattern}", use_one_of(rule.match, options))

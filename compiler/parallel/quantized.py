@@ -1,0 +1,223 @@
+"""Matmuls whose operands are written in few bits: each is encoded, the elements are multiplied, and the result is
+scaled.
+
+    y  = sx sw (qx qw)        forward
+    dx = sg sw (qg qw')       backward, the gradient g of y encoded in a type of gradients
+    dw = sx sg (qx' qg)
+
+Scales are constant along what each product sums (compiler/formats/operands.py), so they are taken out of the sum, and
+whatever adds up partial results (a ring, the partitioner) adds up products of elements. The gradient of a rounding is
+that of the identity: straight-through (Bengio et al. 2013, arXiv:1308.3432).
+
+The largest magnitude of a tensor of tokens is that over all devices that have some of them, so that elements and scales
+are the same on any mesh.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ..core.partition_spec import Axes
+from ..formats.block import ELEMENTS, SCALES, EncodedArray
+from ..formats.element import element_formats
+from ..formats.operands import OperandFormat
+
+Dot = Callable[..., Array]  # (elements of x, elements of a weight, subscripts, result's type) -> products summed
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How a site multiplies. forward: how x and the weight are written. gradients: how the gradient of the result is,
+    in the backward pass; None: that is computed with x and the weight as they are. rounds_at_random: whether that
+    gradient is rounded up or down at random. emulated: elements are decoded, and multiplied in float32. tokens: the
+    mesh axes over which the tokens of x are split."""
+
+    forward: OperandFormat
+    gradients: OperandFormat | None
+    rounds_at_random: bool
+    emulated: bool
+    tokens: Axes
+
+    @property
+    def how(self) -> str:
+        """Returns the types in words."""
+        backward = "gradients as they are" if self.gradients is None else f"gradients in {self.gradients.how}"
+        if self.gradients == self.forward:
+            backward = "gradients too"
+        at_random = ", rounded at random" if self.rounds_at_random else ""
+        emulated = "; emulated: multiplied in float32" if self.emulated else ""
+        return f"{self.forward.how}, {backward}{at_random}{emulated}"
+
+
+@dataclass(frozen=True)
+class SitePrecision:
+    """The types of one site. arithmetic: how it multiplies; None: as its operands are. reason: why."""
+
+    arithmetic: Arithmetic | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Letters:
+    """The subscripts of a product: "bte,em->btm" of x, a weight and their result."""
+
+    x: str
+    weight: str
+    result: str
+
+    @classmethod
+    def of(cls, subscripts: str) -> "_Letters":
+        operands, result = subscripts.split("->")
+        x, weight = operands.split(",")
+        return cls(x, weight, result)
+
+    @property
+    def forward(self) -> str:
+        return f"{self.x},{self.weight}->{self.result}"
+
+    @property
+    def of_x(self) -> str:
+        """Returns the subscripts of the gradient of x."""
+        return f"{self.result},{self.weight}->{self.x}"
+
+    @property
+    def of_weight(self) -> str:
+        """Returns the subscripts of the gradient of the weight."""
+        return f"{self.x},{self.result}->{self.weight}"
+
+    @property
+    def tokens(self) -> str:
+        """Returns the letters of dimensions that tokens have, and a weight has not."""
+        return "".join(letter for letter in self.x if letter in self.result and letter not in self.weight)
+
+
+def dot(a: Array, b: Array, subscripts: str, dtype: Any) -> Array:
+    """Returns a sum of products, as `jnp.einsum` writes it, of operands of any two types."""
+    operands, result = subscripts.split("->")
+    of_a, of_b = operands.split(",")
+    both = [letter for letter in of_a if letter in of_b]
+    summed = [letter for letter in both if letter not in result]
+    batch = [letter for letter in both if letter in result]
+    of_summed, of_batch = ((_places(each, of_a), _places(each, of_b)) for each in (summed, batch))
+    y = jax.lax.dot_general(a, b, (of_summed, of_batch), preferred_element_type=dtype)
+    made = [*batch, *(x for x in of_a if x not in both), *(x for x in of_b if x not in both)]
+    order = [made.index(letter) for letter in result]
+    return y if order == sorted(order) else jnp.transpose(y, order)
+
+
+def _places(letters: Sequence[str], among: str) -> tuple[int, ...]:
+    return tuple(among.index(each) for each in letters)
+
+
+def quantized_matmul(
+    arithmetic: Arithmetic,
+    x: Array,
+    weight: Array,
+    subscripts: str,
+    *,
+    forward: Dot = dot,
+    encoded: EncodedArray | None = None,
+) -> Array:
+    """Returns the product of x and a weight. forward: multiplies elements in the forward pass, as `dot`. encoded: the
+    weight, if it has come as encoded; its values are then not read."""
+    product = _Product(arithmetic, _Letters.of(subscripts), forward)
+
+    @jax.custom_vjp
+    def multiply(x: Array, weight: Array, encoded: EncodedArray | None) -> Array:
+        return product.forward(x, weight, encoded)[0]
+
+    def backward(residuals: Any, gradient: Array) -> tuple[Array, Array, None]:
+        dx, dw = product.backward(residuals, gradient)
+        return dx, dw, None
+
+    multiply.defvjp(product.forward, backward)
+    return multiply(x, weight, encoded)
+
+
+@dataclass(frozen=True)
+class _Product:
+    arithmetic: Arithmetic
+    letters: _Letters
+    dot: Dot
+
+    def forward(self, x: Array, weight: Array, encoded: EncodedArray | None) -> tuple[Array, Any]:
+        """Returns the result, and what the backward pass reads. Operands are saved as they are: a weight is gathered
+        again, x is saved once for all sites that read it."""
+        at, of = self.letters, self.arithmetic.forward
+        qx = self._encoded(of, x, at.x, at.forward)
+        qw = encoded or self._encoded(of, weight, at.weight, at.forward)
+        y = self._multiplied(of, of, qx, qw, at.forward, x.dtype, self.dot)
+        is_used_again = of.scales == "tensor"  # whatever is contracted
+        return y, (x, weight, encoded, qx[SCALES] if is_used_again else None, qw[SCALES] if is_used_again else None)
+
+    def backward(self, residuals: Any, gradient: Array) -> tuple[Array, Array]:
+        """Returns the gradients of x and of the weight. residuals: as `forward` returned them."""
+        x, weight, encoded, sx, sw = residuals
+        at, of, of_gradient = self.letters, self.arithmetic.forward, self.arithmetic.gradients
+        if of_gradient is None:
+            dx = dot(gradient, weight, at.of_x, x.dtype)
+            return dx, dot(x, gradient, at.of_weight, weight.dtype)
+        qg = self._encoded(of_gradient, gradient, at.result, at.of_x, is_gradient=True)
+        has_same = of_gradient.scales == "tensor"
+        qg2 = qg if has_same else self._encoded(of_gradient, gradient, at.result, at.of_weight, is_gradient=True)
+        is_read = encoded is not None and of.scales == "tensor"
+        qw = encoded if is_read and encoded else self._encoded(of, weight, at.weight, at.of_x, scales=sw)
+        qx = self._encoded(of, x, at.x, at.of_weight, scales=sx)
+        dx = self._multiplied(of_gradient, of, qg, qw, at.of_x, x.dtype, dot)
+        return dx, self._multiplied(of, of_gradient, qx, qg2, at.of_weight, weight.dtype, dot)
+
+    def _encoded(
+        self, of: OperandFormat, x: Array, letters: str, product: str, *,
+        scales: Any = None, is_gradient: bool = False,
+    ) -> EncodedArray:  # fmt: skip
+        """Returns an operand of a product, encoded."""
+        contracted = tuple(place for place, each in enumerate(letters) if each not in product.split("->")[1])
+        format, tokens = of.of(x.ndim, contracted), self.arithmetic.tokens
+        spans = {letter for letter, size in zip(letters, format.block, strict=True) if size is None}
+        is_shared = bool(tokens) and not spans.isdisjoint(self.letters.tokens)
+        over = (lambda amax: jax.lax.pmax(amax, tokens)) if is_shared else (lambda amax: amax)
+        key = self._key(x, product) if is_gradient and self.arithmetic.rounds_at_random else None
+        return format.encode(x, key=key, over_devices=over, scales=scales)
+
+    def _key(self, x: Array, product: str) -> Array:
+        """Returns a key for the rounding of a gradient: other numbers have another one, so each step, layer and device
+        rounds by itself, and the same step always rounds the same way."""
+        bits = jax.lax.bitcast_convert_type(jnp.sum(x.astype(jnp.float32)), jnp.uint32)
+        key = jax.random.fold_in(jax.random.key(zlib.crc32(product.encode())), bits)
+        return jax.random.fold_in(key, jax.lax.axis_index(self.arithmetic.tokens)) if self.arithmetic.tokens else key
+
+    def _multiplied(
+        self,
+        of_a: OperandFormat,
+        of_b: OperandFormat,
+        a: EncodedArray,
+        b: EncodedArray,
+        subscripts: str,
+        dtype: Any,
+        multiply: Dot,
+    ) -> Array:
+        x, y = (self._factor(of, each) for of, each in ((of_a, a), (of_b, b)))
+        summed = multiply(x, y, subscripts, jnp.float32 if self.arithmetic.emulated else dtype)
+        operands, result = subscripts.split("->")
+        scales = [_beside(q[SCALES], at, result) for q, at in zip((a, b), operands.split(","), strict=True)]
+        return (summed.astype(jnp.float32) * (scales[0] * scales[1])).astype(dtype)
+
+    def _factor(self, of: OperandFormat, encoded: EncodedArray) -> Array:
+        """Returns elements as they are multiplied."""
+        elements = encoded[ELEMENTS]
+        return element_formats()[of.element].decode(elements) if self.arithmetic.emulated else elements
+
+
+def _beside(scales: Array, letters: str, result: str) -> Array:
+    """Returns the scales of an operand as they are broadcast beside a result, without what was contracted."""
+    sizes = dict(zip(letters, scales.shape, strict=True))
+    kept = [letter for letter in letters if letter in result]
+    ordered = jnp.transpose(
+        scales.reshape([sizes[letter] for letter in kept]), [kept.index(each) for each in result if each in kept]
+    )
+    return ordered.reshape([sizes.get(letter, 1) for letter in result])

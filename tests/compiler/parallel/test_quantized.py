@@ -1,0 +1,268 @@
+"""Matmuls in few bits: their products and gradients, which sites have them and why, and that no mesh changes them."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from conftest import plan_of
+from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.core.trees import leaves_by_path
+from meshloom.compiler.formats.operands import OperandFormat, operand_formats, register_operand
+from meshloom.compiler.parallel.quantized import Arithmetic, quantized_matmul
+from meshloom.compiler.report.explain import precision_lines
+from meshloom.compiler.step.train_step import build_init, build_loss
+
+FP8, E5M2, INT8 = (operand_formats()[name] for name in ("fp8", "fp8_e5m2", "int8"))
+EMULATED = "precision.emulate=true"
+SHAPES = {"bte,ehd->bthd": ((2, 6, 8), (8, 2, 5)), "bthd,hde->bte": ((2, 6, 2, 5), (2, 5, 8))}
+
+
+def _arithmetic(forward: OperandFormat, gradients: OperandFormat | None, **more) -> Arithmetic:
+    values = {"rounds_at_random": False, "emulated": True, "tokens": ()}
+    return Arithmetic(forward, gradients, **{**values, **more})
+
+
+def _rounded_float(x: np.ndarray, digits: int, least: int, largest: float) -> np.ndarray:
+    """To the nearest number with so many binary digits after the first, ties to even. least: the smallest exponent."""
+    exponents = np.maximum(np.floor(np.log2(np.maximum(np.abs(x), 1e-300))), least)
+    step = 2.0 ** (exponents - digits)
+    return np.clip(np.round(x / step) * step, -largest, largest)
+
+
+def _straight_through(of: OperandFormat, x: np.ndarray, letters: str, result: str) -> np.ndarray:
+    """An operand as it is read again after rounding, in float64, by the definition of each type."""
+    contracted = tuple(place for place, letter in enumerate(letters) if letter not in result)
+    axes = None if of.scales == "tensor" else contracted
+    scale = np.max(np.abs(x), axis=axes, keepdims=True) / {"fp8": 448.0, "fp8_e5m2": 57344.0, "int8": 127.0}[of.name]
+    rounding = {
+        "fp8": lambda y: _rounded_float(y, 3, -6, 448.0),
+        "fp8_e5m2": lambda y: _rounded_float(y, 2, -14, 57344.0),
+        "int8": lambda y: np.clip(np.round(y), -127, 127),
+    }[of.name]
+    return rounding(x / scale) * scale
+
+
+@pytest.mark.parametrize("subscripts", SHAPES)
+@pytest.mark.parametrize(("forward", "gradients"), [(FP8, E5M2), (FP8, FP8), (INT8, INT8), (INT8, None), (FP8, None)])
+def test_products_and_gradients_are_those_of_rounded_operands(subscripts, forward, gradients):
+    """Against float64, where each product rounds its own operands and a rounding has the gradient of the identity."""
+    rng = np.random.default_rng(1)
+    of_x, of_weight, result = subscripts.replace("->", ",").split(",")
+    x, weight = (rng.normal(size=shape) * 10.0 ** rng.integers(-3, 2) for shape in SHAPES[subscripts])
+    x, weight = (np.asarray(each, np.float32).astype(np.float64) for each in (x, weight))
+    product = jax.jit(lambda x, w: quantized_matmul(_arithmetic(forward, gradients), x, w, subscripts))
+    y, pull_back = jax.vjp(product, jnp.float32(x), jnp.float32(weight))
+    g = np.asarray(rng.normal(size=y.shape), np.float32).astype(np.float64)
+    found = (y, *pull_back(jnp.float32(g)))
+    before, back = forward, gradients
+    expected = [
+        np.einsum(
+            f"{a},{b}->{made}",
+            _straight_through(of_a, left, a, made) if back else left,
+            _straight_through(of_b, right, b, made) if back else right,
+        )
+        for a, b, made, left, right, of_a, of_b in (
+            (result, of_weight, of_x, g, weight, back, before),
+            (of_x, result, of_weight, x, g, before, back),
+        )
+    ]
+    rounded = (_straight_through(forward, *each, result) for each in ((x, of_x), (weight, of_weight)))
+    expected.insert(0, np.einsum(subscripts, *rounded))
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize(("forward", "gradients"), [(FP8, E5M2), (INT8, INT8)])
+def test_what_a_target_multiplies_is_what_is_emulated(forward, gradients):
+    """Elements multiplied as they are, or decoded: a processor does both, exactly."""
+    x, weight = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate(((2, 4, 8), (8, 6))))
+
+    def loss(x: jax.Array, weight: jax.Array, *, emulated: bool) -> jax.Array:
+        arithmetic = _arithmetic(forward, gradients, emulated=emulated)
+        return jnp.sum(jnp.sin(quantized_matmul(arithmetic, x, weight, "bte,em->btm")))
+
+    real, emulated = (jax.grad(loss, (0, 1))(x, weight, emulated=each) for each in (False, True))
+    for ours, theirs in zip(real, emulated, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    lowered = jax.jit(jax.grad(loss, (0, 1)), static_argnames="emulated").lower(x, weight, emulated=False).as_text()
+    dots = [line for line in lowered.splitlines() if "dot_general" in line]
+    names = {"fp8": "f8E4M3FN", "fp8_e5m2": "f8E5M2", "int8": "i8"}
+    operands = [line.split(" : (")[1].split(") ->")[0] for line in dots]
+    assert [each.count(f"x{names[forward.name]}>") for each in operands] == ([2, 1, 1] if forward == FP8 else [2, 2, 2])
+    assert all(f"x{names[gradients.name]}>" in each for each in operands[1:])
+
+
+def test_a_gradient_rounded_at_random_is_right_on_average():
+    """Over 400 gradients that differ by less than a rounding. To the nearest, all of them are rounded the same way."""
+    x, weight = jnp.ones((1, 1, 2)), jnp.eye(2)
+    g = jnp.array([[[127.0, 0.3]]]) + jnp.linspace(0, 0.01, 400)[:, None, None, None]
+
+    def mean(*, at_random: bool) -> jax.Array:
+        arithmetic = _arithmetic(INT8, INT8, rounds_at_random=at_random)
+        _, pull_back = jax.vjp(lambda x: quantized_matmul(arithmetic, x, weight, "bte,em->btm"), x)
+        return jnp.mean(jax.vmap(lambda each: pull_back(each)[0])(g), 0)[0, 0, 1]
+
+    assert abs(mean(at_random=True) - 0.3) < 0.1
+    assert mean(at_random=False) == 0
+
+
+@pytest.mark.parametrize("of", [FP8, E5M2, INT8])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_is_not_lost(of, bad):
+    """A cast of NaN to int8 is 0, and a maximum over devices may pass over it."""
+    x = jnp.ones((1, 4, 8)).at[0, 1, 2].set(bad)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    arithmetic = _arithmetic(of, of, tokens=("data",))
+    spec = PartitionSpec(None, "data")
+    product = jax.shard_map(
+        lambda x, w: quantized_matmul(arithmetic, x, w, "bte,em->btm"),
+        mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec,
+    )  # fmt: skip
+    y = jax.jit(product)(x, jnp.ones((8, 3)))
+    assert not np.isfinite(y[0, 1]).any()
+    assert of.scales == "channel" or np.isnan(y).all(), "one scale for all devices"
+
+
+def test_a_weight_may_come_as_encoded():
+    """Its values are not read then: the compiled program does not have them."""
+    x, weight = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate(((2, 4, 8), (8, 6))))
+    encoded = FP8.of(2, (0,)).encode(weight)
+
+    def product(x: jax.Array, weight: jax.Array, encoded: object) -> jax.Array:
+        return quantized_matmul(_arithmetic(FP8, E5M2), x, weight, "bte,em->btm", encoded=encoded)
+
+    np.testing.assert_array_equal(product(x, jnp.full_like(weight, 7.0), encoded), product(x, weight, None))
+
+
+OVER_THE_MESH = [
+    ("target=cpu-8", "sharding=fsdp"),
+    pytest.param(("target=cpu-8", "sharding=fsdp_tensor", "mesh.tensor=4", "parallel.matmul=collective_matmul",
+                  "overlap=prefetch", "remat=full"), marks=pytest.mark.ci),
+    pytest.param(("target=cpu-4", "sharding=fsdp", "remat=save_dots", "overlap=prefetch"), marks=pytest.mark.ci),
+]  # fmt: skip
+
+
+def _loss_and_gradients(*overrides: str) -> tuple[float, dict[str, np.ndarray]]:
+    plan = plan_of("model.vocab_size=64", "model.num_layers=2", "sequence_length=32", *overrides)
+    shape = (plan.spec.global_batch_size, plan.spec.sequence_length + 1)
+    tokens = np.random.default_rng(0).integers(0, 64, shape).astype(np.int32)
+    with jax.set_mesh(plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])):
+        params = jax.jit(build_init(plan))()["params"]
+        batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+        (loss, count), gradients, *_ = jax.jit(build_loss(plan, with_gradients=True))(params, batch)
+    return float(loss / count), {path: np.asarray(x) for path, x in leaves_by_path(gradients).items()}
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+@pytest.mark.parametrize("overrides", OVER_THE_MESH)
+def test_no_mesh_and_no_remat_changes_elements_or_scales(precision, overrides):
+    """Largest magnitudes are those of all devices, so what differs is the order of sums, which rounds few elements
+    otherwise. Rounding itself changes gradients by a quarter (fp8) and a fifteenth (int8), as scales of each device's
+    own would."""
+    base = ("precision.compute=float32", "global_batch_size=16", EMULATED, f"precision={precision}")
+    one, expected = _loss_and_gradients("target=cpu-1", *base)
+    loss, found = _loss_and_gradients(*overrides, *base)
+    assert loss == pytest.approx(one, rel=1e-5)
+    for path, gradient in found.items():
+        assert np.linalg.norm(gradient - expected[path]) < 0.03 * np.linalg.norm(expected[path]), path
+
+
+def test_the_first_rule_that_matches_is_the_sites():
+    rules = (
+        "[{match:layers/mlp/down*,forward:null,gradients:null},{match:layers/mlp/*,forward:int8,gradients:null},"
+        "{match:null,forward:fp8,gradients:fp8_e5m2}]"
+    )
+    plan = plan_of("precision=fp8", f"precision.matmuls={rules}", EMULATED)
+    found = {}
+    for each in plan.operations_of("matmul"):
+        assert each.precision
+        used = each.precision.arithmetic
+        found[each.site.name] = (used and used.forward.name, each.precision.reason)
+    attention = ("fp8", "precision.matmuls[2]")
+    assert found == {
+        **dict.fromkeys(("queries", "keys", "values", "attention_output"), attention),
+        **dict.fromkeys(("mlp_up", "mlp_gate"), ("int8", "precision.matmuls[1]")),
+        "mlp_output": (None, "precision.matmuls[0]"),
+        "logits": (None, "it is of the head"),
+    }
+
+
+def test_routers_and_adapters_multiply_as_they_are():
+    def reasons(*overrides: str) -> dict[str, str]:
+        plans = plan_of(*overrides, EMULATED).operations_of("matmul")
+        return {each.site.name: each.precision.reason for each in plans if each.precision}
+
+    assert reasons("precision=fp8", "model=tiny_moe")["router_logits"] == "it is computed in float32"
+    lora = reasons("precision=int8", "adapter=lora")
+    assert (lora["queries"], lora["queries_lora_A"]) == ("precision.matmuls[0]", "it is of an adapter")
+
+
+def test_explain_says_which_site_multiplies_in_which_type_and_why():
+    rules = "precision.matmuls=[{match:layers/mlp/*,forward:int8,gradients:int8}]"
+    attention, mlp, head = precision_lines(plan_of("precision=int8", rules, "target=v6e-8").operations)
+    assert attention.endswith("layers/attention_output: as their operands are: no rule matches it")
+    assert mlp == (
+        "layers/mlp_up, layers/mlp_gate, layers/mlp_output: int8 (a scale for each channel), gradients too: "
+        "precision.matmuls[0]"
+    )
+    assert head == "head/logits: as their operands are: it is of the head"
+    assert list(precision_lines(plan_of().operations)) == []
+
+
+RULE = "precision.matmuls=[{{match:{match},forward:{forward},gradients:{gradients},rounding:{rounding}}}]"
+MATCH, FORWARD, GRADIENTS = (
+    "precision.matmuls[0].match",
+    "precision.matmuls[0].forward",
+    "precision.matmuls[0].gradients",
+)
+
+
+@pytest.mark.parametrize(
+    ("rule", "where", "what", "fix"),
+    [
+        ({"match": "layers/mpl/*"}, MATCH, "no weight of a matmul matches 'layers/mpl/*'", "did you mean"),
+        ({"match": "head/*"}, MATCH, "'head/*' matches 'head/kernel_EV', which is left out: it is of the head", "use"),
+        ({"forward": "fp9"}, FORWARD, "'fp9' is not a type of operands", "did you mean 'fp8'"),
+        ({"gradients": "int8"}, GRADIENTS, "'int8' cannot be multiplied with 'fp8': float8 and int8", "use one of fp8"),
+        ({"rounding": "stochastic"}, "precision.matmuls[0].rounding", "'fp8_e5m2' is rounded to the nearest alone",
+         "set rounding: nearest, or choose int8"),
+        ({"forward": "null"}, GRADIENTS, "gradients cannot be in fp8_e5m2 where x and the weight are as they are",
+         "set gradients: null"),
+    ],
+)  # fmt: skip
+def test_a_rule_that_cannot_be_followed_is_one_error(rule, where, what, fix):
+    values = {"match": "null", "forward": "fp8", "gradients": "fp8_e5m2", "rounding": "nearest", **rule}
+    with pytest.raises(ConfigError) as error:
+        plan_of("precision=fp8", RULE.format(**values), EMULATED)
+    (problem,) = error.value.problems
+    assert (problem.where, problem.what) == (where, what)
+    assert problem.fix.startswith(fix)
+
+
+@pytest.mark.parametrize(
+    ("target", "precision", "chips"),
+    [("v6e-8", "fp8", "h100, h200, tpu7x"), ("h100-8", "int8", "v5e, v5p, v6e"), ("cpu-8", "fp8", "h100, h200, tpu7x")],
+)
+def test_a_type_that_a_compiler_only_imitates_is_refused_with_targets_that_have_it(target, precision, chips):
+    with pytest.raises(ConfigError) as error:
+        plan_of(f"target={target}", f"precision={precision}")
+    (problem,) = error.value.problems
+    assert problem.where == FORWARD
+    assert problem.what.startswith(f"the compiler for {target} makes no matmul faster in ")
+    assert chips in problem.fix
+    plan = plan_of(f"target={target}", f"precision={precision}", EMULATED)
+    assert "emulated: multiplied in float32" in next(precision_lines(plan.operations))
+
+
+def test_a_type_from_outside_is_declared_like_ours():
+    name = "int8_of_tests"
+    register_operand(replace(INT8, name=name, scales="tensor"))
+    rule = RULE.format(match="null", forward=name, gradients=name, rounding="stochastic")
+    plan = plan_of("precision=int8", rule, "target=v5e-8")
+    assert f"{name} (int8, a scale for each tensor), gradients too, rounded at random" in next(
+        precision_lines(plan.operations)
+    )
