@@ -156,8 +156,14 @@ def _work(run: Run) -> dict[str, Any]:
         "parameters": program["num_parameters"],
         "tokens per step": program["tokens_per_step"],
         "sequence_length": run.spec.get("sequence_length"),
-        "model FLOPs per step": program["model_flops_per_step"],
     }
+
+
+def _model_flops(run: Run) -> int | None:
+    """Returns the FLOPs of the model in a step, without recomputation; None if they are not known. A change of the
+    model's code changes them, and is judged by the time that it costs."""
+    program = run.report.program.model_dump(mode="json") if run.report else run.plan["program"]
+    return program["model_flops_per_step"]
 
 
 def _calibration(run: Run) -> str:
@@ -314,6 +320,9 @@ def _notes(base: Run, head: Run) -> Iterator[str]:
         yield "predicted with another calibration of the chip than the base"
     elif here:
         yield f"both are calibrated {here}"
+    flops_there, flops_here = _model_flops(base), _model_flops(head)
+    if flops_there and flops_here and flops_there != flops_here:
+        yield f"the FLOPs of the model changed by {signed_share(flops_here / flops_there - 1)} since the base"
     if not (base.report and head.report):
         yield NO_REPORT
         return

@@ -100,6 +100,17 @@ def test_collectives_that_only_have_other_names_are_not_worse():
     assert worse(report, report.model_copy(update={"collectives": tuple(renamed)})) == []
 
 
+def test_a_model_that_computes_more_is_judged_by_its_time():
+    """As where its code pads each group of heads: it is the same declaration, and a mistake would hide the reason."""
+    report: Any = reports.fits()[0]
+    more = report.program.model_copy(update={"model_flops_per_step": round(1.05 * report.program.model_flops_per_step)})
+    head = slower_attention(report, 1.15).model_copy(update={"program": more})
+    assert list(problems_of_base(run_of(report), run_of(head))) == []
+    assert worse(report, head) == ["slower-part"]
+    (note,) = judge(run_of(report), run_of(head), Tolerances()).notes
+    assert "+5.0 %" in note
+
+
 def test_another_version_of_the_compiler_is_named():
     report: Any = reports.fits()[0]
     older = report.model_copy(
