@@ -17,6 +17,7 @@ from statistics import mean, median
 import chaos
 import check_faults
 import faults
+import guard_regressions
 import imports
 import memory_accuracy
 import operations
@@ -60,6 +61,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "preset-checks": lambda: preset_checks.table(read_lines(preset_checks.KEPT)),
     "presets": lambda: presets.table(read_lines(presets.KEPT)),
     "tune": lambda: tune.table(read_kept(tune.KEPT)),
+    "guard": lambda: guard_regressions.table(read_lines(guard_regressions.KEPT)),
     "memory": lambda: memory_accuracy.table(read_lines(memory_accuracy.KEPT)),
     "chaos": lambda: chaos.table(read_lines(chaos.KEPT)),
     "operations-collectives": lambda: operations.table(list(operations.collectives()), mean),

@@ -130,6 +130,17 @@ def test_deliberate_faults_fit_the_code_and_their_tests(script):
     ]
 
 
+def test_the_guard_failed_for_each_regression_that_was_seeded(script):
+    """An edit of a file that has changed since would seed nothing."""
+    guarded = script("guard_regressions")
+    rows = guarded.read_lines(guarded.KEPT)
+    assert {each.name for each in guarded.PULL_REQUESTS} <= {row["name"] for row in rows}
+    assert [row["name"] for row in rows if not guarded.is_as_seeded(row)] == []
+    for request in guarded.PULL_REQUESTS:
+        for edit in request.edits:
+            assert (guarded.FILES / edit.file).read_text().count(edit.old) == 1, edit
+
+
 def test_pages_of_results_have_the_tables_that_their_rows_give(script):
     """A page whose rows, or whose way to print them, have changed is stale: `python bench/results.py --write`."""
     results = script("results")
