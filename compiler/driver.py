@@ -85,7 +85,7 @@ def plan_run(spec: AnyPlanSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan[
         operations=operations,
         pipeline=layout.pipeline,
         gather=gather,
-        weights=like(abstract["params"], plan_weights(layout.inputs, operations, gather)),
+        weights=like(model.abstract(), plan_weights(layout.inputs, operations, gather)),
         memory=memory,
         preset_options=layout.preset_options,
     )

@@ -11,6 +11,8 @@ If a release drops a name:
       hlo_module_proto, to_string                    program that is read out of its protocol buffer
     args_res                                       `jax.vjp` of a function that takes the weights as arguments, and
                                                      `jax.checkpoint` around it: a layer's forward pass runs again
+    _executable._xla_in_layouts                    a compiled program takes no array of 4-bit numbers: on CPUs arrays
+                                                     do not say that they are packed, as its arguments do
 """
 
 from typing import Any
@@ -39,3 +41,13 @@ def splash_dkv(*operands: Any, **options: Any) -> Any:
 def residuals_of(pull_back: Any) -> list[Any]:
     """Returns what a function of `jax.vjp` holds for the derivative by each argument: a list, to change in place."""
     return pull_back.args_res
+
+
+def taking_packed(compiled: Any) -> Any:
+    """Returns a compiled program that takes arrays of less than a byte a number. `jax.jit` compares no layouts, and
+    calls the same executable."""
+    executable = compiled._executable
+    executable._xla_in_layouts = [
+        None if getattr(layout, "sub_byte_element_size_in_bits", 0) else layout for layout in executable._xla_in_layouts
+    ]
+    return compiled

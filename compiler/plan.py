@@ -193,7 +193,7 @@ def plan_memory(
     scalars_of_optimizer = sum(x.dtype.itemsize for x in jax.tree.leaves(abstract["optimizer"]) if not x.shape)
     trained = pick(params, sharding.trained)
     gradients_specs = like(trained, {plan.array.path: plan.spec for plan in accumulated_layouts(spec, sharding)})
-    arrays = [plan.array for plan in sharding.parameters if plan.array.dtype != plan.array.compute_dtype]
+    arrays = [plan.array for plan in sharding.parameters if _is_cast(plan.array)]
     working = {x.path: jax.ShapeDtypeStruct(x.shape, x.compute_dtype) for x in arrays}
     is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
     return MemoryPlan(
@@ -209,6 +209,11 @@ def plan_memory(
         prefetched_weights=_prefetched_bytes(spec, mesh, sharding),
         batch=batch.bytes_of_device,
     )
+
+
+def _is_cast(array: Array) -> bool:
+    """Returns True for a parameter that a step copies to another type. What is encoded is decoded where it is used."""
+    return array.format is None and array.dtype != array.compute_dtype
 
 
 def _prefetched_bytes(spec: PlanSpec, mesh: MeshPlan, sharding: ShardingPlan) -> int:

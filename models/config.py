@@ -123,9 +123,24 @@ def _holds(number: Any, bound: Any) -> bool:
             return number <= bound.le
 
 
+class BaseConfig(Config):
+    """How the frozen matrices of layers are stored under an adapter, in few bits with scales.
+
+    element: the name of a type of compiler/formats. block: the numbers along what a matmul sums over that share a
+    scale; None: all that are summed, a scale for each column. scales_block: the scales that share a scale in turn, each
+    stored in a byte (double quantization); None: they stay in float32. A dimension of fewer scales, or one that is no
+    multiple, takes the largest block below that divides it.
+    """
+
+    element: Annotated[str, Field(min_length=1)]
+    block: PositiveInt | None
+    scales_block: PositiveInt | None
+
+
 class AdapterConfig(Config):
     """The adapters of a model. targets: patterns of the paths of matrices; None: each matrix that a matmul of a layer
-    reads, but those that are kept in float32, as routers are, and those of experts."""
+    reads, but those that are kept in float32, as routers are, and those of experts. base: how the matrices of the
+    frozen layers are stored (QLoRA, arXiv:2305.14314); None: in `precision.frozen`."""
 
     if TYPE_CHECKING:
         kind: Any
@@ -134,6 +149,7 @@ class AdapterConfig(Config):
     alpha: PositiveFloat  # the change is multiplied by alpha / rank; of rslora by alpha / sqrt(rank)
     dropout: Annotated[float, Field(ge=0, lt=1)]  # of the input of A
     targets: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] | None
+    base: BaseConfig | None
 
     @property
     def scale(self) -> float:

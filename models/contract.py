@@ -22,7 +22,7 @@ from .attention import Mask, attend
 from .parts import NO_EXPERT, apply_experts
 
 if TYPE_CHECKING:
-    from .adapter import Adapter
+    from .adapter import Adapter, Matrix
 
 # Logical axes are resolved by compiler/sharding/sharding.py; NNX must not look for a mesh when a Param is made.
 flax.config.update("flax_always_shard_variable", False)
@@ -304,7 +304,8 @@ class Model:
     tied: parameters of the head that are those of the embedding, by name: {"table_VE": "table_VE"}. max_length: the
     longest sequence that the model can read, in tokens; None: any. A longer sequence_length is refused.
     num_active_experts: the entries of each dimension `experts` that one token meets; None: all. adapters: by the path
-    of the matrix beside which each lies (adapter.py); where there are some, nothing else is trained.
+    of the matrix beside which each lies (adapter.py); where there are some, nothing else is trained. matrices: how each
+    matrix of the model below them multiplies, by path.
     """
 
     embed: Piece
@@ -314,6 +315,7 @@ class Model:
     max_length: int | None = None
     num_active_experts: int | None = None
     adapters: Mapping[str, "Adapter"] = field(default_factory=dict)
+    matrices: Mapping[str, "Matrix"] = field(default_factory=dict)
 
     def abstract(self) -> Params:
         """Returns the parameters as `jax.ShapeDtypeStruct`: nothing is allocated."""

@@ -5,7 +5,7 @@ bits with scales is a file of compiler/formats.
 """
 
 import re
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 FloatType = Literal["float32", "bfloat16"]  # of arrays that are stored, accumulated or reduced
 ComputeType = Literal["float32", "bfloat16", "float16"]  # in which a model computes
@@ -35,3 +35,9 @@ def peak_name(dtype: str) -> PeakType:
     name = numpy_name(dtype)
     known = next((peak for peak in get_args(PeakType) if name == peak), None)
     return known or ("float8" if name.startswith("float8") else "int8" if name == "uint8" else "float32")
+
+
+def num_bits(dtype: Any) -> int:
+    """Returns the bits of a number of JAX's type: types of less than a byte are packed in memory and on networks."""
+    found = re.match(r"(?:u?int|float)(\d+)", str(dtype))
+    return 4 if found and found[1] == "4" else dtype.itemsize * 8

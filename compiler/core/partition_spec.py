@@ -1,5 +1,6 @@
 """Mesh axes in a PartitionSpec."""
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a declaration is read without JAX
@@ -25,3 +26,8 @@ def keep_axes(spec: "PartitionSpec", axes: Axes) -> "PartitionSpec":
     """Returns the part of a PartitionSpec that is over these mesh axes."""
     kept = (tuple(axis for axis in axes_of(entry) if axis in axes) for entry in spec)
     return type(spec)(*(entry or None for entry in kept))
+
+
+def without(spec: "PartitionSpec", dimensions: Collection[int]) -> "PartitionSpec":
+    """Returns a layout with dimensions whole. dimensions: counted from the end, so below 0."""
+    return type(spec)(*(None if at - len(spec) in dimensions else entry for at, entry in enumerate(spec)))

@@ -16,6 +16,13 @@ def like(tree: Any, leaves: Mapping[str, Any]) -> Any:
     return jax.tree_util.tree_map_with_path(lambda keys, _: leaves[_path(keys)], tree)
 
 
+def node_at(tree: Any, path: str) -> Any:
+    """Returns the node of a nested dict at a path: a leaf, or a tree."""
+    for key in path.split("/"):
+        tree = tree[key]
+    return tree
+
+
 def pick(tree: Any, paths: Collection[str], is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """Returns the nested dict of the leaves at these paths: {"a": {"b": 1}, "c": 2}, ["a/b"] -> {"a": {"b": 1}}."""
     return nested_dict({path: leaf for path, leaf in leaves_by_path(tree, is_leaf).items() if path in paths})

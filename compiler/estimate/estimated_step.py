@@ -119,5 +119,5 @@ def _planned_anew(plan: Plan, spec: PlanSpec) -> Plan:
     """Returns the plan with another declaration, under which all arrays are laid out as before."""
     inputs = OpInputs(spec, plan.model, plan.arrays, plan.sharding, plan.mesh, plan.batch, plan.target)
     operations = plan_operations(plan.ops, inputs)
-    weights = like(plan.abstract["params"], plan_weights(inputs, operations, plan.gather))
+    weights = like(plan.model.abstract(), plan_weights(inputs, operations, plan.gather))
     return replace(plan, spec=spec, operations=operations, weights=weights)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from ..core.float_types import num_bits
 from ..core.partition_spec import Axes
 from ..core.traffic import MOVING, CollectiveKind, DeviceTraffic
 from .program import LANES, Operation
@@ -48,9 +49,8 @@ class ProgramValues:
 
     def value(self, aval: Any, layout: DimAxes) -> int:
         dtype = getattr(aval, "dtype", None)
-        itemsize = getattr(dtype, "itemsize", 0) or 0
         shape = getattr(aval, "shape", ())
-        num_bytes = math.prod(shape) * itemsize
+        num_bytes = math.prod(shape) * (num_bits(dtype) if getattr(dtype, "itemsize", 0) else 0) // 8
         if any(layout):  # most values of a step are whole where they are made
             layout = tuple(tuple(axis for axis in axes if self.mesh_sizes[axis] > 1) for axes in layout)
             num_bytes //= self.num_shards(tuple(axis for axes in layout for axis in axes))

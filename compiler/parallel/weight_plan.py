@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.partition_spec import STAGE, Axes, axes_of
 from ..core.scopes import weight_scope
-from ..sharding.arrays import EXPERTS
+from ..sharding.arrays import EXPERTS, Array
 from ..sharding.roles import AxisRoles
 from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import accumulated_layouts
@@ -99,11 +99,17 @@ def plan_weights(inputs: OpInputs, operations: Sequence[OpPlan], gather: StageGa
             sharding.roles,
             is_stacked=is_stacked,
             kept=kept,
-            encoding=Encoding(p.array.dtype, p.array.compute_dtype, p.array.compute_dtype),
+            encoding=_encoding(p.array),
             tile_rows=inputs.target.compiler.tile_rows,
         )
         plans[path] = _used(made if p.array.is_trained else frozen(made), p, inputs, operations, gather)
     return plans
+
+
+def _encoding(array: Array) -> Encoding:
+    if array.format is not None:
+        return Encoding(array.dtype, array.dtype, array.compute_dtype, array.format, array.shape)
+    return Encoding(array.dtype, array.compute_dtype, array.compute_dtype)
 
 
 def frozen(plan: WeightPlan) -> WeightPlan:

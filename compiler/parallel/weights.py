@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from ..core.partition_spec import Axes, axes_in
+from ..core.partition_spec import Axes, axes_in, without
 from ..jaxpr.program import LANES
 from .weight_plan import ShardedDims, WeightPlan
 
@@ -107,7 +107,7 @@ def _whole(layout: WeightPlan) -> WeightPlan:
 
 
 def _gather(
-    reduction: Reduction, layout: WeightPlan, accumulator: Array | None, before: Array | None, working: Array
+    reduction: Reduction, layout: WeightPlan, accumulator: Array | None, before: Array | None, working: Any
 ) -> Array:
     if accumulator is None:
         return all_gather_weight(working, layout)
@@ -159,6 +159,8 @@ def _hoisted(
         auto_spec=layout.auto_stored_spec,
         is_stacked=False,
     )
+    if layout.encoding.format is not None:  # encoded until a layer uses it: it is frozen
+        return None, None, _gathered_parts(working, at_once), replace(layout, use="sharded", gathered=())
     whole = all_gather_weight(working, at_once)
     if layout.use == "held":
         return accumulator, before, whole, _whole(layout)
@@ -181,13 +183,26 @@ def _hoisted(
     return of_layers(accumulator, before), nothing, whole, of_layer
 
 
-def all_gather_weight(working: Array, layout: WeightPlan) -> Array:
-    """Returns the whole weight, as a model takes it, from this device's shard of what is gathered."""
+def all_gather_weight(working: Any, layout: WeightPlan) -> Array:
+    """Returns the whole weight, as a model takes it, from this device's shard of what is gathered: an array, or a tree
+    of those of an encoded one."""
     if not layout.gathered:
         return layout.encoding.decode(working)
     with layout.scope:
-        gather = on_shards(lambda w: gather_dims(w, layout.gathered, layout.tile_rows), layout.auto_spec)
-        return layout.encoding.decode(gather(working))
+        return layout.encoding.decode(_gathered_parts(working, layout))
+
+
+def _gathered_parts(working: Any, layout: WeightPlan) -> Any:
+    """Returns the arrays of a weight, whole, as they travel."""
+    with layout.scope:
+        return jax.tree.map(partial(_gathered_part, layout), layout.encoding.constant(), working)
+
+
+def _gathered_part(layout: WeightPlan, constant: frozenset[int], part: Array) -> Array:
+    """Returns one array of a weight, gathered. constant: dimensions along which it has one entry for all shards."""
+    own = tuple(each for each in layout.gathered if each[0] - part.ndim not in constant)
+    gather = on_shards(lambda w: gather_dims(w, own, layout.tile_rows), without(layout.auto_spec, constant))
+    return gather(part)
 
 
 def reduce_weight_gradient(gradient: Array, before: Array | None, layout: WeightPlan, reduction: Reduction) -> Array:

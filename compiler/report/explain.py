@@ -6,12 +6,13 @@ A terminal shows the table of a pipeline as a line for each stage:
     stage 1     F0 F1+BW0 F2+BW1
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from ..core.console import Column, Console, Line, Table
-from ..core.format import counted, human_bytes
+from ..core.format import counted, human_bytes, human_names
 from ..core.known import as_json, or_unknown
 from ..core.partition_spec import Axes
 from ..estimate.estimate import StepEstimate, estimate_step
@@ -23,6 +24,8 @@ from ..parallel.quantized import SitePrecision
 from ..pipeline.table import PipelineOp, PipelineTable, Slot, microbatches
 from ..plan import Plan
 from ..schema import SCHEMA_VERSION
+from ..sharding.arrays import Array
+from ..sharding.base_formats import describe_format
 from ..sharding.rules import ArrayPlan, rules_as_text
 from ..spec.kernel_rates import grouped_kernels
 from ..target.placement import Placement
@@ -68,6 +71,8 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
     console.wrapped(("model", "bold"), f" {plan.num_parameters:,} parameters, {told} per step")
     if plan.adapter:
         console.wrapped(("adapter", "bold"), f" {plan.adapter}; the others are frozen")
+    for text in base_lines(plan.sharding.parameters):
+        console.wrapped(("base", "bold"), f" {text}")
     for one in unknown_primitives(plan, estimate):
         console.wrapped(("unknown", "yellow"), f" {one}")
     for title, how in _operation_lines(plan):
@@ -141,6 +146,30 @@ def assumptions(target: TargetPlan, dtype: str, placement: Placement, estimate: 
             beyond.setdefault((one.mesh_axes, how), {})[one.kind] = None
     for (axes, how), kinds in beyond.items():
         yield f"{', '.join(kinds)} over {'+'.join(axes)}, from what was measured: {how}"
+
+
+def base_lines(parameters: Sequence[ArrayPlan]) -> Iterator[str]:
+    """Yields how an encoded base of adapters is stored, a line for each format and one for what is not encoded."""
+    groups: dict[str, list[ArrayPlan]] = {}
+    for each in parameters:
+        if each.array.format is not None:
+            groups.setdefault(describe_format(each.array.format, each.array.shape), []).append(each)
+    for how, plans in groups.items():
+        numbers, stored = (sum(f(each.array) for each in plans) for f in (lambda a: math.prod(a.shape), _num_bytes))
+        on_device = human_bytes(sum(each.bytes_per_device for each in plans))
+        names = human_names([each.array.path for each in plans], 2)
+        yield f"{how}: {names}; {on_device} on each device, {stored / numbers:.3f} bytes a number (adapter.base)"
+    plain = [each for each in parameters if groups and each.array.updated_by == "nothing" and not each.array.format]
+    if not plain:
+        return
+    types = human_names(sorted({each.array.dtype for each in plain}))
+    on_device = human_bytes(sum(each.bytes_per_device for each in plain))
+    names = human_names([each.array.path for each in plain], 2)
+    yield f"{types}: {names}; {on_device} on each device; no matrices of layers, so they are not encoded"
+
+
+def _num_bytes(array: Array) -> int:
+    return array.num_bytes
 
 
 def _operation_lines(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -284,6 +313,7 @@ def _row(plan: ArrayPlan) -> dict[str, Any]:
         "path": array.path,
         "shape": list(array.shape),
         "dtype": array.dtype,
+        "format": array.format and describe_format(array.format, array.shape),
         "logical_axes": list(array.logical_axes),
         "spec": [list(entry) if isinstance(entry, tuple) else entry for entry in plan.spec],
         "reason": plan.reason,
@@ -338,7 +368,8 @@ def _dimensions(plan: ArrayPlan) -> Line:
             line.append(f" ({d.note})")
     line += [f"  ({shared})"] if shared else []
     by = {"optimizer": [], "rule": ["  updated by a rule"], "nothing": ["  ", ("frozen", "yellow")]}
-    return line + by[plan.array.updated_by]
+    line += by[plan.array.updated_by]
+    return [*line, f"  {plan.array.format.element}"] if plan.array.format else line
 
 
 MOST_STAGES = 16

@@ -117,11 +117,13 @@ class PlannedPipeline(Record):
 
 
 class PlannedArray(Record):
-    """An array and its layout. spec: for each dimension a mesh axis, several, or null for none."""
+    """An array and its layout. spec: for each dimension a mesh axis, several, or null for none. format: of an encoded
+    one, in words; dtype is the type of its elements."""
 
     path: str
     shape: list[int]
     dtype: str
+    format: str | None = None
     logical_axes: list[str | None]
     spec: list[str | list[str] | None]
     reason: str

@@ -3,7 +3,7 @@ names; and the sites of its operations. A declaration names the matrices that it
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -21,7 +21,11 @@ from meshloom.models.contract import ADAPTED_WEIGHT
 from ..core.errors import Problem, raise_if_any, use_one_of
 from ..core.trees import leaves_by_path
 from ..core.user_code import blamed_on_user
+from ..formats.block import BlockFormat
+from ..formats.element import element_formats
+from ..formats.layout import encoded_shard_bytes
 from ..spec.step_spec import StepSpec
+from .base_formats import base_formats
 from .model_check import check_aux, check_embedded, check_model, check_of_head, check_output, check_totals
 
 WHERE = "adapter.targets"
@@ -43,7 +47,7 @@ def adapted_model(model: Model, adapter: AdapterConfig) -> Model:
     if experts and adapter.dropout:
         what = f"the input of '{experts[0]}' cannot be dropped: experts multiply with it and its adapter at once"
         raise_if_any([Problem("adapter.dropout", what, f"set adapter.dropout=0, or leave experts out of {WHERE}")])
-    return adapt(model, adapter, targets)
+    return replace(adapt(model, adapter, targets), matrices=matrices)
 
 
 def _by_default(model: Model, matrices: Mapping[str, Matrix]) -> dict[str, Matrix]:
@@ -93,7 +97,8 @@ LAYER_INPUT = "layer_input"  # the compiler's name for a layer's input; a remat 
 class Array:
     """An array of the program before it is laid out. path: its place in the tree, or its name. updated_by: what changes
     a parameter. compute_dtype: the type in which a parameter is gathered and used. is_tied: it is the embedding's
-    table, and the head multiplies with it."""
+    table, and the head multiplies with it. format: of a parameter that is stored in few bits with scales; dtype is the
+    type of its elements."""
 
     path: str
     shape: tuple[int, ...]
@@ -102,6 +107,7 @@ class Array:
     updated_by: UpdatedBy = "optimizer"
     compute_dtype: str = ""
     is_tied: bool = False
+    format: BlockFormat | None = None
 
     @property
     def is_trained(self) -> bool:
@@ -110,7 +116,15 @@ class Array:
 
     @property
     def num_bytes(self) -> int:
+        if self.format is not None:
+            return self.format.num_bytes(self.shape)
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+    def bytes_of_shard(self, shards: Sequence[int]) -> int:
+        """Returns the bytes of one of the parts that devices have. shards: how many split each dimension."""
+        if self.format is None:
+            return self.num_bytes // math.prod(shards)
+        return encoded_shard_bytes(self.format, self.shape, shards)
 
 
 @dataclass(frozen=True)
@@ -246,10 +260,15 @@ def _parameters(model: Model, spec: StepSpec) -> tuple[Array, ...]:
     def updated_by(path: str) -> UpdatedBy:
         return "nothing" if path in frozen else "rule" if path in model.rules else "optimizer"
 
+    formats = base_formats(model, spec.adapter.base) if spec.adapter and spec.adapter.base else {}
+    types |= {path: element_formats()[format.element].dtype for path, format in formats.items()}
     return tuple(
-        Array(path, shape, types.get(path, trained_dtype), axes[path], updated_by(path), used[path], path in tied)
+        Array(
+            path, shape, types.get(path, trained_dtype), axes[path], updated_by(path), used[path], path in tied,
+            formats.get(path),
+        )
         for path, shape in shapes.items()
-    )
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=32)  # a search, and a process with tests, plans many layouts of a model

@@ -114,8 +114,8 @@ def resolve(
                 taken.update(dict.fromkeys(wanted, split))
     dimensions = tuple(plan for plan in settled if plan is not None)
     if len(dimensions) == len(settled):
-        used = tuple(axis for plan in dimensions for axis in plan.axes)
-        return ArrayPlan(array, table, dimensions, array.num_bytes // mesh.num_shards(used))
+        num_bytes = array.bytes_of_shard([mesh.num_shards(plan.axes) for plan in dimensions])
+        return ArrayPlan(array, table, dimensions, num_bytes)
     unsettled = [dimension for dimension, plan in enumerate(settled) if plan is None]
     return [refusals.get(dimension) or UnsettledDimension(array, table, None, dimension, ()) for dimension in unsettled]
 

@@ -27,6 +27,7 @@ from ..spec.plan_spec import PlanSpec
 from ..spec.sharding_spec import Rule, ShardingSpec
 from ..target.mesh import MeshPlan
 from .arrays import EXPERTS, Array, Arrays
+from .encoded_shards import check_shards
 from .roles import AxisRoles
 from .rules import ArrayPlan, DimensionPlan, RuleTable, UnsettledDimension, resolve
 
@@ -170,6 +171,7 @@ def plan_sharding(
     whole = _check_replicated(rules, parameters, optimizer, mesh)
     problems += whole if rules.on_replicated == "error" else []
     problems += [] if roles.stage else _check_layers_dimension(parameters)
+    problems += check_shards(parameters, mesh)
     problems += _check_update_layout(parameters, optimizer, roles.tokens)
     problems += _check_batch_dimension(activations, "batch", roles.sequence)
     problems += _check_batch_dimension(activations, "length", roles.length)

@@ -18,13 +18,17 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from meshloom.models import Model
 
 from ..core.errors import raise_if_any
+from ..core.float_types import num_bits
 from ..core.partition_spec import axes_of
 from ..core.trees import leaves_by_path, like, pick
 from ..core.user_code import blamed_on_user
+from ..formats.layout import abstract_encoded, encoded_specs
 from ..optim.contract import Setting
 from ..optim.optimizers import learning_rates, parameter_kinds
 from ..spec.step_spec import StepSpec
 from ..target.mesh import MeshPlan
+from .arrays import Array
+from .rules import ArrayPlan
 from .sharding import ShardingPlan
 
 
@@ -78,10 +82,10 @@ def plan_state(
 ) -> tuple[State, State]:
     """Returns the state as two trees: of ShapeDtypeStruct and of PartitionSpec."""
 
-    arrays = {plan.array.path: plan.array for plan in sharding.parameters}
-    params = like(model.abstract(), {p: jax.ShapeDtypeStruct(x.shape, x.dtype) for p, x in arrays.items()})
+    arrays = {plan.array.path: plan for plan in sharding.parameters}
+    params = like(model.abstract(), {path: _abstract(plan.array) for path, plan in arrays.items()})
     trained = pick(params, sharding.trained)
-    params_specs = like(params, {plan.array.path: plan.spec for plan in sharding.parameters})
+    params_specs = like(model.abstract(), {path: _specs(plan) for path, plan in arrays.items()})
     update_specs = update_layouts(model, sharding)
     state, state_specs = plan_optimizer_state(optimizer, trained, update_specs, mesh)
     abstract: State = {"step": jax.ShapeDtypeStruct((), jnp.int32), "params": params, "optimizer": state}
@@ -93,6 +97,20 @@ def plan_state(
         abstract["loss_scale"] = jax.eval_shape(lambda: initial_loss_scale(spec))
         specs["loss_scale"] = jax.tree.map(lambda _: PartitionSpec(), abstract["loss_scale"])
     return abstract, specs
+
+
+def _abstract(array: Array) -> Any:
+    """Returns a parameter as the state holds it: an array, or the tree of an encoded one."""
+    if array.format is None:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype)
+    return abstract_encoded(array.format, array.shape)
+
+
+def _specs(plan: ArrayPlan) -> Any:
+    """Returns the layout of each array that holds a parameter."""
+    if plan.array.format is None:
+        return plan.spec
+    return encoded_specs(plan.array.format, plan.array.shape, plan.spec)
 
 
 def update_layouts(model: Model, sharding: ShardingPlan) -> Any:
@@ -116,6 +134,6 @@ def bytes_per_device(abstract: Any, specs: Any, mesh: MeshPlan) -> int:
 
     def size(path: str, x: Any) -> int:
         shards = mesh.num_shards(tuple(axis for entry in layouts[path] for axis in axes_of(entry)))
-        return math.prod(x.shape) * x.dtype.itemsize // shards
+        return math.prod(x.shape) * num_bits(x.dtype) // 8 // shards
 
     return sum(size(path, x) for path, x in leaves_by_path(abstract).items())

@@ -27,7 +27,7 @@ from jax import Array
 
 from meshloom.models import Params
 
-from ..core.partition_spec import STAGE
+from ..core.partition_spec import STAGE, without
 from ..parallel.weight_plan import WeightPlan
 from ..parallel.weights import on_shards
 from ..pipeline.stage_layers import StageLayers
@@ -112,13 +112,25 @@ Move = Callable[[WeightPlan, StageLayers, str, Array], Array]
 def _moved(layouts: Any, layers: StageLayers, move: Move, arrays: Any) -> Any:
     """Returns weights, or their gradients, with those of layers elsewhere. layouts: a WeightPlan for each."""
 
-    def moved(stack: str, layout: WeightPlan, x: Array | None) -> Array | None:
+    def moved(stack: str, layout: WeightPlan, x: Any) -> Any:
         with layout.scope:
-            return None if x is None else move(layout, layers, stack, x)  # what is frozen has no gradient
+            if x is None:  # what is frozen has no gradient
+                return None
+            of_part = partial(_moved_part, layout, layers, stack, move)
+            return jax.tree.map(of_part, layout.encoding.constant(), x)
 
     return arrays | {
         stack: jax.tree.map(partial(moved, stack), layouts[stack], arrays[stack]) for stack in layers.stacks
     }
+
+
+def _moved_part(
+    layout: WeightPlan, layers: StageLayers, stack: str, move: Move, constant: frozenset[int], part: Array
+) -> Array:
+    """Moves one array of a weight. constant: dimensions along which it has one entry, the same on all stages."""
+    at, spec = layout.over_stages, without(layout.auto_stored_spec, constant)
+    at = None if at is None or at - part.ndim in constant else at
+    return move(replace(layout, over_stages=at, auto_stored_spec=spec), layers, stack, part)
 
 
 def _to_stage(layout: WeightPlan, layers: StageLayers, stack: str, x: Array) -> Array:

@@ -124,7 +124,7 @@ class ModelWeights:
         values."""
         reduction = replace(self.reduction, is_last=is_last)
         return jax.tree.map(
-            lambda x, layout: gradient_accumulator(x, layout, reduction, self.num_shards), self.stored, self.layouts
+            lambda layout, x: gradient_accumulator(x, layout, reduction, self.num_shards), self.layouts, self.stored
         )
 
     def bound(self, accumulators: Params, before: Params | None, *, is_last: bool) -> Weights:

@@ -183,7 +183,7 @@ def prefetch_layers(
 
     Returns x, and the auxiliary outputs of all layers, stacked.
     """
-    tree, layouts = jax.tree.structure(weights.working), jax.tree.leaves(weights.layouts)
+    layouts, tree = jax.tree.flatten(weights.layouts)
     layer = layer_pass(stack, weights, shared)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights.accumulators)
     passes = _Passes(layer, stack.num_layers, shapes, tree, layouts, weights.reduction, loop, skip_boundary_collectives)
@@ -278,7 +278,7 @@ class _Passes:
         ]
         now = [layout.is_trained and not is_late for layout, is_late in zip(self.layouts, late, strict=True)]
         totals = [None] * len(self.layouts) if before is None else self.tree.flatten_up_to(before)
-        return _Stack(jax.tree.leaves(working), totals, self.layouts, self.reduction, ahead, late, now)
+        return _Stack(self.tree.flatten_up_to(working), totals, self.layouts, self.reduction, ahead, late, now)
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ class _Stack:
     late: whether its gradient is reduced one iteration late. now: whether its gradient is reduced in the layer's own
     iteration. Both are False for frozen weights."""
 
-    working: list[Array]
+    working: list[Any]
     before: Sequence[Array | None]
     layouts: list[WeightPlan]
     reduction: Reduction
@@ -364,8 +364,8 @@ class LayerPass:
 
 def layer_pass(stack: StackFunctions, weights: Weights, shared: Any) -> LayerPass:
     """Returns the passes of a stack's layers. Under `jax.checkpoint` they save what the stack's policy selects."""
-    tree, tree_of_shared = jax.tree.structure(weights.working), jax.tree.structure(shared)
-    layouts = jax.tree.leaves(weights.layouts)
+    layouts, tree = jax.tree.flatten(weights.layouts)
+    tree_of_shared = jax.tree.structure(shared)
 
     def flat(whole: list[Array], shared: list[Array], index: Array, x: Any) -> tuple[Any, Any]:
         """Runs a layer with lists instead of trees: then the residuals of its derivative are tuples, in the same

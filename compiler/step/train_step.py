@@ -30,6 +30,7 @@ from meshloom.models.loss import has_loss
 from ..core.partition_spec import keep_axes
 from ..core.scopes import UPDATE, WORKING_PARAMETERS
 from ..core.trees import combined, leaves_by_path, like, nested_dict, pick
+from ..parallel.weight_plan import WeightPlan
 from ..parallel.weights import Reduction, assemble, is_assembled
 from ..plan import Plan
 from ..sharding.batch import REFERENCE, BatchPlan
@@ -85,18 +86,26 @@ def build_init(plan: Plan, drawn_paths: Collection[str] | None = None) -> Callab
     precision = plan.spec.precision
 
     def init() -> State:
-        drawn = plan.model.init(jax.random.key(plan.spec.seed))
+        drawn = jax.tree.map(lambda x: x.astype("float32"), plan.model.init(jax.random.key(plan.spec.seed)))
         if drawn_paths is not None:
             leaves = leaves_by_path(drawn).items()
             drawn = like(drawn, {path: x if path in drawn_paths else jnp.zeros_like(x) for path, x in leaves})
-        drawn = jax.tree.map(lambda x: x.astype("float32"), drawn)
-        trained = pick(drawn, plan.sharding.trained)
-        params = jax.tree.map(lambda x, stored: x.astype(stored.dtype), drawn, plan.abstract["params"])
+        trained, params = pick(drawn, plan.sharding.trained), stored_params(plan.weights, drawn, drawn_paths)
         state = {"step": jnp.zeros((), jnp.int32), "params": params, "optimizer": plan.optimizer.init(trained)}
         state |= {"master": trained} if precision.master is not None else {}
         return state | ({"loss_scale": initial_loss_scale(plan.spec)} if precision.loss_scale is not None else {})
 
     return init
+
+
+def stored_params(weights: Any, drawn: Any, drawn_paths: Collection[str] | None) -> Params:
+    """Returns parameters as the state holds them. weights: their plans, as a tree. drawn_paths: as in `build_init`."""
+
+    def stored(weight: WeightPlan, x: Array) -> Any:
+        is_drawn = drawn_paths is None or weight.path in drawn_paths
+        return weight.encoding.store_of(x) if is_drawn else weight.encoding.zeros(x.shape)
+
+    return jax.tree.map(stored, weights, drawn)
 
 
 def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
 from ..core.errors import ConfigError
+from ..jax_private import taking_packed
 from ..plan import Plan
 from ..target.compiler_options import option_problem
 from .programs import PROGRAMS, Fingerprint, Programs, build, fingerprint_of, lower
@@ -139,9 +140,10 @@ def load_program(executable: bytes, lowered: Any, mesh: Mesh) -> Any:
     Give it only bytes that you trust: loading them runs code.
     """
     devices = list(mesh.devices.flat)
-    return serialize_executable.deserialize_and_load(
+    loaded = serialize_executable.deserialize_and_load(
         executable, lowered.in_tree, lowered.out_tree, backend=devices[0].client, execution_devices=devices
     )
+    return taking_packed(loaded)
 
 
 def memory_of(compiled: Any) -> ProgramMemory:

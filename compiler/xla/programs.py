@@ -24,6 +24,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..core.config_types import CompilerOption
 from ..core.errors import Problem
 from ..core.key_paths import leaves
+from ..core.trees import like
+from ..jax_private import taking_packed
 from ..pipeline.table_file import write_table
 from ..plan import Plan
 from ..sharding.batch import REFERENCE, BatchPlan
@@ -153,12 +155,14 @@ def lower_generation(
         logits, cache = run_decode(params, cache, newest, slot, padding)
         return sample(logits, sampling, numbers, count), cache
 
-    to_working = jax.jit(build_working(plan.weights), out_shardings=operands.shardings["params"])
+    specs_of = {each.array.path: NamedSharding(mesh, each.spec) for each in plan.sharding.parameters}
+    decoded = like(plan.weights, specs_of)  # one array each, whether it is stored as several or not
+    to_working = jax.jit(build_working(plan.weights), out_shardings=decoded)
     with jax.set_mesh(mesh):
         params = jax.tree.map(
-            lambda x, like: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like.sharding),
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             jax.eval_shape(to_working, stored),
-            stored,
+            decoded,
         )
         lowerings: dict[str, Callable[[], Any]] = {
             "working": lambda: to_working.lower(stored),
@@ -196,7 +200,7 @@ def _programs(
 def build(lowered: Programs) -> Programs:
     """Compiles each lowered program for its devices."""
     options = {**lowered.options_without_device, **lowered.compiler_options} or None
-    compiled = {name: program.compile(compiler_options=options) for name, program in lowered.items()}
+    compiled = {name: taking_packed(program.compile(compiler_options=options)) for name, program in lowered.items()}
     return replace(lowered, by_name=compiled)
 
 

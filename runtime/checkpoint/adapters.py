@@ -27,6 +27,7 @@ from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.places import PUBLISHED, is_published, is_url
 from meshloom.compiler.core.trees import combined, leaves_by_path
 from meshloom.models.adapter import only_adapters, without_adapters
+from meshloom.models.config import BaseConfig
 
 from ..core.files import check_bucket, folder_at
 from .find import Checkpoint, check_is_there, newest_good, saved_tree
@@ -42,13 +43,32 @@ def with_base(restored: Any, base: Any) -> Any:
     return combined(without_adapters(base), only_adapters(restored))
 
 
-def base_of(place: str | None, params: Any) -> Base:
-    """Returns the reference to the base of these parameters. place: that it was loaded from; None: it was drawn."""
+def base_of(place: str | None, params: Any, stored: BaseConfig | None = None) -> Base:
+    """Returns the reference to the base of these parameters. place: that it was loaded from; None: it was drawn.
+    stored: how it is encoded; None: it is not."""
     if place is not None and is_published(place):
         place = f"{PUBLISHED}{Path(place.removeprefix(PUBLISHED)).absolute()}"
     elif place is not None and not is_url(place):
         place = str(Path(place).absolute())
-    return {"place": place, "digest": digest_of(without_adapters(params))}
+    encoding = None if stored is None else stored.model_dump(mode="json")
+    return {"place": place, "digest": digest_of(without_adapters(params)), "encoding": encoding}
+
+
+def check_encoding(start: Checkpoint, there: Base, declared: BaseConfig | None) -> None:
+    """Raises ConfigError if the base of a checkpoint's adapter was encoded otherwise than it is declared."""
+    before, here = there.get("encoding"), None if declared is None else declared.model_dump(mode="json")
+    if before != here:
+        what = f"{start.path} holds an adapter that was trained over a base stored as {_words(before)}"
+        what += f", and {_words(here)} is declared: an adapter makes up for what the rounding of its own base lost"
+        raise ConfigError([Problem("adapter.base", what, f"set 'adapter.base={_words(before)}'")])
+
+
+def _words(encoding: Mapping[str, Any] | None) -> str:
+    """Returns an encoding as a declaration writes it: {element: nf4, block: 64, scales_block: 256}."""
+    if encoding is None:
+        return "null"
+    values = (f"{key}: {'null' if value is None else value}" for key, value in encoding.items())
+    return f"{{{', '.join(values)}}}"
 
 
 def check_base(start: Checkpoint, params: Any, there: Base) -> None:

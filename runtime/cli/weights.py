@@ -15,6 +15,7 @@ from meshloom.compiler.core.format import counted, human_bytes
 from meshloom.compiler.core.visible import write_out
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.run_spec import RunSpec
+from meshloom.compiler.parallel.encodings import float32_params
 from meshloom.models.adapter import merged
 from meshloom.models.contract import Params
 
@@ -130,6 +131,6 @@ def open_merged(spec: RunSpec) -> Params:
     opened = open_weights(session, Console())
 
     def merge(params: Params) -> Params:
-        return merged(session.plan.model, jax.tree.map(lambda x: x.astype("float32"), params))
+        return merged(session.plan.model, float32_params(session.plan.weights, params))
 
-    return jax.jit(merge)(opened.params)  # in float32, whatever type a frozen base is stored in: it is rounded once
+    return jax.jit(merge)(opened.params)  # in float32, whatever a frozen base is stored in: it is rounded once

@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from meshloom.compiler.analysis.lint import find_gathered_whole
 from meshloom.compiler.core.console import Console
 from meshloom.compiler.core.errors import DOES_NOT_FIT, Problem
+from meshloom.compiler.core.float_types import num_bits
 from meshloom.compiler.core.format import counted, human_bytes
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
@@ -192,7 +193,7 @@ def check_state_memory(plan: Plan[RunSpec], processes: Processes) -> None:
     types = smaller_types(plan.spec.precision, is_adapted=bool(plan.model.adapters))
     check_devices(target, state_bytes + plan.memory.batch, purpose, processes, types)
     if plan.spec.checkpoint.is_saving and target.platform != "cpu":
-        whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(plan.abstract))
+        whole = sum(x.size * num_bits(x.dtype) // 8 for x in jax.tree.leaves(plan.abstract))
         saved = min(whole, state_bytes * _devices_of_host(target, processes))  # replicas are saved once
         _check_host(saved, "a save copies the state to the memory of its host")
 

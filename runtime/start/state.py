@@ -19,8 +19,9 @@ from meshloom.compiler.declare.run_spec import CheckpointSpec, RunSpec
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.xla.programs import Programs
 from meshloom.models.adapter import saved_part
+from meshloom.models.config import AdapterConfig, BaseConfig
 
-from ..checkpoint.adapters import Base, base_of, check_base, read_base, with_base
+from ..checkpoint.adapters import Base, base_of, check_base, check_encoding, read_base, with_base
 from ..checkpoint.checkpoints import Restored, restore, set_aside
 from ..checkpoint.find import Checkpoint, checkpoint_folder, describe_damage
 from ..checkpoint.restore_plan import describe_change, plan_restore, schedule_record
@@ -56,7 +57,8 @@ def fresh_state(
     """Returns the state before the first step. Raises RunFailed in all processes if the weights are damaged."""
     state = _drawn(plan, weights, programs, console, processes)
     place = weights.base if weights else None
-    return Started(state, 0, 0, base_of(place, state["params"]) if plan.model.adapters else None)
+    base = base_of(place, state["params"], _base(plan.spec.adapter)) if plan.model.adapters else None
+    return Started(state, 0, 0, base)
 
 
 def resumed_state(
@@ -65,7 +67,8 @@ def resumed_state(
     """Returns the state of a checkpoint, and moves the batches to its place in the data. Raises ConfigError if it
     cannot go on with this declaration."""
     if start.plan.model.adapters:
-        read_base(start.checkpoint)  # raises for a whole model
+        there = read_base(start.checkpoint)  # raises for a whole model
+        check_encoding(start.checkpoint, there, _base(start.plan.spec.adapter))
     for line in plan_restore(start.checkpoint, start.plan).lines():
         announce(console, line)
     restored = restore(start.checkpoint, programs.state, batches)
@@ -86,7 +89,11 @@ def resumed_state(
     state = restored.state | {"params": with_base(restored.state["params"], drawn["params"])}
     check_base(start.checkpoint, state["params"], restored.base)
     place = weights.base if weights else None
-    return Started(state, restored.step, num_tokens, base_of(place, state["params"]))
+    return Started(state, restored.step, num_tokens, base_of(place, state["params"], _base(start.plan.spec.adapter)))
+
+
+def _base(adapter: AdapterConfig | None) -> BaseConfig | None:
+    return adapter.base if adapter else None
 
 
 def _drawn(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from meshloom.compiler.core.errors import ConfigError, Problem
@@ -16,6 +17,7 @@ from meshloom.compiler.declare.gguf_file import PLAIN
 from meshloom.compiler.declare.published_folder import CONFIG, understood
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
+from meshloom.compiler.sharding.sharding import ShardingPlan
 from meshloom.models import is_counted
 from meshloom.models.adapter import is_adapter
 from meshloom.models.config import Config
@@ -97,7 +99,7 @@ def find_weights(plan: Plan[RunSpec], place: str | None = None) -> StoredWeights
     place = place or plan.spec.checkpoint.weights
     if place is None:
         return None
-    model, skip, params = plan.spec.model, plan.spec.checkpoint.weights_skip, leaves_by_path(plan.abstract["params"])
+    model, skip, params = plan.spec.model, plan.spec.checkpoint.weights_skip, _arrays(plan.sharding)
     if is_published(place):
         folder = open_folder(place, plan.spec.checkpoint.base_from)
         differs = _differences(folder.model, model, f"{folder.path}/{CONFIG}")
@@ -134,6 +136,12 @@ def find_weights(plan: Plan[RunSpec], place: str | None = None) -> StoredWeights
     differs = _differences(meant if isinstance(meant, dict) else {}, model, f"the run of {start.path}")
     fresh = tuple(path for path in params if path not in taken)
     return SavedWeights(start, taken, frozenset(masters) & frozenset(taken), fresh, num_bytes, differs)
+
+
+def _arrays(sharding: ShardingPlan) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the parameters by path; an encoded one as the array that it stands for."""
+    arrays = (each.array for each in sharding.parameters)
+    return {x.path: jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays}
 
 
 def base_place(declared: str | None, recorded: str | None) -> str | None:

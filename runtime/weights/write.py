@@ -22,7 +22,7 @@ import numpy as np
 
 from meshloom.compiler.core.errors import ConfigError, Problem
 from meshloom.compiler.core.places import PUBLISHED
-from meshloom.compiler.core.trees import leaves_by_path
+from meshloom.compiler.core.trees import leaves_by_path, node_at
 from meshloom.compiler.declare.published_folder import understood
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.declare.sections import EXPORT
@@ -139,8 +139,8 @@ def write_adapter(folder: Path, plan: Plan[RunSpec], params: Any, base: str | No
     """Writes the adapter among these parameters. Returns the bytes of its tensors. base: the place of its base.
     model_type: of the family whose names are written."""
     needed = {
-        path: np.asarray(jax.device_get(x))
-        for path, x in leaves_by_path(params).items()
+        path: np.asarray(jax.device_get(weight.encoding.float32(node_at(params, path))))
+        for path, weight in leaves_by_path(plan.weights).items()
         if is_adapter(path) or (path in plan.model.adapters and plan.model.adapters[path].config.has_magnitude)
     }
     name = base and base.removeprefix(PUBLISHED)

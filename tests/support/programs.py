@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from meshloom.compiler.declare.compose import Request, read_spec
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.driver import plan_run
+from meshloom.compiler.jax_private import taking_packed
 from meshloom.compiler.pipeline.stage_layers import layers_of, split_evenly
 from meshloom.compiler.pipeline.table import PipelineTable
 from meshloom.compiler.plan import Plan
@@ -141,7 +142,7 @@ class StepProgram:
 
     @cached_property
     def _compiled(self) -> Any:
-        return self._lowered.compile()
+        return taking_packed(self._lowered.compile())
 
     def run(self, params: Any, batch: Mapping[str, np.ndarray] | None = None) -> Any:
         """Returns what the program makes of parameters and its own batch, or another one, on the host."""

@@ -10,7 +10,7 @@ from conftest import LINEAR_STACK, plan_of, spec_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.models.adapter import is_adapter, saved_part
-from meshloom.runtime.checkpoint.adapters import base_of, check_base, digest_of, read_base, with_base
+from meshloom.runtime.checkpoint.adapters import base_of, check_base, check_encoding, digest_of, read_base, with_base
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints, restore
 from meshloom.runtime.checkpoint.find import Checkpoint
 from meshloom.runtime.data import open_data
@@ -61,6 +61,21 @@ def test_adapters_are_saved_alone_and_restored_beside_their_base(tokens, tmp_pat
         check_base(start, with_base(restored.state["params"], fresh), read_base(start))
     with pytest.raises(ConfigError, match="holds another model or optimizer"):
         find_checkpoint(tmp_path, plan_of(*LINEAR_STACK).spec.checkpoint, plan_of(*LINEAR_STACK).abstract)
+
+
+def test_an_adapter_goes_on_over_a_base_that_is_stored_as_it_was(tmp_path):
+    nf4 = "adapter.base={element: nf4, block: 4, scales_block: null}"
+    before = spec_of("adapter=lora", nf4).adapter.base
+    there = {"encoding": before.model_dump(mode="json")}
+    start = Checkpoint(tmp_path, 1, is_own=True, damaged={})
+    check_encoding(start, there, before)
+    check_encoding(start, {"place": None}, None)  # of a run that could not encode its base
+    int8 = spec_of("adapter=lora", "adapter.base={element: int8, block: null, scales_block: null}").adapter.base
+    for here, words in ((int8, "{element: int8, block: null, scales_block: null}"), (None, "null")):
+        with pytest.raises(ConfigError, match=r"adapter\.base") as found:
+            check_encoding(start, there, here)
+        assert words in str(found.value)
+        assert f"fix: set '{nf4}'" in str(found.value)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from meshloom.runtime.weights.find import PublishedWeights, StoredWeights, descr
 from meshloom.runtime.weights.load import file_sharding, load_params, with_weights
 from support.programs import programs_of
 from support.published import write_published
+from support.tiers import tiered
 
 LLAMA = ("model.num_layers=2", "model.embed_dim=32", "model.num_kv_heads=4", "model.mlp_dim=40")
 QUIET = Console(is_quiet=True)
@@ -78,6 +79,24 @@ def _expected(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         "layers/attention_norm/scale_E": stacked("input_layernorm"),
         "layers/mlp_norm/scale_E": stacked("post_attention_layernorm"),
     }
+
+
+@pytest.mark.parametrize("mesh", tiered(["one device", "fsdp x tensor"], plain=["fsdp x tensor"]))
+def test_a_base_is_encoded_as_it_is_read(mesh, published):
+    """Each matrix has the elements and the scales of the float32 one that the file holds, encoded at once."""
+    folder, values = published
+    base = "adapter.base={element: nf4, block: 2, scales_block: 2}"
+    plan = _plan(folder, "adapter=lora", base, *MESHES[mesh])
+    loaded, plain = _loaded(plan), _expected(values)
+    formats = {each.array.path: each.array.format for each in plan.sharding.parameters}
+    for path, x in plain.items():
+        if formats[path] is None:
+            np.testing.assert_array_equal(loaded[path], x, err_msg=path)
+            continue
+        expected = leaves_by_path({path: formats[path].encode(jax.numpy.asarray(x))})
+        for part, values_of in expected.items():
+            np.testing.assert_array_equal(loaded[part].astype(np.float32), np.float32(values_of), err_msg=part)
+    assert sum(format is not None for format in formats.values()) == 7
 
 
 @pytest.mark.parametrize("mesh", [pytest.param(m, marks=pytest.mark.ci if m in LATER else ()) for m in MESHES])
