@@ -23,6 +23,7 @@ import memory_accuracy
 import operations
 import pipelines
 import playbook
+import precision
 import preset_checks
 import presets
 import published
@@ -59,6 +60,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "playbook": lambda: playbook.table(read_kept(playbook.KEPT), is_staged=True),
     "check-faults": lambda: check_faults.table(read_lines(check_faults.KEPT)),
     "preset-checks": lambda: preset_checks.table(read_lines(preset_checks.KEPT)),
+    "precision": lambda: precision.table(read_lines(precision.KEPT)),
     "presets": lambda: presets.table(read_lines(presets.KEPT)),
     "tune": lambda: tune.table(read_kept(tune.KEPT)),
     "guard": lambda: guard_regressions.table(read_lines(guard_regressions.KEPT)),

@@ -25,16 +25,19 @@ NO_PEAK_RATE = "the chip's peak in the compute type is not known"
 @dataclass(frozen=True)
 class StepWork:
     """The work of a step. model_flops: of a step on all devices, remat excluded. peak_flops_per_second: of all devices,
-    in the compute type."""
+    in the compute type. saved_seconds: what matmuls in types of few bits take less than at this peak, so that MFU is a
+    share of what each site's own type allows."""
 
     tokens_per_step: int | Unknown
     model_flops: int | Unknown
     num_chips: int
     peak_flops_per_second: float | Unknown
+    saved_seconds: float = 0.0
 
     def seconds_at_peak(self, flops: float | Unknown) -> float | Unknown:
-        """Returns the time of this many FLOPs if every device computes at its peak."""
-        return all_known((self.peak_flops_per_second, flops), lambda known: known[1] / known[0])
+        """Returns the time of this many FLOPs, with all matmuls among them, if every device computes at its peak."""
+        known = (self.peak_flops_per_second, flops)
+        return all_known(known, lambda both: max(both[1] / both[0] - self.saved_seconds, 0.0))
 
     def mfu(self, seconds: float | Unknown) -> float | Unknown:
         """Returns the model FLOPs utilisation of a step that takes this long."""
@@ -55,6 +58,7 @@ class StepWork:
             model_flops=or_unknown(program["model_flops_per_step"], "plan.json has the reason"),
             num_chips=target["num_chips"],
             peak_flops_per_second=each_known(peak, lambda of_one: of_one * target["num_devices"]),
+            saved_seconds=program.get("saved_seconds", 0.0),
         )
 
 

@@ -226,6 +226,7 @@ def plan_as_json(plan: Plan, *, chosen_here: str | None = None) -> dict[str, Any
                 "num_parameters": plan.num_parameters,
                 "tokens_per_step": plan.spec.tokens_per_step,
                 "model_flops_per_step": or_unknown(flops.per_step, flops.why_unknown),
+                "saved_seconds": plan.work.saved_seconds,
                 "auxiliary": list(plan.auxiliary),
             },
             "pipeline": _pipeline(estimate, plan.pipeline, plan.gather) if plan.pipeline and plan.gather else None,

@@ -56,6 +56,7 @@ class PlannedProgram(Record):
     num_parameters: int
     tokens_per_step: int
     model_flops_per_step: OrUnknown[int]
+    saved_seconds: float = 0.0  # that matmuls in types of few bits take less than at the peak of the compute type
     auxiliary: list[str]
 
 

@@ -1,0 +1,100 @@
+"""Predicts what published pairs of runs gained that differ in little but precision, and compares.
+
+    python bench/precision.py [--rows TEXT]
+
+Each row is estimated twice: as bfloat16, and with its matmuls in float8. Nothing is fitted to a pair. Rows are kept in
+bench/precision.jsonl, and `results` prints their table.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compiled_rows import Overrides, estimated, read_lines
+from published_recipes import FSDP, GRAND_TETON, RECIPES, TPU7X, declared, maxtext
+
+KEPT = Path(__file__).with_suffix(".jsonl")
+FP8 = "precision=fp8"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two runs of one declaration. ratio: the step in bfloat16 over the step in few bits, as published. note: how the
+    declaration differs from the runs."""
+
+    name: str
+    ratio: float
+    overrides: Overrides
+    note: str = ""
+
+
+def _recipe(name: str) -> Overrides:
+    (found,) = (one for one in RECIPES if one.name == name)
+    return found.declaration
+
+
+IRONWOOD_REMAT = "remat.names=[layer_input,queries,keys,values,attended]"
+OPTIONS = tuple(f"+compiler_options.{key}={str(value).lower()}" for key, value in TPU7X.items())
+PAIRS = (
+    Pair("70B, 8k tokens, 64 Ironwood", 1.54, _recipe("MaxText Llama 3.1 70B, 64 Ironwood")),
+    Pair("70B, 8k tokens, 256 Ironwood", 1.54,
+         (*maxtext("llama3_70b", "tpu7x-512", 4, 256, 8192, "save_names", FSDP, IRONWOOD_REMAT), *OPTIONS)),
+    Pair("70B, 128k tokens, 256 Ironwood", 1.13, _recipe("MaxText Llama 3.1 70B, 128k tokens, 256 Ironwood")),
+    Pair("405B, 8k tokens, 256 Ironwood", 1.53,
+         (*maxtext("llama3_405b", "tpu7x-512", 2, 256, 8192, "full", FSDP), *OPTIONS), "the runs had other remat"),
+    Pair("DeepSeek-V3, 128 Ironwood", 1.20, _recipe("MaxText DeepSeek-V3, 128 Ironwood"),
+         "experts in bfloat16 in both"),
+    Pair("DeepSeek-V3, 256 Ironwood", 1.21,
+         (*maxtext("deepseek_v3", "tpu7x-512", 16, 256, 4096, "offload", FSDP, "remat.names=[layer_input]",
+                   "optimizer.moment_dtype=bfloat16"), *OPTIONS), "experts in bfloat16 in both"),
+    Pair("Qwen3-235B, 256 Ironwood", 1.12,
+         (*maxtext("qwen3_235b_a22b", "tpu7x-512", 8, 256, 4096, "offload", FSDP, "remat.names=[layer_input]"),
+          *OPTIONS), "experts in bfloat16 in both"),
+    Pair("8B, 8 H100", 1.28, declared("llama3_8b", "h100-8", 2, 8, 8192, "save_dots", FSDP, *GRAND_TETON)),
+    Pair("8B, 128 H100", 1.29, declared("llama3_8b", "h100-128", 2, 128, 8192, "save_dots", FSDP, *GRAND_TETON)),
+    Pair("8B, 8 B200", 1.20, declared("llama3_8b", "b200-8", 2, 8, 8192, "save_dots", FSDP),
+         "the run had a scale for each 32 elements (MXFP8), here one for each tensor"),
+)  # fmt: skip
+
+
+def predict(pair: Pair) -> dict[str, Any]:
+    """Returns a row: both estimated steps, or why one cannot be declared."""
+    before, after = (estimated((*pair.overrides, *more)) for more in ((), (FP8,)))
+    row = {"name": pair.name, "published": pair.ratio}
+    if why := before["why_not"] or after["why_not"]:
+        return row | {"why_not": why}
+    return row | {"bfloat16": before["step_seconds"], "few_bits": after["step_seconds"]}
+
+
+def table(rows: list[Mapping[str, Any]]) -> str:
+    """Returns a row for each pair, with the published and the predicted ratio."""
+    by_name, lines = {row["name"]: row for row in rows}, ["| pair | published | predicted | off | |", "|---|---|---|---|---|"]  # fmt: skip  # noqa: E501
+    for pair in PAIRS:
+        row = by_name.get(pair.name, {})
+        if "few_bits" not in row:
+            lines.append(f"| {pair.name} | {pair.ratio:.2f} | | | {row.get('why_not', 'not estimated')} |")
+            continue
+        ratio = row["bfloat16"] / row["few_bits"]
+        lines.append(f"| {pair.name} | {pair.ratio:.2f} | {ratio:.2f} | {ratio / pair.ratio - 1:+.0%} | {pair.note} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="", metavar="TEXT", help="only those with this text in their name")
+    given = parser.parse_args()
+    rows = {row["name"]: row for row in (read_lines(KEPT) if KEPT.exists() else [])}
+    asked = [pair for pair in PAIRS if given.rows in pair.name]
+    for at, pair in enumerate(asked):
+        print(f"{at + 1} of {len(asked)}: {pair.name}", file=sys.stderr, flush=True)
+        rows[pair.name] = predict(pair)
+        KEPT.write_text("".join(json.dumps(rows[each.name]) + "\n" for each in PAIRS if each.name in rows))
+    print(table(list(rows.values())))
+
+
+if __name__ == "__main__":
+    main()
