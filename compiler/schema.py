@@ -156,8 +156,8 @@ LINT_RULES = (
     "assumed-order", "attention-block", "exchange-over-torus", "float32-reduction", "gathered-then-sliced",
     "gathered-whole", "gradient-not-scattered", "held-whole", "host-copies-cannot-hide", "memory-by-text",
     "random-bits", "reduced-then-sliced", "repeated-gather", "repeated-work", "replicated-array",
-    "slice-inside-tiles", "stack-gathered-whole", "synchronous-collective", "too-exposed", "too-much-bubble",
-    "unplanned-collective", "upcast-transfer", "update-inside-tiles", "wide-collective",
+    "silent-upcast", "slice-inside-tiles", "stack-gathered-whole", "synchronous-collective", "too-exposed",
+    "too-much-bubble", "unplanned-collective", "upcast-transfer", "update-inside-tiles", "wide-collective",
 )  # fmt: skip
 FALLBACK = "-fallback"
 
