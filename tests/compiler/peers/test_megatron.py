@@ -80,6 +80,7 @@ def test_script_is_the_declaration_of_a_reading_by_hand(script):
         (("--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"), {"sharding=fsdp"}),
         (("--data-parallel-sharding-strategy=optim_grads",), {"sharding=zero2"}),
         (("--exp-avg-dtype", "bf16"), {"optimizer.first_moment_dtype=bfloat16"}),
+        (("--exp-avg-dtype", "fp8"), {"optimizer.first_moment_dtype=float8"}),
         (("--clip-grad", "0"), {"optimizer.max_grad_norm=null"}),
     ],
 )  # fmt: skip
