@@ -80,6 +80,12 @@ PULL_REQUESTS = (
         frozenset({"slower-part"}),
     ),
     PullRequest(
+        "doubled all-gathers",
+        "two microbatches: all weights are gathered for each",
+        (Edit(STEP_FILE, "global_batch_size: 16", "global_batch_size: 16\nnum_microbatches: 2"),),
+        frozenset({"more-collectives"}),
+    ),
+    PullRequest(
         "residual gathered as well",
         "the MLP's gate reads the normed residual, gathered over `tensor`, and `up` norms the gathered residual",
         (
