@@ -64,4 +64,5 @@ def operand_formats() -> Mapping[str, OperandFormat]:
 
 register_operand(OperandFormat("fp8", "float8_e4m3fn", "tensor"))  # for weights and activations
 register_operand(OperandFormat("fp8_e5m2", "float8_e5m2", "tensor"))  # for gradients: range instead of digits
+register_operand(OperandFormat("fp8_rowwise", "float8_e4m3fn", "channel"))  # for all, as torchao's recipe of this name
 register_operand(OperandFormat("int8", "int8", "channel"))

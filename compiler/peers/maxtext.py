@@ -6,7 +6,7 @@ from typing import Any
 
 from ..core.errors import use_one_of
 from .mesh import Devices, PeerAxes, known_devices, put_mesh, refuse_without_chips
-from .parts import put_flags, put_remat, put_values
+from .parts import put_flags, put_matmuls, put_remat, put_values
 from .reading import NOTHING, PeerReading, in_full
 
 _AXES = ("diloco", "data", "fsdp", "fsdp_transpose", "sequence", "context", "context_usp_ulysses",
@@ -315,13 +315,46 @@ def _put_precision(reading: PeerReading) -> None:
         return
     if option != "bfloat16":
         reading.put(f"precision={option}", because)
-    else:  # weights are cast before they are multiplied, so that XLA sums their gradients in bfloat16, too
+    _put_quantization(reading, option)
+    if (
+        option == "bfloat16"
+    ):  # weights are cast before they are multiplied, so that XLA sums their gradients in bfloat16, too
         reading.put("precision.gradient_reduction=bfloat16", because)
     gradients = reading.text("grad_dtype")
     if gradients not in ("float32", "bfloat16"):
         reading.refuse("grad_dtype", f"Meshloom has no gradients in {gradients}", "use float32 or bfloat16")
     elif gradients == "bfloat16" and option == "bfloat16":
         reading.put("precision.gradients=bfloat16", reading.said("grad_dtype"))
+
+
+def _put_quantization(reading: PeerReading, option: str) -> None:
+    """Puts the types of matmuls."""
+    kind, types = reading.text("quantization"), reading.peer.tables["quantization"]
+    if reading.flag("use_int8_training") or reading.flag("int8_training"):
+        kind = kind or "int8"
+    if kind in NOTHING:
+        return
+    because = reading.said("quantization", "use_int8_training", "int8_training")
+    if kind not in types:
+        what = f"{kind}: Meshloom trains in {', '.join(types)}, and multiplies in no other type of few bits"
+        reading.refuse("quantization", what, "to import the program in bfloat16, add quantization=''")
+        return
+    if option == "float32":
+        what = f"Meshloom has {kind} in runs that compute in bfloat16"
+        reading.refuse("quantization", what, "set dtype=bfloat16, or add quantization=''")
+        return
+    forward, gradients = types[kind]
+    put_matmuls(reading, option, forward, gradients, because)
+    reading.notes.append(
+        f"{because}: here a scale comes from the largest magnitude now, and elements are the nearest; "
+        "MaxText's may come from a fixed range or from steps before, and its gradients may be rounded at random"
+    )
+    if reading.whole("num_experts") > 1 or _has_experts(reading):
+        reading.notes.append(f"{because}: experts multiply in bfloat16 here")
+
+
+def _has_experts(reading: PeerReading) -> bool:
+    return bool(reading.model_value("num_experts"))
 
 
 def _put_optimizer(reading: PeerReading) -> None:

@@ -4,8 +4,8 @@ from typing import Any
 
 from ..core.errors import use_one_of
 from .mesh import Devices, known_devices
-from .parts import put_values
-from .reading import PeerReading, in_full
+from .parts import put_matmuls, put_values
+from .reading import NOTHING, PeerReading, in_full
 
 _BALANCE = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff")
 _UNKNOWN = (None, "None", "")
@@ -340,20 +340,48 @@ def _put_pipeline(reading: PeerReading, stage: int) -> None:
 
 def _put_precision(reading: PeerReading) -> None:
     compute = reading.text("compute_dtype")
-    if compute not in ("", "None", "bf16", "fp16", "fp32"):
-        what = f"{compute}: Meshloom trains in bfloat16, float16 and float32; it has no fp8 and no fp4 matmuls"
+    scales = reading.peer.tables["compute_dtypes"].get(compute)
+    if compute not in _UNKNOWN and scales is None:
+        what = f"Meshloom has no {compute}: it trains in bfloat16, float16, float32 and float8 with scales for tensors"
         reading.refuse("compute_dtype", what, "to import the program without it, add --compute_dtype bf16")
         return
     if reading.flag("fp16") or compute == "fp16":
         reading.put("precision=float16", reading.said("fp16", "compute_dtype"))
-    elif reading.flag("bf16") or compute == "bf16" or (not compute and _given(reading, "model_recipe_name")):
-        reading.put("precision=bfloat16_params", reading.said("bf16", "compute_dtype"))
+        option = "float16"
+    elif reading.flag("bf16") or scales == "bf16" or (not compute and _given(reading, "model_recipe_name")):
+        option = "bfloat16_params"
+        reading.put(f"precision={option}", reading.said("bf16", "compute_dtype"))
         if not reading.flag("grad_reduce_in_bf16"):
             because = "Megatron sums gradients of bf16 in float32, but with grad_reduce_in_bf16"
             reading.put("precision.gradients=float32", because)
             reading.put("precision.gradient_reduction=float32", because)
     else:
+        option = "float32"
         reading.put("precision=float32", "neither bf16 nor fp16 is given")
+    _put_fp8(reading, option, "hybrid" if compute.startswith("fp8") else "")
+
+
+def _put_fp8(reading: PeerReading, option: str, form: str) -> None:
+    """Puts the types of matmuls. form: those that compute_dtype names."""
+    key = next((key for key in ("fp8_format", "fp8") if _given(reading, key)), "compute_dtype")
+    form = reading.text(key) if key != "compute_dtype" else form
+    if form in NOTHING:
+        return
+    types = reading.one_of(key, reading.peer.tables["fp8_formats"]) if key != "compute_dtype" else ["fp8", "fp8_e5m2"]
+    recipe = reading.text("fp8_recipe")
+    if recipe not in ("", "None", "delayed", "tensorwise"):
+        what = f"{recipe}: Meshloom's float8 has a scale for each tensor"
+        reading.refuse("fp8_recipe", what, "use --fp8-recipe tensorwise, or leave fp8 out")
+    elif option != "bfloat16_params":
+        reading.refuse(key, "Meshloom has float8 in runs that compute in bfloat16", "add --bf16, or leave fp8 out")
+    elif types:
+        because = reading.said(key, "fp8_recipe")
+        put_matmuls(reading, option, *types, because)
+        reading.notes.append(f"{because}: a scale comes from the largest magnitude now, and not from earlier steps")
+        if reading.flag("fp8_param_gather"):
+            reading.notes.append("fp8_param_gather: weights are gathered in bfloat16 here")
+        if reading.model_value("num_experts"):
+            reading.notes.append(f"{because}: experts multiply in bfloat16 here")
 
 
 def _put_optimizer(reading: PeerReading) -> None:

@@ -23,6 +23,20 @@ def put_remat(reading: PeerReading, choices: Mapping[str, str], because: str) ->
         reading.put(f"remat.names=[{','.join(named)}]", because)
 
 
+def put_matmuls(reading: PeerReading, option: str, forward: str, gradients: str, because: str) -> None:
+    """Puts the types in which matmuls of layers multiply. option: that of `precision` for all else."""
+    own = next((name for name in ("fp8", "int8") if _types(name) == (forward, gradients)), None)
+    if own and option == "bfloat16":
+        reading.put(f"precision={own}", because)
+    else:
+        reading.put(f"precision.matmuls=[{{match: null, forward: {forward}, gradients: {gradients}}}]", because)
+
+
+def _types(option: str) -> tuple[str, str]:
+    rule = option_values("precision", option)["matmuls"][0]
+    return rule["forward"], rule["gradients"]
+
+
 def put_values(reading: PeerReading, section: str, option: str, values: Mapping[str, tuple[Any, str]]) -> None:
     """Puts the values that differ from those of our config file. values: with the peer's key of each."""
     ours = option_values(section, option)

@@ -2,13 +2,15 @@
 
 from ..core.errors import use_one_of
 from .mesh import Devices, known_devices, put_mesh
-from .parts import put_values
+from .parts import put_matmuls, put_values
 from .reading import PeerReading, in_full
 
 _AXES = {"replica": "data_parallel_replicate_degree", "fsdp": "data_parallel_shard_degree",
          "context": "context_parallel_degree", "tensor": "tensor_parallel_degree", "stage": "pipeline_parallel_degree",
          "expert": "expert_parallel_degree"}  # fmt: skip
 _REMAT = {"full": "full", "none": "none", "selective": "save_dots"}
+_FLOAT8 = ("float8", "quantize.linear.float8")  # converters, and sections of keys
+_AS_THEY_ARE = ("output", "lm_head", "router.gate", "gate")  # multiply in bfloat16 here, too
 _ROTATES = {"allgather": "all_gather", "alltoall": "ring"}
 
 
@@ -38,12 +40,6 @@ def _put_model(reading: PeerReading) -> None:
         option, *others = tables["models"][name]
         for word in (f"model={option}", *others):
             reading.put(word, reading.said("model.name", "model.flavor"))
-    converters = reading.value("model.converters") or []
-    converters = converters if isinstance(converters, list) else [converters]
-    for converter in converters:
-        what = f"{converter}: Meshloom trains in bfloat16, float16 and float32; it has no fp8 and no mxfp8 matmuls"
-        fix = "to import the program without it, add --model.converters="
-        reading.refuse("model.converters", what, fix)
 
 
 def _sizes(reading: PeerReading, devices: Devices | None) -> dict[str, int]:
@@ -180,6 +176,7 @@ def _put_precision(reading: PeerReading) -> None:
         return
     if option != "bfloat16":
         reading.put(f"precision={option}", reading.said("training.dtype", "training.mixed_precision_param"))
+    _put_converters(reading, option)
     reduced = reading.text("training.mixed_precision_reduce")
     if reduced not in ("float32", "bfloat16"):
         reading.refuse("training.mixed_precision_reduce", f"is {reduced}", "use float32 or bfloat16")
@@ -187,6 +184,43 @@ def _put_precision(reading: PeerReading) -> None:
         reading.put("precision.gradient_reduction=bfloat16", reading.said("training.mixed_precision_reduce"))
     elif option == "bfloat16_pure" and reduced == "float32":
         reading.put("precision.gradient_reduction=float32", reading.said("training.mixed_precision_reduce"))
+
+
+def _put_converters(reading: PeerReading, option: str) -> None:
+    """Puts the types of matmuls. option: of `precision` for all else."""
+    converters = reading.value("model.converters") or []
+    for converter in converters if isinstance(converters, list) else [converters]:
+        if converter in _FLOAT8 and option != "float32":
+            _put_float8(reading, option)
+            continue
+        what = f"{converter}: Meshloom multiplies layers in float8 in runs that compute in bfloat16, and no experts"
+        reading.refuse("model.converters", what, "to import the program without it, add --model.converters=")
+
+
+def _put_float8(reading: PeerReading, option: str) -> None:
+    because = reading.said("model.converters")
+    keys = {name: [f"{section}.{name}" for section in _FLOAT8 if reading.is_given(f"{section}.{name}")]
+            for name in ("recipe_name", "emulate", "enable_fsdp_float8_all_gather", "filter_fqns")}  # fmt: skip
+    recipe = next((reading.text(key) for key in keys["recipe_name"]), "") or "tensorwise"
+    types = reading.peer.tables["float8_recipes"].get(recipe)
+    if types is None:
+        what, fix = f"Meshloom has no {recipe}", "use tensorwise or rowwise, or add --model.converters="
+        reading.refuse(keys["recipe_name"][0], what, fix)
+        return
+    put_matmuls(reading, option, *types, " ".join((because, *(reading.said(key) for key in keys["recipe_name"]))))
+    for key in keys["emulate"]:
+        if reading.flag(key):
+            reading.put("precision.emulate=true", reading.said(key))
+    for key in keys["enable_fsdp_float8_all_gather"]:
+        if reading.flag(key):
+            reading.notes.append(f"{key}: weights are gathered in bfloat16 here")
+    for key in keys["filter_fqns"]:
+        names = reading.value(key) or []
+        names = names if isinstance(names, list) else str(names).split(",")
+        if others := [str(name) for name in names if name not in _AS_THEY_ARE]:
+            reading.notes.append(f"{key}: {', '.join(others)} multiply in float8 here, too")
+    if reading.model_value("num_experts"):
+        reading.notes.append(f"{because}: experts multiply in bfloat16 here")
 
 
 def _put_optimizer(reading: PeerReading) -> None:

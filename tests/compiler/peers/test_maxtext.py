@@ -119,20 +119,20 @@ def test_default_model_grows_by_its_scale():
 
 def test_all_problems_are_reported_at_once():
     found = problems(
-        "model_name=llama4-17b-16e", "max_target_lenght=2048", "quantization=int8", "per_device_batch_size=0.3",
+        "model_name=llama4-17b-16e", "max_target_lenght=2048", "quantization=int8w", "per_device_batch_size=0.3",
         "remat_policy=some", "ici_fsdp_parallelism=3", "mtp_num_layers=1",
     )  # fmt: skip
     assert found.keys() == {"model_name", "max_target_lenght", "quantization", "per_device_batch_size", "remat_policy",
                             "ici_*_parallelism", "mtp_num_layers"}  # fmt: skip
     assert "did you mean 'max_target_length'" in found["max_target_lenght"]
-    assert "no fp8 and no int8" in found["quantization"]
+    assert "multiplies in no other type of few bits" in found["quantization"]
     assert "add quantization=''" in found["quantization"]
     assert "family of llama4-17b-16e" in found["model_name"]
 
 
 def test_no_problem_is_left_once_its_fix_is_typed():
-    assert "quantization" in problems(*SMALL, "quantization=int8")
-    assert imported(*SMALL, "quantization=int8", "quantization=").words == imported(*SMALL).words
+    assert "quantization" in problems(*SMALL, "quantization=int8w")
+    assert imported(*SMALL, "quantization=int8w", "quantization=").words == imported(*SMALL).words
 
 
 @pytest.mark.parametrize(
@@ -333,3 +333,26 @@ spec:
 """)
     found = imported(str(tmp_path / "pod.yaml"), target=None).words
     assert {"num_steps=12", "target=v5p:4x4x4", "global_batch_size=128"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("words", "precision"),
+    [
+        (("quantization=fp8_full",), {"precision=fp8"}),
+        (("quantization=fp8",), {"precision=fp8"}),
+        (("use_int8_training=true",), {"precision=int8"}),
+        (("quantization=int8", "weight_dtype=bfloat16"),
+         {"precision=bfloat16_pure", "precision.matmuls=[{match: null, forward: int8, gradients: int8}]"}),
+    ],
+)  # fmt: skip
+def test_matmuls_in_few_bits_are_imported(words, precision):
+    found = imported(*SMALL, *words)
+    assert {word for word in found.words if word.startswith(("precision=", "precision.matmuls"))} == precision
+    assert any("largest magnitude now" in note for note in found.notes)
+    assert not any("experts" in note for note in found.notes)
+    assert any("experts multiply in bfloat16" in note for note in imported(*SMALL, *words, "num_experts=8").notes)
+
+
+def test_few_bits_want_a_run_in_bfloat16():
+    found = problems(*SMALL, "quantization=fp8", "dtype=float32")
+    assert "compute in bfloat16" in found["quantization"]

@@ -128,12 +128,12 @@ def test_recipe_of_bridge_names_model_and_gpus():
 
 
 def test_all_problems_are_reported_at_once(script):
-    words = ("--fp8-format", "hybrid", "--micro-batch-sise", "1", "--recompute-granularity", "full",
+    words = ("--fp4-format", "e2m1", "--micro-batch-sise", "1", "--recompute-granularity", "full",
              "--recompute-method", "block", "--mtp-num-layers", "1")  # fmt: skip
     with pytest.raises(ConfigError) as caught:
         imported(script, *words, target=None)
     found = {each.where.removeprefix("train.sh").removeprefix(": "): each for each in caught.value.problems}
-    assert found.keys() == {"fp8_format", "micro_batch_sise", "recompute_method", "mtp_num_layers", ""}
+    assert found.keys() == {"fp4_format", "micro_batch_sise", "recompute_method", "mtp_num_layers", ""}
     assert "it starts 16" in found[""].what
     assert "did you mean 'micro_batch_size'" in found["micro_batch_sise"].fix
 
@@ -194,3 +194,12 @@ def test_what_changes_the_schedule_is_said(script):
     assert any("lr_decay_iters=50" in note for note in imported(script, "--lr-decay-iters", "50").notes)
     with pytest.raises(ConfigError, match="a weight decay that does not change"):
         imported(script, "--weight-decay-incr-style", "linear")
+
+
+def test_fp8_is_imported(script):
+    words = set(imported(script, "--bf16", "--fp8-format", "hybrid", "--fp8-param-gather").words)
+    assert "precision.matmuls=[{match: null, forward: fp8, gradients: fp8_e5m2}]" in words
+    e4m3 = set(imported(script, "--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "tensorwise").words)
+    assert "precision.matmuls=[{match: null, forward: fp8, gradients: fp8}]" in e4m3
+    with pytest.raises(ConfigError, match="mxfp8: Meshloom's float8 has a scale for each tensor"):
+        imported(script, "--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "mxfp8")

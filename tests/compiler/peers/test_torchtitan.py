@@ -84,7 +84,7 @@ def test_command_with_a_file_declares_what_the_file_does(toml, tmp_path):
 
 
 def test_all_problems_are_reported_at_once(toml):
-    words = ("--model.flavor=9B", "--training.seq_length=1", "--model.converters=float8",
+    words = ("--model.flavor=9B", "--training.seq_length=1", "--model.converters=mx",
              "--parallelism.tensor_parallel_degree=7", "--activation_checkpoint.mode=selective")  # fmt: skip
     with pytest.raises(ConfigError) as caught:
         imported(toml, *words)
@@ -92,7 +92,7 @@ def test_all_problems_are_reported_at_once(toml):
     assert found.keys() == {"model.flavor", "training.seq_length", "model.converters", "parallelism",
                             "activation_checkpoint.selective_ac_option"}  # fmt: skip
     assert "did you mean 'training.seq_len'" in found["training.seq_length"].fix
-    assert "no fp8" in found["model.converters"].what
+    assert "in float8" in found["model.converters"].what
     assert imported(toml, "--model.converters=").words == imported(toml).words
 
 
@@ -114,6 +114,8 @@ def test_each_key_that_decides_is_read():
     text = Path(torchtitan.__file__).read_text()
     by_table = {f"parallelism.{name}" for name in torchtitan._AXES.values()}
     optimizer = {f"optimizer.{name}" for name in ("lr", "beta1", "beta2", "eps", "weight_decay")}
+    of_float8 = ("recipe_name", "emulate", "enable_fsdp_float8_all_gather", "filter_fqns")
+    by_table |= {f"{section}.{name}" for section in torchtitan._FLOAT8 for name in of_float8 if name in text}
     by_name = {key for key in peer_of("torchtitan").defaults if f'"{key}"' in text}
     assert set(peer_of("torchtitan").defaults) == by_name | by_table | optimizer
 
@@ -123,3 +125,19 @@ def test_words_of_its_command_line_have_hyphens_and_no(toml):
     assert imported(toml, "--training.seq-len=4096", "--training.seed", "3", "--compile.no-enable").words == plain
     with pytest.raises(ConfigError, match=r"seq_len=4096.*declares nothing"):
         imported(toml, "seq_len=4096")
+
+
+@pytest.mark.parametrize("section", ["float8", "quantize.linear.float8"])
+def test_float8_by_tensor_and_by_row_is_imported(toml, section):
+    plain = imported(toml, f"--model.converters={section}")
+    assert "precision=fp8" in plain.words
+    rows = imported(
+        toml, f"--model.converters={section}", f"--{section}.recipe_name=rowwise", f"--{section}.emulate",
+        f"--{section}.filter_fqns=output,wq", f"--{section}.enable_fsdp_float8_all_gather",
+    )  # fmt: skip
+    rule = "precision.matmuls=[{match: null, forward: fp8_rowwise, gradients: fp8_rowwise}]"
+    assert {rule, "precision.emulate=true"} < set(rows.words)
+    assert any("wq multiply in float8 here, too" in note for note in rows.notes)
+    assert any("gathered in bfloat16" in note for note in rows.notes)
+    with pytest.raises(ConfigError, match="Meshloom has no mxfp8"):
+        imported(toml, f"--model.converters={section}", f"--{section}.recipe_name=mxfp8")
