@@ -10,19 +10,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshloom.compiler.core.float_types import FloatType
 from meshloom.compiler.core.format import be, counted
 from meshloom.compiler.core.partition_spec import axes_of
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.formats.block import ELEMENTS, SCALES
 from meshloom.compiler.optim.moments import is_stored_in_blocks, moment_of, stored_format
 
-FLOATS = ("float32", "bfloat16")
+FLOATS = get_args(FloatType)
 OPTIMIZER = "optimizer/"
 
 
