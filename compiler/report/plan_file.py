@@ -86,6 +86,15 @@ class RejectedStrategy(Record):
     why_not: str | None
 
 
+class PlannedPrecision(Record):
+    """The types in which a site multiplies; null: as its operands are. emulated: whether float32 does so instead."""
+
+    forward: str | None
+    gradients: str | None
+    emulated: bool
+    reason: str
+
+
 class PlannedOperation(Record):
     """How an operation of the model runs over the mesh, and what else it could have been."""
 
@@ -97,6 +106,7 @@ class PlannedOperation(Record):
     what: str
     reason: str
     cost: Cost | None
+    precision: PlannedPrecision | None = None
     collectives: list[PlannedTraffic]
     rejected: list[RejectedStrategy]
 
@@ -158,7 +168,8 @@ class PlannedEstimate(Record):
 
 class PlanFile(Reasoned):
     """The content of plan.json. mesh: the size of each axis, and mesh_reasons why. assumed: figures that nobody
-    measured. chosen_here: what the declaration left to this machine's processor, in words."""
+    measured. chosen_here: what the declaration left to this machine's processor, in words.
+    optimizer_bytes_by_type: on a device."""
 
     schema_version: Literal[17]
     target: PlannedTarget
@@ -173,6 +184,7 @@ class PlanFile(Reasoned):
     pipeline: PlannedPipeline | None
     operations: list[PlannedOperation]
     memory_bytes_per_device: MemoryPlan
+    optimizer_bytes_by_type: dict[str, int] = Field(default_factory=dict)
     estimated: StepFigures
     estimate: PlannedEstimate
     arrays: PlannedArrays
