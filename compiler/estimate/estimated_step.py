@@ -25,6 +25,7 @@ from ..spec.cost_model import cost_model
 from ..spec.overlap_spec import OverlapSpec
 from ..spec.plan_spec import PlanSpec
 from ..step.train_step import build_train_step
+from ..step.turns import takes_turns
 from ..target.compiler_options import assumed_weight_presets, exposed_with_parts, presets_for
 from ..target.target import TargetPlan
 
@@ -77,11 +78,19 @@ def assume_overlap(plan: Plan) -> OverlapSpec:
     if overlap.search is None:
         return overlap
     layers, presets = overlap.layers, assumed_weight_presets(plan.spec, target)
-    if plan.roles.partitioner and can_split_batch(plan.batch.sequences_of_device, target):
+    is_even = can_split_batch(plan.batch.sequences_of_device, target)
+    if plan.roles.partitioner and is_even and exposed_of_parts(plan) is not None:
         layers = layers.model_copy(update={"batch_split": max(BATCH_SPLIT, layers.batch_split)})
         of_activations = [name for name, one in presets_for(target).items() if "activations" in one.tried_for]
         presets = (*presets, *of_activations[:1])
     return overlap.model_copy(update={"layers": layers, "flag_presets": presets, "search": None})
+
+
+def exposed_of_parts(plan: Plan) -> float | None:
+    """Returns the share of tensor parallelism's collectives that the plan's step waits for with a split batch; None if
+    nothing of one part runs beside the other."""
+    in_turns = all(takes_turns(stack, plan.arrays, plan.target) for stack in plan.model.stacks)
+    return exposed_with_parts(plan.target, in_turns=in_turns)
 
 
 def overrides_of(assumed: OverlapSpec, declared: OverlapSpec) -> tuple[str, ...]:

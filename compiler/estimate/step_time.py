@@ -30,7 +30,6 @@ from ..spec.cost_model import cost_model
 from ..spec.flag_presets import begin_early, sent_at_once
 from ..spec.target_spec import ChipSpec
 from ..target.compiler_options import (
-    exposed_with_parts,
     hidden_kinds,
     kinds_from_matmuls,
     options_with,
@@ -40,7 +39,7 @@ from ..target.links import Link, collective_seconds
 from ..target.matmul_times import MatmulTimes
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
-from .estimated_step import assume_overlap
+from .estimated_step import assume_overlap, exposed_of_parts
 from .latency_hiding import Flight, exposed_in_order
 from .program_costs import Costs, Numbers, RegionCosts, Transfer, WorkCosts, WorkKind, read_costs
 from .regions import Region
@@ -415,7 +414,7 @@ def plan_hiding(plan: Plan) -> Hiding:
     is_ring = runs_beside_compute(plan.ops, ((each.op.kind, each.chosen.name) for each in plan.operations))
     exposed = cost_model().exposed_beside_matmuls if is_ring and why_permutes_wait(target) is None else None
     if exposed is None and assumed.layers.batch_split > 1:
-        exposed = exposed_with_parts(target)
+        exposed = exposed_of_parts(plan)
     return Hiding(
         weights=weights,
         activations_exposed=1.0 if exposed is None else exposed,

@@ -36,7 +36,7 @@ from ..spec.objective_spec import Dpo, Simpo
 from ..spec.step_spec import StepSpec
 from ..target.mesh import MeshPlan
 from .schedule import Batch, HeadOutput, LayerFunction, Microbatch, ModelFunctions, StackFunctions
-from .turns import RunParts, run_each, run_in_turns, turn_names
+from .turns import RunParts, run_each, run_in_turns, takes_turns, turn_names
 
 BatchSplit = tuple[Any, ...]  # a tree for each part of the batch
 
@@ -78,9 +78,8 @@ def build_functions(
         return jax.lax.psum(tree, axes) if axes else tree
 
     def run_parts(stack: Stack) -> RunParts:
-        """Runs in turns what a compiler then schedules so; not layers whose auxiliary outputs may be functions."""
-        has_aux = stack.measures or stack.rules or any(x.startswith(f"{stack.name}/") for x in plan.arrays.auxiliary)
-        if num_parts == 1 or has_aux or not plan.target.compiler.orders_by_barriers:
+        """Runs in turns what a compiler then schedules so."""
+        if num_parts == 1 or not takes_turns(stack, plan.arrays, plan.target):
             return run_each
         own = [each for each in plan.operations if each.site.piece == stack.name]
         return partial(run_in_turns, turn_names(plan.sharding, own))

@@ -17,10 +17,13 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
+from meshloom.models import Stack
+
 from ..core.partition_spec import axes_in
 from ..parallel.operation import OpPlan
-from ..sharding.arrays import gradient_name
+from ..sharding.arrays import Arrays, gradient_name
 from ..sharding.sharding import ShardingPlan
+from ..target.target import TargetPlan
 
 RunParts = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 
@@ -36,6 +39,13 @@ class TurnNames:
 
     begins: frozenset[str]
     ends: frozenset[str]
+
+
+def takes_turns(stack: Stack, arrays: Arrays, target: TargetPlan) -> bool:
+    """Returns True where the parts of a split batch run in turns in a stack: its compiler keeps the order of barriers,
+    and its layers have no auxiliary outputs, which may be functions."""
+    has_aux = stack.measures or stack.rules or any(each.startswith(f"{stack.name}/") for each in arrays.auxiliary)
+    return target.compiler.orders_by_barriers and not has_aux
 
 
 def turn_names(sharding: ShardingPlan, operations: Iterable[OpPlan]) -> TurnNames:

@@ -129,10 +129,10 @@ def why_permutes_wait(target: TargetPlan) -> str | None:
     return None
 
 
-def exposed_with_parts(target: TargetPlan) -> float | None:
+def exposed_with_parts(target: TargetPlan, *, in_turns: bool = True) -> float | None:
     """Returns the share of tensor parallelism's collectives that is waited for with a split batch; None if nothing of
-    one part runs beside the other."""
-    if target.compiler.exposed_in_turns is not None:
+    one part runs beside the other. in_turns: the parts run in turns where the compiler keeps their order."""
+    if in_turns and target.compiler.exposed_in_turns is not None:
         return target.compiler.exposed_in_turns
     return cost_model().exposed_beside_matmuls if why_permutes_wait(target) is None else None
 
