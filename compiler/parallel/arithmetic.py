@@ -14,7 +14,7 @@ from meshloom.models.adapter import is_adapter
 
 from ..core.errors import Problem, use_one_of
 from ..formats.operands import operand_formats
-from ..sharding.arrays import Operand, OpSite
+from ..sharding.arrays import EXPERTS, Operand, OpSite
 from ..spec.step_spec import MatmulPrecision
 from ..spec.target_names import kinds_that_multiply_in
 from .operation import OpInputs
@@ -82,6 +82,8 @@ def _left_out(each: Multiplied, inputs: OpInputs) -> str | None:
     """Returns why a site multiplies as its operands are, whatever rules say; None where rules decide."""
     if each.site.piece not in {stack.name for stack in inputs.model.stacks}:
         return f"it is of the {'embedding' if each.site.piece == 'embed' else 'head'}"
+    if each.site.kind == EXPERTS:
+        return "experts multiply in groups, which have no type of few bits"
     if not each.paths:
         return "its weight is computed from parameters"
     if any(is_adapter(path) for path in each.paths):

@@ -127,8 +127,11 @@ class DeclarationCheck(CheckRuns):
         return deviation_line(name, what, one, split=self.split.get(one.path), why=said)
 
     def _precision(self) -> CheckLine:
-        name, dtype = "precision", self.shrunk.plan.spec.precision.compute
-        what = f"{dtype} stays near float32"
+        name, compute = "precision", self.shrunk.plan.spec.precision.compute
+        used = {each.arithmetic for each in (one.precision for one in self.shrunk.plan.operations) if each}
+        types = [compute, *sorted({each.forward.name for each in used if each})]
+        what = f"{' and '.join(types)} {'stay' if len(types) > 1 else 'stays'} near float32"
+        dtype = "float8_e4m3fn" if len(types) > 1 else compute  # elements of matmuls have as many digits, or more
         if self.narrow is None:
             return not_run(name, "the declared types stay near float32", "the declaration computes in float32")
         plan = self.shrunk.plan

@@ -31,7 +31,7 @@ from ...core.kernels import KernelCall, KernelCost
 from ...core.partition_spec import Axes, axes_of, keep_axes
 from ...core.scopes import OperationName, fact_scope, nested_scope
 from ...core.traffic import ComputeKind
-from ...sharding.arrays import EXPERTS, OpSite
+from ...sharding.arrays import EXPERTS, Operand, OpSite
 from ...sharding.rules import ArrayPlan
 from ...target.target import TargetPlan
 from ..operation import Cost, Exposed, Lowered, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, refused
@@ -123,6 +123,9 @@ class ExpertsOp(ParallelOp):
         why = "nothing is dropped, since that depends on the mesh"
         has_capacity = any(plan.chosen.name == CAPACITY for plan in plans)
         return {"moe.max_imbalance": (None, why)} | ({"moe.capacity_factor": (8.0, why)} if has_capacity else {})
+
+    def multiplied(self, site: OpSite) -> Sequence[Operand]:
+        return site.operands[3:6]
 
     def lower(self, plan: OpPlan) -> Lowered:
         chosen: ExpertsPlan = plan.chosen.parameters

@@ -132,7 +132,7 @@ def test_a_weight_may_come_as_encoded():
     x, weight = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate(((2, 4, 8), (8, 6))))
     encoded = FP8.of(2, (0,)).encode(weight)
 
-    def product(x: jax.Array, weight: jax.Array, encoded: object) -> jax.Array:
+    def product(x: jax.Array, weight: jax.Array, encoded: dict[str, jax.Array] | None) -> jax.Array:
         return quantized_matmul(_arithmetic(FP8, E5M2), x, weight, "bte,em->btm", encoded=encoded)
 
     np.testing.assert_array_equal(product(x, jnp.full_like(weight, 7.0), encoded), product(x, weight, None))
@@ -193,10 +193,12 @@ def test_the_first_rule_that_matches_is_the_sites():
 
 def test_routers_and_adapters_multiply_as_they_are():
     def reasons(*overrides: str) -> dict[str, str]:
-        plans = plan_of(*overrides, EMULATED).operations_of("matmul")
+        plans = plan_of(*overrides, EMULATED).operations
         return {each.site.name: each.precision.reason for each in plans if each.precision}
 
-    assert reasons("precision=fp8", "model=tiny_moe")["router_logits"] == "it is computed in float32"
+    moe = reasons("precision=fp8", "model=tiny_moe")
+    assert moe["router_logits"] == "it is computed in float32"
+    assert moe["routed"] == "experts multiply in groups, which have no type of few bits"
     lora = reasons("precision=int8", "adapter=lora")
     assert (lora["queries"], lora["queries_lora_A"]) == ("precision.matmuls[0]", "it is of an adapter")
 
