@@ -54,7 +54,8 @@ def turn_names(sharding: ShardingPlan, operations: Iterable[OpPlan]) -> TurnName
     axes = {planned.array.path: set(axes_in(planned.spec)) for planned in sharding.activations}
     gathered = (name for name in axes if axes.get(gradient_name(name), set()) > axes[name])
     matmuls = (one for one in operations if one.op.kind == "matmul" and one.chosen.collectives)
-    return TurnNames(frozenset(gathered), frozenset(one.site.operands[0].activation for one in matmuls))
+    summed = (one.site.operands[0].activation for one in matmuls)
+    return TurnNames(frozenset(gathered), frozenset(name for name in summed if name is not None))
 
 
 def run_in_turns(names: TurnNames, run: Callable[[Any], Any], parts: Sequence[Any]) -> list[Any]:
