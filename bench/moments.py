@@ -54,8 +54,11 @@ FIRST, LATER = [*ROWS][:4], [*ROWS][4:]  # those that are proposed, then those t
 @contextmanager
 def accepted(name: str) -> Iterator[None]:
     """Lets the types of a row be declared that are refused."""
-    linear = {"SECOND": {"int8": "int8"}} if "linear" in name else {}
-    with mock.patch.multiple(moments, **linear) if linear else mock.patch.object(LionConfig, "refused_moments", {}):
+    is_linear = "linear" in name
+    place, attribute, instead = (
+        (moments, "SECOND", {"int8": "int8"}) if is_linear else (LionConfig, "refused_moments", {})
+    )
+    with mock.patch.object(place, attribute, instead):
         yield
 
 

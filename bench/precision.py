@@ -9,7 +9,7 @@ bench/precision.jsonl, and `results` prints their table.
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def predict(pair: Pair) -> dict[str, Any]:
     return row | {"bfloat16": before["step_seconds"], "few_bits": after["step_seconds"]}
 
 
-def table(rows: list[Mapping[str, Any]]) -> str:
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns a row for each pair, with the published and the predicted ratio."""
     by_name, lines = {row["name"]: row for row in rows}, ["| pair | published | predicted | off | |", "|---|---|---|---|---|"]  # fmt: skip  # noqa: E501
     for pair in PAIRS:

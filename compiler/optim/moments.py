@@ -158,7 +158,7 @@ def _zeros(x: jax.Array, stored: BlockFormat | str) -> Any:
     if isinstance(stored, str):
         return x.astype(stored)
     # A slice has as many entries as there are blocks, and the layout of the array.
-    first = jax.lax.slice(x, (0,) * x.ndim, x.shape, (1,) * (x.ndim - 1) + stored.block)
+    first = jax.lax.slice(x, (0,) * x.ndim, x.shape, (1,) * (x.ndim - 1) + (stored.block[-1] or x.shape[-1],))
     encoded = jax.eval_shape(stored.encode, jax.ShapeDtypeStruct(x.shape[-1:], x.dtype))
     return {ELEMENTS: x.astype(encoded[ELEMENTS].dtype), SCALES: first}
 

@@ -92,7 +92,10 @@ def transformation_of(config: LibraryOptimizer, setting: Setting) -> optax.Gradi
     match config:
         case AdamWConfig():
             adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.epsilon)
-            types = {"mu": config.first_moment_dtype or config.moment_dtype, "nu": config.moment_dtype}
+            types: dict[str, MomentType] = {
+                "mu": config.first_moment_dtype or config.moment_dtype,
+                "nu": config.moment_dtype,
+            }
             directions = [_stored(adam, config, setting, types)]
         case LionConfig():
             lion = optax.scale_by_lion(b1=config.b1, b2=config.b2)

@@ -367,7 +367,8 @@ def _put_fp8(reading: PeerReading, option: str, form: str) -> None:
     form = reading.text(key) if key != "compute_dtype" else form
     if form in NOTHING:
         return
-    types = reading.one_of(key, reading.peer.tables["fp8_formats"]) if key != "compute_dtype" else ["fp8", "fp8_e5m2"]
+    formats = reading.peer.tables["fp8_formats"]
+    types = reading.one_of(key, formats) if key != "compute_dtype" else formats[form]
     recipe = reading.text("fp8_recipe")
     if recipe not in ("", "None", "delayed", "tensorwise"):
         what = f"{recipe}: Meshloom's float8 has a scale for each tensor"
@@ -376,7 +377,8 @@ def _put_fp8(reading: PeerReading, option: str, form: str) -> None:
         reading.refuse(key, "Meshloom has float8 in runs that compute in bfloat16", "add --bf16, or leave fp8 out")
     elif types:
         because = reading.said(key, "fp8_recipe")
-        put_matmuls(reading, option, *types, because)
+        forward, gradients = types
+        put_matmuls(reading, option, forward, gradients, because)
         reading.notes.append(f"{because}: a scale comes from the largest magnitude now, and not from earlier steps")
         if reading.flag("fp8_param_gather"):
             reading.notes.append("fp8_param_gather: weights are gathered in bfloat16 here")

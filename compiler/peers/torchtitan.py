@@ -207,7 +207,9 @@ def _put_float8(reading: PeerReading, option: str) -> None:
         what, fix = f"Meshloom has no {recipe}", "use tensorwise or rowwise, or add --model.converters="
         reading.refuse(keys["recipe_name"][0], what, fix)
         return
-    put_matmuls(reading, option, *types, " ".join((because, *(reading.said(key) for key in keys["recipe_name"]))))
+    forward, gradients = types
+    said = " ".join((because, *(reading.said(key) for key in keys["recipe_name"])))
+    put_matmuls(reading, option, forward, gradients, said)
     for key in keys["emulate"]:
         if reading.flag(key):
             reading.put("precision.emulate=true", reading.said(key))

@@ -243,6 +243,11 @@ class StepSpec(ProgramKeys):
         declare it."""
         return super().model_copy(update=chosen)
 
+    @property
+    def chosen_here(self) -> str | None:
+        """Returns the line that says what was chosen for this machine; None if nothing was."""
+        return None
+
     def as_written(self) -> dict[str, Any]:
         """Returns the declaration as JSON values for files and people, with `${oc.env:TOKEN}` instead of its value."""
         return as_written(self.model_dump(mode="json"), self._sources)

@@ -19,7 +19,6 @@ from meshloom.compiler.core.places import is_url
 from meshloom.compiler.declare.compose import Request, hydra_run_dir
 from meshloom.compiler.declare.hydra_settings import RUN_DIR
 from meshloom.compiler.declare.overrides import overridden_key, override
-from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.report.explain import plan_as_json
 from meshloom.compiler.report.views.page import render_page
@@ -78,7 +77,7 @@ def _made_by_first(request: Request, processes: Processes) -> Path:
         processes.from_first("run_dir", made)
 
 
-def write_declaration(plan: Plan[RunSpec], run_dir: Path) -> None:
+def write_declaration(plan: Plan, run_dir: Path) -> None:
     """Writes spec.yaml, the resolved declaration, and plan.json, the plan that was made from it."""
     replace_text(run_dir / SPEC, yaml.safe_dump(plan.spec.as_written(), sort_keys=False))
     replace_json(run_dir / PLAN, plan_as_json(plan, chosen_here=plan.spec.chosen_here))

@@ -58,7 +58,8 @@ def with_weights(
     for path in leaves_by_path(plan.weights):
         x = node_at(state["params"], path)
         arrays[path] = (x, masters[path]) if path in masters else (x,)
-    del x, masters
+        del x
+    del masters
     arrays = _read(arrays, weights, _mesh_of(state), _formats(plan.sharding), console)
     state = state | {"params": nested_dict({path: each[0] for path, each in arrays.items()})}
     if "master" in state:
