@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
 from meshloom.models.record import Record
 
@@ -28,11 +28,13 @@ from ..spec.step_spec import PrecisionSpec
 from ..spec.target_spec import CpuTarget
 from .small_model import Cuts, Room, small_layers, small_model
 
+AnyRecord = TypeVar("AnyRecord", bound=Record)
 FLOAT32 = PrecisionSpec(
     parameters="float32", master=None, compute="float32", gradients="float32", gradient_reduction="float32",
     frozen=None, loss_scale=None, matmuls=(), emulate=False,
 )  # fmt: skip
 _LENGTH = 32  # tokens of a sequence
+_LONGEST_BLOCK = 8  # numbers of a small matrix that share a scale
 _MOST_STAGES = 4  # of a table of the user's own, whose stages cannot be cut
 
 
@@ -161,6 +163,10 @@ class Shrinking(Generic[AnyPlanSpec]):
         }
         if declared.spec.precision.matmuls:
             cuts["precision.emulate"] = (True, "a processor multiplies in no type of few bits")
+        if declared.spec.adapter is not None and (base := declared.spec.adapter.base) is not None:
+            fits = None if base.block is None else min(base.block, _LONGEST_BLOCK)
+            cuts["adapter.base.block"] = (fits, "small matrices have as many")
+            cuts["adapter.base.scales_block"] = (None, "weights are encoded more than once, to the same elements")
         for op in declared.ops:
             if plans := declared.operations_of(op.kind):
                 cuts |= op.small_keys(plans)
@@ -207,8 +213,8 @@ def _cannot_shrink(error: ConfigError) -> ConfigError:
     )
 
 
-def _with_values(spec: AnyPlanSpec, values: Mapping[str, Any]) -> AnyPlanSpec:
-    """Returns the spec with other values, by keys such as mesh.fsdp."""
+def _with_values(spec: AnyRecord, values: Mapping[str, Any]) -> AnyRecord:
+    """Returns the spec, or a part of it, with other values, by keys such as mesh.fsdp."""
     nested: dict[str, dict[str, Any]] = {}
     top: dict[str, Any] = {}
     for key, value in values.items():
@@ -218,7 +224,7 @@ def _with_values(spec: AnyPlanSpec, values: Mapping[str, Any]) -> AnyPlanSpec:
         else:
             top[outer] = value
     for outer, changed in nested.items():
-        top[outer] = getattr(spec, outer).model_copy(update=changed)
+        top[outer] = _with_values(getattr(spec, outer), changed)
     return spec.model_copy(update=top)
 
 

@@ -34,6 +34,7 @@ from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.core.places import PUBLISHED, is_published
 from meshloom.compiler.core.trees import leaves_by_path
+from meshloom.compiler.parallel.encodings import float32_params
 from meshloom.compiler.spec.target_spec import CpuTarget
 from meshloom.compiler.step.train_step import GRADIENTS, NUM_PADDING, NUM_TARGETS
 from meshloom.models import PADDING_TARGET, Model
@@ -107,9 +108,9 @@ class DeclarationCheck(CheckRuns):
             after, start = leaves_by_path(params), leaves_by_path(before)
             return {path: np.asarray(after[path], np.float64) - start[path] for path in after}
 
-        ran, ours = self.expected, self.steps[-1][0]["params"]
+        ran, ours = self.expected, self.decoded(self.steps[-1][0]["params"])
         expected = moves(ran.params[-1], ran.params[0])
-        found = deviations(moves(ours, ran.params[0]), expected)
+        found = deviations(moves(ours, self.decoded(self.train.on.params(self.params))), expected)
         rounding = deviations(moves(self.rounded.params[-1], self.rounded.params[0]), expected)
         tolerated = {
             path: value + GRADIENTS_TO_UPDATE * self.of_gradients.get(path, 0.0)
@@ -135,7 +136,7 @@ class DeclarationCheck(CheckRuns):
         if self.narrow is None:
             return not_run(name, "the declared types stay near float32", "the declaration computes in float32")
         plan = self.shrunk.plan
-        stored = jax.tree.map(lambda x, like: np.asarray(x).astype(like.dtype), self.params, plan.abstract["params"])
+        stored = jax.tree.map(lambda weight, x: on_host(weight.encoding.store_of(x)), plan.weights, self.params)
         program, batch = self.narrow, self.batches[0]
         (loss, count), gradients, *_ = program.run(program.on.params(stored), program.on.placed(batch))
         expected = self.expected.found[0]
@@ -272,7 +273,8 @@ class DeclarationCheck(CheckRuns):
         name, what = "export", "an exported folder holds what was trained"
         logits, theirs = "logits", "transformers computes the same logits from that folder"
         try:
-            out = files.exported(self.train.on.params(params))
+            placed = self.train.on.params(params)
+            out, params = files.exported(float32_params(self.plan.weights, placed)), self.decoded(params)
         except ConfigError as error:
             first = error.problems[0]
             why = f"it has no published form: {first.where}: {first.what}"

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from meshloom.compiler.jax_private import taking_packed
+from meshloom.compiler.parallel.weight_plan import WeightPlan
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.step.train_step import build_loss, build_train_step
 
@@ -44,11 +46,21 @@ class SmallPlan:
 
     def state(self, tree: Any) -> Any:
         """Returns a state of the host on the devices."""
-        return self._laid_out(tree, self.plan.specs)
+        return self._laid_out(tree | {"params": self._stored(tree["params"])}, self.plan.specs)
 
     def params(self, tree: Any) -> Any:
         """Returns parameters of the host on the devices."""
-        return self._laid_out(tree, self.plan.specs["params"])
+        return self._laid_out(self._stored(tree), self.plan.specs["params"])
+
+    def _stored(self, params: Any) -> Any:
+        """Returns parameters with those in few bits that the plan encodes; some may be so already."""
+
+        def stored(weight: WeightPlan, x: Any) -> Any:
+            if weight.encoding.format is None or isinstance(x, dict):
+                return x
+            return jax.device_get(weight.encoding.store_of(x))
+
+        return jax.tree.map(stored, self.plan.weights, params)
 
     def _laid_out(self, tree: Any, specs: Any) -> Any:
         return jax.tree.map(lambda x, spec: jax.device_put(np.array(x), self._on(spec)), tree, specs)
@@ -115,7 +127,7 @@ class Compiler:
     def _compile(self, on: SmallPlan, jitted: Any, abstract: Any, batch: HostBatch) -> SmallProgram:
         with jax.set_mesh(on.mesh):
             lowered = jitted.lower(abstract, on.placed(batch))
-        return SmallProgram(on, self._pool.submit(lowered.compile, UNOPTIMISED))
+        return SmallProgram(on, self._pool.submit(lambda: taking_packed(lowered.compile(UNOPTIMISED))))
 
 
 def on_host(tree: Any) -> Any:

@@ -22,6 +22,8 @@ from meshloom.compiler.core.format import counted
 from meshloom.compiler.core.trees import leaves_by_path, like, pick
 from meshloom.compiler.declare.run_spec import RunSpec
 from meshloom.compiler.driver import plan_run
+from meshloom.compiler.parallel.encodings import float32_params
+from meshloom.compiler.parallel.weight_plan import WeightPlan
 from meshloom.compiler.plan import Plan
 
 from .check_data import CheckData
@@ -117,16 +119,27 @@ class CheckRuns:
         return {name: self._variant(make) for name, make in self._variant_plans().items()}
 
     def _drawn(self) -> Any:
-        """Returns initial parameters, each moved a little, so that none is 0 or 1 everywhere."""
+        """Returns initial parameters, each moved a little, so that none is 0 or 1 everywhere; of those that are stored
+        in few bits, what these stand for, which they stand for again once they are written again."""
         drawn = jax.jit(self.plan.model.init)(jax.random.key(self.spec.seed))
         rng = np.random.default_rng(0)
-        return like(
+        moved = like(
             drawn,
             {
                 path: (np.asarray(x, np.float32) + SPREAD * rng.standard_normal(x.shape)).astype(np.float32)
                 for path, x in leaves_by_path(drawn).items()
             },
         )
+
+        def as_stored(weight: WeightPlan, x: Any) -> Any:
+            encoding = weight.encoding
+            return x if encoding.format is None else np.asarray(encoding.float32(encoding.store_of(x)))
+
+        return jax.tree.map(as_stored, self.plan.weights, moved)
+
+    def decoded(self, params: Any) -> Any:
+        """Returns parameters of a state on the mesh as numbers."""
+        return on_host(float32_params(self.plan.weights, params))
 
     def initial_state(self) -> Any:
         optimizer = on_host(jax.jit(self.one.optimizer.init)(pick(self.params, self.trained)))

@@ -28,6 +28,7 @@ FSDP = ("target=cpu-2", "sharding=fsdp")
 PLANS = {
     "stages": lambda: plan_of("target=cpu-2", "mesh.fsdp=1", "mesh.stage=2", "num_microbatches=2"),
     "adapter": lambda: plan_of(*FSDP, "adapter=lora"),
+    "adapter over four bits": lambda: plan_of(*FSDP, "adapter=qlora", "adapter.base.block=8"),
     "pairs": lambda: plan_of(
         *FSDP, "objective=dpo", "data=preferences", "data.source.paths=[pairs.jsonl]", "data/tokenizer=bytes"
     ),
