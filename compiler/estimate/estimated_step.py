@@ -9,9 +9,12 @@ The traced function is the one that is compiled later (train_step.py), so an est
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 
 import jax
+
+from meshloom.models import Stack
 
 from ..core.trees import like
 from ..jaxpr.program import Program
@@ -21,6 +24,7 @@ from ..parallel.operation import OpInputs
 from ..parallel.weight_plan import plan_weights
 from ..plan import Plan
 from ..schema import MAX_IMBALANCE
+from ..sharding.arrays import Arrays
 from ..spec.cost_model import cost_model
 from ..spec.overlap_spec import OverlapSpec
 from ..spec.plan_spec import PlanSpec
@@ -79,18 +83,18 @@ def assume_overlap(plan: Plan) -> OverlapSpec:
         return overlap
     layers, presets = overlap.layers, assumed_weight_presets(plan.spec, target)
     is_even = can_split_batch(plan.batch.sequences_of_device, target)
-    if plan.roles.partitioner and is_even and exposed_of_parts(plan) is not None:
+    hides = is_even and exposed_of_parts(plan.model.stacks, plan.arrays, target) is not None
+    if plan.roles.partitioner and hides:
         layers = layers.model_copy(update={"batch_split": max(BATCH_SPLIT, layers.batch_split)})
         of_activations = [name for name, one in presets_for(target).items() if "activations" in one.tried_for]
         presets = (*presets, *of_activations[:1])
     return overlap.model_copy(update={"layers": layers, "flag_presets": presets, "search": None})
 
 
-def exposed_of_parts(plan: Plan) -> float | None:
-    """Returns the share of tensor parallelism's collectives that the plan's step waits for with a split batch; None if
-    nothing of one part runs beside the other."""
-    in_turns = all(takes_turns(stack, plan.arrays, plan.target) for stack in plan.model.stacks)
-    return exposed_with_parts(plan.target, in_turns=in_turns)
+def exposed_of_parts(stacks: Iterable[Stack], arrays: Arrays, target: TargetPlan) -> float | None:
+    """Returns the share of tensor parallelism's collectives that a step waits for with a split batch; None if nothing
+    of one part runs beside the other."""
+    return exposed_with_parts(target, in_turns=all(takes_turns(stack, arrays, target) for stack in stacks))
 
 
 def overrides_of(assumed: OverlapSpec, declared: OverlapSpec) -> tuple[str, ...]:

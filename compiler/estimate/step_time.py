@@ -414,7 +414,7 @@ def plan_hiding(plan: Plan) -> Hiding:
     is_ring = runs_beside_compute(plan.ops, ((each.op.kind, each.chosen.name) for each in plan.operations))
     exposed = cost_model().exposed_beside_matmuls if is_ring and why_permutes_wait(target) is None else None
     if exposed is None and assumed.layers.batch_split > 1:
-        exposed = exposed_of_parts(plan)
+        exposed = exposed_of_parts(plan.model.stacks, plan.arrays, target)
     return Hiding(
         weights=weights,
         activations_exposed=1.0 if exposed is None else exposed,

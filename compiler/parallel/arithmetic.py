@@ -10,11 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from jax.sharding import PartitionSpec
+
 from meshloom.models.adapter import is_adapter
 
 from ..core.errors import Problem, use_one_of
+from ..core.partition_spec import keep_axes
 from ..formats.operands import operand_formats
-from ..sharding.arrays import EXPERTS, Operand, OpSite
+from ..sharding.arrays import EXPERTS, Operand, OpSite, gradient_name
 from ..spec.step_spec import MatmulPrecision
 from ..spec.target_names import kinds_that_multiply_in
 from .operation import OpInputs
@@ -48,25 +51,35 @@ def plan_arithmetic(sites: Iterable[Multiplied], inputs: OpInputs) -> tuple[dict
     ]
     if problems or not rules:
         return {}, problems
-    return {each.site: _precision(found[each.site], rules, left_out[each.site], inputs) for each in sites}, []
+    every = ((each.site, found[each.site], left_out[each.site]) for each in sites)
+    return {site: _precision(site, index, rules, why, inputs) for site, index, why in every}, []
 
 
 def _precision(
-    index: int | None, rules: tuple[MatmulPrecision, ...], left_out: str | None, inputs: OpInputs
+    site: OpSite, index: int | None, rules: tuple[MatmulPrecision, ...], left_out: str | None, inputs: OpInputs
 ) -> SitePrecision:
     if left_out or index is None:
         return SitePrecision(None, left_out or "no rule matches it")
     rule, formats, reason = rules[index], operand_formats(), f"{WHERE}[{index}]"
     if rule.forward is None:
         return SitePrecision(None, reason)
+    x = site.operands[0].activation
     arithmetic = Arithmetic(
         forward=formats[rule.forward],
         gradients=formats[rule.gradients] if rule.gradients else None,
         rounds_at_random=rule.rounding == "stochastic",
         emulated=inputs.spec.precision.emulate,
         tokens=inputs.roles.tokens,
+        result_spec=_spec_of(site.name, inputs),
+        gradient_spec=_spec_of(gradient_name(x), inputs) or _spec_of(x, inputs) if x else None,
     )
     return SitePrecision(arithmetic, reason)
+
+
+def _spec_of(activation: str, inputs: OpInputs) -> PartitionSpec | None:
+    """Returns the layout of an activation over the partitioner's axes; None where it has none."""
+    planned, axes = inputs.activation(activation), inputs.roles.partitioner
+    return keep_axes(planned.spec, axes) if planned and axes else None
 
 
 def _rule_of(each: Multiplied, rules: tuple[MatmulPrecision, ...]) -> int | None:

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 
 from ..core.partition_spec import Axes
 from ..formats.block import ELEMENTS, SCALES, EncodedArray
@@ -35,13 +36,16 @@ class Arithmetic:
     """How a site multiplies. forward: how x and the weight are written. gradients: how the gradient of the result is,
     in the backward pass; None: that is computed with x and the weight as they are. rounds_at_random: whether that
     gradient is rounded up or down at random. emulated: elements are decoded, and multiplied in float32. tokens: the
-    mesh axes over which the tokens of x are split."""
+    mesh axes over which the tokens of x are split. result_spec, gradient_spec: the layouts of the result and of the
+    gradient of x over the axes of XLA's partitioner; None: it has none."""
 
     forward: OperandFormat
     gradients: OperandFormat | None
     rounds_at_random: bool
     emulated: bool
     tokens: Axes
+    result_spec: PartitionSpec | None = None
+    gradient_spec: PartitionSpec | None = None
 
     @property
     def how(self) -> str:
@@ -151,7 +155,7 @@ class _Product:
         at, of = self.letters, self.arithmetic.forward
         qx = self._encoded(of, x, at.x, at.forward)
         qw = encoded or self._encoded(of, weight, at.weight, at.forward)
-        y = self._multiplied(of, of, qx, qw, at.forward, x.dtype, self.dot)
+        y = self._multiplied(of, of, qx, qw, at.forward, x.dtype, self.dot, self.arithmetic.result_spec)
         is_used_again = of.scales == "tensor"  # whatever is contracted
         return y, (x, weight, encoded, qx[SCALES] if is_used_again else None, qw[SCALES] if is_used_again else None)
 
@@ -168,7 +172,7 @@ class _Product:
         is_read = encoded is not None and of.scales == "tensor"
         qw = encoded if is_read and encoded else self._encoded(of, weight, at.weight, at.of_x, scales=sw)
         qx = self._encoded(of, x, at.x, at.of_weight, scales=sx)
-        dx = self._multiplied(of_gradient, of, qg, qw, at.of_x, x.dtype, dot)
+        dx = self._multiplied(of_gradient, of, qg, qw, at.of_x, x.dtype, dot, self.arithmetic.gradient_spec)
         return dx, self._multiplied(of, of_gradient, qx, qg2, at.of_weight, weight.dtype, dot)
 
     def _encoded(
@@ -200,9 +204,13 @@ class _Product:
         subscripts: str,
         dtype: Any,
         multiply: Dot,
+        spec: PartitionSpec | None = None,
     ) -> Array:
+        """Returns a product in the type of an operand. spec: its layout, which partial sums get before they are scaled:
+        a reduce-scatter adds them, as it does without scales."""
         x, y = (self._factor(of, each) for of, each in ((of_a, a), (of_b, b)))
         summed = multiply(x, y, subscripts, jnp.float32 if self.arithmetic.emulated else dtype)
+        summed = summed if spec is None else jax.lax.with_sharding_constraint(summed, spec)
         operands, result = subscripts.split("->")
         scales = [_beside(q[SCALES], at, result) for q, at in zip((a, b), operands.split(","), strict=True)]
         return (summed.astype(jnp.float32) * (scales[0] * scales[1])).astype(dtype)
