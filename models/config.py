@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
 from .record import Record, mistake
@@ -123,6 +123,12 @@ def _holds(number: Any, bound: Any) -> bool:
             return number <= bound.le
 
 
+def _as_name(text: str) -> str:
+    if not text.isidentifier():
+        raise mistake(f"{text!r} is no name of a type", "use nf4, int4, int8 or float8_e4m3fn")
+    return text
+
+
 class BaseConfig(Config):
     """How the frozen matrices of layers are stored under an adapter, in few bits with scales.
 
@@ -132,7 +138,7 @@ class BaseConfig(Config):
     multiple, takes the largest block below that divides it.
     """
 
-    element: Annotated[str, Field(min_length=1)]
+    element: Annotated[str, AfterValidator(_as_name)]
     block: PositiveInt | None
     scales_block: PositiveInt | None
 

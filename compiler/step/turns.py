@@ -53,7 +53,7 @@ def turn_names(sharding: ShardingPlan, operations: Iterable[OpPlan]) -> TurnName
     results. operations: those of the layers."""
     axes = {planned.array.path: set(axes_in(planned.spec)) for planned in sharding.activations}
     gathered = (name for name in axes if axes.get(gradient_name(name), set()) > axes[name])
-    matmuls = (one for one in operations if one.op.kind == "matmul" and one.chosen.collectives)
+    matmuls = (one for one in operations if one.op.multiplied(one.site) and one.chosen.collectives)
     summed = (one.site.operands[0].activation for one in matmuls)
     return TurnNames(frozenset(gathered), frozenset(name for name in summed if name is not None))
 
