@@ -82,7 +82,9 @@ def test_a_strategy_of_the_user_is_compared_with_what_the_model_says(monkeypatch
     assert {"loss", "gradients", "update"} <= set(_failed(plan_run(spec, (*OPERATIONS, Scaling(2.01)))))
 
 
+@pytest.mark.peers
 def test_weights_that_are_read_wrongly_have_other_logits_than_the_folder(tmp_path, monkeypatch):
+    pytest.importorskip("transformers", reason="pip install -e '.[peers]'")
     write_published(tmp_path, plan_of().spec.model, dtype="float32")
     check = DeclarationCheck(plan_as_declared("target=cpu-1", "model=from_hf", f"model.path={tmp_path}"), "a test")
     with Compiler() as compiler:
