@@ -169,7 +169,7 @@ def _block(dtype: str) -> tuple[int, int] | None:
     if dtype == "Q8_0":
         return BLOCK, BLOCK_BYTES
     try:
-        import gguf  # noqa: PLC0415 (an extra)
+        import gguf  # noqa: PLC0415 (an extra)  # pyright: ignore[reportMissingImports]
 
         kind = gguf.GGMLQuantizationType[dtype]
         block = gguf.GGML_QUANT_SIZES[kind]
@@ -209,7 +209,7 @@ def gguf_values(path: Path, tensor: GgufTensor) -> np.ndarray:
         return (mapped.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(tensor.shape)
     if tensor.dtype in PLAIN:
         return mapped.view(np.float32 if tensor.dtype == "F32" else np.float16).reshape(tensor.shape)
-    import gguf  # noqa: PLC0415 (an extra)
+    import gguf  # noqa: PLC0415 (an extra)  # pyright: ignore[reportMissingImports]
 
     rows = mapped.reshape(*tensor.shape[:-1], -1)
     return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[tensor.dtype]).reshape(tensor.shape)

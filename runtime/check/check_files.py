@@ -99,9 +99,9 @@ class DeclaredFolder:
 
 def transformers_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     """Returns the logits of an exported folder by transformers, in float32."""
-    import torch  # noqa: PLC0415 (takes seconds)
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
-    from transformers.utils import logging  # noqa: PLC0415
+    import torch  # noqa: PLC0415 (takes seconds)  # pyright: ignore[reportMissingImports]
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+    from transformers.utils import logging  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
