@@ -16,6 +16,3 @@ class Float4E2M1(ElementFormat):
         magnitude = jnp.abs(scaled)
         step = jnp.where(magnitude < 2, 0.5, jnp.where(magnitude < 4, 1.0, 2.0))
         return (jnp.round(scaled / step) * step).astype(self.dtype)
-
-    def decode(self, elements: Array) -> Array:
-        return elements.astype(jnp.float32)

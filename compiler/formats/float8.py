@@ -1,6 +1,5 @@
 """Floating point of 8 bits: Micikevicius et al. 2022, arXiv:2209.05433."""
 
-import jax.numpy as jnp
 from jax import Array
 
 from .element import ElementFormat, register_element
@@ -9,9 +8,6 @@ from .element import ElementFormat, register_element
 class _Float(ElementFormat):
     def encode(self, scaled: Array, key: Array | None = None) -> Array:  # noqa: ARG002 - to the nearest, ties to even
         return self.clipped(scaled).astype(self.dtype)
-
-    def decode(self, elements: Array) -> Array:
-        return elements.astype(jnp.float32)
 
 
 @register_element

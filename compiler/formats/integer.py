@@ -1,7 +1,6 @@
 """Whole numbers of 8 and 4 bits, symmetric: the lowest code, which has no positive counterpart, is not used. Those
 without a sign are for scales that are quantized in turn."""
 
-import jax.numpy as jnp
 from jax import Array
 
 from .element import ElementFormat, register_element, rounded
@@ -10,9 +9,6 @@ from .element import ElementFormat, register_element, rounded
 class _Integer(ElementFormat):
     def encode(self, scaled: Array, key: Array | None = None) -> Array:
         return self.clipped(rounded(self.clipped(scaled), key)).astype(self.dtype)
-
-    def decode(self, elements: Array) -> Array:
-        return elements.astype(jnp.float32)
 
 
 @register_element
