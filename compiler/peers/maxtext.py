@@ -343,18 +343,11 @@ def _put_quantization(reading: PeerReading, option: str) -> None:
         what = f"Meshloom has {kind} in runs that compute in bfloat16"
         reading.refuse("quantization", what, "set dtype=bfloat16, or add quantization=''")
         return
-    forward, gradients = types[kind]
-    put_matmuls(reading, option, forward, gradients, because)
+    put_matmuls(reading, option, types[kind], because, has_experts=reading.whole("num_experts") > 1)
     reading.notes.append(
         f"{because}: here a scale comes from the largest magnitude now, and elements are the nearest; "
         "MaxText's may come from a fixed range or from steps before, and its gradients may be rounded at random"
     )
-    if reading.whole("num_experts") > 1 or _has_experts(reading):
-        reading.notes.append(f"{because}: experts multiply in bfloat16 here")
-
-
-def _has_experts(reading: PeerReading) -> bool:
-    return bool(reading.model_value("num_experts"))
 
 
 def _put_optimizer(reading: PeerReading) -> None:

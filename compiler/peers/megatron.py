@@ -377,13 +377,10 @@ def _put_fp8(reading: PeerReading, option: str, form: str) -> None:
         reading.refuse(key, "Meshloom has float8 in runs that compute in bfloat16", "add --bf16, or leave fp8 out")
     elif types:
         because = reading.said(key, "fp8_recipe")
-        forward, gradients = types
-        put_matmuls(reading, option, forward, gradients, because)
+        put_matmuls(reading, option, types, because)
         reading.notes.append(f"{because}: a scale comes from the largest magnitude now, and not from earlier steps")
         if reading.flag("fp8_param_gather"):
             reading.notes.append("fp8_param_gather: weights are gathered in bfloat16 here")
-        if reading.model_value("num_experts"):
-            reading.notes.append(f"{because}: experts multiply in bfloat16 here")
 
 
 def _put_optimizer(reading: PeerReading) -> None:

@@ -23,13 +23,19 @@ def put_remat(reading: PeerReading, choices: Mapping[str, str], because: str) ->
         reading.put(f"remat.names=[{','.join(named)}]", because)
 
 
-def put_matmuls(reading: PeerReading, option: str, forward: str, gradients: str, because: str) -> None:
-    """Puts the types in which matmuls of layers multiply. option: that of `precision` for all else."""
+def put_matmuls(
+    reading: PeerReading, option: str, types: tuple[str, str], because: str, *, has_experts: bool = False
+) -> None:
+    """Puts the types in which matmuls of layers multiply. option: that of `precision` for all else. types: of x and
+    weights, and of gradients. has_experts: the peer says so; else the model does."""
+    forward, gradients = types
     own = next((name for name in ("fp8", "int8") if _types(name) == (forward, gradients)), None)
     if own and option == "bfloat16":
         reading.put(f"precision={own}", because)
     else:
         reading.put(f"precision.matmuls=[{{match: null, forward: {forward}, gradients: {gradients}}}]", because)
+    if has_experts or reading.model_value("num_experts"):
+        reading.notes.append(f"{because}: experts multiply in bfloat16 here")
 
 
 def _types(option: str) -> tuple[str, str]:

@@ -207,9 +207,8 @@ def _put_float8(reading: PeerReading, option: str) -> None:
         what, fix = f"Meshloom has no {recipe}", "use tensorwise or rowwise, or add --model.converters="
         reading.refuse(keys["recipe_name"][0], what, fix)
         return
-    forward, gradients = types
     said = " ".join((because, *(reading.said(key) for key in keys["recipe_name"])))
-    put_matmuls(reading, option, forward, gradients, said)
+    put_matmuls(reading, option, types, said)
     for key in keys["emulate"]:
         if reading.flag(key):
             reading.put("precision.emulate=true", reading.said(key))
@@ -221,8 +220,6 @@ def _put_float8(reading: PeerReading, option: str) -> None:
         names = names if isinstance(names, list) else str(names).split(",")
         if others := [str(name) for name in names if name not in _AS_THEY_ARE]:
             reading.notes.append(f"{key}: {', '.join(others)} multiply in float8 here, too")
-    if reading.model_value("num_experts"):
-        reading.notes.append(f"{because}: experts multiply in bfloat16 here")
 
 
 def _put_optimizer(reading: PeerReading) -> None:
