@@ -1,4 +1,4 @@
-"""What a chip gains from types of few bits: their own peak and share of it, or nothing."""
+"""A chip gains from a type of few bits what the peak and the share of this type say, or nothing."""
 
 import pytest
 
