@@ -9,13 +9,16 @@ bench/precision.jsonl, and `results` prints their table.
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from compiled_rows import Overrides, estimated, read_lines
+from prediction_range import Run
 from published_recipes import FSDP, GRAND_TETON, RECIPES, TPU7X, declared, maxtext
+
+from meshloom.compiler.target.accuracy import LOW_PRECISION
 
 KEPT = Path(__file__).with_suffix(".jsonl")
 FP8 = "precision=fp8"
@@ -30,6 +33,15 @@ class Pair:
     ratio: float
     overrides: Overrides
     note: str = ""
+
+    @property
+    def chip(self) -> str:
+        (target,) = (word for word in self.overrides if word.startswith("target="))
+        return target.removeprefix("target=").split("-")[0]
+
+    @property
+    def source(self) -> str:
+        return "AI-Hypercomputer/tpu-recipes" if self.chip == "tpu7x" else "pytorch/torchtitan"
 
 
 def _recipe(name: str) -> Overrides:
@@ -81,6 +93,17 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         ratio = row["bfloat16"] / row["few_bits"]
         lines.append(f"| {pair.name} | {pair.ratio:.2f} | {ratio:.2f} | {ratio / pair.ratio - 1:+.0%} | {pair.note} |")
     return "\n".join(lines)
+
+
+def gains(rows: Iterable[Mapping[str, Any]]) -> list[Run]:
+    """Returns the estimated pairs as runs of low precision: the published over the predicted seconds of the step in few
+    bits, if the step in bfloat16 is right."""
+    by_name, runs = {row["name"]: row for row in rows if "few_bits" in row}, []
+    for pair in PAIRS:
+        if row := by_name.get(pair.name):
+            off = round(row["bfloat16"] / row["few_bits"] / pair.ratio, 4)
+            runs.append(Run(pair.name, pair.chip, pair.source, LOW_PRECISION, off, off))
+    return runs
 
 
 def main() -> None:

@@ -10,8 +10,9 @@ many, is no narrower than what 8 of 10 of the checked runs of a whole left-out g
 groupings. In a group of fewer than five runs, 8 of 10 would be all of them, so such groups count together, if they have
 five.
 
-The range of any other kind is no narrower than a dense run's. Where a kind has no runs, it is as wide as the largest
-error that is known of steps that are no rows of published_recipes.py (UNSEEN).
+The range of any other kind is no narrower than a dense run's. Only that of low precision may be: its runs are pairs
+(precision.py), whose errors are those of what float8 gains. A step in float8 has the errors of its other kinds, too,
+with which meshloom.compiler.target.accuracy combines them.
 """
 
 import math
@@ -24,7 +25,7 @@ from urllib.parse import urlparse
 from published_recipes import Recipe
 
 from meshloom.compiler.plan import Plan
-from meshloom.compiler.target.accuracy import COVERED, ProgramKind
+from meshloom.compiler.target.accuracy import COVERED, LOW_PRECISION, ProgramKind
 
 Basis = Literal["compiled", "estimated"]
 Grouping = Literal["source", "kind", "chip"]
@@ -62,26 +63,6 @@ class Coverage:
 
     inside: int
     total: int
-
-
-# Steps of kinds without rows. Experts on GPUs: an estimate of today, and the farthest of 45 published steps that nobody
-# here had chosen, by the prices before GPUs had measured ones; of data parallel steps the nearest and the farthest of
-# these. Pipelines: estimated with another recomputation than the published one (docs/results/published_pipelines.md).
-# Low precision: the gain over bfloat16 of the same step in float8, over a price that halves all of the step; of 11
-# pairs the nearest and the farthest, and rows over tensor parallelism, which gain nothing.
-AXLEARN, STEPS = "apple/axlearn", "one of the 45 steps"
-LLAMA, TPU_RECIPES, TORCHTITAN = "arXiv:2407.21783", "AI-Hypercomputer/tpu-recipes", "pytorch/torchtitan"
-UNSEEN = (
-    Run("Qwen3-30B-A3B, 8 H100", "h100", STEPS, "experts on GPUs", 1 / 1.41, 1 / 1.41),
-    Run("experts over a mesh, H100, the farthest", "h100", STEPS, "experts on GPUs", 1 / 1.41, 1 / 1.78),
-    Run("data parallel, v5p, the nearest", "v5p", AXLEARN, "data parallel", 1 / 0.83, 1 / 0.83),
-    Run("data parallel, v5p, the farthest", "v5p", AXLEARN, "data parallel", 1 / 0.38, 1 / 0.38),
-    Run("Llama 3.1 405B, 8,192 H100", "h100", LLAMA, "pipelines", 344 / 430, 344 / 430),
-    Run("Llama 3.1 405B, 16,384 H100", "h100", LLAMA, "pipelines", 314 / 400, 314 / 400),
-    Run("Llama 3.1 70B, 8k tokens, 64 Ironwood, float8", "tpu7x", TPU_RECIPES, "low precision", 2 / 1.54, 2 / 1.54),
-    Run("Qwen3-235B-A22B, 256 Ironwood, float8", "tpu7x", TPU_RECIPES, "low precision", 2 / 1.12, 2 / 1.12),
-    Run("over tensor parallelism, H100, float8 by rows", "h100", TORCHTITAN, "low precision", 2.0, 2.0),
-)
 
 
 def source_of(recipe: Recipe) -> str:
@@ -184,12 +165,10 @@ def checked_dense(runs: Iterable[Run]) -> list[Run]:
 
 def kind_factor(runs: Sequence[Run], kind: ProgramKind, basis: Basis, chip: str) -> float:
     """Returns the factor of the range of a kind on a chip: "*" for one without runs."""
+    if kind == LOW_PRECISION:
+        return factor_of(of_kind(runs, kind), basis, chip)
     usual = factor_of(of_kind(runs, "dense"), basis, chip, find_least(checked_dense(runs), basis))
-    if kind == "dense":
-        return usual
-    if own := of_kind(runs, kind):
-        return max(usual, factor_of(own, basis, chip))
-    return max([usual, *(math.exp(run.error(basis)) for run in of_kind(UNSEEN, kind))])
+    return usual if kind == "dense" else max(usual, factor_of(of_kind(runs, kind), basis, chip))
 
 
 def table_of(runs: Sequence[Run], best_mfu: Mapping[str, float]) -> dict[str, Any]:
@@ -198,7 +177,7 @@ def table_of(runs: Sequence[Run], best_mfu: Mapping[str, float]) -> dict[str, An
     chip."""
     chips, kinds = ("*", *dict.fromkeys(run.chip for run in runs)), {}
     for kind in get_args(ProgramKind):
-        kinds[kind] = {"num_runs": dict(Counter(run.chip for run in of_kind(runs, kind) or of_kind(UNSEEN, kind)))}
+        kinds[kind] = {"num_runs": dict(Counter(run.chip for run in of_kind(runs, kind)))}
         for basis in BASES:
             kinds[kind][basis] = {chip: round(kind_factor(runs, kind, basis, chip), 4) for chip in chips}
     checked, left = checked_dense(runs), {}
@@ -212,7 +191,6 @@ def table_of(runs: Sequence[Run], best_mfu: Mapping[str, float]) -> dict[str, An
         "left_out": left,
         "best_mfu": dict(best_mfu),
         "runs": [asdict(run) for run in runs],
-        "unseen": [asdict(run) for run in UNSEEN],
     }
 
 

@@ -6,7 +6,7 @@ A row is a public recipe declared as overrides, with the XLA options that it set
 hardware, which need not be there. Each takes minutes (compiled_rows.py); again.py takes them again with other prices.
 Every recipe is planned and estimated anew, in a second or two (bench/published_estimates.jsonl).
 Prints tables in Markdown, and writes compiler/target/accuracy.json, from which predictions get their range: what it
-takes for 9 of 10 rows (prediction_range.py).
+takes for 9 of 10 rows (prediction_range.py); of low precision, for 9 of 10 pairs of precision.py.
 
 Constants of the cost model are global and have their sources in docs/targets.md and conf/target; half of the rows may
 be looked at to choose them, the others only check.
@@ -20,11 +20,21 @@ from pathlib import Path
 from statistics import median
 from typing import Any, get_args
 
-from compiled_rows import NOT_COMPILED, Overrides, gib, make_rows, markdown, parser_of, read_kept, versions_of
+import precision
+from compiled_rows import (
+    NOT_COMPILED,
+    Overrides,
+    gib,
+    make_rows,
+    markdown,
+    parser_of,
+    read_kept,
+    read_lines,
+    versions_of,
+)
 from prediction_range import (
     BASES,
     GROUPINGS,
-    UNSEEN,
     Run,
     checked_dense,
     coverage,
@@ -186,8 +196,8 @@ def best_mfus(kept: Rows) -> dict[str, float]:
 
 
 def published_runs(kept: Rows, estimates: Rows) -> list[Run]:
-    """Returns the recipes with the published over the predicted seconds."""
-    runs = []
+    """Returns the recipes with the published over the predicted seconds, and the pairs of precision.py."""
+    runs = precision.gains(read_lines(precision.KEPT))
     for recipe in RECIPES:
         if planned := estimates.get(recipe.declaration):
             estimated = planned["published_seconds"] / planned["estimated_seconds"]
@@ -242,8 +252,7 @@ def kinds_table(kept: Rows, estimates: Rows) -> str:
         for basis in BASES:
             inside = coverage_of_kind(runs, kind, basis).inside
             cells += [f"{kind_factor(runs, kind, basis, '*'):.2f}", str(inside)]
-        others = "; ".join(f"{each.recipe}: {each.estimated:.2f}" for each in UNSEEN if each.kind == kind)
-        rows.append([kind, *cells, others])
+        rows.append([kind, *cells])
     columns = (
         "kind",
         "runs",
@@ -251,7 +260,6 @@ def kinds_table(kept: Rows, estimates: Rows) -> str:
         "left out, inside",
         "range, estimated",
         "left out, inside",
-        "published over estimated, of steps that are no rows here",
     )
     return markdown(columns, rows)
 

@@ -210,6 +210,14 @@ DGXC = "https://github.com/NVIDIA/dgxc-benchmarking/tree/main/maxtext"  # README
 IRONWOOD = "https://github.com/AI-Hypercomputer/tpu-recipes/blob/main/training/ironwood/README.md"
 DEEPSEEK_V5P = "https://github.com/AI-Hypercomputer/tpu-recipes/blob/main/training/v5p/DeepSeek3-671B-MaxText/README.md"
 AXLEARN = "https://github.com/apple/axlearn/blob/main/axlearn/experiments/text/gpt/fuji.py"
+HONEYCRISP = (
+    "https://github.com/apple/axlearn/blob/03cfa39630e8f38215d2f56435b0fb42c0be6801/axlearn/experiments/text/gpt/"
+    "honeycrisp.py"
+)
+AUTOMODEL = (
+    "https://github.com/NVIDIA-NeMo/Automodel/blob/01926a5c443b7979463c73341bf64adf79de638e/docs/performance-summary.md"
+)
+LLAMA_3 = "https://arxiv.org/abs/2407.21783"  # section 3.3.2 and table 4
 A3_SOURCE = f"{MAXTEXT}/MaxText/configs/a3/llama_2_7b/README.md"
 V4_SOURCE, V5E_SOURCE, V5P_SOURCE = (f"{MAXTEXT}/MaxText/configs/{chip}/README.md" for chip in ("v4", "v5e", "v5p"))
 TIERS = "https://maxtext.readthedocs.io/en/latest/reference/models/tiering.html"
@@ -233,6 +241,10 @@ LLAMA_34B = (*default_model(8192, 64, 22016, 48), "model.num_kv_heads=8")
 SCALE_128 = default_model(8192, 128, 57344, 64)
 MISTRAL_7B = ("model.vocab_size=32000", "model.rope_theta=10000.0")
 TENSOR_8 = ("sharding=fsdp_tensor", "mesh.tensor=8", TENSOR_4[2])
+HONEYCRISP_3B = (
+    "model.embed_dim=3072", "model.num_heads=24", "model.num_kv_heads=8", "model.mlp_dim=8064", "model.num_layers=26",
+    "model.qk_norm=rms", "model.vocab_size=49152", "model.embeddings=tied",
+)  # fmt: skip
 
 
 def a3(num_nodes: int, mfu: float) -> Recipe:
@@ -268,6 +280,38 @@ def gemma3(half: Literal["fitted", "checked"], num_slices: int, tokens_per_secon
                   tokens_per_second, None, "custom",
                   maxtext("gemma3_12b", "v6e-256", 1, 256 * num_slices, 32768, "full", *over),
                   {"xla_tpu_scoped_vmem_limit_kib": 122880})  # fmt: skip
+
+
+def honeycrisp(num_chips: int, seconds: float) -> Recipe:
+    """AXLearn's Honeycrisp 3B on v5p: data parallel, 8 Mi tokens in a step. It has the early Pallas kernel of
+    attention, whose figures these steps chose."""
+    return Recipe("fitted", f"AXLearn Honeycrisp 3B, v5p, {num_chips} chips", HONEYCRISP, 2**23 / num_chips / seconds,
+                  None, "dots_saveable",
+                  maxtext("llama3_8b", f"v5p-{2 * num_chips}", 2048 / num_chips, num_chips, 4096, "save_dots",
+                          "sharding=ddp", *HONEYCRISP_3B, "target.chip.attention=early_pallas_v5p"),
+                  DATA_PARALLEL)  # fmt: skip
+
+
+def automodel(name: str, model: str, num_gpus: int, sequences: int, of_microbatch: int, tokens_per_second: float,
+              own_remat: str, remat: str) -> Recipe:  # fmt: skip
+    """NeMo AutoModel's steps of experts, which a balanced gate gives equal numbers of tokens. A step without
+    recomputation is declared as `minimal`, since `none` does not fit."""
+    accumulated = f"num_microbatches={sequences // num_gpus // of_microbatch}"
+    return Recipe("checked", f"NeMo AutoModel {name}, {num_gpus} H100", AUTOMODEL, tokens_per_second, None, own_remat,
+                  declared(model, f"h100-{num_gpus}", sequences / num_gpus, num_gpus, 4096, remat,
+                           "sharding=fsdp_expert", f"mesh.expert={num_gpus}", "moe.max_imbalance=1",
+                           accumulated))  # fmt: skip
+
+
+def llama_3(num_gpus: int, teraflops: float) -> Recipe:
+    """Llama 3 405B: 2,048 sequences over 16 stages of 8 chunks, the first with the embedding and the last with the
+    head. Nothing was recomputed; `none` does not fit here, `minimal` does."""
+    replicas = num_gpus // 128
+    return Recipe("checked", f"Llama 3 405B, {num_gpus:,} H100", LLAMA_3, None, teraflops / 989.4, "none",
+                  declared("llama3_405b", f"h100-{num_gpus}", 2048 / num_gpus, num_gpus, 8192, "minimal",
+                           "sharding=fsdp_tensor", "mesh.tensor=8", "mesh.stage=16", f"mesh.fsdp={replicas}",
+                           f"num_microbatches={2048 // replicas}", "pipeline=interleaved_1f1b",
+                           "pipeline.num_chunks=8", f"pipeline.layers=[0{',1' * 126},0]"))  # fmt: skip
 
 
 RECIPES = (
@@ -395,4 +439,9 @@ RECIPES = (
            maxtext("deepseek_v3", "v5p-1024", 6, 512, 8192, "offload", FSDP,
                     "remat.names=[layer_input,attention_residual]"), V5P_EXPERTS),
     gemma3("checked", 1, 4477.768), gemma3("fitted", 2, 4204.799), gemma3("fitted", 4, 3905.572),
+    honeycrisp(512, 1.48), honeycrisp(1024, 0.8), honeycrisp(2048, 0.47),
+    automodel("Qwen3 30B-A3B", "qwen3_30b_a3b", 8, 512, 4, 12040, "full", "full"),
+    automodel("gpt-oss 20B", "gpt_oss_20b", 8, 256, 2, 13058, "none", "minimal"),
+    automodel("gpt-oss 120B", "gpt_oss_120b", 64, 512, 2, 7626, "none", "minimal"),
+    llama_3(8192, 430), llama_3(16384, 400),
 )  # fmt: skip

@@ -1,8 +1,8 @@
 """Gives a prediction its range, from how far predictions of published runs of its kind were off.
 
 accuracy.json has the factors of the ranges by kind. `python bench/published.py` derives them from published runs
-(bench/prediction_range.py), so that 9 of 10 runs lie in the range that the others give. docs/results/published.md has
-the runs.
+(bench/prediction_range.py), so that 9 of 10 runs lie in the range that the others give. Runs of low precision are pairs
+of runs, and how far what float8 gained was off. docs/results/published.md has the runs.
 """
 
 import json
@@ -25,6 +25,7 @@ COVERED = 9, 10  # runs that lie in a range
 ALL_CHIPS = "*"
 LONG = 32768  # tokens of a sequence
 NARROW_PEAKS = ("int8", "float8")  # types of low precision
+LOW_PRECISION = "low precision"
 CALIBRATED = "a calibrated prediction is not compared with published runs"
 Basis = Literal["compiled", "estimated"]
 ProgramKind = Literal[
@@ -58,24 +59,23 @@ def program_kinds(
 
 
 def kinds_in_types(kinds: Sequence[ProgramKind], matmul_types: Iterable[str]) -> tuple[ProgramKind, ...]:
-    """Returns the kinds of a program with the types of its matmuls, which only its operations show."""
-    if not any(peak_name(each) in NARROW_PEAKS for each in set(matmul_types)):
-        return tuple(kinds)
-    return (*(kind for kind in kinds if kind != "dense"), "low precision")
+    """Returns the kinds of a program with the types of its matmuls, which only its operations show. What few bits gain
+    is one more error than that of the same program in bfloat16, so no kind is replaced."""
+    is_narrow = any(peak_name(each) in NARROW_PEAKS for each in set(matmul_types))
+    return (*kinds, LOW_PRECISION) if is_narrow else tuple(kinds)
 
 
 @dataclass(frozen=True)
 class Accuracy:
     """The accuracy of a prediction. kinds: of the program. factor: by how much a step may be longer or shorter than
-    predicted. num_runs: the number of published runs that the factor comes from. num_steps: of steps, instead, of the
-    kinds without such runs. num_on_chip: how many of both ran on this chip."""
+    predicted. num_runs: the number of published runs that the factor comes from. num_on_chip: how many of them ran on
+    this chip."""
 
     kinds: tuple[ProgramKind, ...]
     chip: str
     factor: float
     num_runs: int
     num_on_chip: int
-    num_steps: int = 0
 
     def range_of(self, seconds: float) -> tuple[float, float]:
         """Returns the range of a step that is predicted to take this many seconds."""
@@ -83,12 +83,8 @@ class Accuracy:
 
     def __str__(self) -> str:
         most, of = COVERED
-        runs, steps = counted(self.num_runs, "published run"), f"farthest of {counted(self.num_steps, 'known step')}"
-        if not self.num_steps:
-            basis = f"{most} of {of} such steps are expected inside, by {runs}"
-        else:
-            basis = f"by {runs} and the {steps}" if self.num_runs else f"as wide as the {steps}"
         combined = ", whose errors are combined" if len(self.kinds) > 1 else ""
+        basis = f"{most} of {of} such steps are expected inside, by {counted(self.num_runs, 'published run')}"
         return f"{' and '.join(self.kinds)}{combined}: {basis}, {self.num_on_chip or 'none'} on {self.chip}"
 
 
@@ -103,15 +99,13 @@ def accuracy_of(target: "TargetPlan", kinds: Sequence[ProgramKind], basis: Basis
     chip = target.chip.name
     tables = [_table()["kinds"][kind] for kind in kinds]
     factors = [table[basis].get(chip, table[basis][ALL_CHIPS]) for table in tables]
-    runs = {kind: table["num_runs"] for kind, table in zip(kinds, tables, strict=True)}
-    without = {each["kind"] for each in _table()["unseen"]} - {each["kind"] for each in _table()["runs"]}
+    runs = [table["num_runs"] for table in tables]
     return Accuracy(
         kinds=tuple(kinds),
         chip=chip,
         factor=math.exp(math.hypot(*map(math.log, factors))),
-        num_runs=sum(sum(each.values()) for kind, each in runs.items() if kind not in without),
-        num_on_chip=sum(each.get(chip, 0) for each in runs.values()),
-        num_steps=sum(sum(each.values()) for kind, each in runs.items() if kind in without),
+        num_runs=sum(sum(each.values()) for each in runs),
+        num_on_chip=sum(each.get(chip, 0) for each in runs),
     )
 
 

@@ -43,7 +43,7 @@ def _peak(program):
 
 
 def test_a_step_that_multiplies_in_eight_bits_has_the_range_of_low_precision(monkeypatch):
-    """No declaration chooses such a type; a model of one's own may multiply in it."""
+    """As a model of one's own may, besides `precision=fp8`."""
 
     def narrow(x):
         rounded = x.astype(jnp.float8_e4m3fn)
@@ -54,7 +54,7 @@ def test_a_step_that_multiplies_in_eight_bits_has_the_range_of_low_precision(mon
     monkeypatch.setattr(estimate, "matmul_types", lambda _: found)
     basis = estimate_step(plan_of("target=h100-8", "sharding=fsdp")).figures.range_basis
     assert isinstance(basis, str)
-    assert basis.startswith("low precision: ")
+    assert basis.startswith("dense and low precision, ")
 
 
 def test_arrays_without_entries_are_read():

@@ -28,10 +28,7 @@ TABLE = {
         },
         "several slices": {"num_runs": {"v5e": 1}, "compiled": {"*": 1.3}, "estimated": {"*": 1.4}},
         "experts on TPUs": {"num_runs": {"v5p": 2}, "compiled": {"*": 1.5}, "estimated": {"*": 1.35}},
-        "pipelines": {"num_runs": {"h100": 2}, "compiled": {"*": 1.3}, "estimated": {"*": 1.3}},
     },
-    "runs": [{"kind": "tensor"}, {"kind": "several slices"}, {"kind": "experts on TPUs"}],
-    "unseen": [{"kind": "pipelines"}, {"kind": "pipelines"}, {"kind": "experts on TPUs"}],
 }
 
 
@@ -74,24 +71,9 @@ def test_the_errors_of_several_kinds_are_combined():
     )
 
 
-@pytest.mark.parametrize(
-    ("kinds", "said"),
-    [
-        (("pipelines",), "pipelines: as wide as the farthest of 2 known steps, none on v5p"),
-        (
-            ("experts on TPUs", "pipelines"),
-            "experts on TPUs and pipelines, whose errors are combined: by 2 published runs and the farthest of 2 known "
-            "steps, 2 on v5p",
-        ),
-    ],
-)
-def test_a_kind_without_published_runs_says_what_its_range_is(kinds, said):
-    assert str(accuracy_of(cached_target_of("v5p-8"), kinds)) == said
-
-
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "f8e5m2", "int8", "s8"])
 def test_matmuls_in_eight_bits_make_a_kind(dtype):
-    assert kinds_in_types(("dense",), ["bfloat16", dtype]) == ("low precision",)
+    assert kinds_in_types(("dense",), ["bfloat16", dtype]) == ("dense", "low precision")
     assert kinds_in_types(("pipelines",), [dtype]) == ("pipelines", "low precision")
     assert kinds_in_types(("dense",), ["bfloat16", "float32", "int32"]) == ("dense",)
 
@@ -121,9 +103,21 @@ def test_each_kind_has_its_range(monkeypatch):
     monkeypatch.undo()
     target = cached_target_of("b200-8")
     found = {kind: accuracy_of(target, [kind], "estimated") for kind in get_args(accuracy.ProgramKind)}
-    least = found["dense"]
+    narrow, least = found.pop("low precision"), found["dense"]
+    assert narrow
     assert least
-    assert all(each and each.num_runs + each.num_steps and each.factor >= least.factor for each in found.values())
+    assert narrow.num_runs
+    assert all(each and each.num_runs and each.factor >= least.factor for each in found.values())
+
+
+def test_a_dense_step_in_few_bits_is_less_certain_than_in_bfloat16(monkeypatch):
+    monkeypatch.undo()
+    target, types = cached_target_of("h100-8"), ["float8_e4m3fn"]
+    dense, narrow = (accuracy_of(target, kinds) for kinds in (("dense",), kinds_in_types(("dense",), types)))
+    assert dense
+    assert narrow
+    assert dense.factor < narrow.factor < 2.0
+    assert narrow.num_runs > dense.num_runs
 
 
 def test_the_best_published_mfu_is_of_the_own_chip():

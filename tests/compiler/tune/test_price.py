@@ -72,7 +72,7 @@ def stack():
 def test_candidates_that_multiply_in_eight_bits_have_the_range_of_low_precision(stack, monkeypatch):
     assert str(stack.price().figures(0, 2**40).range_basis).startswith("dense: ")
     monkeypatch.setattr(ProgramShape, "matmul_types", {"bfloat16", "float8_e5m2"})
-    assert str(stack.price().figures(0, 2**40).range_basis).startswith("low precision: ")
+    assert str(stack.price().figures(0, 2**40).range_basis).startswith("dense and low precision, ")
 
 
 def test_exponents_are_read_off_one_ratio():
