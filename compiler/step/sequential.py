@@ -165,10 +165,16 @@ def scan_layers(stack: StackFunctions, weights: Weights, shared: Any, x: Any, *,
         of_layer = replace(weights, accumulators=accumulators, before=before, working=working)
         return stack.layer(of_layer.gathered(), shared, index, x)
 
-    # prevent_cse guards against the compiler merging both passes; in a loop they cannot be merged.
-    saved = jax.checkpoint(one, policy=stack.policy, prevent_cse=False)
+    saved = jax.checkpoint(one, policy=stack.policy, prevent_cse=may_merge(stack.num_layers, unroll))
     layers = (weights.accumulators, weights.before, weights.working, jnp.arange(stack.num_layers))
     return jax.lax.scan(lambda x, stored: saved(x, *stored), x, layers, unroll=unroll)
+
+
+def may_merge(num_layers: int, unroll: int) -> bool:
+    """Returns True if a compiler may merge the forward pass of a layer with its recomputation, so that nothing is
+    computed again. It cannot where both are in loops of their own; it unrolls a loop of one trip, and layers that fill
+    no trip are in no loop."""
+    return num_layers // unroll == 1 or num_layers % unroll > 0
 
 
 def prefetch_layers(
@@ -184,7 +190,7 @@ def prefetch_layers(
     Returns x, and the auxiliary outputs of all layers, stacked.
     """
     layouts, tree = jax.tree.flatten(weights.layouts)
-    layer = layer_pass(stack, weights, shared)
+    layer = layer_pass(stack, weights, shared, loop.unroll)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights.accumulators)
     passes = _Passes(layer, stack.num_layers, shapes, tree, layouts, weights.reduction, loop, skip_boundary_collectives)
 
@@ -362,8 +368,9 @@ class LayerPass:
         return dw, dx
 
 
-def layer_pass(stack: StackFunctions, weights: Weights, shared: Any) -> LayerPass:
-    """Returns the passes of a stack's layers. Under `jax.checkpoint` they save what the stack's policy selects."""
+def layer_pass(stack: StackFunctions, weights: Weights, shared: Any, unroll: int) -> LayerPass:
+    """Returns the passes of a stack's layers. Under `jax.checkpoint` they save what the stack's policy selects.
+    unroll: layers in a trip of the loop."""
     layouts, tree = jax.tree.flatten(weights.layouts)
     tree_of_shared = jax.tree.structure(shared)
 
@@ -374,7 +381,8 @@ def layer_pass(stack: StackFunctions, weights: Weights, shared: Any) -> LayerPas
         params, common = jax.tree.unflatten(tree, trained), jax.tree.unflatten(tree_of_shared, shared)
         return stack.layer(params, common, index, x)
 
-    return LayerPass(jax.checkpoint(flat, policy=stack.policy, prevent_cse=False))
+    prevent_cse = may_merge(stack.num_layers, unroll)
+    return LayerPass(jax.checkpoint(flat, policy=stack.policy, prevent_cse=prevent_cse))
 
 
 def _left_out(residuals: Any) -> Any:

@@ -279,3 +279,19 @@ def test_what_attention_saves_is_counted_once(kernel):
     assert isinstance(model, DecoderConfig)
     expected = model.num_layers * tokens * model.num_heads * (2 * model.head_dim + FLOAT32_BYTES)
     assert estimate_step(plan).memory.host_bytes == expected
+
+
+@pytest.mark.parametrize(("layers", "unroll"), [(1, 1), (2, 1), (2, 2), (3, 2), (4, 2)])
+@pytest.mark.parametrize("overlap", ["xla", "prefetch"])
+def test_a_barrier_keeps_apart_what_no_loop_does(overlap, layers, unroll):
+    """XLA unrolls a loop of one trip; a layer that fills no trip runs after the loop. Then it may merge a layer's
+    forward pass with its recomputation, as it did for a single layer on v5p, which took as long as with `none`."""
+    plan = plan_of(
+        "target=cpu-1", "remat=full", f"overlap={overlap}", f"overlap.layers.unroll={unroll}",
+        f"model.num_layers={layers}",
+    )  # fmt: skip
+    batch = {name: jax.ShapeDtypeStruct((16, 16), np.int32) for name in ("inputs", "targets")}
+    with jax.set_mesh(plan.mesh.of_devices(jax.devices()[:1])):
+        step = jax.jit(build_loss(plan, with_gradients=True)).lower(plan.abstract["params"], batch)
+    in_whole_trips = layers >= 2 * unroll and layers % unroll == 0
+    assert ("optimization_barrier" in step.as_text()) is not in_whole_trips
