@@ -118,7 +118,9 @@ class Plan(Generic[AnyPlanSpec]):
             model_flops=or_unknown(self.model_flops.per_step, self.model_flops.why_unknown),
             num_chips=self.target.num_chips,
             peak_flops_per_second=each_known(peak, lambda of_one: of_one * self.target.num_devices),
-            saved_seconds=saved_by_types(self.operations, self.sharding, self.spec.tokens_per_step, self.target),
+            saved_seconds=saved_by_types(
+                self.operations, self.sharding, self.spec.tokens_per_step, self.target, self.model.num_active_experts
+            ),
         )
 
     @property
@@ -157,11 +159,8 @@ class Plan(Generic[AnyPlanSpec]):
     @property
     def num_active_parameters(self) -> int:
         """Returns the number of parameters that a token meets: of a dimension `experts` its own entries."""
-        found, num_experts = 0, self.model.num_active_experts
-        for array in (plan.array for plan in self.sharding.parameters):
-            sizes = zip(array.logical_axes, array.shape, strict=True)
-            found += math.prod(num_experts if name == EXPERTS and num_experts else size for name, size in sizes)
-        return found
+        num_experts = self.model.num_active_experts
+        return sum(num_active(plan.array, num_experts) for plan in self.sharding.parameters)
 
     @property
     def warnings(self) -> tuple[Problem, ...]:
@@ -268,11 +267,20 @@ def _dimensions_of_scales(owner: ArrayPlan, shape: tuple[int, ...]) -> tuple[Dim
     return (*before, blocks)
 
 
+def num_active(array: Array, num_experts: int | None) -> int:
+    """Returns the entries of a parameter that a token meets. num_experts: that it has of a dimension of experts; None:
+    all."""
+    sizes = zip(array.logical_axes, array.shape, strict=True)
+    return math.prod(num_experts if name == EXPERTS and num_experts else size for name, size in sizes)
+
+
 def saved_by_types(
-    operations: tuple[OpPlan, ...], sharding: ShardingPlan, tokens_per_step: int, target: TargetPlan
-) -> float:
+    operations: tuple[OpPlan, ...], sharding: ShardingPlan, tokens_per_step: int, target: TargetPlan,
+    num_experts: int | None,
+) -> float:  # fmt: skip
     """Returns by how many seconds of a step matmuls in types of few bits take less on all devices than at the peak of
-    the compute type: each product forward, and both backward where gradients are in few bits and weights trained."""
+    the compute type, at most: each product forward, and both backward where gradients are in few bits and weights
+    trained. num_experts: that a token has; None: there are none."""
     peak, weights = target.peak_flops_per_second, {each.array.path: each.array for each in sharding.parameters}
     saved = 0.0
     for plan in operations:
@@ -283,6 +291,6 @@ def saved_by_types(
         faster = target.peak_of(arithmetic.forward.arithmetic) or peak
         for array in arrays:
             products = 1 + (arithmetic.gradients is not None) * (1 + array.is_trained)
-            flops = 2.0 * math.prod(array.shape) * tokens_per_step * products
+            flops = 2.0 * num_active(array, num_experts) * tokens_per_step * products
             saved += flops * (1 / peak - 1 / faster) / target.num_devices
     return saved

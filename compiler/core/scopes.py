@@ -22,6 +22,7 @@ SUM_OF = "sum of "
 WORKING_PARAMETERS = "working_parameters"  # the cast of parameters to the compute type
 _WEIGHT, _ROWS = "weight", "rows"
 MATMUL, LAYOUT = "matmul", "layout"
+ENCODED = "encoded"
 _AT_MOST_ONCE = "at_most_once"
 SLOT, END, SHARED_END, BUFFER = "slot", "end", "shared_end", "buffer"
 End = Literal["first", "last"]  # the ends of a pipeline: the virtual stage of the embedding, and that of the head
@@ -87,6 +88,11 @@ def shared_end_scope(end: End) -> str:
 def buffer_scope(name: str) -> str:
     """Returns the scope in which a buffer of a pipeline's stages is made: 'buffer=saved'."""
     return fact_scope(BUFFER, name)
+
+
+def encoding_scope(format: str) -> str:
+    """Returns the scope in which an operand of a matmul is written in few bits: 'encoded=fp8'."""
+    return fact_scope(ENCODED, format)
 
 
 def is_sum_of_matmul(activation: str) -> bool:

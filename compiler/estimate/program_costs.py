@@ -39,7 +39,8 @@ WorkKind = Literal["matmul", "attention", "grouped", "merged", "routed", "other"
 class Work:
     """An operation that computes. flops: the place of its FLOPs in the numbers. moved: the places of the arrays that it
     reads and writes in memory, each as often as it is moved. results: of a matmul, the place of the elements of its
-    result; dtype: the type of its operands. rated_by: of a kernel, what its rate depends on."""
+    result. dtype: the type of the operands of a plain or grouped matmul. rated_by: of a kernel, what its rate depends
+    on."""
 
     kind: WorkKind
     region: int
@@ -326,6 +327,8 @@ class _Reader:
                 if work.kind == "matmul" and flops is not None:
                     results = self.number(_num_results(operation, region.program))
                     work = replace(work, results=results, dtype=region.program.dtypes[operation.inputs[0]])
+                elif work.kind == "grouped" and operation.inputs:
+                    work = replace(work, dtype=region.program.dtypes[operation.inputs[0]])
                 self.works.append(work)
         before.append(len(self.works) - first)
         order = StepOrder(region.steps)

@@ -51,7 +51,8 @@ Seconds = TypeVar("Seconds", float, Numbers)
 class Rates:
     """The speeds that programs reach on a device. hbm: for pointwise passes. stream: for a matmul or kernel, which
     reads ahead. of_type: the FLOP/s of matmuls in types of few bits. merged: for the sums of ring attention.
-    routed: for passes over the rows of experts. kernel: the FLOP/s of a kernel. matmuls: measured times; for a type
+    routed: for passes over the rows of experts. kernel: the FLOP/s of a kernel in 16 bits. faster: by how much the
+    peak is higher in each type of few bits, in which kernels reach as much of it. matmuls: measured times; for a type
     without, and where None, the FLOP/s count after matmul_seconds. slice_wait: the share of a step for which slices
     wait for one another. host: the bytes per second of copies to the host and back."""
 
@@ -65,6 +66,7 @@ class Rates:
     matmul_seconds: float = 0.0
     slice_wait: float = 0.0
     of_type: Mapping[str, float] = field(default_factory=dict[str, float])
+    faster: Mapping[str, float] = field(default_factory=dict[str, float])
     host: Mapping[HostCopyKind, float] = field(default_factory=dict[HostCopyKind, float])
 
 
@@ -259,7 +261,8 @@ def _work_seconds(one: WorkCosts, rates: Rates) -> Numbers:
         passes = {"merged": rates.merged_bytes_per_second, "routed": rates.routed_bytes_per_second}
         return one.num_bytes / passes.get(kind, rates.hbm_bytes_per_second)
     if rated_by is not None:
-        alone = one.flops / rates.kernel(rated_by)
+        faster = rates.faster.get(peak_name(one.work.dtype), 1.0) if one.work.dtype and rates.faster else 1.0
+        alone = one.flops / (rates.kernel(rated_by) * faster)
     elif rates.matmuls is not None and rates.matmuls.knows(one.work.dtype):
         assert one.num_results is not None
         alone = rates.matmuls.seconds(one.work.dtype, one.flops, one.num_results)
@@ -395,6 +398,7 @@ def plan_rates(target: TargetPlan) -> Rates | None:
         matmul_seconds=cost_model().matmul_seconds * slower if target.platform == "tpu" else 0.0,
         slice_wait=target.slice_wait,
         of_type={name: (target.peak_of(name) or peak) * _share_of_type(chip, name) * power for name in chip.real_types},
+        faster={name: (target.peak_of(name) or peak) / peak for name in chip.real_types},
         host={kind: speed for kind in HOST_COPIES if (speed := target.host_bytes_per_second(kind))},
     )
 

@@ -17,7 +17,7 @@ from jax.extend.core import Literal as Constant
 from ..core.errors import Problem, raise_if_any
 from ..core.kernels import KernelOwner
 from ..core.partition_spec import STAGE, Axes, axes_of
-from ..core.scopes import OperationName, nested_scope
+from ..core.scopes import ENCODED, OperationName, nested_scope
 from ..core.traffic import CollectiveKind, DeviceTraffic
 from .flops import TRIPS, calls_one, contracted_dims, cost_of, kernel_cost_of
 from .program import COLLECTIVES, Body, Kind, Operation, Program, equation_kind
@@ -62,6 +62,7 @@ class _Reader(ProgramValues):
     within: tuple[Any, ...] = ()  # the equations that call what is read
     consts: dict[Any, Any] = field(default_factory=dict[Any, Any])  # the values of constants, by variable
     tables: dict[tuple[int, tuple[int, ...]], DimAxes] = field(default_factory=dict)  # by indices and shape: `gather`'s
+    encoded: dict[Any, list[int]] = field(default_factory=dict)  # results of operations that encode, by what they read
 
     def read(self, jaxpr: Jaxpr, layouts: Sequence[DimAxes], scope: str) -> Program:
         inputs = [self.value(x.aval, layout) for x, layout in zip(jaxpr.invars, layouts, strict=True)]
@@ -112,7 +113,16 @@ class _Reader(ProgramValues):
             return self.branches(equation, operands, scope)
         if calls_one(equation):
             return self.inline(next(subprograms(params)), operands, scope)
+        if OperationName(scope).fact(ENCODED):
+            return self.once(equation, operands, scope)
         return self.single(equation, operands, scope)
+
+    def once(self, equation: Any, operands: list[int], scope: str) -> list[int]:
+        """Reads an operation that encodes an operand of a matmul: compilers do it once for all sites that read it."""
+        same = equation.primitive.name, str(equation.params), tuple(map(self.known.identity, operands))
+        if same not in self.encoded:
+            self.encoded[same] = self.single(equation, operands, scope)
+        return self.encoded[same]
 
     def single(self, equation: Any, operands: list[int], scope: str) -> list[int]:
         """Reads an operation that calls no jaxpr."""

@@ -92,7 +92,7 @@ def consts_within(params: Mapping[str, Any]) -> dict[Any, Any]:
 class KnownValues:
     """The values of a jaxpr, or of a body, that can be computed. made: equations with their operands, by result;
     nothing is computed before a cond asks. given: functions that compute values from outside. found: what was computed.
-    runs: the trips in which it runs."""
+    runs: the trips in which it runs. numbers: the literals, with their types."""
 
     num_stages: int
     platform: str | None
@@ -101,8 +101,15 @@ class KnownValues:
     made: dict[int, tuple[Any, Sequence[int]]] = field(default_factory=dict)
     given: dict[int, Callable[[], Known | None]] = field(default_factory=dict)
     found: dict[int, Known | None] = field(default_factory=dict)
+    numbers: dict[int, Any] = field(default_factory=dict)
+
+    def identity(self, value: int) -> Any:
+        """Returns what two values have in common that are equal wherever they are read: a number, or the value."""
+        return self.numbers.get(value, value)
 
     def set_literal(self, value: int, literal: Any) -> None:
+        if np.ndim(literal) == 0:
+            self.numbers[value] = str(np.asarray(literal).dtype), repr(literal)
         self.given[value] = lambda: self._constant(np.asarray(literal))
 
     def find(self, value: int) -> Known | None:

@@ -3,7 +3,7 @@
     [{match: layers/mlp/*, forward: fp8, gradients: fp8_e5m2}]  ->  mlp_up, mlp_gate and mlp_output in fp8
 
 The first rule that matches a site's weight is the site's. Embedding and head, routers and adapters multiply as they
-are, and a pattern that matches others passes over them.
+are, and a pattern that matches others passes over them. The matrices of experts are one site.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +17,7 @@ from meshloom.models.adapter import is_adapter
 from ..core.errors import Problem, use_one_of
 from ..core.partition_spec import keep_axes
 from ..formats.operands import operand_formats
-from ..sharding.arrays import EXPERTS, Operand, OpSite, gradient_name
+from ..sharding.arrays import Operand, OpSite, gradient_name
 from ..spec.step_spec import MatmulPrecision
 from ..spec.target_names import kinds_that_multiply_in
 from .operation import OpInputs
@@ -28,10 +28,12 @@ WHERE = "precision.matmuls"
 
 @dataclass(frozen=True)
 class Multiplied:
-    """A site, and the weights that it multiplies with."""
+    """A site, and the weights that it multiplies with. why_not: why the target cannot do so in few bits; None: it
+    can."""
 
     site: OpSite
     weights: tuple[Operand, ...]
+    why_not: str | None = None
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -88,22 +90,28 @@ def _rule_of(each: Multiplied, rules: tuple[MatmulPrecision, ...]) -> int | None
 
 
 def _matches(rule: MatmulPrecision, each: Multiplied) -> bool:
-    return rule.match is None or any(fnmatchcase(path, rule.match) for path in each.paths)
+    """Returns True where a rule matches all weights of a site, which multiply in one type."""
+    return len(_matched(rule, each)) == len(each.weights)
+
+
+def _matched(rule: MatmulPrecision, each: Multiplied) -> list[Operand]:
+    """Returns the weights of a site that a rule matches."""
+    if rule.match is None:
+        return list(each.weights)
+    return [one for one in each.weights if any(fnmatchcase(path, rule.match) for path in one.parameters)]
 
 
 def _left_out(each: Multiplied, inputs: OpInputs) -> str | None:
     """Returns why a site multiplies as its operands are, whatever rules say; None where rules decide."""
     if each.site.piece not in {stack.name for stack in inputs.model.stacks}:
         return f"it is of the {'embedding' if each.site.piece == 'embed' else 'head'}"
-    if each.site.kind == EXPERTS:
-        return "experts multiply in groups, which have no type of few bits"
     if not each.paths:
         return "its weight is computed from parameters"
     if any(is_adapter(path) for path in each.paths):
         return "it is of an adapter"
     if any(path in inputs.model.float32 for path in each.paths) or dict(each.site.options).get("precision"):
         return "it is computed in float32"
-    return None
+    return None if inputs.spec.precision.emulate else each.why_not
 
 
 def _wrong_types(index: int, rule: MatmulPrecision, inputs: OpInputs) -> Iterator[Problem]:
@@ -144,7 +152,8 @@ def _unused(
     """Yields the mistake of a rule that no site follows."""
     where, can = f"{WHERE}[{index}].match", [each for each in sites if left_out[each.site] is None]
     matching = [each for each in can if _matches(rule, each)]
-    if any(found[each.site] == index for each in matching):
+    others = [each for each in sites if left_out[each.site] is not None and _matches(rule, each)]
+    if any(found[each.site] == index for each in matching) or (others and rule.match and rule.forward is None):
         return
     options = [path for each in can for path in each.paths]
     pattern = "all matmuls of layers" if rule.match is None else f"'{rule.match}'"
@@ -152,8 +161,11 @@ def _unused(
         yield Problem(where, f"rules before it match all that {pattern} matches", "give the narrower rule first")
     elif not options:
         yield Problem(where, "no matmul of a layer reads a parameter", "let the model multiply by context.matmul")
-    elif others := [each for each in sites if _matches(rule, each)]:
+    elif others:
         what = f"{pattern} matches '{others[0].paths[0]}', which is left out: {left_out[others[0].site]}"
         yield Problem(where, what, use_one_of(rule.match, options))
+    elif parts := [each for each in can if _matched(rule, each)]:
+        what = f"{pattern} matches some of {', '.join(parts[0].paths)}, which multiply in one type"
+        yield Problem(where, what, "match all of them, or none")
     else:
         yield Problem(where, f"no weight of a matmul matches {pattern}", use_one_of(rule.match, options))

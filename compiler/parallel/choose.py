@@ -37,7 +37,11 @@ def plan_operations(ops: Iterable[ParallelOp], inputs: OpInputs) -> tuple[OpPlan
             problems += error.problems
             planned[op.kind] = _plan_operation(op, made, AUTO)
     plans = tuple(each for plans in planned.values() for each in plans)
-    multiplied = [Multiplied(each.site, tuple(weights)) for each in plans if (weights := each.op.multiplied(each.site))]
+    multiplied = [
+        Multiplied(each.site, tuple(weights), each.op.why_not_few_bits(each, inputs.target))
+        for each in plans
+        if (weights := each.op.multiplied(each.site))
+    ]
     precisions, wrong = plan_arithmetic(multiplied, inputs)
     raise_if_any([*problems, *wrong])
     return tuple(replace(each, precision=precisions.get(each.site)) for each in plans)

@@ -236,6 +236,11 @@ class ParallelOp(ABC):
         """Returns the weights that a site multiplies with, whose products may be in few bits (`OpPlan.precision`)."""
         return ()
 
+    def why_not_few_bits(self, plan: OpPlan, target: TargetPlan) -> str | None:
+        """Returns why a site that multiplies weights cannot do so in few bits on a target, whatever its type; None
+        where it can."""
+        return None
+
     def lower(self, plan: OpPlan) -> Lowered | None:
         """Returns the function that runs the chosen strategy; None: the model's own plain function."""
         return None

@@ -14,7 +14,7 @@ are the same on any mesh.
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +24,13 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from ..core.partition_spec import Axes
+from ..core.scopes import encoding_scope
 from ..formats.block import ELEMENTS, SCALES, EncodedArray
 from ..formats.element import element_formats
 from ..formats.operands import OperandFormat
 
 Dot = Callable[..., Array]  # (elements of x, elements of a weight, subscripts, result's type) -> products summed
+SplitBy = Mapping[str, Axes]  # the mesh axes that split a dimension by hand, by its letter
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,27 @@ def _places(letters: Sequence[str], among: str) -> tuple[int, ...]:
     return tuple(among.index(each) for each in letters)
 
 
+def scales_beside(scales: Array, letters: str, result: str) -> Array:
+    """Returns the scales of an operand as they are broadcast beside a result, without what was contracted."""
+    sizes = dict(zip(letters, scales.shape, strict=True))
+    kept = [letter for letter in letters if letter in result]
+    ordered = jnp.transpose(
+        scales.reshape([sizes[letter] for letter in kept]), [kept.index(each) for each in result if each in kept]
+    )
+    return ordered.reshape([sizes.get(letter, 1) for letter in result])
+
+
+@dataclass(frozen=True)
+class Products:
+    """How the three products of a site are made of elements: as `dot`. beside: makes of the scales of an operand what
+    is multiplied with a result, from its letters and those of the result."""
+
+    forward: Dot = dot
+    of_x: Dot = dot
+    of_weight: Dot = dot
+    beside: Callable[[Array, str, str], Array] = scales_beside
+
+
 def quantized_matmul(
     arithmetic: Arithmetic,
     x: Array,
@@ -129,71 +152,108 @@ def quantized_matmul(
 ) -> Array:
     """Returns the product of x and a weight. forward: multiplies elements in the forward pass, as `dot`. encoded: the
     weight, if it has come as encoded; its values are then not read."""
-    product = _Product(arithmetic, _Letters.of(subscripts), forward)
+    letters = _Letters.of(subscripts)
+    split = dict.fromkeys(letters.tokens, arithmetic.tokens)
+    product = _Product(arithmetic, letters, lambda _: Products(forward), split)
+    return _differentiable(product)(x, weight, encoded, None)
 
+
+def quantized_groups(
+    arithmetic: Arithmetic,
+    x: Array,
+    weight: Array,
+    sizes: Array | None,
+    subscripts: str,
+    *,
+    products: Callable[[Any], Products],
+    split: SplitBy,
+) -> Array:
+    """Returns the product of rows and the matrix of their group. products: made from the sizes of the groups. split:
+    the axes of every dimension that is split."""
+    letters = _Letters.of(subscripts)
+    return _differentiable(_Product(arithmetic, letters, products, split, letters.weight[0]))(x, weight, None, sizes)
+
+
+def _differentiable(product: "_Product") -> Callable[[Array, Array, EncodedArray | None, Array | None], Array]:
     @jax.custom_vjp
-    def multiply(x: Array, weight: Array, encoded: EncodedArray | None) -> Array:
-        return product.forward(x, weight, encoded)[0]
+    def multiply(x: Array, weight: Array, encoded: EncodedArray | None, sizes: Array | None) -> Array:
+        return product.forward(x, weight, encoded, sizes)[0]
 
-    def backward(residuals: Any, gradient: Array) -> tuple[Array, Array, None]:
-        dx, dw = product.backward(residuals, gradient)
-        return dx, dw, None
+    def backward(residuals: Any, gradient: Array) -> tuple[Array, Array, None, None]:
+        return (*product.backward(residuals, gradient), None, None)
 
     multiply.defvjp(product.forward, backward)
-    return multiply(x, weight, encoded)
+    return multiply
 
 
 @dataclass(frozen=True)
 class _Product:
+    """products: made from the sizes of groups. split: mesh axes by letter. group: the letter of a weight's groups, each
+    of which has channels of its own; empty: it has none."""
+
     arithmetic: Arithmetic
     letters: _Letters
-    dot: Dot
+    products: Callable[[Any], Products]
+    split: SplitBy
+    group: str = ""
 
-    def forward(self, x: Array, weight: Array, encoded: EncodedArray | None) -> tuple[Array, Any]:
+    def forward(self, x: Array, weight: Array, encoded: EncodedArray | None, sizes: Array | None) -> tuple[Array, Any]:
         """Returns the result, and what the backward pass reads. Operands are saved as they are: a weight is gathered
         again, x is saved once for all sites that read it."""
-        at, of = self.letters, self.arithmetic.forward
+        at, of, products = self.letters, self.arithmetic.forward, self.products(sizes)
         qx = self._encoded(of, x, at.x, at.forward)
         qw = encoded or self._encoded(of, weight, at.weight, at.forward)
-        y = self._multiplied(of, of, qx, qw, at.forward, x.dtype, self.dot, self.arithmetic.result_spec)
+        of_result = self.arithmetic.result_spec
+        y = self._multiplied(of, of, qx, qw, at.forward, x.dtype, products.forward, products.beside, of_result)
         is_used_again = of.scales == "tensor"  # whatever is contracted
-        return y, (x, weight, encoded, qx[SCALES] if is_used_again else None, qw[SCALES] if is_used_again else None)
+        scales = (qx[SCALES], qw[SCALES]) if is_used_again else (None, None)
+        return y, (x, weight, encoded, sizes, *scales)
 
     def backward(self, residuals: Any, gradient: Array) -> tuple[Array, Array]:
         """Returns the gradients of x and of the weight. residuals: as `forward` returned them."""
-        x, weight, encoded, sx, sw = residuals
+        x, weight, encoded, sizes, sx, sw = residuals
+        products = self.products(sizes)
         at, of, of_gradient = self.letters, self.arithmetic.forward, self.arithmetic.gradients
         if of_gradient is None:
-            dx = dot(gradient, weight, at.of_x, x.dtype)
-            return dx, dot(x, gradient, at.of_weight, weight.dtype)
+            dx = products.of_x(gradient, weight, at.of_x, x.dtype)
+            return dx, products.of_weight(x, gradient, at.of_weight, weight.dtype)
         qg = self._encoded(of_gradient, gradient, at.result, at.of_x, is_gradient=True)
         has_same = of_gradient.scales == "tensor"
         qg2 = qg if has_same else self._encoded(of_gradient, gradient, at.result, at.of_weight, is_gradient=True)
         is_read = encoded is not None and of.scales == "tensor"
         qw = encoded if is_read and encoded else self._encoded(of, weight, at.weight, at.of_x, scales=sw)
         qx = self._encoded(of, x, at.x, at.of_weight, scales=sx)
-        dx = self._multiplied(of_gradient, of, qg, qw, at.of_x, x.dtype, dot, self.arithmetic.gradient_spec)
-        return dx, self._multiplied(of, of_gradient, qx, qg2, at.of_weight, weight.dtype, dot)
+        beside, of_gradient_x = products.beside, self.arithmetic.gradient_spec
+        dx = self._multiplied(of_gradient, of, qg, qw, at.of_x, x.dtype, products.of_x, beside, of_gradient_x)
+        dw = self._multiplied(of, of_gradient, qx, qg2, at.of_weight, weight.dtype, products.of_weight, beside)
+        return dx, dw
 
     def _encoded(
         self, of: OperandFormat, x: Array, letters: str, product: str, *,
         scales: Any = None, is_gradient: bool = False,
     ) -> EncodedArray:  # fmt: skip
         """Returns an operand of a product, encoded."""
-        contracted = tuple(place for place, each in enumerate(letters) if each not in product.split("->")[1])
-        format, tokens = of.of(x.ndim, contracted), self.arithmetic.tokens
-        spans = {letter for letter, size in zip(letters, format.block, strict=True) if size is None}
-        is_shared = bool(tokens) and not spans.isdisjoint(self.letters.tokens)
-        over = (lambda amax: jax.lax.pmax(amax, tokens)) if is_shared else (lambda amax: amax)
+        kept, group = product.split("->")[1], self.group if letters == self.letters.weight else ""
+        contracted = tuple(place for place, each in enumerate(letters) if each not in kept + group)
+        format = of.of(x.ndim, contracted)
+        spans = [letter for letter, size in zip(letters, format.block, strict=True) if size is None]
+        axes = self._axes(spans)
+        over = (lambda amax: jax.lax.pmax(amax, axes)) if axes else (lambda amax: amax)
         key = self._key(x, product) if is_gradient and self.arithmetic.rounds_at_random else None
-        return format.encode(x, key=key, over_devices=over, scales=scales)
+        with jax.named_scope(encoding_scope(of.name)):
+            return format.encode(x, key=key, over_devices=over, scales=scales)
+
+    def _axes(self, letters: Iterable[str]) -> Axes:
+        """Returns the mesh axes that split any of these dimensions."""
+        return tuple(dict.fromkeys(axis for letter in letters for axis in self.split.get(letter, ())))
 
     def _key(self, x: Array, product: str) -> Array:
         """Returns a key for the rounding of a gradient: other numbers have another one, so each step, layer and device
         rounds by itself, and the same step always rounds the same way."""
         bits = jax.lax.bitcast_convert_type(jnp.sum(x.astype(jnp.float32)), jnp.uint32)
         key = jax.random.fold_in(jax.random.key(zlib.crc32(product.encode())), bits)
-        return jax.random.fold_in(key, jax.lax.axis_index(self.arithmetic.tokens)) if self.arithmetic.tokens else key
+        axes = self._axes(self.split)
+        return jax.random.fold_in(key, jax.lax.axis_index(axes)) if axes else key
 
     def _multiplied(
         self,
@@ -204,6 +264,7 @@ class _Product:
         subscripts: str,
         dtype: Any,
         multiply: Dot,
+        beside: Callable[[Array, str, str], Array],
         spec: PartitionSpec | None = None,
     ) -> Array:
         """Returns a product in the type of an operand. spec: its layout, which partial sums get before they are scaled:
@@ -212,20 +273,10 @@ class _Product:
         summed = multiply(x, y, subscripts, jnp.float32 if self.arithmetic.emulated else dtype)
         summed = summed if spec is None else jax.lax.with_sharding_constraint(summed, spec)
         operands, result = subscripts.split("->")
-        scales = [_beside(q[SCALES], at, result) for q, at in zip((a, b), operands.split(","), strict=True)]
+        scales = [beside(q[SCALES], at, result) for q, at in zip((a, b), operands.split(","), strict=True)]
         return (summed.astype(jnp.float32) * (scales[0] * scales[1])).astype(dtype)
 
     def _factor(self, of: OperandFormat, encoded: EncodedArray) -> Array:
         """Returns elements as they are multiplied."""
         elements = encoded[ELEMENTS]
         return element_formats()[of.element].decode(elements) if self.arithmetic.emulated else elements
-
-
-def _beside(scales: Array, letters: str, result: str) -> Array:
-    """Returns the scales of an operand as they are broadcast beside a result, without what was contracted."""
-    sizes = dict(zip(letters, scales.shape, strict=True))
-    kept = [letter for letter in letters if letter in result]
-    ordered = jnp.transpose(
-        scales.reshape([sizes[letter] for letter in kept]), [kept.index(each) for each in result if each in kept]
-    )
-    return ordered.reshape([sizes.get(letter, 1) for letter in result])

@@ -343,7 +343,9 @@ def _put_quantization(reading: PeerReading, option: str) -> None:
         what = f"Meshloom has {kind} in runs that compute in bfloat16"
         reading.refuse("quantization", what, "set dtype=bfloat16, or add quantization=''")
         return
-    put_matmuls(reading, option, types[kind], because, has_experts=reading.whole("num_experts") > 1)
+    has_experts = reading.whole("num_experts") > 1
+    left_out = "*/mlp/*_X*" if has_experts and kind not in reading.peer.tables["quantized_experts"] else None
+    put_matmuls(reading, option, types[kind], because, left_out=left_out)
     reading.notes.append(
         f"{because}: here a scale comes from the largest magnitude now, and elements are the nearest; "
         "MaxText's may come from a fixed range or from steps before, and its gradients may be rounded at random"

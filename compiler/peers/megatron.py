@@ -4,7 +4,7 @@ from typing import Any
 
 from ..core.errors import use_one_of
 from .mesh import Devices, known_devices
-from .parts import put_matmuls, put_values
+from .parts import note_experts, put_matmuls, put_values
 from .reading import NOTHING, PeerReading, in_full
 
 _BALANCE = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff")
@@ -378,6 +378,7 @@ def _put_fp8(reading: PeerReading, option: str, form: str) -> None:
     elif types:
         because = reading.said(key, "fp8_recipe")
         put_matmuls(reading, option, types, because)
+        note_experts(reading, because)
         reading.notes.append(f"{because}: a scale comes from the largest magnitude now, and not from earlier steps")
         if reading.flag("fp8_param_gather"):
             reading.notes.append("fp8_param_gather: weights are gathered in bfloat16 here")

@@ -24,17 +24,23 @@ def put_remat(reading: PeerReading, choices: Mapping[str, str], because: str) ->
 
 
 def put_matmuls(
-    reading: PeerReading, option: str, types: tuple[str, str], because: str, *, has_experts: bool = False
+    reading: PeerReading, option: str, types: tuple[str, str], because: str, *, left_out: str | None = None
 ) -> None:
     """Puts the types in which matmuls of layers multiply. option: that of `precision` for all else. types: of x and
-    weights, and of gradients. has_experts: the peer says so; else the model does."""
+    weights, and of gradients. left_out: a pattern of parameters that multiply as they are; None: there are none."""
     forward, gradients = types
     own = next((name for name in ("fp8", "int8") if _types(name) == (forward, gradients)), None)
     if own and option == "bfloat16":
         reading.put(f"precision={own}", because)
-    else:
-        reading.put(f"precision.matmuls=[{{match: null, forward: {forward}, gradients: {gradients}}}]", because)
-    if has_experts or reading.model_value("num_experts"):
+    if left_out or not (own and option == "bfloat16"):
+        rules = [f"{{match: null, forward: {forward}, gradients: {gradients}}}"]
+        rules = [f"{{match: {left_out}, forward: null, gradients: null}}", *rules] if left_out else rules
+        reading.put(f"precision.matmuls=[{', '.join(rules)}]", because)
+
+
+def note_experts(reading: PeerReading, because: str) -> None:
+    """Notes that experts multiply in 16 bits, as they do on GPUs."""
+    if reading.model_value("num_experts"):
         reading.notes.append(f"{because}: experts multiply in bfloat16 here")
 
 

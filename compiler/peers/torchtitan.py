@@ -2,7 +2,7 @@
 
 from ..core.errors import use_one_of
 from .mesh import Devices, known_devices, put_mesh
-from .parts import put_matmuls, put_values
+from .parts import note_experts, put_matmuls, put_values
 from .reading import PeerReading, in_full
 
 _AXES = {"replica": "data_parallel_replicate_degree", "fsdp": "data_parallel_shard_degree",
@@ -209,6 +209,7 @@ def _put_float8(reading: PeerReading, option: str) -> None:
         return
     said = " ".join((because, *(reading.said(key) for key in keys["recipe_name"])))
     put_matmuls(reading, option, types, said)
+    note_experts(reading, said)
     for key in keys["emulate"]:
         if reading.flag(key):
             reading.put("precision.emulate=true", reading.said(key))

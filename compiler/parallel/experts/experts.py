@@ -35,6 +35,7 @@ from ...sharding.arrays import EXPERTS, Operand, OpSite
 from ...sharding.rules import ArrayPlan
 from ...target.target import TargetPlan
 from ..operation import Cost, Exposed, Lowered, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, refused
+from ..quantized import Arithmetic
 from ..weight_plan import parts_of
 from ..weights import gather_dims, scatter_dims
 from .dispatch import (
@@ -48,8 +49,10 @@ from .dispatch import (
     dispatch_ragged,
 )
 from .expert_exchange import CAPACITY, GATHERED, PADDED, RAGGED, ExchangeSizes, exchange_legs, exchange_time, sent_once
-from .grouped_matmul import Kernels, grouped_cost, grouped_matmul
+from .grouped_matmul import Kernels, grouped_cost, grouped_matmul, of_group
+from .quantized_groups import quantized_equal_groups, quantized_rows
 
+Multiply = Callable[[Array, Array], Array]
 _ROWS = 128  # buffers have a multiple of these rows: grouped matmuls on TPUs work on as many at once
 
 
@@ -68,6 +71,11 @@ class ExpertLayout:
         """Returns the mesh axes that split the experts' hidden dimension: results are partial sums."""
         return axes_of(self.into[2])
 
+    @property
+    def axes_of_rows(self) -> Axes:
+        """Returns the mesh axes that split the tokens of experts: those that split the hidden dimension share them."""
+        return tuple(axis for e in self.tokens for axis in axes_of(e) if axis not in self.summed_axes)
+
 
 @dataclass(frozen=True)
 class ExpertsPlan:
@@ -75,7 +83,7 @@ class ExpertsPlan:
     (ragged), takes of all tokens (gathered), sends to each device (padded), or that an expert takes of each device
     (capacity). most_rows: the rows with which nothing is ever dropped. filled: the share of the rows of all buffers
     that tokens fill. may_pad: some tokens may go to no expert. waited_share: the exposed part of the time of a layer's
-    exchanges."""
+    exchanges. arithmetic: how the matrices are multiplied; None: in the type of the operands."""
 
     how: str
     experts: Experts
@@ -87,6 +95,7 @@ class ExpertsPlan:
     layout: ExpertLayout
     may_pad: bool
     waited_share: float = 1.0
+    arithmetic: Arithmetic | None = None
 
     @property
     def is_dropless(self) -> bool:
@@ -127,8 +136,15 @@ class ExpertsOp(ParallelOp):
     def multiplied(self, site: OpSite) -> Sequence[Operand]:
         return site.operands[3:6]
 
+    def why_not_few_bits(self, plan: OpPlan, target: TargetPlan) -> str | None:
+        is_equal = plan.chosen.name == CAPACITY
+        return None if is_equal or target.platform != "gpu" else "grouped matmuls of GPUs multiply in 16 bits"
+
     def lower(self, plan: OpPlan) -> Lowered:
-        chosen: ExpertsPlan = plan.chosen.parameters
+        used = plan.precision.arithmetic if plan.precision else None
+        # Results lie as the exchange makes them: nothing here is the partitioner's.
+        used = used and replace(used, result_spec=None, gradient_spec=None)
+        chosen: ExpertsPlan = replace(plan.chosen.parameters, arithmetic=used)
 
         def apply(x: Array, weights: Array, ids: Array, *matrices: Array, activation: str) -> Any:
             return apply_planned(x, weights, ids, matrices, activation, chosen)
@@ -308,7 +324,7 @@ def _apply_on_shards(
     dimension need all tokens of one another, and add their results up."""
     layout, (gate, up, down, *biases) = plan.layout, matrices
     together = parts_of([tuple(axis for axis in axes_of(e) if axis in layout.summed_axes) for e in layout.tokens])
-    tokens_apart = tuple(axis for e in layout.tokens for axis in axes_of(e) if axis not in layout.summed_axes)
+    tokens_apart = layout.axes_of_rows
     x, weights, ids = (gather_dims(each, together) for each in (x, weights, ids))
     gate, up = (gather_dims(each, parts_of([(), axes_of(layout.into[1])])) for each in (gate, up))
     down = gather_dims(down, parts_of([(), (), axes_of(layout.out_of[2])]))
@@ -346,13 +362,9 @@ def _dispatch(plan: ExpertsPlan) -> Dispatch:
 
 
 def _biases_of_rows(biases: Sequence[Array], sizes_X: Array, num_rows: int) -> list[Array | None]:
-    """Returns the biases (R, M) of rows that are sorted by expert, of biases (X, M); zeros for rows of no expert. A
-    product with one 1 in each row, whose gradient is one, too; three times None if there are no biases."""
-    if not biases:
-        return [None, None, None]
-    ends_X, rows_R1 = jnp.cumsum(sizes_X), jnp.arange(num_rows)[:, None]
-    is_of_RX = (rows_R1 >= ends_X - sizes_X) & (rows_R1 < ends_X)
-    return [jnp.matmul(is_of_RX.astype(each.dtype), each, precision="highest") for each in biases]
+    """Returns the biases (R, M) of rows that are sorted by expert, of biases (X, M); zeros for rows of no expert; three
+    times None if there are no biases."""
+    return [of_group(each, sizes_X, num_rows) for each in biases] or [None, None, None]
 
 
 def _runner(
@@ -361,15 +373,29 @@ def _runner(
     def run(x: Array, sizes: Array | None, weights: Array) -> Array:
         if sizes is None:
             of_rows = [each[:, None] for each in biases] or [None] * 3
-            return weighted_mlp(x, weights, (gate, up, down), of_rows, _multiply_equal_groups, activation)
-        of_rows = _biases_of_rows(biases, sizes, x.shape[0])
-        multiply: Any = partial(grouped_matmul, sizes_G=sizes, how=plan.kernels)
-        return weighted_mlp(x, weights, (gate, up, down), of_rows, multiply, activation)
+        else:
+            of_rows = _biases_of_rows(biases, sizes, x.shape[0])
+        return weighted_mlp(x, weights, (gate, up, down), of_rows, _multipliers(sizes, plan), activation)
 
     return run
 
 
-def _multiply_equal_groups(x_LCE: Array, w_LEM: Array) -> Array:
+def _multipliers(sizes: Array | None, plan: ExpertsPlan) -> tuple[Multiply, Multiply]:
+    """Returns what multiplies rows with the first matrices of experts, and with their last one. sizes: of the groups;
+    None: they have as many rows each."""
+    arithmetic, hidden = plan.arithmetic, plan.layout.summed_axes
+    if arithmetic is None:
+        plain: Multiply = partial(grouped_matmul, sizes_G=sizes, how=plan.kernels) if sizes is not None else _equal
+        return plain, plain
+    rows = arithmetic.tokens + plan.layout.axes_of_rows
+    of_rows: Any = quantized_equal_groups
+    if sizes is not None:
+        of_rows = partial(quantized_rows, sizes_G=sizes, how=plan.kernels)
+    of_rows = partial(of_rows, arithmetic, experts=plan.experts.axes, rows=rows)
+    return partial(of_rows, into=(), out_of=hidden), partial(of_rows, into=hidden, out_of=())
+
+
+def _equal(x_LCE: Array, w_LEM: Array) -> Array:
     return jnp.einsum("lce,lem->lcm", x_LCE, w_LEM)
 
 
@@ -378,22 +404,22 @@ def weighted_mlp(
     weights: Array,
     matrices: tuple[Array, Array, Array],
     biases: Sequence[Array | None],
-    multiply: Callable[[Array, Array], Array],
+    multiply: tuple[Multiply, Multiply],
     activation: str,
 ) -> Array:
     """Returns what experts make of rows, times the weights of the rows. biases: of the rows. multiply: rows with the
-    matrix of their expert.
+    first matrices of their expert, and with its last one.
 
     The product with the weight is one elementwise step with the activation, which is computed again in the backward
     pass: what would be saved of it is in float32.
     """
-    gate, up = (added(multiply(x, w), bias) for w, bias in zip(matrices[:2], biases[:2], strict=True))
+    gate, up = (added(multiply[0](x, w), bias) for w, bias in zip(matrices[:2], biases[:2], strict=True))
 
     @partial(jax.checkpoint, prevent_cse=False)
     def weighted(gate: Array, up: Array, weights: Array) -> Array:
         hidden: Array = gated(activation, gate, up)
         return (hidden.astype(jnp.float32) * weights[..., None]).astype(hidden.dtype)
 
-    y: Array = multiply(weighted(gate, up, weights), matrices[2])
+    y: Array = multiply[1](weighted(gate, up, weights), matrices[2])
     bias = biases[2]
     return y if bias is None else (y + weights[..., None] * bias).astype(y.dtype)

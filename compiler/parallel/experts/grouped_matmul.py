@@ -209,34 +209,57 @@ def _backward(
     how: Kernels, interpret: bool, saved: tuple[Array, Array, Array], g_RM: Array
 ) -> tuple[Array, Array, None]:
     x_RE, w_GEM, sizes_G = saved
-    derivatives = {"megablox": _by_megablox, "triton": _by_triton, "none": _by_ragged_dot}[how]
-    return (*derivatives(x_RE, w_GEM, sizes_G, g_RM, interpret), None)
+    dx_RE = rows_gradient(g_RM, w_GEM, sizes_G, x_RE.dtype, how, interpret)
+    return dx_RE, matrices_gradient(x_RE, g_RM, sizes_G, w_GEM.dtype, how, interpret), None
 
 
 grouped_matmul.defvjp(_forward, _backward)
 
 
-def _by_ragged_dot(x_RE: Array, w_GEM: Array, sizes_G: Array, g_RM: Array, _: bool) -> tuple[Array, Array]:
-    dx_RE = jax.lax.ragged_dot(g_RM, w_GEM.swapaxes(1, 2), sizes_G, preferred_element_type=x_RE.dtype)
-    dw_GEM = jax.lax.ragged_dot_general(x_RE, g_RM, sizes_G, _ROWS_ARE_CONTRACTED, preferred_element_type=w_GEM.dtype)
-    return dx_RE, dw_GEM
+def rows_gradient(
+    g_RM: Array, w_GEM: Array, sizes_G: Array, dtype: Any, how: Kernels, interpret: bool = False
+) -> Array:
+    """Returns g w^T of the group of each row, (R, E)."""
+    if how == "triton":
+        return multiply_rows(g_RM, w_GEM, sizes_G, is_transposed=True, interpret=interpret)
+    if how == "none":
+        return jax.lax.ragged_dot(g_RM, w_GEM.swapaxes(1, 2), sizes_G, preferred_element_type=dtype)
+    _expect_bfloat16()
+    g, tile = _in_tiles(g_RM)
+    return megablox.gmm(g, w_GEM, sizes_G, dtype, tile, transpose_rhs=True, interpret=interpret)[: g_RM.shape[0]]
 
 
-def _by_triton(x_RE: Array, w_GEM: Array, sizes_G: Array, g_RM: Array, interpret: bool) -> tuple[Array, Array]:
-    dx_RE = multiply_rows(g_RM, w_GEM, sizes_G, is_transposed=True, interpret=interpret)
-    return dx_RE, multiply_groups(x_RE, g_RM, sizes_G, w_GEM.dtype, interpret=interpret)
+def matrices_gradient(
+    x_RE: Array, g_RM: Array, sizes_G: Array, dtype: Any, how: Kernels, interpret: bool = False
+) -> Array:
+    """Returns x^T g of the rows of each group, (G, E, M)."""
+    if how == "triton":
+        return multiply_groups(x_RE, g_RM, sizes_G, dtype, interpret=interpret)
+    if how == "none":
+        return jax.lax.ragged_dot_general(x_RE, g_RM, sizes_G, _ROWS_ARE_CONTRACTED, preferred_element_type=dtype)
+    _expect_bfloat16()
+    (x, tile), (g, _) = _in_tiles(x_RE), _in_tiles(g_RM)
+    return megablox.tgmm(x.swapaxes(0, 1), g, sizes_G, dtype, tile, interpret=interpret)
 
 
-def _by_megablox(x_RE: Array, w_GEM: Array, sizes_G: Array, g_RM: Array, interpret: bool) -> tuple[Array, Array]:
-    num_rows = x_RE.shape[0]
-    x_RE, g_RM = (padded(x, _MIN_ROWS, 1) for x in (x_RE, g_RM))
-    tile = (_tile_rows(x_RE.shape[0]), *TILE[1:])
-    # The kernels ask the attached device whether it multiplies bfloat16, which starts JAX while a step is only planned,
-    # and may not be the target. Every TPU from v4 on does, and so do the others.
+def _in_tiles(rows: Array) -> tuple[Array, tuple[int, int, int]]:
+    """Returns rows as many as megablox takes, and the sizes of its tiles."""
+    rows = padded(rows, _MIN_ROWS, 1)
+    return rows, (_tile_rows(rows.shape[0]), *TILE[1:])
+
+
+def _expect_bfloat16() -> None:
+    """Lets megablox multiply bfloat16. It asks the attached device whether that does, which starts JAX while a step is
+    only planned, and may not be the target. Every TPU from v4 on does, and so do the others."""
     megablox.common.supports_bfloat16_matmul = lambda: True
-    dx_RE = megablox.gmm(g_RM, w_GEM, sizes_G, x_RE.dtype, tile, transpose_rhs=True, interpret=interpret)
-    dw_GEM = megablox.tgmm(x_RE.swapaxes(0, 1), g_RM, sizes_G, w_GEM.dtype, tile, interpret=interpret)
-    return dx_RE[:num_rows], dw_GEM
+
+
+def of_group(values_GM: Array, sizes_G: Array, num_rows: int) -> Array:
+    """Returns the entries (R, M) of the group of each row; zeros for rows of none. A product with one 1 in each row,
+    whose gradient is one, too."""
+    ends_G, rows_R1 = jnp.cumsum(sizes_G), jnp.arange(num_rows)[:, None]
+    is_of_RG = (rows_R1 >= ends_G - sizes_G) & (rows_R1 < ends_G)
+    return jnp.matmul(is_of_RG.astype(values_GM.dtype), values_GM, precision="highest")
 
 
 def _tile_rows(num_rows: int) -> int:

@@ -1,12 +1,17 @@
 """Grouped matmuls: each row by its group's matrix, with derivatives of their own, against NumPy in float64."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from meshloom.compiler.formats.operands import operand_formats
 from meshloom.compiler.jaxpr.flops import count_flops
 from meshloom.compiler.parallel.experts.grouped_matmul import grouped_matmul
+from meshloom.compiler.parallel.experts.quantized_groups import quantized_rows
+from meshloom.compiler.parallel.quantized import Arithmetic
 
 SIZES = [70, 0, 40, 11]  # an empty group, and rows of none
 
@@ -43,3 +48,57 @@ def test_both_passes_take_the_arithmetic_of_one_matrix_for_each_row(how):
     count = count_flops(jax.make_jaxpr(both)(*shapes, sizes).jaxpr, "test")
     assert count.known == 3 * 2 * 512 * 256 * 128
     assert not count.unknown
+
+
+def _read_again(x: np.ndarray, of: str, axes: tuple[int, ...] | None) -> np.ndarray:
+    """An operand as it is read again after rounding, in float64."""
+    largest, dtype = {"fp8": (448.0, "float8_e4m3fn"), "fp8_e5m2": (57344.0, "float8_e5m2"), "int8": (127.0, None)}[of]
+    scale = np.max(np.abs(x), axis=axes, keepdims=True) / largest
+    scaled = x / np.where(scale > 0, scale, 1)
+    return scale * (np.round(scaled) if dtype is None else scaled.astype(np.float32).astype(dtype).astype(np.float64))
+
+
+@pytest.mark.parametrize("is_emulated", [True, False])
+@pytest.mark.parametrize(("forward", "gradients"), [("fp8", "fp8_e5m2"), ("int8", "int8")])
+def test_groups_in_few_bits_are_those_of_rounded_operands(forward, gradients, is_emulated):
+    """A tensor's scale is that of all rows of groups, and of all matrices; rows of none, which are not finite, have no
+    part in it, and nothing of theirs gets out."""
+    chance, is_tensor = np.random.default_rng(0), forward == "fp8"
+    x, w, g = (chance.normal(size=s).astype(np.float32) for s in ((130, 24), (4, 24, 40), (130, 40)))
+    w *= 2.0 ** np.arange(4)[:, None, None]
+    used = sum(SIZES)
+    x[used:], g[used:] = np.nan, np.nan
+    formats = operand_formats()
+    arithmetic = Arithmetic(
+        formats[forward], formats[gradients], rounds_at_random=False, emulated=is_emulated, tokens=()
+    )
+    multiply = partial(
+        quantized_rows,
+        arithmetic,
+        sizes_G=jnp.asarray(SIZES, jnp.int32),
+        how="none",
+        experts=(),
+        rows=(),
+        into=(),
+        out_of=(),
+    )
+    y, pull_back = jax.vjp(lambda x, w: multiply(x, w), jnp.asarray(x), jnp.asarray(w))
+    y, dx, dw = (np.asarray(each) for each in (y, *pull_back(jnp.asarray(g))))
+    assert not y[used:].any()
+    assert not dx[used:].any()
+    x, g = x[:used].astype(np.float64), g[:used].astype(np.float64)
+    of_x, of_g = ({over: _read_again(each, of, None if is_tensor else over) for over in ((0,), (1,))}
+                  for each, of in ((x, forward), (g, gradients)))  # fmt: skip
+    of_w = [_read_again(w.astype(np.float64), forward, None if is_tensor else axes) for axes in ((1,), (2,))]
+    tolerance = 1e-5 if is_emulated or forward == "int8" else 2e-5
+    first = 0
+    for group, size in enumerate(SIZES):
+        mine = slice(first, first + size)
+        first += size
+        into, out_of = (matrices[group] for matrices in of_w)
+        for ours, theirs in (
+            (y[mine], of_x[1,][mine] @ into),
+            (dx[mine], of_g[1,][mine] @ out_of.T),
+            (dw[group], of_x[0,][mine].T @ of_g[0,][mine]),
+        ):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * max(np.abs(theirs).max(initial=0), 1e-6))

@@ -12,7 +12,8 @@ from conftest import plan_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.trees import leaves_by_path
 from meshloom.compiler.formats.operands import OperandFormat, operand_formats, register_operand
-from meshloom.compiler.parallel.quantized import Arithmetic, quantized_matmul
+from meshloom.compiler.jaxpr.read_jaxpr import read_jaxpr
+from meshloom.compiler.parallel.quantized import Arithmetic, SitePrecision, quantized_matmul
 from meshloom.compiler.report.explain import precision_lines
 from meshloom.compiler.step.train_step import build_init, build_loss
 
@@ -138,11 +139,33 @@ def test_a_weight_may_come_as_encoded():
     np.testing.assert_array_equal(product(x, jnp.full_like(weight, 7.0), encoded), product(x, weight, None))
 
 
+def test_an_activation_is_encoded_once_for_all_sites_that_read_it():
+    """As XLA compiles it: of two sites that share x the estimate has three operands, forward."""
+
+    def both(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
+        return [quantized_matmul(_arithmetic(FP8, E5M2), x, each, "bte,em->btm") for each in weights]
+
+    shapes = (2, 4, 8), (8, 6), (8, 6)
+    jaxpr = jax.make_jaxpr(both)(*(jax.ShapeDtypeStruct(each, jnp.float32) for each in shapes)).jaxpr
+    program = read_jaxpr(jaxpr, [((),) * len(each) for each in shapes], {})
+    assert [each.name for each in program.walk()].count("reduce_max") == 3
+
+
 OVER_THE_MESH = [
     ("target=cpu-8", "sharding=fsdp"),
     pytest.param(("target=cpu-8", "sharding=fsdp_tensor", "mesh.tensor=4", "parallel.matmul=collective_matmul",
                   "overlap=prefetch", "remat=full"), marks=pytest.mark.ci),
     pytest.param(("target=cpu-4", "sharding=fsdp", "remat=save_dots", "overlap=prefetch"), marks=pytest.mark.ci),
+]  # fmt: skip
+
+
+EXPERTS_OVER_THE_MESH = [
+    ("target=cpu-4", "sharding=fsdp_expert", "mesh.fsdp=1", "mesh.expert=2", "mesh.tensor=2",
+     "parallel.experts=padded", "precision=fp8"),
+    pytest.param(("target=cpu-8", "sharding=fsdp_expert", "mesh.expert=2", "mesh.tensor=2", "precision=int8",
+                  "parallel.experts=gathered", "overlap=prefetch", "remat=full"), marks=pytest.mark.ci),
+    pytest.param(("target=cpu-4", "sharding=fsdp_expert", "mesh.expert=4", "parallel.experts=capacity",
+                  "precision=int8", "moe.capacity_factor=8", "num_microbatches=1"), marks=pytest.mark.ci),
 ]  # fmt: skip
 
 
@@ -166,6 +189,20 @@ def test_no_mesh_and_no_remat_changes_elements_or_scales(precision, overrides):
     base = ("precision.compute=float32", "global_batch_size=16", EMULATED, f"precision={precision}")
     one, expected = _loss_and_gradients("target=cpu-1", *base)
     loss, found = _loss_and_gradients(*overrides, *base)
+    assert loss == pytest.approx(one, rel=1e-5)
+    for path, gradient in found.items():
+        assert np.linalg.norm(gradient - expected[path]) < 0.03 * np.linalg.norm(expected[path]), path
+
+
+@pytest.mark.parametrize("overrides", EXPERTS_OVER_THE_MESH)
+def test_no_exchange_changes_elements_or_scales_of_experts(overrides):
+    """Tokens of all devices share the scales of a tensor, and so do experts. Rounded to the types
+    of `fp8` and `int8`, gradients differ by as much as above from those of float32. The router, which sees roundings
+    that differ, sends no token elsewhere in this batch."""
+    base = ("model=tiny_moe", "precision.compute=float32", "global_batch_size=16", EMULATED, "model.router_jitter=0")
+    alone = [each for each in overrides if each.startswith(("precision=", "moe.")) or each.endswith("=capacity")]
+    one, expected = _loss_and_gradients("target=cpu-1", *base, *alone)
+    loss, found = _loss_and_gradients(*base, *overrides)
     assert loss == pytest.approx(one, rel=1e-5)
     for path, gradient in found.items():
         assert np.linalg.norm(gradient - expected[path]) < 0.03 * np.linalg.norm(expected[path]), path
@@ -198,7 +235,7 @@ def test_routers_and_adapters_multiply_as_they_are():
 
     moe = reasons("precision=fp8", "model=tiny_moe")
     assert moe["router_logits"] == "it is computed in float32"
-    assert moe["routed"] == "experts multiply in groups, which have no type of few bits"
+    assert moe["routed"] == "precision.matmuls[0]"
     lora = reasons("precision=int8", "adapter=lora")
     assert (lora["queries"], lora["queries_lora_A"]) == ("precision.matmuls[0]", "it is of an adapter")
 
@@ -213,6 +250,25 @@ def test_explain_says_which_site_multiplies_in_which_type_and_why():
     )
     assert head == "head/logits: as their operands are: it is of the head"
     assert list(precision_lines(plan_of().operations)) == []
+
+
+def test_experts_are_left_out_where_their_kernel_has_16_bits_alone():
+    """A rule for all passes over them; one that names them is an error."""
+    plan = plan_of("model=tiny_moe", "precision=fp8", "target=h100-8", "precision.compute=bfloat16")
+    (routed,) = plan.operations_of("experts")
+    why = "grouped matmuls of GPUs multiply in 16 bits"
+    assert routed.precision == SitePrecision(None, why)
+    rule = "precision.matmuls=[{match:layers/mlp/*_X*,forward:fp8,gradients:fp8_e5m2}]"
+    with pytest.raises(ConfigError, match=why):
+        plan_of("model=tiny_moe", "precision=fp8", "target=h100-8", rule)
+    (routed,) = plan_of("model=tiny_moe", "precision=fp8", "target=tpu7x-8", rule).operations_of("experts")
+    assert routed.precision.reason == "precision.matmuls[0]"
+
+
+def test_the_matrices_of_experts_multiply_in_one_type():
+    rule = "precision.matmuls=[{match:layers/mlp/up_*,forward:fp8,gradients:fp8_e5m2}]"
+    with pytest.raises(ConfigError, match=r"matches some of layers/mlp/gate_XEM, .*, which multiply in one type"):
+        plan_of("model=tiny_moe", "precision=fp8", rule, EMULATED)
 
 
 RULE = "precision.matmuls=[{{match:{match},forward:{forward},gradients:{gradients},rounding:{rounding}}}]"
