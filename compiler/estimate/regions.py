@@ -12,8 +12,10 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from ..core.scopes import OperationName
 from ..jaxpr.fusion import Fused, FusedStep, fuse, stacked_bytes, traffic
 from ..jaxpr.program import Operation, Program
+from ..parallel.experts.experts import filled_share
 from ..spec.compiler_traits import CompilerTraits
 
 
@@ -21,7 +23,8 @@ from ..spec.compiler_traits import CompilerTraits
 class PricedStep:
     """A step of the fused program. hbm_bytes: the bytes that one execution reads and writes in memory; None: unknown.
     arrays: the values that these bytes are the sizes of, each as often as it is moved; () where the operation declares
-    its bytes. inside: the regions that it runs. place: the place of its operation in the program."""
+    its bytes, and for a gather of rows that tokens fill in part. inside: the regions that it runs. place: the place of
+    its operation in the program."""
 
     fused: FusedStep
     hbm_bytes: int | None
@@ -102,6 +105,9 @@ def _with_steps(region: Region, compiler: CompilerTraits) -> Region:
         inside = tuple(_with_steps(one, compiler) for one in _inside(operation, region, compiler))
         declares = operation.hbm_bytes is not None or operation.flops is None
         num_bytes = operation.hbm_bytes if declares else sum(program.sizes[i] for i in arrays)
+        filled = filled_share(OperationName(operation.scope)) if operation.name == "gather" else 1.0
+        if filled < 1 and arrays:  # rows without a token look up one row, again and again
+            num_bytes, declares = round((1 + filled) * program.sizes[arrays[0]]), True
         steps.append(PricedStep(step, num_bytes, () if declares else arrays, inside, places[id(operation)]))
     return replace(region, steps=tuple(steps))
 

@@ -105,6 +105,11 @@ class ExpertsPlan:
 FILLED = "filled"  # the fact in a scope: the share of the rows of buffers that tokens fill
 
 
+def filled_share(name: OperationName) -> float:
+    """Returns the share of the rows of buffers that tokens fill, for an operation of experts; 1.0 for any other."""
+    return float(name.fact(FILLED) or 1.0)
+
+
 def experts_scope(site: str, filled: float) -> str:
     """Returns the scope of a layer's experts and of the exchanges of their tokens."""
     return nested_scope(fact_scope(ExpertsOp.kind, site), fact_scope(FILLED, f"{filled:.4f}"))
@@ -160,7 +165,7 @@ class ExpertsOp(ParallelOp):
         return "matmul" if is_pallas and name.fact(self.kind) else None
 
     def kernel_cost(self, call: KernelCall) -> KernelCost | None:
-        return grouped_cost(call, float(call.name.fact(FILLED) or 1.0)) if call.name.fact(self.kind) else None
+        return grouped_cost(call, filled_share(call.name)) if call.name.fact(self.kind) else None
 
     def scope(self, plan: OpPlan) -> str:
         return experts_scope(plan.site.name, plan.chosen.parameters.filled)

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...core.kernels import Deferred, KernelCall, KernelCost
+from ...core.kernels import Deferred, KernelArray, KernelCall, KernelCost
 
 # A tile: 3 stages of bfloat16 take 96 KiB of the 163 that A100's blocks have.
 ROWS, COLUMNS, DEPTH = 128, 128, 64
@@ -269,10 +269,10 @@ def _tile_rows(num_rows: int) -> int:
 def grouped_cost(call: KernelCall, filled: float) -> KernelCost | None:
     """Returns the cost of a grouped matmul; None for another kernel. filled: the share of its rows that tokens fill.
 
-    Rows that are not filled are skipped, and a tile in which groups meet is computed for each of them: one tile more
-    for each group that has rows. The kernels declare the FLOPs of all rows, but a compiled one for Triton loses what it
-    declared: there each element of the rows meets a row of the group's matrix, or of the other rows, and both are as
-    long as the result's last dimension.
+    Rows that are not filled are skipped, neither read nor written, and a tile in which groups meet is computed for each
+    of them: one tile more for each group that has rows. The kernels declare the FLOPs of all rows, but a compiled one
+    for Triton loses what it declared: there each element of the rows meets a row of the group's matrix, or of the other
+    rows, and both are as long as the result's last dimension.
     """
     if not (call.is_pallas or (call.stated is not None and call.stated.unit == "grouped")):
         return None
@@ -286,7 +286,15 @@ def grouped_cost(call: KernelCall, filled: float) -> KernelCost | None:
     num_rows = matrices[-1][0]  # the rows of groups may be the columns of a first matrix
     name, tile = _kernel_of(call, num_rows)
     computed = filled * num_rows + min(of_groups[0], filled * num_rows) * tile
-    return replace(cost, flops=cost.flops * computed / num_rows, unit="grouped", grouped=name)
+    num_bytes = round(sum(_moved_bytes(each, filled) for each in (*call.operands, *call.results)))
+    flops = cost.flops * computed / num_rows
+    return replace(cost, flops=flops, num_bytes=num_bytes, unit="grouped", grouped=name)
+
+
+def _moved_bytes(array: KernelArray, filled: float) -> float:
+    """Returns the bytes that a kernel moves of an operand or a result: of rows those that are filled."""
+    share = filled if len(array.shape) == 2 else 1.0
+    return share * math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
 
 
 def _kernel_of(call: KernelCall, num_rows: int) -> tuple[str, int]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,9 @@ from meshloom.compiler.core.scopes import OperationName
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.estimated_step import read_step
+from meshloom.compiler.estimate.regions import price_regions
 from meshloom.compiler.jaxpr.flops import count_model_flops
-from meshloom.compiler.parallel.experts.experts import experts_scope
+from meshloom.compiler.parallel.experts.experts import FILLED, experts_scope
 from meshloom.compiler.parallel.experts.grouped_matmul import RAGGED_ROWS, grouped_cost
 from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.spec import kernel_rates
@@ -235,6 +237,40 @@ def test_a_tile_in_which_groups_meet_is_computed_for_each_of_them():
     assert cost is not None
     assert cost.grouped == "megablox"
     assert cost.flops == pytest.approx(2 * computed * 64 * 32, rel=0.03)
+    assert cost.num_bytes == pytest.approx(2 * (ends[-1] * (64 + 32) + 16 * 64 * 32), rel=1e-6)
+
+
+def test_a_gradient_of_matrices_costs_as_much_in_an_estimate_as_in_the_compiled_program():
+    """A compiled kernel for Triton has shapes alone. The traced one declares the bytes of all rows besides, which the
+    rows that are filled replace: a quarter of both arrays, read once, and the matrices."""
+    rows = 4096
+    places = KernelArray((16,), "int32")
+    operands = places, places, KernelArray((rows, 64), "bfloat16"), KernelArray((rows, 32), "bfloat16")
+    traced = KernelCall(
+        kernel="pallas_call grouped_matmul_of_rows",
+        name=OperationName(""),
+        operands=operands,
+        results=(KernelArray((16, 64, 32), "bfloat16"),),
+        stated=KernelCost(2.0 * rows * 64 * 32, num_bytes=10**9),
+        is_pallas=True,
+    )
+    compiled = replace(traced, kernel="__gpu$xla.gpu.triton", stated=None)
+    estimated, priced = grouped_cost(traced, 0.25), grouped_cost(compiled, 0.25)
+    assert estimated == priced
+    assert priced is not None
+    assert priced.num_bytes == 2 * (1024 * (64 + 32) + 16 * 64 * 32) + 2 * 4 * 16
+
+
+def test_a_gather_reads_the_rows_that_are_filled():
+    """Two devices have half of the experts each, and buffers for all tokens: half of the rows have one. Each gathered
+    row is written, every second is read."""
+    plan = plan_of(*MOE, *EXPERT, "parallel.experts=gathered")
+    step = price_regions(read_step(plan), plan.target.compiler)
+    rows = [(region, one) for region, one in step.each() if f"{FILLED}=0.5" in one.operation.scope]
+    gathers = [(region.program.sizes[one.operation.outputs[0]], one.hbm_bytes)
+               for region, one in rows if one.operation.name == "gather" and one.hbm_bytes]  # fmt: skip
+    assert gathers
+    assert all(moved == 1.5 * made for made, moved in gathers)
 
 
 @pytest.mark.parametrize(("target", "kernels"), [("v5p-16", {"ragged_dot", "megablox"}), ("h100-8", {"triton"})])
