@@ -21,6 +21,7 @@ from typing import Any
 from meshloom.models import Model
 
 from .analysis.compiled_step import CompiledStep, find_findings, read_text
+from .analysis.price_pgle import pgle_maker
 from .core.errors import all_of
 from .core.trees import like
 from .estimate.estimate import estimate_declared
@@ -53,6 +54,7 @@ from .target.compiler_options import (
 from .target.mesh import MeshPlan, plan_mesh
 from .target.target import TargetPlan, calibrate_target, plan_target
 from .xla.aot import Built, LoweredStep, compile_ahead, lower_ahead
+from .xla.pgle import check_pgle_key
 
 
 def plan_run(spec: AnyPlanSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan[AnyPlanSpec]:
@@ -125,6 +127,7 @@ def plan_layout(
         lambda: check_rules(spec.sharding, arrays),
         lambda: check_schedule(spec),
         lambda: check_remat(spec.remat, arrays),
+        lambda: check_pgle_key(spec, target),
     )
     roles = plan_roles(spec.sharding, mesh.sizes)
     tables_of = cache(lambda: read_tables(spec, mesh, model))  # the layout asks, too
@@ -164,7 +167,8 @@ def compile_plan(
     compiler options that are wrong and for a program that would hang, JaxRuntimeError where the compiler fails for
     another reason than memory."""
     estimate = estimate_declared(plan)
-    lowered = lower_ahead(plan, plan.mesh.of_devices(devices))
+    declared_pgle = pgle_maker(plan.spec.overlap.pgle, plan.mesh.placement, plan.ops)
+    lowered = replace(lower_ahead(plan, plan.mesh.of_devices(devices)), pgle=declared_pgle)
     built = compile_step(lowered)
     schedule, peak = read_text(built.text, plan, estimate.communication)
     return CompiledStep(plan, estimate, lowered, built, schedule, peak)

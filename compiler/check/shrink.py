@@ -156,6 +156,7 @@ class Shrinking(Generic[AnyPlanSpec]):
         of_compiler, judged = "it is of the target's compiler", "it is not judged"
         cuts: Cuts = {
             "overlap.flag_presets": ((), of_compiler),
+            "overlap.pgle": (None, of_compiler),
             "overlap.search": (None, "nothing is searched"),
             "overlap.max_exposed": (None, judged),
             "compiler_options": ({}, of_compiler),

@@ -79,7 +79,8 @@ class Hiding:
     activations' collectives, for all declarations or for each. of_operations: the exposed time of the collectives of
     operations that state it themselves, by source. exposed_second_sums: the exposed share of a gradient's all-reduce
     that follows its reduce-scatter in a trip of a loop. from_matmuls: the kinds of weights' collectives of which chunks
-    are sent from within matmuls. at_once: how many collectives of weights are on their way at once.
+    are sent from within matmuls. at_once: how many collectives of weights are on their way at once. by_prices: whether
+    the scheduler has the times of a PGLE file, which are taken to be right.
     """
 
     weights: frozenset[CollectiveKind]
@@ -92,6 +93,7 @@ class Hiding:
     expected_kernels: ExpectedKernels | None = None
     begins_early: bool = False
     at_once: int = 1
+    by_prices: bool = False
 
 
 @dataclass(frozen=True)
@@ -343,7 +345,10 @@ def _exposed_in_order(
     kernels, at_once = hiding.expected_kernels, hiding.at_once  # where the scheduler counts kernels
     windows = [(one.beside[0], len(works) if one.beside[1] is None else one.beside[1]) for one, *_ in hidden]
     if (kernels := hiding.expected_kernels) is None:
-        expected = [links.expected_seconds(one.kind, one.mesh_axes, size, once, expects) for one, size, once in hidden]
+        expected = [
+            once if hiding.by_prices else links.expected_seconds(one.kind, one.mesh_axes, size, once, expects)
+            for one, size, once in hidden
+        ]
         each = zip(hidden, expected, windows, strict=True)
         flights = [Flight(once, lasts, *window) for (*_, once), lasts, window in each]
         return exposed_in_order(works, flights, at_once=at_once)
@@ -415,6 +420,7 @@ def plan_hiding(plan: Plan) -> Hiding:
     target, assumed = plan.target, assume_overlap(plan)
     weights = hidden_kinds(assumed.flag_presets, plan.spec, target)
     options = options_with(assumed.flag_presets, plan.spec, target)
+    by_prices = plan.spec.overlap.pgle is not None
     is_ring = runs_beside_compute(plan.ops, ((each.op.kind, each.chosen.name) for each in plan.operations))
     exposed = cost_model().exposed_beside_matmuls if is_ring and why_permutes_wait(target) is None else None
     if exposed is None and assumed.layers.batch_split > 1:
@@ -427,9 +433,10 @@ def plan_hiding(plan: Plan) -> Hiding:
         exposed_second_sums=target.compiler.exposed_second_sums,
         from_matmuls=kinds_from_matmuls(assumed.flag_presets, plan.spec, target),
         in_order=target.compiler.expected_across,
-        expected_kernels=target.compiler.expected_kernels,
+        expected_kernels=None if by_prices else target.compiler.expected_kernels,
         begins_early=begin_early(options, target.option_effects),
         at_once=sent_at_once(options, target.option_effects),
+        by_prices=by_prices,
     )
 
 

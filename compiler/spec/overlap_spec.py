@@ -7,10 +7,11 @@ from pydantic import BeforeValidator, NonNegativeInt, PositiveFloat, PositiveInt
 
 from meshloom.models.config import Config, mistake
 
-from ..core.config_types import Fraction, Text
+from ..core.config_types import Fraction, LocalPath, Text
 from .program_keys import ProgramKeys
 
 AUTO = "auto"  # a strategy, or flag presets, that the plan chooses
+PRICES = "prices"  # a PGLE file that is made from the prices of the compiled program
 
 
 class LayerLoop(Config):
@@ -91,5 +92,6 @@ class OverlapSpec(StepOverlap):
     """A way to overlap, the search for a better one, and the limit of exposed communication."""
 
     flag_presets: tuple[Text, ...]  # names of compiler_options.py; later ones take precedence
+    pgle: LocalPath | None  # times by which XLA schedules for GPUs: PRICES, or a file (xla/pgle.py)
     search: OverlapSearch | None
     max_exposed: Fraction | None  # share of the step that waits for transfers; compiling fails above it

@@ -4,9 +4,10 @@ A program for a topology cannot run here. It has a text, its memory and a serial
 """
 
 import re
+import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -17,6 +18,7 @@ from ..core.errors import ConfigError
 from ..jax_private import taking_packed
 from ..plan import Plan
 from ..target.compiler_options import option_problem
+from .pgle import OPTION, SUFFIX
 from .programs import PROGRAMS, Fingerprint, Programs, build, fingerprint_of, lower
 
 REMATERIALIZATION = "Involuntary full rematerialization"  # printed by JAX 0.12 where it gathers a whole array
@@ -32,11 +34,14 @@ _SIZES = (  # the sizes needed and available, in each form that libtpu has been 
 
 @dataclass(frozen=True)
 class LoweredStep:
-    """The programs of a plan before they are compiled, with their fingerprint. seconds: the time that lowering took."""
+    """The programs of a plan before they are compiled, with their fingerprint. seconds: the time that lowering took.
+    pgle: returns the PGLE file by which the train step is scheduled, from the text of the one that was compiled
+    without; None: no such file."""
 
     programs: Programs
     fingerprint: Fingerprint
     seconds: float
+    pgle: Callable[[str], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,8 @@ class Built:
     """The compiler's output for all programs. text, memory: those of the train step; None if it does not fit.
     executables: the serialised programs, by name. not_serialised: the reason for each of the others. notes: the
     compiler's lines about arrays that it gathers whole without being asked (REMATERIALIZATION). cache: whether the
-    programs were found among earlier ones; off: nothing was looked up."""
+    programs were found among earlier ones; off: nothing was looked up. pgle: the PGLE file by which the train step was
+    scheduled; None: without one."""
 
     text: str | None
     memory: ProgramMemory | None
@@ -97,6 +103,7 @@ class Built:
     compile_seconds: float
     notes: tuple[str, ...]
     cache: Literal["hit", "miss", "off"] = "off"
+    pgle: str | None = None
 
 
 def lower_ahead(plan: Plan, mesh: Mesh) -> LoweredStep:
@@ -109,17 +116,30 @@ def lower_ahead(plan: Plan, mesh: Mesh) -> LoweredStep:
 
 
 def compile_ahead(lowered: LoweredStep) -> Built:
-    """Compiles what was lowered, the train step among it. Raises ConfigError for options that the compiler refuses."""
-    start = time.perf_counter()
+    """Compiles what was lowered, the train step among it; that step again where a PGLE file is made from the first
+    one. Raises ConfigError for options that the compiler refuses, and for a PGLE file of another program."""
+    start, pgle = time.perf_counter(), None
     try:
         compiled = build(lowered.programs)
+        if lowered.pgle is not None:
+            pgle = lowered.pgle(compiled[TRAIN].as_text())
+            compiled = replace(compiled, by_name={**compiled, **build_by_pgle(lowered.programs, pgle)})
     except jax.errors.JaxRuntimeError as error:
         if refused := parse_out_of_memory(str(error)):
             return Built(None, None, refused, {}, {}, time.perf_counter() - start, ())
         if problem := option_problem(str(error), "this target"):
             raise ConfigError([problem]) from error
         raise
-    return built_of(compiled, time.perf_counter() - start)
+    return replace(built_of(compiled, time.perf_counter() - start), pgle=pgle)
+
+
+def build_by_pgle(lowered: Programs, pgle: str) -> Programs:
+    """Returns the train step, compiled by the times of a PGLE file."""
+    with tempfile.NamedTemporaryFile("w", suffix=SUFFIX) as file:
+        file.write(pgle)
+        file.flush()
+        options = {**lowered.compiler_options, OPTION: file.name}
+        return build(replace(lowered, by_name={TRAIN: lowered[TRAIN]}, compiler_options=options))
 
 
 def built_of(compiled: Programs, seconds: float) -> Built:

@@ -30,6 +30,9 @@ from ..pipeline.table_file import write_table
 from ..plan import Plan
 from ..sharding.batch import REFERENCE, BatchPlan
 from ..sharding.state import State
+from ..spec.cost_model import cost_model
+from ..spec.overlap_spec import PRICES
+from ..spec.plan_spec import PlanSpec
 from ..spec.step_spec import StepSpec
 from ..step.decode import (
     BatchShape,
@@ -45,6 +48,7 @@ from ..step.train_step import build_init, build_log_probs, build_loss, build_tra
 from ..target.compiler_options import Options, refused_options
 from ..target.target import TargetPlan
 from ..target.topology import options_without_device
+from .pgle import OPTION
 
 
 @dataclass(frozen=True)
@@ -242,10 +246,20 @@ def fingerprint_of(plan: Plan, lowered: Programs, mesh: Mesh) -> Fingerprint:
         programs={name: sha256(program.as_text()) for name, program in lowered.items()},
         devices=describe_devices(mesh),
         environment=describe_environment(mesh.devices.flat[0].platform),
-        compiler_options=lowered.compiler_options,
+        compiler_options=lowered.compiler_options | pgle_options(plan.spec),
         options_without_device=lowered.options_without_device,
         spec=dict(flat(StepSpec.of(plan.spec).as_compared() | {"mesh": dict(plan.mesh.sizes)})) | own_table,
     )
+
+
+def pgle_options(spec: PlanSpec) -> Options:
+    """Returns the option of a PGLE file, with what the file's times come from instead of its path."""
+    if (declared := spec.overlap.pgle) is None:
+        return {}
+    if declared != PRICES:
+        return {OPTION: f"file {sha256(Path(declared).read_text())[:12]}"}
+    figures = (spec.target, spec.calibration, cost_model())
+    return {OPTION: f"{PRICES} {sha256(' '.join(each.model_dump_json() for each in figures))[:12]}"}
 
 
 def describe_devices(mesh: Mesh) -> dict[str, str]:

@@ -3,6 +3,7 @@
     fingerprint.json     devices, versions, compiler options, keys of the declaration, hashes of the lowered programs
     built.json           memory of the train step, seconds of the compile; or why it does not fit
     train.hlo.txt        the train step as the compiler scheduled it
+    train.pgle.pbtxt     the PGLE file by which it did, if it had one
     NAME.executable      each program that can be saved, as JAX serialises it
     manifest.json        sizes and SHA-256 of all of these
 
@@ -50,6 +51,7 @@ from .abort_watchdog import read_abort_reason
 SCHEMA_VERSION = 2
 FOLDER = "artifact"
 TEXT = "train.hlo.txt"
+PGLE = "train.pgle.pbtxt"
 EXPECTED = ("fingerprint.json", "built.json")  # files of every artifact
 DIRECTORY = "jax_compilation_cache_dir"
 REQUEST, HIT = (f"/jax/compilation_cache/{event}" for event in ("compile_requests_use_cache", "cache_hits"))
@@ -81,6 +83,8 @@ def write_artifact(place: Path, fingerprint: Fingerprint, built: Built, override
         replace_json(unfinished / "built.json", {name: value for name, value in fields if name in saved})
         if built.text is not None:
             (unfinished / TEXT).write_text(built.text)
+        if built.pgle is not None:
+            (unfinished / PGLE).write_text(built.pgle)
         for name, executable in built.executables.items():
             (unfinished / f"{name}.executable").write_bytes(executable)
         write_manifest(unfinished)
@@ -125,6 +129,7 @@ def _read(place: Path) -> Artifact:
         not_serialised=made["not_serialised"],
         compile_seconds=made["compile_seconds"],
         notes=tuple(made["notes"]),
+        pgle=(place / PGLE).read_text() if (place / PGLE).exists() else None,
     )
     return Artifact(place, Fingerprint(**told), built, overrides)
 

@@ -36,8 +36,8 @@ WHAT_TO_NAME = (
 OF_THE_RUN = (  # not of its weights: places of files, processes, observers; and keys that load or run code
     "artifact", "checkpoint", "compilation_cache", "compile", "compiler_options", "distributed", "evaluation.split",
     "evaluation.tasks", "evaluation.tasks_path", "export", "generate", "hydra", "launch",
-    "logging", "objective", "on_nonfinite", "on_out_of_memory", "profile", "replay", "run", "shards", "stragglers",
-    "sweep", "tune", "watchdog",
+    "logging", "objective", "on_nonfinite", "on_out_of_memory", "overlap.pgle", "profile", "replay", "run", "shards",
+    "stragglers", "sweep", "tune", "watchdog",
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 from meshloom.compiler.core.console import Console
-from meshloom.compiler.core.errors import ConfigError, Problem, all_of
+from meshloom.compiler.core.errors import ConfigError, Problem, all_of, raise_if_any
 from meshloom.compiler.core.format import be, counted
 from meshloom.compiler.core.key_paths import is_within
 from meshloom.compiler.core.user_code import allow_words
@@ -95,7 +95,7 @@ def plan_and_check(spec: RunSpec) -> Job:
         lambda: check_checkpoint(spec),
         lambda: plan_start(spec.distributed, spec.target, os.environ),
         lambda: read_artifact(Path(spec.artifact)) if spec.artifact else None,
-        lambda: _check_is_decided(spec.overlap),
+        lambda: _check_is_decided(spec.overlap, has_artifact=spec.artifact is not None),
         lambda: check_profile(spec.profile.steps, spec.num_steps) if not spec.counts_epochs else None,
         lambda: check_compiler_options(spec.compiler_options, jax.local_devices()[0]),
     )
@@ -107,11 +107,18 @@ def plan_and_check(spec: RunSpec) -> Job:
     return Job(plan, data, weights=start.weights)
 
 
-def _check_is_decided(overlap: OverlapSpec) -> None:
-    """Raises ConfigError for a search: it takes many compiles, and all processes need its result before the run."""
+def _check_is_decided(overlap: OverlapSpec, *, has_artifact: bool) -> None:
+    """Raises ConfigError for what takes several compiles, and whose result all processes need before the run: a search,
+    and a schedule by the times of a program that is compiled first."""
+    problems, fix = list[Problem](), "run `meshloom compile` with the same words: it prints what to train"
     if overlap.search is not None:
-        fix = "run `meshloom compile` with the same words: it prints what to train; or choose overlap=prefetch"
-        raise ConfigError([Problem("overlap.search", "is done by `meshloom compile`, and not by a run", fix)])
+        what = "is done by `meshloom compile`, and not by a run"
+        problems.append(Problem("overlap.search", what, f"{fix}; or choose overlap=prefetch"))
+    if overlap.pgle is not None and not has_artifact:
+        problems.append(
+            Problem("overlap.pgle", "needs a step that `meshloom compile` made", f"{fix}; or set it to null")
+        )
+    raise_if_any(problems)
 
 
 def run_training(

@@ -98,7 +98,7 @@ def test_keys_outside_of_the_program_do_not_change_it(usual):
     rate = f"optimizer.learning_rate={spec_of(*TINY).optimizer.learning_rate}"  # old weights have another by default
     others = (OUTSIDE, ("checkpoint.weights_from=there", "checkpoint.weights_skip=[x]", rate))  # one of the two places
     before, *after = (dict(flat(spec_of(*TINY, *more).model_dump(mode="json"))) for more in ((), *others))
-    own_fields = ("target.", "mesh.", "compiler_options", "overlap.flag_presets")
+    own_fields = ("target.", "mesh.", "compiler_options", "overlap.flag_presets", "overlap.pgle")
     unchanged = {
         key
         for key in before

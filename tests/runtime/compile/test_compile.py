@@ -682,6 +682,23 @@ def test_a_gpu_that_is_not_there_is_compiled_for_in_silence(tmp_path):
     assert "cudnn" in text, "the attention kernel of a GPU"
 
 
+@pytest.mark.gpu
+@pytest.mark.release
+def test_a_gpu_program_is_scheduled_by_its_prices_and_by_the_file_that_they_are_in(tmp_path):
+    """The file of a compile gives the same program again, and is refused for another one."""
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="pip install -e '.[cuda]'")
+    line = ("compile", *SMALL, *WIDE_HEADS, "precision=bfloat16", "target=h100-16")
+    done = meshloom(*line, "overlap.pgle=prices", "hydra.run.dir=priced", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    by_file = meshloom(*line, "overlap.pgle=priced/artifact/train.pgle.pbtxt", "hydra.run.dir=again", cwd=tmp_path)
+    assert (by_file.returncode, by_file.stderr) == (0, "")
+    first, again = (tmp_path / run / "artifact/train.hlo.txt" for run in ("priced", "again"))
+    assert first.read_text() == again.read_text()
+    wider = meshloom(*line, "overlap.pgle=priced/artifact/train.pgle.pbtxt", "model.mlp_dim=512", cwd=tmp_path)
+    assert wider.returncode == 2
+    assert "is of another program: its fingerprint_before_lhs is" in wider.stderr
+
+
 @pytest.mark.tpu
 @pytest.mark.release
 def test_nothing_of_attention_runs_again_in_a_compiled_ring_whose_attention_is_saved(tmp_path):
