@@ -162,6 +162,7 @@ class _Reader(ProgramValues):
         cost, unknown = self.cost(equation, kind, own, operands, results, reduced), None
         if isinstance(cost, str) or kind == "unknown" or (not is_known and operands != before):
             unknown = unknown_of(equation, scope, cost if isinstance(cost, str) else None, self.within)
+        sent = self.collective(equation, operands, results, scope) if kind == "collective" else None
         self.operations.append(
             Operation(
                 kind, name, scope, tuple(operands), tuple(results),
@@ -169,7 +170,7 @@ class _Reader(ProgramValues):
                 hbm_bytes=cost.hbm_bytes if isinstance(cost, CallCost) else None,
                 rated_by=cost.rated_by if isinstance(cost, CallCost) else None,
                 unknown=unknown,
-                collective=(sent := self.collective(equation, operands, results) if kind == "collective" else None),
+                collective=sent,
                 stage_pairs=_stage_pairs(equation) if sent is not None and sent.mesh_axes == (STAGE,) else (),
             )
         )  # fmt: skip
@@ -260,14 +261,15 @@ class _Reader(ProgramValues):
         layout = wanted if is_moved else kept
         return [self.crossed(equation.invars[0].aval, operands[0], layout, kind, axes, equation.primitive.name, scope)]
 
-    def collective(self, equation: Any, operands: list[int], results: list[int]) -> DeviceTraffic:
+    def collective(self, equation: Any, operands: list[int], results: list[int], scope: str) -> DeviceTraffic:
         name, params = equation.primitive.name, equation.params
         axes = params.get("axis_name", params.get("axes", ()))
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
         axes = tuple(axis for axis in axes if isinstance(axis, str) and self.mesh_sizes[axis] > 1)
         full = max(sum(self.sizes[i] for i in operands), sum(self.sizes[i] for i in results))
-        if name == "ragged_all_to_all":  # the smaller side is full, unless loads are uneven; the larger has spare room
-            full = min(self.sizes[operands[0]], self.sizes[results[0]])
+        if name == "ragged_all_to_all":  # the larger side has spare room; of the smaller one the scope may tell a share
+            smaller = min(self.sizes[operands[0]], self.sizes[results[0]])
+            full = round(smaller * OperationName(scope).sent_share)
         full *= self.num_shards(axes) if COLLECTIVES[name] == "all-to-all" else 1  # both sides are parts
         return DeviceTraffic(COLLECTIVES[name], axes, self.num_shards(axes), full, dtype=self.dtypes[operands[0]])
 

@@ -49,6 +49,8 @@ class CompilerTraits(Record):
     orders_by_barriers: it schedules no operation before an optimization barrier that its operands pass.
     exposed_in_turns: share of tensor parallelism's collectives that is waited for where the parts of a split batch run
         in turns (step/turns.py); None: parts do not run so, or it is not known.
+    exposed_inputs: share of an exchange of tokens that is waited for although it needs only the input of its layer: the
+        scheduler begins it right before the experts.
     copies_loop_carry: the state that a loop carries to its next iteration is copied.
     copies_conditionals: what a conditional takes and gives is copied, whichever branch runs.
     gathers_before_loops: a gather issued before a loop ends before the loop starts.
@@ -75,6 +77,7 @@ class CompilerTraits(Record):
     max_chips_async_permutes: int | None = None
     orders_by_barriers: bool = False
     exposed_in_turns: float | None = None
+    exposed_inputs: float = 0.0
     copies_loop_carry: bool = False
     copies_conditionals: bool = False
     gathers_before_loops: bool = False

@@ -5,6 +5,8 @@
     padded     the same number of rows to each device, some of them empty (all-to-all)
     gathered   all tokens to all devices (all-gather), which take the rows of their experts, and add their results up
                (reduce-scatter)
+    deduplicated  each token once to each device that has one of its experts, which takes rows of it for each of them,
+               adds their results up, and sends one row back (ragged all-to-all or all-to-all)
 
 The buffers have a fixed size; what does not fit is dropped and counted. A dropped choice adds nothing to its token.
 
@@ -18,14 +20,15 @@ lies in a place without a choice, which may be anything.
 
 A token whose experts have the number `num_experts` goes to none (padding): it takes no row and is not counted.
 
-Shapes: N tokens of this device, E embed, K experts of a token, X experts, L experts of this device, n devices, R rows
-of a buffer, C rows of an expert with a capacity: there, R is experts x devices x C.
+Shapes: N tokens of this device, T tokens that are here to meet its experts, E embed, K experts of a token, X experts, L
+experts of this device, n devices, R rows of a buffer, C rows of an expert with a capacity: there, R is experts x
+devices x C.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -138,22 +141,130 @@ def dispatch_gathered(
 ) -> tuple[Array, Array]:
     """Returns what the experts of all devices make of this device's tokens. rows: the rows that a device takes of all
     tokens."""
-    L, K = experts.num_local, ids_NK.shape[1]
     x_all, weights_all, ids_all = (
         jax.lax.all_gather(each, experts.axis, tiled=True) for each in (x_NE, weights_NK, ids_NK)
     )
-    local = ids_all - jax.lax.axis_index(experts.axis) * L
-    local = jnp.where((local >= 0) & (local < L), local, L)
-    rows = min(rows, local.size)  # a buffer is rounded up
-    order_R, inverse_R, counts_L = sort_by_expert(local, L)
+    local_all = _local(ids_all, experts)
+    sums_all, num_kept = _at_local_experts(x_all, weights_all, local_all, run, experts.num_local, rows)
+    y_NE = jax.lax.psum_scatter(sums_all, experts.axis, scatter_dimension=0, tiled=True)
+    return y_NE, (jnp.sum(local_all < experts.num_local) - num_kept).astype(jnp.float32)
+
+
+def dispatch_deduplicated(
+    x_NE: Array,
+    weights_NK: Array,
+    ids_NK: Array,
+    run: RunExperts,
+    *,
+    experts: Experts,
+    rows: int,
+    tokens: int,
+    is_ragged: bool,
+) -> tuple[Array, Array]:
+    """Returns what the experts of all devices make of this device's tokens. rows: the rows that a device takes of the
+    tokens that it receives. tokens: those that it receives in total if the exchange is ragged, else of each device.
+    Each device knows the choices of all tokens, and so what it receives."""
+    n, L, N = experts.num_devices, experts.num_local, len(x_NE)
+    weights_all, ids_all = (jax.lax.all_gather(each, experts.axis, tiled=True) for each in (weights_NK, ids_NK))
+    local_all = _local(ids_all, experts)
+    goes_nN = jnp.any(ids_NK // L == jnp.arange(n)[:, None, None], axis=-1)
+    comes_nN = jnp.any(local_all < L, axis=1).reshape(n, N)
+    at_most = min(ids_NK.shape[1], n)  # devices that have experts of one token
+    route: Any = partial(_ragged_route, most_sent=N * at_most) if is_ragged else _padded_route
+    sent, received, there, back = route(goes_nN, comes_nN, tokens, experts.axis)
+
+    token_R, place_Nn = sent.token_R % N, _first(sent.place_nN.T, at_most)
+    x_TE = there(to_places(x_NE, token_R, place_Nn))
+    weights_TK = to_places(weights_all, received.token_R, received.place_nN.reshape(-1, 1))
+    local_TK = jnp.where(received.is_used_R[:, None], local_all[received.token_R], L)
+    sums_TE, num_kept = _at_local_experts(x_TE, weights_TK, local_TK, run, L, rows)
+    return from_places(back(sums_TE), token_R, place_Nn), (jnp.sum(local_all < L) - num_kept).astype(jnp.float32)
+
+
+def _local(ids_NK: Array, experts: Experts) -> Array:
+    """Returns the place of each chosen expert among this device's, and the number of these for one that is not here."""
+    local = ids_NK - jax.lax.axis_index(experts.axis) * experts.num_local
+    return jnp.where((local >= 0) & (local < experts.num_local), local, experts.num_local)
+
+
+def _at_local_experts(
+    x_TE: Array, weights_TK: Array, local_TK: Array, run: RunExperts, num_local: int, rows: int
+) -> tuple[Array, Array]:
+    """Returns (the weighted sums of what this device's experts make of tokens (T, E), the number of choices that have a
+    row). local_TK: as `_local` gives it."""
+    rows = min(rows, local_TK.size)  # a buffer is rounded up
+    order_R, inverse_R, counts_L = sort_by_expert(local_TK, num_local)
     sizes_L = jnp.clip(rows - _before(counts_L), 0, counts_L)
-    place_NK = inverse_R.reshape(local.shape)
-    place_NK = _places(place_NK, place_NK < sizes_L.sum(), rows)
+    place_TK = inverse_R.reshape(local_TK.shape)
+    place_TK = _places(place_TK, place_TK < sizes_L.sum(), rows)
     choice_R = order_R[:rows]
-    x_RE, weights_R = _sent(x_all, weights_all, choice_R, place_NK, at_most=L)
-    sums_NE = from_places(run(x_RE, sizes_L, weights_R), choice_R // K, _first(place_NK, L))
-    y_NE = jax.lax.psum_scatter(sums_NE, experts.axis, scatter_dimension=0, tiled=True)
-    return y_NE, jnp.sum(counts_L - sizes_L).astype(jnp.float32)
+    x_RE, weights_R = _sent(x_TE, weights_TK, choice_R, place_TK, at_most=num_local)
+    y_RE = run(x_RE, sizes_L, weights_R)
+    return from_places(y_RE, choice_R // local_TK.shape[1], _first(place_TK, num_local)), sizes_L.sum()
+
+
+class _Packed(NamedTuple):
+    """Tokens of n groups of N in the places of a buffer, one group after another. token_R: of the n N, the one in each
+    place. is_used_R: the place holds one. place_nN: the place of each token, one past the end for one that has none."""
+
+    token_R: Array
+    is_used_R: Array
+    place_nN: Array
+
+
+def _packed(is_in_nN: Array, first_n: Array, fits_n: Array, num_places: int) -> _Packed:
+    """Returns the places of those tokens that are in a buffer. first_n: the place of each group's first one. fits_n:
+    how many of a group have a place."""
+    slot_nN = _before(is_in_nN.astype(jnp.int32), axis=1)
+    place_nN = _places(first_n[:, None] + slot_nN, is_in_nN & (slot_nN < fits_n[:, None]), num_places)
+    place_R = jnp.arange(num_places)
+    group_R = jnp.sum(place_R[:, None] >= first_n, axis=1) - 1
+    slot_R = place_R - first_n[group_R]
+    token_nN = jnp.argsort(~is_in_nN, axis=1, stable=True)
+    num_tokens = is_in_nN.shape[1]
+    token_R = group_R * num_tokens + token_nN[group_R, jnp.minimum(slot_R, num_tokens - 1)]
+    return _Packed(token_R, slot_R < fits_n[group_R], place_nN)
+
+
+class _Route(NamedTuple):
+    """How tokens go to other devices and back. sent, received: their places in the buffers."""
+
+    sent: _Packed
+    received: _Packed
+    there: Callable[[Array], Array]
+    back: Callable[[Array], Array]
+
+
+def _padded_route(goes_nN: Array, comes_nN: Array, tokens: int, axis: Any) -> _Route:
+    """Returns the route of the same number of tokens to each device. goes_nN: this device's tokens that go to each
+    device. comes_nN: those of each device that come here."""
+    first_n = jnp.arange(len(goes_nN)) * tokens
+    num_places = len(goes_nN) * tokens
+    sent, received = (
+        _packed(each, first_n, jnp.minimum(each.sum(1), tokens), num_places) for each in (goes_nN, comes_nN)
+    )
+    swap: Any = partial(jax.lax.all_to_all, axis_name=axis, split_axis=0, concat_axis=0, tiled=True)
+    return _Route(sent, received, swap, swap)
+
+
+def _ragged_route(goes_nN: Array, comes_nN: Array, tokens: int, axis: Any, *, most_sent: int) -> _Route:
+    """Returns the route of as many tokens as there are. tokens: those that a device receives at most; most_sent: that
+    it sends."""
+    me = jax.lax.axis_index(axis)
+    counts_nn = jax.lax.all_gather(goes_nN.sum(1), axis)  # by source, destination
+    starts_nn = jnp.minimum(_before(counts_nn), tokens)
+    fits_nn = jnp.minimum(tokens - starts_nn, counts_nn)
+    firsts_nn = _before(counts_nn, axis=1)
+    there = (firsts_nn[me], fits_nn[me], starts_nn[me], fits_nn[:, me])
+    back = (starts_nn[:, me], fits_nn[:, me], firsts_nn[:, me], fits_nn[me])
+    sent = _packed(goes_nN, firsts_nn[me], fits_nn[me], most_sent)
+    received = _packed(comes_nN, starts_nn[:, me], fits_nn[:, me], tokens)
+    return _Route(
+        sent,
+        received,
+        lambda x: _exchanged(axis, most_sent, tokens, x, there, back),
+        lambda y: _exchanged(axis, tokens, most_sent, y, back, there),
+    )
 
 
 def sort_by_expert(ids_NK: Array, num_experts: int) -> tuple[Array, Array, Array]:

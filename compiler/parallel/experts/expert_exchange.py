@@ -10,12 +10,14 @@ A transfer is waited for as far as nothing else can run meanwhile:
 
 No result is sent again where the backward pass recomputes a layer: nothing reads it (dispatch.py).
 
-C chunks or parts of the batch hide all but one C-th of the two in the middle, beside the matmuls of the others.
-Whatever the compiler does not overlap with compute is waited for whole.
+C chunks or parts of the batch hide all but one C-th of the two in the middle, beside the matmuls of the others. So do
+they with what needs the input alone, where the compiler begins it too late (`exposed_inputs`). Whatever the compiler
+does not overlap with compute is waited for whole.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ...core.traffic import CollectiveKind, DeviceTraffic, Traffic
@@ -24,7 +26,8 @@ from ...target.compiler_options import assumed_weight_presets, hidden_kinds
 from ..operation import OpInputs, moved
 from .dispatch import Experts
 
-RAGGED, PADDED, GATHERED, CAPACITY = "ragged", "padded", "gathered", "capacity"
+RAGGED, PADDED, GATHERED, CAPACITY, DEDUPLICATED = "ragged", "padded", "gathered", "capacity", "deduplicated"
+_ROWS = 128  # buffers have a multiple of these rows: grouped matmuls on TPUs work on as many at once
 Wait = Literal["input", "routing", "experts", "weights"]
 _INT32 = _FLOAT32 = 4  # bytes
 
@@ -50,6 +53,52 @@ class ExchangeSizes:
         """Returns the choices of the tokens of one device that can be for experts of one device."""
         return self.tokens * min(self.num_chosen, self.experts.num_local)
 
+    @property
+    def share_of_device(self) -> float:
+        """Returns the share of tokens that have an expert on one device, on average, if all experts are chosen alike:
+        1 less the chance that none of the K different experts of a token is one of the L of the device."""
+        num_experts, num_others = self.experts.num_experts, self.experts.num_experts - self.experts.num_local
+        return 1 - math.comb(num_others, self.num_chosen) / math.comb(num_experts, self.num_chosen)
+
+
+@dataclass(frozen=True)
+class ExchangeBuffers:
+    """The sizes of the buffers of an exchange, for the tokens of one chunk.
+
+    rows: those that a device receives (ragged), takes of the tokens that are there (gathered, deduplicated), sends to
+    each device (padded), or that an expert takes of each device (capacity). most_rows: those with which nothing is ever
+    dropped. filled: the share of the rows that tokens fill. tokens: those that a device receives (deduplicated), in
+    total if the exchange is ragged, else of each device. sent: the share of the smaller buffer of a ragged exchange
+    that is sent.
+    """
+
+    rows: int
+    most_rows: int
+    filled: float
+    tokens: int = 0
+    sent: float = 1.0
+
+    @property
+    def is_dropless(self) -> bool:
+        return self.rows >= self.most_rows
+
+
+def buffers_of(name: str, sizes: ExchangeSizes, imbalance: float | None, *, is_ragged: bool) -> ExchangeBuffers:
+    """Returns the buffers of an exchange with room for so many times the mean; None: for any imbalance."""
+    n, mean, most = sizes.experts.num_devices, sizes.choices, sizes.experts.num_devices * sizes.most_of_device
+    if name == PADDED:
+        mean, most = math.ceil(mean / n), sizes.most_of_device
+    rows = most if imbalance is None else min(most, math.ceil(imbalance * mean))
+    rows += -rows % _ROWS
+    buffers = ExchangeBuffers(rows, most, min(1.0, mean / rows))
+    if name != DEDUPLICATED:
+        return buffers
+    most = sizes.tokens * (n if is_ragged else 1)
+    mean = most * sizes.share_of_device
+    tokens = most if imbalance is None else min(most, math.ceil(imbalance * mean))
+    smaller = min(tokens, sizes.tokens * min(n, sizes.num_chosen))
+    return replace(buffers, tokens=tokens, sent=min(1.0, mean / smaller) if is_ragged else 1.0)
+
 
 @dataclass(frozen=True)
 class Leg:
@@ -70,10 +119,11 @@ class ExchangeTime:
     waited_seconds: float
 
 
-def exchange_legs(name: str, sizes: ExchangeSizes, rows: int) -> tuple[Leg, ...]:
-    """Returns the transfers of one layer, forward and backward. rows: that a device receives (ragged), sends to each
-    (padded), or that an expert takes of each device (capacity)."""
-    n, axes, times = sizes.experts.num_devices, sizes.experts.axes, sizes.num_runs
+def exchange_legs(
+    name: str, sizes: ExchangeSizes, buffers: ExchangeBuffers, *, is_ragged: bool = False
+) -> tuple[Leg, ...]:
+    """Returns the transfers of one layer, forward and backward."""
+    n, axes, times, rows = sizes.experts.num_devices, sizes.experts.axes, sizes.num_runs, buffers.rows
 
     def forward(kind: CollectiveKind, num_bytes: int, waits: Wait, again: Wait | None) -> Leg:
         return Leg(moved(kind, axes, n, num_bytes, times, "forward"), waits, again)
@@ -81,17 +131,34 @@ def exchange_legs(name: str, sizes: ExchangeSizes, rows: int) -> tuple[Leg, ...]
     def backward(kind: CollectiveKind, num_bytes: int, waits: Wait) -> Leg:
         return Leg(moved(kind, axes, n, num_bytes, times, "backward"), waits)
 
+    choices = n * sizes.choices * _INT32
+    of_choices = (
+        forward("all-gather", choices, "routing", "routing"),
+        forward("all-gather", choices, "routing", "routing"),  # their weights, in float32
+        backward("reduce-scatter", choices, "weights"),
+    )
     if name == GATHERED:
-        tokens, choices = n * sizes.tokens * sizes.row_bytes, n * sizes.choices * _INT32
+        tokens = n * sizes.tokens * sizes.row_bytes
         return (
+            *of_choices,
             forward("all-gather", tokens, "input", "input"),
-            forward("all-gather", choices, "routing", "routing"),
-            forward("all-gather", choices, "routing", "routing"),  # their weights, in float32
             forward("reduce-scatter", tokens, "experts", None),
             backward("all-gather", tokens, "input"),
             backward("reduce-scatter", tokens, "experts"),
-            backward("reduce-scatter", choices, "weights"),
         )
+
+    def rows_sent(num_bytes: int) -> tuple[Leg, ...]:
+        return (
+            forward("all-to-all", num_bytes, "routing", "routing"),
+            forward("all-to-all", num_bytes, "experts", None),
+            backward("all-to-all", num_bytes, "input"),
+            backward("all-to-all", num_bytes, "experts"),
+        )
+
+    if name == DEDUPLICATED:
+        tokens = math.ceil(sizes.tokens * sizes.share_of_device) if is_ragged else buffers.tokens
+        counts = (forward("all-gather", n * n * _INT32, "routing", "routing"),) if is_ragged else ()
+        return *of_choices, *counts, *rows_sent(n * n * tokens * sizes.row_bytes)
     rows_of_all = {RAGGED: sizes.choices, PADDED: n * rows, CAPACITY: sizes.experts.num_experts * rows}[name] * n
     sent, weights = rows_of_all * sizes.row_bytes, rows_of_all * _FLOAT32  # ragged: what there is on average
     counts = n * sizes.experts.num_experts * _INT32
@@ -107,13 +174,7 @@ def exchange_legs(name: str, sizes: ExchangeSizes, rows: int) -> tuple[Leg, ...]
             forward("all-gather", weights, "routing", "routing"),
             backward("all-gather", n * rows * _FLOAT32, "weights"),
         )
-    return (
-        *beside,
-        forward("all-to-all", sent, "routing", "routing"),
-        forward("all-to-all", sent, "experts", None),
-        backward("all-to-all", sent, "input"),
-        backward("all-to-all", sent, "experts"),
-    )
+    return *beside, *rows_sent(sent)
 
 
 def sent_once(legs: Sequence[Leg]) -> tuple[Traffic, ...]:
@@ -142,6 +203,6 @@ def exchange_time(legs: Sequence[Leg], site: OpSite, inputs: OpInputs, num_runs:
             if wait is None:
                 continue
             sent += one.count * seconds
-            share = 1.0 if one.kind not in hidden else 0.0 if wait in ("input", "weights") else 1.0 / num_runs
-            waited += one.count * seconds * share
+            exposed = {"input": target.compiler.exposed_inputs, "weights": 0.0}.get(wait, 1.0) / num_runs
+            waited += one.count * seconds * (exposed if one.kind in hidden else 1.0)
     return ExchangeTime(sent, waited)

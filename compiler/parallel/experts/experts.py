@@ -1,19 +1,20 @@
 """How tokens reach their experts, if a mesh axis that splits the batch splits the experts too.
 
-Each device then has some tokens and some experts. Three exchanges drop nothing unless a declared buffer is too small
+Each device then has some tokens and some experts. Four exchanges drop nothing unless a declared buffer is too small
 (`moe.max_imbalance`); one gives each expert a fixed number of rows (dispatch.py):
 
-    ragged    rows of each expert, as many as there are        TPUs, where the compiler has it
-    padded    rows of each expert, padded to a declared size   everywhere
-    gathered  all tokens, from which each device takes its own everywhere; cheap for a few devices
-    capacity  a fixed number of rows for each expert           by name alone: it drops tokens
+    ragged        rows of each expert, as many as there are         TPUs, where the compiler has it
+    deduplicated  each token once to each device that needs it      everywhere; as many as there are, where ragged runs
+    padded        rows of each expert, padded to a declared size    everywhere
+    gathered      all tokens, from which each device takes its own  everywhere; cheap for a few devices
+    capacity      a fixed number of rows for each expert            by name alone: it drops tokens
 
 `auto` takes the one that a layer waits for least (expert_exchange.py). Where no axis splits the experts there is
 nothing to send: tokens are sorted by expert, or put into rows of the capacity.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,13 +24,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from meshloom.models.parts import added, gated
-
 from ...core.errors import ConfigError, Problem
 from ...core.format import human_seconds
 from ...core.kernels import KernelCall, KernelCost
 from ...core.partition_spec import Axes, axes_of, keep_axes
-from ...core.scopes import OperationName, fact_scope, nested_scope
+from ...core.scopes import SENT, OperationName, fact_scope, nested_scope
 from ...core.traffic import ComputeKind
 from ...sharding.arrays import EXPERTS, Operand, OpSite
 from ...sharding.rules import ArrayPlan
@@ -43,17 +42,28 @@ from .dispatch import (
     Experts,
     RunExperts,
     dispatch_capacity,
+    dispatch_deduplicated,
     dispatch_gathered,
     dispatch_local,
     dispatch_padded,
     dispatch_ragged,
 )
-from .expert_exchange import CAPACITY, GATHERED, PADDED, RAGGED, ExchangeSizes, exchange_legs, exchange_time, sent_once
-from .grouped_matmul import Kernels, grouped_cost, grouped_matmul, of_group
+from .expert_exchange import (
+    CAPACITY,
+    DEDUPLICATED,
+    GATHERED,
+    PADDED,
+    RAGGED,
+    ExchangeBuffers,
+    ExchangeSizes,
+    buffers_of,
+    exchange_legs,
+    exchange_time,
+    sent_once,
+)
+from .expert_mlp import Multiply, experts_mlp
+from .grouped_matmul import Kernels, grouped_cost, grouped_matmul
 from .quantized_groups import quantized_equal_groups, quantized_rows
-
-Multiply = Callable[[Array, Array], Array]
-_ROWS = 128  # buffers have a multiple of these rows: grouped matmuls on TPUs work on as many at once
 
 
 @dataclass(frozen=True)
@@ -79,27 +89,20 @@ class ExpertLayout:
 
 @dataclass(frozen=True)
 class ExpertsPlan:
-    """How a layer's experts run. rows: the rows of a buffer, for the tokens of one chunk: those that a device receives
-    (ragged), takes of all tokens (gathered), sends to each device (padded), or that an expert takes of each device
-    (capacity). most_rows: the rows with which nothing is ever dropped. filled: the share of the rows of all buffers
-    that tokens fill. may_pad: some tokens may go to no expert. waited_share: the exposed part of the time of a layer's
-    exchanges. arithmetic: how the matrices are multiplied; None: in the type of the operands."""
+    """How a layer's experts run. is_ragged: the exchange is a ragged one. may_pad: some tokens may go to no expert.
+    waited_share: the exposed part of the time of a layer's exchanges. arithmetic: how the matrices are multiplied;
+    None: in the type of the operands."""
 
     how: str
     experts: Experts
-    rows: int
-    most_rows: int
-    filled: float
+    buffers: ExchangeBuffers
     num_chunks: int
     kernels: Kernels
     layout: ExpertLayout
     may_pad: bool
+    is_ragged: bool = False
     waited_share: float = 1.0
     arithmetic: Arithmetic | None = None
-
-    @property
-    def is_dropless(self) -> bool:
-        return self.rows >= self.most_rows
 
 
 FILLED = "filled"  # the fact in a scope: the share of the rows of buffers that tokens fill
@@ -110,15 +113,17 @@ def filled_share(name: OperationName) -> float:
     return float(name.fact(FILLED) or 1.0)
 
 
-def experts_scope(site: str, filled: float) -> str:
-    """Returns the scope of a layer's experts and of the exchanges of their tokens."""
-    return nested_scope(fact_scope(ExpertsOp.kind, site), fact_scope(FILLED, f"{filled:.4f}"))
+def experts_scope(site: str, filled: float, sent: float = 1.0) -> str:
+    """Returns the scope of a layer's experts and of the exchanges of their tokens. sent: the share of the rows of the
+    smaller buffer of a ragged exchange."""
+    scope = nested_scope(fact_scope(ExpertsOp.kind, site), fact_scope(FILLED, f"{filled:.4f}"))
+    return scope if sent == 1 else nested_scope(scope, fact_scope(SENT, f"{sent:.4f}"))
 
 
 class ExpertsOp(ParallelOp):
     kind = "experts"
     title = "experts"
-    names = (RAGGED, PADDED, GATHERED, CAPACITY)
+    names = (RAGGED, DEDUPLICATED, PADDED, GATHERED, CAPACITY)
     fallback = PADDED
     passes_over_rows = True
 
@@ -127,11 +132,11 @@ class ExpertsOp(ParallelOp):
         capacity = _capacity(site, inputs, sizes)
         if not sizes.experts.axes:
             none = "no mesh axis of the batch splits the experts"
-            exchanges = (Strategy(name, "", refusal=Refusal(none)) for name in (RAGGED, GATHERED))
-            plan = _plan(PADDED, site, inputs, sizes, rows=0, most_rows=0, filled=1.0)
-            alone = Strategy(PADDED, "on each device by itself", plan, is_trivial=True, has_spare_room=plan.is_dropless)
+            exchanges = (Strategy(name, "", refusal=Refusal(none)) for name in (RAGGED, GATHERED, DEDUPLICATED))
+            plan = _plan(PADDED, site, inputs, sizes, ExchangeBuffers(rows=0, most_rows=0, filled=1.0))
+            alone = Strategy(PADDED, "on each device by itself", plan, is_trivial=True, has_spare_room=True)
             return alone, *exchanges, capacity
-        return (*(_exchange(name, site, inputs, sizes) for name in (RAGGED, GATHERED, PADDED)), capacity)
+        return (*(_exchange(name, site, inputs, sizes) for name in (RAGGED, GATHERED, DEDUPLICATED, PADDED)), capacity)
 
     def small_keys(self, plans: Sequence[OpPlan]) -> Mapping[str, tuple[Any, str]]:
         why = "nothing is dropped, since that depends on the mesh"
@@ -168,7 +173,8 @@ class ExpertsOp(ParallelOp):
         return grouped_cost(call, filled_share(call.name)) if call.name.fact(self.kind) else None
 
     def scope(self, plan: OpPlan) -> str:
-        return experts_scope(plan.site.name, plan.chosen.parameters.filled)
+        chosen: ExpertsPlan = plan.chosen.parameters
+        return experts_scope(plan.site.name, chosen.buffers.filled, chosen.buffers.sent)
 
     def hiding(self, plan: OpPlan, target: TargetPlan) -> Exposed:
         return Exposed(plan.chosen.parameters.waited_share)
@@ -229,11 +235,10 @@ def _layout(site: OpSite, inputs: OpInputs) -> ExpertLayout:
 
 
 def _plan(
-    how: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes, *, rows: int, most_rows: int, filled: float
+    how: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes, buffers: ExchangeBuffers, *, is_ragged: bool = False
 ) -> ExpertsPlan:
     num_chunks, kernels, layout = inputs.spec.moe.num_chunks, _kernels(inputs), _layout(site, inputs)
-    may_pad = inputs.spec.data.may_pad
-    return ExpertsPlan(how, sizes.experts, rows, most_rows, filled, num_chunks, kernels, layout, may_pad)
+    return ExpertsPlan(how, sizes.experts, buffers, num_chunks, kernels, layout, inputs.spec.data.may_pad, is_ragged)
 
 
 def _kernels(inputs: OpInputs) -> Kernels:
@@ -244,24 +249,23 @@ def _kernels(inputs: OpInputs) -> Kernels:
 
 def _exchange(name: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -> Strategy:
     """Returns one of the exchanges that drop nothing unless `moe.max_imbalance` is too small."""
-    experts, n, imbalance = sizes.experts, sizes.experts.num_devices, inputs.spec.moe.max_imbalance
-    mean, most = sizes.choices, n * sizes.most_of_device
-    if name == PADDED:
-        mean, most = math.ceil(mean / n), sizes.most_of_device
-    rows = most if imbalance is None else min(most, math.ceil(imbalance * mean))
-    rows += -rows % _ROWS
-    filled = min(1.0, mean / rows)
-    plan = _plan(name, site, inputs, sizes, rows=rows, most_rows=most, filled=filled)
-    over = " and ".join(experts.axes)
-    buffer = "for any imbalance" if plan.is_dropless else f"for {imbalance:g} times the mean, what is more is dropped"
+    over, imbalance = " and ".join(sizes.experts.axes), inputs.spec.moe.max_imbalance
+    why_not_ragged = _why_not_ragged(inputs, sizes.experts)
+    is_ragged = name in (RAGGED, DEDUPLICATED) and why_not_ragged is None
+    buffers = buffers_of(name, sizes, imbalance, is_ragged=is_ragged)
+    plan = _plan(name, site, inputs, sizes, buffers, is_ragged=is_ragged)
+    room = "for any imbalance" if buffers.is_dropless else f"for {imbalance:g} times the mean, what is more is dropped"
+    to_each = "as many as there are" if is_ragged else f"{buffers.tokens:,} to each"
     words = {
-        RAGGED: f"rows exchanged over {over}, as many as there are, {rows:,} received at most: {buffer}",
-        PADDED: f"rows exchanged over {over}, {rows:,} for each device: {buffer}",
-        GATHERED: f"all tokens gathered over {over}, {rows:,} rows of them taken: {buffer}",
+        RAGGED: f"rows exchanged over {over}, as many as there are, {buffers.rows:,} received at most",
+        PADDED: f"rows exchanged over {over}, {buffers.rows:,} for each device",
+        GATHERED: f"all tokens gathered over {over}, {buffers.rows:,} rows of them taken",
+        DEDUPLICATED: f"tokens sent over {over} once to each device with experts of theirs, {to_each}, "
+        f"{buffers.rows:,} rows of them taken",
     }
-    legs = exchange_legs(name, sizes, rows)
-    refusal = refused(_refusal(name, inputs, experts))
-    strategy = Strategy(name, words[name], plan, sent_once(legs), refusal=refusal, has_spare_room=plan.is_dropless)
+    legs = exchange_legs(name, sizes, buffers, is_ragged=is_ragged)
+    refusal, what = refused(why_not_ragged if name == RAGGED else None), f"{words[name]}: {room}"
+    strategy = Strategy(name, what, plan, sent_once(legs), refusal=refusal, has_spare_room=buffers.is_dropless)
     time = exchange_time(legs, site, inputs, sizes.num_runs)
     if time is None:
         return replace(strategy, reason="the first that runs here; the time of its exchanges is not known")
@@ -271,10 +275,8 @@ def _exchange(name: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -
     return replace(strategy, parameters=plan, cost=Cost(time.waited_seconds, "seconds"), reason=figures)
 
 
-def _refusal(name: str, inputs: OpInputs, experts: Experts) -> str | None:
-    """Returns why an exchange cannot run; None where it can."""
-    if name != RAGGED:
-        return None
+def _why_not_ragged(inputs: OpInputs, experts: Experts) -> str | None:
+    """Returns why there is no ragged all-to-all over the experts' axes; None where there is."""
     target = inputs.target
     most = target.compiler.max_chips_ragged_all_to_all
     if not target.compiler.ragged_all_to_all:
@@ -295,11 +297,11 @@ def _capacity(site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -> Strategy:
     if rows < 1:
         why = f"moe.capacity_factor={factor:g} leaves an expert no row for {each:g} choices of a device"
         refusal = Refusal(f"{why}: all would be dropped; use {least:g} or more")
-    filled = min(1.0, 1 / factor)
-    plan = _plan(CAPACITY, site, inputs, sizes, rows=rows, most_rows=sizes.tokens, filled=filled)
-    collectives = sent_once(exchange_legs(CAPACITY, sizes, rows)) if experts.axes else ()
+    buffers = ExchangeBuffers(rows, most_rows=sizes.tokens, filled=min(1.0, 1 / factor))
+    plan = _plan(CAPACITY, site, inputs, sizes, buffers)
+    collectives = sent_once(exchange_legs(CAPACITY, sizes, buffers)) if experts.axes else ()
     what = f"{rows:,} rows for each expert from each device, what is more is dropped"
-    return Strategy(CAPACITY, what, plan, collectives, refusal=refusal, has_spare_room=plan.is_dropless)
+    return Strategy(CAPACITY, what, plan, collectives, refusal=refusal, has_spare_room=buffers.is_dropless)
 
 
 def apply_planned(
@@ -336,7 +338,8 @@ def _apply_on_shards(
     if biases and layout.summed_axes:  # of what is added up, one device has the bias
         *of_hidden, last = biases
         biases = [*of_hidden, jnp.where(jax.lax.axis_index(layout.summed_axes) == 0, last, 0)]
-    y, num_dropped = _apply_in_chunks(x, weights, ids, _runner(gate, up, down, biases, activation, plan), plan)
+    mlp = experts_mlp((gate, up, down), biases, activation, partial(_multipliers, plan=plan))
+    y, num_dropped = _apply_in_chunks(x, weights, ids, mlp, plan)
     y = scatter_dims(y, together)
     rest = tuple(axis for axis in layout.summed_axes if all(axis not in axes for _, axes in together))
     y = jax.lax.psum(y, rest) if rest else y
@@ -357,32 +360,16 @@ def _apply_in_chunks(x: Array, weights: Array, ids: Array, run: RunExperts, plan
 
 
 def _dispatch(plan: ExpertsPlan) -> Dispatch:
-    experts, rows = plan.experts, plan.rows
+    experts, rows = plan.experts, plan.buffers.rows
     if plan.how == CAPACITY:
         return partial(dispatch_capacity, experts=experts, rows=rows)
     if not experts.axes:
         return partial(dispatch_local, experts=experts)
+    if plan.how == DEDUPLICATED:
+        of_tokens: Any = partial(dispatch_deduplicated, tokens=plan.buffers.tokens, is_ragged=plan.is_ragged)
+        return partial(of_tokens, experts=experts, rows=rows)
     chosen: Any = {RAGGED: dispatch_ragged, PADDED: dispatch_padded, GATHERED: dispatch_gathered}[plan.how]
     return partial(chosen, experts=experts, rows=rows)
-
-
-def _biases_of_rows(biases: Sequence[Array], sizes_X: Array, num_rows: int) -> list[Array | None]:
-    """Returns the biases (R, M) of rows that are sorted by expert, of biases (X, M); zeros for rows of no expert; three
-    times None if there are no biases."""
-    return [of_group(each, sizes_X, num_rows) for each in biases] or [None, None, None]
-
-
-def _runner(
-    gate: Array, up: Array, down: Array, biases: Sequence[Array], activation: str, plan: ExpertsPlan
-) -> RunExperts:
-    def run(x: Array, sizes: Array | None, weights: Array) -> Array:
-        if sizes is None:
-            of_rows = [each[:, None] for each in biases] or [None] * 3
-        else:
-            of_rows = _biases_of_rows(biases, sizes, x.shape[0])
-        return weighted_mlp(x, weights, (gate, up, down), of_rows, _multipliers(sizes, plan), activation)
-
-    return run
 
 
 def _multipliers(sizes: Array | None, plan: ExpertsPlan) -> tuple[Multiply, Multiply]:
@@ -402,29 +389,3 @@ def _multipliers(sizes: Array | None, plan: ExpertsPlan) -> tuple[Multiply, Mult
 
 def _equal(x_LCE: Array, w_LEM: Array) -> Array:
     return jnp.einsum("lce,lem->lcm", x_LCE, w_LEM)
-
-
-def weighted_mlp(
-    x: Array,
-    weights: Array,
-    matrices: tuple[Array, Array, Array],
-    biases: Sequence[Array | None],
-    multiply: tuple[Multiply, Multiply],
-    activation: str,
-) -> Array:
-    """Returns what experts make of rows, times the weights of the rows. biases: of the rows. multiply: rows with the
-    first matrices of their expert, and with its last one.
-
-    The product with the weight is one elementwise step with the activation, which is computed again in the backward
-    pass: what would be saved of it is in float32.
-    """
-    gate, up = (added(multiply[0](x, w), bias) for w, bias in zip(matrices[:2], biases[:2], strict=True))
-
-    @partial(jax.checkpoint, prevent_cse=False)
-    def weighted(gate: Array, up: Array, weights: Array) -> Array:
-        hidden: Array = gated(activation, gate, up)
-        return (hidden.astype(jnp.float32) * weights[..., None]).astype(hidden.dtype)
-
-    y: Array = multiply[1](weighted(gate, up, weights), matrices[2])
-    bias = biases[2]
-    return y if bias is None else (y + weights[..., None] * bias).astype(y.dtype)

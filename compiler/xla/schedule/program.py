@@ -30,7 +30,7 @@ from itertools import dropwhile
 from typing import Any
 
 from ...core.kernels import KernelOwner
-from ...core.scopes import MATMUL, OperationName
+from ...core.scopes import MATMUL, SENT, OperationName
 from ...core.traffic import MOVING, CollectiveKind
 from ..hlo import Computation, HloError, Instruction, Module
 from ..hlo.flow import Flow, ModuleValue, num_trips
@@ -195,16 +195,22 @@ class _Reader:
         groups, arrays = self._groups(within), [array for each in alike for array in _arrays(each)]
         is_sliced = kind == "all-reduce" and within is not instruction and self._is_scattered(inner)
         times = len(groups[0]) if groups and kind in MOVING else 1  # each operand is a part
+        op_name = within.op_name or instruction.op_name
+        if within.opcode.startswith("ragged"):
+            op_name = op_name or _name_of_rows(inner)
+            share = OperationName(op_name).sent_share
+        else:
+            share = 1.0
         return Collective(
             name=instruction.name,
             kind="reduce-scatter" if is_sliced else kind,
-            num_bytes=times * sum(array.num_bytes for array in arrays),
+            num_bytes=round(times * sum(array.num_bytes for array in arrays) * share),
             num_elements=tuple(times * array.num_elements for array in arrays),
             dtype=max(arrays, key=lambda array: array.num_bytes).dtype if arrays else "",
             groups=groups,
             is_async=is_async,
             form=form,
-            op_name=(op_name := within.op_name or instruction.op_name),
+            op_name=op_name,
             computation=around.name,
             is_padded=kind == "all-reduce" and _is_padded(inner),
             num_axes=_num_axes(within.attributes) or _num_axes(instruction.attributes),
@@ -386,8 +392,8 @@ def _identity(collective: Instruction) -> tuple[str, str | None, tuple[tuple[int
 
 def _arrays(inner: Inner) -> list[ArrayType]:
     """Returns what a collective takes. Of an all-reduce its results: TPUs reduce in float32 what they are given in
-    bfloat16. Of a ragged all-to-all the smaller of its first two operands, what is sent and where it arrives: that one
-    is full of rows, the other has room for uneven loads; the rest says where its parts go."""
+    bfloat16. Of a ragged all-to-all the smaller of its first two operands, what is sent and where it arrives: the other
+    has more room for uneven loads; the rest says where its parts go."""
     within = inner.instruction
     if within.opcode.startswith("all-reduce"):
         return list(within.arrays)
@@ -412,6 +418,21 @@ def _made_by(inner: Inner) -> tuple[str, ...]:
         elif each.opcode in SAME_ELEMENTS or each.opcode in ("add", "fusion", "get-tuple-element"):
             names += each.operands
     return tuple(found)
+
+
+def _name_of_rows(inner: Inner) -> str:
+    """Returns the name of the nearest operation that computes the operands of a ragged exchange and tells the share of
+    its rows that are sent; empty if there is none. XLA gives ragged exchanges on GPUs no name."""
+    seen, names = set[str](), list(inner.instruction.operands)
+    while names and len(seen) < _MOST_FOLLOWED:
+        each = inner.computation.by_name.get(names.pop(0))
+        if each is None or each.name in seen:
+            continue
+        seen.add(each.name)
+        if OperationName(each.op_name).fact(SENT):
+            return each.op_name
+        names += each.operands
+    return ""
 
 
 def _is_padded(inner: Inner) -> bool:

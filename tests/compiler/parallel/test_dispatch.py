@@ -21,7 +21,7 @@ from meshloom.compiler.parallel.experts.dispatch import (
     sort_by_expert,
     to_places,
 )
-from meshloom.compiler.parallel.experts.experts import weighted_mlp
+from meshloom.compiler.parallel.experts.expert_mlp import weighted_mlp
 from meshloom.compiler.parallel.experts.grouped_matmul import grouped_matmul
 from support.experts import dense_experts, emulated_ragged_all_to_all
 from support.proofs import Computation
@@ -71,7 +71,7 @@ def _lowered(how, inputs, matmul=jax.lax.ragged_dot, **options):
             def multiply(x, w):
                 return matmul(x, w, sizes) if sizes is not None else jnp.einsum("lce,lem->lcm", x, w)
 
-            return weighted_mlp(rows, weights, (gate, up, down), [None] * 3, multiply, "silu")
+            return weighted_mlp(rows, weights, (gate, up, down), [None] * 3, (multiply, multiply), "silu")
 
         y, dropped = how(x, weights, ids, run, experts=EXPERTS, **options)
         return y, dropped[None]
@@ -110,7 +110,14 @@ DROPLESS = {
     "gathered": (dispatch.dispatch_gathered, {"rows": DEVICES * N * K + 128}),  # rounded up, beyond all choices
     "ragged": (dispatch.dispatch_ragged, {"rows": DEVICES * N * K}),
     "capacity": (dispatch_capacity, {"rows": N}),
-}
+    "deduplicated, padded": (
+        dispatch.dispatch_deduplicated, {"rows": DEVICES * N * K, "tokens": N, "is_ragged": False},
+    ),
+    "deduplicated, ragged": (
+        dispatch.dispatch_deduplicated, {"rows": DEVICES * N * K, "tokens": DEVICES * N, "is_ragged": True},
+    ),
+}  # fmt: skip
+DEDUPLICATED = ("deduplicated, padded", "deduplicated, ragged")
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +153,7 @@ def test_with_more_choices_than_a_device_has_experts_gathered_takes_each(proof):
     _check_dropless(computation, inputs)
 
 
-@pytest.mark.parametrize("name", tiered(["padded", "gathered", "ragged"], plain=["gathered"]))
+@pytest.mark.parametrize("name", tiered(["padded", "gathered", "ragged", *DEDUPLICATED], plain=["gathered"]))
 def test_rows_of_no_expert_do_not_matter_where_a_kernel_leaves_them_undefined(name, proof):
     """Those of the kernel for GPUs, interpreted, are no numbers."""
     matmul = partial(grouped_matmul, how="triton", interpret=True)
@@ -179,7 +186,12 @@ def _dropped_by_hand(name, ids, rows, device=None):
     return dropped
 
 
-ROWS = {"padded": 10, "gathered": 40, "ragged": 40, "capacity": 5}
+ROWS = {"padded": 10, "gathered": 40, "ragged": 40, "capacity": 5} | dict.fromkeys(DEDUPLICATED, 40)
+
+
+def _with_rows(name, inputs, rows, **more):
+    how, options = DROPLESS[name]
+    return _lowered(how, inputs, **options | {"rows": rows} | more)
 
 
 @pytest.mark.parametrize("name", tiered(ROWS, plain=["ragged"]))
@@ -188,7 +200,7 @@ def test_what_does_not_fit_is_dropped_counted_and_has_no_gradient(name, proof):
     inputs = _inputs(skewed=True)
     cleared = _dropped_by_hand(name, inputs[2], rows)
     assert 0 < cleared.sum() < cleared.size / 2
-    computation = _lowered(DROPLESS[name][0], inputs, rows=rows)
+    computation = _with_rows(name, inputs, rows)
     if proof.is_known(computation.parts):
         return
     y, dropped, gradients = _run(computation)
@@ -196,6 +208,36 @@ def test_what_does_not_fit_is_dropped_counted_and_has_no_gradient(name, proof):
     assert dropped.sum() == cleared.sum()
     kept = [inputs[0], np.where(cleared, 0, inputs[1]), *inputs[2:]]
     expected = list(_reference_gradients(kept))
+    expected[1] = np.where(cleared, 0, expected[1])
+    for ours, reference in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(ours, reference, atol=4e-6 * np.abs(reference).max())
+
+
+def _dropped_tokens(ids, tokens, *, is_ragged):
+    """True for choices (N, K) whose token has no place on the device of their expert: it comes there once, in the order
+    of the devices and of their tokens. tokens: the places for those of all devices (is_ragged), or of each."""
+    used, dropped = {}, np.zeros(ids.shape, bool)
+    for t in range(len(ids)):
+        for owner in set(ids[t] // (X // DEVICES)):
+            to = owner if is_ragged else (owner, t // N)
+            used[to] = used.get(to, 0) + 1
+            dropped[t] |= (ids[t] // (X // DEVICES) == owner) & (used[to] > tokens)
+    return dropped
+
+
+@pytest.mark.parametrize("name", tiered(DEDUPLICATED, plain=["deduplicated, ragged"]))
+def test_a_token_that_does_not_fit_is_dropped_with_all_of_its_choices_there(name, proof):
+    is_ragged = name.endswith("ragged")
+    tokens, inputs = 33 if is_ragged else 9, _inputs(skewed=True, num_chosen=3)
+    cleared = _dropped_tokens(inputs[2], tokens, is_ragged=is_ragged)
+    assert 0 < cleared.sum() < cleared.size / 2
+    computation = _with_rows(name, inputs, DEVICES * N * 2, tokens=tokens)
+    if proof.is_known(computation.parts):
+        return
+    y, dropped, gradients = _run(computation)
+    np.testing.assert_allclose(y, dense_experts(*inputs, cleared_NK=cleared), atol=2e-6)
+    assert dropped.sum() == cleared.sum()
+    expected = list(_reference_gradients([inputs[0], np.where(cleared, 0, inputs[1]), *inputs[2:]]))
     expected[1] = np.where(cleared, 0, expected[1])
     for ours, reference in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(ours, reference, atol=4e-6 * np.abs(reference).max())
@@ -210,7 +252,7 @@ def test_tokens_of_no_expert_take_no_row(name, proof):
     cleared = np.zeros(ids.shape, bool)
     cleared[is_sent] = _dropped_by_hand(name, ids[is_sent], rows, np.flatnonzero(is_sent) // N)
     assert 0 < cleared.sum() < _dropped_by_hand(name, ids, rows).sum()
-    computation = _lowered(DROPLESS[name][0], inputs, rows=rows)
+    computation = _with_rows(name, inputs, rows)
     if proof.is_known(computation.parts):
         return
     y, dropped, gradients = _run(computation)
@@ -256,6 +298,9 @@ SENT = {  # rows to experts, forward and recomputed; back, forward alone; and bo
     "gathered": {"64,8] = all_gather": 2 + 1, "16,8] = reduce_scatter": 2},
     "ragged": {"40,8] = ragged_all_to_all": 2 + 1, "32,8] = ragged_all_to_all": 2},
     "capacity": {"5,8] = all_to_all": 3 + 2},
+    # A row for each token and device, whatever the number of its experts there.
+    "deduplicated, padded": {"64,8] = all_to_all": 3 + 2},
+    "deduplicated, ragged": {"64,8] = ragged_all_to_all": 2 + 1, "32,8] = ragged_all_to_all": 2},
 }
 
 
@@ -273,9 +318,10 @@ def test_a_recomputed_layer_sends_nothing_back_again_and_omits_the_last_matmul(n
     @partial(jax.shard_map, mesh=devices, in_specs=(spec,) * 6, out_specs=spec, check_vma=False)
     def layer(x, weights, ids, gate, up, down):
         def run(rows, _, weights):
-            return weighted_mlp(rows, weights, (gate, up, down), [None] * 3, equal_groups, "silu")
+            return weighted_mlp(rows, weights, (gate, up, down), [None] * 3, (equal_groups, equal_groups), "silu")
 
-        return DROPLESS[name][0](x, weights, ids, run, experts=EXPERTS, rows=rows)[0]
+        how, options = DROPLESS[name]
+        return how(x, weights, ids, run, experts=EXPERTS, **options | {"rows": rows})[0]
 
     x, weights, ids, *matrices = _inputs(skewed=True)
 

@@ -18,10 +18,13 @@ from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.estimated_step import read_step
 from meshloom.compiler.estimate.regions import price_regions
 from meshloom.compiler.jaxpr.flops import count_model_flops
+from meshloom.compiler.parallel.experts.dispatch import Experts
+from meshloom.compiler.parallel.experts.expert_exchange import ExchangeSizes
 from meshloom.compiler.parallel.experts.experts import FILLED, experts_scope
 from meshloom.compiler.parallel.experts.grouped_matmul import RAGGED_ROWS, grouped_cost
 from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.spec import kernel_rates
+from meshloom.compiler.spec.compiler_traits import read_compiler_traits
 from meshloom.compiler.spec.figure_source import FigureSource
 from meshloom.compiler.spec.kernel_rates import GroupedKernel, grouped_kernels
 from meshloom.compiler.tune.space import mesh_axes
@@ -84,16 +87,61 @@ def test_auto_takes_the_shortest_exchange_that_the_target_has(mixtral):
     """Without options the compiler overlaps none. Full remat sends rows to their experts again, and no results."""
     chosen = mixtral.operation("experts")
     costs = _costs(chosen)
-    assert chosen.chosen.name == min(costs, key=lambda name: costs[name]) == "ragged"
+    assert chosen.chosen.name == min(costs, key=lambda name: costs[name]) == "deduplicated"
     # Of a ring of 4 chips each sends 2 choices for each of 8192 tokens there and back, forward and backward, and there
     # again; empty rows of the padded one are sent too.
     row_bytes, rows = 4096 * 2, 8192 * 2
     once = mixtral.mesh.alone_seconds("all-to-all", 4 * rows * row_bytes, ("expert",))
     assert costs["ragged"] == pytest.approx(5 * once, rel=0.02)  # and weights
     assert costs["padded"] == pytest.approx(2 * 5 * once, rel=0.02)
+    # Of the 28 pairs of 8 experts, 15 have none of the two on a device.
+    assert costs["deduplicated"] == pytest.approx(5 * once * 4 * (13 / 28) / 2, rel=0.03)  # and choices
     on_v5e = plan_as_declared(*MIXTRAL, "target=v5e-64", "mesh.fsdp=16", "mesh.expert=4").operation("experts")
     assert on_v5e.chosen.name == "gathered"
     assert next(s for s in on_v5e.rejected if s.name == "ragged").refusal is not None
+
+
+@pytest.mark.parametrize("num_devices", [4, 8, 16, 32])
+def test_a_token_goes_to_as_many_devices_as_have_one_of_its_experts(num_devices):
+    """By chance: 8 of 128 experts, and 2 of 8 over 4 devices."""
+    for num_experts, num_chosen in ((128, 8), (8, 2)):
+        if num_experts % num_devices:
+            continue
+        sizes = ExchangeSizes(Experts(num_experts, ("expert",), num_devices), 1, num_chosen, 1, 1)
+        scores = np.random.default_rng(0).random((20_000, num_experts))
+        ids = np.argpartition(scores, num_chosen, axis=1)[:, :num_chosen]
+        has = [(ids // sizes.experts.num_local == device).any(1) for device in range(num_devices)]
+        assert sizes.share_of_device == pytest.approx(np.mean(has), rel=0.005)
+
+
+@pytest.mark.parametrize(("target", "is_ragged"), [("v5p-128", True), ("v5e-64", False)])
+def test_a_deduplicated_exchange_has_room_for_the_declared_imbalance_of_tokens(target, is_ragged):
+    """Qwen 3 over 16 devices: 8 of 128 experts, 8 on each. A padded exchange has as much room for each pair."""
+    overrides = ("model=qwen3_30b_a3b", "model.num_layers=2", "sharding=fsdp_expert", "mesh.fsdp=4", "mesh.expert=16",
+                 "global_batch_size=128", "sequence_length=2048", "remat=full")  # fmt: skip
+    plans = [
+        plan_as_declared(*overrides, f"target={target}", "parallel.experts=deduplicated", f"moe.max_imbalance={most}")
+        for most in ("1.5", "null")
+    ]
+    limited, for_any = (plan.operation("experts").chosen.parameters for plan in plans)
+    share = 1 - math.comb(120, 8) / math.comb(128, 8)
+    tokens = plans[0].batch.tokens_of_device * (16 if is_ragged else 1)
+    assert (limited.is_ragged, for_any.is_ragged) == (is_ragged, is_ragged)
+    assert (limited.buffers.tokens, for_any.buffers.tokens) == (math.ceil(1.5 * tokens * share), tokens)
+    assert (limited.buffers.is_dropless, for_any.buffers.is_dropless) == (False, True)
+
+
+def test_estimates_and_prices_have_the_bytes_of_a_deduplicated_exchange():
+    """Rows that are sent, not the places of its buffers: there, again, and back; gradients of both."""
+    overrides = (*MIXTRAL, "target=v5p-128", "mesh.fsdp=16", "mesh.expert=4", "parallel.experts=deduplicated")
+    plan = plan_as_declared(*overrides, "overlap.flag_presets=[]")
+    found = [
+        each
+        for each in estimate_step(plan).communication
+        if each.kind == "all-to-all" and each.origin.name == "routed, tokens to experts and back"
+    ]
+    tokens = 4 * 4 * 8192 * (13 / 28)  # of 4 devices, to 4
+    assert sum(each.bytes for each in found) == pytest.approx(2 * 5 * tokens * 4096 * 2, rel=1e-3)
 
 
 def _costs(plan):
@@ -122,6 +170,20 @@ def test_an_exchange_is_priced_by_what_nothing_hides():
     assert on_cores.chosen.name == "gathered"
 
 
+def test_on_gpus_gathers_of_tokens_are_waited_for():
+    """Of two chunks the first one's. So few tokens go to more than one device of eight that `auto` sends each alone."""
+    overrides = ("model=mixtral_8x22b", "sharding=fsdp_expert", "target=h100-64", "mesh.fsdp=8", "mesh.expert=8",
+                 "global_batch_size=128", "sequence_length=4096", "moe.max_imbalance=1.25")  # fmt: skip
+    share = read_compiler_traits("gpu", "h100").exposed_inputs
+    for num_chunks in (1, 2):
+        chunks = f"moe.num_chunks={num_chunks}"
+        kept, again = (plan_as_declared(*overrides, chunks, f"remat={remat}") for remat in ("none", "full"))
+        gathered = kept.mesh.alone_seconds("all-gather", 8 * 8192 // num_chunks * 6144 * 2, ("expert",)) or math.nan
+        costs = [_costs(plan.operation("experts"))["gathered"] for plan in (kept, again)]
+        assert costs[1] - costs[0] == pytest.approx(share * gathered, rel=0.07)  # and choices
+        assert kept.operation("experts").chosen.name == "deduplicated"
+
+
 def test_prices_are_near_what_compiled_schedules_leave_exposed():
     """bench/experts.jsonl: two layers with experts in each row. Padded: its empty rows are priced as if they were sent
     like the others."""
@@ -139,11 +201,11 @@ def test_prices_are_near_what_compiled_schedules_leave_exposed():
 
 
 def test_buffers_have_the_declared_room_and_without_one_room_for_all(mixtral):
-    rows = mixtral.operation("experts").chosen.parameters.rows
-    assert rows == 2 * 8192 * 2
-    assert not mixtral.operation("experts").chosen.parameters.is_dropless
+    buffers = mixtral.operation("experts").chosen.parameters.buffers
+    assert buffers.rows == 2 * 8192 * 2
+    assert not buffers.is_dropless
     spec = mixtral.spec.model_copy(update={"moe": mixtral.spec.moe.model_copy(update={"max_imbalance": None})})
-    for_all = plan_run(spec).operation("experts").chosen.parameters
+    for_all = plan_run(spec).operation("experts").chosen.parameters.buffers
     assert for_all.rows == 4 * 8192 * 2
     assert for_all.is_dropless
 

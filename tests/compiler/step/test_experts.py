@@ -28,8 +28,8 @@ from support.reference import reference_steps
 from support.tiers import tiered
 
 EXPERT = ("sharding=fsdp_expert", "target=cpu-4", "mesh.fsdp=2", "mesh.expert=2")
-PADDED, GATHERED, CAPACITY, RAGGED = (
-    f"parallel.experts={name}" for name in ("padded", "gathered", "capacity", "ragged")
+PADDED, GATHERED, CAPACITY, RAGGED, DEDUPLICATED = (
+    f"parallel.experts={name}" for name in ("padded", "gathered", "capacity", "ragged", "deduplicated")
 )
 DEEP = (
     "model.num_dense_layers=1", "model.dense_mlp_dim=48", "model.num_shared_experts=2", "model.router_scores=sigmoid",
@@ -46,6 +46,7 @@ LEVELS = {
         "fsdp 2, expert 2, tensor 2": ("sharding=fsdp_expert", "mesh.fsdp=2", "mesh.expert=2", "mesh.tensor=2"),
     },
     "exchange": {"padded": (PADDED,), "gathered": (GATHERED,), "ragged": (RAGGED,),
+                 "deduplicated": (DEDUPLICATED,),
                  "capacity": (CAPACITY, "moe.capacity_factor=8")},  # room for all
     "remat": {"kept": (), "full": ("remat=full",), "dots": ("remat=save_dots",)},
     "cut": {"whole": (), "2 chunks": ("moe.num_chunks=2",), "2 parts": ("overlap.layers.batch_split=2",)},
@@ -66,6 +67,9 @@ CASES = {
         "overlap.layers.reduce_in_backward=true", *LEVELS["documents"]["padded"], "num_microbatches=2",
         "overlap.layers.batch_split=2",
     ),
+    "deduplicated by a ragged exchange, remat full, 2 chunks, 2 microbatches, with padding": (
+        *EXPERT, DEDUPLICATED, *LEVELS["documents"]["padded"], "remat=full", "moe.num_chunks=2", "num_microbatches=2",
+    ),
     "gathered, imbalance that fits": (*EXPERT, GATHERED, "moe.max_imbalance=1.9"),
     **{
         "; ".join(row.values()): tuple(override for factor, level in row.items() for override in LEVELS[factor][level])
@@ -84,11 +88,11 @@ def plan_for(monkeypatch):
     def traits(*target):
         return read_compiler_traits(*target).model_copy(update={"ragged_all_to_all": True})
 
-    def make(*case):
-        if RAGGED not in case:
-            return plan_of(*MOE, *case)
+    def make(name):
+        if "ragged" not in name:
+            return plan_of(*MOE, *CASES[name])
         monkeypatch.setattr("meshloom.compiler.target.target.read_compiler_traits", traits)
-        return plan_run(spec_of(*MOE, *case))
+        return plan_run(spec_of(*MOE, *CASES[name]))
 
     return make
 
@@ -116,12 +120,12 @@ def reference():
 def test_the_cover_has_every_pair():
     factors = {factor: tuple(levels) for factor, levels in LEVELS.items()}
     assert set().union(*map(pairs_of, COVER)) == set(all_pairs(factors))
-    assert len(COVER) == 17  # four meshes with four exchanges need 16
+    assert len(COVER) == 21  # four meshes with five exchanges need 20
 
 
 @pytest.mark.parametrize("name", tiered(CASES, plain=PLAIN))
 def test_gradients_are_those_of_one_device(name, tokens, reference, plan_for, proof):
-    plan = plan_for(*CASES[name])
+    plan = plan_for(name)
     data = plan.spec.data
     documents = documents_of(tokens[0], is_padded=data.may_pad) if data.isolate_documents else {}
     step = Gradients(plan, batch_of(tokens[0], documents))
@@ -146,13 +150,14 @@ def test_gradients_are_those_of_one_device(name, tokens, reference, plan_for, pr
 
 TEN_STEPS = ("fsdp 2, expert 2; padded; kept; whole; scan; 1; one; mixtral",
              "replica 2, expert 2; ragged; kept; 2 chunks; prefetch; 1; one; mixtral",
-             "replica 2, expert 2; gathered; kept; whole; scan; 2; one; mixtral",
-             "context 2, expert 2; capacity; full; 2 parts; scan; 2; one; mixtral")  # fmt: skip
+             "replica 2, expert 2; gathered; kept; whole; prefetch; 2; one; mixtral",
+             "context 2, expert 2; deduplicated; full; 2 parts; scan; 2; one; mixtral",
+             "context 2, expert 2; capacity; dots; 2 chunks; scan; 1; one; mixtral")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", tiered(TEN_STEPS, plain=()))
 def test_ten_steps_are_those_of_one_device(name, tokens, reference, plan_for, proof):
-    plan = plan_for(*CASES[name])
+    plan = plan_for(name)
     programs, order = programs_of(plan), plan.batch.token_order.of_sequence(16)
     inputs = [on_host(programs, batch, order) for batch in tokens]
     if proof.is_known(lowered_of(plan, "init", "train"), inputs):

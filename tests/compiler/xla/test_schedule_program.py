@@ -88,6 +88,18 @@ def test_a_ragged_exchange_sends_what_its_smaller_side_holds(sent, arrives):
     assert (found.kind, found.num_bytes, found.group_size) == ("all-to-all", 4 * 8 * 2, 4)
 
 
+def test_a_ragged_exchange_without_a_name_sends_the_share_that_its_operands_tell():
+    """XLA for GPUs leaves the name out; the rows are gathered in the scope of the exchange."""
+    places = ", ".join(f"%i{n}" for n in range(4))
+    lines = ["  %tokens = bf16[8]{0} parameter(1)", "  %buffer = bf16[16]{0} parameter(2)",
+             *(f"  %i{n} = s32[4]{{0}} parameter({n + 3})" for n in range(4)),
+             '  %rows = bf16[8]{0} copy(%tokens), metadata={op_name="jit(f)/experts=routed/filled=0.5000/sent=0.7500/take"}',
+             f"  ROOT %r = bf16[16]{{0}} ragged-all-to-all(%rows, %buffer, {places}), {GROUPS}"]  # fmt: skip
+    found = only_collective(module(*lines))
+    assert found.num_bytes == 0.75 * 4 * 8 * 2
+    assert found.op_name.endswith("take")
+
+
 @pytest.mark.parametrize(("between", "exposed"), [(100, 0.0), (64, 0.0), (40, 0.024), (0, 0.064)])
 def test_what_runs_between_start_and_done_hides_it(between, exposed):
     lines = [f"  %s = {START}", *([compute("a", between)] if between else []),
