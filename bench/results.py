@@ -43,6 +43,7 @@ def _published(table: Callable[..., str], *files: Path) -> Callable[[], str]:
 
 OF_ROWS = {  # the mark in a page, and the name of rows.py
     "expert-cuts": "expert_cuts", "adapters-estimates": "adapters", "adapters-compiled": "adapters_compiled",
+    "qlora": "qlora",
     "pipelines-compiled": "pipelines_compiled", "pipelines-memory": "pipelines_memory",
     "published-pipelines": "published_pipelines",
 }  # fmt: skip

@@ -405,6 +405,27 @@ ADAPTERS_COMPILED = Table(
 )  # fmt: skip
 
 
+# QLoRA of Llama 3 where full fine-tuning and LoRA do not fit, or nearly: all layers, a sequence of 4,096 a chip.
+
+QLORA_CELLS = (("llama3_70b", "v5e-16", 16), ("llama3_8b", "h100-1", 1), ("llama3_405b", "h100-16", 16))
+QLORA = Table(
+    {
+        f"{model} | {target}": (
+            "sharding=fsdp", "remat=full", "overlap=prefetch", "data=synthetic", "sequence_length=4096",
+            f"model={model}", f"target={target}", f"global_batch_size={chips}", "adapter=qlora",
+        )
+        for model, target, chips in QLORA_CELLS
+    },
+    "model | chips",
+    {
+        **{part: _held(part) for part in ("base", "adapters", "optimizer", "gradients")}, "peak": fitting,
+        "all-gather": _moved("all-gather"), "exposed": percent("exposed_fraction"),
+        "step": short_seconds("predicted_seconds"), "estimated step": short_seconds("estimated_step"),
+        "MFU": percent("predicted_mfu"),
+    },
+)  # fmt: skip
+
+
 # What `overlap=none`, `xla` and `auto` expose of a step, and its predicted time, by one simulator.
 
 MODES = ("none", "xla", "auto")
@@ -477,7 +498,7 @@ TABLES: dict[str, Table] = {
     "experts": EXPERTS, "expert_cuts": EXPERT_CUTS,
     "pipelines_compiled": PIPELINES, "pipelines_memory": PIPELINES_MEMORY,
     "published_pipelines": PUBLISHED_PIPELINES, "context": CONTEXT, "context_compiled": CONTEXT_COMPILED,
-    "adapters": ADAPTERS, "adapters_compiled": ADAPTERS_COMPILED, "overlap": OVERLAP,
+    "adapters": ADAPTERS, "adapters_compiled": ADAPTERS_COMPILED, "qlora": QLORA, "overlap": OVERLAP,
 }  # fmt: skip
 
 
