@@ -394,7 +394,7 @@ def _num_results(operation: Operation, program: Program) -> float:
 def _kind_of(operation: Operation, ops: Sequence[ParallelOp]) -> WorkKind:
     if operation.rated_by is not None:
         return "attention" if isinstance(operation.rated_by, AttentionCall) else "grouped"
-    if operation.kind == "matmul":
+    if operation.is_product:
         return "matmul"
     name = OperationName(operation.scope)
     if name.fact(EXCHANGE) == RING:

@@ -86,7 +86,7 @@ def price_regions(program: Program, compiler: CompilerTraits) -> Region:
 def matmul_types(step: Region) -> set[str]:
     """Returns the types of the operands of a step's matmuls."""
     each = ((region.program, one.operation) for region, one in step.each())
-    return {program.dtypes[operation.inputs[0]] for program, operation in each if operation.kind == "matmul"}
+    return {program.dtypes[operation.inputs[0]] for program, operation in each if operation.is_product}
 
 
 def largest_sum(terms: Iterable[tuple[Region, float]]) -> float:

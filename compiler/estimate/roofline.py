@@ -67,7 +67,7 @@ def plan_roofline(stacks: Sequence[Stack], mesh: MeshPlan, step: Region, why: st
 
 def _at_peak(region: Region, operation: Operation, target: TargetPlan) -> float | None:
     """Returns the seconds of an operation's arithmetic at the peak of the type of its operands; None: unknown."""
-    dtype = region.program.dtypes[operation.inputs[0]] if operation.kind == "matmul" and operation.inputs else ""
+    dtype = region.program.dtypes[operation.inputs[0]] if operation.is_product and operation.inputs else ""
     peak = target.peak_of(dtype) if dtype else target.peak_flops_per_second
     return None if peak is None or operation.flops is None else operation.flops / peak
 

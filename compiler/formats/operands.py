@@ -1,7 +1,9 @@
 """The ways in which operands of a matmul are written in few bits, and their registry.
 
 A product takes its scales out of the sum, so scales are constant along what is contracted: one for the whole operand,
-or one for each entry of the dimensions that are left. A new way is a `register_operand` of an element format.
+or one for each entry of the dimensions that are left. Where a chip multiplies scales with the elements, blocks along
+what is contracted have one each (compiler/parallel/block_scaled.py). A new way is a `register_operand` of an element
+format.
 """
 
 from collections.abc import Mapping
@@ -12,17 +14,19 @@ from ..core.float_types import PeakType, peak_name
 from .block import BlockFormat, per_channel, per_tensor
 from .element import element_formats
 
-ScalesOf = Literal["tensor", "channel"]
+ScalesOf = Literal["tensor", "channel", "block"]
 
 
 @dataclass(frozen=True)
 class OperandFormat:
     """How an operand is written. name: as declarations write it. element: the type of its elements (element.py).
-    scales: one for all of it, or one for each channel: of all that a sum of products reads."""
+    scales: one for all of it, or one for each channel: of all that a sum of products reads; or one for each block of
+    that. blocks: how a matrix of (rows, what is summed) is written, if each block has a scale."""
 
     name: str
     element: str
     scales: ScalesOf
+    blocks: BlockFormat | None = None
 
     @property
     def arithmetic(self) -> PeakType:
@@ -38,7 +42,14 @@ class OperandFormat:
     def how(self) -> str:
         """Returns the format in words: 'fp8 (float8_e4m3fn, a scale for each tensor)'."""
         element = "" if self.element == self.name else f"{self.element}, "
-        return f"{self.name} ({element}a scale for each {self.scales})"
+        length = f" of {self.blocks.block[-1]}" if self.blocks else ""
+        return f"{self.name} ({element}a scale for each {self.scales}{length})"
+
+    @property
+    def of_matrix(self) -> BlockFormat:
+        """Returns the format of a matrix of (rows, what is summed), of a type with a scale for each block."""
+        assert self.blocks is not None, f"{self.name} has no blocks"
+        return self.blocks
 
     def of(self, num_dimensions: int, contracted: tuple[int, ...]) -> BlockFormat:
         """Returns the format of an operand with these dimensions contracted."""
@@ -66,3 +77,5 @@ register_operand(OperandFormat("fp8", "float8_e4m3fn", "tensor"))  # for weights
 register_operand(OperandFormat("fp8_e5m2", "float8_e5m2", "tensor"))  # for gradients: range instead of digits
 register_operand(OperandFormat("fp8_rowwise", "float8_e4m3fn", "channel"))  # for all, as torchao's recipe of this name
 register_operand(OperandFormat("int8", "int8", "channel"))
+MX_BLOCKS = BlockFormat("float8_e4m3fn", (1, 32), "power_of_two")  # OCP Microscaling Formats 1.0, section 5.2
+register_operand(OperandFormat("mxfp8", "float8_e4m3fn", "block", MX_BLOCKS))

@@ -55,6 +55,11 @@ class Operation:
     unknown: UnknownPrimitive | None = None
     rated_by: RatedBy | None = None
 
+    @property
+    def is_product(self) -> bool:
+        """Returns True for a matmul, and for a kernel that has a matmul's rate."""
+        return self.kind == "matmul" or (self.kind == "kernel" and self.rated_by is None and bool(self.flops))
+
 
 @dataclass(frozen=True)
 class Program:

@@ -20,10 +20,12 @@ from ..formats.operands import operand_formats
 from ..sharding.arrays import Operand, OpSite, gradient_name
 from ..spec.step_spec import MatmulPrecision
 from ..spec.target_names import kinds_that_multiply_in
+from .block_scaled import block_problems
 from .operation import OpInputs
 from .quantized import Arithmetic, SitePrecision
 
 WHERE = "precision.matmuls"
+MATMUL, IN_GROUPS = "matmul", "experts multiply in groups, whose scales are not of blocks"
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ def plan_arithmetic(sites: Iterable[Multiplied], inputs: OpInputs) -> tuple[dict
         for index, rule in enumerate(rules)
         for problem in (*_wrong_types(index, rule, inputs), *_unused(index, rule, sites, left_out, found))
     ]
+    problems = problems or _in_blocks(sites, left_out, found, inputs)
     if problems or not rules:
         return {}, problems
     every = ((each.site, found[each.site], left_out[each.site]) for each in sites)
@@ -65,6 +68,8 @@ def _precision(
     rule, formats, reason = rules[index], operand_formats(), f"{WHERE}[{index}]"
     if rule.forward is None:
         return SitePrecision(None, reason)
+    if formats[rule.forward].blocks and site.kind != MATMUL:
+        return SitePrecision(None, IN_GROUPS)
     x = site.operands[0].activation
     arithmetic = Arithmetic(
         forward=formats[rule.forward],
@@ -129,12 +134,36 @@ def _wrong_types(index: int, rule: MatmulPrecision, inputs: OpInputs) -> Iterato
         what = f"'{rule.gradients}' cannot be multiplied with '{rule.forward}': {' and '.join(types.values())}"
         alike = [name for name, each in formats.items() if each.arithmetic == types["forward"]]
         yield Problem(f"{where}.gradients", what, f"{use_one_of(rule.gradients, alike)}, or null")
+    elif len({formats[name].scales == "block" for name in used.values()}) > 1:
+        what = f"'{rule.gradients}' cannot be multiplied with '{rule.forward}': one of them has a scale for each block"
+        yield Problem(f"{where}.gradients", what, f"set gradients: {rule.forward}, or null")
     elif rule.rounding == "stochastic" and rule.gradients and not formats[rule.gradients].can_round_at_random:
         what = f"'{rule.gradients}' is rounded to the nearest alone"
         yield Problem(f"{where}.rounding", what, "set rounding: nearest, or choose int8")
     real, target = types["forward"], inputs.target
-    if not inputs.spec.precision.emulate and real not in target.real_types:
+    has_blocks = formats[rule.forward].blocks is not None if rule.forward else False  # `block_problems` asks the target
+    if not has_blocks and not inputs.spec.precision.emulate and real not in target.real_types:
         yield _not_real(f"{where}.forward", rule.forward or "", real, target.name)
+
+
+def _in_blocks(
+    sites: Iterable[Multiplied], left_out: Mapping[OpSite, str | None], found: Mapping[OpSite, int | None],
+    inputs: OpInputs,
+) -> list[Problem]:  # fmt: skip
+    """Returns the mistakes of rules that multiply in blocks: the first of each rule."""
+    rules, problems = inputs.spec.precision.matmuls, dict[int, Problem]()
+    for each in sites:
+        index = found[each.site]
+        format = None if index is None else operand_formats().get(rules[index].forward or "")
+        if index is None or left_out[each.site] or format is None or format.blocks is None or index in problems:
+            continue
+        if each.site.kind == MATMUL:
+            for problem in block_problems(f"{WHERE}[{index}].forward", each.site, format, inputs):
+                problems[index] = problem
+        elif rules[index].match is not None:
+            what = f"'{rules[index].match}' matches '{each.paths[0]}', and {IN_GROUPS}"
+            problems[index] = Problem(f"{WHERE}[{index}].forward", what, "choose fp8 for it, or a narrower pattern")
+    return list(problems.values())
 
 
 def _not_real(where: str, name: str, real: str, target: str) -> Problem:

@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec
 from meshloom.models.contract import matmul
 
 from ..core.format import human_seconds
+from ..core.kernels import KernelCall, KernelCost
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName, fact_scope, nested_scope
 from ..core.traffic import Traffic
@@ -34,6 +35,7 @@ from ..sharding.arrays import Operand, OpSite
 from ..spec.cost_model import cost_model
 from ..spec.overlap_spec import StrategyChoice
 from ..target.compiler_options import why_permutes_wait
+from .block_scaled import block_scaled_cost, block_scaled_matmul
 from .choose import chosen_or_fallback
 from .operation import Cost, Lowered, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, moved
 from .quantized import dot, quantized_matmul
@@ -129,6 +131,8 @@ class MatmulOp(ParallelOp):
     def lower(self, plan: OpPlan) -> Lowered | None:
         ring: MatmulRing | None = plan.chosen.parameters
         if plan.precision and (arithmetic := plan.precision.arithmetic):
+            if arithmetic.forward.blocks:
+                return partial(block_scaled_matmul, arithmetic)
             forward = partial(_dot_in_ring, ring) if ring else dot
 
             def in_few_bits(x: Array, weight: Array, *, subscripts: str) -> Array:
@@ -142,6 +146,9 @@ class MatmulOp(ParallelOp):
             return _matmul_in_ring(x, weight, ring, partial(matmul, **options))
 
         return in_ring
+
+    def kernel_cost(self, call: KernelCall) -> KernelCost | None:
+        return block_scaled_cost(call)
 
     def candidates(self, plans: Sequence[OpPlan]) -> Sequence[StrategyChoice]:
         return chosen_or_fallback(plans)

@@ -22,6 +22,7 @@ from ..core.errors import Problem, raise_if_any, use_one_of
 from ..core.float_types import ComputeType
 from ..sharding.arrays import LAYER_INPUT, Arrays
 from ..spec.step_spec import RematChoice, RematSpec
+from .block_scaled import is_block_scaled
 
 # Operations that move data and compute nothing. Their results are made again in the backward pass, never kept: to keep
 # a gathered weight would undo its sharding, and what is derived from one by moving it is as large.
@@ -103,7 +104,8 @@ def build_policy(spec: RematSpec, stack: str, arrays: Arrays, compute: ComputeTy
         return by_name
 
     def by_name_and_dots(*operation: Any, **parameters: Any) -> Any:
-        return policies.dots_with_no_batch_dims_saveable(*operation, **parameters) or by_name(*operation, **parameters)
+        is_product = policies.dots_with_no_batch_dims_saveable(*operation, **parameters) or is_block_scaled(parameters)
+        return is_product or by_name(*operation, **parameters)
 
     return by_name_and_dots
 

@@ -371,7 +371,7 @@ def _put_fp8(reading: PeerReading, option: str, form: str) -> None:
     types = reading.one_of(key, formats) if key != "compute_dtype" else formats[form]
     recipe = reading.text("fp8_recipe")
     if recipe not in ("", "None", "delayed", "tensorwise"):
-        what = f"{recipe}: Meshloom's float8 has a scale for each tensor"
+        what = f"{recipe}: float8 with a scale for each tensor alone can be imported"
         reading.refuse("fp8_recipe", what, "use --fp8-recipe tensorwise, or leave fp8 out")
     elif option != "bfloat16_params":
         reading.refuse(key, "Meshloom has float8 in runs that compute in bfloat16", "add --bf16, or leave fp8 out")

@@ -204,7 +204,7 @@ def _put_float8(reading: PeerReading, option: str) -> None:
     recipe = next((reading.text(key) for key in keys["recipe_name"]), "") or "tensorwise"
     types = reading.peer.tables["float8_recipes"].get(recipe)
     if types is None:
-        what, fix = f"Meshloom has no {recipe}", "use tensorwise or rowwise, or add --model.converters="
+        what, fix = f"the recipe {recipe} cannot be imported", "use tensorwise or rowwise, or add --model.converters="
         reading.refuse(keys["recipe_name"][0], what, fix)
         return
     said = " ".join((because, *(reading.said(key) for key in keys["recipe_name"])))

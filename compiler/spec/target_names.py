@@ -175,3 +175,9 @@ def _problem(what: str, exist: str, meant: list[str]) -> Problem:
 def kinds_that_multiply_in(dtype: str) -> list[str]:
     """Returns the kinds of chips whose compiler makes matmuls faster in a type of few bits."""
     return [kind for kind in kinds() if kind != "cpu" and dtype in chip_file(kind)[0].real_types]
+
+
+def kinds_of_capability(least: tuple[int, int]) -> list[str]:
+    """Returns the kinds of GPUs of a compute capability and above."""
+    processors = {kind: chip_file(kind)[0].processor for kind in kinds() if kind != "cpu"}
+    return [kind for kind, processor in processors.items() if processor and processor.compute_capability >= least]

@@ -110,6 +110,6 @@ def gpu_target_config(chip: ChipSpec) -> str:
     info = " ".join(f"{name}: {value}" for name, value in fields.items())
     return (
         f"gpu_device_info {{ {info} cuda_compute_capability {{ major: {major} minor: {minor} }} }} "
-        f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 7 }} runtime_version {{ major: 13 }} '
+        f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 12 }} runtime_version {{ major: 13 }} '
         f'device_description_str: "{chip.device_kind}"'
     )

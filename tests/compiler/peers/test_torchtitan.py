@@ -139,5 +139,5 @@ def test_float8_by_tensor_and_by_row_is_imported(toml, section):
     assert {rule, "precision.emulate=true"} < set(rows.words)
     assert any("wq multiply in float8 here, too" in note for note in rows.notes)
     assert any("gathered in bfloat16" in note for note in rows.notes)
-    with pytest.raises(ConfigError, match="Meshloom has no mxfp8"):
+    with pytest.raises(ConfigError, match="the recipe mxfp8 cannot be imported"):
         imported(toml, f"--model.converters={section}", f"--{section}.recipe_name=mxfp8")

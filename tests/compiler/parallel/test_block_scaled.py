@@ -1,0 +1,175 @@
+"""Matmuls in blocks that share a power of two: their products and gradients, where they run, and what they cost."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from conftest import plan_of
+from meshloom.compiler.core.errors import ConfigError
+from meshloom.compiler.estimate.estimate import estimate_step
+from meshloom.compiler.formats.operands import operand_formats
+from meshloom.compiler.parallel.block_scaled import block_scaled_matmul
+from meshloom.compiler.parallel.quantized import Arithmetic
+from meshloom.compiler.target.topology import find_devices
+
+MXFP8 = operand_formats()["mxfp8"]
+WIDTHS = ("model.num_layers=2", "model.embed_dim=512", "model.num_heads=4", "model.num_kv_heads=2",
+          "model.head_dim=128", "model.mlp_dim=1024", "global_batch_size=8", "sequence_length=512",
+          "sharding=fsdp")  # fmt: skip
+SHAPES = {"bte,ehd->bthd": ((2, 32, 64), (64, 2, 48)), "bthd,hde->bte": ((1, 64, 2, 48), (2, 48, 64))}
+
+
+def _arithmetic(*, emulated: bool = True) -> Arithmetic:
+    return Arithmetic(MXFP8, MXFP8, rounds_at_random=False, emulated=emulated, tokens=())
+
+
+def _rounded(x: np.ndarray) -> np.ndarray:
+    """(rows, k) as it is read again, by OCP's definition: X = 2^(floor(log2(amax)) - 8) for e4m3, whose largest number
+    448 has the exponent 8; larger elements are clipped."""
+    blocks = x.reshape(len(x), -1, 32)
+    scale = 2.0 ** (np.floor(np.log2(np.abs(blocks).max(-1, keepdims=True))) - 8)
+    scaled = blocks / scale
+    step = 2.0 ** (np.maximum(np.floor(np.log2(np.maximum(np.abs(scaled), 1e-300))), -6) - 3)
+    return (np.clip(np.round(scaled / step) * step, -448, 448) * scale).reshape(x.shape)
+
+
+def _product(a: np.ndarray, b: np.ndarray, subscripts: str) -> np.ndarray:
+    of_a, of_b, result = subscripts.replace("->", ",").split(",")
+    summed = "".join(letter for letter in of_a if letter not in result)
+    matrices = []
+    for x, letters in ((a, of_a), (b, of_b)):
+        kept = "".join(letter for letter in letters if letter in result)
+        ordered = np.einsum(f"{letters}->{kept}{summed}", x)
+        rows = int(np.prod(ordered.shape[: len(kept)]))
+        matrices.append((kept, ordered.shape[: len(kept)], _rounded(ordered.reshape(rows, -1))))
+    (kept_a, shape_a, left), (kept_b, shape_b, right) = matrices
+    return np.einsum(f"{kept_a}{kept_b}->{result}", (left @ right.T).reshape(*shape_a, *shape_b))
+
+
+@pytest.mark.parametrize("subscripts", SHAPES)
+def test_each_product_rounds_its_own_operands_along_what_it_sums(subscripts):
+    """Against float64; a rounding has the gradient of the identity."""
+    rng = np.random.default_rng(1)
+    of_x, of_weight, result = subscripts.replace("->", ",").split(",")
+    x, weight = (rng.normal(size=shape) * 10.0 ** rng.integers(-3, 2) for shape in SHAPES[subscripts])
+    x, weight = (np.asarray(each, np.float32).astype(np.float64) for each in (x, weight))
+    product = jax.jit(lambda x, w: block_scaled_matmul(_arithmetic(), x, w, subscripts=subscripts))
+    y, pull_back = jax.vjp(product, jnp.float32(x), jnp.float32(weight))
+    g = np.asarray(rng.normal(size=y.shape), np.float32).astype(np.float64)
+    found = (y, *pull_back(jnp.float32(g)))
+    expected = (
+        _product(x, weight, subscripts),
+        _product(g, weight, f"{result},{of_weight}->{of_x}"),
+        _product(g, x, f"{result},{of_x}->{of_weight}"),
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * np.abs(theirs).max())
+
+
+def test_blocks_are_the_same_over_a_mesh():
+    """A block is within the tokens of a device, so devices agree without a reduction."""
+    x, weight = (jax.random.normal(jax.random.key(at), shape) for at, shape in enumerate(((4, 32, 64), (64, 96))))
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+
+    def gradients(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.grad(lambda *o: jnp.sum(jnp.sin(block_scaled_matmul(_arithmetic(), *o, subscripts="bte,em->btm"))),
+                        (0, 1))(x, weight)  # fmt: skip
+
+    def on_device(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        dx, dw = gradients(x, jax.lax.pcast(weight, ("data",), to="varying"))
+        return dx, jax.lax.psum(dw, "data")
+
+    spec = PartitionSpec("data")
+    over_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=(spec, PartitionSpec()))
+    for ours, theirs in zip(jax.jit(over_mesh)(x, weight), jax.jit(gradients)(x, weight), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
+
+
+def _lowered(*, emulated: bool):
+    def loss(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return jnp.sum(block_scaled_matmul(_arithmetic(emulated=emulated), x, weight, subscripts="bte,em->btm"))
+
+    shapes = (jax.ShapeDtypeStruct((2, 128, 256), jnp.bfloat16), jax.ShapeDtypeStruct((256, 384), jnp.bfloat16))
+    return jax.jit(jax.grad(loss, (0, 1))).trace(*shapes)
+
+
+def test_a_gpu_is_given_elements_and_scales():
+    text = _lowered(emulated=False).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "__op$block_scaled_dot" in line]
+    assert len(calls) == 2, "the gradients; the loss does not read the result"
+    assert all(line.count("xf8E4M3FN>") == 2 and line.count("xf8E8M0FNU>") == 2 for line in calls)
+    assert "dot_general" not in text
+
+
+@pytest.mark.gpu
+@pytest.mark.release
+@pytest.mark.parametrize(("target", "is_real"), [("b200-1", True), ("gb300-1", True), ("h100-1", False)])
+def test_cudnn_multiplies_scales_from_the_declared_capability_on(target, is_real):
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="pip install -e '.[cuda]'")
+    plan = plan_of(f"target={target}", "sharding=ddp")
+    (device,) = find_devices(plan.spec.target, plan.target)
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    dot = jax.jit(lambda x, w: block_scaled_matmul(_arithmetic(emulated=False), x, w, subscripts="bte,em->btm"))
+    shapes = (jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=sharding) for s in ((2, 256, 512), (512, 256)))
+    assert ("__cudnn$blockScaledDot" in dot.lower(*shapes).compile().as_text()) == is_real
+
+
+@pytest.mark.parametrize("remat", ["none", "save_dots"])
+def test_it_is_priced_and_saved_as_a_matmul_in_float8(remat):
+    """As fp8: the arithmetic of the layers at the peak of float8, and as many bytes of saved products."""
+    plans = [plan_of("target=b200-8", f"precision={name}", f"remat={remat}", *WIDTHS) for name in ("fp8", "mxfp8")]
+    fp8, mxfp8 = (estimate_step(plan) for plan in plans)
+    layers = [next(part for part in each.roofline if "layers" in part.name) for each in (fp8, mxfp8)]
+    assert layers[0].flops == layers[1].flops
+    assert layers[0].flops_seconds == pytest.approx(layers[1].flops_seconds)
+    assert mxfp8.unknown == ()
+    if remat == "save_dots":
+        assert mxfp8.memory.activations == pytest.approx(fp8.memory.activations, rel=0.1)
+
+
+MISTAKES = {
+    "target": (
+        ("target=h100-8", *WIDTHS), "the compiler for h100-8 makes no matmul faster in blocks of 'mxfp8'",
+        "choose a target of b200, gb200, gb300, or set precision.emulate=true",
+    ),
+    "tensor": (
+        ("target=b200-8", *WIDTHS, "sharding=fsdp_tensor", "mesh.tensor=2"),
+        "'mxfp8' multiplies whole weights, and tensor splits those of 'queries'", "set mesh.tensor=1, or choose fp8",
+    ),
+    "width": (
+        ("target=b200-8", *WIDTHS, "model.mlp_dim=1000"),
+        "blocks of 32 do not divide 1000, what it makes of a token, at 'mlp_up'", "make it a multiple of 32, or give",
+    ),
+    "tokens": (
+        ("target=b200-8", *WIDTHS, "sequence_length=24"),
+        "blocks of 32 do not divide 24, the tokens of a device, at 'queries'", "make it a multiple of 32",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_blocks_cannot_multiply_is_one_error(name):
+    words, what, fix = MISTAKES[name]
+    with pytest.raises(ConfigError) as error:
+        plan_of(*words, "precision=mxfp8")
+    (problem,) = error.value.problems
+    assert (problem.where, problem.what) == ("precision.matmuls[0].forward", what)
+    assert problem.fix.startswith(fix)
+
+
+def test_blocks_are_not_multiplied_with_whole_tensors():
+    rule = "precision.matmuls=[{match:null,forward:mxfp8,gradients:fp8,rounding:nearest}]"
+    with pytest.raises(ConfigError, match="'fp8' cannot be multiplied with 'mxfp8': one of them"):
+        plan_of("target=b200-8", "precision=mxfp8", rule, *WIDTHS)
+
+
+def test_experts_multiply_as_they_are():
+    plan = plan_of("precision=mxfp8", "precision.emulate=true", "model=tiny_moe")
+    found = {each.site.name: each.precision for each in plan.operations if each.precision}
+    assert found["routed"].arithmetic is None
+    assert found["queries"].arithmetic.forward == MXFP8
+    rule = "precision.matmuls=[{match:layers/mlp/*_X*,forward:mxfp8,gradients:mxfp8,rounding:nearest}]"
+    with pytest.raises(ConfigError, match="and experts multiply in groups"):
+        plan_of("precision=mxfp8", "precision.emulate=true", "model=tiny_moe", rule)
