@@ -4,9 +4,16 @@
     part 2           gather     attention         sum, gather   MLP    sum
 
 A turn begins with a gathered activation and ends with what is multiplied into partial results; within it nothing
-crosses devices. The turns of all parts follow one another in every layer, and backward in the reverse order. A barrier
-between two turns says so: it makes the end of one and the beginning of the next available together. Without it a
-scheduler may bring both parts to their gathers at the same time, and then nothing is left to hide these
+crosses devices. The turns of all parts follow one another in every layer, and backward in the reverse order. Barriers
+say so, each of which makes two activations available together:
+
+    the end of a turn, and the beginning of the same turn of the next part
+    the first activation made in a turn, and the sum of the partial results of the turn before
+
+So a sum runs beside the first matmul of the turn after it, and the gather that follows it beside the rest of that turn.
+From a turn of the last part to the next turn of the first one the second barrier is enough: with the first one the
+product of the last part would wait for the gather, which then had nothing beside it. Without barriers a scheduler may
+bring both parts to their gathers at the same time, and then nothing is left to hide these
 (docs/tensor_parallelism.md).
 """
 
@@ -35,10 +42,22 @@ def run_each(run: Callable[[Any], Any], parts: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class TurnNames:
-    """The activations at which turns begin and end."""
+    """The activations at which turns begin and end, and the sums of the partial results."""
 
     begins: frozenset[str]
     ends: frozenset[str]
+    sums: frozenset[str]
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """The numbers of the operations that name activations of a turn: the first and the last one, the first one that is
+    made in it, and the sum of its partial results; None where there is none."""
+
+    begin: int
+    made: int | None
+    end: int
+    sum: int | None
 
 
 def takes_turns(stack: Stack, arrays: Arrays, target: TargetPlan) -> bool:
@@ -49,13 +68,14 @@ def takes_turns(stack: Stack, arrays: Arrays, target: TargetPlan) -> bool:
 
 
 def turn_names(sharding: ShardingPlan, operations: Iterable[OpPlan]) -> TurnNames:
-    """Returns the activations that are gathered, with gradients in shards, and those that are multiplied into partial
-    results. operations: those of the layers."""
+    """Returns the activations that are gathered, with gradients in shards, those that are multiplied into partial
+    results, and the sums of these. operations: those of the layers."""
     axes = {planned.array.path: set(axes_in(planned.spec)) for planned in sharding.activations}
     gathered = (name for name in axes if axes.get(gradient_name(name), set()) > axes[name])
-    matmuls = (one for one in operations if one.op.multiplied(one.site) and one.chosen.collectives)
-    summed = (one.site.operands[0].activation for one in matmuls)
-    return TurnNames(frozenset(gathered), frozenset(name for name in summed if name is not None))
+    matmuls = [one.site for one in operations if one.op.multiplied(one.site) and one.chosen.collectives]
+    multiplied = (site.operands[0].activation for site in matmuls)
+    ends = frozenset(name for name in multiplied if name is not None)
+    return TurnNames(frozenset(gathered), ends, frozenset(site.name for site in matmuls))
 
 
 def run_in_turns(names: TurnNames, run: Callable[[Any], Any], parts: Sequence[Any]) -> list[Any]:
@@ -63,28 +83,42 @@ def run_in_turns(names: TurnNames, run: Callable[[Any], Any], parts: Sequence[An
     of the traced program, such as layers that are recomputed alone, turns are not looked for."""
     closed, shape = jax.make_jaxpr(run, return_shape=True)(parts[0])
     traced = [_Traced(closed, jax.tree.leaves(part)) for part in parts]
-    last: tuple[_Traced, Var] | None = None
-    for begin, end in _turns(closed.jaxpr, names):
+    last: tuple[_Traced, _Turn] | None = None
+    for turn in _turns(closed.jaxpr, names):
         for one in traced:
-            start = one.run_through(begin)
             if last is not None:
-                before, stop = last
-                both = before.values[stop], one.values[start]
-                before.values[stop], one.values[start] = jax.lax.optimization_barrier(both)
-            last = one, one.run_through(end)
+                _follow(one, turn, *last)
+            one.run_through(turn.end)
+            last = one, turn
     structure = jax.tree.structure(shape)
     return [structure.unflatten(one.finished()) for one in traced]
 
 
-def _turns(jaxpr: Jaxpr, names: TurnNames) -> Iterator[tuple[int, int]]:
-    """Yields the numbers of the operations that name the first and the last activation of each turn."""
+def _follow(one: "_Traced", turn: _Turn, before: "_Traced", last: _Turn) -> None:
+    """Makes a turn of one part follow the last turn of the part before."""
+    if turn is last or turn.made is None or last.sum is None:
+        _together(before, last.end, one, turn.begin)
+    if turn.made is not None and last.sum is not None:
+        _together(one, turn.made, before, last.sum)
+
+
+def _together(one: "_Traced", number: int, other: "_Traced", other_number: int) -> None:
+    """Makes the results of two operations available together."""
+    a, b = one.run_through(number), other.run_through(other_number)
+    one.values[a], other.values[b] = jax.lax.optimization_barrier((one.values[a], other.values[b]))
+
+
+def _turns(jaxpr: Jaxpr, names: TurnNames) -> Iterator[_Turn]:
+    """Yields the turns of a program."""
+    named = [(number, each.params["name"]) for number, each in enumerate(jaxpr.eqns) if each.primitive.name == "name"]
     begin: int | None = None
-    for number, operation in enumerate(jaxpr.eqns):
-        name = operation.params["name"] if operation.primitive.name == "name" else None
+    for place, (number, name) in enumerate(named):
         if name in names.begins:
-            begin = number
+            begin = place
         elif name in names.ends and begin is not None:
-            yield begin, number
+            made = [inside for inside, _ in named[begin + 1 : place]]
+            sums = (later for later, name in named[place + 1 :] if name in names.sums)
+            yield _Turn(named[begin][0], next(iter(made), None), number, next(sums, None))
             begin = None
 
 
@@ -97,7 +131,9 @@ class _Traced:
         self.values: dict[Var, Any] = dict(zip(variables, (*closed.consts, *arguments), strict=True))
 
     def run_through(self, last: int) -> Var:
-        """Runs until an operation has run, and returns the variable that it makes."""
+        """Runs until an operation has run, if it has not, and returns the variable that it makes."""
+        if last < self._num_run:
+            return self._jaxpr.eqns[last].outvars[0]
         piece = self._jaxpr.eqns[self._num_run : last + 1]
         operands = (x for each in piece for x in each.invars if not isinstance(x, Literal))
         read = list(dict.fromkeys(x for x in operands if x in self.values))

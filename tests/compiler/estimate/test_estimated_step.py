@@ -8,6 +8,7 @@ from conftest import SMALL, plan_of
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.estimated_step import assume_overlap, overrides_of
 from meshloom.compiler.estimate.step_time import plan_hiding
+from meshloom.compiler.spec.compiler_traits import read_compiler_traits
 
 TENSOR = (*SMALL, "sharding=fsdp_tensor", "mesh.tensor=2", "precision=bfloat16", "overlap=auto")
 SEARCHED = [
@@ -44,7 +45,9 @@ def test_a_batch_is_split_where_halves_can_wait_for_one_another():
 
 def test_parts_in_turns_wait_for_a_share_of_what_is_sent_between_matmuls():
     """Where nothing else is sent. A whole batch waits for all of it."""
-    for num_parts, share in ((1, 1.0), (2, 0.3)):
+    of_parts = read_compiler_traits("gpu", "h100").exposed_in_turns
+    assert of_parts is not None
+    for num_parts, share in ((1, 1.0), (2, of_parts)):
         plan = plan_of(*SMALL, "sharding=tensor", "mesh.tensor=2", "mesh.data=1", "precision=bfloat16", "target=h100-2",
                        f"overlap.layers.batch_split={num_parts}")  # fmt: skip
         estimate = estimate_step(plan)

@@ -18,7 +18,7 @@ from support.pairwise import Pair, all_pairs, cover_pairs, cover_values, pairs_o
 from support.programs import Gradients, batch_of
 from support.tiers import tiered
 
-NAMES = TurnNames(frozenset({"begin"}), frozenset({"end"}))
+NAMES = TurnNames(frozenset({"begin"}), frozenset({"end"}), frozenset({"sum"}))
 TENSOR, BOTH = "sharding=tensor", "sharding=fsdp_tensor"
 PARTS = "overlap.layers.batch_split=2"
 GPT2 = (
@@ -70,15 +70,24 @@ def _layer(x):
     return {"x": x}
 
 
+def _needs(jaxpr):
+    """The numbers of the operations that each operation depends on."""
+    of_variable, of_operation = {}, []
+    for number, each in enumerate(jaxpr.eqns):
+        behind = set().union(*(of_variable.get(id(x), set()) for x in each.invars))
+        of_operation.append(behind)
+        of_variable |= {id(x): behind | {number} for x in each.outvars}
+    return of_operation
+
+
+def _numbers(jaxpr, name):
+    return [number for number, each in enumerate(jaxpr.eqns) if each.primitive.name == name]
+
+
 def _chain(jaxpr, name):
     """For each operation of a kind but the first, whether it depends on the one before it."""
-    needs, found = {}, []
-    for number, each in enumerate(jaxpr.eqns):
-        behind = set().union(*(needs.get(id(x), set()) for x in each.invars))
-        if each.primitive.name == name:
-            found.append((number, behind))
-        needs |= {id(x): behind | {number} for x in each.outvars}
-    return [earlier[0] in later[1] for earlier, later in pairwise(found)]
+    needs = _needs(jaxpr)
+    return [earlier in needs[later] for earlier, later in pairwise(_numbers(jaxpr, name))]
 
 
 @pytest.mark.parametrize(("run", "waits"), [(partial(run_in_turns, NAMES), True), (run_each, False)])
@@ -94,6 +103,31 @@ def test_each_turn_waits_for_the_one_before_it_forward_and_backward(run, waits):
     assert all(_chain(program, "tanh")) is waits
 
 
+def _summed_layer(x):
+    """Two turns, each of a gather (2 x), a first matmul (sin), the rest (cos), a product (exp) and its sum (tan)."""
+    for _ in range(2):
+        made = checkpoint_name(jnp.sin(checkpoint_name(2 * x, "begin")), "made")
+        x = x + checkpoint_name(jnp.tan(jnp.exp(checkpoint_name(jnp.cos(made), "end"))), "sum")
+    return {"x": x}
+
+
+def test_a_sum_runs_beside_the_first_matmul_of_the_next_turn_and_a_gather_beside_the_rest():
+    """What runs beside each other needs neither the other; what follows needs both."""
+    parts = tuple(jnp.full(4, float(number)) for number in (1, 2))
+    program = jax.make_jaxpr(partial(run_in_turns, NAMES, _summed_layer))(parts).jaxpr
+    needs = _needs(program)
+    gathers, first, rest, products, sums = (_numbers(program, name) for name in ("mul", "sin", "cos", "exp", "tan"))
+    for last, turn in pairwise(range(4)):
+        assert first[turn] not in needs[sums[last]]
+        assert sums[last] not in needs[first[turn]]
+        assert sums[last] in needs[rest[turn]]
+    for last, turn, following in ((0, 1, 2), (1, 2, 3)):  # the last part's turn comes before the first part's next one
+        assert first[turn] in needs[gathers[following]]
+        assert sums[last] in needs[gathers[following]]
+    assert gathers[2] not in needs[products[1]]
+    assert products[1] not in needs[gathers[2]]
+
+
 def test_parts_in_turns_are_what_they_are_alone():
     parts = [{"x": jnp.arange(4.0) + number, "none": None} for number in range(3)]
     run = lambda part: _layer(part["x"])  # noqa: E731
@@ -104,10 +138,11 @@ def test_parts_in_turns_are_what_they_are_alone():
 def test_turns_are_between_what_is_gathered_and_what_is_multiplied_into_partial_results():
     plan = plan_of(BOTH, "mesh.fsdp=4", "mesh.tensor=2")
     own = [each for each in plan.operations if each.site.piece == "layers"]
-    expected = TurnNames(frozenset({"attention_input", "mlp_input", "head_input"}), frozenset({"attended", "hidden"}))
-    assert turn_names(plan.sharding, own) == expected
+    gathered, multiplied = {"attention_input", "mlp_input", "head_input"}, {"attended", "hidden"}
+    sums = {"attention_output", "mlp_output"}
+    assert turn_names(plan.sharding, own) == TurnNames(*map(frozenset, (gathered, multiplied, sums)))
     plan = plan_of("sharding=fsdp")
-    assert turn_names(plan.sharding, plan.operations) == TurnNames(frozenset(), frozenset())
+    assert turn_names(plan.sharding, plan.operations) == TurnNames(frozenset(), frozenset(), frozenset())
 
 
 def test_the_cover_has_every_pair():
