@@ -1,0 +1,53 @@
+"""Trains a small decoder with matmuls of each type, over four seeds, and compares the loss with bfloat16's.
+
+    python bench/losses.py [--rows TEXT] [--minutes N]
+
+A row is a run of 2,000 steps on one simulated device, whose operands are rounded as the type says and multiplied in
+float32 (`precision.emulate=true`): its mean training loss over the last 100, and its processor seconds. Rows are kept
+in bench/losses.jsonl, so a command that was stopped goes on.
+"""
+
+import argparse
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from compiled_rows import read_lines
+from small_runs import SEEDS, Row, compared, median_seconds, names_in_order, programs_of, run_missing, train_small
+
+KEPT = Path(__file__).with_suffix(".jsonl")
+BASE = "bfloat16"
+ROWS: dict[str, tuple[str, ...]] = {
+    BASE: ("precision=bfloat16",),
+    "fp8": ("precision=fp8", "precision.emulate=true"),
+    "int8": ("precision=int8", "precision.emulate=true"),
+}
+
+
+@cache
+def _programs(name: str) -> Any:
+    return programs_of(ROWS[name])
+
+
+def table(rows: list[Row]) -> str:
+    """Returns a row for each type: the loss against bfloat16 of the same seed."""
+    lines = ["| precision | loss against bfloat16, seeds 0 to 3 | mean | processor seconds |", "|---|---|---|---|"]
+    for name in names_in_order(rows, ROWS):
+        shown, mean = compared(rows, name, BASE)
+        lines.append(f"| {name} | {shown} | {mean} | {median_seconds(rows, name):.0f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="", metavar="TEXT", help="only those with this text in their name")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start none after this long")
+    given = parser.parse_args()
+    asked = [(name, seed) for seed in SEEDS for name in ROWS if given.rows in name]
+    run_missing(KEPT, asked, lambda name, seed: train_small(_programs(name), ROWS[name], seed), given.minutes)
+    print(table(read_lines(KEPT) if KEPT.exists() else []))
+
+
+if __name__ == "__main__":
+    main()
