@@ -262,7 +262,7 @@ def _named(schedule: Overrides) -> str:
 
 RUNS = {  # with what is published, in TFLOP/s of a GPU, or tokens per second and GPU
     _llama(8192, EIGHT_CHUNKS, "none"): "430 TFLOP/s", _llama(16384, EIGHT_CHUNKS, "none"): "400 TFLOP/s",
-    **{_llama(number, EIGHT_CHUNKS, remat): "" for remat in ("save_dots", "full") for number in (8192, 16384)},
+    **{_llama(size, EIGHT_CHUNKS, remat): "" for remat in ("minimal", "save_dots", "full") for size in (8192, 16384)},
     **{_llama(number, ONE_CHUNK, "full"): "" for number in (8192, 16384)},
     _torchtitan(ONE_CHUNK): "100 tokens/s, float8", _torchtitan(TWO_CHUNKS): "128 tokens/s, float8",
 }  # fmt: skip
