@@ -66,8 +66,9 @@ def _precision(
     if left_out or index is None:
         return SitePrecision(None, left_out or "no rule matches it")
     rule, formats, reason = rules[index], operand_formats(), f"{WHERE}[{index}]"
+    gather = formats[rule.gather] if rule.gather else None
     if rule.forward is None:
-        return SitePrecision(None, reason)
+        return SitePrecision(None, reason, gather)
     if formats[rule.forward].blocks and site.kind != MATMUL:
         return SitePrecision(None, IN_GROUPS)
     x = site.operands[0].activation
@@ -80,7 +81,7 @@ def _precision(
         result_spec=_spec_of(site.name, inputs),
         gradient_spec=_spec_of(gradient_name(x), inputs) or _spec_of(x, inputs) if x else None,
     )
-    return SitePrecision(arithmetic, reason)
+    return SitePrecision(arithmetic, reason, gather)
 
 
 def _spec_of(activation: str, inputs: OpInputs) -> PartitionSpec | None:
@@ -122,12 +123,16 @@ def _left_out(each: Multiplied, inputs: OpInputs) -> str | None:
 def _wrong_types(index: int, rule: MatmulPrecision, inputs: OpInputs) -> Iterator[Problem]:
     """Yields the mistakes in the types of a rule: unknown ones, and those that no product or no target has."""
     formats, where = operand_formats(), f"{WHERE}[{index}]"
-    names = {"forward": rule.forward, "gradients": rule.gradients}
+    names = {"forward": rule.forward, "gradients": rule.gradients, "gather": rule.gather}
     used = {key: name for key, name in names.items() if name is not None}
     unknown = {key: name for key, name in used.items() if name not in formats}
     for key, name in unknown.items():
         yield Problem(f"{where}.{key}", f"'{name}' is not a type of operands", use_one_of(name, formats))
-    if unknown or not used:
+    if rule.gather in formats and formats[rule.gather].blocks:
+        whole = [name for name, each in formats.items() if not each.blocks]
+        what = f"'{rule.gather}' has a scale for each block of what one product sums, and weights are gathered for all"
+        yield Problem(f"{where}.gather", what, f"{use_one_of(rule.gather, whole)}, or null")
+    if unknown or rule.forward is None:
         return
     types = {key: formats[name].arithmetic for key, name in used.items()}
     if len(set(types.values())) > 1:

@@ -5,7 +5,8 @@
 `WeightPlan.encoding` has the encoding of each weight; the step encodes once, and decodes what it gathered
 (weights.py). Most are casts: a weight is stored in one type, and gathered and used in another. One with a `format` is a
 tree from the state to the layer, of elements in few bits and of their scales (compiler/formats): both are gathered, and
-the layer decodes them, so that nothing but one layer is ever whole in the type of use.
+the layer decodes them, so that nothing but one layer is ever whole in the type of use. A trained weight, which is
+stored in one type, may be made such a tree for its gather alone (`sent`); its gradient is that of what it stands for.
 """
 
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..core.partition_spec import Axes
 from ..formats.block import BlockFormat
 from ..formats.layout import abstract_encoded, constant_dimensions, encode_layers
 
@@ -29,13 +31,17 @@ def float32_params(weights: Any, params: Any) -> Any:
 class Encoding:
     """The types of one weight, by NumPy's names. store: in the state. travel: as it is gathered. use: as a model takes
     it, and its operations. format: of elements, whose type is `store`, and scales; None: it is one array. shape: of the
-    whole parameter; only a format needs it."""
+    whole parameter; only formats need it. sent: how a weight that is stored as one array is written for its gather,
+    while it is a shard; None: it is cast. shared: the mesh axes whose devices have parts of what shares a scale of
+    `sent`."""
 
     store: str
     travel: str
     use: str
     format: BlockFormat | None = None
     shape: tuple[int, ...] = ()
+    sent: BlockFormat | None = None
+    shared: Axes = ()
 
     def store_of(self, weight: Array) -> Any:
         """Returns what the state holds of a whole weight, of all layers."""
@@ -43,6 +49,9 @@ class Encoding:
 
     def encode(self, stored: Any) -> Any:
         """Returns what is gathered for a stored weight: an array, or a tree of arrays."""
+        if self.sent is not None:
+            over = (lambda amax: jax.lax.pmax(amax, self.shared)) if self.shared else (lambda amax: amax)
+            return self.sent.encode(stored, over_devices=over)
         return stored.astype(self.travel) if self.format is None else stored
 
     def zeros(self, shape: tuple[int, ...]) -> Any:
@@ -56,16 +65,22 @@ class Encoding:
 
     def decode(self, gathered: Any) -> Array:
         """Returns the weight that a model takes."""
-        if self.format is None:
+        if (format := self.sent or self.format) is None:
             return gathered.astype(self.use)
-        return self.format.decode(gathered, jnp.dtype(self.use))
+        return format.decode(gathered, jnp.dtype(self.use))
 
     def constant(self) -> Any:
         """Returns, for each array that is gathered, the dimensions, counted from the end, along which it has one entry
         for all of the weight's: those of scales that whole columns share."""
-        return frozenset() if self.format is None else constant_dimensions(self.format, self.shape)
+        format = self.sent or self.format
+        return frozenset() if format is None else constant_dimensions(format, self.shape)
 
     @property
     def decoded(self) -> "Encoding":
         """Returns the encoding of a weight that was decoded already."""
-        return replace(self, travel=self.use, format=None)
+        return replace(self, travel=self.use, format=None, sent=None)
+
+    @property
+    def as_stored(self) -> "Encoding":
+        """Returns the encoding of a weight that no gather rounds."""
+        return replace(self, sent=None)

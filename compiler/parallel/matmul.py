@@ -128,6 +128,10 @@ class MatmulOp(ParallelOp):
     def multiplied(self, site: OpSite) -> Sequence[Operand]:
         return site.operands[1:]
 
+    def summed_dims(self, site: OpSite) -> tuple[int, ...]:
+        operands, result = site.option("subscripts").split("->")
+        return tuple(at for at, letter in enumerate(operands.split(",")[1]) if letter not in result)
+
     def lower(self, plan: OpPlan) -> Lowered | None:
         ring: MatmulRing | None = plan.chosen.parameters
         if plan.precision and (arithmetic := plan.precision.arithmetic):

@@ -236,6 +236,10 @@ class ParallelOp(ABC):
         """Returns the weights that a site multiplies with, whose products may be in few bits (`OpPlan.precision`)."""
         return ()
 
+    def summed_dims(self, site: OpSite) -> tuple[int, ...]:
+        """Returns the dimensions of the weights of `multiplied` that the forward pass sums over."""
+        return ()
+
     def why_not_few_bits(self, plan: OpPlan, target: TargetPlan) -> str | None:
         """Returns why a site that multiplies weights cannot do so in few bits on a target, whatever its type; None
         where it can."""

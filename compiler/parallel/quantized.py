@@ -62,10 +62,18 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class SitePrecision:
-    """The types of one site. arithmetic: how it multiplies; None: as its operands are. reason: why."""
+    """The types of one site. arithmetic: how it multiplies; None: as its operands are. reason: why. gather: how its
+    weights are written before they are gathered; None: they are not."""
 
     arithmetic: Arithmetic | None
     reason: str
+    gather: OperandFormat | None = None
+
+    @property
+    def how(self) -> str:
+        """Returns the types in words."""
+        multiplied = self.arithmetic.how if self.arithmetic else "as their operands are"
+        return f"{multiplied}; weights gathered in {self.gather.name}" if self.gather else multiplied
 
 
 @dataclass(frozen=True)

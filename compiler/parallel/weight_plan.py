@@ -9,7 +9,9 @@ from jax.sharding import PartitionSpec
 
 from ..core.partition_spec import STAGE, Axes, axes_of
 from ..core.scopes import weight_scope
-from ..sharding.arrays import EXPERTS, Array
+from ..formats.block import BlockFormat
+from ..formats.element import element_formats
+from ..sharding.arrays import EXPERTS
 from ..sharding.roles import AxisRoles
 from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import accumulated_layouts
@@ -86,7 +88,7 @@ def plan_weights(inputs: OpInputs, operations: Sequence[OpPlan], gather: StageGa
     stacks = {stack.name for stack in model.stacks}
     accumulated = accumulated_layouts(inputs.spec, sharding)
     updated = {each.array.path: each for each in sharding.optimizer}
-    plans = {}
+    sent, plans = _sent(operations), {}
     for p, g in zip(sharding.parameters, accumulated, strict=True):
         path, is_stacked = p.array.path, p.array.path.split("/")[0] in stacks
         u = updated.get(path, p)
@@ -99,17 +101,35 @@ def plan_weights(inputs: OpInputs, operations: Sequence[OpPlan], gather: StageGa
             sharding.roles,
             is_stacked=is_stacked,
             kept=kept,
-            encoding=_encoding(p.array),
+            encoding=_encoding(p, sent.get(path), sharding.roles),
             tile_rows=inputs.target.compiler.tile_rows,
         )
         plans[path] = _used(made if p.array.is_trained else frozen(made), p, inputs, operations, gather)
     return plans
 
 
-def _encoding(array: Array) -> Encoding:
+def _sent(operations: Sequence[OpPlan]) -> dict[str, BlockFormat]:
+    """Returns the formats of the weights that are written in few bits before they are gathered, by path."""
+    return {
+        path: each.precision.gather.of(len(weight.shape), each.op.summed_dims(each.site))
+        for each in operations
+        if each.precision and each.precision.gather
+        for weight in each.op.multiplied(each.site)
+        for path in weight.parameters
+    }
+
+
+def _encoding(p: ArrayPlan, sent: BlockFormat | None, roles: AxisRoles) -> Encoding:
+    array = p.array
     if array.format is not None:
         return Encoding(array.dtype, array.dtype, array.compute_dtype, array.format, array.shape)
-    return Encoding(array.dtype, array.compute_dtype, array.compute_dtype)
+    made = Encoding(array.dtype, array.compute_dtype, array.compute_dtype)
+    if sent is None:
+        return made
+    own = p.dimensions[-len(sent.block) :]
+    shared = (axis for d, size in zip(own, sent.block, strict=True) if size is None for axis in d.axes)
+    shared = tuple(axis for axis in shared if axis in roles.manual)
+    return replace(made, travel=element_formats()[sent.element].dtype, shape=array.shape, sent=sent, shared=shared)
 
 
 def frozen(plan: WeightPlan) -> WeightPlan:

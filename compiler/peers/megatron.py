@@ -377,11 +377,9 @@ def _put_fp8(reading: PeerReading, option: str, form: str) -> None:
         reading.refuse(key, "Meshloom has float8 in runs that compute in bfloat16", "add --bf16, or leave fp8 out")
     elif types:
         because = reading.said(key, "fp8_recipe")
-        put_matmuls(reading, option, types, because)
+        put_matmuls(reading, option, types, because, gathered=reading.flag("fp8_param_gather"))
         note_experts(reading, because)
         reading.notes.append(f"{because}: a scale comes from the largest magnitude now, and not from earlier steps")
-        if reading.flag("fp8_param_gather"):
-            reading.notes.append("fp8_param_gather: weights are gathered in bfloat16 here")
 
 
 def _put_optimizer(reading: PeerReading) -> None:

@@ -24,16 +24,19 @@ def put_remat(reading: PeerReading, choices: Mapping[str, str], because: str) ->
 
 
 def put_matmuls(
-    reading: PeerReading, option: str, types: tuple[str, str], because: str, *, left_out: str | None = None
-) -> None:
+    reading: PeerReading, option: str, types: tuple[str, str], because: str, *, left_out: str | None = None,
+    gathered: bool = False,
+) -> None:  # fmt: skip
     """Puts the types in which matmuls of layers multiply. option: that of `precision` for all else. types: of x and
-    weights, and of gradients. left_out: a pattern of parameters that multiply as they are; None: there are none."""
+    weights, and of gradients. left_out: a pattern of parameters that multiply as they are; None: there are none.
+    gathered: whether weights are gathered in their type."""
     forward, gradients = types
     own = next((name for name in ("fp8", "int8") if _types(name) == (forward, gradients)), None)
     if own and option == "bfloat16":
         reading.put(f"precision={own}", because)
-    if left_out or not (own and option == "bfloat16"):
-        rules = [f"{{match: null, forward: {forward}, gradients: {gradients}}}"]
+    if left_out or gathered or not (own and option == "bfloat16"):
+        gather = f", gather: {forward}" if gathered else ""
+        rules = [f"{{match: null, forward: {forward}, gradients: {gradients}{gather}}}"]
         rules = [f"{{match: {left_out}, forward: null, gradients: null}}", *rules] if left_out else rules
         reading.put(f"precision.matmuls=[{', '.join(rules)}]", because)
 

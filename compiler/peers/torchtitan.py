@@ -208,14 +208,12 @@ def _put_float8(reading: PeerReading, option: str) -> None:
         reading.refuse(keys["recipe_name"][0], what, fix)
         return
     said = " ".join((because, *(reading.said(key) for key in keys["recipe_name"])))
-    put_matmuls(reading, option, types, said)
+    gathered = [key for key in keys["enable_fsdp_float8_all_gather"] if reading.flag(key)]
+    put_matmuls(reading, option, types, " ".join((said, *map(reading.said, gathered))), gathered=bool(gathered))
     note_experts(reading, said)
     for key in keys["emulate"]:
         if reading.flag(key):
             reading.put("precision.emulate=true", reading.said(key))
-    for key in keys["enable_fsdp_float8_all_gather"]:
-        if reading.flag(key):
-            reading.notes.append(f"{key}: weights are gathered in bfloat16 here")
     for key in keys["filter_fqns"]:
         names = reading.value(key) or []
         names = names if isinstance(names, list) else str(names).split(",")

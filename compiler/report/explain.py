@@ -193,8 +193,7 @@ def precision_lines(plans: Sequence[OpPlan]) -> Iterator[str]:
         if each.precision:
             sites.setdefault(each.precision, []).append(each.site.path)
     for precision, paths in sites.items():
-        how = precision.arithmetic.how if precision.arithmetic else "as their operands are"
-        yield f"{', '.join(paths)}: {how}: {precision.reason}"
+        yield f"{', '.join(paths)}: {precision.how}: {precision.reason}"
 
 
 def plan_as_json(plan: Plan, *, chosen_here: str | None = None) -> dict[str, Any]:
@@ -292,6 +291,7 @@ def _precision(precision: SitePrecision) -> dict[str, Any]:
         "forward": used.forward.name if used else None,
         "gradients": used.gradients.name if used and used.gradients else None,
         "emulated": used.emulated if used else False,
+        "gather": precision.gather.name if precision.gather else None,
         "reason": precision.reason,
     }
 

@@ -49,13 +49,15 @@ class MatmulPrecision(Config):
 
     match: a pattern of their paths, such as layers/mlp/*; null: of all matmuls of layers, but routers and adapters.
     forward: how x and the weight are written; null: as they are. gradients: how the gradient of the result is, in the
-    backward pass; null: as it is. rounding: of gradients, to the nearest or up and down at random.
+    backward pass; null: as it is. rounding: of gradients, to the nearest or up and down at random. gather: how weights
+    are written while they are shards, and gathered; null: the compute type.
     """
 
     match: Text | None
     forward: Text | None
     gradients: Text | None
     rounding: Literal["nearest", "stochastic"] = "nearest"
+    gather: Text | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -64,6 +66,9 @@ class MatmulPrecision(Config):
             raise mistake(what, "set gradients: null, or give forward, too", "gradients")
         if self.rounding == "stochastic" and self.gradients is None:
             raise mistake("only gradients in few bits are rounded", "set rounding: nearest", "rounding")
+        if None not in (self.gather, self.forward) and self.gather != self.forward:
+            what = f"weights gathered in {self.gather} would be rounded again to {self.forward}"
+            raise mistake(what, f"set gather: {self.forward}, or null", "gather")
         return self
 
 

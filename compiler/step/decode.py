@@ -173,7 +173,8 @@ def build_working(weights: Params) -> Callable[[Params], Params]:
     """
 
     def working(weight: WeightPlan, x: Array) -> Array:
-        return weight.encoding.decode(weight.encoding.encode(x))
+        encoding = weight.encoding.as_stored
+        return encoding.decode(encoding.encode(x))
 
     return lambda params: jax.tree.map(working, weights, params)
 

@@ -28,6 +28,7 @@ from jax import Array
 from meshloom.models import Params
 
 from ..core.partition_spec import STAGE, without
+from ..formats.block import ELEMENTS
 from ..parallel.weight_plan import WeightPlan
 from ..parallel.weights import on_shards
 from ..pipeline.stage_layers import StageLayers
@@ -63,11 +64,16 @@ class FromState:
         self, model: ModelFunctions, weights: ModelWeights, batch: Batch, *, gradient_scale: Array | None
     ) -> tuple[Sums, Params | None]:
         placed = _moved(weights.layouts, self.layers, _to_stage, weights.working)
-        own = replace(weights, stored=placed, working=placed)  # the shapes alone of what is stored are read
+        own = replace(weights, stored=_shaped(weights.layouts, placed), working=placed)
         sums, gradients = self.schedule.run(model, own, batch, gradient_scale=gradient_scale)
         if gradients is not None:
             gradients = _moved(weights.layouts, self.layers, _to_state, gradients)
         return sums, gradients
+
+
+def _shaped(layouts: Any, placed: Any) -> Any:
+    """Returns arrays of the shapes of what is stored, of which nothing else is read."""
+    return jax.tree.map(lambda layout, x: x[ELEMENTS] if layout.encoding.sent else x, layouts, placed)
 
 
 @cache
@@ -117,7 +123,8 @@ def _moved(layouts: Any, layers: StageLayers, move: Move, arrays: Any) -> Any:
             if x is None:  # what is frozen has no gradient
                 return None
             of_part = partial(_moved_part, layout, layers, stack, move)
-            return jax.tree.map(of_part, layout.encoding.constant(), x)
+            constant = layout.encoding.constant() if isinstance(x, dict) else frozenset[int]()
+            return jax.tree.map(of_part, constant, x)
 
     return arrays | {
         stack: jax.tree.map(partial(moved, stack), layouts[stack], arrays[stack]) for stack in layers.stacks

@@ -129,8 +129,9 @@ class DeclarationCheck(CheckRuns):
 
     def _precision(self) -> CheckLine:
         name, compute = "precision", self.shrunk.plan.spec.precision.compute
-        used = {each.arithmetic for each in (one.precision for one in self.shrunk.plan.operations) if each}
-        types = [compute, *sorted({each.forward.name for each in used if each})]
+        used = [each for each in (one.precision for one in self.shrunk.plan.operations) if each]
+        named = {each.arithmetic.forward.name for each in used if each.arithmetic}
+        types = [compute, *sorted(named | {each.gather.name for each in used if each.gather})]
         what = f"{' and '.join(types)} {'stay' if len(types) > 1 else 'stays'} near float32"
         dtype = "float8_e4m3fn" if len(types) > 1 else compute  # elements of matmuls have as many digits, or more
         if self.narrow is None:

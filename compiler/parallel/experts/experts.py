@@ -146,6 +146,9 @@ class ExpertsOp(ParallelOp):
     def multiplied(self, site: OpSite) -> Sequence[Operand]:
         return site.operands[3:6]
 
+    def summed_dims(self, site: OpSite) -> tuple[int, ...]:
+        return (1,)
+
     def why_not_few_bits(self, plan: OpPlan, target: TargetPlan) -> str | None:
         is_equal = plan.chosen.name == CAPACITY
         return None if is_equal or target.platform != "gpu" else "grouped matmuls of GPUs multiply in 16 bits"

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from conftest import plan_of
 from meshloom.compiler.core.errors import ConfigError
-from meshloom.compiler.core.trees import leaves_by_path
+from meshloom.compiler.core.trees import leaves_by_path, nested_dict
 from meshloom.compiler.formats.operands import OperandFormat, operand_formats, register_operand
 from meshloom.compiler.jaxpr.read_jaxpr import read_jaxpr
 from meshloom.compiler.parallel.quantized import Arithmetic, SitePrecision, quantized_matmul
@@ -159,6 +159,7 @@ OVER_THE_MESH = [
 ]  # fmt: skip
 
 
+GRADIENTS_OF = {"fp8": "fp8_e5m2", "int8": "int8"}
 EXPERTS_OVER_THE_MESH = [
     ("target=cpu-4", "sharding=fsdp_expert", "mesh.fsdp=1", "mesh.expert=2", "mesh.tensor=2",
      "parallel.experts=padded", "precision=fp8"),
@@ -186,9 +187,49 @@ def test_no_mesh_and_no_remat_changes_elements_or_scales(precision, overrides):
     """Largest magnitudes are those of all devices, so what differs is the order of sums, which rounds few elements
     otherwise. Rounding itself changes gradients by a quarter (fp8) and a fifteenth (int8), as scales of each device's
     own would."""
-    base = ("precision.compute=float32", "global_batch_size=16", EMULATED, f"precision={precision}")
+    gather = "null" if "overlap=prefetch" in overrides else precision  # both, with the loops of each
+    rule = f"[{{match:null,forward:{precision},gradients:{GRADIENTS_OF[precision]},gather:{gather}}}]"
+    base = ("precision.compute=float32", "global_batch_size=16", EMULATED, f"precision={precision}",
+            f"precision.matmuls={rule}")  # fmt: skip
     one, expected = _loss_and_gradients("target=cpu-1", *base)
     loss, found = _loss_and_gradients(*overrides, *base)
+    assert loss == pytest.approx(one, rel=1e-5)
+    for path, gradient in found.items():
+        assert np.linalg.norm(gradient - expected[path]) < 0.03 * np.linalg.norm(expected[path]), path
+
+
+SENT = "precision.matmuls=[{match:layers/mlp/*,forward:null,gradients:null,gather:fp8}]"
+
+
+def test_a_weight_that_is_gathered_in_few_bits_has_the_gradient_of_what_it_stands_for():
+    """Against a model whose weights are rounded outside of the step. What is gathered is elements and nothing else."""
+    size = ("model.vocab_size=64", "model.num_layers=2", "sequence_length=32", "global_batch_size=8", "target=cpu-8")
+    plan, plain = (plan_of(*size, "sharding=fsdp", "precision=float32", *more) for more in ((SENT,), ()))
+    tokens = np.random.default_rng(0).integers(0, 64, (8, 33)).astype(np.int32)
+    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    with jax.set_mesh(plan.mesh.of_devices(jax.devices()[:8])):
+        params = jax.jit(build_init(plan))()["params"]
+        lowered = jax.jit(build_loss(plan, with_gradients=True)).lower(params, batch)
+        found = lowered.compile()(params, batch)
+        rounded = dict(leaves_by_path(params))
+        for path in [path for path in rounded if path.startswith("layers/mlp/")]:
+            each = [_straight_through(FP8, np.float64(one), "ab", "") for one in rounded[path]]
+            rounded[path] = jax.device_put(np.float32(each), rounded[path].sharding)
+        expected = jax.jit(build_loss(plain, with_gradients=True))(nested_dict(rounded), batch)
+    assert float(found[0][0]) == pytest.approx(float(expected[0][0]), rel=1e-5)
+    theirs = dict(leaves_by_path(expected[1]))
+    for path, gradient in leaves_by_path(found[1]).items():
+        np.testing.assert_allclose(gradient, theirs[path], rtol=0, atol=1e-4 * np.abs(theirs[path]).max(), err_msg=path)
+    gathers = [line for line in lowered.as_text().splitlines() if "all_gather" in line and "-> tensor" in line]
+    assert sum("xf8E4M3FN>" in line for line in gathers) == sum(path.startswith("layers/mlp/") for path in rounded)
+
+
+@pytest.mark.ci
+def test_stages_gather_what_one_device_rounds():
+    base = ("precision.compute=float32", "global_batch_size=16", EMULATED, "precision=int8", "num_microbatches=4",
+            "precision.matmuls=[{match:null,forward:int8,gradients:int8,gather:int8}]")  # fmt: skip
+    one, expected = _loss_and_gradients("target=cpu-1", *base)
+    loss, found = _loss_and_gradients("target=cpu-4", "sharding=fsdp", "mesh.fsdp=2", "mesh.stage=2", *base)
     assert loss == pytest.approx(one, rel=1e-5)
     for path, gradient in found.items():
         assert np.linalg.norm(gradient - expected[path]) < 0.03 * np.linalg.norm(expected[path]), path
@@ -271,7 +312,9 @@ def test_the_matrices_of_experts_multiply_in_one_type():
         plan_of("model=tiny_moe", "precision=fp8", rule, EMULATED)
 
 
-RULE = "precision.matmuls=[{{match:{match},forward:{forward},gradients:{gradients},rounding:{rounding}}}]"
+RULE = (
+    "precision.matmuls=[{{match:{match},forward:{forward},gradients:{gradients},rounding:{rounding},gather:{gather}}}]"
+)
 MATCH, FORWARD, GRADIENTS = (
     "precision.matmuls[0].match",
     "precision.matmuls[0].forward",
@@ -288,12 +331,23 @@ MATCH, FORWARD, GRADIENTS = (
         ({"gradients": "int8"}, GRADIENTS, "'int8' cannot be multiplied with 'fp8': float8 and int8", "use one of fp8"),
         ({"rounding": "stochastic"}, "precision.matmuls[0].rounding", "'fp8_e5m2' is rounded to the nearest alone",
          "set rounding: nearest, or choose int8"),
+        ({"gather": "int8"}, "precision.matmuls[0].gather", "weights gathered in int8 would be rounded again to fp8",
+         "set gather: fp8, or null"),
+        ({"forward": "null", "gradients": "null", "gather": "fp9"}, "precision.matmuls[0].gather",
+         "'fp9' is not a type of operands", "did you mean 'fp8'"),
         ({"forward": "null"}, GRADIENTS, "gradients cannot be in fp8_e5m2 where x and the weight are as they are",
          "set gradients: null"),
     ],
 )  # fmt: skip
 def test_a_rule_that_cannot_be_followed_is_one_error(rule, where, what, fix):
-    values = {"match": "null", "forward": "fp8", "gradients": "fp8_e5m2", "rounding": "nearest", **rule}
+    values = {
+        "match": "null",
+        "forward": "fp8",
+        "gradients": "fp8_e5m2",
+        "rounding": "nearest",
+        "gather": "null",
+        **rule,
+    }
     with pytest.raises(ConfigError) as error:
         plan_of("precision=fp8", RULE.format(**values), EMULATED)
     (problem,) = error.value.problems
@@ -319,7 +373,7 @@ def test_a_type_that_a_compiler_only_imitates_is_refused_with_targets_that_have_
 def test_a_type_from_outside_is_declared_like_ours():
     name = "int8_of_tests"
     register_operand(replace(INT8, name=name, scales="tensor"))
-    rule = RULE.format(match="null", forward=name, gradients=name, rounding="stochastic")
+    rule = RULE.format(match="null", forward=name, gradients=name, rounding="stochastic", gather="null")
     plan = plan_of("precision=int8", rule, "target=v5e-8")
     assert f"{name} (int8, a scale for each tensor), gradients too, rounded at random" in next(
         precision_lines(plan.operations)

@@ -198,7 +198,7 @@ def test_what_changes_the_schedule_is_said(script):
 
 def test_fp8_is_imported(script):
     words = set(imported(script, "--bf16", "--fp8-format", "hybrid", "--fp8-param-gather").words)
-    assert "precision.matmuls=[{match: null, forward: fp8, gradients: fp8_e5m2}]" in words
+    assert "precision.matmuls=[{match: null, forward: fp8, gradients: fp8_e5m2, gather: fp8}]" in words
     e4m3 = set(imported(script, "--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "tensorwise").words)
     assert "precision.matmuls=[{match: null, forward: fp8, gradients: fp8}]" in e4m3
     with pytest.raises(ConfigError, match="mxfp8: float8 with a scale for each tensor alone"):

@@ -135,9 +135,8 @@ def test_float8_by_tensor_and_by_row_is_imported(toml, section):
         toml, f"--model.converters={section}", f"--{section}.recipe_name=rowwise", f"--{section}.emulate",
         f"--{section}.filter_fqns=output,wq", f"--{section}.enable_fsdp_float8_all_gather",
     )  # fmt: skip
-    rule = "precision.matmuls=[{match: null, forward: fp8_rowwise, gradients: fp8_rowwise}]"
+    rule = "precision.matmuls=[{match: null, forward: fp8_rowwise, gradients: fp8_rowwise, gather: fp8_rowwise}]"
     assert {rule, "precision.emulate=true"} < set(rows.words)
     assert any("wq multiply in float8 here, too" in note for note in rows.notes)
-    assert any("gathered in bfloat16" in note for note in rows.notes)
     with pytest.raises(ConfigError, match="the recipe mxfp8 cannot be imported"):
         imported(toml, f"--model.converters={section}", f"--{section}.recipe_name=mxfp8")
