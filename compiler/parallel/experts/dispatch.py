@@ -151,16 +151,9 @@ def dispatch_gathered(
 
 
 def dispatch_deduplicated(
-    x_NE: Array,
-    weights_NK: Array,
-    ids_NK: Array,
-    run: RunExperts,
-    *,
-    experts: Experts,
-    rows: int,
-    tokens: int,
+    x_NE: Array, weights_NK: Array, ids_NK: Array, run: RunExperts, *, experts: Experts, rows: int, tokens: int,
     is_ragged: bool,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array]:  # fmt: skip
     """Returns what the experts of all devices make of this device's tokens. rows: the rows that a device takes of the
     tokens that it receives. tokens: those that it receives in total if the exchange is ragged, else of each device.
     Each device knows the choices of all tokens, and so what it receives."""

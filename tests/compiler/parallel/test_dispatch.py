@@ -153,6 +153,17 @@ def test_with_more_choices_than_a_device_has_experts_gathered_takes_each(proof):
     _check_dropless(computation, inputs)
 
 
+def test_spare_places_after_a_device_whose_tokens_all_come_hold_none(proof):
+    """All tokens of the last device go to the first, and some of the others: behind them there is room left."""
+    inputs = _inputs(skewed=True)
+    inputs[2][-N:] = 0, 1
+    how, options = DROPLESS["deduplicated, ragged"]
+    computation = _lowered(how, inputs, **options)
+    if proof.is_known(computation.parts):
+        return
+    _check_dropless(computation, inputs)
+
+
 @pytest.mark.parametrize("name", tiered(["padded", "gathered", "ragged", *DEDUPLICATED], plain=["gathered"]))
 def test_rows_of_no_expert_do_not_matter_where_a_kernel_leaves_them_undefined(name, proof):
     """Those of the kernel for GPUs, interpreted, are no numbers."""
