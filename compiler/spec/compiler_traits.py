@@ -61,7 +61,8 @@ class CompilerTraits(Record):
         gradients in a narrower type than it accumulates them in.
     tile_rows: matrices lie in tiles of this many rows; shards of a row dimension that are not whole tiles are padded
         for a collective, which is then synchronous. 1: they are not.
-    ragged_all_to_all: it compiles ragged all-to-alls, on up to max_chips_ragged_all_to_all chips.
+    ragged_all_to_all: it compiles ragged all-to-alls, on up to max_chips_ragged_all_to_all chips, and hides as much
+        beside them as beside others. (XLA for GPUs compiles them, and hides less: docs/results/experts.md.)
     sources: where numbers among these are from, and what of them is assumed.
     """
 
