@@ -23,6 +23,7 @@ WORKING_PARAMETERS = "working_parameters"  # the cast of parameters to the compu
 _WEIGHT, _ROWS = "weight", "rows"
 MATMUL, LAYOUT = "matmul", "layout"
 ENCODED = "encoded"
+FILLED = "filled"  # of the rows of experts' buffers, by tokens
 SENT = "sent"  # of the rows of a ragged exchange, in its smaller buffer
 _AT_MOST_ONCE = "at_most_once"
 SLOT, END, SHARED_END, BUFFER = "slot", "end", "shared_end", "buffer"
@@ -159,6 +160,11 @@ class OperationName:
     def fact(self, key: str) -> str | None:
         """Returns the value of a fact that a scope tells (`fact_scope`); None where none does."""
         return next((found[2] for found in _FACT.finditer(self.text) if found[1] == key), None)
+
+    @property
+    def filled_share(self) -> float:
+        """Returns the share of the rows of experts' buffers that tokens fill; 1 where no scope tells it."""
+        return float(self.fact(FILLED) or 1.0)
 
     @property
     def sent_share(self) -> float:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from ..core.scopes import OperationName
 from ..jaxpr.fusion import Fused, FusedStep, fuse, stacked_bytes, traffic
 from ..jaxpr.program import Operation, Program
-from ..parallel.experts.experts import filled_share
 from ..spec.compiler_traits import CompilerTraits
 
 
@@ -105,7 +104,7 @@ def _with_steps(region: Region, compiler: CompilerTraits) -> Region:
         inside = tuple(_with_steps(one, compiler) for one in _inside(operation, region, compiler))
         declares = operation.hbm_bytes is not None or operation.flops is None
         num_bytes = operation.hbm_bytes if declares else sum(program.sizes[i] for i in arrays)
-        filled = filled_share(OperationName(operation.scope)) if operation.name == "gather" else 1.0
+        filled = OperationName(operation.scope).filled_share if operation.name == "gather" else 1.0
         if filled < 1 and arrays:  # rows without a token look up one row, again and again
             num_bytes, declares = round((1 + filled) * program.sizes[arrays[0]]), True
         steps.append(PricedStep(step, num_bytes, () if declares else arrays, inside, places[id(operation)]))

@@ -28,7 +28,7 @@ from ...core.errors import ConfigError, Problem
 from ...core.format import human_seconds
 from ...core.kernels import KernelCall, KernelCost
 from ...core.partition_spec import Axes, axes_of, keep_axes
-from ...core.scopes import SENT, OperationName, fact_scope, nested_scope
+from ...core.scopes import FILLED, SENT, OperationName, fact_scope, nested_scope
 from ...core.traffic import ComputeKind
 from ...sharding.arrays import EXPERTS, Operand, OpSite
 from ...sharding.rules import ArrayPlan
@@ -105,14 +105,6 @@ class ExpertsPlan:
     arithmetic: Arithmetic | None = None
 
 
-FILLED = "filled"  # the fact in a scope: the share of the rows of buffers that tokens fill
-
-
-def filled_share(name: OperationName) -> float:
-    """Returns the share of the rows of buffers that tokens fill, for an operation of experts; 1.0 for any other."""
-    return float(name.fact(FILLED) or 1.0)
-
-
 def experts_scope(site: str, filled: float, sent: float = 1.0) -> str:
     """Returns the scope of a layer's experts and of the exchanges of their tokens. sent: the share of the rows of the
     smaller buffer of a ragged exchange."""
@@ -173,7 +165,7 @@ class ExpertsOp(ParallelOp):
         return "matmul" if is_pallas and name.fact(self.kind) else None
 
     def kernel_cost(self, call: KernelCall) -> KernelCost | None:
-        return grouped_cost(call, filled_share(call.name)) if call.name.fact(self.kind) else None
+        return grouped_cost(call, call.name.filled_share) if call.name.fact(self.kind) else None
 
     def scope(self, plan: OpPlan) -> str:
         chosen: ExpertsPlan = plan.chosen.parameters

@@ -12,7 +12,7 @@ from conftest import plan_of
 from meshloom.compiler.analysis.schedule_analysis import chip_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.kernels import KernelArray, KernelCall, KernelCost
-from meshloom.compiler.core.scopes import OperationName
+from meshloom.compiler.core.scopes import FILLED, OperationName
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.estimated_step import read_step
@@ -20,7 +20,7 @@ from meshloom.compiler.estimate.regions import price_regions
 from meshloom.compiler.jaxpr.flops import count_model_flops
 from meshloom.compiler.parallel.experts.dispatch import Experts
 from meshloom.compiler.parallel.experts.expert_exchange import ExchangeSizes
-from meshloom.compiler.parallel.experts.experts import FILLED, experts_scope
+from meshloom.compiler.parallel.experts.experts import experts_scope
 from meshloom.compiler.parallel.experts.grouped_matmul import RAGGED_ROWS, grouped_cost
 from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.spec import kernel_rates
