@@ -10,6 +10,7 @@ host       copies to the host and back run beside all that their loop does; what
 docs/estimate.md compares it with compiled schedules.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -75,7 +76,8 @@ class Hiding:
     """The collectives that the compiler overlaps with compute.
 
     weights: the kinds of collectives of weights that it overlaps. is_doubled: a gradient that is not reduced beside
-    compute is all-reduced, which takes twice the time of a reduce-scatter. activations_exposed: the exposed share of
+    compute is all-reduced, which takes twice the time of a reduce-scatter, except over groups of up to `scattered`
+    devices. activations_exposed: the exposed share of
     activations' collectives, for all declarations or for each. of_operations: the exposed time of the collectives of
     operations that state it themselves, by source. exposed_second_sums: the exposed share of a gradient's all-reduce
     that follows its reduce-scatter in a trip of a loop. from_matmuls: the kinds of weights' collectives of which chunks
@@ -94,6 +96,7 @@ class Hiding:
     begins_early: bool = False
     at_once: int = 1
     by_prices: bool = False
+    scattered: int = 0
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,15 @@ class LinkTimes:
                 sent = num_bytes[places] / expects.bytes_per_second + link.group_size * expects.step_seconds
                 expected[places] = sent / at_once * (1.0 if kind in MOVING else expects.sums)
         return expected
+
+    def of_large_groups(self, axes: Axes, most: int, seconds: Numbers) -> Numbers:
+        """Returns 1 for each declaration whose groups over these axes have more than `most` devices, else 0. seconds:
+        any numbers of as many declarations."""
+        found = np.zeros_like(seconds)
+        for link, places in self.of[axes].items():
+            if link.group_size > most:
+                found[places] = 1.0
+        return found
 
 
 def _alone(kind: CollectiveKind, num_bytes: Numbers, link: Link) -> Numbers:
@@ -314,7 +326,8 @@ def _exposed(
         else:
             kind = one.kind
             if hiding.is_doubled and kind == "reduce-scatter":
-                kind, once, seconds = "all-reduce", 2.0 * once, 2.0 * seconds
+                times = 1.0 + links.of_large_groups(one.mesh_axes, hiding.scattered, once)
+                kind, once, seconds = "all-reduce", times * once, times * seconds
             share = _exposed_share(region, kind, hiding) if kind in hiding.weights else 1.0
             waited[one.mesh_axes] = waited.get(one.mesh_axes, 0.0) + share * seconds
             if share == 0.0 or (share < 1.0 and hiding.expected_kernels is None):  # else all of it is in the share
@@ -437,6 +450,7 @@ def plan_hiding(plan: Plan) -> Hiding:
         begins_early=begin_early(options, target.option_effects),
         at_once=sent_at_once(options, target.option_effects),
         by_prices=by_prices,
+        scattered=min(math.prod(target.compiler.scattered_block), target.num_devices - 1),
     )
 
 

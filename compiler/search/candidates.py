@@ -89,14 +89,18 @@ def find_alternatives(plan: Plan, estimate: StepEstimate, replan: Replan) -> tup
 
 
 def _of_sharding(plan: Plan) -> Iterator[tuple[str, ...]]:
-    """Yields FSDP, HSDP with replicas across nodes or with two replicas, and FSDP with tensor parallelism, except the
-    one whose mesh is declared. Yields nothing if other axes split the devices."""
+    """Yields FSDP, HSDP, and FSDP with tensor parallelism, except the one whose mesh is declared. Replicas of HSDP are
+    nodes, blocks of chips over which gradients stay reduce-scattered, or halves. Yields nothing if other axes split the
+    devices."""
     sizes = {axis: plan.mesh.sizes.get(axis, 1) for axis in _AXES}
     num_devices = math.prod(sizes.values())
     if num_devices == 1 or num_devices != plan.mesh.num_devices:
         return
     target = plan.target
     inner = target.shape[1] if target.platform == "gpu" and target.shape else num_devices // 2
+    block, order = target.compiler.scattered_block, tuple[str, ...]()
+    if block and num_devices > math.prod(block):
+        inner, order = math.prod(block), (f"device_order=[fsdp:{'x'.join(map(str, block))}]",)
     for name, mesh in (
         ("fsdp", {"fsdp": num_devices}),
         ("hsdp", {"replica": num_devices // inner, "fsdp": inner}),
@@ -105,7 +109,7 @@ def _of_sharding(plan: Plan) -> Iterator[tuple[str, ...]]:
         wanted = {axis: mesh.get(axis, 1) for axis in _AXES}
         if wanted != sizes and math.prod(wanted.values()) == num_devices and 1 not in mesh.values():
             changed = (f"mesh.{axis}={size}" for axis, size in wanted.items() if size != sizes[axis])
-            yield (f"sharding={name}", *changed)
+            yield (f"sharding={name}", *changed, *(order if name == "hsdp" else ()))
 
 
 def suggest_changes(plan: Plan, needed_bytes: int, limit_bytes: int, replan: Replan) -> tuple[MemoryChange, ...]:

@@ -55,6 +55,8 @@ class CompilerTraits(Record):
     copies_conditionals: what a conditional takes and gives is copied, whichever branch runs.
     gathers_before_loops: a gather issued before a loop ends before the loop starts.
     aborts_on_unroll: the process aborts if an iteration has several layers and a mesh axis splits matmuls.
+    scattered_block: the largest block of chips, less than all of them, over which a reduce-scatter stays one although
+        the compiler does not run it beside compute; over more it becomes an all-reduce. Empty: none.
     max_reduce_scatter: the largest number of devices, times the odd factor of a dimension that is not scattered, for
         which a reduce-scatter is compiled as one; above it, it becomes an all-reduce. None: no limit.
     narrow_reduction_options: the compiler fails without these options on a loop over microbatches that reduces
@@ -83,6 +85,7 @@ class CompilerTraits(Record):
     copies_conditionals: bool = False
     gathers_before_loops: bool = False
     aborts_on_unroll: bool = False
+    scattered_block: tuple[int, ...] = ()
     max_reduce_scatter: int | None = None
     narrow_reduction_options: Mapping[str, CompilerOption] = Field(default_factory=dict)
     tile_rows: int = 1

@@ -170,6 +170,22 @@ def test_a_gradient_that_becomes_an_all_reduce_hides_where_all_reduces_do(hidden
     assert float(found.exposed_seconds[0]) == pytest.approx(exposed)
 
 
+@pytest.mark.parametrize(("most", "exposed"), [(1, 4 * 3.0), (2, 4 * 1.5)])
+def test_over_small_groups_a_gradient_stays_a_reduce_scatter(most, exposed):
+    """Of two devices: twice its time where only groups of one stay so."""
+    costs = _loop([Work("matmul", 1, 1, (), 1)], [Transfer("reduce-scatter", ("fsdp",), True, 1, 2)], [10.0, 10.0])
+    hiding = Hiding(frozenset(), 1.0, is_doubled=True, scattered=most)
+    assert float(time_step(costs, RATES, LinkTimes(LINKS), hiding).exposed_seconds[0]) == pytest.approx(exposed)
+
+
+def test_gradients_are_scattered_in_blocks_of_a_slice_and_not_over_all_of_it():
+    """By compiled programs: all-reduces over all of v5e-16, reduce-scatters over a quarter of v5e-64."""
+    whole = ("sharding=fsdp", "mesh.fsdp=16", "target=v5e-16", "global_batch_size=16")
+    assert plan_hiding(plan_of(*SMALL, *whole)).scattered == 15
+    block = ("sharding=hsdp", "mesh.replica=4", "mesh.fsdp=16", "target=v5e-64", "global_batch_size=64")
+    assert plan_hiding(plan_of(*SMALL, *block)).scattered == 16
+
+
 @pytest.mark.parametrize(("region", "exposed"), [(0, 3.0), (1, 0.0)])
 def test_a_gradient_that_is_summed_after_the_loops_is_waited_for(region, exposed):
     """10 bytes take 2 (0.5 + 1) s: beside 100 s of a matmul of the same region, or once after all of them."""

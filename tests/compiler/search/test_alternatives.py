@@ -51,6 +51,12 @@ def test_each_is_what_the_estimate_says_of_its_declaration():
         assert (each.figures.peak_bytes, each.figures.fits) == (estimate.memory.peak_bytes, True)
 
 
+def test_on_v5e_replicas_are_blocks_over_which_gradients_are_scattered():
+    found = alternatives_of(replanned("target=v5e-64", "sharding=fsdp", "global_batch_size=64", "model.embed_dim=64"))
+    (hsdp,) = [each for each in found if "sharding=hsdp" in each.overrides]
+    assert hsdp.overrides == ("sharding=hsdp", "mesh.replica=4", "mesh.fsdp=16", "device_order=[fsdp:4x4]")
+
+
 @pytest.mark.ci
 def test_the_declared_mesh_is_no_alternative_and_what_is_refused_is_left_out():
     """The 3 heads of this model are not divided by 4 tensor shards."""

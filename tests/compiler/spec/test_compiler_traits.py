@@ -36,7 +36,7 @@ def test_a_target_carries_the_traits_of_its_own_compiler(name):
 def test_a_chip_replaces_what_its_platform_says_and_keeps_the_rest():
     tpu, v5e = read_compiler_traits("tpu", None), read_compiler_traits("tpu", "v5e")
     assert (tpu.max_chips_async_permutes, v5e.max_chips_async_permutes) == (None, 16)
-    own = {"max_chips_async_permutes": 16, "max_chips_ragged_all_to_all": 8}
+    own = {"max_chips_async_permutes": 16, "max_chips_ragged_all_to_all": 8, "scattered_block": (4, 4)}
     assert v5e == tpu.model_copy(update=own)
 
 
