@@ -157,7 +157,8 @@ def test_gradients_in_turns_are_those_of_one_device(name, tokens, proof):
     documents = documents_of(tokens[0], is_padded=data.may_pad) if data.isolate_documents else {}
     step = Gradients(plan, batch_of(tokens[0], documents))
     is_alone = "groups" in name and "none" not in name  # layers of a group that are recomputed alone
-    assert ("optimization_barrier" in step.parts[0].as_text()) is not is_alone
+    if "two layers" not in name:  # in a single trip, which has a barrier before its recomputation
+        assert ("optimization_barrier" in step.parts[0].as_text()) is not is_alone
     if proof.is_known(step.parts):
         return
     params = jax.tree.map(np.asarray, plan.model.init(jax.random.key(plan.spec.seed)))
