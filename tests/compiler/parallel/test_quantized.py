@@ -173,7 +173,7 @@ EXPERTS_OVER_THE_MESH = [
 def _loss_and_gradients(*overrides: str) -> tuple[float, dict[str, np.ndarray]]:
     plan = plan_of("model.vocab_size=64", "model.num_layers=2", "sequence_length=32", *overrides)
     shape = (plan.spec.global_batch_size, plan.spec.sequence_length + 1)
-    tokens = np.random.default_rng(0).integers(0, 64, shape).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(0, 64, shape).astype(np.int32)[plan.batch.row_order.rows()]
     with jax.set_mesh(plan.mesh.of_devices(jax.devices()[: plan.target.num_devices])):
         params = jax.jit(build_init(plan))()["params"]
         batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
@@ -226,8 +226,9 @@ def test_a_weight_that_is_gathered_in_few_bits_has_the_gradient_of_what_it_stand
 
 @pytest.mark.ci
 def test_stages_gather_what_one_device_rounds():
-    base = ("precision.compute=float32", "global_batch_size=16", EMULATED, "precision=int8", "num_microbatches=4",
-            "precision.matmuls=[{match:null,forward:int8,gradients:int8,gather:int8}]")  # fmt: skip
+    """Each microbatch has scales of its own, and is the same sequences on any mesh."""
+    base = ("precision.compute=float32", "global_batch_size=16", EMULATED, "precision=fp8", "num_microbatches=4",
+            "precision.matmuls=[{match:null,forward:fp8,gradients:fp8_e5m2,gather:fp8}]")  # fmt: skip
     one, expected = _loss_and_gradients("target=cpu-1", *base)
     loss, found = _loss_and_gradients("target=cpu-4", "sharding=fsdp", "mesh.fsdp=2", "mesh.stage=2", *base)
     assert loss == pytest.approx(one, rel=1e-5)
