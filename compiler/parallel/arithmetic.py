@@ -128,7 +128,7 @@ def _wrong_types(index: int, rule: MatmulPrecision, inputs: OpInputs) -> Iterato
     unknown = {key: name for key, name in used.items() if name not in formats}
     for key, name in unknown.items():
         yield Problem(f"{where}.{key}", f"'{name}' is not a type of operands", use_one_of(name, formats))
-    if rule.gather in formats and formats[rule.gather].blocks:
+    if (gather := formats.get(rule.gather or "")) and gather.blocks:
         whole = [name for name, each in formats.items() if not each.blocks]
         what = f"'{rule.gather}' has a scale for each block of what one product sums, and weights are gathered for all"
         yield Problem(f"{where}.gather", what, f"{use_one_of(rule.gather, whole)}, or null")
@@ -146,9 +146,9 @@ def _wrong_types(index: int, rule: MatmulPrecision, inputs: OpInputs) -> Iterato
         what = f"'{rule.gradients}' is rounded to the nearest alone"
         yield Problem(f"{where}.rounding", what, "set rounding: nearest, or choose int8")
     real, target = types["forward"], inputs.target
-    has_blocks = formats[rule.forward].blocks is not None if rule.forward else False  # `block_problems` asks the target
+    has_blocks = formats[rule.forward].blocks is not None  # `block_problems` asks the target
     if not has_blocks and not inputs.spec.precision.emulate and real not in target.real_types:
-        yield _not_real(f"{where}.forward", rule.forward or "", real, target.name)
+        yield _not_real(f"{where}.forward", rule.forward, real, target.name)
 
 
 def _in_blocks(

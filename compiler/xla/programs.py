@@ -246,7 +246,7 @@ def fingerprint_of(plan: Plan, lowered: Programs, mesh: Mesh) -> Fingerprint:
         programs={name: sha256(program.as_text()) for name, program in lowered.items()},
         devices=describe_devices(mesh),
         environment=describe_environment(mesh.devices.flat[0].platform),
-        compiler_options=lowered.compiler_options | pgle_options(plan.spec),
+        compiler_options={**lowered.compiler_options, **pgle_options(plan.spec)},
         options_without_device=lowered.options_without_device,
         spec=dict(flat(StepSpec.of(plan.spec).as_compared() | {"mesh": dict(plan.mesh.sizes)})) | own_table,
     )

@@ -127,7 +127,9 @@ def test_estimates_take_the_times_of_a_file_to_be_right():
         spec = plan.spec.settled(overlap=plan.spec.overlap.model_copy(update={"pgle": pgle}))
         hiding = plan_hiding(replace(plan, spec=spec))
         assert hiding.by_prices is (pgle is not None)
-        return estimate_declared(replace(plan, spec=spec)).figures.exposed_seconds
+        seconds = estimate_declared(replace(plan, spec=spec)).figures.exposed_seconds
+        assert isinstance(seconds, float)
+        return seconds
 
     words = ("target=h100-64", "model=llama3_8b", "model.num_layers=8", "sharding=fsdp", "sequence_length=8192",
              "global_batch_size=64", "remat=full", "data=synthetic")  # fmt: skip

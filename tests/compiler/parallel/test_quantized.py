@@ -213,8 +213,8 @@ def test_a_weight_that_is_gathered_in_few_bits_has_the_gradient_of_what_it_stand
         found = lowered.compile()(params, batch)
         rounded = dict(leaves_by_path(params))
         for path in [path for path in rounded if path.startswith("layers/mlp/")]:
-            each = [_straight_through(FP8, np.float64(one), "ab", "") for one in rounded[path]]
-            rounded[path] = jax.device_put(np.float32(each), rounded[path].sharding)
+            each = [_straight_through(FP8, np.asarray(one, np.float64), "ab", "") for one in rounded[path]]
+            rounded[path] = jax.device_put(np.asarray(each, np.float32), rounded[path].sharding)
         expected = jax.jit(build_loss(plain, with_gradients=True))(nested_dict(rounded), batch)
     assert float(found[0][0]) == pytest.approx(float(expected[0][0]), rel=1e-5)
     theirs = dict(leaves_by_path(expected[1]))
@@ -304,6 +304,7 @@ def test_experts_are_left_out_where_their_kernel_has_16_bits_alone():
     with pytest.raises(ConfigError, match=why):
         plan_of("model=tiny_moe", "precision=fp8", "target=h100-8", rule)
     (routed,) = plan_of("model=tiny_moe", "precision=fp8", "target=tpu7x-8", rule).operations_of("experts")
+    assert routed.precision
     assert routed.precision.reason == "precision.matmuls[0]"
 
 

@@ -113,7 +113,7 @@ def test_each_kind_has_its_range(monkeypatch):
 def test_a_dense_step_in_few_bits_is_less_certain_than_in_bfloat16(monkeypatch):
     monkeypatch.undo()
     target, types = cached_target_of("h100-8"), ["float8_e4m3fn"]
-    dense, narrow = (accuracy_of(target, kinds) for kinds in (("dense",), kinds_in_types(("dense",), types)))
+    dense, narrow = accuracy_of(target, ["dense"]), accuracy_of(target, kinds_in_types(["dense"], types))
     assert dense
     assert narrow
     assert dense.factor < narrow.factor < 2.0
