@@ -54,6 +54,11 @@ def base_of(place: str | None, params: Any, stored: BaseConfig | None = None) ->
     return {"place": place, "digest": digest_of(without_adapters(params)), "encoding": encoding}
 
 
+def check_adapter(start: Checkpoint, declared: BaseConfig | None) -> None:
+    """Raises ConfigError if a checkpoint holds no adapter, or one over a base that was encoded otherwise."""
+    check_encoding(start, read_base(start), declared)
+
+
 def check_encoding(start: Checkpoint, there: Base, declared: BaseConfig | None) -> None:
     """Raises ConfigError if the base of a checkpoint's adapter was encoded otherwise than it is declared."""
     before, here = there.get("encoding"), None if declared is None else declared.model_dump(mode="json")

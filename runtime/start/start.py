@@ -193,7 +193,7 @@ def declared_start(plan: Plan[RunSpec]) -> RunStart:
     """Returns where the declaration says that a new run starts, as far as can be seen without reading arrays. Raises
     ConfigError for what it cannot start from."""
     checkpoint, weights = find_restorable(plan.spec.checkpoint, plan.abstract), find_weights(plan)
-    return Fresh(plan, weights) if checkpoint is None else Resumed(plan, checkpoint, weights)
+    return _checked(Fresh(plan, weights) if checkpoint is None else Resumed(plan, checkpoint, weights))
 
 
 def find_start(
@@ -209,7 +209,18 @@ def find_start(
     checkpoint = checkpoint_of_first(
         lambda: find_for_run(run_dir, plan.spec.checkpoint, plan.abstract, console), processes
     )
-    return Fresh(plan, weights) if checkpoint is None else Resumed(plan, checkpoint, weights)
+    return _checked(Fresh(plan, weights) if checkpoint is None else Resumed(plan, checkpoint, weights))
+
+
+def _checked(start: RunStart) -> RunStart:
+    """Returns the start. Raises ConfigError if a checkpoint's adapter cannot go on over the declared base, before
+    anything is compiled."""
+    adapter = start.plan.spec.adapter
+    if isinstance(start, Resumed) and adapter is not None and start.plan.model.adapters:
+        from ..checkpoint.adapters import check_adapter
+
+        check_adapter(start.checkpoint, adapter.base)
+    return start
 
 
 def check_steps_left(start: RunStart, num_steps: int) -> None:

@@ -21,7 +21,7 @@ from meshloom.compiler.xla.programs import Programs
 from meshloom.models.adapter import saved_part
 from meshloom.models.config import AdapterConfig, BaseConfig
 
-from ..checkpoint.adapters import Base, base_of, check_base, check_encoding, read_base, with_base
+from ..checkpoint.adapters import Base, base_of, check_base, with_base
 from ..checkpoint.checkpoints import Restored, restore, set_aside
 from ..checkpoint.find import Checkpoint, checkpoint_folder, describe_damage
 from ..checkpoint.restore_plan import describe_change, plan_restore, schedule_record
@@ -66,9 +66,6 @@ def resumed_state(
 ) -> Started:
     """Returns the state of a checkpoint, and moves the batches to its place in the data. Raises ConfigError if it
     cannot go on with this declaration."""
-    if start.plan.model.adapters:
-        there = read_base(start.checkpoint)  # raises for a whole model
-        check_encoding(start.checkpoint, there, _base(start.plan.spec.adapter))
     for line in plan_restore(start.checkpoint, start.plan).lines():
         announce(console, line)
     restored = restore(start.checkpoint, programs.state, batches)

@@ -16,10 +16,12 @@ from meshloom.runtime.checkpoint.adapters import base_of, check_base, check_enco
 from meshloom.runtime.checkpoint.checkpoints import Checkpoints, restore
 from meshloom.runtime.checkpoint.find import Checkpoint
 from meshloom.runtime.data import open_data
-from meshloom.runtime.start.start import find_checkpoint
+from meshloom.runtime.start.start import declared_start, find_checkpoint
 from meshloom.runtime.weights.write import check_peft
 from support.experts import MOE
 from support.programs import on_devices, programs_of
+
+ADAPTER = (*LINEAR_STACK, "adapter=lora", "adapter.rank=4", "schedule.num_warmup_steps=0")
 
 
 def test_a_digest_is_of_the_values_and_their_places_in_any_layout_and_type():
@@ -37,7 +39,7 @@ def test_a_digest_is_of_the_values_and_their_places_in_any_layout_and_type():
 
 
 def test_adapters_are_saved_alone_and_restored_beside_their_base(tokens, tmp_path):
-    plan = plan_of(*LINEAR_STACK, "adapter=lora", "adapter.rank=4", "schedule.num_warmup_steps=0")
+    plan = plan_of(*ADAPTER)
     programs, batches = programs_of(plan), iter(open_data(plan.spec)["train"])
     state = programs["init"]()
     fresh = jax.tree.map(jnp.copy, state["params"])
@@ -61,6 +63,9 @@ def test_adapters_are_saved_alone_and_restored_beside_their_base(tokens, tmp_pat
     fresh["head"]["kernel_EV"] = fresh["head"]["kernel_EV"].at[0, 0].add(1)
     with pytest.raises(ConfigError, match="an adapter of another base"):
         check_base(start, with_base(restored.state["params"], fresh), read_base(start))
+    encoded = "adapter.base={element: nf4, block: 4, scales_block: null}"
+    with pytest.raises(ConfigError, match="trained over a base stored as null"):  # before any compile
+        declared_start(plan_of(*ADAPTER, f"checkpoint.restore_from={tmp_path}", encoded))
     with pytest.raises(ConfigError, match="holds another model or optimizer"):
         find_checkpoint(tmp_path, plan_of(*LINEAR_STACK).spec.checkpoint, plan_of(*LINEAR_STACK).abstract)
 
