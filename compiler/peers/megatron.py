@@ -370,16 +370,23 @@ def _put_fp8(reading: PeerReading, option: str, form: str) -> None:
     formats = reading.peer.tables["fp8_formats"]
     types = reading.one_of(key, formats) if key != "compute_dtype" else formats[form]
     recipe = reading.text("fp8_recipe")
-    if recipe not in ("", "None", "delayed", "tensorwise"):
-        what = f"{recipe}: float8 with a scale for each tensor alone can be imported"
+    is_gathered = reading.flag("fp8_param_gather")
+    if has_blocks := recipe == "mxfp8" and form == "e4m3":
+        types = ("mxfp8", "mxfp8")
+    elif recipe not in ("", "None", "delayed", "tensorwise"):
+        what = f"{recipe}: float8 with a scale for each tensor, and mxfp8 in e4m3, can be imported"
         reading.refuse("fp8_recipe", what, "use --fp8-recipe tensorwise, or leave fp8 out")
-    elif option != "bfloat16_params":
+        return
+    if option != "bfloat16_params":
         reading.refuse(key, "Meshloom has float8 in runs that compute in bfloat16", "add --bf16, or leave fp8 out")
     elif types:
         because = reading.said(key, "fp8_recipe")
-        put_matmuls(reading, option, types, because, gathered=reading.flag("fp8_param_gather"))
+        put_matmuls(reading, option, types, because, gathered=is_gathered and not has_blocks)
         note_experts(reading, because)
-        reading.notes.append(f"{because}: a scale comes from the largest magnitude now, and not from earlier steps")
+        if not has_blocks:
+            reading.notes.append(f"{because}: a scale comes from the largest magnitude now, and not from earlier steps")
+        elif is_gathered:
+            reading.notes.append("fp8_param_gather: weights are gathered in bfloat16 here")
 
 
 def _put_optimizer(reading: PeerReading) -> None:

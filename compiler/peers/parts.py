@@ -31,7 +31,7 @@ def put_matmuls(
     weights, and of gradients. left_out: a pattern of parameters that multiply as they are; None: there are none.
     gathered: whether weights are gathered in their type."""
     forward, gradients = types
-    own = next((name for name in ("fp8", "int8") if _types(name) == (forward, gradients)), None)
+    own = next((name for name in ("fp8", "int8", "mxfp8") if _types(name) == (forward, gradients)), None)
     if own and option == "bfloat16":
         reading.put(f"precision={own}", because)
     if left_out or gathered or not (own and option == "bfloat16"):

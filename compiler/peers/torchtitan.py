@@ -10,6 +10,7 @@ _AXES = {"replica": "data_parallel_replicate_degree", "fsdp": "data_parallel_sha
          "expert": "expert_parallel_degree"}  # fmt: skip
 _REMAT = {"full": "full", "none": "none", "selective": "save_dots"}
 _FLOAT8 = ("float8", "quantize.linear.float8")  # converters, and sections of keys
+_MX = ("mx", "quantize.linear.mx")  # likewise, of blocks with a power of two
 _AS_THEY_ARE = ("output", "lm_head", "router.gate", "gate")  # multiply in bfloat16 here, too
 _ROTATES = {"allgather": "all_gather", "alltoall": "ring"}
 
@@ -191,20 +192,25 @@ def _put_converters(reading: PeerReading, option: str) -> None:
     converters = reading.value("model.converters") or []
     for converter in converters if isinstance(converters, list) else [converters]:
         if converter in _FLOAT8 and option != "float32":
-            _put_float8(reading, option)
+            _put_float8(reading, option, _FLOAT8, "tensorwise")
+            continue
+        if converter in _MX and option != "float32":
+            _put_float8(reading, option, _MX, "mxfp8_cublas")
             continue
         what = f"{converter}: Meshloom multiplies layers in float8 in runs that compute in bfloat16, and no experts"
         reading.refuse("model.converters", what, "to import the program without it, add --model.converters=")
 
 
-def _put_float8(reading: PeerReading, option: str) -> None:
+def _put_float8(reading: PeerReading, option: str, sections: tuple[str, ...], default: str) -> None:
+    """Puts the types of a converter's recipe. sections: of its keys. default: the recipe, where none is given."""
     because = reading.said("model.converters")
-    keys = {name: [f"{section}.{name}" for section in _FLOAT8 if reading.is_given(f"{section}.{name}")]
+    keys = {name: [f"{section}.{name}" for section in sections if reading.is_given(f"{section}.{name}")]
             for name in ("recipe_name", "emulate", "enable_fsdp_float8_all_gather", "filter_fqns")}  # fmt: skip
-    recipe = next((reading.text(key) for key in keys["recipe_name"]), "") or "tensorwise"
-    types = reading.peer.tables["float8_recipes"].get(recipe)
+    recipe = next((reading.text(key) for key in keys["recipe_name"]), "") or default
+    recipes = reading.peer.tables["float8_recipes" if sections == _FLOAT8 else "mx_recipes"]
+    types = recipes.get(recipe)
     if types is None:
-        what, fix = f"the recipe {recipe} cannot be imported", "use tensorwise or rowwise, or add --model.converters="
+        what, fix = f"the recipe {recipe} cannot be imported", f"use {' or '.join(recipes)}, or add --model.converters="
         reading.refuse(keys["recipe_name"][0], what, fix)
         return
     said = " ".join((because, *(reading.said(key) for key in keys["recipe_name"])))

@@ -201,5 +201,10 @@ def test_fp8_is_imported(script):
     assert "precision.matmuls=[{match: null, forward: fp8, gradients: fp8_e5m2, gather: fp8}]" in words
     e4m3 = set(imported(script, "--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "tensorwise").words)
     assert "precision.matmuls=[{match: null, forward: fp8, gradients: fp8}]" in e4m3
-    with pytest.raises(ConfigError, match="mxfp8: float8 with a scale for each tensor alone"):
-        imported(script, "--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "mxfp8")
+    words = ("--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "mxfp8", "--fp8-param-gather")
+    blocks = imported(script, *words)
+    assert "precision.matmuls=[{match: null, forward: mxfp8, gradients: mxfp8}]" in blocks.words
+    assert "fp8_param_gather: weights are gathered in bfloat16 here" in blocks.notes
+    assert not any("earlier steps" in note for note in blocks.notes)
+    with pytest.raises(ConfigError, match="mxfp8: float8 with a scale for each tensor, and mxfp8 in e4m3"):
+        imported(script, "--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "mxfp8")

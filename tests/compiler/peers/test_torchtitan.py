@@ -84,7 +84,7 @@ def test_command_with_a_file_declares_what_the_file_does(toml, tmp_path):
 
 
 def test_all_problems_are_reported_at_once(toml):
-    words = ("--model.flavor=9B", "--training.seq_length=1", "--model.converters=mx",
+    words = ("--model.flavor=9B", "--training.seq_length=1", "--model.converters=int4",
              "--parallelism.tensor_parallel_degree=7", "--activation_checkpoint.mode=selective")  # fmt: skip
     with pytest.raises(ConfigError) as caught:
         imported(toml, *words)
@@ -116,6 +116,7 @@ def test_each_key_that_decides_is_read():
     optimizer = {f"optimizer.{name}" for name in ("lr", "beta1", "beta2", "eps", "weight_decay")}
     of_float8 = ("recipe_name", "emulate", "enable_fsdp_float8_all_gather", "filter_fqns")
     by_table |= {f"{section}.{name}" for section in torchtitan._FLOAT8 for name in of_float8 if name in text}
+    by_table |= {f"{section}.{name}" for section in torchtitan._MX for name in ("recipe_name", "filter_fqns")}
     by_name = {key for key in peer_of("torchtitan").defaults if f'"{key}"' in text}
     assert set(peer_of("torchtitan").defaults) == by_name | by_table | optimizer
 
@@ -140,3 +141,11 @@ def test_float8_by_tensor_and_by_row_is_imported(toml, section):
     assert any("wq multiply in float8 here, too" in note for note in rows.notes)
     with pytest.raises(ConfigError, match="the recipe mxfp8 cannot be imported"):
         imported(toml, f"--model.converters={section}", f"--{section}.recipe_name=mxfp8")
+
+
+@pytest.mark.parametrize("section", ["mx", "quantize.linear.mx"])
+def test_mxfp8_is_imported(toml, section):
+    for more in ((), (f"--{section}.recipe_name=mxfp8_cublas",)):
+        assert "precision=mxfp8" in imported(toml, f"--model.converters={section}", *more, target="b200-64").words
+    with pytest.raises(ConfigError, match="the recipe mxfp4_cutlass cannot be imported"):
+        imported(toml, f"--model.converters={section}", f"--{section}.recipe_name=mxfp4_cutlass")
