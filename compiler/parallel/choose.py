@@ -7,7 +7,7 @@ from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from ..sharding.arrays import OpSite
 from ..spec.overlap_spec import AUTO, StrategyChoice
 from .arithmetic import Multiplied, plan_arithmetic
-from .operation import OpInputs, OpPlan, ParallelOp, Refusal, Strategy
+from .operation import OpInputs, OpPlan, ParallelOp, Strategy
 
 SiteStrategies = tuple[OpSite, tuple[Strategy, ...]]
 
@@ -94,7 +94,8 @@ def _problems(op: ParallelOp, key: str, ways: Sequence[SiteStrategies], declared
             return []
         named = [(f"{site.name}: ", _named(strategies, declared)) for site, strategies in ways]
         if not named:
-            named = [("", Strategy(declared, "", refusal=Refusal("the model has no such operation")))]
+            what = f"'{declared}' cannot be used: the model has no such operation"
+            return [Problem(key, what, f"set {key}={AUTO}")]
         return list(filter(None, [_cannot_be_used(op, key, named)]))
     return [problem for at, name in declared.items() if (problem := _problem_at(op, f"{key}.{at}", ways, at, name))]
 

@@ -63,8 +63,8 @@ class CompilerTraits(Record):
         gradients in a narrower type than it accumulates them in.
     tile_rows: matrices lie in tiles of this many rows; shards of a row dimension that are not whole tiles are padded
         for a collective, which is then synchronous. 1: they are not.
-    ragged_all_to_all: it compiles ragged all-to-alls, on up to max_chips_ragged_all_to_all chips, and hides as much
-        beside them as beside others. (XLA for GPUs compiles them, and hides less: docs/results/experts.md.)
+    ragged_all_to_all: it compiles ragged all-to-alls, on up to max_chips_ragged_all_to_all chips.
+    ragged_hides_less: with one in a loop it hides fewer other collectives, and the step is longer.
     sources: where numbers among these are from, and what of them is assumed.
     """
 
@@ -91,6 +91,7 @@ class CompilerTraits(Record):
     tile_rows: int = 1
     ragged_all_to_all: bool = False
     max_chips_ragged_all_to_all: int | None = None
+    ragged_hides_less: bool = False
     sources: Mapping[str, FigureSource] = Field(default_factory=dict)
 
     def all_reduces(self, num_devices: int, others: Iterable[int]) -> bool:

@@ -271,11 +271,14 @@ def _exchange(name: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -
 
 
 def _why_not_ragged(inputs: OpInputs, experts: Experts) -> str | None:
-    """Returns why there is no ragged all-to-all over the experts' axes; None where there is."""
+    """Returns why the experts' axes use no ragged all-to-all; None where they do."""
     target = inputs.target
     most = target.compiler.max_chips_ragged_all_to_all
     if not target.compiler.ragged_all_to_all:
         return f"the compiler for {target.name} has no ragged all-to-all"
+    if target.compiler.ragged_hides_less:
+        slower = "hides fewer other collectives next to a ragged all-to-all, so the step is longer"
+        return f"the compiler for {target.name} {slower} (docs/results/experts.md)"
     if most is not None and target.num_chips > most:
         return f"the compiler for {target.name} has no ragged all-to-all on more than {most} chips"
     if len(experts.axes) > 1:

@@ -66,6 +66,8 @@ def _problem(*overrides: str) -> str:
         ((*EXPERT, "moe.num_chunks=7"), ("moe.num_chunks: 64 tokens of a device are not divisible by 7 chunks",)),
         ((*EXPERT, "moe.max_imbalance=0.5"), ("moe.max_imbalance",)),
         ((*EXPERT, "parallel.experts=ragged"), ("the compiler for cpu-4 has no ragged all-to-all",)),
+        ((*EXPERT, "target=h100-4", "parallel.experts=ragged"),
+         ("the compiler for h100-4 hides fewer other collectives next to a ragged all-to-all",)),
         (("sharding=fsdp_tensor", "parallel.experts=gathered"), ("no mesh axis of the batch splits the experts",)),
         (("sharding=fsdp_tensor", OVER_TENSOR),
          ("has its experts over tensor, which does not split the batch", "such as expert")),
@@ -76,6 +78,11 @@ def test_what_cannot_run_is_one_clear_error(overrides, words):
     told = _problem(*overrides)
     assert told.count("error: ") == 1
     assert all(one in told for one in words), told
+
+
+def test_a_dense_model_has_no_exchange_to_choose():
+    with pytest.raises(ConfigError, match=r"the model has no such operation\n +fix: set parallel.experts=auto$"):
+        plan_of("parallel.experts=deduplicated")
 
 
 @pytest.fixture(scope="module")
