@@ -34,6 +34,8 @@ def parse_override(text: str) -> Override:
     except HydraException as error:
         what = str(error).splitlines()[0].replace(text, shortened(text))
         fix = _quoted_fix(text) or fix
+        if element := re.match(r"([\w.]+)\[\d+\]", text):
+            what, fix = "one element of a list cannot be set alone", f"give the whole list: '{element[1]}=[...]'"
     except RecursionError:
         what, fix = "it is nested too deeply", "write it in a file, in fewer levels"
     except ValueError as error:  # Python's, of a number of more than 4300 digits

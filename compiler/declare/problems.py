@@ -154,6 +154,8 @@ def _problem(
     if kind == "missing" and key == "mesh":
         own = "`override /mesh@_global_.mesh: fsdp` at the end of its defaults"
         return Problem(key, "has no value: the sharding names no mesh", f"add mesh=..., such as mesh=fsdp, or {own}")
+    if kind == "missing" and any(isinstance(element, int) for element in path):  # a list is set as a whole
+        return Problem(key, "has no value", f"add {path[-1]}: ... to {_key(path[:-1])}")
     if kind == "missing":
         return Problem(key, "has no value", f"set {_EXAMPLES.get(str(path[-1]), '{}=...').format(key)}")
     if kind == "literal_error" and path[-1] == "[key]":  # as pydantic names the place of a dict's key

@@ -131,7 +131,8 @@ def _wrong_types(index: int, rule: MatmulPrecision, inputs: OpInputs) -> Iterato
     if (gather := formats.get(rule.gather or "")) and gather.blocks:
         whole = [name for name, each in formats.items() if not each.blocks]
         what = f"'{rule.gather}' has a scale for each block of what one product sums, and weights are gathered for all"
-        yield Problem(f"{where}.gather", what, f"{use_one_of(rule.gather, whole)}, or null")
+        fix = "set gather: null" if rule.forward == rule.gather else f"{use_one_of(rule.gather, whole)}, or null"
+        yield Problem(f"{where}.gather", what, fix)
     if unknown or rule.forward is None:
         return
     types = {key: formats[name].arithmetic for key, name in used.items()}
@@ -174,7 +175,7 @@ def _in_blocks(
 def _not_real(where: str, name: str, real: str, target: str) -> Problem:
     """Returns the mistake of a type that a target does not multiply in."""
     having = kinds_that_multiply_in(real)
-    what = f"the compiler for {target} makes no matmul faster in {real}, of '{name}'"
+    what = f"the compiler for {target} makes no matmul faster in {real}, the type of '{name}'"
     chips = f"choose a target of {', '.join(having)}" if having else "choose another type"
     return Problem(where, what, f"{chips}, or set precision.emulate=true, which rounds as {name} does and is slower")
 

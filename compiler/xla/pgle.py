@@ -41,6 +41,9 @@ def check_pgle_key(spec: PlanSpec, target: TargetPlan) -> None:
     elif declared != PRICES and not Path(declared).is_file():
         fix = f"give the path of a PGLE file, or set {KEY}={PRICES}"
         problems.append(Problem(KEY, f"there is no file {declared}", fix))
+    elif declared != PRICES and "cost_us" not in Path(declared).read_text(errors="replace"):
+        what = f"{declared} is no PGLE file: it has no line `costs {{ name: ... cost_us: ... }}`"
+        problems.append(Problem(KEY, what, f"give the path of a PGLE file, or set {KEY}={PRICES}"))
     if OPTION in spec.compiler_options:
         problems.append(Problem(f"compiler_options.{OPTION}", f"is set, and so is {KEY}", "leave one of them out"))
     raise_if_any(problems)

@@ -90,6 +90,7 @@ def test_a_file_is_taken_by_the_program_that_it_is_of_alone(tmp_path):
         (("target=v5e-16", f"{PGLE}=prices"), PGLE, "only XLA's compiler for GPUs .* v5e-16 is of platform tpu"),
         (("target=cpu-8", f"{PGLE}=prices"), PGLE, "cpu-8 is of platform cpu"),
         (("target=h100-8", f"{PGLE}=nowhere.pbtxt"), PGLE, "there is no file nowhere.pbtxt"),
+        (("target=h100-8", f"{PGLE}={SCHEDULES}/README.md"), PGLE, "is no PGLE file"),
         (
             ("target=h100-8", f"{PGLE}=prices", f"compiler_options={{{OPTION}: x}}"),
             f"compiler_options.{OPTION}",

@@ -133,3 +133,16 @@ def test_a_file_that_chooses_a_sharding_without_a_mesh_is_told_which_mesh_to_add
     assert (problem.where, problem.what) == ("mesh", "has no value: the sharding names no mesh")
     assert problem.fix.startswith("add mesh=..., such as mesh=fsdp, or ")
     assert read_spec(Request((*words, "mesh=fsdp")), then=lambda spec: spec).sharding.parameters
+
+
+@pytest.mark.parametrize(
+    ("typed", "fix"),
+    [
+        ("precision.matmuls[0].gather=fp8", "give the whole list: 'precision.matmuls=[...]'"),
+        ("precision.matmuls=[{match: null, forward: fp8}]", "add gradients: ... to precision.matmuls[0]"),
+    ],
+)
+def test_what_is_in_a_list_is_set_with_the_whole_list(typed, fix):
+    with pytest.raises(ConfigError) as caught:
+        _judge([typed])
+    assert [problem.fix for problem in caught.value.problems] == [fix]
