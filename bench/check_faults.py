@@ -55,9 +55,14 @@ DECLARED = {
     "pairs": ("target=cpu-2", "sharding=fsdp", "objective=dpo", "data=preferences", "data.source.paths=[pairs.jsonl]",
               "data/tokenizer=bytes"),
     "adapter": ("target=cpu-2", "sharding=fsdp", "adapter=lora"),
+    "few bits": ("target=cpu-2", "sharding=fsdp", "precision=fp8", "precision.emulate=true",
+                 "precision.matmuls=[{match: null, forward: fp8, gradients: fp8_e5m2, gather: fp8}]"),
+    "experts in few bits": ("target=cpu-4", "model=tiny_moe", "sharding=fsdp_expert", "mesh.fsdp=2", "mesh.expert=2",
+                            "precision=fp8", "precision.emulate=true"),
 }  # fmt: skip
 STEP = ("loss", "gradients", "update", "auxiliary", "counts", "tied")
-# The fault, by its name in faults.toml; the declaration; what is made again: the step, the data, the files or all.
+# The fault, by its name in faults.toml; the declaration; what is made again: the step, the matmuls in few bits, the
+# data, the files or all.
 FAULTS = (
     ("gradients of replicated weights are not summed over the devices", "replicas", "step"),
     ("the gradient of a sharded weight is summed again over the axes that split it", "dense", "step"),
@@ -106,6 +111,10 @@ FAULTS = (
     ("an adapter is merged from the last layer's matrices into all", "adapter", "files"),
     ("documents of a sequence see each other", "dense", "all"),
     ("a tied table gets the gradient of one of its uses", "dense", "step"),
+    ("a tensor's scale is that of each device's own tokens", "few bits", "matmuls"),
+    ("a device decodes with twice the scale of the others", "few bits", "matmuls"),
+    ("a weight that is gathered in few bits has the scales of each shard", "few bits", "matmuls"),
+    ("scales of experts are those of each device's own rows and part of a matrix", "experts in few bits", "matmuls"),
 )
 
 NOT_FOUND = {  # why no line can find it
@@ -182,6 +191,9 @@ def _lines(check: DeclarationCheck, again: str) -> list[CheckLine]:
     try:
         if again == "files":
             return list(check.in_files())
+        if again == "matmuls":
+            vars(check).pop("in_few_bits")
+            return [check.matmuls()]
         if again == "data":
             check.batches = check.data.batches()
             return [check.targets(), check.packed()]

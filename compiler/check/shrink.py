@@ -253,6 +253,20 @@ def in_float32(spec: AnyPlanSpec) -> AnyPlanSpec:
     return spec.model_copy(update={"precision": FLOAT32})
 
 
+def in_float32_with_matmuls(spec: AnyPlanSpec) -> AnyPlanSpec:
+    """Returns the declaration in float32, but for its matmuls in few bits. Roundings at random are to the nearest: no
+    two meshes draw the same."""
+    matmuls = tuple(each.model_copy(update={"rounding": "nearest"}) for each in spec.precision.matmuls)
+    precision = FLOAT32.model_copy(update={"matmuls": matmuls, "emulate": spec.precision.emulate})
+    return spec.model_copy(update={"precision": precision})
+
+
+def without_matmuls(spec: AnyPlanSpec) -> AnyPlanSpec:
+    """Returns the declaration without matmuls in few bits: they are multiplied in the compute type."""
+    precision = spec.precision.model_copy(update={"matmuls": (), "emulate": False})
+    return spec.model_copy(update={"precision": precision})
+
+
 def on_one_device(spec: AnyPlanSpec) -> AnyPlanSpec:
     """Returns the declaration on one device, without stages."""
     return on_mesh(spec, **{axis: 1 for axis, _ in spec.mesh})

@@ -16,7 +16,15 @@ import numpy as np
 from meshloom.compiler.check.compare import deviation, deviations, nudged, tolerances
 from meshloom.compiler.check.reference import StepOutput, build_plain_update, build_reference
 from meshloom.compiler.check.same_program import split_of
-from meshloom.compiler.check.shrink import Shrinking, in_float32, on_mesh, on_one_device, plainly
+from meshloom.compiler.check.shrink import (
+    Shrinking,
+    in_float32,
+    in_float32_with_matmuls,
+    on_mesh,
+    on_one_device,
+    plainly,
+    without_matmuls,
+)
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.format import counted
 from meshloom.compiler.core.trees import leaves_by_path, like, pick
@@ -76,7 +84,7 @@ class CheckRuns:
 
     def compile_all(self) -> None:
         """Lowers all programs, which are compiled meanwhile; the longest are the first."""
-        for name in ("train", "step", "narrow", "evaluated", "variants", "update"):
+        for name in ("train", "step", "narrow", "in_few_bits", "evaluated", "variants", "update"):
             getattr(self, name)
 
     @cached_property
@@ -103,10 +111,28 @@ class CheckRuns:
 
     @cached_property
     def narrow(self) -> SmallProgram | None:
-        """Returns the loss and its gradients in the declared types; None if these are float32 throughout."""
-        if self.shrunk.plan.spec.precision == self.spec.precision:
+        """Returns the loss and its gradients in the declared types, without matmuls in few bits; None if these are
+        float32 throughout."""
+        spec = without_matmuls(self.shrunk.plan.spec)
+        if spec.precision == self.spec.precision:
             return None
-        return self.compiler.loss(SmallPlan(self.shrunk.plan), self.batches[0], with_gradients=True)
+        return self._with_gradients(SmallPlan(plan_run(spec, self.declared.ops)))
+
+    @cached_property
+    def in_few_bits(self) -> tuple[SmallProgram, SmallProgram] | str:
+        """Returns the loss and its gradients on the mesh and on one device, in float32 but for matmuls in few bits, or
+        why there are none."""
+        spec = in_float32_with_matmuls(self.shrunk.plan.spec)
+        if not spec.precision.matmuls:
+            return "the declaration has none"
+        try:
+            mesh, one = (plan_run(each, self.declared.ops) for each in (spec, plainly(on_one_device(spec))))
+            return self._with_gradients(SmallPlan(mesh)), self._with_gradients(SmallPlan(one))
+        except ConfigError as error:
+            return f"the other program cannot be planned: {error.problems[0].where}: {error.problems[0].what}"
+
+    def _with_gradients(self, on: SmallPlan) -> SmallProgram:
+        return self.compiler.loss(on, self.batches[0], with_gradients=True)
 
     @cached_property
     def evaluated(self) -> SmallProgram:
@@ -229,4 +255,12 @@ def largest(each: Iterable[dict[str, float]]) -> dict[str, float]:
     for one in each:
         for path, value in one.items():
             found[path] = max(found.get(path, 0.0), value)
+    return found
+
+
+def least(each: Iterable[dict[str, float]]) -> dict[str, float]:
+    found = dict[str, float]()
+    for one in each:
+        for path, value in one.items():
+            found[path] = min(found.get(path, value), value)
     return found

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from conftest import plan_of
+from meshloom.compiler.parallel.quantized import _Product
 from meshloom.compiler.step.train_step import GRADIENTS, NUM_TARGETS
 from meshloom.models import IGNORED_TARGET
 from meshloom.runtime.check import check_files
@@ -41,7 +42,7 @@ def test_a_declaration_that_is_right_passes(check, by_name):
     found = by_name(check.lines())
     assert [line.name for line in found.values() if line.status == "failed"] == []
     not_run = {name for name, line in found.items() if line.status == "not run"}
-    assert not_run == {"precision", "context", "stages", "auxiliary", "logits", "weights"}
+    assert not_run == {"precision", "matmuls", "context", "stages", "auxiliary", "logits", "weights"}
     assert all(found[name].why for name in not_run)
     assert found["gradients"].measured < found["gradients"].tolerance < 1e-2
 
@@ -125,3 +126,13 @@ def test_what_is_saved_is_compared_bit_by_bit(check, by_name, monkeypatch):
     found = by_name(check.in_files())
     assert found["checkpoint"].status == "failed"
     assert "step differs" in found["checkpoint"].why
+
+
+def test_scales_of_each_devices_own_tokens_are_found(monkeypatch):
+    check = DeclarationCheck(plan_of("target=cpu-2", "sharding=fsdp", "precision=fp8", "precision.emulate=true"), "")
+    with Compiler() as compiler:
+        check.start(compiler)
+        assert check.matmuls().status == "passed"
+        monkeypatch.setattr(_Product, "_axes", lambda *_: ())
+        del check.in_few_bits
+        assert check.matmuls().status == "failed"
