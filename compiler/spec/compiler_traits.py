@@ -51,6 +51,8 @@ class CompilerTraits(Record):
         in turns (step/turns.py); None: parts do not run so, or it is not known.
     exposed_inputs: share of an exchange of tokens that is waited for although it needs only the input of its layer: the
         scheduler begins it right before the experts.
+    exposed_returns: share of the return of tokens' gradients that is waited for although the gradients of experts'
+        matrices do not need it; None: it is not known, and as that of results.
     copies_loop_carry: the state that a loop carries to its next iteration is copied.
     copies_conditionals: what a conditional takes and gives is copied, whichever branch runs.
     gathers_before_loops: a gather issued before a loop ends before the loop starts.
@@ -81,6 +83,7 @@ class CompilerTraits(Record):
     orders_by_barriers: bool = False
     exposed_in_turns: float | None = None
     exposed_inputs: float = 0.0
+    exposed_returns: float | None = None
     copies_loop_carry: bool = False
     copies_conditionals: bool = False
     gathers_before_loops: bool = False

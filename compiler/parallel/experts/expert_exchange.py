@@ -6,13 +6,15 @@ A transfer is waited for as far as nothing else can run meanwhile:
               recomputed, or the layer's other work. Only `gathered` sends tokens before it is known where they go
     routing   needs the router's choices, and all experts wait for it
     experts   needs the last result of the experts, and the layer ends with it
+    returned  the gradients of tokens: needs the experts' backward pass, but for the gradients of their matrices
     weights   feeds the gradient of the router's weights alone: the rest of the backward pass runs meanwhile
 
 No result is sent again where the backward pass recomputes a layer: nothing reads it (dispatch.py).
 
-C chunks or parts of the batch hide all but one C-th of the two in the middle, beside the matmuls of the others. So do
+C chunks or parts of the batch hide all but one C-th of the three in the middle, beside the matmuls of the others. So do
 they with what needs the input alone, where the compiler begins it too late (`exposed_inputs`). Whatever the compiler
-does not overlap with compute is waited for whole.
+does not overlap with compute is waited for whole, except for a share that is known of what is returned
+(`exposed_returns`).
 """
 
 import math
@@ -28,7 +30,7 @@ from .dispatch import Experts
 
 RAGGED, PADDED, GATHERED, CAPACITY, DEDUPLICATED = "ragged", "padded", "gathered", "capacity", "deduplicated"
 _ROWS = 128  # buffers have a multiple of these rows: grouped matmuls on TPUs work on as many at once
-Wait = Literal["input", "routing", "experts", "weights"]
+Wait = Literal["input", "routing", "experts", "returned", "weights"]
 _INT32 = _FLOAT32 = 4  # bytes
 
 
@@ -144,7 +146,7 @@ def exchange_legs(
             forward("all-gather", tokens, "input", "input"),
             forward("reduce-scatter", tokens, "experts", None),
             backward("all-gather", tokens, "input"),
-            backward("reduce-scatter", tokens, "experts"),
+            backward("reduce-scatter", tokens, "returned"),
         )
 
     def rows_sent(num_bytes: int) -> tuple[Leg, ...]:
@@ -152,7 +154,7 @@ def exchange_legs(
             forward("all-to-all", num_bytes, "routing", "routing"),
             forward("all-to-all", num_bytes, "experts", None),
             backward("all-to-all", num_bytes, "input"),
-            backward("all-to-all", num_bytes, "experts"),
+            backward("all-to-all", num_bytes, "returned"),
         )
 
     if name == DEDUPLICATED:
@@ -194,6 +196,7 @@ def exchange_time(legs: Sequence[Leg], site: OpSite, inputs: OpInputs, num_runs:
     # With the declared presets, or with the one that `overlap.search` is taken to find.
     names = overlap.flag_presets if overlap.search is None else assumed_weight_presets(spec, target)
     hidden = hidden_kinds(names, spec, target)
+    returns, shares = target.compiler.exposed_returns, {"input": target.compiler.exposed_inputs, "weights": 0.0}
     for each in legs:
         one = each.sent
         seconds = inputs.mesh.alone_seconds(one.kind, one.bytes_each, one.mesh_axes)
@@ -203,6 +206,8 @@ def exchange_time(legs: Sequence[Leg], site: OpSite, inputs: OpInputs, num_runs:
             if wait is None:
                 continue
             sent += one.count * seconds
-            exposed = {"input": target.compiler.exposed_inputs, "weights": 0.0}.get(wait, 1.0) / num_runs
-            waited += one.count * seconds * (exposed if one.kind in hidden else 1.0)
+            exposed = shares.get(wait, 1.0) / num_runs if one.kind in hidden else 1.0
+            if wait == "returned" and returns is not None:
+                exposed = returns
+            waited += one.count * seconds * exposed
     return ExchangeTime(sent, waited)

@@ -191,6 +191,18 @@ def test_on_gpus_gathers_of_tokens_are_waited_for():
         assert kept.operation("experts").chosen.name == "deduplicated"
 
 
+def test_on_gpus_the_matrices_gradients_hide_those_of_tokens():
+    """What a layer waits for without recomputation: tokens, results and their gradients; not the gradients of tokens,
+    which the compiler for v5p does not hide."""
+    sizes = ("model=mixtral_8x22b", "sharding=fsdp_expert", "mesh.fsdp=8", "mesh.expert=8", "global_batch_size=128",
+             "sequence_length=4096", "moe.max_imbalance=1.25", "remat=none")  # fmt: skip
+    share = read_compiler_traits("gpu", "h100").exposed_inputs
+    for expected, *more in ((2 * share + 1, "target=h100-64"), (2, "target=v5p-128", ASYNC)):
+        plan = plan_as_declared(*sizes, *more)
+        gathered = plan.mesh.alone_seconds("all-gather", 8 * 8192 * 6144 * 2, ("expert",)) or math.nan
+        assert _costs(plan.operation("experts"))["gathered"] == pytest.approx(expected * gathered, rel=0.1)
+
+
 def test_prices_are_near_what_compiled_schedules_leave_exposed():
     """bench/experts.jsonl: two layers with experts in each row. Padded: its empty rows are priced as if they were sent
     like the others."""
