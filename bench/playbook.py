@@ -9,11 +9,12 @@ as many stages (two where it has none) and as much tensor parallelism as the pub
 the Playbook measured and nothing fitted to a cell, and the published best is looked for in their order. The Playbook's
 jobs have the schedule 1f1b and no recomputation, accumulate gradients in float32, and give the stage of the head fewer
 layers, as `pipeline.layers=balanced` does (https://github.com/huggingface/nanotron, scripts/scaling_benchmarks.py and
-examples/config_tiny_llama_bench.yaml). Minutes for each row, which is kept (compiled_rows.py).
+examples/config_tiny_llama_bench.yaml). Cells with stages are priced with `remat=minimal`, too. Minutes for each row,
+which is kept (compiled_rows.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +47,8 @@ GATHER = {1: 250e9, 4: 119e9, 16: 55e9, 64: 11e9}  # all-gather and reduce-scatt
 
 @dataclass(frozen=True)
 class Cell:
-    """The published best: MFU, sizes of the data, tensor and stage axes, accumulation, microbatch, ZeRO stage."""
+    """The published best: MFU, sizes of the data, tensor and stage axes, accumulation, microbatch, ZeRO stage.
+    remat: of all that is priced."""
 
     model: str
     nodes: int
@@ -57,10 +59,11 @@ class Cell:
     accumulation: int
     microbatch: int
     zero: int
+    remat: str = "none"
 
     @property
     def name(self) -> str:
-        return f"{self.model}, {self.nodes} nodes"
+        return f"{self.model}, {self.nodes} nodes{'' if self.remat == 'none' else f', {self.remat}'}"
 
     @property
     def options(self) -> str:
@@ -68,7 +71,7 @@ class Cell:
         return f"{', '.join(map(str, sizes))}, Z{self.zero}"
 
 
-CELLS = (
+PUBLISHED = (
     Cell("1.34 B", 1, 0.443, 4, 1, 2, 16, 4, 1),
     Cell("1.34 B", 4, 0.384, 16, 1, 2, 16, 1, 1),
     Cell("1.34 B", 16, 0.295, 64, 2, 1, 1, 4, 0),
@@ -78,6 +81,7 @@ CELLS = (
     Cell("8.86 B", 16, 0.363, 16, 8, 1, 2, 8, 0),
     Cell("8.86 B", 64, 0.187, 128, 4, 1, 1, 2, 0),
 )  # fmt: skip
+CELLS = (*PUBLISHED, *(replace(cell, remat="minimal") for cell in PUBLISHED if cell.stage > 1))
 
 
 def variant(cell: Cell, zero: int, *, is_staged: bool) -> Variant:
@@ -87,7 +91,7 @@ def variant(cell: Cell, zero: int, *, is_staged: bool) -> Variant:
     link = "node" if cell.nodes > 1 else "chip"
     overrides = (
         *MODELS[cell.model], f"target=h100-{8 * cell.nodes}", f"target.network.{link}_bytes_per_second={rate}",
-        f"sharding={ZERO[zero]}", "sharding.on_replicated=allow", "remat=none", "data=synthetic",
+        f"sharding={ZERO[zero]}", "sharding.on_replicated=allow", f"remat={cell.remat}", "data=synthetic",
         f"global_batch_size={SEQUENCES}", f"sequence_length={LENGTH}", *(staged if is_staged else (FLAT,)),
     )  # fmt: skip
     spec = read_spec(Request(overrides), then=lambda spec: spec)
@@ -151,12 +155,13 @@ def facts_of(cell: Cell) -> Facts:
 
 def overrides_of(cell: Cell) -> Overrides:
     """Returns what a row is kept by."""
-    return (*MODELS[cell.model], *STAGED, cell.options, f"{cell.nodes} nodes")
+    remat = () if cell.remat == "none" else (f"remat={cell.remat}",)
+    return (*MODELS[cell.model], *STAGED, *remat, cell.options, f"{cell.nodes} nodes")
 
 
 def table(kept: Rows, *, is_staged: bool) -> str:
     columns = (
-        "model", "nodes", "published: data, tensor, stage, accumulation, microbatch, ZeRO", "MFU", "predicted",
+        "model", "nodes", "remat", "published: data, tensor, stage, accumulation, microbatch, ZeRO", "MFU", "predicted",
         "bubble", "memory", "place", "our best without stages", "MFU", "our best with stages", "MFU",
     )  # fmt: skip
     cells = {cell.name: cell for cell in CELLS if (cell.stage > 1) == is_staged}
@@ -170,7 +175,16 @@ def _row(cell: Cell, facts: Facts) -> list[str]:
     bests = [[best["options"], f"{best['mfu']:.1%}"] if best else ["none fits", ""]
              for best in (facts["unstaged"], facts["staged"])]  # fmt: skip
     predicted = [f"{own['mfu']:.1%}", f"{own['bubble_fraction']:.1%}", f"{gib(own['peak_bytes'])} GiB", ranked]
-    return [cell.model, str(cell.nodes), cell.options, f"{cell.mfu:.1%}", *predicted, *bests[0], *bests[1]]
+    return [
+        cell.model,
+        str(cell.nodes),
+        f"`{cell.remat}`",
+        cell.options,
+        f"{cell.mfu:.1%}",
+        *predicted,
+        *bests[0],
+        *bests[1],
+    ]
 
 
 def main() -> None:
