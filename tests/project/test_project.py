@@ -91,6 +91,7 @@ def test_every_option_of_every_group_makes_a_run(group, option):
         ("adapter", "qlora"): ("adapter.base.block=8",),  # of a small model over eight devices
         ("precision", "fp8"): ("precision.emulate=true",),  # as processors do
         ("precision", "int8"): ("precision.emulate=true",),
+        ("precision", "mxfp8"): ("precision.emulate=true",),
         ("mesh", "zero1"): ("sharding=zero1",),
         ("mesh", "zero2"): ("sharding=zero2",),
         ("data", "text_files"): ("data.source.paths=[x]",),
