@@ -38,16 +38,20 @@ def test_the_answer_is_on_the_terminal_while_stderr_is_a_log(capfd):
     assert captured.lines == ()
 
 
+ENDS_A_JOB = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGXCPU)
+
+
 @pytest.fixture
-def hang_up():
-    """Has this process hear of SIGHUP, also where it was started by nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def heard():
+    """Has this process hear of signals that end a job, also where a shell had it ignore some (nohup, a job with &)."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in ENDS_A_JOB}
     yield
-    signal.signal(signal.SIGHUP, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
-@pytest.mark.usefixtures("hang_up")
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGXCPU])
+@pytest.mark.usefixtures("heard")
+@pytest.mark.parametrize("number", ENDS_A_JOB)
 def test_each_signal_that_ends_a_job_asks_to_stop_once(capfd, number):
     with StopRequest(Processes()) as stop:
         signal.raise_signal(number)
@@ -57,7 +61,7 @@ def test_each_signal_that_ends_a_job_asks_to_stop_once(capfd, number):
     assert stop.exit_code == 128 + number
 
 
-@pytest.mark.usefixtures("hang_up")
+@pytest.mark.usefixtures("heard")
 def test_a_signal_that_a_library_has_the_process_ignore_is_heard_from_the_next_step_on():
     """libtpu does so by sigaction when it is loaded, of which Python knows nothing."""
     libc = ctypes.CDLL(None)
