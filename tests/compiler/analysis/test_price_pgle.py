@@ -62,7 +62,7 @@ def test_times_of_instructions_add_up_to_those_of_the_report():
 
 def test_a_file_is_taken_by_the_program_that_it_is_of_alone(tmp_path):
     text, file = recorded_text("h100_fsdp"), tmp_path / "own.pbtxt"
-    file.touch()
+    file.write_text(pgle_text("0ddc0de", {"a": 1.0}))
     plan = plan_of("target=h100-8", f"{PGLE}={file}")
     read = pgle_maker(plan.spec.overlap.pgle, plan.mesh.placement, plan.ops)
     assert read is not None
@@ -109,15 +109,16 @@ def test_what_cannot_be_scheduled_by_a_file_is_refused(words, where, told):
 def test_programs_by_other_times_are_other_programs(tmp_path):
     """The path of a file is not part of them, and its content is."""
     one, other = tmp_path / "one.pbtxt", tmp_path / "other.pbtxt"
-    one.write_text("a")
-    other.write_text("b")
+    texts = [pgle_text("0ddc0de", {name: 1.0}) for name in ("a", "b")]
+    one.write_text(texts[0])
+    other.write_text(texts[1])
     declared = ("null", "prices", one, other)
     found = [pgle_options(plan_of("target=h100-8", f"{PGLE}={each}").spec) for each in declared]
     found.append(pgle_options(plan_of("target=h100-8", f"{PGLE}=prices", "target.chip.hbm_bytes_per_second=1e12").spec))
     assert found[0] == {}
     assert len({str(each) for each in found}) == 5
     same = pgle_options(plan_of("target=h100-8", f"{PGLE}={one}", "overlap.max_exposed=0.5").spec)
-    other.write_text("a")
+    other.write_text(texts[0])
     assert same == found[2] == pgle_options(plan_of("target=h100-8", f"{PGLE}={other}").spec)
 
 
