@@ -178,11 +178,15 @@ def _touched(part: Instruction, around: Computation) -> int:
     return max(part.num_bytes, whole.touched_bytes(part.arrays[0].shape))
 
 
+# Of a copy within a fusion only what is read of it is made: tpu7x with NATIVE_EMISSION copies stacks to other tiles so.
+_VIEWS = NAMES_IN_FUSION | {"copy"}
+
+
 def _read_of(parameter: Instruction, inner: Computation, flow: Flow) -> int:
     """Returns the bytes of a parameter that a fusion reads: the slices of one that is only sliced, even through a
     view."""
     read = 0
-    uses = flow.uses(ModuleValue(inner, parameter), through=NAMES_IN_FUSION, within=inner)
+    uses = flow.uses(ModuleValue(inner, parameter), through=_VIEWS, within=inner)
     for use in uses:
         if use.place or use.is_result:
             return parameter.num_bytes

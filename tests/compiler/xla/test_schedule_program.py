@@ -570,6 +570,18 @@ SLICED = """\
   ROOT %ds = f32[10,1]{1,0} dynamic-slice(%v, %i, %i), dynamic_slice_sizes={10,1}
 }
 
+%copied (p: f32[1000]) -> f32[1000] {
+  %p = f32[1000]{0} parameter(0)
+  ROOT %c = f32[1000]{0} copy(%p)
+}
+
+%slice_of_copy (p: f32[1000], i: s32[]) -> f32[10] {
+  %p = f32[1000]{0} parameter(0)
+  %f = f32[1000]{0} fusion(%p), kind=kLoop, calls=%copied
+  %i = s32[] parameter(1)
+  ROOT %ds = f32[10]{0} dynamic-slice(%f, %i), dynamic_slice_sizes={10}
+}
+
 %write_to_view (p: f32[1000], u: f32[10], i: s32[]) -> f32[1000] {
   %p = f32[1000]{0} parameter(0)
   %v = f32[10,100]{0,1} bitcast(%p)
@@ -592,8 +604,10 @@ SLICED = """\
         # XLA for GPUs gives fusions the stack of all layers, transposed by a bitcast, and slices or updates a layer.
         "f32[10,1]{1,0} fusion(%big, %i), kind=kLoop, calls=%slice_of_view",
         "f32[1000]{0} fusion(%big, %some, %i), kind=kLoop, calls=%write_to_view",
+        # XLA for tpu7x with NATIVE_EMISSION writes the stack in other tiles, in a fusion within it.
+        "f32[10]{0} fusion(%big, %i), kind=kLoop, calls=%slice_of_copy",
     ],
-    ids=["slice", "update", "slice in a fusion", "slice of a view", "update of a view"],
+    ids=["slice", "update", "slice in a fusion", "slice of a view", "update of a view", "slice of a copy"],
 )
 def test_only_what_is_touched_of_an_array_counts_as_moved(fusion):
     """A slice of a large operand is read, an update of one is written; the operand itself is neither. So 40 bytes are
