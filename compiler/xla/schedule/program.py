@@ -23,7 +23,7 @@ partitions as a slice has devices. In the groups of sends, the devices of a slic
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import dropwhile
@@ -404,35 +404,39 @@ def _arrays(inner: Inner) -> list[ArrayType]:
     return [min(arrays, key=lambda array: array.num_bytes)] if is_ragged and arrays else arrays
 
 
-def _made_by(inner: Inner) -> tuple[str, ...]:
-    """Returns the names of the matmuls that compute a collective's operands, the nearest first: through what adds
-    their results or views them otherwise."""
-    found, seen, names = list[str](), set[str](), list(inner.instruction.operands)
-    while names and len(seen) < _MOST_FOLLOWED:
-        each = inner.computation.by_name.get(names.pop(0))
-        if each is None or each.name in seen:
-            continue
-        seen.add(each.name)
-        if OperationName(each.op_name).fact(MATMUL):
-            found.append(each.op_name)
-        elif each.opcode in SAME_ELEMENTS or each.opcode in ("add", "fusion", "get-tuple-element"):
-            names += each.operands
-    return tuple(found)
-
-
-def _name_of_rows(inner: Inner) -> str:
-    """Returns the name of the nearest operation that computes the operands of a ragged exchange and tells the share of
-    its rows that are sent; empty if there is none. XLA gives ragged exchanges on GPUs no name."""
+def _before(inner: Inner, follows: Callable[[Instruction], bool]) -> Iterator[Instruction]:
+    """Yields what computes the operands of a collective, the nearest first. follows: whether to go on to the operands
+    of an instruction."""
     seen, names = set[str](), list(inner.instruction.operands)
     while names and len(seen) < _MOST_FOLLOWED:
         each = inner.computation.by_name.get(names.pop(0))
         if each is None or each.name in seen:
             continue
         seen.add(each.name)
-        if OperationName(each.op_name).fact(SENT):
-            return each.op_name
-        names += each.operands
-    return ""
+        yield each
+        if follows(each):
+            names += each.operands
+
+
+def _made_by(inner: Inner) -> tuple[str, ...]:
+    """Returns the names of the matmuls that compute a collective's operands, the nearest first: through what adds
+    their results or views them otherwise."""
+
+    def is_matmul(each: Instruction) -> bool:
+        return bool(OperationName(each.op_name).fact(MATMUL))
+
+    def follows(each: Instruction) -> bool:
+        views = each.opcode in SAME_ELEMENTS or each.opcode in ("add", "fusion", "get-tuple-element")
+        return views and not is_matmul(each)
+
+    return tuple(each.op_name for each in _before(inner, follows) if is_matmul(each))
+
+
+def _name_of_rows(inner: Inner) -> str:
+    """Returns the name of the nearest operation that computes the operands of a ragged exchange and tells the share of
+    its rows that are sent; empty if there is none. XLA gives ragged exchanges on GPUs no name."""
+    names = (each.op_name for each in _before(inner, lambda _: True))
+    return next((name for name in names if OperationName(name).fact(SENT)), "")
 
 
 def _is_padded(inner: Inner) -> bool:
