@@ -7,14 +7,11 @@ float32 (`precision.emulate=true`): its mean training loss over the last 100, an
 in bench/losses.jsonl, so a command that was stopped goes on.
 """
 
-import argparse
-import math
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from compiled_rows import read_lines
-from small_runs import SEEDS, Row, compared, median_seconds, names_in_order, programs_of, run_missing, train_small
+from small_runs import SEEDS, Row, compared, median_seconds, names_in_order, programs_of, run_command, train_small
 
 KEPT = Path(__file__).with_suffix(".jsonl")
 BASE = "bfloat16"
@@ -40,13 +37,8 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="", metavar="TEXT", help="only those with this text in their name")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="start none after this long")
-    given = parser.parse_args()
-    asked = [(name, seed) for seed in SEEDS for name in ROWS if given.rows in name]
-    run_missing(KEPT, asked, lambda name, seed: train_small(_programs(name), ROWS[name], seed), given.minutes)
-    print(table(read_lines(KEPT) if KEPT.exists() else []))
+    asked = [(name, seed) for seed in SEEDS for name in ROWS]
+    run_command(__doc__, KEPT, asked, lambda name, seed: train_small(_programs(name), ROWS[name], seed), table)
 
 
 if __name__ == "__main__":

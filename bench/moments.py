@@ -7,8 +7,6 @@ seconds. Rows are kept in bench/moments.jsonl, so a command that was stopped goe
 rows have types that declarations refuse, as the reason why they do.
 """
 
-import argparse
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -16,8 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from compiled_rows import read_lines
-from small_runs import SEEDS, Row, compared, median_seconds, names_in_order, programs_of, run_missing, train_small
+from small_runs import SEEDS, Row, compared, median_seconds, names_in_order, programs_of, run_command, train_small
 
 from meshloom.compiler.optim import moments
 from meshloom.compiler.optim.configs import LionConfig
@@ -74,13 +71,8 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="", metavar="TEXT", help="only those with this text in their name")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="start none after this long")
-    given = parser.parse_args()
-    asked = [(name, seed) for group in (FIRST, LATER) for seed in SEEDS for name in group if given.rows in name]
-    run_missing(KEPT, asked, run, given.minutes)
-    print(table(read_lines(KEPT) if KEPT.exists() else []))
+    asked = [(name, seed) for group in (FIRST, LATER) for seed in SEEDS for name in group]
+    run_command(__doc__, KEPT, asked, run, table)
 
 
 if __name__ == "__main__":

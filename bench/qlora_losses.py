@@ -7,7 +7,6 @@ for 500 steps on the source of Python's standard library, from the weights of it
 over the last 100 steps. Rows are kept in bench/qlora_losses.jsonl, so a command that was stopped goes on.
 """
 
-import argparse
 import math
 import os
 import tempfile
@@ -15,8 +14,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from compiled_rows import read_lines
-from small_runs import NUM_LAST, OVERRIDES, Row, compared, names_in_order, run_missing
+from small_runs import NUM_LAST, OVERRIDES, Row, compared, names_in_order, run_command
 
 import meshloom
 
@@ -53,14 +51,9 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="", metavar="TEXT", help="only those with this text in their name")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="start none after this long")
-    given = parser.parse_args()
-    asked = [(name, seed) for seed in SEEDS for name in ROWS if given.rows in name]
+    asked = [(name, seed) for seed in SEEDS for name in ROWS]
     with tempfile.TemporaryDirectory() as place:
-        run_missing(KEPT, asked, lambda name, seed: run(Path(place), name, seed), given.minutes)
-    print(table(read_lines(KEPT) if KEPT.exists() else []))
+        run_command(__doc__, KEPT, asked, lambda name, seed: run(Path(place), name, seed), table)
 
 
 if __name__ == "__main__":

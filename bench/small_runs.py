@@ -1,6 +1,7 @@
 """Runs of a decoder of 140,608 parameters over four seeds, which benchmarks of types share: what a row is, how a
 command goes on with rows that are kept, and how losses are compared with the runs of the same seed."""
 
+import argparse
 import json
 import math
 import statistics
@@ -49,6 +50,20 @@ def train_small(programs: Any, overrides: Iterable[str], seed: int) -> Row:
     num_bytes = sum(x.nbytes for x in jax.tree.leaves(state["optimizer"]))
     return {"seed": seed, "loss": last if math.isfinite(last) else None, "bytes": num_bytes,
             "parameters": job.plan.num_parameters, "processor_seconds": round(time.process_time() - started, 1)}  # fmt: skip  # noqa: E501
+
+
+def run_command(
+    description: str | None, kept: Path, rows: Iterable[tuple[str, int]], run: Callable[[str, int], Row],
+    table: Callable[[list[Row]], str],
+) -> None:  # fmt: skip
+    """Runs a script: makes those of its rows (names and seeds) that are asked for and not in its file, and prints the
+    table of all that are."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="", metavar="TEXT", help="only those with this text in their name")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start none after this long")
+    given = parser.parse_args()
+    run_missing(kept, [(name, seed) for name, seed in rows if given.rows in name], run, given.minutes)
+    print(table(read_lines(kept) if kept.exists() else []))
 
 
 def run_missing(kept: Path, asked: Sequence[tuple[str, int]], run: Callable[[str, int], Row], minutes: float) -> None:
