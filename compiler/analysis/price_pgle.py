@@ -43,7 +43,7 @@ def price_pgle(text: str, placement: Placement, ops: Sequence[KernelOwner]) -> s
     except HloError as error:
         raise _cannot(f"cannot be read: {error}") from None
     if (fingerprint := program_fingerprint(text)) is None:
-        raise _cannot("has no fingerprint, by which a PGLE file is told from others")
+        raise _cannot("has no fingerprint, by which PGLE files are known")
     devices, seconds = ProgramDevices(placement), dict[str, float]()
     for one in every(steps, Compute):
         if one.seconds:
