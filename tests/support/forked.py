@@ -36,6 +36,7 @@ from typing import IO, Any
 READ_AT_IMPORT = re.compile(r"(PYTHON|LANG|LC_|LD_|TZ$|OMP_|OPENBLAS_|TF_CPP_|GRPC_)")
 NOT_IMPORTED = {"__main__", "harness_model", "mlflow_tracker", "weights_and_biases"}  # of large extras
 ENVIRONMENT = dict(os.environ)  # the server's
+SET_BY_PYTHON = {signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ}  # when it starts, whatever a process inherits
 STARTED, ENDED = struct.Struct("i"), struct.Struct("id")  # what the server answers: a pid; an exit code and seconds
 seconds = 0.0  # processor time of all forked processes that were waited for, which os.times() of this process lacks
 
@@ -67,7 +68,8 @@ class Forked:
             if given in (subprocess.PIPE, subprocess.DEVNULL):
                 os.close(descriptor)
         (self.pid,) = STARTED.unpack(self._receive(STARTED))
-        request = {"words": words, "cwd": str(cwd or Path.cwd()), "env": env, "own session": start_new_session}
+        request = {"words": words, "cwd": str(cwd or Path.cwd()), "env": env, "own session": start_new_session,
+                   "ignored signals": [*_ignored_signals()]}  # fmt: skip
         self._answers.sendall(json.dumps(request).encode())
         self._answers.shutdown(socket.SHUT_WR)
 
@@ -183,6 +185,12 @@ def _output(given: int | IO[Any] | None, inherited: int, stdout: int) -> tuple[I
     return None, given.fileno() if given is not None and not isinstance(given, int) else given or inherited
 
 
+def _ignored_signals() -> set[int]:
+    """Returns the signals that this process ignores, also those of which Python does not know that a library did it."""
+    (mask,) = re.findall(r"SigIgn:\s*(\w+)", Path("/proc/self/status").read_text())
+    return {number for number in signal.valid_signals() if int(mask, base=16) >> (number - 1) & 1}
+
+
 @cache
 def _server() -> tuple[subprocess.Popen[str], socket.socket]:
     """Starts the server of this process. Returns the socket that takes requests, too; when it is closed, the server
@@ -259,6 +267,10 @@ def become(asked: socket.socket) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    # A fresh process inherits which signals are ignored by whoever asks. They may have changed since the server began:
+    # libtpu has its process ignore SIGHUP.
+    for number in (_ignored_signals() ^ {*request["ignored signals"]}) - SET_BY_PYTHON:
+        signal.signal(number, signal.SIG_IGN if number in request["ignored signals"] else signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())  # pyright: ignore[reportAttributeAccessIssue]
     import_module("numpy").random.seed()  # Python's own random numbers are seeded by the fork
