@@ -11,7 +11,7 @@ FloatType = Literal["float32", "bfloat16"]  # of arrays that are stored, accumul
 ComputeType = Literal["float32", "bfloat16", "float16"]  # in which a model computes
 ExportType = Literal["bfloat16", "float16", "float32"]  # in which weights are written for others
 MomentType = Literal["float32", "bfloat16", "int8", "float8"]  # of an optimizer's moments (compiler/optim/moments.py)
-ScaleType = Literal["float32", "bfloat16", "power_of_two"]  # of blocks that are written in few bits (compiler/formats)
+ScaleType = Literal["float32", "bfloat16", "power_of_two", "power_of_two_above"]  # of blocks (compiler/formats)
 PeakType = Literal["float32", "bfloat16", "float16", "int8", "float8"]  # for which chips have a peak of FLOP/s
 
 FEW_BITS = frozenset[PeakType]({"int8", "float8"})

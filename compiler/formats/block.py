@@ -29,7 +29,8 @@ class BlockFormat:
 
     element: the name of the type of its elements (element.py). block: the length of a block along each of the last
     dimensions of the array; None: the whole dimension. Dimensions before these, such as `layers`, have a scale for each
-    entry. scale: the type of the scales; power_of_two: as OCP's Microscaling Formats have them, one byte each.
+    entry. scale: the type of the scales; power_of_two: as OCP's Microscaling Formats have them, one byte each, by which
+    the largest elements may be clipped; power_of_two_above: the least one by which none is, one byte each.
     scales_format: how the scales are encoded in turn (double quantization); None: they are not.
     """
 
@@ -37,6 +38,11 @@ class BlockFormat:
     block: tuple[int | None, ...]
     scale: ScaleType = "float32"
     scales_format: "BlockFormat | None" = None
+
+    @property
+    def has_powers_of_two(self) -> bool:
+        """Returns True where each scale is an exponent, of one byte."""
+        return self.scale in ("power_of_two", "power_of_two_above")
 
     def block_sizes(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the length of a block along each dimension of an array: 1 for dimensions before those of `block`."""
@@ -53,7 +59,7 @@ class BlockFormat:
     def num_bytes(self, shape: Sequence[int]) -> int:
         """Returns the bytes of an encoded array, with its scales."""
         scales = self.scales_shape(shape)
-        itemsize = jnp.dtype(_POWER_OF_TWO if self.scale == "power_of_two" else self.scale).itemsize
+        itemsize = jnp.dtype(self._scale_dtype).itemsize
         of_scales = self.scales_format.num_bytes(scales) if self.scales_format else math.prod(scales) * itemsize
         return math.prod(shape) * element_formats()[self.element].bits // 8 + of_scales
 
@@ -92,16 +98,30 @@ class BlockFormat:
         largest = element_formats()[self.element].largest
         if self.scale == "power_of_two":  # OCP Microscaling Formats 1.0, section 6.3
             exponent = jnp.frexp(amax)[1] - 1 - math.floor(math.log2(largest))
-            return jnp.where(amax > 0, jnp.ldexp(jnp.float32(1.0), jnp.clip(exponent, -127, 127)), 1.0)
+            return _power_of_two(amax, exponent)
+        if self.scale == "power_of_two_above":
+            mantissa, exponent = jnp.frexp(amax / largest)
+            return _power_of_two(amax, jnp.where(mantissa == 0.5, exponent - 1, exponent))
         return amax / largest
+
+    @property
+    def _scale_dtype(self) -> str:
+        return _POWER_OF_TWO if self.has_powers_of_two else self.scale
 
     def _stored(self, scales: Array) -> Any:
         if self.scales_format:
             return self.scales_format.encode(scales)
-        return scales.astype(_POWER_OF_TWO if self.scale == "power_of_two" else self.scale)
+        return scales.astype(self._scale_dtype)
 
     def _read(self, stored: Any) -> Array:
         return self.scales_format.decode(stored) if self.scales_format else stored.astype(jnp.float32)
+
+
+def _power_of_two(amax: Array, exponent: Array) -> Array:
+    """Returns 2 to the power of an exponent that a byte holds; 1 for blocks of zeros, and infinity, whose byte is NaN,
+    for those that are not finite."""
+    power = jnp.ldexp(jnp.float32(1.0), jnp.clip(exponent, -127, 127))
+    return jnp.where(jnp.isfinite(amax), jnp.where(amax > 0, power, 1.0), jnp.inf)
 
 
 def _largest(blocks: Array, within: tuple[int, ...]) -> Array:

@@ -1,16 +1,16 @@
 """The ways in which operands of a matmul are written in few bits, and their registry.
 
 A product takes its scales out of the sum, so scales are constant along what is contracted: one for the whole operand,
-or one for each entry of the dimensions that are left. Where a chip multiplies scales with the elements, blocks along
-what is contracted have one each (compiler/parallel/block_scaled.py). A new way is a `register_operand` of an element
-format.
+or one for each entry of the dimensions that are left. Blocks along what is contracted have one each where a chip
+multiplies scales with the elements, or in float32 (compiler/parallel/block_scaled.py). A new way is a
+`register_operand` of an element format.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ..core.float_types import PeakType, peak_name
+from ..core.float_types import PeakType, ScaleType, peak_name
 from .block import BlockFormat, per_channel, per_tensor
 from .element import element_formats
 
@@ -21,12 +21,14 @@ ScalesOf = Literal["tensor", "channel", "block"]
 class OperandFormat:
     """How an operand is written. name: as declarations write it. element: the type of its elements (element.py).
     scales: one for all of it, or one for each channel: of all that a sum of products reads; or one for each block of
-    that. blocks: how a matrix of (rows, what is summed) is written, if each block has a scale."""
+    that. blocks: how a matrix of (rows, what is summed) is written, if each block has a scale. weight_blocks: how a
+    weight is; None: as other matrices."""
 
     name: str
     element: str
     scales: ScalesOf
     blocks: BlockFormat | None = None
+    weight_blocks: BlockFormat | None = None
 
     @property
     def arithmetic(self) -> PeakType:
@@ -43,13 +45,13 @@ class OperandFormat:
         """Returns the format in words: 'fp8 (float8_e4m3fn, a scale for each tensor)'."""
         element = "" if self.element == self.name else f"{self.element}, "
         length = f" of {self.blocks.block[-1]}" if self.blocks else ""
-        return f"{self.name} ({element}a scale for each {self.scales}{length})"
+        of_weights = f", {' x '.join(map(str, self.weight_blocks.block))} of weights" if self.weight_blocks else ""
+        return f"{self.name} ({element}a scale for each {self.scales}{length}{of_weights})"
 
-    @property
-    def of_matrix(self) -> BlockFormat:
+    def of_matrix(self, *, is_weight: bool = False) -> BlockFormat:
         """Returns the format of a matrix of (rows, what is summed), of a type with a scale for each block."""
         assert self.blocks is not None, f"{self.name} has no blocks"
-        return self.blocks
+        return self.weight_blocks or self.blocks if is_weight else self.blocks
 
     def of(self, num_dimensions: int, contracted: tuple[int, ...]) -> BlockFormat:
         """Returns the format of an operand with these dimensions contracted."""
@@ -79,3 +81,14 @@ register_operand(OperandFormat("fp8_rowwise", "float8_e4m3fn", "channel"))  # fo
 register_operand(OperandFormat("int8", "int8", "channel"))
 MX_BLOCKS = BlockFormat("float8_e4m3fn", (1, 32), "power_of_two")  # OCP Microscaling Formats 1.0, section 5.2
 register_operand(OperandFormat("mxfp8", "float8_e4m3fn", "block", MX_BLOCKS))
+
+
+def _in_tiles(name: str, scale: ScaleType) -> OperandFormat:
+    """Returns the type of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2): a scale for each token and 128 entries, and
+    for each 128 x 128 of a weight."""
+    row, tile = (BlockFormat("float8_e4m3fn", block, scale) for block in ((1, 128), (128, 128)))
+    return OperandFormat(name, "float8_e4m3fn", "block", row, tile)
+
+
+register_operand(_in_tiles("fp8_blockwise", "float32"))
+register_operand(_in_tiles("fp8_blockwise_ue8m0", "power_of_two_above"))  # as Transformer Engine's Float8BlockScaling

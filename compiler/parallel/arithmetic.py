@@ -130,7 +130,7 @@ def _wrong_types(index: int, rule: MatmulPrecision, inputs: OpInputs) -> Iterato
         yield Problem(f"{where}.{key}", f"'{name}' is not a type of operands", use_one_of(name, formats))
     if (gather := formats.get(rule.gather or "")) and gather.blocks:
         whole = [name for name, each in formats.items() if not each.blocks]
-        what = f"'{rule.gather}' has a scale for each block of what one product sums, and weights are gathered for all"
+        what = f"'{rule.gather}' has a scale for each block, and weights are gathered with scales of whole columns"
         fix = "set gather: null" if rule.forward == rule.gather else f"{use_one_of(rule.gather, whole)}, or null"
         yield Problem(f"{where}.gather", what, fix)
     if unknown or rule.forward is None:
@@ -140,8 +140,10 @@ def _wrong_types(index: int, rule: MatmulPrecision, inputs: OpInputs) -> Iterato
         what = f"'{rule.gradients}' cannot be multiplied with '{rule.forward}': {' and '.join(types.values())}"
         alike = [name for name, each in formats.items() if each.arithmetic == types["forward"]]
         yield Problem(f"{where}.gradients", what, f"{use_one_of(rule.gradients, alike)}, or null")
-    elif len({formats[name].scales == "block" for name in used.values()}) > 1:
-        what = f"'{rule.gradients}' cannot be multiplied with '{rule.forward}': one of them has a scale for each block"
+    elif rule.gradients and formats[rule.gradients].blocks != formats[rule.forward].blocks:
+        are_both = formats[rule.gradients].blocks and formats[rule.forward].blocks
+        why = "their scales are of other blocks" if are_both else "one of them has a scale for each block"
+        what = f"'{rule.gradients}' cannot be multiplied with '{rule.forward}': {why}"
         yield Problem(f"{where}.gradients", what, f"set gradients: {rule.forward}, or null")
     elif rule.rounding == "stochastic" and rule.gradients and not formats[rule.gradients].can_round_at_random:
         what = f"'{rule.gradients}' is rounded to the nearest alone"

@@ -1,10 +1,13 @@
-"""Matmuls of operands in blocks that share a scale along what is summed (OCP Microscaling Formats 1.0).
+"""Matmuls of operands in blocks that share a scale along what is summed: 32 entries (OCP Microscaling Formats 1.0), or
+128, and 128 x 128 of a weight (DeepSeek-V3, arXiv:2412.19437).
 
     y[m, n]  =  sum over blocks b of  sx[m, b] sw[n, b]  sum over k in b of  qx[m, k] qw[n, k]
 
 Such scales cannot be taken out of the sum: XLA's block-scaled dot multiplies them with the elements, by cuDNN's kernel
-on GPUs that have it. Each of a site's three products sums over other dimensions, so each encodes both of its operands,
-as matrices with what is summed last. A block is within one device's tokens, so that no maxima are reduced.
+on GPUs that have it. It takes one byte for each 32 entries, a power of two, so larger blocks repeat theirs, and those
+with scales in float32 can only be emulated: decoded, then multiplied and summed in float32. Each of a site's three
+products sums over other dimensions, so each encodes both of its operands, as matrices with what is summed last. A block
+is within one device's tokens, so that no maxima are reduced.
 """
 
 import json
@@ -20,8 +23,9 @@ from jax import Array
 from ..core.errors import Problem
 from ..core.float_types import XLA_NAMES
 from ..core.kernels import KernelCall, KernelCost
+from ..core.partition_spec import Axes
 from ..formats.block import ELEMENTS, SCALES, BlockFormat
-from ..formats.operands import OperandFormat
+from ..formats.operands import OperandFormat, operand_formats
 from ..sharding.arrays import OpSite
 from ..spec.target_names import kinds_of_capability
 from ..target.target import TargetPlan
@@ -30,23 +34,25 @@ from .quantized import Arithmetic
 
 BLACKWELL = (10, 0)  # the compute capability from which on XLA calls cuDNN's kernel, else it decodes both operands
 _TARGET = "__op$block_scaled_dot"
+_SCALED_ENTRIES = 32  # along what is summed, of each scale that XLA's block-scaled dot takes
 
 
 def block_scaled_matmul(arithmetic: Arithmetic, x: Array, weight: Array, *, subscripts: str) -> Array:
     """Returns the product of x and a weight, whose gradients are products in blocks too."""
     operands, of_y = subscripts.split("->")
     of_x, of_weight = operands.split(",")
-    forward, gradients = arithmetic.forward, arithmetic.gradients
+    tokens, weights = arithmetic.forward.of_matrix(), arithmetic.forward.of_matrix(is_weight=True)
+    gradients = arithmetic.gradients.of_matrix() if arithmetic.gradients else None
     product = partial(_product, arithmetic.emulated)
 
     def plain(x: Array, weight: Array) -> Array:
-        return product((forward, forward), x, weight, subscripts, x.dtype)
+        return product((tokens, weights), x, weight, subscripts, x.dtype)
 
     def backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
         x, weight = residuals
-        formats = (gradients, forward) if gradients else None
-        dx = product(formats, gradient, weight, f"{of_y},{of_weight}->{of_x}", x.dtype)
-        dw = product(formats, gradient, x, f"{of_y},{of_x}->{of_weight}", weight.dtype)
+        of_dx, of_dw = ((gradients, weights), (gradients, tokens)) if gradients else (None, None)
+        dx = product(of_dx, gradient, weight, f"{of_y},{of_weight}->{of_x}", x.dtype)
+        dw = product(of_dw, gradient, x, f"{of_y},{of_x}->{of_weight}", weight.dtype)
         return dx, dw
 
     multiply = jax.custom_vjp(plain)
@@ -55,7 +61,7 @@ def block_scaled_matmul(arithmetic: Arithmetic, x: Array, weight: Array, *, subs
 
 
 def _product(
-    emulated: bool, formats: tuple[OperandFormat, ...] | None, a: Array, b: Array, subscripts: str, dtype: Any
+    emulated: bool, formats: tuple[BlockFormat, ...] | None, a: Array, b: Array, subscripts: str, dtype: Any
 ) -> Array:
     """Returns a sum of products, as `jnp.einsum` writes it. formats: of the operands; None: they are multiplied as they
     are. emulated: decoded, and multiplied in float32."""
@@ -66,7 +72,7 @@ def _product(
     summed = "".join(letter for letter in of_a if letter in of_b)
     rows, columns = ("".join(letter for letter in of if letter not in summed) for of in (of_a, of_b))
     matrices = (_matrix(a, of_a, rows, summed), _matrix(b, of_b, columns, summed))
-    y = _multiplied(emulated, [format.of_matrix for format in formats], matrices, dtype)
+    y = _multiplied(emulated, formats, matrices, dtype)
     sizes = dict(zip(of_a + of_b, a.shape + b.shape, strict=True))
     made = rows + columns
     return jnp.transpose(y.reshape([sizes[letter] for letter in made]), [made.index(letter) for letter in result])
@@ -92,7 +98,16 @@ def _multiplied(emulated: bool, formats: Sequence[BlockFormat], matrices: Sequen
         custom_call_api_version=2,
         legacy_backend_config=json.dumps(config),
     )
-    return call(*(each[key][None] for key in (ELEMENTS, SCALES) for each in encoded))[0]
+    scales = (repeated_scales(format, each[SCALES]) for format, each in zip(formats, encoded, strict=True))
+    return call(*(each[ELEMENTS][None] for each in encoded), *(each[None] for each in scales))[0]
+
+
+def repeated_scales(format: BlockFormat, scales: Array) -> Array:
+    """Returns the scales of a matrix as a scale for each row and so many entries as XLA takes."""
+    rows, entries = format.block_sizes(scales.shape)
+    for axis, times in enumerate((rows, entries // _SCALED_ENTRIES)):
+        scales = jnp.repeat(scales, times, axis) if times > 1 else scales
+    return scales
 
 
 def is_block_scaled(parameters: Mapping[str, Any]) -> bool:
@@ -116,33 +131,65 @@ def has_block_scales(target: TargetPlan) -> bool:
 
 def block_problems(where: str, site: OpSite, format: OperandFormat, inputs: OpInputs) -> Iterator[Problem]:
     """Yields why a site cannot be multiplied in blocks: its target, its mesh, or sizes that blocks do not divide."""
-    target, axes, emulated = inputs.target, inputs.roles.partitioner, inputs.spec.precision.emulate
-    if not emulated and not has_block_scales(target):
-        what = f"the compiler for {target.name} makes no matmul faster in blocks of '{format.name}'"
-        having = ", ".join(kinds_of_capability(BLACKWELL))
-        fix = f"choose a target of {having}, or set precision.emulate=true, which rounds as {format.name} does"
-        yield Problem(where, what, f"{fix} and is slower")
-    elif split := [axis for axis in axes if inputs.mesh.sizes[axis] > 1]:
+    axes, is_emulated = inputs.roles.partitioner, inputs.spec.precision.emulate
+    if not is_emulated and (problem := _not_real(where, format, inputs.target)):
+        yield problem
+    elif not is_emulated and (split := [axis for axis in axes if inputs.mesh.sizes[axis] > 1]):
         what = f"'{format.name}' multiplies whole weights, and {split[0]} splits those of '{site.name}'"
         yield Problem(where, what, f"set mesh.{split[0]}=1, or choose fp8")
     else:
         yield from _cut(where, site, format, inputs)
 
 
+def _not_real(where: str, format: OperandFormat, target: TargetPlan) -> Problem | None:
+    """Returns why a target does not multiply scales of these blocks with the elements; None where it does."""
+    having, emulate = ", ".join(kinds_of_capability(BLACKWELL)), "set precision.emulate=true, which rounds as"
+    if not format.of_matrix().has_powers_of_two:
+        what = f"no compiler multiplies '{format.name}', with scales in float32, faster than bfloat16"
+        named = [name for name, each in operand_formats().items() if each.blocks and each.blocks.has_powers_of_two]
+        fix = f"choose a type with a scale for each tensor or channel, or {' or '.join(named)} on {having}"
+        return Problem(where, what, f"{fix}, or {emulate} {format.name} does and is slower")
+    if has_block_scales(target):
+        return None
+    what = f"the compiler for {target.name} makes no matmul faster in blocks of '{format.name}'"
+    fix = f"choose a target of {having}, or {emulate} {format.name} does and is slower"
+    return Problem(where, what, fix)
+
+
 def _cut(where: str, site: OpSite, format: OperandFormat, inputs: OpInputs) -> Iterator[Problem]:
-    """Yields the first sum of a site's three products that blocks do not divide."""
-    block = format.of_matrix.block[-1] or 1
+    """Yields the first sum of a site's three products that blocks do not divide, or of which a device has parts of
+    blocks."""
+    block = format.of_matrix().block[-1] or 1
     operands, result = site.option("subscripts").split("->")
     of_x, of_weight = operands.split(",")
     sizes = dict(zip(of_x + of_weight, site.operands[0].shape + site.operands[1].shape, strict=True))
     tokens = inputs.batch.tokens_of_device // inputs.spec.overlap.layers.batch_split
+    split, n = _split_by(site, inputs), inputs.mesh.num_shards
     sums = {
-        "what it sums over": math.prod(sizes[letter] for letter in of_weight if letter in of_x),
-        "what it makes of a token": math.prod(sizes[letter] for letter in of_weight if letter in result),
-        "the tokens of a device": tokens,
+        "what it sums over": [letter for letter in of_weight if letter in of_x],
+        "what it makes of a token": [letter for letter in of_weight if letter in result],
     }
-    for what, size in sums.items():
-        if size % block:
-            fix = f"make it a multiple of {block}, or give '{site.name}' another type by a rule before this one"
-            yield Problem(where, f"blocks of {block} do not divide {size}, {what}, at '{site.name}'", fix)
+    found = [
+        (what, math.prod(sizes[letter] for letter in letters), tuple(axis for at in letters for axis in split[at]))
+        for what, letters in sums.items()
+    ]
+    for what, size, axes in (*found, ("the tokens of a device", tokens, ())):
+        if size // n(axes) % block:
+            own = f"{size // n(axes)}" if not axes else f"{size // n(axes)} ({size} over {' and '.join(axes)})"
+            fits = [f"{count}" for count in range(1, n(axes)) if size % count == 0 and size // count % block == 0]
+            fewer = f", split it over {' or '.join(fits)} of {n(axes)} devices" if fits else ""
+            fix = f"make it a multiple of {block * n(axes)}{fewer}"
+            what = f"blocks of {block} do not divide {own}, {what}, at '{site.name}'"
+            yield Problem(where, what, f"{fix}, or give '{site.name}' another type by a rule before this one")
             return
+
+
+def _split_by(site: OpSite, inputs: OpInputs) -> Mapping[str, Axes]:
+    """Returns the axes of the partitioner that split each dimension of a site, by its letter."""
+    operands, result = site.option("subscripts").split("->")
+    split = dict[str, Axes].fromkeys(operands.replace(",", ""), ())
+    for letters, name in ((operands.split(",")[0], site.operands[0].activation), (result, site.name)):
+        if plan := inputs.activation(name):
+            of_partitioner = (tuple(a for a in d.axes if a in inputs.roles.partitioner) for d in plan.dimensions)
+            split |= {letter: axes for letter, axes in zip(letters, of_partitioner, strict=True) if axes}
+    return split

@@ -361,6 +361,11 @@ def _put_precision(reading: PeerReading) -> None:
     _put_fp8(reading, option, "hybrid" if compute.startswith("fp8") else "")
 
 
+_BLOCKWISE = (
+    "scales are powers of two, as without NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1; with it the type is fp8_blockwise"
+)
+
+
 def _put_fp8(reading: PeerReading, option: str, form: str) -> None:
     """Puts the types of matmuls. form: those that compute_dtype names."""
     key = next((key for key in ("fp8_format", "fp8") if _given(reading, key)), "compute_dtype")
@@ -371,10 +376,11 @@ def _put_fp8(reading: PeerReading, option: str, form: str) -> None:
     types = reading.one_of(key, formats) if key != "compute_dtype" else formats[form]
     recipe = reading.text("fp8_recipe")
     is_gathered = reading.flag("fp8_param_gather")
-    if has_blocks := recipe == "mxfp8" and form == "e4m3":
-        types = ("mxfp8", "mxfp8")
+    in_blocks = reading.peer.tables["fp8_block_recipes"]
+    if has_blocks := recipe in in_blocks and form == "e4m3":
+        types = in_blocks[recipe]
     elif recipe not in ("", "None", "delayed", "tensorwise"):
-        what = f"{recipe}: float8 with a scale for each tensor, and mxfp8 in e4m3, can be imported"
+        what = f"{recipe}: float8 with a scale for each tensor, and mxfp8 and blockwise in e4m3, can be imported"
         reading.refuse("fp8_recipe", what, "use --fp8-recipe tensorwise, or leave fp8 out")
         return
     if option != "bfloat16_params":
@@ -385,7 +391,9 @@ def _put_fp8(reading: PeerReading, option: str, form: str) -> None:
         note_experts(reading, because)
         if not has_blocks:
             reading.notes.append(f"{because}: a scale comes from the largest magnitude now, and not from earlier steps")
-        elif is_gathered:
+        elif recipe == "blockwise":
+            reading.notes.append(f"{because}: {_BLOCKWISE}")
+        if has_blocks and is_gathered:
             reading.notes.append("fp8_param_gather: weights are gathered in bfloat16 here")
 
 

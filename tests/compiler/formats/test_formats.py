@@ -106,6 +106,7 @@ FORMATS = [
     BlockFormat("nf4", (64, 1), "float32", BlockFormat("uint8", (1, 32))),
     BlockFormat("float8_e4m3fn", (1, 32), "power_of_two"),
     BlockFormat("float4_e2m1fn", (1, 32), "power_of_two"),
+    BlockFormat("float8_e4m3fn", (64, 32), "power_of_two_above"),
 ]
 
 
@@ -125,6 +126,8 @@ def test_an_array_is_read_as_it_was_written(format, lead):
         scale = amax / levels[-1]
         if format.scale == "power_of_two" and amax:
             scale = 2.0 ** (np.floor(np.log2(amax)) - np.floor(np.log2(levels[-1])))
+        if format.scale == "power_of_two_above" and amax:
+            scale = 2.0 ** np.ceil(np.log2(scale))
         if format.scales_format:  # one of 255 steps of the largest of its row of scales
             row: Any = np.abs(np.float64(x[*at[:-2], block[-2]])).max(axis=0).reshape(2, 32)[at[-1] // 32]
             scale = np.round(amax / row.max() * 255) * row.max() / 255
@@ -149,6 +152,14 @@ def test_nothing_overflows_in_silence():
     x = jnp.asarray([[1.0, jnp.inf], [jnp.nan, 2.0]])
     back = np.asarray(per_channel("float8_e4m3fn", [], 2).decode(per_channel("float8_e4m3fn", [], 2).encode(x)))
     assert np.isfinite(back).tolist() == [[True, False], [False, True]]
+
+
+@pytest.mark.parametrize("format", [each for each in FORMATS if not each.scales_format], ids=str)
+@pytest.mark.parametrize("number", [np.inf, np.nan])
+def test_the_block_of_a_number_that_is_not_finite_is_not_either(format, number):
+    back = np.asarray(format.decode(format.encode(jnp.ones((128, 64)).at[3, 5].set(number))))
+    assert not np.isfinite(back[3, 5])
+    assert np.sum(~np.isfinite(back)) == math.prod(format.block_sizes(back.shape))
 
 
 def test_rounding_at_random_has_no_bias():

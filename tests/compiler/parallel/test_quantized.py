@@ -159,6 +159,7 @@ OVER_THE_MESH = [
 ]  # fmt: skip
 
 
+TENSOR = ("sharding=fsdp_tensor", "mesh.tensor=2")
 GRADIENTS_OF = {"fp8": "fp8_e5m2", "int8": "int8"}
 EXPERTS_OVER_THE_MESH = [
     ("target=cpu-4", "sharding=fsdp_expert", "mesh.fsdp=1", "mesh.expert=2", "mesh.tensor=2",
@@ -196,6 +197,21 @@ def test_no_mesh_and_no_remat_changes_elements_or_scales(precision, overrides):
     assert loss == pytest.approx(one, rel=1e-5)
     for path, gradient in found.items():
         assert np.linalg.norm(gradient - expected[path]) < 0.03 * np.linalg.norm(expected[path]), path
+
+
+@pytest.mark.ci
+def test_no_mesh_changes_tiles():
+    """A shard has whole tiles of its weights and tokens. Over tensor sums are in another order, and few elements are
+    rounded otherwise, of gradients as many as with a scale for each tensor; rounding itself changes them by 0.9."""
+    base = ("precision=fp8_blockwise", "precision.compute=float32", "global_batch_size=16", EMULATED,
+            "model.embed_dim=256", "model.num_heads=4", "model.num_kv_heads=4", "model.head_dim=64",
+            "model.mlp_dim=512")  # fmt: skip
+    one, expected = _loss_and_gradients("target=cpu-1", *base)
+    for mesh, of_loss, of_gradient in ((("sharding=fsdp",), 1e-6, 1e-5), (TENSOR, 5e-5, 0.06)):
+        loss, found = _loss_and_gradients("target=cpu-4", *mesh, *base)
+        assert loss == pytest.approx(one, rel=of_loss)
+        for path, gradient in found.items():
+            assert np.linalg.norm(gradient - expected[path]) < of_gradient * np.linalg.norm(expected[path]), path
 
 
 SENT = "precision.matmuls=[{match:layers/mlp/*,forward:null,gradients:null,gather:fp8}]"

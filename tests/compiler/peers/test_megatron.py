@@ -206,5 +206,9 @@ def test_fp8_is_imported(script):
     assert "precision.matmuls=[{match: null, forward: mxfp8, gradients: mxfp8}]" in blocks.words
     assert "fp8_param_gather: weights are gathered in bfloat16 here" in blocks.notes
     assert not any("earlier steps" in note for note in blocks.notes)
-    with pytest.raises(ConfigError, match="mxfp8: float8 with a scale for each tensor, and mxfp8 in e4m3"):
+    tiles = imported(script, "--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "blockwise")
+    both = "forward: fp8_blockwise_ue8m0, gradients: fp8_blockwise_ue8m0"
+    assert f"precision.matmuls=[{{match: null, {both}}}]" in tiles.words
+    assert any("scales are powers of two" in note for note in tiles.notes)
+    with pytest.raises(ConfigError, match="with a scale for each tensor, and mxfp8 and blockwise in e4m3"):
         imported(script, "--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "mxfp8")
