@@ -31,7 +31,8 @@ from .small_model import Cuts, Room, small_layers, small_model
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 FLOAT32 = PrecisionSpec(
     parameters="float32", master=None, compute="float32", gradients="float32", gradient_reduction="float32",
-    frozen=None, loss_scale=None, matmuls=(), emulate=False,
+    frozen=None, loss_scale=None, matmuls=(), dispatch=None,
+    dispatch_gradients=None, emulate=False,
 )  # fmt: skip
 _LENGTH = 32  # tokens of a sequence
 _LONGEST_BLOCK = 8  # numbers of a small matrix that share a scale
@@ -162,7 +163,7 @@ class Shrinking(Generic[AnyPlanSpec]):
             "compiler_options": ({}, of_compiler),
             "device_order": ((), "simulated devices have no links"),
         }
-        if declared.spec.precision.matmuls:
+        if declared.spec.precision.has_few_bits:
             cuts["precision.emulate"] = (True, "a processor multiplies in no type of few bits")
         if declared.spec.adapter is not None and (base := declared.spec.adapter.base) is not None:
             fits = None if base.block is None else min(base.block, _LONGEST_BLOCK)
@@ -254,16 +255,20 @@ def in_float32(spec: AnyPlanSpec) -> AnyPlanSpec:
 
 
 def in_float32_with_matmuls(spec: AnyPlanSpec) -> AnyPlanSpec:
-    """Returns the declaration in float32, but for its matmuls in few bits. Roundings at random are to the nearest: no
-    two meshes draw the same."""
-    matmuls = tuple(each.model_copy(update={"rounding": "nearest"}) for each in spec.precision.matmuls)
-    precision = FLOAT32.model_copy(update={"matmuls": matmuls, "emulate": spec.precision.emulate})
+    """Returns the declaration in float32, but for its matmuls in few bits, and what is sent to experts so. Roundings at
+    random are to the nearest: no two meshes draw the same."""
+    declared = spec.precision
+    matmuls = tuple(each.model_copy(update={"rounding": "nearest"}) for each in declared.matmuls)
+    sent = {"dispatch": declared.dispatch, "dispatch_gradients": declared.dispatch_gradients}
+    precision = FLOAT32.model_copy(update={"matmuls": matmuls, **sent, "emulate": declared.emulate})
     return spec.model_copy(update={"precision": precision})
 
 
 def without_matmuls(spec: AnyPlanSpec) -> AnyPlanSpec:
-    """Returns the declaration without matmuls in few bits: they are multiplied in the compute type."""
-    precision = spec.precision.model_copy(update={"matmuls": (), "emulate": False})
+    """Returns the declaration without matmuls in few bits, which are multiplied in the compute type, and with tokens
+    sent in it."""
+    as_compute = {"matmuls": (), "dispatch": None, "dispatch_gradients": None, "emulate": False}
+    precision = spec.precision.model_copy(update=as_compute)
     return spec.model_copy(update={"precision": precision})
 
 

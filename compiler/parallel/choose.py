@@ -36,6 +36,7 @@ def plan_operations(ops: Iterable[ParallelOp], inputs: OpInputs) -> tuple[OpPlan
         except ConfigError as error:
             problems += error.problems
             planned[op.kind] = _plan_operation(op, made, AUTO)
+        problems += op.problems(made, planned[op.kind])
     plans = tuple(each for plans in planned.values() for each in plans)
     multiplied = [
         Multiplied(each.site, tuple(weights), each.op.why_not_few_bits(each, inputs.target))

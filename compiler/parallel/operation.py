@@ -22,6 +22,7 @@ import jax
 
 from meshloom.models import Model
 
+from ..core.errors import Problem
 from ..core.kernels import KernelCall, KernelCost
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName, Pass, fact_scope
@@ -231,6 +232,11 @@ class ParallelOp(ABC):
     def strategies(self, site: OpSite, inputs: OpInputs) -> Sequence[Strategy]:
         """Returns all ways to run it at a site, the preferred one first; the fallback is among them and is never
         refused."""
+
+    def problems(self, inputs: OpInputs, plans: Sequence[OpPlan]) -> Sequence[Problem]:
+        """Returns the mistakes in keys outside of `parallel` that say how the operation runs. plans: those of its
+        sites."""
+        return ()
 
     def multiplied(self, site: OpSite) -> Sequence[Operand]:
         """Returns the weights that a site multiplies with, whose products may be in few bits (`OpPlan.precision`)."""

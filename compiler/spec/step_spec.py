@@ -82,6 +82,8 @@ class PrecisionSpec(Config):
     # as they are computed with, since they are never updated
     loss_scale: LossScaleSpec | None  # for float16 only
     matmuls: tuple[MatmulPrecision, ...]  # types of few bits in which matmuls multiply: the first rule that matches
+    dispatch: Text | None  # the type in which tokens are sent to experts on other devices; None: the compute type
+    dispatch_gradients: Text | None  # likewise, backward, of the gradients of what experts return
     emulate: bool  # multiply in float32 what is rounded to these types: for any target, and no faster
 
     @model_validator(mode="after")
@@ -95,6 +97,11 @@ class PrecisionSpec(Config):
             what = f"a loss scale is only for float16, and precision.compute is {self.compute}"
             raise mistake(what, "set precision.loss_scale=null, or precision.compute=float16", "loss_scale")
         return self
+
+    @property
+    def has_few_bits(self) -> bool:
+        """Returns True where matmuls, or what is sent to experts, are in types of few bits."""
+        return bool(self.matmuls or self.dispatch or self.dispatch_gradients)
 
 
 class RematSpec(Config):

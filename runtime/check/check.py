@@ -155,6 +155,9 @@ class DeclarationCheck(CheckRuns):
         found = least(map(deviations, mesh, one))
         used = (each.precision for each in self.in_few_bits[0].on.plan.operations)
         how = sorted({each.how for each in used if each and (each.arithmetic or each.gather)})
+        sent = self.spec.precision
+        how += [f"tokens sent to experts in {sent.dispatch}"] if sent.dispatch else []
+        how += [f"gradients of their results in {sent.dispatch_gradients}"] if sent.dispatch_gradients else []
         return self._of_parameters(name, what, found, tolerances(rounding), why="; ".join(how))
 
     def _figures_of(self, program: SmallProgram, params: Any) -> dict[str, Any]:

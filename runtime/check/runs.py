@@ -123,7 +123,7 @@ class CheckRuns:
         """Returns the loss and its gradients on the mesh and on one device, in float32 but for matmuls in few bits, or
         why there are none."""
         spec = in_float32_with_matmuls(self.shrunk.plan.spec)
-        if not spec.precision.matmuls:
+        if not spec.precision.has_few_bits:
             return "the declaration has none"
         try:
             mesh, one = (plan_run(each, self.declared.ops) for each in (spec, plainly(on_one_device(spec))))

@@ -35,11 +35,25 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...core.partition_spec import Axes
+from .transfer import (
+    RaggedRoute,
+    RowTransfer,
+    RowTypes,
+    TokenPlaces,
+    dispatched,
+    gathered,
+    nowhere,
+    ragged,
+    returned,
+    swapped,
+    to_places,
+)
 
 # (rows sorted by expert (R, E), rows of each expert, weights of the rows (R,)) -> what the experts make of them, times
 # the weights. With a capacity, each expert has as many: rows (L, n C, E), no sizes, weights (L, n C).
 RunExperts = Callable[[Array, Any, Array], Array]
 Dispatch = Callable[[Array, Array, Array, RunExperts], tuple[Array, Array]]
+AS_THEY_ARE = RowTypes()
 
 
 @dataclass(frozen=True)
@@ -60,19 +74,21 @@ class Experts:
 
 
 def dispatch_local(
-    x_NE: Array, weights_NK: Array, ids_NK: Array, run: RunExperts, *, experts: Experts
+    x_NE: Array, weights_NK: Array, ids_NK: Array, run: RunExperts, *, experts: Experts, types: RowTypes = AS_THEY_ARE
 ) -> tuple[Array, Array]:
     """Returns (the weighted sum of what a token's experts make of it (N, E), the number of choices dropped)."""
     order_R, inverse_R, counts_X = sort_by_expert(ids_NK, experts.num_experts)
     place_NK = _places(inverse_R.reshape(ids_NK.shape), ids_NK < experts.num_experts, ids_NK.size)
-    x_RE, weights_R = _sent(x_NE, weights_NK, order_R, place_NK)
-    y_RE = run(x_RE, counts_X, weights_R)
-    return from_places(y_RE, order_R // ids_NK.shape[1], place_NK), jnp.zeros(())
+    places, stay = TokenPlaces(order_R // ids_NK.shape[1], place_NK), nowhere(types)
+    x_RE = dispatched(stay, x_NE, places, None)
+    y_RE = run(x_RE, counts_X, _weights_sent(weights_NK, order_R, place_NK))
+    return returned(stay, y_RE, places, None), jnp.zeros(())
 
 
 def dispatch_padded(
-    x_NE: Array, weights_NK: Array, ids_NK: Array, run: RunExperts, *, experts: Experts, rows: int
-) -> tuple[Array, Array]:
+    x_NE: Array, weights_NK: Array, ids_NK: Array, run: RunExperts, *, experts: Experts, rows: int,
+    types: RowTypes = AS_THEY_ARE,
+) -> tuple[Array, Array]:  # fmt: skip
     """Returns what the experts of all devices make of this device's tokens. rows: the rows that a device sends to each
     device."""
     n, L, K = experts.num_devices, experts.num_local, ids_NK.shape[1]
@@ -92,20 +108,18 @@ def dispatch_padded(
     expert_nR = jnp.sum(jnp.arange(rows)[None, :, None] >= jnp.cumsum(got_nL, axis=1)[:, None, :], axis=-1)
     sorted_R = jnp.argsort(expert_nR.reshape(-1), stable=True)
     unsorted_R = jnp.argsort(sorted_R)
-
-    def swap(x: Array) -> Array:
-        return jax.lax.all_to_all(x, experts.axis, 0, 0, tiled=True)
-
-    x_RE, weights_R = (swap(each) for each in _sent(x_NE, weights_NK, choice_R, place_NK))
-    x_RE, weights_R = (to_places(each, sorted_R, unsorted_R[:, None]) for each in (x_RE, weights_R))
-    y_RE = to_places(run(x_RE, got_nL.sum(0), weights_R), unsorted_R, sorted_R[:, None])
+    places, route, transfer = TokenPlaces(choice_R // K, place_NK), (sorted_R, unsorted_R), swapped(experts.axis, types)
+    weights_R = jax.lax.all_to_all(_weights_sent(weights_NK, choice_R, place_NK), experts.axis, 0, 0, tiled=True)
+    weights_R = to_places(weights_R, sorted_R, unsorted_R[:, None])
+    y_RE = run(dispatched(transfer, x_NE, places, route), got_nL.sum(0), weights_R)
     num_dropped = jnp.sum(is_sent_NK & ~fits_NK, dtype=jnp.float32)
-    return from_places(swap(y_RE), choice_R // K, place_NK), num_dropped
+    return returned(transfer, y_RE, places, route), num_dropped
 
 
 def dispatch_ragged(
-    x_NE: Array, weights_NK: Array, ids_NK: Array, run: RunExperts, *, experts: Experts, rows: int
-) -> tuple[Array, Array]:
+    x_NE: Array, weights_NK: Array, ids_NK: Array, run: RunExperts, *, experts: Experts, rows: int,
+    types: RowTypes = AS_THEY_ARE,
+) -> tuple[Array, Array]:  # fmt: skip
     """Returns what the experts of all devices make of this device's tokens. rows: the rows that a device receives.
     There is a slice for each expert and source, so that rows arrive sorted by expert."""
     n, L = experts.num_devices, experts.num_local
@@ -128,31 +142,31 @@ def dispatch_ragged(
     there_R = ((ids_NK // L) * rows + starts_X[ids_NK] + slot_NK).reshape(-1)[order_R]
     from_R = _steps(starts_nLn[me].reshape(-1), (jnp.arange(n) * ids_NK.size + at_source_nL.T).reshape(-1), rows)
 
-    x_RE, weights_R = _sent(x_NE, weights_NK, order_R, place_NK)
-    received_RE: Any = _exchanged(experts.axis, ids_NK.size, rows, x_RE, there, back)
-    y_RE = run(received_RE, fits_nLn[me].sum(1), _taken(experts.axis, weights_R, from_R, there_R))
-    y_RE = _exchanged(experts.axis, rows, ids_NK.size, y_RE, back, there)
+    places, route = TokenPlaces(order_R // ids_NK.shape[1], place_NK), RaggedRoute(there, back, from_R)
+    transfer = ragged(experts.axis, ids_NK.size, rows, types)
+    weights_R = _taken(experts.axis, _weights_sent(weights_NK, order_R, place_NK), from_R, there_R)
+    y_RE = run(dispatched(transfer, x_NE, places, route), fits_nLn[me].sum(1), weights_R)
     num_dropped = jnp.sum(sizes_nLn[:, :, me] - fits_nLn[:, :, me]).astype(jnp.float32)
-    return from_places(y_RE, order_R // ids_NK.shape[1], place_NK), num_dropped
+    return returned(transfer, y_RE, places, route), num_dropped
 
 
 def dispatch_gathered(
-    x_NE: Array, weights_NK: Array, ids_NK: Array, run: RunExperts, *, experts: Experts, rows: int
-) -> tuple[Array, Array]:
+    x_NE: Array, weights_NK: Array, ids_NK: Array, run: RunExperts, *, experts: Experts, rows: int,
+    types: RowTypes = AS_THEY_ARE,
+) -> tuple[Array, Array]:  # fmt: skip
     """Returns what the experts of all devices make of this device's tokens. rows: the rows that a device takes of all
     tokens."""
-    x_all, weights_all, ids_all = (
-        jax.lax.all_gather(each, experts.axis, tiled=True) for each in (x_NE, weights_NK, ids_NK)
-    )
-    local_all = _local(ids_all, experts)
+    weights_all, ids_all = (jax.lax.all_gather(each, experts.axis, tiled=True) for each in (weights_NK, ids_NK))
+    transfer, local_all = gathered(experts.axis, types), _local(ids_all, experts)
+    x_all = dispatched(transfer, x_NE, None, None)
     sums_all, num_kept = _at_local_experts(x_all, weights_all, local_all, run, experts.num_local, rows)
-    y_NE = jax.lax.psum_scatter(sums_all, experts.axis, scatter_dimension=0, tiled=True)
+    y_NE = returned(transfer, sums_all, None, None)
     return y_NE, (jnp.sum(local_all < experts.num_local) - num_kept).astype(jnp.float32)
 
 
 def dispatch_deduplicated(
     x_NE: Array, weights_NK: Array, ids_NK: Array, run: RunExperts, *, experts: Experts, rows: int, tokens: int,
-    is_ragged: bool,
+    is_ragged: bool, types: RowTypes = AS_THEY_ARE,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Returns what the experts of all devices make of this device's tokens. rows: the rows that a device takes of the
     tokens that it receives. tokens: those that it receives in total if the exchange is ragged, else of each device.
@@ -163,15 +177,15 @@ def dispatch_deduplicated(
     goes_nN = jnp.any(ids_NK // L == jnp.arange(n)[:, None, None], axis=-1)
     comes_nN = jnp.any(local_all < L, axis=1).reshape(n, N)
     at_most = min(ids_NK.shape[1], n)  # devices that have experts of one token
-    route: Any = partial(_ragged_route, most_sent=N * at_most) if is_ragged else _padded_route
-    sent, received, there, back = route(goes_nN, comes_nN, tokens, experts.axis)
+    found: Any = partial(_ragged_route, most_sent=N * at_most) if is_ragged else _padded_route
+    sent, received, route, transfer = found(goes_nN, comes_nN, tokens, experts.axis, types)
 
-    token_R, place_Nn = sent.token_R % N, _first(sent.place_nN.T, at_most)
-    x_TE = there(to_places(x_NE, token_R, place_Nn))
+    places = TokenPlaces(sent.token_R % N, _first(sent.place_nN.T, at_most))
+    x_TE = dispatched(transfer, x_NE, places, route)
     weights_TK = to_places(weights_all, received.token_R, received.place_nN.reshape(-1, 1))
     local_TK = jnp.where(received.is_used_R[:, None], local_all[received.token_R], L)
     sums_TE, num_kept = _at_local_experts(x_TE, weights_TK, local_TK, run, L, rows)
-    return from_places(back(sums_TE), token_R, place_Nn), (jnp.sum(local_all < L) - num_kept).astype(jnp.float32)
+    return returned(transfer, sums_TE, places, route), (jnp.sum(local_all < L) - num_kept).astype(jnp.float32)
 
 
 def _local(ids_NK: Array, experts: Experts) -> Array:
@@ -191,9 +205,9 @@ def _at_local_experts(
     place_TK = inverse_R.reshape(local_TK.shape)
     place_TK = _places(place_TK, place_TK < sizes_L.sum(), rows)
     choice_R = order_R[:rows]
-    x_RE, weights_R = _sent(x_TE, weights_TK, choice_R, place_TK, at_most=num_local)
-    y_RE = run(x_RE, sizes_L, weights_R)
-    return from_places(y_RE, choice_R // local_TK.shape[1], _first(place_TK, num_local)), sizes_L.sum()
+    places, here = TokenPlaces(choice_R // local_TK.shape[1], _first(place_TK, num_local)), nowhere(AS_THEY_ARE)
+    y_RE = run(dispatched(here, x_TE, places, None), sizes_L, _weights_sent(weights_TK, choice_R, place_TK))
+    return returned(here, y_RE, places, None), sizes_L.sum()
 
 
 class _Packed(NamedTuple):
@@ -220,15 +234,16 @@ def _packed(is_in_nN: Array, first_n: Array, fits_n: Array, num_places: int) -> 
 
 
 class _Route(NamedTuple):
-    """How tokens go to other devices and back. sent, received: their places in the buffers."""
+    """How tokens go to other devices and back. sent, received: their places in the buffers. route: what the transfer
+    takes."""
 
     sent: _Packed
     received: _Packed
-    there: Callable[[Array], Array]
-    back: Callable[[Array], Array]
+    route: Any
+    transfer: RowTransfer
 
 
-def _padded_route(goes_nN: Array, comes_nN: Array, tokens: int, axis: Any) -> _Route:
+def _padded_route(goes_nN: Array, comes_nN: Array, tokens: int, axis: Any, types: RowTypes) -> _Route:
     """Returns the route of the same number of tokens to each device. goes_nN: this device's tokens that go to each
     device. comes_nN: those of each device that come here."""
     first_n = jnp.arange(len(goes_nN)) * tokens
@@ -236,11 +251,12 @@ def _padded_route(goes_nN: Array, comes_nN: Array, tokens: int, axis: Any) -> _R
     sent, received = (
         _packed(each, first_n, jnp.minimum(each.sum(1), tokens), num_places) for each in (goes_nN, comes_nN)
     )
-    swap: Any = partial(jax.lax.all_to_all, axis_name=axis, split_axis=0, concat_axis=0, tiled=True)
-    return _Route(sent, received, swap, swap)
+    return _Route(sent, received, None, swapped(axis, types))
 
 
-def _ragged_route(goes_nN: Array, comes_nN: Array, tokens: int, axis: Any, *, most_sent: int) -> _Route:
+def _ragged_route(
+    goes_nN: Array, comes_nN: Array, tokens: int, axis: Any, types: RowTypes, *, most_sent: int
+) -> _Route:
     """Returns the route of as many tokens as there are. tokens: those that a device receives at most; most_sent: that
     it sends."""
     me = jax.lax.axis_index(axis)
@@ -252,12 +268,8 @@ def _ragged_route(goes_nN: Array, comes_nN: Array, tokens: int, axis: Any, *, mo
     back = (starts_nn[:, me], fits_nn[:, me], firsts_nn[:, me], fits_nn[me])
     sent = _packed(goes_nN, firsts_nn[me], fits_nn[me], most_sent)
     received = _packed(comes_nN, starts_nn[:, me], fits_nn[:, me], tokens)
-    return _Route(
-        sent,
-        received,
-        lambda x: _exchanged(axis, most_sent, tokens, x, there, back),
-        lambda y: _exchanged(axis, tokens, most_sent, y, back, there),
-    )
+    from_R = _steps(starts_nn[:, me], jnp.arange(len(goes_nN)) * most_sent + firsts_nn[:, me], tokens)
+    return _Route(sent, received, RaggedRoute(there, back, from_R), ragged(axis, most_sent, tokens, types))
 
 
 def sort_by_expert(ids_NK: Array, num_experts: int) -> tuple[Array, Array, Array]:
@@ -282,62 +294,9 @@ def _first(place_NK: Array, at_most: int) -> Array:
     return place_NK if place_NK.shape[1] <= at_most else jnp.sort(place_NK, axis=1)[:, :at_most]
 
 
-def _sent(
-    x_NE: Array, weights_NK: Array, choice_R: Array, place_NK: Array, *, at_most: int | None = None
-) -> tuple[Array, Array]:
-    """Returns the row and the weight of each place's choice. at_most: the choices of a token that have a place."""
-    K = weights_NK.shape[1]
-    x_RE = to_places(x_NE, choice_R // K, _first(place_NK, at_most or K))
-    return x_RE, to_places(weights_NK.reshape(-1), choice_R, place_NK.reshape(-1, 1))
-
-
-@jax.custom_vjp
-def to_places(x: Array, source_R: Array, place_NK: Array) -> Array:
-    """Returns the row of x that each place holds. place_NK: the places of each row of x, one past the end for none."""
-    del place_NK
-    return jnp.take(x, source_R, axis=0, mode="clip")
-
-
-@jax.custom_vjp
-def from_places(x_R: Array, source_R: Array, place_NK: Array) -> Array:
-    """Returns the sum of what lies at each row's places, added in float32: the transpose of `to_places`."""
-    del source_R
-    rows = (jnp.take(x_R, place_N, axis=0, mode="fill", fill_value=0) for place_N in place_NK.T)
-    return sum((each.astype(jnp.float32) for each in rows), start=jnp.zeros((), jnp.float32)).astype(x_R.dtype)
-
-
-def _linear(of: Callable[..., Array], transposed: Callable[..., Array]) -> None:
-    """Gives a linear function of its first operand its derivative."""
-    of.defvjp(  # pyright: ignore[reportFunctionMemberAccess]
-        lambda x, source_R, place_NK: (of(x, source_R, place_NK), (source_R, place_NK)),
-        lambda saved, g: (transposed(g, *saved), None, None),
-    )
-
-
-_linear(to_places, from_places)
-_linear(from_places, to_places)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _exchanged(axis: Any, sender_rows: int, receiver_rows: int, x: Array, there: Any, back: Any) -> Any:
-    """Returns the rows of other devices, in the receiver's buffer. there, back: (offsets here, sizes sent, offsets
-    there, sizes received) of each slice, of this exchange, and of the one that takes the rows back, as its gradient
-    is. Rows that nothing is sent to are undefined: zeros cost 2 to 3.5 ms of 1 GB on v5p."""
-    del sender_rows, back
-    return jax.lax.ragged_all_to_all(x, jax.lax.empty((receiver_rows, x.shape[1]), x.dtype), *there, axis_name=axis)
-
-
-def _exchanged_backward(
-    axis: Any, sender_rows: int, receiver_rows: int, saved: Any, g: Array
-) -> tuple[Any, None, None]:
-    there, back = saved
-    return _exchanged(axis, receiver_rows, sender_rows, g, back, there), None, None
-
-
-_exchanged.defvjp(
-    lambda axis, here, buffer, x, there, back: (_exchanged(axis, here, buffer, x, there, back), (there, back)),
-    _exchanged_backward,
-)
+def _weights_sent(weights_NK: Array, choice_R: Array, place_NK: Array) -> Array:
+    """Returns the weight of each place's choice."""
+    return to_places(weights_NK.reshape(-1), choice_R, place_NK.reshape(-1, 1))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -364,8 +323,9 @@ def _steps(starts_S: Array, values_S: Array, length: int) -> Array:
 
 
 def dispatch_capacity(
-    x_NE: Array, weights_NK: Array, ids_NK: Array, run: RunExperts, *, experts: Experts, rows: int
-) -> tuple[Array, Array]:
+    x_NE: Array, weights_NK: Array, ids_NK: Array, run: RunExperts, *, experts: Experts, rows: int,
+    types: RowTypes = AS_THEY_ARE,
+) -> tuple[Array, Array]:  # fmt: skip
     """Returns (the weighted sum of what a token's experts make of it (N, E), the number of choices dropped). rows: that
     an expert takes of each device; first choices before second ones, then in the order of the tokens."""
     n, L, E = experts.num_devices, experts.num_local, x_NE.shape[1]
@@ -376,15 +336,22 @@ def dispatch_capacity(
     choices = jnp.arange(ids_NK.size, dtype=jnp.int32)
     choice_R = jnp.full(num_places, ids_NK.size, jnp.int32).at[place_NK.reshape(-1)].set(choices, mode="drop")
 
+    def there(x: Array, _: Any) -> Array:
+        return swap(x.reshape(n, L, rows, *x.shape[1:])).swapaxes(0, 1).reshape(x.shape)
+
+    def back(y: Array, _: Any) -> Array:
+        return swap(y.reshape(L, n, rows, E).swapaxes(0, 1)).reshape(y.shape)
+
     def swap(x: Array) -> Array:
         return jax.lax.all_to_all(x, experts.axis, 0, 0, tiled=True) if experts.axes else x
 
-    x_RE, weights_R = _sent(x_NE, weights_NK, choice_R, place_NK)
+    places, transfer = TokenPlaces(choice_R // ids_NK.shape[1], place_NK), RowTransfer(there, back, there, types)
+    weights_R = _weights_sent(weights_NK, choice_R, place_NK)
     weights_R = jnp.where(choice_R < ids_NK.size, weights_R, 0)  # matmuls take all rows of an expert
-    x_LCE, weights_LC = (swap(each.reshape(n, L, rows, *each.shape[1:])).swapaxes(0, 1) for each in (x_RE, weights_R))
-    y = run(x_LCE.reshape(L, n * rows, E), None, weights_LC.reshape(L, n * rows))
-    y_RE = swap(y.reshape(L, n, rows, E).swapaxes(0, 1)).reshape(-1, E)
-    return from_places(y_RE, choice_R // ids_NK.shape[1], place_NK), jnp.sum(~fits_NK, dtype=jnp.float32)
+    x_LCE = dispatched(transfer, x_NE, places, None).reshape(L, n * rows, E)
+    y_LCE = run(x_LCE, None, there(weights_R, None).reshape(L, n * rows))
+    y_NE = returned(transfer, y_LCE.reshape(-1, E), places, None)
+    return y_NE, jnp.sum(~fits_NK, dtype=jnp.float32)
 
 
 def _slots(ids_NK: Array, num_experts: int) -> Array:

@@ -38,13 +38,16 @@ _INT32 = _FLOAT32 = 4  # bytes
 class ExchangeSizes:
     """The sizes of an exchange. tokens: those of this device in one chunk. num_chosen: the experts of a token.
     row_bytes: the bytes of a token. num_runs: the exchanges of a layer in one direction, one for each chunk of each
-    part of the batch."""
+    part of the batch. token_bytes, gradient_bytes: the bytes of a token and of the gradient of its result where they
+    are sent to experts in few bits, with a scale for each; None: they are sent as they are."""
 
     experts: Experts
     tokens: int
     num_chosen: int
     row_bytes: int
     num_runs: int
+    token_bytes: int | None = None
+    gradient_bytes: int | None = None
 
     @property
     def choices(self) -> int:
@@ -139,30 +142,33 @@ def exchange_legs(
         forward("all-gather", choices, "routing", "routing"),  # their weights, in float32
         backward("reduce-scatter", choices, "weights"),
     )
+
+    def rows_sent(
+        kind: CollectiveKind, back: CollectiveKind, num_rows: int, waits: Wait, scales: tuple[CollectiveKind, int]
+    ) -> tuple[Leg, ...]:
+        there, home = num_rows * (sizes.token_bytes or sizes.row_bytes), num_rows * sizes.row_bytes
+        of_gradients = num_rows * (sizes.gradient_bytes or sizes.row_bytes)
+        return (
+            forward(kind, there, waits, waits),
+            forward(back, home, "experts", None),
+            backward(kind, of_gradients, "input"),
+            backward(back, home, "returned"),
+            *((forward(*scales, waits, waits),) if sizes.token_bytes else ()),
+            *((backward(*scales, "input"),) if sizes.gradient_bytes else ()),
+        )
+
     if name == GATHERED:
-        tokens = n * sizes.tokens * sizes.row_bytes
-        return (
-            *of_choices,
-            forward("all-gather", tokens, "input", "input"),
-            forward("reduce-scatter", tokens, "experts", None),
-            backward("all-gather", tokens, "input"),
-            backward("reduce-scatter", tokens, "returned"),
-        )
-
-    def rows_sent(num_bytes: int) -> tuple[Leg, ...]:
-        return (
-            forward("all-to-all", num_bytes, "routing", "routing"),
-            forward("all-to-all", num_bytes, "experts", None),
-            backward("all-to-all", num_bytes, "input"),
-            backward("all-to-all", num_bytes, "returned"),
-        )
-
+        tokens = n * sizes.tokens
+        of_scales = ("all-gather", tokens * _FLOAT32)
+        return *of_choices, *rows_sent("all-gather", "reduce-scatter", tokens, "input", of_scales)
     if name == DEDUPLICATED:
         tokens = math.ceil(sizes.tokens * sizes.share_of_device) if is_ragged else buffers.tokens
         counts = (forward("all-gather", n * n * _INT32, "routing", "routing"),) if is_ragged else ()
-        return *of_choices, *counts, *rows_sent(n * n * tokens * sizes.row_bytes)
+        buffer = n * sizes.tokens * min(n, sizes.num_chosen) * _FLOAT32  # a scale alone is no row (transfer.py)
+        of_scales = ("all-gather", buffer) if is_ragged else ("all-to-all", n * n * tokens * _FLOAT32)
+        return *of_choices, *counts, *rows_sent("all-to-all", "all-to-all", n * n * tokens, "routing", of_scales)
     rows_of_all = {RAGGED: sizes.choices, PADDED: n * rows, CAPACITY: sizes.experts.num_experts * rows}[name] * n
-    sent, weights = rows_of_all * sizes.row_bytes, rows_of_all * _FLOAT32  # ragged: what there is on average
+    weights = rows_of_all * _FLOAT32  # ragged: what there is on average
     counts = n * sizes.experts.num_experts * _INT32
     beside: tuple[Leg, ...] = (
         forward("all-to-all", weights, "routing", "routing"),
@@ -176,7 +182,8 @@ def exchange_legs(
             forward("all-gather", weights, "routing", "routing"),
             backward("all-gather", n * rows * _FLOAT32, "weights"),
         )
-    return *beside, *rows_sent(sent)
+    of_scales = ("all-gather" if name == RAGGED else "all-to-all", weights)
+    return *beside, *rows_sent("all-to-all", "all-to-all", rows_of_all, "routing", of_scales)
 
 
 def sent_once(legs: Sequence[Leg]) -> tuple[Traffic, ...]:

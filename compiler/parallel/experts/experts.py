@@ -30,6 +30,7 @@ from ...core.kernels import KernelCall, KernelCost
 from ...core.partition_spec import Axes, axes_of, keep_axes
 from ...core.scopes import FILLED, SENT, OperationName, fact_scope, nested_scope
 from ...core.traffic import ComputeKind
+from ...formats.element import element_formats
 from ...sharding.arrays import EXPERTS, Operand, OpSite
 from ...sharding.rules import ArrayPlan
 from ...target.target import TargetPlan
@@ -38,6 +39,7 @@ from ..quantized import Arithmetic
 from ..weight_plan import parts_of
 from ..weights import gather_dims, scatter_dims
 from .dispatch import (
+    AS_THEY_ARE,
     Dispatch,
     Experts,
     RunExperts,
@@ -64,6 +66,8 @@ from .expert_exchange import (
 from .expert_mlp import Multiply, experts_mlp
 from .grouped_matmul import Kernels, grouped_cost, grouped_matmul
 from .quantized_groups import quantized_equal_groups, quantized_rows
+from .row_types import row_type_problems, row_types
+from .transfer import RowTypes
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ class ExpertLayout:
 class ExpertsPlan:
     """How a layer's experts run. is_ragged: the exchange is a ragged one. may_pad: some tokens may go to no expert.
     waited_share: the exposed part of the time of a layer's exchanges. arithmetic: how the matrices are multiplied;
-    None: in the type of the operands."""
+    None: in the type of the operands. types: how rows are written on their way to experts."""
 
     how: str
     experts: Experts
@@ -103,6 +107,7 @@ class ExpertsPlan:
     is_ragged: bool = False
     waited_share: float = 1.0
     arithmetic: Arithmetic | None = None
+    types: RowTypes = AS_THEY_ARE
 
 
 def experts_scope(site: str, filled: float, sent: float = 1.0) -> str:
@@ -129,6 +134,10 @@ class ExpertsOp(ParallelOp):
             alone = Strategy(PADDED, "on each device by itself", plan, is_trivial=True, has_spare_room=True)
             return alone, *exchanges, capacity
         return (*(_exchange(name, site, inputs, sizes) for name in (RAGGED, GATHERED, DEDUPLICATED, PADDED)), capacity)
+
+    def problems(self, inputs: OpInputs, plans: Sequence[OpPlan]) -> Sequence[Problem]:
+        has_exchange = any(plan.chosen.parameters.experts.axes for plan in plans)
+        return row_type_problems(inputs, has_experts=bool(plans), has_exchange=has_exchange)
 
     def small_keys(self, plans: Sequence[OpPlan]) -> Mapping[str, tuple[Any, str]]:
         why = "nothing is dropped, since that depends on the mesh"
@@ -190,9 +199,10 @@ def _sizes_of(site: OpSite, inputs: OpInputs) -> ExchangeSizes:
         what = f"{tokens} tokens of a device are not divisible by {num_chunks} chunks"
         raise ConfigError([Problem("moe.num_chunks", what, f"use a divisor of {tokens}")])
     experts = Experts(num_experts, axes, inputs.mesh.num_shards(axes))
+    types, num_chosen = row_types(inputs), site.operands[1].shape[-1]
+    of_types = (each and width * element_formats()[each.element].bits // 8 for each in (types.tokens, types.gradients))
     row_bytes = width * jnp.dtype(inputs.spec.precision.compute).itemsize
-    num_chosen = site.operands[1].shape[-1]
-    return ExchangeSizes(experts, tokens // num_chunks, num_chosen, row_bytes, num_parts * num_chunks)
+    return ExchangeSizes(experts, tokens // num_chunks, num_chosen, row_bytes, num_parts * num_chunks, *of_types)
 
 
 def _weights(site: OpSite, inputs: OpInputs) -> tuple[ArrayPlan, ArrayPlan]:
@@ -233,7 +243,8 @@ def _plan(
     how: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes, buffers: ExchangeBuffers, *, is_ragged: bool = False
 ) -> ExpertsPlan:
     num_chunks, kernels, layout = inputs.spec.moe.num_chunks, _kernels(inputs), _layout(site, inputs)
-    return ExpertsPlan(how, sizes.experts, buffers, num_chunks, kernels, layout, inputs.spec.data.may_pad, is_ragged)
+    plan = ExpertsPlan(how, sizes.experts, buffers, num_chunks, kernels, layout, inputs.spec.data.may_pad, is_ragged)
+    return replace(plan, types=row_types(inputs))
 
 
 def _kernels(inputs: OpInputs) -> Kernels:
@@ -259,7 +270,7 @@ def _exchange(name: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -
         f"{buffers.rows:,} rows of them taken",
     }
     legs = exchange_legs(name, sizes, buffers, is_ragged=is_ragged)
-    refusal, what = refused(why_not_ragged if name == RAGGED else None), f"{words[name]}: {room}"
+    refusal, what = refused(why_not_ragged if name == RAGGED else None), f"{words[name]}{plan.types.how}: {room}"
     strategy = Strategy(name, what, plan, sent_once(legs), refusal=refusal, has_spare_room=buffers.is_dropless)
     time = exchange_time(legs, site, inputs, sizes.num_runs)
     if time is None:
@@ -298,7 +309,7 @@ def _capacity(site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -> Strategy:
     buffers = ExchangeBuffers(rows, most_rows=sizes.tokens, filled=min(1.0, 1 / factor))
     plan = _plan(CAPACITY, site, inputs, sizes, buffers)
     collectives = sent_once(exchange_legs(CAPACITY, sizes, buffers)) if experts.axes else ()
-    what = f"{rows:,} rows for each expert from each device, what is more is dropped"
+    what = f"{rows:,} rows for each expert from each device{plan.types.how}, what is more is dropped"
     return Strategy(CAPACITY, what, plan, collectives, refusal=refusal, has_spare_room=buffers.is_dropless)
 
 
@@ -358,16 +369,16 @@ def _apply_in_chunks(x: Array, weights: Array, ids: Array, run: RunExperts, plan
 
 
 def _dispatch(plan: ExpertsPlan) -> Dispatch:
-    experts, rows = plan.experts, plan.buffers.rows
+    experts, rows, types = plan.experts, plan.buffers.rows, plan.types
     if plan.how == CAPACITY:
-        return partial(dispatch_capacity, experts=experts, rows=rows)
+        return partial(dispatch_capacity, experts=experts, rows=rows, types=types)
     if not experts.axes:
-        return partial(dispatch_local, experts=experts)
+        return partial(dispatch_local, experts=experts, types=types)
     if plan.how == DEDUPLICATED:
         of_tokens: Any = partial(dispatch_deduplicated, tokens=plan.buffers.tokens, is_ragged=plan.is_ragged)
-        return partial(of_tokens, experts=experts, rows=rows)
+        return partial(of_tokens, experts=experts, rows=rows, types=types)
     chosen: Any = {RAGGED: dispatch_ragged, PADDED: dispatch_padded, GATHERED: dispatch_gathered}[plan.how]
-    return partial(chosen, experts=experts, rows=rows)
+    return partial(chosen, experts=experts, rows=rows, types=types)
 
 
 def _multipliers(sizes: Array | None, plan: ExpertsPlan) -> tuple[Multiply, Multiply]:

@@ -1,10 +1,12 @@
 """Exchanges of tokens with devices that have their experts: each against every expert on every token, in float64."""
 
+import re
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,23 +14,24 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from meshloom.compiler.formats.operands import operand_formats
 from meshloom.compiler.jaxpr.flops import matmul_flops
 from meshloom.compiler.parallel.experts import dispatch
 from meshloom.compiler.parallel.experts.dispatch import (
     Experts,
     dispatch_capacity,
-    from_places,
     sort_by_expert,
-    to_places,
 )
 from meshloom.compiler.parallel.experts.expert_mlp import weighted_mlp
 from meshloom.compiler.parallel.experts.grouped_matmul import grouped_matmul
+from meshloom.compiler.parallel.experts.transfer import RowTypes, from_places, to_places
 from support.experts import dense_experts, emulated_ragged_all_to_all
 from support.proofs import Computation
 from support.tiers import tiered
 
 N, E, M, X, K, DEVICES = 16, 8, 4, 8, 2, 4  # tokens of each device; the rest as in dispatch.py
 EXPERTS = Experts(X, ("expert",), DEVICES)
+FEW_BITS = RowTypes(operand_formats()["fp8"], operand_formats()["fp8_e5m2"])
 
 
 @settings(max_examples=40)
@@ -92,15 +95,15 @@ def _run(computation):
     return np.asarray(y), np.asarray(dropped), gradients
 
 
-def _reference_gradients(inputs):
+def _reference_gradients(inputs, cosines=None):
     x, weights, ids, *matrices = inputs
+    cosines = jnp.cos(jnp.arange(x.size).reshape(x.shape)) if cosines is None else cosines
 
     def total(floats):
         x, weights, gate, up, down = floats
         of_expert = jnp.zeros((len(x), X)).at[jnp.arange(len(x))[:, None], ids].add(weights)
         hidden = jax.nn.silu(jnp.einsum("ne,xem->nxm", x, gate)) * jnp.einsum("ne,xem->nxm", x, up)
-        y = jnp.einsum("nxm,xme,nx->ne", hidden, down, of_expert)
-        return jnp.sum(y * jnp.cos(jnp.arange(y.size).reshape(y.shape)))
+        return jnp.sum(jnp.einsum("nxm,xme,nx->ne", hidden, down, of_expert) * cosines)
 
     return jax.grad(total)((x, weights, *matrices))
 
@@ -143,6 +146,41 @@ def test_with_room_for_any_imbalance_nothing_is_dropped_and_every_gradient_is_ri
     if proof.is_known(computation.parts):
         return
     _check_dropless(computation, inputs)
+
+
+def _rounded(x, element):
+    """Each row over its largest magnitude, in NumPy's type of few bits."""
+    scales = np.abs(x).max(axis=1, keepdims=True) / np.float32(ml_dtypes.finfo(element).max)
+    return (x / scales).astype(element).astype(np.float32) * scales
+
+
+@pytest.mark.parametrize("name", tiered(DROPLESS, plain=["deduplicated, padded"]))
+def test_in_few_bits_tokens_and_gradients_of_results_are_rounded_once_by_a_scale_of_their_own(name, proof):
+    """The result and every gradient are those of rounded tokens and rounded gradients: straight-through."""
+    x, *others = _inputs(skewed=True)
+    x *= np.geomspace(1e-3, 1e3, len(x), dtype=np.float32)[:, None]  # which one scale for all could not hold
+    others = [np.float32(0.01) * each if each.ndim == 3 else each for each in others]
+    how, options = DROPLESS[name]
+    computation = _lowered(how, [x, *others], **options, types=FEW_BITS)
+    if proof.is_known(computation.parts):
+        return
+    y, _, gradients = _run(computation)
+    sent = [_rounded(x, ml_dtypes.float8_e4m3fn), *others]
+    expected = dense_experts(*sent)
+    np.testing.assert_allclose(y, expected, atol=1e-5 * np.abs(expected).max(), rtol=1e-5)
+    cosines = _rounded(np.cos(np.arange(x.size, dtype=np.float32).reshape(x.shape)), ml_dtypes.float8_e5m2)
+    for ours, reference in zip(gradients, _reference_gradients(sent, cosines), strict=True):
+        np.testing.assert_allclose(ours, reference, atol=1e-5 * np.abs(reference).max())
+
+
+@pytest.mark.parametrize("name", [name for name in DROPLESS if "ragged" not in name])
+def test_elements_go_to_experts_and_sums_come_back_as_the_operands_are(name):
+    """Of the program as it is handed to a compiler: each collective of rows, with the type of what it moves."""
+    how, options = DROPLESS[name]
+    (lowered, _) = _lowered(how, _inputs(skewed=True), **options, types=FEW_BITS).parts
+    moved = re.findall(r'"stablehlo\.all_(?:to_all|gather)"\(.*: \(tensor<(?:\d+x)*8x(f\w+)>\)', lowered.as_text())
+    back = [] if name == "gathered" else ["f32", "f32"]  # reduce-scatters
+    assert sorted(moved) == sorted(["f8E4M3FN", "f8E5M2", *back])
 
 
 def test_with_more_choices_than_a_device_has_experts_gathered_takes_each(proof):

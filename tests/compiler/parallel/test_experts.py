@@ -72,6 +72,12 @@ def _problem(*overrides: str) -> str:
         (("sharding=fsdp_tensor", OVER_TENSOR),
          ("has its experts over tensor, which does not split the batch", "such as expert")),
         (("sharding=fsdp", "mesh.expert=2"), ("choose sharding=fsdp_expert",)),
+        ((*EXPERT, "precision.dispatch=fp9"),
+         ("precision.dispatch: 'fp9' is not a type in which tokens are sent", "did you mean 'fp8'?")),
+        ((*EXPERT, "precision.dispatch_gradients=mxfp8"),
+         ("precision.dispatch_gradients: 'mxfp8' is not a type", "use one of fp8, fp8_e5m2, int8")),
+        (("sharding=fsdp_tensor", "precision.dispatch=fp8"),
+         ("precision.dispatch: every device has all experts", "mesh.expert=N")),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_one_clear_error(overrides, words):
@@ -83,6 +89,25 @@ def test_what_cannot_run_is_one_clear_error(overrides, words):
 def test_a_dense_model_has_no_exchange_to_choose():
     with pytest.raises(ConfigError, match=r"the model has no such operation\n +fix: set parallel.experts=auto$"):
         plan_of("parallel.experts=deduplicated")
+
+
+def test_a_dense_model_sends_no_tokens_in_few_bits():
+    with pytest.raises(
+        ConfigError, match=r"precision.dispatch: the model has no experts\n +fix: set precision.dispatch="
+    ):
+        plan_of("precision.dispatch=fp8")
+
+
+@pytest.mark.parametrize("name", ["gathered", "padded", "deduplicated", "ragged", "capacity"])
+def test_in_few_bits_what_goes_to_experts_has_half_of_the_bytes_and_a_scale_for_each_row(name):
+    """Of all bytes of rows, there and back, forward and backward, two of four parts are halved."""
+    overrides = (*MIXTRAL, "target=v5p-128", "mesh.fsdp=16", "mesh.expert=4", f"parallel.experts={name}")
+    types = ("precision.dispatch=fp8", "precision.dispatch_gradients=fp8_e5m2")
+    whole, few = (plan_as_declared(*overrides, *more).operation("experts").chosen for more in ((), types))
+    before, after = (sum(each.count * each.bytes_each for each in one.collectives) for one in (whole, few))
+    assert 0.74 < after / before < 0.77
+    assert "tokens in fp8, gradients of results in fp8_e5m2" in few.what
+    assert few.cost is None or few.cost.value <= whole.cost.value  # capacity, which nothing is compared with
 
 
 @pytest.fixture(scope="module")
