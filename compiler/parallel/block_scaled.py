@@ -30,7 +30,7 @@ from ..sharding.arrays import OpSite
 from ..spec.target_names import kinds_of_capability
 from ..target.target import TargetPlan
 from .operation import OpInputs
-from .quantized import Arithmetic
+from .quantized import GRADIENT, INPUT, WEIGHT, Arithmetic
 
 BLACKWELL = (10, 0)  # the compute capability from which on XLA calls cuDNN's kernel, else it decodes both operands
 _TARGET = "__op$block_scaled_dot"
@@ -43,14 +43,15 @@ def block_scaled_matmul(arithmetic: Arithmetic, x: Array, weight: Array, *, subs
     of_x, of_weight = operands.split(",")
     tokens, weights = arithmetic.forward.of_matrix(), arithmetic.forward.of_matrix(is_weight=True)
     gradients = arithmetic.gradients.of_matrix() if arithmetic.gradients else None
-    product = partial(_product, arithmetic.emulated)
+    product = partial(_product, arithmetic)
 
     def plain(x: Array, weight: Array) -> Array:
-        return product((tokens, weights), x, weight, subscripts, x.dtype)
+        return product({INPUT: tokens, WEIGHT: weights}, x, weight, subscripts, x.dtype)
 
     def backward(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
         x, weight = residuals
-        of_dx, of_dw = ((gradients, weights), (gradients, tokens)) if gradients else (None, None)
+        of_dx = {GRADIENT: gradients, WEIGHT: weights} if gradients else None
+        of_dw = {GRADIENT: gradients, INPUT: tokens} if gradients else None
         dx = product(of_dx, gradient, weight, f"{of_y},{of_weight}->{of_x}", x.dtype)
         dw = product(of_dw, gradient, x, f"{of_y},{of_x}->{of_weight}", weight.dtype)
         return dx, dw
@@ -61,10 +62,10 @@ def block_scaled_matmul(arithmetic: Arithmetic, x: Array, weight: Array, *, subs
 
 
 def _product(
-    emulated: bool, formats: tuple[BlockFormat, ...] | None, a: Array, b: Array, subscripts: str, dtype: Any
+    arithmetic: Arithmetic, formats: Mapping[str, BlockFormat] | None, a: Array, b: Array, subscripts: str, dtype: Any
 ) -> Array:
-    """Returns a sum of products, as `jnp.einsum` writes it. formats: of the operands; None: they are multiplied as they
-    are. emulated: decoded, and multiplied in float32."""
+    """Returns a sum of products, as `jnp.einsum` writes it. formats: of both operands, by their names; None: they are
+    multiplied as they are."""
     if formats is None:
         return jnp.einsum(subscripts, a, b, preferred_element_type=dtype)
     operands, result = subscripts.split("->")
@@ -72,7 +73,7 @@ def _product(
     summed = "".join(letter for letter in of_a if letter in of_b)
     rows, columns = ("".join(letter for letter in of if letter not in summed) for of in (of_a, of_b))
     matrices = (_matrix(a, of_a, rows, summed), _matrix(b, of_b, columns, summed))
-    y = _multiplied(emulated, formats, matrices, dtype)
+    y = _multiplied(arithmetic, formats, matrices, dtype)
     sizes = dict(zip(of_a + of_b, a.shape + b.shape, strict=True))
     made = rows + columns
     return jnp.transpose(y.reshape([sizes[letter] for letter in made]), [made.index(letter) for letter in result])
@@ -84,10 +85,14 @@ def _matrix(x: Array, letters: str, kept: str, summed: str) -> Array:
     return ordered.reshape(math.prod(ordered.shape[: len(kept)]), -1)
 
 
-def _multiplied(emulated: bool, formats: Sequence[BlockFormat], matrices: Sequence[Array], dtype: Any) -> Array:
-    """Returns (m, k) times (n, k): (m, n)."""
-    encoded = [format.encode(matrix) for format, matrix in zip(formats, matrices, strict=True)]
-    if emulated:
+def _multiplied(
+    arithmetic: Arithmetic, named: Mapping[str, BlockFormat], matrices: Sequence[Array], dtype: Any
+) -> Array:
+    """Returns (m, k) times (n, k): (m, n). named: the formats of both, by the names of the operands."""
+    formats = list(named.values())
+    pairs = zip(named.items(), matrices, strict=True)
+    encoded = [arithmetic.encoded(operand, format.encode(matrix)) for (operand, format), matrix in pairs]
+    if arithmetic.emulated:  # decoded, and multiplied in float32
         a, b = (format.decode(each) for format, each in zip(formats, encoded, strict=True))
         return jnp.dot(a, b.T, preferred_element_type=jnp.float32).astype(dtype)
     batch = {"lhs_batch_dimensions": [0], "rhs_batch_dimensions": [0]}

@@ -29,6 +29,7 @@ from ..formats.block import ELEMENTS, SCALES, EncodedArray
 from ..formats.element import element_formats
 from ..formats.operands import OperandFormat
 
+INPUT, WEIGHT, GRADIENT = "input", "weight", "gradient"  # the operands of a site's three products
 Dot = Callable[..., Array]  # (elements of x, elements of a weight, subscripts, result's type) -> products summed
 SplitBy = Mapping[str, Axes]  # the mesh axes that split a dimension by hand, by its letter
 
@@ -39,7 +40,8 @@ class Arithmetic:
     in the backward pass; None: that is computed with x and the weight as they are. rounds_at_random: whether that
     gradient is rounded up or down at random. emulated: elements are decoded, and multiplied in float32. tokens: the
     mesh axes over which the tokens of x are split. result_spec, gradient_spec: the layouts of the result and of the
-    gradient of x over the axes of XLA's partitioner; None: it has none."""
+    gradient of x over the axes of XLA's partitioner; None: it has none. watch: is given each operand's name and its
+    scales while they are traced (overflow.py); None: nothing watches."""
 
     forward: OperandFormat
     gradients: OperandFormat | None
@@ -48,6 +50,13 @@ class Arithmetic:
     tokens: Axes
     result_spec: PartitionSpec | None = None
     gradient_spec: PartitionSpec | None = None
+    watch: Callable[[str, Array], None] | None = None
+
+    def encoded(self, operand: str, encoded: EncodedArray) -> EncodedArray:
+        """Returns an operand as it was encoded. operand: INPUT, WEIGHT or GRADIENT."""
+        if self.watch:
+            self.watch(operand, encoded[SCALES])
+        return encoded
 
     @property
     def how(self) -> str:
@@ -248,8 +257,10 @@ class _Product:
         axes = self._axes(spans)
         over = (lambda amax: jax.lax.pmax(amax, axes)) if axes else (lambda amax: amax)
         key = self._key(x, product) if is_gradient and self.arithmetic.rounds_at_random else None
+        operand = GRADIENT if is_gradient else WEIGHT if letters == self.letters.weight else INPUT
         with jax.named_scope(encoding_scope(of.name)):
-            return format.encode(x, key=key, over_devices=over, scales=scales)
+            encoded = format.encode(x, key=key, over_devices=over, scales=scales)
+        return self.arithmetic.encoded(operand, encoded)
 
     def _axes(self, letters: Iterable[str]) -> Axes:
         """Returns the mesh axes that split any of these dimensions."""

@@ -183,13 +183,16 @@ class NonFinite(Exception):
     what: str
     position: dict[str, Any] | None
 
-    def failure(self, saved: int | None, documents: Callable[[Mapping[str, Any]], str]) -> RunFailed:
+    def failure(
+        self, saved: int | None, documents: Callable[[Mapping[str, Any]], str], *, may_count: bool
+    ) -> RunFailed:
         """Returns the error that ends the run. saved: the step of the last good checkpoint. documents: describes the
-        documents of a batch."""
+        documents of a batch. may_count: whether matmuls have scales that a replay would count."""
         where = self.position
         batch = f"; its batch, {json.dumps(where)} in the data, has {documents(where)}" if where is not None else ""
         good = "no checkpoint was saved" if saved is None else f"the last good checkpoint is {saved}"
         fix = "lower optimizer.learning_rate, raise schedule.num_warmup_steps, or try on_nonfinite=skip or precision=float32"  # noqa: E501
+        fix += "; on_nonfinite=replay names the matmuls whose scales overflow" if may_count else ""
         return RunFailed(Problem(f"step {self.step}", f"{self.what}{batch}; {good}", fix), NONFINITE)
 
 

@@ -9,11 +9,12 @@ The state before a step is not donated to it, so two states are in memory. The h
 dispatches the next.
 """
 
+import json
 import socket
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, Self
 
@@ -26,7 +27,8 @@ from meshloom.compiler.core.errors import Problem
 from meshloom.compiler.core.format import human_names
 from meshloom.compiler.core.partition_spec import axes_in
 from meshloom.compiler.core.trees import leaves_by_path
-from meshloom.compiler.step.train_step import LOSS_BY_SHARD
+from meshloom.compiler.parallel.overflow import OverflowCounts, describe_overflows
+from meshloom.compiler.step.train_step import LOSS_BY_SHARD, build_train_step
 
 from ..compile.run_programs import mesh_of
 from ..core.failures import FAULTY, RunFailed
@@ -101,6 +103,8 @@ class Replay(Observer):
                     del after, metrics  # before they are made again: the memory holds two states
                     after, metrics = take(state, batch, step, position)
                     results.append(self._result(after, metrics))
+                if len(results) == 2 and self._counts_overflows and not (isfinite(loss) and isfinite(norm)):
+                    suspicion = f"{suspicion}; {self._overflows(state, batch, step)}"
                 self._judge(results, step, position, suspicion)
                 if is_check:
                     self._compare_replicas(step, results[-1])
@@ -124,6 +128,22 @@ class Replay(Observer):
         times = loss / statistics.median(self._losses)
         told = f"the loss is {loss:.4g}, {times:.2g} times what it was"
         return told if times > self._spec.replay.spike_factor else None
+
+    @property
+    def _counts_overflows(self) -> bool:
+        """Returns True if matmuls have scales, which may overflow."""
+        return any(each.precision and each.precision.arithmetic for each in self._plan.operations)
+
+    def _overflows(self, state: Any, batch: dict[str, jax.Array], step: int) -> str:
+        """Returns a sentence on the scales of matmuls that overflow in a step, by a program that counts them."""
+        counts = OverflowCounts()
+        plan = replace(self._plan, operations=counts.watched(self._plan.operations))
+        train_step = build_train_step(plan)
+        with jax.set_mesh(self._mesh):
+            jax.block_until_ready(jax.jit(lambda *step: train_step(*step)[1])(state, batch))
+        jax.effects_barrier()
+        every = self._run.processes.gather(f"overflows/{step}", json.dumps(vars(counts)))
+        return describe_overflows(list(map(json.loads, every)), [each.site.path for each in plan.operations])
 
     def _result(self, after: Any, metrics: Any) -> Result:
         with jax.set_mesh(self._mesh):

@@ -40,11 +40,12 @@ class Faulty:
 def taking_steps(faults: dict[int, Any], tokens: np.ndarray, *, overrides: tuple[str, ...] = ()) -> tuple[Any, ...]:
     """Returns what takes a step, the programs, what is said, the first state and a batch."""
     plan = plan_of(*DECLARED, *overrides)
-    of_programs = (text for text in overrides if text.startswith("optimizer"))  # others change no program
+    of_programs = (text for text in overrides if text.startswith(("optimizer", "precision")))  # others change none
     programs, said = programs_of(plan_of(*DECLARED, *of_programs)), list[Any]()
     faulty = Faulty(programs, faults)
     run: Any = SimpleNamespace(
-        plan=plan, spec=plan.spec, processes=SimpleNamespace(hosts=("here",)), warn=said.append,
+        plan=plan, spec=plan.spec, warn=said.append,
+        processes=SimpleNamespace(hosts=("here",), gather=lambda _, text: [text]),
         documents=lambda position, rows: f"rows {list(rows)} of {position}",
     )  # fmt: skip
     take_step = Replay(run).around_step(lambda state, batch, *_: faulty.train(state, batch))
@@ -116,6 +117,20 @@ def test_the_same_again_is_the_data_or_the_model_and_its_rows_are_named(tokens):
     (problem,) = said
     assert "the data or the model" in problem.what
     assert problem.fix == "look at rows [6, 7] of {'next_batch': 7}"  # 16 rows over 8 shards
+
+
+@pytest.mark.ci
+def test_the_matmul_whose_scale_overflowed_is_named(tokens):
+    """A weight of the first layer is so large that its product is infinite."""
+    few = ("precision.matmuls=[{match:null,forward:fp8,gradients:fp8_e5m2}]", "precision.emulate=true")
+    take_step, programs, said, state, batch = taking_steps({}, tokens, overrides=few)
+    kernel = state["params"]["layers"]["kernel_EM"]
+    with jax.set_mesh(mesh_of(plan_of(*DECLARED))):
+        state["params"]["layers"]["kernel_EM"] = jax.device_put(kernel.at[0].set(3e38), kernel.sharding)
+    take_step(state, batch, 1, {})
+    assert programs.num_runs == 2
+    (problem,) = said
+    assert "; scales overflowed: input of layers/residual (" in problem.what
 
 
 def test_a_spike_that_comes_twice_is_kept(tokens):
