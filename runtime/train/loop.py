@@ -41,6 +41,8 @@ MORE_ROOM = (
     "raise moe.max_imbalance (null: room for any imbalance), or moe.capacity_factor with parallel.experts=capacity; "
     "metrics.jsonl has the share of each step"
 )
+FIX = "lower optimizer.learning_rate, raise schedule.num_warmup_steps, or try on_nonfinite=skip or precision=float32"
+COUNTS = "on_nonfinite=replay names the matmuls whose scales overflow"
 
 
 @dataclass(frozen=True)
@@ -177,23 +179,20 @@ class Due:
 @dataclass  # not frozen: contextlib sets the traceback of what passes through it
 class NonFinite(Exception):
     """Training cannot continue. step: the step that showed it. position: the place of its batch in the data; None if
-    the batch is not to blame."""
+    the batch is not to blame. fix: what may help."""
 
     step: int
     what: str
     position: dict[str, Any] | None
+    fix: str = FIX
 
-    def failure(
-        self, saved: int | None, documents: Callable[[Mapping[str, Any]], str], *, may_count: bool
-    ) -> RunFailed:
+    def failure(self, saved: int | None, documents: Callable[[Mapping[str, Any]], str]) -> RunFailed:
         """Returns the error that ends the run. saved: the step of the last good checkpoint. documents: describes the
-        documents of a batch. may_count: whether matmuls have scales that a replay would count."""
+        documents of a batch."""
         where = self.position
         batch = f"; its batch, {json.dumps(where)} in the data, has {documents(where)}" if where is not None else ""
         good = "no checkpoint was saved" if saved is None else f"the last good checkpoint is {saved}"
-        fix = "lower optimizer.learning_rate, raise schedule.num_warmup_steps, or try on_nonfinite=skip or precision=float32"  # noqa: E501
-        fix += "; on_nonfinite=replay names the matmuls whose scales overflow" if may_count else ""
-        return RunFailed(Problem(f"step {self.step}", f"{self.what}{batch}; {good}", fix), NONFINITE)
+        return RunFailed(Problem(f"step {self.step}", f"{self.what}{batch}; {good}", self.fix), NONFINITE)
 
 
 class SkipCounter:
@@ -201,6 +200,9 @@ class SkipCounter:
 
     def __init__(self, spec: RunSpec):
         self._num_allowed, self._num_in_a_row = spec.num_skips_allowed if spec.may_skip else 0, 0
+        has_scales = any(each.forward for each in spec.precision.matmuls)
+        replay_counts = has_scales and spec.precision.loss_scale is None and spec.on_nonfinite != "replay"
+        self._fix = f"{FIX}; {COUNTS}" if replay_counts else FIX
 
     def count(self, metrics: Metrics, position: dict[str, Any], *, is_finite: bool) -> None:
         """Counts a step. Raises NonFinite if it is not finite and no more steps may be skipped."""
@@ -210,7 +212,7 @@ class SkipCounter:
             if self._num_allowed:
                 before = "step before it was" if self._num_allowed == 1 else f"{self._num_allowed} steps before it were"
                 what += f", and the {before} skipped for the like"
-            raise NonFinite(metrics.step, what, position)
+            raise NonFinite(metrics.step, what, position, self._fix)
 
 
 class TokenWarning(Observer):

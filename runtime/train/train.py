@@ -236,8 +236,7 @@ def _run(
                 step = loop.run(started.state, started.step, started.num_tokens)
             except NonFinite as error:
                 checkpoints.wait()
-                may_count = bool(plan.spec.precision.matmuls) and plan.spec.on_nonfinite != "replay"
-                raise error.failure(checkpoints.latest_step, run.documents, may_count=may_count) from error
+                raise error.failure(checkpoints.latest_step, run.documents) from error
         with watch.spending("save"):
             checkpoints.wait()
         return EndedRun(step, checkpoints.latest_step, loop.latest_eval_loss)

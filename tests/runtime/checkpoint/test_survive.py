@@ -35,6 +35,7 @@ QUICK = (
 SAVING = ("checkpoint.every_num_steps=2",)
 NUM_KILLS = 20
 HERE = (*QUICK, "compilation_cache=null")  # JAX opens one cache for the life of a process
+NAN_STEP = Metrics(1, float("nan"), None, 1.0, 0.1, True, 1.0, 1.0, 0.0, 1, None, 1, 0.0, NOTHING)
 KILLED = (*QUICK, "num_steps=300", "checkpoint.every_num_steps=5", "evaluation.every_num_steps=50")
 
 
@@ -269,13 +270,11 @@ def test_skipped_steps_are_told_and_only_so_many_allowed(tmp_path):
 
 
 def test_skips_are_counted_one_after_the_other():
-    step = Metrics(1, float("nan"), None, 1.0, 0.1, True, 1.0, 1.0, 0.0, 1, None, 1, 0.0, NOTHING)
-
     def refused_at(on_nonfinite: str, *are_finite: bool) -> int | None:
         skips = SkipCounter(spec_of(f"on_nonfinite={on_nonfinite}", "num_skips_allowed=2"))
         for number, is_finite in enumerate(are_finite):
             try:
-                skips.count(step, {}, is_finite=is_finite)
+                skips.count(NAN_STEP, {}, is_finite=is_finite)
             except NonFinite:
                 return number
         return None
@@ -283,6 +282,22 @@ def test_skips_are_counted_one_after_the_other():
     assert refused_at("skip", False, False, True, False, False, True) is None
     assert refused_at("skip", False, True, False, False, False) == 4
     assert refused_at("stop", True, False) == 1
+
+
+@pytest.mark.parametrize(("declared", "suggests"), [
+    (("precision=fp8",), True),
+    (("precision=fp8", "on_nonfinite=skip"), True),
+    (("precision=fp8", "on_nonfinite=replay"), False),  # it did count
+    (("precision=bfloat16",), False),
+    (("precision=fp8", "precision.matmuls=[{match:null,forward:null,gradients:null,gather:fp8}]"), False),
+    (("precision=float16", "precision.matmuls=[{match:null,forward:fp8,gradients:null}]"), False),  # skips it
+])  # fmt: skip
+def test_a_run_that_stops_suggests_a_replay_only_if_it_would_count_overflows(declared, suggests):
+    skips = SkipCounter(spec_of("precision.emulate=true", "num_skips_allowed=0", *declared))
+    with pytest.raises(NonFinite) as error:
+        skips.count(NAN_STEP, {}, is_finite=False)
+    (problem,) = error.value.failure(None, str).problems
+    assert ("on_nonfinite=replay" in problem.fix) == suggests
 
 
 @pytest.mark.ci
