@@ -233,9 +233,9 @@ class _Rules:
 
     def device_orders(self, sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
         """Returns the orders of devices of a mesh: one of those that place it in the same way, and those with the
-        nearest axis as a block of chips."""
+        nearest axis as a block of chips. Of the declared one alone there may be such blocks, too."""
         if self.spec.tune.device_orders == "declared":
-            return [self.spec.device_order]
+            return [self.spec.device_order, *self._in_scattered_blocks(sizes)]
         used = [axis for axis, size in sizes.items() if size > 1]
         found: dict[str, tuple[str, ...]] = {}
         for order in permutations(used):
@@ -248,6 +248,15 @@ class _Rules:
                 in_block = (f"{order[0]}:{'x'.join(map(str, block))}", *order[1:])
                 found.setdefault(str(plan_placement(sizes, self.target, in_block).describe()), in_block)
         return list(found.values())
+
+    def _in_scattered_blocks(self, sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+        """Returns the orders in which an axis that splits sequences is a block of chips over which gradients stay
+        reduce-scattered, where no order is declared and the compiler has such blocks."""
+        block = self.target.compiler.scattered_block
+        if not block or self.spec.device_order or self.target.num_devices <= math.prod(block):
+            return []
+        axes = plan_roles(self.spec.sharding, sizes).sequence
+        return [(f"{axis}:{'x'.join(map(str, block))}",) for axis in axes if sizes[axis] == math.prod(block)]
 
     def arrays_of(self, num_microbatches: int) -> Arrays:
         if num_microbatches not in self.arrays:
@@ -280,7 +289,8 @@ def _candidate(
     declared = (each for each in layout.operations if each.op.is_declared)
     strategies = tuple((each.op.kind, each.site.path, each.chosen.name) for each in declared)
     axes = {f"mesh.{axis}": layout.mesh.sizes[axis] for axis in variant.axes}
-    placed = {"device_order": f"[{','.join(device_order)}]"} if variant.spec.tune.device_orders == "all" else {}
+    is_searched = variant.spec.tune.device_orders == "all" or device_order != variant.spec.device_order
+    placed = {"device_order": f"[{','.join(device_order)}]"} if is_searched else {}
     values = {**dict(variant.choices), **axes, **placed, "num_microbatches": num_microbatches}
     return MeshCandidate(
         overrides=tuple(f"{key}={value}" for key, value in values.items()),

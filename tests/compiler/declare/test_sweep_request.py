@@ -18,7 +18,7 @@ def read(*overrides: str) -> SweepRequest:
         ("seed=choice(3,4)", [3, 4]),
         ("seed=range(0,5,2)", [0, 2, 4]),
         ("remat=none,full", ["none", "full"]),
-        ("precision=glob(bfloat16*)", ["bfloat16", "bfloat16_params", "bfloat16_pure"]),
+        ("precision=glob(bfloat16*)", ["bfloat16", "bfloat16_params", "bfloat16_pure", "bfloat16_sums"]),
         ("model=glob(mixtral*,exclude=*8x22b)", ["mixtral_8x7b"]),
         ("+hydra.sweeper.params.seed='1,2'", [1, 2]),
         ("hydra.sweeper.params.seed='range(1,3)'", [1, 2]),

@@ -129,6 +129,21 @@ def test_the_nearest_axis_is_also_tried_as_a_block_of_chips():
     assert plan_run(one.spec()).mesh.placement.describe() == one.mesh.placement.describe()
 
 
+def test_blocks_over_which_gradients_stay_scattered_are_tried_without_being_asked_for():
+    """On v5e gradients over more than 4 x 4 chips are all-reduced (docs/results/overlap.md)."""
+    words = ("tune.mesh={tensor: [1]}", "tune.microbatches=[1]", "model.embed_dim=512", "global_batch_size=64")
+    blocks = {("fsdp:4x4",), ("replica:4x4",)}
+    for target, found in (("v5e-64", blocks), ("v5e-16", set()), ("v6e-64", set())):
+        candidates, _ = find_candidates([_variant(f"target={target}", *words)])
+        assert {one.device_order for one in candidates} == {(), *found}
+    declared, _ = find_candidates([_variant("target=v5e-64", "device_order=[fsdp]", *words)])
+    assert {one.device_order for one in declared} == {("fsdp",)}
+    candidates, _ = find_candidates([_variant("target=v5e-64", *words)])
+    one = next(one for one in candidates if one.device_order == ("fsdp:4x4",))
+    assert "device_order=[fsdp:4x4]" in one.overrides
+    assert one.mesh.placement.describe()["fsdp"] == "ICI x (4 of 8) x ICI y (4 of 8)"
+
+
 def test_a_variant_whose_speed_is_not_known_is_refused_and_the_others_are_not():
     found, refused = find_candidates([_variant("precision=float32"), _variant()])
     assert found
