@@ -51,30 +51,17 @@ class Row:
                 f"sequence_length={self.length}", *SPACE)  # fmt: skip
 
 
-ROWS = (
+ROWS = (  # each kind of chip, and each size of model on a TPU and a GPU
     Row("llama3_8b", "v5e-256", 512, 8192),
     Row("llama3_8b", "v5p-128", 256, 8192),
     Row("llama3_8b", "v6e-64", 256, 8192),
     Row("llama3_8b", "h100-64", 256, 8192),
     Row("llama3_8b", "tpu7x-128", 256, 8192),
-    Row("llama2_7b", "v5e-64", 256, 4096),
-    Row("llama2_7b", "v5p-64", 256, 4096),
-    Row("llama2_7b", "v6e-256", 1024, 4096),
-    Row("qwen3_8b", "v6e-256", 1024, 4096),
-    Row("qwen3_8b", "h100-128", 512, 4096),
-    Row("gemma2_9b", "v5p-128", 256, 8192),
     Row("gemma2_9b", "v6e-64", 128, 8192),
-    Row("llama2_70b", "v5p-256", 256, 4096),
-    Row("llama2_70b", "v6e-256", 512, 4096),
-    Row("llama2_70b", "v5e-256", 256, 4096),
-    Row("llama3_70b", "v5p-512", 512, 4096),
     Row("llama3_70b", "v6e-256", 512, 4096),
     Row("llama3_70b", "h100-256", 512, 8192),
-    Row("llama3_70b", "h100-512", 1024, 4096),
-    Row("llama3_70b", "tpu7x-256", 512, 8192),
-    Row("llama3_405b", "v5p-2048", 2048, 8192),
-    Row("llama3_405b", "h100-1024", 1024, 8192),
     Row("llama3_405b", "tpu7x-1024", 1024, 8192),
+    Row("llama3_405b", "h100-1024", 1024, 8192),
 )
 
 
@@ -145,8 +132,8 @@ def facts_of(report: dict[str, Any]) -> dict[str, Any]:
 
 def table(kept: Rows) -> str:
     columns = (
-        "model, target, batch", "candidates", "the first", "GiB estimated", "compiled", "fits",
-        "too large: GiB estimated", "compiled",
+        "model, target, batch", "candidates", "the first", "step estimated", "compiled", "GiB estimated", "compiled",
+        "fits", "too large: GiB estimated", "compiled",
     )  # fmt: skip
     return markdown(columns, (_cells(row, kept[row.overrides], kept) for row in ROWS if row.overrides in kept))
 
@@ -161,6 +148,8 @@ def _cells(row: Row, answer: Facts, kept: Rows) -> list[str]:
         row.name,
         f"{answer['num_candidates']:,}",
         f"`{chosen}`",
+        _seconds(first["compute_seconds"] + sum(first["exposed_seconds"].values())),
+        _seconds(own["predicted_seconds"]) if own else "",
         gib(first["peak_bytes"]),
         _gib(own, per_chip),
         "" if own is None else "yes" if own["fits"] else "no",
@@ -177,6 +166,10 @@ def _short(text: str) -> str:
 
 def _gib(compiled: dict[str, Any] | None, per_chip: int) -> str:
     return gib(compiled["peak_bytes"] / per_chip) if compiled and compiled["peak_bytes"] else ""
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s"
 
 
 def main() -> int:
