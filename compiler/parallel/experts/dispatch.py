@@ -28,7 +28,7 @@ devices x C.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -144,7 +144,8 @@ def dispatch_ragged(
 
     places, route = TokenPlaces(order_R // ids_NK.shape[1], place_NK), RaggedRoute(there, back, from_R)
     transfer = ragged(experts.axis, ids_NK.size, rows, types)
-    weights_R = _taken(experts.axis, _weights_sent(weights_NK, order_R, place_NK), from_R, there_R)
+    sent_R = _weights_sent(weights_NK, order_R, place_NK)
+    weights_R = cast(Array, _taken(experts.axis, sent_R, from_R, there_R))
     y_RE = run(dispatched(transfer, x_NE, places, route), fits_nLn[me].sum(1), weights_R)
     num_dropped = jnp.sum(sizes_nLn[:, :, me] - fits_nLn[:, :, me]).astype(jnp.float32)
     return returned(transfer, y_RE, places, route), num_dropped

@@ -12,7 +12,7 @@ copied to its places, so that copies and transfers move elements.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -57,24 +57,32 @@ class TokenPlaces(NamedTuple):
     place_NK: Array
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dispatched(transfer: RowTransfer, x_NE: Array, places: TokenPlaces | None, route: Any) -> Array:
     """Returns the rows that arrive of all devices. places: in the sender's buffer; None: tokens go as they lie."""
+    return cast(Array, _dispatched(transfer, x_NE, places, route))
+
+
+def returned(transfer: RowTransfer, y_RE: Array, places: TokenPlaces | None, route: Any) -> Array:
+    """Returns what the experts of all devices made of each token, added up."""
+    return cast(Array, _returned(transfer, y_RE, places, route))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dispatched(transfer: RowTransfer, x_NE: Array, places: TokenPlaces | None, route: Any) -> Array:
     return _to_experts(transfer, transfer.types.tokens, x_NE, places, route)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def returned(transfer: RowTransfer, y_RE: Array, places: TokenPlaces | None, route: Any) -> Array:
-    """Returns what the experts of all devices made of each token, added up."""
+def _returned(transfer: RowTransfer, y_RE: Array, places: TokenPlaces | None, route: Any) -> Array:
     return _from_experts(transfer, y_RE, places, route)
 
 
-dispatched.defvjp(
-    lambda transfer, x, places, route: (dispatched(transfer, x, places, route), (places, route)),
+_dispatched.defvjp(
+    lambda transfer, x, places, route: (_dispatched(transfer, x, places, route), (places, route)),
     lambda transfer, saved, g: (_from_experts(transfer, g, *saved), None, None),
 )
-returned.defvjp(
-    lambda transfer, y, places, route: (returned(transfer, y, places, route), (places, route)),
+_returned.defvjp(
+    lambda transfer, y, places, route: (_returned(transfer, y, places, route), (places, route)),
     lambda transfer, saved, g: (_to_experts(transfer, transfer.types.gradients, g, *saved), None, None),
 )
 

@@ -107,7 +107,9 @@ def test_in_few_bits_what_goes_to_experts_has_half_of_the_bytes_and_a_scale_for_
     before, after = (sum(each.count * each.bytes_each for each in one.collectives) for one in (whole, few))
     assert 0.74 < after / before < 0.77
     assert "tokens in fp8, gradients of results in fp8_e5m2" in few.what
-    assert few.cost is None or few.cost.value <= whole.cost.value  # capacity, which nothing is compared with
+    assert (few.cost is None) == (whole.cost is None)
+    if few.cost and whole.cost:  # capacity has none: nothing is compared with it
+        assert few.cost.value <= whole.cost.value
 
 
 @pytest.fixture(scope="module")
