@@ -12,9 +12,9 @@ ComputeType = Literal["float32", "bfloat16", "float16"]  # in which a model comp
 ExportType = Literal["bfloat16", "float16", "float32"]  # in which weights are written for others
 MomentType = Literal["float32", "bfloat16", "int8", "float8"]  # of an optimizer's moments (compiler/optim/moments.py)
 ScaleType = Literal["float32", "bfloat16", "power_of_two", "power_of_two_above"]  # of blocks (compiler/formats)
-PeakType = Literal["float32", "bfloat16", "float16", "int8", "float8"]  # for which chips have a peak of FLOP/s
+PeakType = Literal["float32", "bfloat16", "float16", "int8", "float8", "float4"]  # that chips have a peak for
 
-FEW_BITS = frozenset[PeakType]({"int8", "float8"})
+FEW_BITS = frozenset[PeakType]({"int8", "float8", "float4"})
 
 XLA_NAMES = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 NARROW = {name: XLA_NAMES[name] for name in ("bfloat16", "float16")}  # half of the bytes of float32
@@ -34,7 +34,11 @@ def peak_name(dtype: str) -> PeakType:
     """Returns the name of the peak of a type, by XLA's name or NumPy's: bf16 -> bfloat16, f8e4m3fn -> float8."""
     name = numpy_name(dtype)
     known = next((peak for peak in get_args(PeakType) if name == peak), None)
-    return known or ("float8" if name.startswith("float8") else "int8" if name == "uint8" else "float32")
+    if known is not None:
+        return known
+    if name.startswith("float4"):
+        return "float4"
+    return "float8" if name.startswith("float8") else "int8" if name == "uint8" else "float32"
 
 
 def num_bits(dtype: Any) -> int:

@@ -20,6 +20,7 @@ from .element import element_formats
 
 ELEMENTS, SCALES = "elements", "scales"
 _POWER_OF_TWO = "float8_e8m0fnu"  # an exponent of 8 bits, no sign and no digits
+OverDevices = Callable[[Array], Array]  # largest magnitudes of this device -> of all that have parts of the same
 EncodedArray = dict[str, Any]  # ELEMENTS: an array. SCALES: an array, or, quantized twice, an EncodedArray
 
 
@@ -65,17 +66,20 @@ class BlockFormat:
 
     def encode(
         self, x: Array, *, key: Array | None = None, scales: Any = None,
-        over_devices: Callable[[Array], Array] = lambda amax: amax,
+        over_devices: OverDevices = lambda amax: amax, scales_over_devices: OverDevices = lambda amax: amax,
     ) -> EncodedArray:  # fmt: skip
         """Returns an array as elements and scales.
 
         key: of a stochastic rounding. over_devices: makes of the largest magnitudes of this device's blocks those of
-        blocks that several devices have parts of (`pmax`). scales: as an earlier encoding of the array stored them;
-        None: they are made. A block that holds a number which is not finite is decoded as NaN.
+        blocks that several devices have parts of (`pmax`). scales_over_devices: the same, of what scales share that are
+        quantized in turn. scales: as an earlier encoding of the array stored them; None: they are made. A block that
+        holds a number which is not finite is decoded as NaN.
         """
         element, blocks = element_formats()[self.element], self._in_blocks(x.astype(jnp.float32))
         within = tuple(range(1, blocks.ndim, 2))
-        stored = self._stored(self._scales(over_devices(_largest(blocks, within)))) if scales is None else scales
+        stored = scales
+        if scales is None:
+            stored = self._stored(self._scales(over_devices(_largest(blocks, within))), scales_over_devices)
         scales = self._read(stored)  # values are made with the scales that they are read with
         divisor = jnp.where(scales > 0, scales, 1.0)
         values = element.encode(blocks / jnp.expand_dims(divisor, within), key)
@@ -108,9 +112,9 @@ class BlockFormat:
     def _scale_dtype(self) -> str:
         return _POWER_OF_TWO if self.has_powers_of_two else self.scale
 
-    def _stored(self, scales: Array) -> Any:
+    def _stored(self, scales: Array, over_devices: OverDevices) -> Any:
         if self.scales_format:
-            return self.scales_format.encode(scales)
+            return self.scales_format.encode(scales, over_devices=over_devices)
         return scales.astype(self._scale_dtype)
 
     def _read(self, stored: Any) -> Array:

@@ -46,7 +46,13 @@ class OperandFormat:
         element = "" if self.element == self.name else f"{self.element}, "
         length = f" of {self.blocks.block[-1]}" if self.blocks else ""
         of_weights = f", {' x '.join(map(str, self.weight_blocks.block))} of weights" if self.weight_blocks else ""
-        return f"{self.name} ({element}a scale for each {self.scales}{length}{of_weights})"
+        shared = ", which share one" if self.has_shared_scale else ""
+        return f"{self.name} ({element}a scale for each {self.scales}{length}{shared}{of_weights})"
+
+    @property
+    def has_shared_scale(self) -> bool:
+        """Returns True where the scales of blocks share one in float32, of the whole operand."""
+        return self.blocks is not None and self.blocks.scales_format is not None
 
     def of_matrix(self, *, is_weight: bool = False) -> BlockFormat:
         """Returns the format of a matrix of (rows, what is summed), of a type with a scale for each block."""
@@ -81,6 +87,9 @@ register_operand(OperandFormat("fp8_rowwise", "float8_e4m3fn", "channel"))  # fo
 register_operand(OperandFormat("int8", "int8", "channel"))
 MX_BLOCKS = BlockFormat("float8_e4m3fn", (1, 32), "power_of_two")  # OCP Microscaling Formats 1.0, section 5.2
 register_operand(OperandFormat("mxfp8", "float8_e4m3fn", "block", MX_BLOCKS))
+# Scales of 16 in float8_e4m3fn, which share one in float32: NVIDIA 2025, arXiv:2509.25149, appendix B.
+NV_BLOCKS = BlockFormat("float4_e2m1fn", (1, 16), scales_format=per_tensor("float8_e4m3fn"))
+register_operand(OperandFormat("nvfp4", "float4_e2m1fn", "block", NV_BLOCKS))
 
 
 def _in_tiles(name: str, scale: ScaleType) -> OperandFormat:

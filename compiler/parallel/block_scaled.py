@@ -1,13 +1,16 @@
-"""Matmuls of operands in blocks that share a scale along what is summed: 32 entries (OCP Microscaling Formats 1.0), or
-128, and 128 x 128 of a weight (DeepSeek-V3, arXiv:2412.19437).
+"""Matmuls of operands in blocks that share a scale along what is summed: 32 entries (OCP Microscaling Formats 1.0), 16
+(NVIDIA, arXiv:2509.25149), or 128, and 128 x 128 of a weight (DeepSeek-V3, arXiv:2412.19437).
 
     y[m, n]  =  sum over blocks b of  sx[m, b] sw[n, b]  sum over k in b of  qx[m, k] qw[n, k]
 
 Such scales cannot be taken out of the sum: XLA's block-scaled dot multiplies them with the elements, by cuDNN's kernel
-on GPUs that have it. It takes one byte for each 32 entries, a power of two, so larger blocks repeat theirs, and those
-with scales in float32 can only be emulated: decoded, then multiplied and summed in float32. Each of a site's three
-products sums over other dimensions, so each encodes both of its operands, as matrices with what is summed last. A block
-is within one device's tokens, so that no maxima are reduced.
+on GPUs that have it. Of float8 it takes one byte for each 32 entries, a power of two, so larger blocks repeat theirs,
+and those with scales in float32 can only be emulated: decoded, then multiplied and summed in float32. Each of a site's
+three products sums over other dimensions, so each encodes both of its operands, as matrices with what is summed last. A
+block is within one device's tokens, so that its scale needs no other device.
+
+Scales of 16 entries in float8 share one in float32, of the whole operand, which is taken out of the sum. Of an operand
+that tokens split, it comes from the largest magnitude on all devices, so that all of them encode alike.
 """
 
 import json
@@ -24,7 +27,7 @@ from ..core.errors import Problem
 from ..core.float_types import XLA_NAMES
 from ..core.kernels import KernelCall, KernelCost
 from ..core.partition_spec import Axes
-from ..formats.block import ELEMENTS, SCALES, BlockFormat
+from ..formats.block import ELEMENTS, SCALES, BlockFormat, EncodedArray
 from ..formats.operands import OperandFormat, operand_formats
 from ..sharding.arrays import OpSite
 from ..spec.target_names import kinds_of_capability
@@ -91,20 +94,41 @@ def _multiplied(
     """Returns (m, k) times (n, k): (m, n). named: the formats of both, by the names of the operands."""
     formats = list(named.values())
     pairs = zip(named.items(), matrices, strict=True)
-    encoded = [arithmetic.encoded(operand, format.encode(matrix)) for (operand, format), matrix in pairs]
+    encoded = [arithmetic.encoded(name, _encoded(arithmetic, name, format, x)) for (name, format), x in pairs]
     if arithmetic.emulated:  # decoded, and multiplied in float32
         a, b = (format.decode(each) for format, each in zip(formats, encoded, strict=True))
         return jnp.dot(a, b.T, preferred_element_type=jnp.float32).astype(dtype)
+    pairs = [_scales_of(format, each) for format, each in zip(formats, encoded, strict=True)]
+    scales, shared = zip(*pairs, strict=True)
+    # Without what they share, results exceed the range of float16.
+    made = jnp.float32 if all(each is not None for each in shared) and dtype == jnp.float16 else dtype
     batch = {"lhs_batch_dimensions": [0], "rhs_batch_dimensions": [0]}
-    config = {"scaled_dot_backend_config": batch | {"dequantize_type": XLA_NAMES[jnp.dtype(dtype).name].upper()}}
+    config = {"scaled_dot_backend_config": batch | {"dequantize_type": XLA_NAMES[jnp.dtype(made).name].upper()}}
     call = jax.ffi.ffi_call(
         _TARGET,
-        jax.ShapeDtypeStruct((1, *(len(matrix) for matrix in matrices)), dtype),
+        jax.ShapeDtypeStruct((1, *(len(matrix) for matrix in matrices)), made),
         custom_call_api_version=2,
         legacy_backend_config=json.dumps(config),
     )
-    scales = (repeated_scales(format, each[SCALES]) for format, each in zip(formats, encoded, strict=True))
-    return call(*(each[ELEMENTS][None] for each in encoded), *(each[None] for each in scales))[0]
+    y = call(*(each[ELEMENTS][None] for each in encoded), *(each[None] for each in scales))[0]
+    for each in shared:
+        y = y if each is None else y.astype(jnp.float32) * each
+    return y.astype(dtype)
+
+
+def _encoded(arithmetic: Arithmetic, operand: str, format: BlockFormat, matrix: Array) -> EncodedArray:
+    """Returns this device's part of an operand. What its scales share is of all devices that have tokens of it."""
+    axes = arithmetic.tokens if operand != WEIGHT else ()
+    return format.encode(matrix, scales_over_devices=lambda amax: jax.lax.pmax(amax, axes) if axes else amax)
+
+
+def _scales_of(format: BlockFormat, encoded: EncodedArray) -> tuple[Array, Array | None]:
+    """Returns the scales of an operand's blocks as XLA takes them, and the scale that these share; None: they share
+    none."""
+    scales = encoded[SCALES]
+    if format.scales_format is not None:
+        return scales[ELEMENTS], scales[SCALES]
+    return repeated_scales(format, scales), None
 
 
 def repeated_scales(format: BlockFormat, scales: Array) -> Array:
@@ -146,12 +170,17 @@ def block_problems(where: str, site: OpSite, format: OperandFormat, inputs: OpIn
         yield from _cut(where, site, format, inputs)
 
 
+def has_real_blocks(format: OperandFormat) -> bool:
+    """Returns True where a kernel takes the scales of a type's blocks: one byte each."""
+    return format.of_matrix().has_powers_of_two or format.has_shared_scale
+
+
 def _not_real(where: str, format: OperandFormat, target: TargetPlan) -> Problem | None:
     """Returns why a target does not multiply scales of these blocks with the elements; None where it does."""
     having, emulate = ", ".join(kinds_of_capability(BLACKWELL)), "set precision.emulate=true, which rounds as"
-    if not format.of_matrix().has_powers_of_two:
+    if not has_real_blocks(format):
         what = f"no compiler multiplies '{format.name}', with scales in float32, faster than bfloat16"
-        named = [name for name, each in operand_formats().items() if each.blocks and each.blocks.has_powers_of_two]
+        named = [name for name, each in operand_formats().items() if each.blocks and has_real_blocks(each)]
         fix = f"choose a type with a scale for each tensor or channel, or {' or '.join(named)} on {having}"
         return Problem(where, what, f"{fix}, or {emulate} {format.name} does and is slower")
     if has_block_scales(target):

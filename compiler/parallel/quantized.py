@@ -55,7 +55,8 @@ class Arithmetic:
     def encoded(self, operand: str, encoded: EncodedArray) -> EncodedArray:
         """Returns an operand as it was encoded. operand: INPUT, WEIGHT or GRADIENT."""
         if self.watch:
-            self.watch(operand, encoded[SCALES])
+            scales = encoded[SCALES]  # what they share, if that is quantized in turn, is not finite where one is not
+            self.watch(operand, scales[SCALES] if isinstance(scales, dict) else scales)
         return encoded
 
     @property

@@ -92,6 +92,7 @@ def test_every_option_of_every_group_makes_a_run(group, option):
         ("precision", "fp8"): ("precision.emulate=true",),  # as processors do
         ("precision", "int8"): ("precision.emulate=true",),
         ("precision", "mxfp8"): ("precision.emulate=true",),
+        ("precision", "nvfp4"): ("precision.emulate=true",),
         ("precision", "fp8_blockwise"): ("precision.emulate=true", "model.num_kv_heads=8"),
         ("mesh", "zero1"): ("sharding=zero1",),
         ("mesh", "zero2"): ("sharding=zero2",),

@@ -115,7 +115,7 @@ def _of_library(instruction: Instruction, operands: tuple[ArrayType, ...], targe
         found = _convolution(instruction, operands, target)
     elif _STREAMS.search(target):
         found = KernelCost()
-    elif _is_gemm(target) or target.endswith("blockScaledDot"):
+    elif _is_gemm(target):
         found = (_grouped_by_shapes if "group" in target.lower() else _matmul)(instruction, operands)
         if found and _COMMUNICATES.search(target):  # it also communicates, over links that nothing names
             found = replace(found, unknown=_named(instruction))
@@ -144,7 +144,7 @@ def _named(instruction: Instruction) -> str:
 
 
 def _is_gemm(target: str) -> bool:
-    return "gemm" in target or "matmul" in target.lower()
+    return "gemm" in target or "matmul" in target.lower() or target.endswith("blockScaledDot")
 
 
 def _matmul(instruction: Instruction, operands: tuple[ArrayType, ...]) -> KernelCost | None:

@@ -1,4 +1,4 @@
-"""Matmuls in blocks that share a power of two: their products and gradients, where they run, and what they cost."""
+"""Matmuls in blocks that share a scale: their products and gradients, where they run, and what they cost."""
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,30 @@ WIDTHS = ("model.num_layers=2", "model.embed_dim=512", "model.num_heads=4", "mod
           "sharding=fsdp")  # fmt: skip
 SHAPES = {"bte,ehd->bthd": ((2, 64, 256), (256, 3, 128)), "bthd,hde->bte": ((1, 128, 3, 128), (3, 128, 256))}
 TILES = ("fp8_blockwise", "fp8_blockwise_ue8m0")
+REAL = {"mxfp8": ("f8E4M3FN", "f8E8M0FNU"), "fp8_blockwise_ue8m0": ("f8E4M3FN", "f8E8M0FNU"),
+        "nvfp4": ("f4E2M1FN", "f8E4M3FN")}  # fmt: skip
 
 
-def _arithmetic(name: str = "mxfp8", *, emulated: bool = True) -> Arithmetic:
+def _arithmetic(name: str = "mxfp8", *, emulated: bool = True, tokens: tuple[str, ...] = ()) -> Arithmetic:
     format = operand_formats()[name]
-    return Arithmetic(format, format, rounds_at_random=False, emulated=emulated, tokens=())
+    return Arithmetic(format, format, rounds_at_random=False, emulated=emulated, tokens=tokens)
+
+
+def _e4m3(x: np.ndarray) -> np.ndarray:
+    step = 2.0 ** (np.maximum(np.floor(np.log2(np.maximum(np.abs(x), 1e-300))), -6) - 3)
+    return np.clip(np.round(x / step) * step, -448, 448)
+
+
+def _nvfp4(x: np.ndarray) -> np.ndarray:
+    """(rows, k) as it is read again, by NVIDIA's definition (arXiv:2509.25149, appendix B): one scale for all, with
+    which the largest block's own is 448, the largest e4m3; 6 is the largest e2m1."""
+    blocks = x.reshape(len(x), -1, 16)
+    of_all = np.abs(x).max() / (6 * 448)
+    scale = _e4m3(np.abs(blocks).max(-1, keepdims=True) / 6 / of_all) * of_all
+    levels = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    scaled = np.divide(np.abs(blocks), scale, out=np.zeros_like(blocks), where=scale > 0)
+    nearest = levels[np.abs(scaled[..., None] - levels).argmin(-1)]
+    return (np.sign(blocks) * nearest * scale).reshape(x.shape)
 
 
 def _scales(amax: np.ndarray, name: str) -> np.ndarray:
@@ -39,13 +58,13 @@ def _scales(amax: np.ndarray, name: str) -> np.ndarray:
 
 def _rounded(x: np.ndarray, name: str, *, is_weight: bool = False) -> np.ndarray:
     """(rows, k) as it is read again."""
+    if name == "nvfp4":
+        return _nvfp4(x)
     entries = 32 if name == "mxfp8" else 128
     rows = 128 if is_weight and name != "mxfp8" else 1
     blocks = x.reshape(len(x) // rows, rows, -1, entries)
     scale = _scales(np.abs(blocks).max((1, 3), keepdims=True), name)
-    scaled = blocks / scale
-    step = 2.0 ** (np.maximum(np.floor(np.log2(np.maximum(np.abs(scaled), 1e-300))), -6) - 3)
-    return (np.clip(np.round(scaled / step) * step, -448, 448) * scale).reshape(x.shape)
+    return (_e4m3(blocks / scale) * scale).reshape(x.shape)
 
 
 def _product(a: np.ndarray, b: np.ndarray, subscripts: str, name: str, *, has_weight: bool = True) -> np.ndarray:
@@ -62,7 +81,7 @@ def _product(a: np.ndarray, b: np.ndarray, subscripts: str, name: str, *, has_we
     return np.einsum(f"{kept_a}{kept_b}->{result}", (left @ right.T).reshape(*shape_a, *shape_b))
 
 
-@pytest.mark.parametrize("name", ["mxfp8", *TILES])
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", *TILES])
 @pytest.mark.parametrize("subscripts", SHAPES)
 def test_each_product_rounds_its_own_operands_along_what_it_sums(subscripts, name):
     """Against float64; a rounding has the gradient of the identity. Where a scale is no power of two, few numbers may
@@ -82,7 +101,7 @@ def test_each_product_rounds_its_own_operands_along_what_it_sums(subscripts, nam
     )
     for ours, theirs in zip(found, expected, strict=True):
         apart = np.abs(ours - theirs) > 2e-6 * np.abs(theirs).max()
-        assert np.mean(apart) <= (0.005 if name == "fp8_blockwise" else 0.0)
+        assert np.mean(apart) <= (0.005 if name in ("fp8_blockwise", "nvfp4") else 0.0)
 
 
 def test_tiles_are_read_as_a_gpu_reads_them():
@@ -97,17 +116,21 @@ def test_tiles_are_read_as_a_gpu_reads_them():
         np.testing.assert_array_equal(mxfp8.decode(repeated), blocks.decode(encoded))
 
 
-def test_blocks_are_the_same_over_a_mesh():
-    """A block is within the tokens of a device, so devices agree without a reduction."""
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_blocks_are_the_same_over_a_mesh(name):
+    """A block is within the tokens of a device. What the blocks of an operand share comes from all devices."""
     x, weight = (jax.random.normal(jax.random.key(at), shape) for at, shape in enumerate(((4, 32, 64), (64, 96))))
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
 
-    def gradients(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jax.grad(lambda *o: jnp.sum(jnp.sin(block_scaled_matmul(_arithmetic(), *o, subscripts="bte,em->btm"))),
+    x = x * jnp.array([1.0, 3.0, 0.1, 20.0])[:, None, None]  # the largest number is another one on each device
+
+    def gradients(x: jax.Array, weight: jax.Array, tokens: tuple[str, ...] = ()) -> tuple[jax.Array, jax.Array]:
+        how = _arithmetic(name, tokens=tokens)
+        return jax.grad(lambda *o: jnp.sum(jnp.sin(block_scaled_matmul(how, *o, subscripts="bte,em->btm"))),
                         (0, 1))(x, weight)  # fmt: skip
 
     def on_device(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-        dx, dw = gradients(x, jax.lax.pcast(weight, ("data",), to="varying"))
+        dx, dw = gradients(x, jax.lax.pcast(weight, ("data",), to="varying"), ("data",))
         return dx, jax.lax.psum(dw, "data")
 
     spec = PartitionSpec("data")
@@ -124,18 +147,18 @@ def _lowered(name: str):
     return jax.jit(jax.grad(loss, (0, 1))).trace(*shapes)
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "fp8_blockwise_ue8m0"])
+@pytest.mark.parametrize("name", REAL)
 def test_a_gpu_is_given_elements_and_scales(name):
     text = _lowered(name).lower(lowering_platforms=("cuda",)).as_text()
     calls = [line for line in text.splitlines() if "__op$block_scaled_dot" in line]
     assert len(calls) == 2, "the gradients; the loss does not read the result"
-    assert all(line.count("xf8E4M3FN>") == 2 and line.count("xf8E8M0FNU>") == 2 for line in calls)
+    assert all(line.count(f"x{dtype}>") == 2 for line in calls for dtype in REAL[name])
     assert "dot_general" not in text
 
 
 @pytest.mark.gpu
 @pytest.mark.release
-@pytest.mark.parametrize("name", ["mxfp8", "fp8_blockwise_ue8m0"])
+@pytest.mark.parametrize("name", REAL)
 @pytest.mark.parametrize(("target", "is_real"), [("b200-1", True), ("gb300-1", True), ("h100-1", False)])
 def test_cudnn_multiplies_scales_from_the_declared_capability_on(target, is_real, name):
     pytest.importorskip("jax_plugins.xla_cuda13", reason="pip install -e '.[cuda]'")
@@ -161,6 +184,18 @@ def test_it_is_priced_and_saved_as_a_matmul_in_float8(remat):
         assert mxfp8.memory.activations == pytest.approx(fp8.memory.activations, rel=0.1)
 
 
+def test_each_type_of_blocks_is_priced_at_its_own_peak():
+    plans = {name: plan_of("target=b200-8", f"precision={name}", *WIDTHS) for name in ("mxfp8", "nvfp4")}
+    peaks = {name: plans["mxfp8"].target.peak_of(name) or 0.0 for name in ("bfloat16", "float8", "float4")}
+    gain = {name: 1 / peaks["bfloat16"] - 1 / peaks[of] for name, of in (("mxfp8", "float8"), ("nvfp4", "float4"))}
+    saved = {name: plan.work.saved_seconds for name, plan in plans.items()}
+    assert saved["nvfp4"] / saved["mxfp8"] == pytest.approx(gain["nvfp4"] / gain["mxfp8"])
+    layers = {name: next(part for part in estimate_step(plan).roofline if "layers" in part.name)
+              for name, plan in plans.items()}  # fmt: skip
+    assert layers["nvfp4"].flops == layers["mxfp8"].flops
+    assert (layers["nvfp4"].flops_seconds or 0.0) < (layers["mxfp8"].flops_seconds or 0.0)
+
+
 def _rule(name: str) -> tuple[str, ...]:
     return (f"precision.matmuls=[{{match:null,forward:{name},gradients:{name},rounding:nearest}}]",)
 
@@ -181,7 +216,7 @@ MISTAKES = {
     "scales": (
         ("target=b200-8", *WIDTHS, *_rule("fp8_blockwise")),
         "no compiler multiplies 'fp8_blockwise', with scales in float32, faster than bfloat16",
-        "choose a type with a scale for each tensor or channel, or mxfp8 or fp8_blockwise_ue8m0 on b200, gb200, gb300",
+        "choose a type with a scale for each tensor or channel, or mxfp8 or nvfp4 or fp8_blockwise_ue8m0 on b200",
     ),
     "tile": (
         ("target=cpu-4", *WIDTHS, *_rule("fp8_blockwise"), "precision.emulate=true", "sharding=fsdp_tensor",

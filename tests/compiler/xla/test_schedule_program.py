@@ -542,6 +542,22 @@ def test_matmuls_of_gpus_are_priced_from_their_shapes():
     )
 
 
+def test_a_product_of_blocks_is_a_matmul_in_the_type_of_its_elements():
+    """(64, 128) x (32, 128) of 4 bits, with a scale for each 16, at 80 % of 1 MFLOP/s."""
+    lines = [
+        "  %l = f4e2m1fn[1,64,128]{2,1,0:E(4)} broadcast(%x)",
+        "  %r = f4e2m1fn[1,32,128]{2,1,0:E(4)} broadcast(%x)",
+        "  %sl = f8e4m3fn[1,64,8]{2,1,0} broadcast(%x)",
+        "  %sr = f8e4m3fn[1,32,8]{2,1,0} broadcast(%x)",
+        '  ROOT %mm = (bf16[1,64,32]{2,1,0}, u8[0]{0}) custom-call(%l, %r, %sl, %sr), custom_call_target="__cudnn$blockScaledDot"',
+    ]
+    chip = Chip("gpu", None, {"float4": 1e6}, hbm_bytes_per_second=1e12, matmul_share=0.8, memory_share=0.9)
+    matmul = computed(module(*lines), chip)["mm"]
+    assert matmul.kind == "matmul"
+    assert matmul.priced_by == "flops"
+    assert matmul.seconds == pytest.approx(2 * 64 * 128 * 32 / 0.8e6 + cost_model().kernel_gap_seconds)
+
+
 SLICED = """\
 %slice (p: f32[1000], i: s32[]) -> f32[10] {
   %p = f32[1000]{0} parameter(0)
