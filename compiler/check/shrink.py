@@ -20,6 +20,7 @@ from meshloom.models.record import Record
 from ..core.errors import ConfigError, Problem
 from ..core.partition_spec import STAGE
 from ..driver import plan_run
+from ..formats.operands import operand_formats
 from ..parallel.operation import OpPlan, ParallelOp
 from ..plan import Plan
 from ..spec.overlap_spec import AUTO
@@ -34,7 +35,7 @@ FLOAT32 = PrecisionSpec(
     frozen=None, loss_scale=None, matmuls=(), dispatch=None,
     dispatch_gradients=None, emulate=False,
 )  # fmt: skip
-_LENGTH = 32  # tokens of a sequence
+_LENGTH = 32  # tokens of a sequence, or of a part that a device has, where blocks of tokens share a scale
 _LONGEST_BLOCK = 8  # numbers of a small matrix that share a scale
 _MOST_STAGES = 4  # of a table of the user's own, whose stages cannot be cut
 
@@ -111,9 +112,23 @@ class Shrinking(Generic[AnyPlanSpec]):
             is_even=placement is None or num_layers % placement.num_virtual == 0,
             stage_layers=layers if isinstance(layers, tuple) else None,
             least_rounds=max(loop.prefetch + 2 if loop.prefetch else 1, loop.unroll + 1 if loop.unroll > 1 else 1),
-            length=_LENGTH,
+            length=self._length,
             declared_length=declared.spec.sequence_length,
+            block=self._block,
         )
+
+    @property
+    def _block(self) -> int:
+        """Returns how many numbers along what matmuls sum share a scale, in all types at once; 1 where none do."""
+        rules, formats = self.declared.spec.precision.matmuls, operand_formats()
+        used = [formats[name].blocks for rule in rules for name in (rule.forward, rule.gradients) if name]
+        return math.lcm(*(blocks.block[-1] or 1 for blocks in used if blocks))
+
+    @property
+    def _length(self) -> int:
+        """Returns the tokens of a sequence. Blocks of tokens lie within a device's."""
+        parts = math.prod(self.sizes[axis] for axis in self.declared.roles.length)
+        return _LENGTH * parts if self._block > 1 else _LENGTH
 
     def _mesh(self) -> Cuts:
         why = "two devices have all that many have: a neighbour, a part, a sum"
@@ -133,7 +148,7 @@ class Shrinking(Generic[AnyPlanSpec]):
         return {
             "num_microbatches": (microbatches, "a sum over microbatches has two terms"),
             "global_batch_size": (microbatches * shards * few, "so many for each device and microbatch"),
-            "sequence_length": (_LENGTH, "each chunk of a sequence has several tokens"),
+            "sequence_length": (self._length, "each chunk of a sequence has several tokens"),
             "num_steps": (10, "the schedule of the learning rate is whole"),
             "schedule.num_warmup_steps": (min(spec.schedule.num_warmup_steps, 1), "the first steps move the weights"),
         }

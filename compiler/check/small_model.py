@@ -16,7 +16,7 @@ from meshloom.models.config import ModelConfig
 from ..core.errors import ConfigError, Problem
 
 _WIDTH = 32  # of the residual stream, and of other dimensions that are split
-HEAD_DIM = 8
+_HEAD_DIM = 8
 _VOCAB = 128
 WIDE_STDDEV = 0.2  # of initial weights: the products of narrow matrices would vanish beside the residual stream
 _LARGE = 64  # a whole number of a model that has a name of its own is cut from here on
@@ -32,7 +32,7 @@ class Room:
     axes: the mesh axes of several devices. declared_sizes: of the declared mesh. parts: of the layers, one after the
     other, in a pipeline; 1 without one. is_even: each part has as many layers. stage_layers: those that are declared
     for each part. least_rounds: iterations that the loop over layers needs, each of one period of windows. length,
-    declared_length: tokens of a sequence.
+    declared_length: tokens of a sequence. block: numbers along what matmuls sum that share a scale; 1: none do.
     """
 
     axes: tuple[str, ...]
@@ -43,6 +43,12 @@ class Room:
     least_rounds: int
     length: int
     declared_length: int
+    block: int = 1
+
+    @property
+    def head_dim(self) -> int:
+        """Returns a dimension of heads, any number of which blocks divide."""
+        return math.lcm(_HEAD_DIM, self.block)
 
     def shards(self, *names: str) -> int:
         """Returns how many devices these axes have in the small mesh."""
@@ -105,10 +111,12 @@ def _known_cuts(model: Any, room: Room) -> Cuts:
     cuts["dense_mlp_dim"] = (3 * _WIDTH, why)
     if get("num_heads") and get("num_kv_heads"):
         cuts |= _heads(model, room)
-    cuts["head_dim"] = (HEAD_DIM, "pairs of dimensions are turned")
+    of_head = "pairs of dimensions are turned" if room.block == 1 else f"blocks of {room.block} divide it"
+    cuts["head_dim"] = (room.head_dim, of_head)
     if latent := get("latent_attention"):
-        small = {"query_dim": latent.query_dim and _WIDTH, "kv_dim": _WIDTH // 2, "rope_head_dim": 4}
-        cuts["latent_attention"] = (latent.model_copy(update={**small, "value_head_dim": HEAD_DIM}), why)
+        small = {"query_dim": latent.query_dim and _WIDTH, "kv_dim": math.lcm(_WIDTH // 2, room.block)}
+        small |= {"rope_head_dim": math.lcm(4, room.block), "value_head_dim": room.head_dim}
+        cuts["latent_attention"] = (latent.model_copy(update=small), why)
     if get("num_positions"):
         cuts["num_positions"] = (room.length, "as many as the sequence has tokens")
     if get("attention_windows"):

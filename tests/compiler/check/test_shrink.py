@@ -103,3 +103,31 @@ def test_a_table_of_many_stages_cannot_shrink(tmp_path):
     assert problem.where == "pipeline.table"
     assert "8 stages" in problem.what
     assert "pipeline.schedule=1f1b" in problem.fix
+
+
+def _refused(declared):
+    try:
+        Shrinking(declared).shrunk()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+BLOCKS = {
+    "context": ("model=llama3_8b", "sharding=fsdp_context", "mesh.context=2", "parallel.context=all_gather"),
+    "latent": ("model=deepseek_v2_lite", "sharding=fsdp"),
+}
+
+
+@pytest.mark.parametrize("case", BLOCKS)
+def test_types_with_blocks_shrink_to_sizes_that_blocks_divide(case):
+    keys = ("target=b200-8", "global_batch_size=16", "sequence_length=4096", *BLOCKS[case])
+    for name in ("mxfp8", "nvfp4"):
+        declared = plan_as_declared(*keys, f"precision={name}")
+        assert not _refused(declared)
+        small = Shrinking(declared).shrunk().plan
+
+        def in_blocks(plan):
+            return {each.site.name for each in plan.operations if each.precision and each.precision.arithmetic}
+
+        assert in_blocks(small) == in_blocks(declared) != set()
