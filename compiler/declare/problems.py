@@ -1,7 +1,7 @@
 """Translates what Hydra, OmegaConf, YAML and pydantic raise about a declaration into Problems."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import NoneType, UnionType
@@ -175,6 +175,8 @@ def _problem(
         return Problem(key, f"'{tag}' is not allowed", use_one_of(tag, _quoted(context["expected_tags"])))
     if kind in _EXPECTED and (choices := _choices(node, path[-1])):
         return Problem(key, f"{_shown(value)} is not {_EXPECTED[kind]}", f"set {key}.{choices}")
+    if kind in _EXPECTED and (keys := _group_of(node, path[-1])):
+        return Problem(key, f"{_shown(value)} is not {_EXPECTED[kind]}", _fix_of_group(key, keys, value))
     if kind in _EXPECTED:
         return Problem(key, f"{_shown(value)} is not {_EXPECTED[kind]}", _fix_of_type(kind, value, path), kind)
     if kind in _BOUNDS:
@@ -197,6 +199,25 @@ def _fix_of_type(kind: str, value: Any, path: Sequence[int | str]) -> str:
     if kind == "string_type" and isinstance(path[-1], int) and isinstance(value, bool | int | float):
         return f'quote it: "{value}"'
     return f"give {_EXPECTED[kind]}"
+
+
+def _group_of(holder: type[BaseModel] | None, name: int | str) -> Mapping[str, Any]:
+    """Returns the fields of the group of keys that a field is, by their name; none for any other field."""
+    field = holder.model_fields.get(str(name)) if holder else None
+    members = [one for one in _members(field.annotation) if one is not NoneType] if field else []
+    if len(members) != 1 or not isinstance(members[0], type) or not issubclass(members[0], BaseModel):
+        return {}
+    return members[0].model_fields
+
+
+def _fix_of_group(key: str, fields: Mapping[str, Any], value: Any) -> str:
+    """Returns what to type for a group of keys. A text that was typed may have been meant for the first that takes
+    text: nf4 for element."""
+    is_text = isinstance(value, str) and value
+    meant = next((name for name, field in fields.items() if is_text and str in _members(field.annotation)), None)
+    whole = ", ".join(f"{name}: {value if name == meant else '...'}" for name in fields)
+    one = f", or {key}.{meant}={value} where it has the others" if meant else ""
+    return f"give its keys: '{key}={{{whole}}}'{one}"
 
 
 def _walk(loc: tuple[int | str, ...], spec_type: type[RunSpec]) -> tuple[type[BaseModel] | None, list[int | str]]:

@@ -66,3 +66,9 @@ def test_the_fix_of_a_message_works():
             read_spec(Request((*kept, fix)), then=plan_and_check)
             told += 1
     assert told >= 4
+
+
+def test_a_word_for_a_group_of_keys_is_put_into_the_keys_to_type():
+    told = _told("adapter=lora adapter.base=nf4")
+    assert told.startswith("error: adapter.base: 'nf4' is not a group of keys")
+    assert "'adapter.base={element: nf4, block: ..., scales_block: ...}'" in told
