@@ -40,7 +40,14 @@ from .sharding.batch import check_batch, check_length, check_token_order, plan_b
 from .sharding.model_check import check_length_split
 from .sharding.roles import AxisRoles, plan_roles
 from .sharding.sharding import ShardingPlan, check_gradients, check_rules, plan_sharding
-from .sharding.state import build_optimizer, check_schedule, plan_state, update_layouts
+from .sharding.state import (
+    build_optimizer,
+    check_moments_on_host,
+    check_schedule,
+    paths_on_host,
+    plan_state,
+    update_layouts,
+)
 from .spec.calibration_spec import AUTO_CHIP, UNCALIBRATED
 from .spec.plan_spec import AnyPlanSpec, PlanSpec
 from .target.compiler_options import (
@@ -69,7 +76,8 @@ def plan_run(spec: AnyPlanSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan[
     mesh, sharding, operations = layout.mesh, layout.sharding, layout.operations
     optimizer = build_optimizer(spec, model, update_layouts(model, sharding), mesh)
     abstract, specs = plan_state(spec, model, optimizer, sharding, mesh)
-    memory = plan_memory(spec, mesh, layout.inputs.batch, sharding, abstract, specs)
+    on_host = paths_on_host(spec, model, sharding, abstract)
+    memory = plan_memory(spec, mesh, layout.inputs.batch, sharding, abstract, specs, on_host)
     gather = plan_gather(layout.pipeline, layout.inputs, memory.state_bytes)
     return Plan(
         spec=spec.settled(overlap=layout.inputs.spec.overlap, calibration=calibration),
@@ -83,6 +91,7 @@ def plan_run(spec: AnyPlanSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan[
         optimizer_state=plan_state_arrays(abstract, specs, sharding.optimizer, mesh),
         abstract=abstract,
         specs=specs,
+        on_host=on_host,
         ops=tuple(ops),
         operations=operations,
         pipeline=layout.pipeline,
@@ -147,6 +156,7 @@ def plan_layout(
         lambda: plan_operations(ops, inputs),
         lambda: check_gradients(spec, inputs.sharding),
         lambda: check_unroll(spec.overlap.layers.unroll, roles.partitioner, target),
+        lambda: check_moments_on_host(spec, model, inputs.sharding, target),
     )
     return Layout(inputs, operations, pipeline, preset_options)
 

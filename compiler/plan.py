@@ -1,6 +1,7 @@
 """The plan of a run: everything that is decided before a compiler is called."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic
@@ -49,6 +50,7 @@ class MemoryPlan:
     working_parameters: int  # the copy in the compute type, where that is another type
     prefetched_weights: int  # of the layers that overlap.layers.prefetch gathers ahead, whole, beside the layer's own
     batch: int
+    on_host: int = 0  # moments in the memory of the host, which no other figure here counts
 
     @property
     def by_role(self) -> dict[str, int]:
@@ -79,6 +81,7 @@ class Plan(Generic[AnyPlanSpec]):
     optimizer_state: tuple[ArrayPlan, ...]  # every leaf that is no scalar, and the master weights
     abstract: dict[str, Any]
     specs: dict[str, Any]
+    on_host: frozenset[str]  # paths of the arrays of the state that lie in the memory of the host
     ops: tuple[ParallelOp, ...]  # that run by a strategy, in the order in which they are planned
     operations: tuple[OpPlan, ...]  # how each operation of the model runs over the mesh
     pipeline: PipelinePlan | None  # over the stages of the mesh; None without stages
@@ -181,9 +184,10 @@ class Plan(Generic[AnyPlanSpec]):
 
 
 def plan_memory(
-    spec: PlanSpec, mesh: MeshPlan, batch: BatchPlan, sharding: ShardingPlan, abstract: State, specs: State
-) -> MemoryPlan:
-    """Bytes per device, from the shards of every array. abstract, specs: the state."""
+    spec: PlanSpec, mesh: MeshPlan, batch: BatchPlan, sharding: ShardingPlan, abstract: State, specs: State,
+    on_host: Collection[str],
+) -> MemoryPlan:  # fmt: skip
+    """Bytes per device, from the shards of every array. abstract, specs: the state. on_host: paths of what is there."""
 
     def size(abstract: Any, specs: Any) -> int:
         return bytes_per_device(abstract, specs, mesh)
@@ -191,6 +195,7 @@ def plan_memory(
     precision, params = spec.precision, abstract["params"]
     scalars = sum(x.dtype.itemsize for x in jax.tree.leaves(abstract) if not x.shape)
     scalars_of_optimizer = sum(x.dtype.itemsize for x in jax.tree.leaves(abstract["optimizer"]) if not x.shape)
+    of_host = size(pick(abstract, on_host), specs)
     trained = pick(params, sharding.trained)
     gradients_specs = like(trained, {plan.array.path: plan.spec for plan in accumulated_layouts(spec, sharding)})
     arrays = [plan.array for plan in sharding.parameters if _is_cast(plan.array)]
@@ -200,7 +205,8 @@ def plan_memory(
         parameters=size(params, specs["params"]),
         adapters=size(only_adapters(params), specs["params"]),
         master=size(abstract["master"], specs["master"]) if "master" in abstract else 0,
-        optimizer=size(abstract["optimizer"], specs["optimizer"]) - scalars_of_optimizer,
+        optimizer=size(abstract["optimizer"], specs["optimizer"]) - scalars_of_optimizer - of_host,
+        on_host=of_host,
         scalars=scalars,
         gradients=size(
             jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, precision.gradients), trained), gradients_specs

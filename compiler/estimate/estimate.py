@@ -128,7 +128,7 @@ def estimate_declared(plan: Plan) -> StepEstimate:
         plan.memory.batch,
         **{name: peak.num_bytes.get(name, 0) for name in get_args(MemoryClass)},
         part=peak.at,
-        host_bytes=host_bytes(step),
+        host_bytes=plan.memory.on_host + host_bytes(step),
     )
     unknown = find_unknown(plan.model.stacks, step)
     why = why_uncounted(unknown)

@@ -9,14 +9,15 @@ The traced function is the one that is compiled later (train_step.py), so an est
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshloom.models import Stack
 
-from ..core.trees import like
+from ..core.trees import leaves_by_path, like
 from ..jaxpr.program import Program
 from ..jaxpr.read_jaxpr import layout_of, read_jaxpr
 from ..parallel.choose import plan_operations
@@ -25,12 +26,14 @@ from ..parallel.weight_plan import plan_weights
 from ..plan import Plan
 from ..schema import MAX_IMBALANCE
 from ..sharding.arrays import Arrays
+from ..sharding.state import HOST_KIND, State
 from ..spec.cost_model import cost_model
 from ..spec.overlap_spec import OverlapSpec
 from ..spec.plan_spec import PlanSpec
 from ..step.train_step import build_train_step
 from ..step.turns import takes_turns
 from ..target.compiler_options import assumed_weight_presets, exposed_with_parts, presets_for
+from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
 
 BATCH_SPLIT = 2  # the choice of the searches of docs/results/overlap.md chose wherever axes split matmuls
@@ -45,8 +48,8 @@ def read_step(plan: Plan) -> Program:
     weights = jax.tree.map(lambda each: replace(each, tile_rows=1), plan.weights)
     step = build_train_step(replace(plan, weights=weights))
     with jax.sharding.use_abstract_mesh(plan.mesh.abstract()):
-        traced = jax.make_jaxpr(step)(plan.abstract, batch)
-    is_spec = lambda node: isinstance(node, jax.sharding.PartitionSpec)  # noqa: E731
+        traced = jax.make_jaxpr(step)(_in_memories(plan.abstract, plan.on_host, plan.mesh), batch)
+    is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
     specs = jax.tree.leaves(plan.specs, is_leaf=is_spec)
     specs += [spec for _, spec in shapes.values()]
     layouts = [layout_of(spec, len(x.aval.shape)) for spec, x in zip(specs, traced.jaxpr.invars, strict=True)]
@@ -61,6 +64,15 @@ def read_step(plan: Plan) -> Program:
         consts=traced.consts,
     )
     return replace(program, donates=not plan.spec.keeps_state)
+
+
+def _in_memories(abstract: State, on_host: Collection[str], mesh: MeshPlan) -> State:
+    """Returns the abstract state with the memory of what lies on the host. How arrays are split is said elsewhere."""
+    host = NamedSharding(mesh.abstract(), PartitionSpec(), memory_kind=HOST_KIND)
+    leaves = leaves_by_path(abstract)
+    there = {path: x for path, x in leaves.items() if path in on_host}
+    moved = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=host) for path, x in there.items()}
+    return like(abstract, leaves | moved)
 
 
 def plan_assumed(plan: Plan) -> Plan:

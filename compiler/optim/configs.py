@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .contract import Setting
 
 DecayOn = Literal["matrices", "all"]
+MomentsOn = Literal["device", "host"]
 
 
 class OptimizerConfig(Config):
@@ -37,6 +38,12 @@ class OptimizerConfig(Config):
     def build(self, setting: "Setting") -> "optax.GradientTransformation":
         """Returns the transformation from clipped gradients to what is added to the parameters, both in float32."""
         raise NotImplementedError
+
+    @property
+    def has_moments_on_host(self) -> bool:
+        """Returns True if layers are updated one by one, with their moments in the memory of the host. An optimizer
+        that has such moments computes each element of an update from that element of the gradient alone."""
+        return False
 
 
 class ScheduleConfig(Config):
@@ -117,13 +124,24 @@ class LibraryOptimizer(OptimizerConfig):
         return self
 
 
+class ElementwiseOptimizer(LibraryOptimizer):
+    """The base of Meshloom's optimizers whose update of an element depends on no other: moments of a layer may come
+    from the host's memory when its turn comes (compiler/step/streamed_update.py)."""
+
+    moments_on: MomentsOn
+
+    @property
+    def has_moments_on_host(self) -> bool:
+        return self.moments_on == "host"
+
+
 def _check_block(block: int | None, *types: MomentType | None) -> None:
     if block is not None and not {"int8", "float8"} & set(types):
         what = f"is {block}, and no moments are stored in 8 bits"
         raise mistake(what, "set optimizer.moment_block=null, or optimizer.moment_dtype=int8 (float8 for lion)", "moment_block")  # fmt: skip  # noqa: E501
 
 
-class AdamWConfig(LibraryOptimizer):
+class AdamWConfig(ElementwiseOptimizer):
     """AdamW: Loshchilov and Hutter 2019, arXiv:1711.05101."""
 
     name: Literal["adamw"]
@@ -149,7 +167,7 @@ class AdamWConfig(LibraryOptimizer):
         return self
 
 
-class LionConfig(LibraryOptimizer):
+class LionConfig(ElementwiseOptimizer):
     """Lion: Chen et al. 2023, arXiv:2302.06675. The update is the sign of a mean of gradients."""
 
     name: Literal["lion"]
@@ -167,7 +185,7 @@ class LionConfig(LibraryOptimizer):
         return self._check_moments_move(b2=self.b2)
 
 
-class SgdConfig(LibraryOptimizer):
+class SgdConfig(ElementwiseOptimizer):
     """SGD with momentum: Sutskever et al. 2013. v <- momentum v + g; the update is v, or g + momentum v with
     Nesterov."""
 
@@ -179,6 +197,9 @@ class SgdConfig(LibraryOptimizer):
     def _check(self) -> Self:
         if self.momentum is None and self.nesterov:
             raise mistake("nesterov needs a momentum", "set optimizer.nesterov=false, or optimizer.momentum=0.9", "nesterov")  # fmt: skip  # noqa: E501
+        if self.momentum is None and self.has_moments_on_host:
+            what = "is host, but without a momentum there are no moments"
+            raise mistake(what, "set optimizer.moments_on=device, or optimizer.momentum=0.9", "moments_on")
         return self._check_momentum(self.momentum)
 
 

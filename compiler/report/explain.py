@@ -31,7 +31,7 @@ from ..spec.kernel_rates import grouped_kernels
 from ..target.placement import Placement
 from ..target.target import TargetPlan
 from .explain_estimate import estimate_as_json, print_estimate, traffic_as_json, unknown_primitives
-from .explain_moments import bytes_by_type, moment_lines
+from .explain_moments import bytes_by_type, host_lines, moment_lines
 
 COLUMNS = (
     Column("array"),
@@ -107,6 +107,8 @@ def explain(plan: Plan, console: Console, estimate: StepEstimate | None = None) 
         if title == "optimizer state":
             declared: int | None = getattr(spec.optimizer, "moment_block", None)
             for text in moment_lines(plan.optimizer_state, plan.model, plan.sharding, plan.mesh, declared):
+                console.wrapped("  ", text)
+            for text in host_lines(plan.memory.on_host, plan.target):
                 console.wrapped("  ", text)
     console.line()
     print_estimate(plan, estimate, console)

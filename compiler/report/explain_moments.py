@@ -5,7 +5,8 @@ from typing import Any
 
 from meshloom.models import Model
 
-from ..core.format import counted, human_bytes
+from ..core.format import counted, human_bytes, human_seconds
+from ..core.traffic import HOST_COPIES
 from ..core.trees import leaves_by_path, pick
 from ..formats.block import ELEMENTS, SCALES
 from ..optim.moments import moment_layouts, moment_of
@@ -14,6 +15,7 @@ from ..sharding.rules import ArrayPlan
 from ..sharding.sharding import ShardingPlan
 from ..sharding.state import update_layouts
 from ..target.mesh import MeshPlan
+from ..target.target import TargetPlan
 
 
 def bytes_by_type(arrays: tuple[ArrayPlan, ...]) -> dict[str, int]:
@@ -42,3 +44,16 @@ def moment_lines(
         blocks.setdefault(how, []).append(path)
     for how, paths in blocks.items():
         yield f"{paths[0] if len(paths) == 1 else counted(len(paths), 'parameter')} {how}"
+
+
+def host_lines(num_bytes: int, target: TargetPlan) -> Iterator[str]:
+    """Yields a line about moments in the memory of the host, if there are some. num_bytes: of a device."""
+    if not num_bytes:
+        return
+    rates = [target.host_bytes_per_second(kind) for kind in HOST_COPIES]
+    seconds = max(num_bytes / rate for rate in rates if rate) if all(rates) else None
+    link = f"; its link takes {human_seconds(seconds)} for all of them, each way" if seconds else ""
+    yield (
+        f"{human_bytes(num_bytes)} of moments lie in the host's memory; layers are updated one after the "
+        f"other, so that the device holds the moments of one{link}"
+    )

@@ -17,16 +17,19 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from meshloom.models import Model
 
-from ..core.errors import raise_if_any
+from ..core.errors import Problem, raise_if_any
 from ..core.float_types import num_bits
 from ..core.partition_spec import axes_of
 from ..core.trees import leaves_by_path, like, pick
 from ..core.user_code import blamed_on_user
+from ..formats.block import SCALES
 from ..formats.layout import abstract_encoded, encoded_specs
 from ..optim.contract import Setting
+from ..optim.moments import moment_of
 from ..optim.optimizers import learning_rates, parameter_kinds
 from ..spec.step_spec import StepSpec
 from ..target.mesh import MeshPlan
+from ..target.target import TargetPlan
 from .arrays import Array
 from .rules import ArrayPlan
 from .sharding import ShardingPlan
@@ -75,6 +78,7 @@ def plan_optimizer_state(optimizer: optax.GradientTransformation, params: Any, s
 
 
 State = dict[str, Any]
+HOST_KIND = "pinned_host"  # JAX's name of the host's memory, which devices copy from by themselves
 
 
 def plan_state(
@@ -97,6 +101,55 @@ def plan_state(
         abstract["loss_scale"] = jax.eval_shape(lambda: initial_loss_scale(spec))
         specs["loss_scale"] = jax.tree.map(lambda _: PartitionSpec(), abstract["loss_scale"])
     return abstract, specs
+
+
+def paths_on_host(spec: StepSpec, model: Model, sharding: ShardingPlan, abstract: State) -> frozenset[str]:
+    """Returns the paths of the state's arrays that lie in the memory of the host: with `optimizer.moments_on=host` the
+    moments of matrices of stacks. Scales and vectors, which are small, and what has no loop over layers stay on the
+    device."""
+    matrices = _streamed_matrices(model, sharding) if spec.optimizer.has_moments_on_host else []
+
+    def is_there(path: str) -> bool:
+        whole, part = moment_of(path)
+        return part != SCALES and any(whole.endswith(f"/{matrix}") for matrix in matrices)
+
+    paths = leaves_by_path(abstract["optimizer"])
+    return frozenset(f"optimizer/{path}" for path in paths if is_there(path))
+
+
+def _streamed_matrices(model: Model, sharding: ShardingPlan) -> list[str]:
+    """Returns the paths of the trained matrices of stacks."""
+    stacks, kinds = {stack.name for stack in model.stacks}, leaves_by_path(parameter_kinds(model))
+    return [path for path in sharding.trained if path.split("/")[0] in stacks and kinds[path].is_matrix]
+
+
+def check_moments_on_host(spec: StepSpec, model: Model, sharding: ShardingPlan, target: TargetPlan) -> None:
+    """Raises ConfigError for moments on the host that no loop over layers can stream."""
+    if not spec.optimizer.has_moments_on_host:
+        return
+    matrices, problems, key = _streamed_matrices(model, sharding), list[Problem](), "optimizer.moments_on"
+    dimensions = [each.dimensions[0] for each in sharding.optimizer if each.array.path in matrices]
+    of_layers = {*sharding.roles.stage, *(axis for dimension in dimensions for axis in dimension.axes)}
+    if not target.compiler.streams_from_host:
+        what = f"is host, and the compiler for {target.name} is not known to copy a layer's moments beside compute"
+        problems.append(Problem(key, what, "set optimizer.moments_on=device, or choose a TPU"))
+    if not matrices:
+        what = "is host, and no matrix of a layer is trained"
+        problems.append(Problem(key, what, "set optimizer.moments_on=device, or train some"))
+    if of_layers:
+        axis = sorted(of_layers)[0]
+        what = f"is host, which updates layers one after the other, and {axis} splits them"
+        problems.append(Problem(key, what, f"set optimizer.moments_on=device, or mesh.{axis}=1"))
+    if spec.keeps_state:
+        what = "is host, where moments are changed in place, and the state before a step is kept to repeat it"
+        fix = "set optimizer.moments_on=device, or on_nonfinite=skip and replay.check_every_num_steps=null"
+        problems.append(Problem(key, what, fix))
+    raise_if_any(problems)
+
+
+def is_on_host(x: Any) -> bool:
+    """Returns True for a traced array in the memory of the host."""
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def _abstract(array: Array) -> Any:

@@ -63,6 +63,7 @@ class CompilerTraits(Record):
         which a reduce-scatter is compiled as one; above it, it becomes an all-reduce. None: no limit.
     narrow_reduction_options: the compiler fails without these options on a loop over microbatches that reduces
         gradients in a narrower type than it accumulates them in.
+    streams_from_host: slices of an array in the host's memory are copied beside compute, and written in place.
     tile_rows: matrices lie in tiles of this many rows; shards of a row dimension that are not whole tiles are padded
         for a collective, which is then synchronous. 1: they are not.
     ragged_all_to_all: it compiles ragged all-to-alls, on up to max_chips_ragged_all_to_all chips.
@@ -91,6 +92,7 @@ class CompilerTraits(Record):
     scattered_block: tuple[int, ...] = ()
     max_reduce_scatter: int | None = None
     narrow_reduction_options: Mapping[str, CompilerOption] = Field(default_factory=dict)
+    streams_from_host: bool = False
     tile_rows: int = 1
     ragged_all_to_all: bool = False
     max_chips_ragged_all_to_all: int | None = None

@@ -30,6 +30,7 @@ from meshloom.models.loss import has_loss
 from ..core.partition_spec import keep_axes
 from ..core.scopes import UPDATE, WORKING_PARAMETERS
 from ..core.trees import combined, leaves_by_path, like, nested_dict, pick
+from ..optim.optimizers import parameter_kinds
 from ..parallel.weight_plan import WeightPlan
 from ..parallel.weights import Reduction, assemble, is_assembled
 from ..plan import Plan
@@ -42,6 +43,7 @@ from ..target.mesh import MeshPlan
 from .forward import build_functions
 from .schedule import Batch, ModelWeights
 from .sequential import choose_schedule
+from .streamed_update import Streaming, UpdateScalars, streamed_stacks
 
 LOSS_BY_SHARD = "loss_by_shard"
 NUM_TARGETS = "num_targets"
@@ -239,16 +241,26 @@ def build_update(plan: Plan) -> Update:
     precision, schedule = plan.spec.precision, build_schedule(plan.spec)
     of_update = update_layouts(plan.model, plan.sharding)
     stored_types = pick(plan.abstract["params"], plan.sharding.trained)
+    streamed = streamed_stacks(plan.model.stacks, plan.on_host)
+    kinds = pick(parameter_kinds(plan.model), plan.sharding.trained)
+    streaming = Streaming(streamed, plan.spec.optimizer, kinds, of_update, plan.mesh.sizes)
 
     def update(state: State, loss: Array, gradients: Any, totals: Totals) -> tuple[State, dict[str, Array]]:
         scale = state["loss_scale"]["scale"] if "loss_scale" in state else 1.0
+        accumulated = gradients
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, gradients)
         grad_norm = optax.tree.norm(gradients)
         masters = (
             state["master"] if "master" in state else _split(plan.weights, plan.sharding, of_update, state["params"])
         )
-        updates, optimizer = plan.optimizer.update(gradients, state["optimizer"], masters)
-        masters = optax.apply_updates(masters, updates)
+        if streamed:
+            may = _is_finite(loss, grad_norm) if plan.spec.may_skip else None
+            limit, rate = plan.spec.optimizer.max_grad_norm, schedule(state["step"])
+            scalars = UpdateScalars(scale, grad_norm, limit, rate, may)
+            masters, optimizer = streaming.updated(scalars, accumulated, state["optimizer"], masters)
+        else:
+            updates, optimizer = plan.optimizer.update(gradients, state["optimizer"], masters)
+            masters = optax.apply_updates(masters, updates)
         params = jax.tree.map(lambda x, stored: x.astype(stored.dtype), masters, stored_types)
         params = _assembled(plan.weights, plan.sharding, of_update, plan.specs["params"], params)
         params = combined(state["params"], params)  # frozen parameters stay
@@ -260,9 +272,10 @@ def build_update(plan: Plan) -> Update:
         params = combined(params, nested_dict(made))
         new = state | {"step": state["step"] + 1, "params": params, "optimizer": optimizer}
         new |= {"master": masters} if "master" in state else {}
-        is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        is_finite = _is_finite(loss, grad_norm)
         if plan.spec.may_skip:
-            new = jax.tree.map(lambda after, before: jnp.where(is_finite, after, before), new, state)
+            before, after = leaves_by_path(state), leaves_by_path(new).items()
+            new = like(new, {p: x if streaming.has(p) else jnp.where(is_finite, x, before[p]) for p, x in after})
         metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": schedule(state["step"])}
         metrics["skipped"] = jnp.where(is_finite, 0.0, 1.0) if plan.spec.may_skip else jnp.zeros(())
         if precision.loss_scale is not None:
@@ -271,6 +284,10 @@ def build_update(plan: Plan) -> Update:
         return new, metrics
 
     return update
+
+
+def _is_finite(loss: Array, grad_norm: Array) -> Array:
+    return jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
 
 def next_loss_scale(spec: LossScaleSpec, state: dict[str, Array], is_finite: Array) -> dict[str, Array]:

@@ -24,12 +24,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..core.config_types import CompilerOption
 from ..core.errors import Problem
 from ..core.key_paths import leaves
-from ..core.trees import like
+from ..core.trees import leaves_by_path, like
 from ..jax_private import taking_packed
 from ..pipeline.table_file import write_table
 from ..plan import Plan
 from ..sharding.batch import REFERENCE, BatchPlan
-from ..sharding.state import State
+from ..sharding.state import HOST_KIND, State, is_on_host
 from ..spec.cost_model import cost_model
 from ..spec.overlap_spec import PRICES
 from ..spec.plan_spec import PlanSpec
@@ -91,7 +91,14 @@ class _Operands:
 def is_finite(state: Any) -> jax.Array:
     """Returns True if no array of the state holds NaN or infinity. A run asks before each save."""
     floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats]))
+    return jnp.all(jnp.stack([_all_finite(x) for x in floats]))
+
+
+def _all_finite(x: jax.Array) -> jax.Array:
+    if not is_on_host(x):
+        return jnp.all(jnp.isfinite(x))
+    # A layer after the other: the device need not have room for all of what lies on the host.
+    return jnp.all(jax.lax.map(lambda layer: jnp.all(jnp.isfinite(jax.device_put(layer, jax.memory.Space.Device))), x))
 
 
 PROGRAMS = ("init", "train", "evaluate", "is_finite")  # of every run; others are asked for by name
@@ -107,7 +114,7 @@ def lower(
     boolean. log_probs: (params, batch) -> log-probabilities of the sequences, by their numbers in the batch. scores:
     the same, and below them how many targets of each sequence are not the likeliest.
     """
-    operands = _operands(plan.abstract, plan.specs, plan.batch, mesh)
+    operands = _operands(state_on(mesh, plan.abstract, plan.specs, plan.on_host), plan.batch, mesh)
     state, params, batch, one = operands.state, operands.state["params"], operands.batch, operands.replicated
     tokens = {name: x for name, x in batch.items() if name != REFERENCE}
     of_step = {"donate_argnums": () if plan.spec.keeps_state else (0,), "out_shardings": (operands.shardings, one)}
@@ -135,7 +142,7 @@ def lower_generation(
     as they are stored -> as the others take them. prefill: (parameters, tokens, padding, sampling, numbers of the
     sequences) -> (next token of each, cache). decode: (parameters, cache, newest tokens, their slot, padding, sampling,
     numbers of the sequences, number of the next token) -> the same; the cache is donated."""
-    operands = _operands(plan.abstract, plan.specs, plan.batch, mesh)
+    operands = _operands(state_on(mesh, plan.abstract, plan.specs, plan.on_host), plan.batch, mesh)
     stored = operands.state["params"]
     cache, specs = plan_cache(plan, shape)
     cache = jax.tree.map(lambda x, spec: _on(mesh, x.shape, x.dtype, spec), cache, specs)
@@ -181,8 +188,18 @@ def lower_generation(
     return _programs(plan.preset_options, plan.spec.compiler_options, plan.target, mesh, programs, operands)
 
 
-def _operands(abstract: State, specs: State, batch: BatchPlan, mesh: Mesh) -> _Operands:
-    state = jax.tree.map(lambda x, spec: _on(mesh, x.shape, x.dtype, spec), abstract, specs)
+def state_on(mesh: Mesh, abstract: State, specs: State, on_host: Collection[str]) -> State:
+    """Returns the state as programs take it: of ShapeDtypeStruct, with layout and memory. on_host: paths of what lies
+    on the host."""
+    layouts = leaves_by_path(specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
+
+    def one(path: str, x: Any) -> jax.ShapeDtypeStruct:
+        return _on(mesh, x.shape, x.dtype, layouts[path], HOST_KIND if path in on_host else None)
+
+    return like(abstract, {path: one(path, x) for path, x in leaves_by_path(abstract).items()})
+
+
+def _operands(state: State, batch: BatchPlan, mesh: Mesh) -> _Operands:
     arrays = {name: _on(mesh, x.shape, x.dtype, spec) for name, (x, spec) in batch.shapes.items()}
     return _Operands(state, arrays, NamedSharding(mesh, PartitionSpec()))
 
@@ -208,8 +225,10 @@ def build(lowered: Programs) -> Programs:
     return replace(lowered, by_name=compiled)
 
 
-def _on(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+def _on(
+    mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec, kind: str | None = None
+) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec, memory_kind=kind))
 
 
 PACKAGES = ("jax", "jaxlib")

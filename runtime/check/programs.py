@@ -19,6 +19,7 @@ from meshloom.compiler.jax_private import taking_packed
 from meshloom.compiler.parallel.weight_plan import WeightPlan
 from meshloom.compiler.plan import Plan
 from meshloom.compiler.step.train_step import build_loss, build_train_step
+from meshloom.compiler.xla.programs import state_on
 
 from ..data.batches import HostBatch
 from ..train.feed import in_token_order
@@ -46,11 +47,11 @@ class SmallPlan:
 
     def state(self, tree: Any) -> Any:
         """Returns a state of the host on the devices."""
-        return self._laid_out(tree | {"params": self._stored(tree["params"])}, self.plan.specs)
+        return self._laid_out(tree | {"params": self._stored(tree["params"])}, self.abstract)
 
     def params(self, tree: Any) -> Any:
         """Returns parameters of the host on the devices."""
-        return self._laid_out(self._stored(tree), self.plan.specs["params"])
+        return self._laid_out(self._stored(tree), self.abstract["params"])
 
     def _stored(self, params: Any) -> Any:
         """Returns parameters with those in few bits that the plan encodes; some may be so already."""
@@ -62,8 +63,8 @@ class SmallPlan:
 
         return jax.tree.map(stored, self.plan.weights, params)
 
-    def _laid_out(self, tree: Any, specs: Any) -> Any:
-        return jax.tree.map(lambda x, spec: jax.device_put(np.array(x), self._on(spec)), tree, specs)
+    def _laid_out(self, tree: Any, like: Any) -> Any:
+        return jax.tree.map(lambda x, abstract: jax.device_put(np.array(x), abstract.sharding), tree, like)
 
     def _on(self, spec: Any) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
@@ -72,9 +73,7 @@ class SmallPlan:
     def abstract(self) -> Any:
         """Returns the state as the programs take it."""
         plan = self.plan
-        return jax.tree.map(
-            lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._on(spec)), plan.abstract, plan.specs
-        )
+        return state_on(self.mesh, plan.abstract, plan.specs, plan.on_host)
 
 
 @dataclass(frozen=True)
