@@ -5,6 +5,7 @@ A step does not count: its loss or gradients show that something is not finite. 
 program for a step that is known not to be: whatever encodes an operand reports its scales to the host.
 """
 
+import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,12 @@ class OverflowCounts:
 
     encoded: Counter[str] = field(default_factory=Counter)
     overflowed: Counter[str] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)  # a thread per device
+
+    @property
+    def totals(self) -> dict[str, Counter[str]]:
+        """The counts as `describe_overflows` reads them, and JSON takes them."""
+        return {"encoded": self.encoded, "overflowed": self.overflowed}
 
     def watched(self, operations: Iterable[OpPlan]) -> tuple[OpPlan, ...]:
         """Returns operations whose programs count here when they run."""
@@ -43,16 +50,18 @@ class OverflowCounts:
         return replace(plan, precision=replace(plan.precision, arithmetic=arithmetic))
 
     def _count(self, name: str, overflows: Array) -> None:
-        self.encoded[name] += 1
-        self.overflowed[name] += int(overflows)
+        times = int(overflows)
+        with self._lock:
+            self.encoded[name] += 1
+            self.overflowed[name] += times
 
 
 def describe_overflows(counts: Sequence[Mapping[str, Mapping[str, int]]], sites: Sequence[str]) -> str:
     """Returns a sentence on the operands whose scales overflowed, the likely first one first.
 
     What comes after an overflow is not finite either. So it began forward, if it did anywhere forward, and in the site
-    with the largest share of its layers, the first of these in a layer; backward, in the last. counts: `encoded` and
-    `overflowed` of each process. sites: their paths, in the order of a layer.
+    with the largest share of its layers, the first of these in a layer; backward, in the last. counts: the totals
+    of each process. sites: their paths, in the order of a layer.
     """
     encoded, overflowed = (
         sum((Counter(each[key]) for each in counts), Counter[str]()) for key in ("encoded", "overflowed")

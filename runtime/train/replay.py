@@ -142,7 +142,7 @@ class Replay(Observer):
         with jax.set_mesh(self._mesh):
             jax.block_until_ready(jax.jit(lambda *step: train_step(*step)[1])(state, batch))
         jax.effects_barrier()
-        every = self._run.processes.gather(f"overflows/{step}", json.dumps(vars(counts)))
+        every = self._run.processes.gather(f"overflows/{step}", json.dumps(counts.totals))
         return describe_overflows(list(map(json.loads, every)), [each.site.path for each in plan.operations])
 
     def _result(self, after: Any, metrics: Any) -> Result:

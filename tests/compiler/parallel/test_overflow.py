@@ -1,9 +1,12 @@
 """Scales that overflow: how often, and at which operand of which site."""
 
+import sys
+import threading
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
@@ -58,7 +61,7 @@ def test_an_overflow_is_counted_from_where_it_begins_and_that_is_named_first(nam
     assert shares["input of layers/down"] == pytest.approx(2 / 3)
     assert shares["input of layers/up"] == pytest.approx(1 / 3)
     assert shares["weight of layers/down"] == 0
-    told = describe_overflows([vars(counts)], SITES)
+    told = describe_overflows([counts.totals], SITES)
     assert told.startswith("scales overflowed: input of layers/down (")
     assert counts.overflowed["gradient of layers/up"] > 0
     assert told.index("input of layers/up") < told.index("gradient of")
@@ -67,18 +70,39 @@ def test_an_overflow_is_counted_from_where_it_begins_and_that_is_named_first(nam
 def test_backward_an_overflow_begins_at_the_last_site():
     counts = _counted("fp8", times=jnp.inf)
     assert not any(counts.overflowed[f"input of {site}"] for site in SITES)
-    assert describe_overflows([vars(counts)], SITES).startswith("scales overflowed: gradient of layers/down (")
+    assert describe_overflows([counts.totals], SITES).startswith("scales overflowed: gradient of layers/down (")
 
 
 def test_counts_are_of_all_devices_and_processes():
     one, four = (_counted("fp8", up=3e38, num_devices=n) for n in (1, 4))
     assert four.overflowed == {each: 4 * times for each, times in one.overflowed.items()}
-    both, alone = (describe_overflows([vars(four)] * n, SITES) for n in (2, 1))
+    both, alone = (describe_overflows([four.totals] * n, SITES) for n in (2, 1))
     (first, of), (first_alone, of_alone) = (each.split("(")[1].split(")")[0].split(" of ") for each in (both, alone))
     assert (int(first), int(of)) == (2 * int(first_alone), 2 * int(of_alone))
+
+
+def test_no_count_of_a_device_is_lost_while_another_counts():
+    """Callbacks of devices run in threads of their own, at once."""
+    counts, overflows = OverflowCounts(), np.asarray(True)
+    at_once = threading.Barrier(4)
+
+    def report() -> None:
+        at_once.wait()
+        for _ in range(20_000):
+            counts._count("input of layers/up", overflows)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=report) for _ in range(4)]
+        [each.start() for each in threads]
+        [each.join() for each in threads]
+    finally:
+        sys.setswitchinterval(before)
+    assert counts.overflowed == counts.encoded == {"input of layers/up": 80_000}
 
 
 def test_what_is_finite_has_no_overflow():
     counts = _counted("fp8")
     assert counts.encoded
-    assert describe_overflows([vars(counts)], SITES) == "no scale of a matmul overflowed"
+    assert describe_overflows([counts.totals], SITES) == "no scale of a matmul overflowed"
