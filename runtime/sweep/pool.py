@@ -32,7 +32,7 @@ from pydantic import ValidationError
 from meshloom.compiler.core.errors import Problem, raise_if_any
 from meshloom.compiler.declare.compositions import keep_compositions
 
-from ..core.failures import in_thread
+from ..core.failures import in_thread, raise_if_interrupted
 from ..core.garbage import collect_seldom
 from ..core.host_memory import available_bytes
 from .outcomes import evaluate_point, outcome_of_death, outcome_of_error, outcome_of_memory, outcome_of_timeout
@@ -265,6 +265,7 @@ class Pool:
                 while self._waiting and (not self._running or self._has_room()):
                     self._start(*self._waiting.popleft())
                 self.told(len(self._running))
+                raise_if_interrupted()
                 done, _ = wait([one.future for one in self._running.values()], _POLL_SECONDS, FIRST_COMPLETED)
                 for one in [one for one in self._running.values() if one.future in done]:
                     del self._running[one.point.index]

@@ -23,7 +23,7 @@ from meshloom.compiler.declare.compose import read_spec
 from meshloom.compiler.declare.launch_spec import JobSetLaunch, LaunchSpec, SlurmLaunch
 from meshloom.compiler.declare.overrides import override
 
-from ..core.failures import FINAL
+from ..core.failures import FINAL, raise_if_interrupted
 from ..core.files import replace_text
 from ..launch.engines import render_jobset, render_slurm_array
 from ..launch.plan import LaunchPlan, plan_launch
@@ -121,6 +121,7 @@ class SubmittedPoints(ABC):
             left = {index: point for index, point in left.items() if index in self.jobs}
             while left:
                 self.told(len(left))
+                raise_if_interrupted()
                 alive = self.alive({self.jobs[index] for index in left})
                 for index in list(left):
                     exit_code = self.exit_code(index)

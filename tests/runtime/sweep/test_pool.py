@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from meshloom.compiler.declare.compose import Request
+from meshloom.runtime.core import failures
 from meshloom.runtime.sweep.pool import Pool, PoolSettings, prepare_worker
 from meshloom.runtime.sweep.rows import Outcome, Point, Task
 from support.sweep_work import work
@@ -119,3 +120,20 @@ def test_ctrl_c_ends_what_is_running_and_keeps_what_is_done(tmp_path):
         signal.signal(signal.SIGINT, before)
     assert ended == ["fine"]
     assert [child for child in psutil.Process().children() if _is_worker(child)] == []
+
+
+@pytest.mark.filterwarnings("ignore:Exception ignored in.*__del__:pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_that_is_lost_in_a_callback_ends_the_points_too(tmp_path, monkeypatch):
+    """As in XLA's, which each garbage collection calls: the KeyboardInterrupt is printed, and goes no further."""
+    monkeypatch.setattr(failures, "_heard", threading.Event())
+
+    class Callback:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, failures._hear)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(["hang"], tmp_path, told=lambda _: Callback() and None, timeout_seconds=20.0)
+    finally:
+        signal.signal(signal.SIGINT, before)
