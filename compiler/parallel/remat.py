@@ -3,7 +3,8 @@
 Models name activations (`context.activation(name, ...)`); the step marks them with their names (`marked`), so that a
 policy can pick them. Attention marks its own result (ATTENTION_RESULT), and beside it the log-sum-exp that its
 derivative reads: a policy that saves the activation which the model makes of it saves these two in its place, and
-nothing of attention runs again.
+nothing of attention runs again. Experts mark the results of their first matrices (`sharding.arrays.IN_EXPERTS`), which
+are grouped matmuls.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from meshloom.models import Aux, AuxOfTotals, run_at_once, split_output
 
 from ..core.errors import Problem, raise_if_any, use_one_of
 from ..core.float_types import ComputeType
-from ..sharding.arrays import LAYER_INPUT, Arrays
+from ..sharding.arrays import IN_EXPERTS, LAYER_INPUT, Arrays
 from ..spec.step_spec import RematChoice, RematSpec
 from .block_scaled import is_block_scaled
 
@@ -91,7 +92,8 @@ def build_policy(spec: RematSpec, stack: str, arrays: Arrays, compute: ComputeTy
     if policy == "none":
         return partial(_is_saved, jnp.dtype(compute).itemsize)
     attention = (ATTENTION_RESULT, ATTENTION_LSE) if policy == "minimal" else ()
-    choices: dict[str, str] = dict.fromkeys((GROUPED_INPUT, *attention), "save")
+    experts = IN_EXPERTS if policy in ("minimal", "save_dots") else ()
+    choices: dict[str, str] = dict.fromkeys((GROUPED_INPUT, *attention, *experts), "save")
     for name, choice in choices_of(spec, stack).items():
         choices |= dict.fromkeys(_marks_of(name, arrays), choice)
     by_name = policies.save_and_offload_only_these_names(

@@ -91,6 +91,8 @@ VOCAB = "vocab"  # the logical axis
 UpdatedBy = Literal["optimizer", "rule", "nothing"]  # nothing: it is frozen
 PAIR_METRICS = ("pair_accuracy", "pair_margin", "chosen_log_prob", "rejected_log_prob")  # of the head (step/forward.py)
 LAYER_INPUT = "layer_input"  # the compiler's name for a layer's input; a remat policy may use it
+IN_EXPERTS = EXPERT_GATE, EXPERT_UP = "expert_gate", "expert_up"  # likewise: rows times the first matrices of experts
+MARKED_WITHIN = {"experts": IN_EXPERTS}  # what operations mark themselves, by their kind
 
 
 @dataclass(frozen=True)
@@ -291,7 +293,10 @@ def _trace(model: Model, batch: int, length: int, vocab_size: int, dtype: str) -
             check_totals(stack, split_aux(output)[1])
             recorder.auxiliary += [f"{stack.name}/{name}" for name in stack.measures]
             check_output(stack.layer.name, x_BTE, before.shape, dtype=before.dtype.name)
-            in_layers[stack.name] = tuple(dict.fromkeys((LAYER_INPUT, *(name for _, name in recorder.marked[first:]))))
+            kinds = (site.kind for site in recorder.sites.values() if site.piece == stack.name)
+            within = (name for kind in kinds for name in MARKED_WITHIN.get(kind, ()))
+            names = (name for _, name in recorder.marked[first:])
+            in_layers[stack.name] = tuple(dict.fromkeys((LAYER_INPUT, *names, *within)))
         recorder.piece = "head"
         output = model.head.apply(model.head_params(params["head"], params["embed"]), x_BTE, context)
         check_of_head(model.head.name, output)

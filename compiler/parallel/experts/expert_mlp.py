@@ -9,6 +9,8 @@ from jax import Array
 
 from meshloom.models.parts import added, gated
 
+from ...sharding.arrays import EXPERT_GATE, EXPERT_UP
+from ..remat import marked
 from .dispatch import RunExperts
 from .grouped_matmul import of_group
 
@@ -54,7 +56,10 @@ def weighted_mlp(
     The product with the weight is one elementwise step with the activation, which is computed again in the backward
     pass: what would be saved of it is in float32.
     """
-    gate, up = (added(multiply[0](x, w), bias) for w, bias in zip(matrices[:2], biases[:2], strict=True))
+    gate, up = (
+        marked(name, added(multiply[0](x, w), bias))
+        for name, w, bias in zip((EXPERT_GATE, EXPERT_UP), matrices[:2], biases[:2], strict=True)
+    )
 
     @partial(jax.checkpoint, prevent_cse=False)
     def weighted(gate: Array, up: Array, weights: Array) -> Array:

@@ -7,14 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Jaxpr
 
 from conftest import plan_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.estimate.estimate import estimate_step
-from meshloom.compiler.jaxpr.flops import matmul_flops
+from meshloom.compiler.jaxpr.flops import count_flops, matmul_flops
 from meshloom.compiler.parallel.remat import policy_of
 from meshloom.compiler.step.train_step import build_loss
-from meshloom.models.family_configs import DecoderConfig
+from meshloom.models.family_configs import DecoderConfig, MoeConfig
+from support.experts import MOE
 from support.programs import Gradients, batch_of
 from support.reference import reference_loss
 from support.tiers import tiered
@@ -31,10 +33,19 @@ LOOPS = {
 @cache
 def _flops(*overrides: str) -> int:
     """Matmul FLOPs of loss and gradients on one device."""
+    return matmul_flops(_traced(*overrides))
+
+
+def _with_groups(*overrides: str) -> int:
+    """The same, with grouped matmuls of tiny_moe."""
+    return count_flops(_traced(*MOE, *overrides), "step").known
+
+
+def _traced(*overrides: str) -> Jaxpr:
     plan = plan_of("target=cpu-1", *overrides)
     batch = {name: jax.ShapeDtypeStruct((16, 16), np.int32) for name in ("inputs", "targets")}
     with jax.set_mesh(plan.mesh.of_devices(jax.devices()[:1])):
-        return matmul_flops(jax.make_jaxpr(build_loss(plan, with_gradients=True))(plan.abstract["params"], batch).jaxpr)
+        return jax.make_jaxpr(build_loss(plan, with_gradients=True))(plan.abstract["params"], batch).jaxpr
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +91,19 @@ def test_full_computes_all_again_that_the_backward_pass_reads(matmul):
 def test_what_is_named_is_not_computed_again(matmul, remat, names, saved):
     fewer = sum(count * matmul[name] for name, count in saved.items())
     assert _flops("remat=full") - _flops(f"remat={remat}", f"remat.names=[{names}]") == fewer
+
+
+def test_grouped_matmuls_of_experts_are_saved_by_name_and_by_minimal():
+    """One for each choice of each token, in all layers. Plain attention's scores are computed again."""
+    plan = plan_of(*MOE, "target=cpu-1")
+    c, tokens = plan.spec.model, plan.spec.tokens_per_step
+    assert isinstance(c, MoeConfig)
+    one = 2 * tokens * c.num_experts_per_token * c.num_layers * c.embed_dim * c.mlp_dim
+    for names, saved in (("expert_gate", 1), ("expert_gate,expert_up", 2)):
+        fewer = _with_groups("remat=full") - _with_groups("remat=save_names", f"remat.names=[{names}]")
+        assert fewer == saved * one
+    scores = 2 * tokens * c.num_layers * c.num_heads * c.head_dim * plan.spec.sequence_length
+    assert _with_groups("remat=minimal") == _with_groups("remat=none") + scores
 
 
 @pytest.mark.ci
