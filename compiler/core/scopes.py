@@ -12,7 +12,7 @@ transformations: `jvp(..)` around what is differentiated, `transpose(jvp(..))` a
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Pass = Literal["forward", "recomputed", "backward", "update"]  # the parts of a step, as the report names them
 
@@ -24,6 +24,7 @@ _WEIGHT, _ROWS = "weight", "rows"
 MATMUL, LAYOUT = "matmul", "layout"
 ENCODED = "encoded"
 FILLED = "filled"  # of the rows of experts' buffers, by tokens
+TILE_ROWS, TILE_TIME = "tile_rows", "tile_time"  # of grouped matmuls' tiles, where they are not the largest
 SENT = "sent"  # of the rows of a ragged exchange, in its smaller buffer
 _AT_MOST_ONCE = "at_most_once"
 SLOT, END, SHARED_END, BUFFER = "slot", "end", "shared_end", "buffer"
@@ -38,6 +39,16 @@ _ADDED = frozenset({
 })  # fmt: skip
 _JOINED = re.compile(r"\(([^()]*:[^()]*)\)")
 _SEPARATORS = re.compile(r"[/()\s]+")
+
+
+class RowTile(NamedTuple):
+    """A tile of rows of grouped matmuls. time: of a matmul in such tiles, over that in the largest."""
+
+    rows: int
+    time: float
+
+
+LARGEST_TILE = RowTile(512, 1.0)
 
 
 def piece_scope(name: str) -> str:
@@ -90,6 +101,11 @@ def shared_end_scope(end: End) -> str:
 def buffer_scope(name: str) -> str:
     """Returns the scope in which a buffer of a pipeline's stages is made: 'buffer=saved'."""
     return fact_scope(BUFFER, name)
+
+
+def tile_scope(tile: RowTile) -> str:
+    """Returns the scope of grouped matmuls with such tiles of rows: 'tile_rows=256/tile_time=1.3'."""
+    return nested_scope(fact_scope(TILE_ROWS, str(tile.rows)), fact_scope(TILE_TIME, f"{tile.time:g}"))
 
 
 def encoding_scope(format: str) -> str:
@@ -165,6 +181,12 @@ class OperationName:
     def filled_share(self) -> float:
         """Returns the share of the rows of experts' buffers that tokens fill; 1 where no scope tells it."""
         return float(self.fact(FILLED) or 1.0)
+
+    @property
+    def row_tile(self) -> RowTile:
+        """Returns the tile of rows of grouped matmuls, the largest where nothing says another."""
+        rows, time = self.fact(TILE_ROWS), self.fact(TILE_TIME)
+        return RowTile(int(rows), float(time)) if rows and time else LARGEST_TILE
 
     @property
     def sent_share(self) -> float:

@@ -143,10 +143,12 @@ def share_of_head(shares: Mapping[int, float], size: int) -> float:
 
 
 class GroupedKernel(Record):
-    """A kernel of grouped matmuls. share: of the peak, over the rows of all tiles that it computes."""
+    """A kernel of grouped matmuls. share: of the peak, over the rows of all tiles that it computes. row_tiles: by chip,
+    the rows of a tile that it may have, and the time of a matmul over that with the largest."""
 
     share: Share
     source: FigureSource
+    row_tiles: Mapping[str, Annotated[dict[PositiveInt, PositiveFloat], Field(min_length=1)]] = {}
 
 
 @cache

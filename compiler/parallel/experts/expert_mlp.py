@@ -14,7 +14,7 @@ from ..remat import marked
 from .dispatch import RunExperts
 from .grouped_matmul import of_group
 
-Multiply = Callable[[Array, Array], Array]
+Multiply = Callable[[Array, tuple[Array, ...]], tuple[Array, ...]]  # rows with each of some matrices
 
 
 def experts_mlp(
@@ -56,16 +56,14 @@ def weighted_mlp(
     The product with the weight is one elementwise step with the activation, which is computed again in the backward
     pass: what would be saved of it is in float32.
     """
-    gate, up = (
-        marked(name, added(multiply[0](x, w), bias))
-        for name, w, bias in zip((EXPERT_GATE, EXPERT_UP), matrices[:2], biases[:2], strict=True)
-    )
+    products = zip((EXPERT_GATE, EXPERT_UP), multiply[0](x, matrices[:2]), biases[:2], strict=True)
+    gate, up = (marked(name, added(product, bias)) for name, product, bias in products)
 
     @partial(jax.checkpoint, prevent_cse=False)
     def weighted(gate: Array, up: Array, weights: Array) -> Array:
         hidden: Array = gated(activation, gate, up)
         return (hidden.astype(jnp.float32) * weights[..., None]).astype(hidden.dtype)
 
-    y: Array = multiply[1](weighted(gate, up, weights), matrices[2])
+    (y,) = multiply[1](weighted(gate, up, weights), matrices[2:])
     bias = biases[2]
     return y if bias is None else (y + weights[..., None] * bias).astype(y.dtype)

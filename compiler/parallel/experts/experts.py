@@ -14,7 +14,7 @@ nothing to send: tokens are sorted by expert, or put into rows of the capacity.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,11 +28,12 @@ from ...core.errors import ConfigError, Problem
 from ...core.format import human_seconds
 from ...core.kernels import KernelCall, KernelCost
 from ...core.partition_spec import Axes, axes_of, keep_axes
-from ...core.scopes import FILLED, SENT, OperationName, fact_scope, nested_scope
+from ...core.scopes import FILLED, LARGEST_TILE, SENT, OperationName, RowTile, fact_scope, nested_scope, tile_scope
 from ...core.traffic import ComputeKind
 from ...formats.element import element_formats
 from ...sharding.arrays import EXPERTS, Operand, OpSite
 from ...sharding.rules import ArrayPlan
+from ...spec.kernel_rates import grouped_kernels
 from ...target.target import TargetPlan
 from ..operation import Cost, Exposed, Lowered, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, refused
 from ..quantized import Arithmetic
@@ -64,7 +65,7 @@ from .expert_exchange import (
     sent_once,
 )
 from .expert_mlp import Multiply, experts_mlp
-from .grouped_matmul import Kernels, grouped_cost, grouped_matmul
+from .grouped_matmul import Kernels, best_tile, grouped_cost, grouped_matmuls
 from .quantized_groups import quantized_equal_groups, quantized_rows
 from .row_types import row_type_problems, row_types
 from .transfer import RowTypes
@@ -110,10 +111,12 @@ class ExpertsPlan:
     types: RowTypes = AS_THEY_ARE
 
 
-def experts_scope(site: str, filled: float, sent: float = 1.0) -> str:
+def experts_scope(site: str, filled: float, sent: float = 1.0, tile: RowTile = LARGEST_TILE) -> str:
     """Returns the scope of a layer's experts and of the exchanges of their tokens. sent: the share of the rows of the
-    smaller buffer of a ragged exchange."""
+    smaller buffer of a ragged exchange. tile: of grouped matmuls."""
     scope = nested_scope(fact_scope(ExpertsOp.kind, site), fact_scope(FILLED, f"{filled:.4f}"))
+    if tile != LARGEST_TILE:
+        scope = nested_scope(scope, tile_scope(tile))
     return scope if sent == 1 else nested_scope(scope, fact_scope(SENT, f"{sent:.4f}"))
 
 
@@ -174,11 +177,13 @@ class ExpertsOp(ParallelOp):
         return "matmul" if is_pallas and name.fact(self.kind) else None
 
     def kernel_cost(self, call: KernelCall) -> KernelCost | None:
-        return grouped_cost(call, call.name.filled_share) if call.name.fact(self.kind) else None
+        if not call.name.fact(self.kind):
+            return None
+        return grouped_cost(call, call.name.filled_share, call.name.row_tile)
 
     def scope(self, plan: OpPlan) -> str:
         chosen: ExpertsPlan = plan.chosen.parameters
-        return experts_scope(plan.site.name, chosen.buffers.filled, chosen.buffers.sent)
+        return experts_scope(plan.site.name, chosen.buffers.filled, chosen.buffers.sent, chosen.kernels.tile)
 
     def hiding(self, plan: OpPlan, target: TargetPlan) -> Exposed:
         return Exposed(plan.chosen.parameters.waited_share)
@@ -242,15 +247,20 @@ def _layout(site: OpSite, inputs: OpInputs) -> ExpertLayout:
 def _plan(
     how: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes, buffers: ExchangeBuffers, *, is_ragged: bool = False
 ) -> ExpertsPlan:
-    num_chunks, kernels, layout = inputs.spec.moe.num_chunks, _kernels(inputs), _layout(site, inputs)
+    num_chunks, kernels, layout = inputs.spec.moe.num_chunks, _kernels(inputs, sizes), _layout(site, inputs)
     plan = ExpertsPlan(how, sizes.experts, buffers, num_chunks, kernels, layout, inputs.spec.data.may_pad, is_ragged)
     return replace(plan, types=row_types(inputs))
 
 
-def _kernels(inputs: OpInputs) -> Kernels:
+def _kernels(inputs: OpInputs, sizes: ExchangeSizes) -> Kernels:
     if inputs.target.platform == "gpu":
-        return "none" if inputs.spec.precision.compute == "float32" else "triton"
-    return "megablox" if inputs.target.platform == "tpu" else "none"
+        return Kernels("none" if inputs.spec.precision.compute == "float32" else "triton")
+    if inputs.target.platform != "tpu":
+        return Kernels("none")
+    known = grouped_kernels()["megablox"].row_tiles
+    times = known.get(inputs.target.chip.known_as, {}) if inputs.target.chip else {}
+    tiles = [RowTile(rows, time) for rows, time in times.items()]
+    return Kernels("megablox", best_tile(tiles, sizes.choices, sizes.experts.num_local))
 
 
 def _exchange(name: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -> Strategy:
@@ -386,14 +396,18 @@ def _multipliers(sizes: Array | None, plan: ExpertsPlan) -> tuple[Multiply, Mult
     None: they have as many rows each."""
     arithmetic, hidden = plan.arithmetic, plan.layout.summed_axes
     if arithmetic is None:
-        plain: Multiply = partial(grouped_matmul, sizes_G=sizes, how=plan.kernels) if sizes is not None else _equal
+        plain: Any = partial(grouped_matmuls, sizes_G=sizes, how=plan.kernels) if sizes is not None else _each(_equal)
         return plain, plain
     rows = arithmetic.tokens + plan.layout.axes_of_rows
     of_rows: Any = quantized_equal_groups
     if sizes is not None:
         of_rows = partial(quantized_rows, sizes_G=sizes, how=plan.kernels)
     of_rows = partial(of_rows, arithmetic, experts=plan.experts.axes, rows=rows)
-    return partial(of_rows, into=(), out_of=hidden), partial(of_rows, into=hidden, out_of=())
+    return _each(partial(of_rows, into=(), out_of=hidden)), _each(partial(of_rows, into=hidden, out_of=()))
+
+
+def _each(multiply: Callable[[Array, Array], Array]) -> Multiply:
+    return lambda x, matrices: tuple(multiply(x, w) for w in matrices)
 
 
 def _equal(x_LCE: Array, w_LEM: Array) -> Array:

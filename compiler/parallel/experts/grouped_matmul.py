@@ -16,15 +16,18 @@ cut in tiles. One in which groups meet is computed for each of them, and each wr
 """
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from itertools import chain
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from ...core.kernels import Deferred, KernelArray, KernelCall, KernelCost
+from ...core.scopes import LARGEST_TILE, RowTile
 
 # A tile: 3 stages of bfloat16 take 96 KiB of the 163 that A100's blocks have.
 ROWS, COLUMNS, DEPTH = 128, 128, 64
@@ -51,8 +54,16 @@ def multiply_rows(
 ) -> Array:
     """Returns x w of the group of each row, (R, M); rows of no group are undefined. sizes_G: int32, the rows of each
     group, from the first row on. is_transposed: w is (G, M, E)."""
-    num_rows, num_columns = x_RE.shape[0], w_GEM.shape[1 if is_transposed else 2]
-    x_RE, w_GEM = padded(x_RE, ROWS, _LEAST), padded(w_GEM, _LEAST, _LEAST)
+    return multiply_and_add([(x_RE, w_GEM)], sizes_G, is_transposed=is_transposed, interpret=interpret)
+
+
+def multiply_and_add(
+    pairs: Sequence[tuple[Array, Array]], sizes_G: Array, *, is_transposed: bool, interpret: bool
+) -> Array:
+    """Returns the sum over pairs (x, w) of x w of the group of each row, as `multiply_rows`. All pairs are alike."""
+    num_rows, num_columns = len(pairs[0][0]), pairs[0][1].shape[1 if is_transposed else 2]
+    pairs = [(padded(x, ROWS, _LEAST), padded(w, _LEAST, _LEAST)) for x, w in pairs]
+    (x_RE, w_GEM), *_ = pairs
     (rows, depth), columns = x_RE.shape, w_GEM.shape[1 if is_transposed else 2]
     num_tiles = rows // ROWS + sizes_G.shape[0] - 1
     tile = _part(COLUMNS, columns), _part(DEPTH, depth)
@@ -63,8 +74,8 @@ def multiply_rows(
         compiler_params=triton.CompilerParams(**_PARAMETERS),
         interpret=interpret,
         name="grouped_matmul",
-        cost_estimate=_cost(x_RE, w_GEM, columns),
-    )(*_tiles(sizes_G, num_tiles), x_RE, w_GEM)
+        cost_estimate=_cost(pairs, rows * columns * x_RE.dtype.itemsize, columns),
+    )(*_tiles(sizes_G, num_tiles), *chain(*pairs))
     return out[:num_rows, :num_columns]
 
 
@@ -82,7 +93,7 @@ def multiply_groups(x_RE: Array, g_RM: Array, sizes_G: Array, dtype: Any, *, int
         compiler_params=triton.CompilerParams(**_PARAMETERS),
         interpret=interpret,
         name="grouped_matmul_of_rows",
-        cost_estimate=_cost(x_RE, g_RM, shape[2]),
+        cost_estimate=_cost([(x_RE, g_RM)], math.prod(shape) * jnp.dtype(dtype).itemsize, shape[2]),
     )(end_G - sizes_G, end_G, x_RE, g_RM)
     return out[:, :width, :num_columns]
 
@@ -103,9 +114,10 @@ def _tiles(sizes_G: Array, num_tiles: int) -> Tiles:
 
 
 def _multiply(
-    group_T: Any, place_T: Any, first_G: Any, end_G: Any, x_RE: Any, w_GEM: Any, out_RM: Any, *, num_tiles: int,
-    tile: tuple[int, int], is_transposed: bool,
+    group_T: Any, place_T: Any, first_G: Any, end_G: Any, *arrays: Any, num_tiles: int, tile: tuple[int, int],
+    is_transposed: bool,
 ) -> None:  # fmt: skip
+    *operands, out_RM = arrays
     columns, depth = tile
     t, n = _in_neighbourhoods(pl.program_id(0), num_tiles, out_RM.shape[1] // columns)
     group, place = group_T[t], place_T[t]
@@ -113,7 +125,7 @@ def _multiply(
     rows = pl.ds(jnp.maximum(place, 0) * ROWS, ROWS)
     of_columns = pl.ds(n * columns, columns)
 
-    def add(k: Array, sums: Array) -> Array:
+    def add(k: Array, sums: Array, x_RE: Any, w_GEM: Any) -> Array:
         contracted = pl.ds(k * depth, depth)
         x = triton.load(x_RE.at[rows, contracted])
         if is_transposed:
@@ -122,8 +134,10 @@ def _multiply(
             w = triton.load(w_GEM.at[group, contracted, of_columns])
         return sums + triton.dot(x, w)
 
-    num_steps = jnp.where(is_used, jnp.int32(x_RE.shape[1] // depth), jnp.int32(0))
-    sums = jax.lax.fori_loop(0, num_steps, add, jnp.zeros((ROWS, columns), jnp.float32))
+    num_steps = jnp.where(is_used, jnp.int32(operands[0].shape[1] // depth), jnp.int32(0))
+    sums = jnp.zeros((ROWS, columns), jnp.float32)
+    for x_RE, w_GEM in zip(operands[::2], operands[1::2], strict=True):
+        sums = jax.lax.fori_loop(0, num_steps, partial(add, x_RE=x_RE, w_GEM=w_GEM), sums)
     row = place * ROWS + jnp.arange(ROWS)
     is_own = (row >= first_G[group]) & (row < end_G[group]) & is_used
     triton.store(out_RM.at[rows, of_columns], sums.astype(out_RM.dtype), mask=is_own[:, None])
@@ -171,61 +185,89 @@ def padded(x: Array, *multiples: int) -> Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - len(extra)) + extra)
 
 
-def _cost(left: Array, right: Array, num_columns: int) -> Any:
-    """Returns the cost of a kernel that counts each row of the left once, against one matrix, as if all rows were
-    filled; the scope says how many are."""
-    num_bytes = left.nbytes + right.nbytes + left.shape[0] * num_columns * left.dtype.itemsize
-    return pl.CostEstimate(flops=2 * left.size * num_columns, bytes_accessed=num_bytes, transcendentals=0)
+def _cost(pairs: Sequence[tuple[Array, Array]], num_bytes: int, num_columns: int) -> Any:
+    """Returns the cost of a kernel that counts each row of a pair's left once, against one matrix, as if all rows were
+    filled; the scope says how many are. num_bytes: of the result."""
+    flops = sum(2 * left.size * num_columns for left, _ in pairs)
+    num_bytes += sum(each.nbytes for each in chain(*pairs))
+    return pl.CostEstimate(flops=flops, bytes_accessed=num_bytes, transcendentals=0)
 
 
-Kernels = Literal["megablox", "triton", "none"]
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of a layer's grouped matmuls, as above. tile: of megablox, the rows of a tile."""
+
+    name: Literal["megablox", "triton", "none"]
+    tile: RowTile = LARGEST_TILE
+
 
 # gmm and tgmm without the derivatives of `ops.gmm`
 megablox: Any = Deferred("jax.experimental.pallas.ops.tpu.megablox.gmm")
-TILE = (512, 1024, 1024)  # rows, what is contracted, columns: of 16384 x 4096 x 14336 on v5p (docs/experts.md)
+WIDEST = 1024  # of what a tile contracts, and of its columns: for 16384 x 4096 x 14336 on v5p (docs/experts.md)
 RAGGED_ROWS = 128  # the rows of a tile of XLA's own kernel for TPUs: libtpu 0.0.42.1, "128,4096,256"
-_MIN_ROWS = 128  # the entries that the kernels take at once
+_MIN_ROWS = _LANES = 128  # the entries that the kernels take at once
 _ROWS_ARE_CONTRACTED = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
 )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def grouped_matmul(x_RE: Array, w_GEM: Array, sizes_G: Array, how: Kernels, interpret: bool = False) -> Array:
     """Returns x w of the group of each row, (R, M). sizes_G: int32, the rows of each group, from the first row on.
     interpret: kernels operation by operation, on any platform."""
-    if how == "triton":
-        return multiply_rows(x_RE, w_GEM, sizes_G, interpret=interpret)
-    return jax.lax.ragged_dot(x_RE, w_GEM, sizes_G, preferred_element_type=x_RE.dtype)
+    return cast(tuple[Array], grouped_matmuls(x_RE, (w_GEM,), sizes_G, how, interpret))[0]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def grouped_matmuls(
+    x_RE: Array, matrices: tuple[Array, ...], sizes_G: Array, how: Kernels, interpret: bool = False
+) -> tuple[Array, ...]:
+    """Returns x w of several arrays of matrices, as `grouped_matmul` of each. The gradient of the rows is made in one
+    kernel: a sum of one product for each array would write and read again arrays as large as the rows."""
+    if how.name == "triton":
+        return tuple(multiply_rows(x_RE, w_GEM, sizes_G, interpret=interpret) for w_GEM in matrices)
+    return tuple(jax.lax.ragged_dot(x_RE, w_GEM, sizes_G, preferred_element_type=x_RE.dtype) for w_GEM in matrices)
+
+
+_Saved = tuple[Array, tuple[Array, ...], Array]
 
 
 def _forward(
-    x_RE: Array, w_GEM: Array, sizes_G: Array, how: Kernels, interpret: bool
-) -> tuple[Array, tuple[Array, Array, Array]]:
-    return grouped_matmul(x_RE, w_GEM, sizes_G, how, interpret), (x_RE, w_GEM, sizes_G)
+    x_RE: Array, matrices: tuple[Array, ...], sizes_G: Array, how: Kernels, interpret: bool
+) -> tuple[tuple[Array, ...], _Saved]:
+    return grouped_matmuls(x_RE, matrices, sizes_G, how, interpret), (x_RE, matrices, sizes_G)
 
 
 def _backward(
-    how: Kernels, interpret: bool, saved: tuple[Array, Array, Array], g_RM: Array
-) -> tuple[Array, Array, None]:
-    x_RE, w_GEM, sizes_G = saved
-    dx_RE = rows_gradient(g_RM, w_GEM, sizes_G, x_RE.dtype, how, interpret)
-    return dx_RE, matrices_gradient(x_RE, g_RM, sizes_G, w_GEM.dtype, how, interpret), None
+    how: Kernels, interpret: bool, saved: _Saved, gradients: tuple[Array, ...]
+) -> tuple[Array, tuple[Array, ...], None]:
+    x_RE, matrices, sizes_G = saved
+    if how.name == "triton":
+        pairs = list(zip(gradients, matrices, strict=True))
+        dx_RE = multiply_and_add(pairs, sizes_G, is_transposed=True, interpret=interpret)
+    else:  # one product of what lies side by side
+        g_RM, w_GEM = (jnp.concatenate(each, axis=-1) for each in (gradients, matrices))
+        dx_RE = rows_gradient(g_RM, w_GEM, sizes_G, x_RE.dtype, how, interpret)
+    of_matrices = (
+        matrices_gradient(x_RE, g_RM, sizes_G, w_GEM.dtype, how, interpret)
+        for g_RM, w_GEM in zip(gradients, matrices, strict=True)
+    )
+    return dx_RE, tuple(of_matrices), None
 
 
-grouped_matmul.defvjp(_forward, _backward)
+grouped_matmuls.defvjp(_forward, _backward)
 
 
 def rows_gradient(
     g_RM: Array, w_GEM: Array, sizes_G: Array, dtype: Any, how: Kernels, interpret: bool = False
 ) -> Array:
     """Returns g w^T of the group of each row, (R, E)."""
-    if how == "triton":
+    if how.name == "triton":
         return multiply_rows(g_RM, w_GEM, sizes_G, is_transposed=True, interpret=interpret)
-    if how == "none":
+    if how.name == "none":
         return jax.lax.ragged_dot(g_RM, w_GEM.swapaxes(1, 2), sizes_G, preferred_element_type=dtype)
     _expect_bfloat16()
-    g, tile = _in_tiles(g_RM)
+    g = padded(g_RM, _MIN_ROWS, 1)
+    tile = _tile_rows(len(g), how.tile), tile_width(w_GEM.shape[2]), tile_width(w_GEM.shape[1])
     return megablox.gmm(g, w_GEM, sizes_G, dtype, tile, transpose_rhs=True, interpret=interpret)[: g_RM.shape[0]]
 
 
@@ -233,19 +275,14 @@ def matrices_gradient(
     x_RE: Array, g_RM: Array, sizes_G: Array, dtype: Any, how: Kernels, interpret: bool = False
 ) -> Array:
     """Returns x^T g of the rows of each group, (G, E, M)."""
-    if how == "triton":
+    if how.name == "triton":
         return multiply_groups(x_RE, g_RM, sizes_G, dtype, interpret=interpret)
-    if how == "none":
+    if how.name == "none":
         return jax.lax.ragged_dot_general(x_RE, g_RM, sizes_G, _ROWS_ARE_CONTRACTED, preferred_element_type=dtype)
     _expect_bfloat16()
-    (x, tile), (g, _) = _in_tiles(x_RE), _in_tiles(g_RM)
+    x, g = (padded(each, _MIN_ROWS, 1) for each in (x_RE, g_RM))
+    tile = _tile_rows(len(g), how.tile), tile_width(x.shape[1]), tile_width(g.shape[1])
     return megablox.tgmm(x.swapaxes(0, 1), g, sizes_G, dtype, tile, interpret=interpret)
-
-
-def _in_tiles(rows: Array) -> tuple[Array, tuple[int, int, int]]:
-    """Returns rows as many as megablox takes, and the sizes of its tiles."""
-    rows = padded(rows, _MIN_ROWS, 1)
-    return rows, (_tile_rows(rows.shape[0]), *TILE[1:])
 
 
 def _expect_bfloat16() -> None:
@@ -262,17 +299,39 @@ def of_group(values_GM: Array, sizes_G: Array, num_rows: int) -> Array:
     return jnp.matmul(is_of_RG.astype(values_GM.dtype), values_GM, precision="highest")
 
 
-def _tile_rows(num_rows: int) -> int:
-    return next((size for size in (TILE[0], 256) if num_rows % size == 0), _MIN_ROWS)
+def tile_width(size: int) -> int:
+    """Returns the width of megablox's tiles along a dimension of the matrices. The kernels compute whole tiles, so it
+    is the one that leaves least of them empty, and the widest of those: 768 for 768 and 1,536, of which tiles of 1,024
+    would leave a quarter empty."""
+    if size <= WIDEST:
+        return size + -size % _LANES
+    return min(range(WIDEST, WIDEST // 2 - 1, -_LANES), key=lambda width: (_in_tiles(size, width), -width))
 
 
-def grouped_cost(call: KernelCall, filled: float) -> KernelCost | None:
+def best_tile(tiles: Sequence[RowTile], rows: int, num_groups: int) -> RowTile:
+    """Returns the tile of rows that takes least for so many rows: a small one is empty to a lesser part where groups
+    meet, and its matmul may take longer. tiles: those whose time is known."""
+    return min(tiles, key=lambda tile: (rows + num_groups * tile.rows) * tile.time, default=LARGEST_TILE)
+
+
+def _in_tiles(size: int, tile: int) -> int:
+    """Returns the size of the tiles that cover a dimension."""
+    return size + -size % tile
+
+
+def _tile_rows(num_rows: int, wanted: RowTile) -> int:
+    return next((size for size in (wanted.rows, 256) if num_rows % size == 0), _MIN_ROWS)
+
+
+def grouped_cost(call: KernelCall, filled: float, wanted: RowTile = LARGEST_TILE) -> KernelCost | None:
     """Returns the cost of a grouped matmul; None for another kernel. filled: the share of its rows that tokens fill.
+    wanted: megablox's tile of rows.
 
     Rows that are not filled are skipped, neither read nor written, and a tile in which groups meet is computed for each
-    of them: one tile more for each group that has rows. The kernels declare the FLOPs of all rows, but a compiled one
-    for Triton loses what it declared: there each element of the rows meets a row of the group's matrix, or of the other
-    rows, and both are as long as the result's last dimension.
+    of them: one tile more for each group that has rows. So is what megablox's tiles have beyond the matrices. The
+    kernels declare the FLOPs of all rows, but a compiled one for Triton loses what it declared: there each element of
+    the rows meets a row of the group's matrix, or of the other rows, and both are as long as the result's last
+    dimension.
     """
     if not (call.is_pallas or (call.stated is not None and call.stated.unit == "grouped")):
         return None
@@ -280,12 +339,15 @@ def grouped_cost(call: KernelCall, filled: float) -> KernelCost | None:
     of_groups = next((each.shape for each in (*call.results, *call.operands) if len(each.shape) == 3), None)
     cost = call.stated
     if cost is None and "triton" in call.kernel and matrices:
-        cost = KernelCost(2.0 * math.prod(matrices[0]) * call.results[0].shape[-1])
+        num_pairs = max(1, sum(len(each.shape) == 3 for each in call.operands))
+        cost = KernelCost(2.0 * num_pairs * math.prod(matrices[0]) * call.results[0].shape[-1])
     if cost is None or not cost.flops or not matrices or of_groups is None:
         return cost and replace(cost, unit="grouped")
     num_rows = matrices[-1][0]  # the rows of groups may be the columns of a first matrix
-    name, tile = _kernel_of(call, num_rows)
+    name, tile = _kernel_of(call, num_rows, wanted)
     computed = filled * num_rows + min(of_groups[0], filled * num_rows) * tile
+    if name == "megablox":
+        computed *= wanted.time * math.prod(_in_tiles(each, tile_width(each)) / each for each in of_groups[1:])
     num_bytes = round(sum(_moved_bytes(each, filled) for each in (*call.operands, *call.results)))
     flops = cost.flops * computed / num_rows
     return replace(cost, flops=flops, num_bytes=num_bytes, unit="grouped", grouped=name)
@@ -297,10 +359,10 @@ def _moved_bytes(array: KernelArray, filled: float) -> float:
     return share * math.prod(array.shape) * jnp.dtype(array.dtype).itemsize
 
 
-def _kernel_of(call: KernelCall, num_rows: int) -> tuple[str, int]:
+def _kernel_of(call: KernelCall, num_rows: int, wanted: RowTile) -> tuple[str, int]:
     """Returns the name of a kernel in conf/calibration/_kernels.yaml, and the rows of its tiles."""
     if "ragged" in call.kernel:
         return "ragged_dot", RAGGED_ROWS
     if "triton" in call.kernel or "grouped_matmul" in call.kernel:
         return "triton", _ROW_DEPTH if any(len(each.shape) == 3 for each in call.results) else ROWS
-    return "megablox", _tile_rows(num_rows)
+    return "megablox", _tile_rows(num_rows, wanted)

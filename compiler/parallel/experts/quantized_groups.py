@@ -23,7 +23,7 @@ def quantized_rows(
     """Returns x w of the group of each row, (R, M); zeros for rows of none, which may hold anything. experts,
     rows, into, out_of: the mesh axes that have other groups, other rows, and other parts of E and M; the largest
     magnitude of a tensor is that over all of them."""
-    how = "none" if arithmetic.emulated else how
+    how = Kernels("none") if arithmetic.emulated else how
     with jax.named_scope(encoding_scope(arithmetic.forward.name)):  # once for all matrices that read the rows
         has_group = jnp.arange(x_RE.shape[0])[:, None] < jnp.sum(sizes_G)
         x_RE = jnp.where(has_group, x_RE, 0)
@@ -49,7 +49,7 @@ def _products(sizes_G: Array, num_rows: int, how: Kernels) -> Products:
 
     def of_x(g: Array, w: Array, _: str, dtype: jnp.dtype) -> Array:
         if _is_few_bits(g):
-            return rows_gradient(g, w, sizes_G, _sums(g, dtype), "none")
+            return rows_gradient(g, w, sizes_G, _sums(g, dtype), Kernels("none"))
         return rows_gradient(g, w, sizes_G, dtype, how)
 
     def of_weight(x: Array, g: Array, _: str, dtype: jnp.dtype) -> Array:

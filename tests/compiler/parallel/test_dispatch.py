@@ -23,7 +23,7 @@ from meshloom.compiler.parallel.experts.dispatch import (
     sort_by_expert,
 )
 from meshloom.compiler.parallel.experts.expert_mlp import weighted_mlp
-from meshloom.compiler.parallel.experts.grouped_matmul import grouped_matmul
+from meshloom.compiler.parallel.experts.grouped_matmul import Kernels, grouped_matmul
 from meshloom.compiler.parallel.experts.transfer import RowTypes, from_places, to_places
 from support.experts import dense_experts, emulated_ragged_all_to_all
 from support.proofs import Computation
@@ -71,8 +71,9 @@ def _lowered(how, inputs, matmul=jax.lax.ragged_dot, **options):
 
     def local(x, weights, ids, gate, up, down):
         def run(rows, sizes, weights):
-            def multiply(x, w):
-                return matmul(x, w, sizes) if sizes is not None else jnp.einsum("lce,lem->lcm", x, w)
+            def multiply(x, matrices):
+                equal = partial(jnp.einsum, "lce,lem->lcm")
+                return tuple(equal(x, w) if sizes is None else matmul(x, w, sizes) for w in matrices)
 
             return weighted_mlp(rows, weights, (gate, up, down), [None] * 3, (multiply, multiply), "silu")
 
@@ -205,7 +206,7 @@ def test_spare_places_after_a_device_whose_tokens_all_come_hold_none(proof):
 @pytest.mark.parametrize("name", tiered(["padded", "gathered", "ragged", *DEDUPLICATED], plain=["gathered"]))
 def test_rows_of_no_expert_do_not_matter_where_a_kernel_leaves_them_undefined(name, proof):
     """Those of the kernel for GPUs, interpreted, are no numbers."""
-    matmul = partial(grouped_matmul, how="triton", interpret=True)
+    matmul = partial(grouped_matmul, how=Kernels("triton"), interpret=True)
     inputs = _inputs(skewed=False)
     how, options = DROPLESS[name]
     some = Computation(matmul, jnp.ones((9, E)), jnp.ones((2, E, M)), jnp.asarray([3, 4], jnp.int32))
@@ -360,8 +361,9 @@ def test_a_recomputed_layer_sends_nothing_back_again_and_omits_the_last_matmul(n
     devices = jax.make_mesh((DEVICES,), ("expert",), (AxisType.Auto,), devices=jax.devices()[:DEVICES])
     spec, rows = P("expert"), {"capacity": 5, "padded": 10}.get(name, 40)
 
-    def equal_groups(x, w):
-        return jnp.einsum("lce,lem->lcm", x.reshape(len(w), -1, x.shape[-1]), w).reshape(*x.shape[:-1], -1)
+    def equal_groups(x, matrices):
+        x_LCE = x.reshape(len(matrices[0]), -1, x.shape[-1])
+        return tuple(jnp.einsum("lce,lem->lcm", x_LCE, w).reshape(*x.shape[:-1], -1) for w in matrices)
 
     @partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
     @partial(jax.shard_map, mesh=devices, in_specs=(spec,) * 6, out_specs=spec, check_vma=False)

@@ -9,7 +9,7 @@ import pytest
 
 from meshloom.compiler.formats.operands import operand_formats
 from meshloom.compiler.jaxpr.flops import count_flops
-from meshloom.compiler.parallel.experts.grouped_matmul import grouped_matmul
+from meshloom.compiler.parallel.experts.grouped_matmul import Kernels, grouped_matmul, grouped_matmuls
 from meshloom.compiler.parallel.experts.quantized_groups import quantized_rows
 from meshloom.compiler.parallel.quantized import Arithmetic
 
@@ -25,7 +25,9 @@ def test_results_and_gradients_are_those_of_each_group_by_itself(how):
     used = sum(SIZES)
     g[used:] = np.nan if how == "triton" else 0  # nobody reads what has no group
     sizes = jnp.asarray(SIZES, jnp.int32)
-    y, pull_back = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, how, how != "none"), jnp.asarray(x), jnp.asarray(w))
+    y, pull_back = jax.vjp(
+        lambda x, w: grouped_matmul(x, w, sizes, Kernels(how), how != "none"), jnp.asarray(x), jnp.asarray(w)
+    )
     y, dx, dw = (np.asarray(each) for each in (y, *pull_back(jnp.asarray(g))))
     assert how != "triton" or np.isnan(y[used:]).all()  # no group writes them
     ends = np.cumsum(SIZES)
@@ -36,13 +38,37 @@ def test_results_and_gradients_are_those_of_each_group_by_itself(how):
         np.testing.assert_allclose(dw[group], mine.T @ given, atol=2e-4)
 
 
+@pytest.mark.parametrize("how", ["none", "triton", pytest.param("megablox", marks=pytest.mark.ci)])
+def test_the_gradient_of_rows_sums_over_all_arrays_of_matrices(how):
+    chance = np.random.default_rng(0)
+    x, *others = (chance.normal(size=s).astype(np.float32) for s in ((150, 24), *[(4, 24, 40)] * 2, *[(150, 40)] * 2))
+    matrices, gradients = others[:2], others[2:]
+    used = sum(SIZES)
+    for g in gradients:
+        g[used:] = np.nan if how == "triton" else 0
+    sizes = jnp.asarray(SIZES, jnp.int32)
+    multiply = partial(grouped_matmuls, sizes_G=sizes, how=Kernels(how), interpret=how != "none")
+    y, pull_back = jax.vjp(multiply, jnp.asarray(x), tuple(map(jnp.asarray, matrices)))
+    dx, of_matrices = pull_back(tuple(map(jnp.asarray, gradients)))
+    first = 0
+    for group, size in enumerate(SIZES):
+        mine = slice(first, first + size)
+        first += size
+        rows, *given = (each[mine].astype(np.float64) for each in (x, *gradients))
+        into = [each[group].astype(np.float64) for each in matrices]
+        np.testing.assert_allclose(dx[mine], sum(g @ w.T for g, w in zip(given, into, strict=True)), atol=2e-4)
+        for number, (g, w) in enumerate(zip(given, into, strict=True)):
+            np.testing.assert_allclose(y[number][mine], rows @ w, atol=2e-4)
+            np.testing.assert_allclose(of_matrices[number][group], rows.T @ g, atol=2e-4)
+
+
 @pytest.mark.parametrize("how", ["none", "triton", "megablox"])
 def test_both_passes_take_the_arithmetic_of_one_matrix_for_each_row(how):
     shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((512, 256), (8, 256, 128))]
     sizes = jax.ShapeDtypeStruct((8,), jnp.int32)
 
     def both(x, w, sizes):
-        y, pull_back = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, how), x, w)
+        y, pull_back = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, Kernels(how)), x, w)
         return pull_back(y)
 
     count = count_flops(jax.make_jaxpr(both)(*shapes, sizes).jaxpr, "test")
@@ -76,7 +102,7 @@ def test_groups_in_few_bits_are_those_of_rounded_operands(forward, gradients, is
         quantized_rows,
         arithmetic,
         sizes_G=jnp.asarray(SIZES, jnp.int32),
-        how="none",
+        how=Kernels("none"),
         experts=(),
         rows=(),
         into=(),
