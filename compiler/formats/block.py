@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -126,6 +127,17 @@ def _power_of_two(amax: Array, exponent: Array) -> Array:
     for those that are not finite."""
     power = jnp.ldexp(jnp.float32(1.0), jnp.clip(exponent, -127, 127))
     return jnp.where(jnp.isfinite(amax), jnp.where(amax > 0, power, 1.0), jnp.inf)
+
+
+def as_bits(elements: Array) -> Array:
+    """Returns elements of 8 bits as whole numbers. `jax.checkpoint` puts floating-point values that it saves through a
+    `reduce_precision` with the digits of their type, which has infinities: 448 in float8_e4m3fn would become NaN."""
+    return jax.lax.bitcast_convert_type(elements, jnp.int8)
+
+
+def from_bits(bits: Array, dtype: Any) -> Array:
+    """Returns the elements of a type that `as_bits` made whole numbers of."""
+    return jax.lax.bitcast_convert_type(bits, jnp.dtype(dtype))
 
 
 def _largest(blocks: Array, within: tuple[int, ...]) -> Array:

@@ -37,6 +37,7 @@ from ..spec.overlap_spec import StrategyChoice
 from ..target.compiler_options import why_permutes_wait
 from .block_scaled import block_scaled_cost, block_scaled_matmul
 from .choose import chosen_or_fallback
+from .encodings import decoded_weight, encoded_weight
 from .operation import Cost, Lowered, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, moved
 from .quantized import dot, quantized_matmul
 
@@ -139,8 +140,9 @@ class MatmulOp(ParallelOp):
                 return partial(block_scaled_matmul, arithmetic)
             forward = partial(_dot_in_ring, ring) if ring else dot
 
-            def in_few_bits(x: Array, weight: Array, *, subscripts: str) -> Array:
-                return quantized_matmul(arithmetic, x, weight, subscripts, forward=forward)
+            def in_few_bits(x: Array, weight: Any, *, subscripts: str) -> Array:
+                whole, encoded = decoded_weight(weight), encoded_weight(weight)
+                return quantized_matmul(arithmetic, x, whole, subscripts, forward=forward, encoded=encoded)
 
             return in_few_bits
         if ring is None:

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.partition_spec import Axes
 from ..core.scopes import encoding_scope
-from ..formats.block import ELEMENTS, SCALES, EncodedArray
+from ..formats.block import ELEMENTS, SCALES, EncodedArray, as_bits, from_bits
 from ..formats.element import element_formats
 from ..formats.operands import OperandFormat
 
@@ -185,11 +185,13 @@ def quantized_groups(
     *,
     products: Callable[[Any], Products],
     split: SplitBy,
+    encoded: EncodedArray | None = None,
 ) -> Array:
     """Returns the product of rows and the matrix of their group. products: made from the sizes of the groups. split:
-    the axes of every dimension that is split."""
+    the axes of every dimension that is split. encoded: as for `quantized_matmul`."""
     letters = _Letters.of(subscripts)
-    return _differentiable(_Product(arithmetic, letters, products, split, letters.weight[0]))(x, weight, None, sizes)
+    product = _Product(arithmetic, letters, products, split, letters.weight[0])
+    return _differentiable(product)(x, weight, encoded, sizes)
 
 
 def _differentiable(product: "_Product") -> Callable[[Array, Array, EncodedArray | None, Array | None], Array]:
@@ -225,11 +227,12 @@ class _Product:
         y = self._multiplied(of, of, qx, qw, at.forward, x.dtype, products.forward, products.beside, of_result)
         is_used_again = of.scales == "tensor"  # whatever is contracted
         scales = (qx[SCALES], qw[SCALES]) if is_used_again else (None, None)
-        return y, (x, weight, encoded, sizes, *scales)
+        saved = encoded and {**encoded, ELEMENTS: as_bits(encoded[ELEMENTS])}
+        return y, (x, weight, saved, sizes, *scales)
 
     def backward(self, residuals: Any, gradient: Array) -> tuple[Array, Array]:
         """Returns the gradients of x and of the weight. residuals: as `forward` returned them."""
-        x, weight, encoded, sizes, sx, sw = residuals
+        x, weight, saved, sizes, sx, sw = residuals
         products = self.products(sizes)
         at, of, of_gradient = self.letters, self.arithmetic.forward, self.arithmetic.gradients
         if of_gradient is None:
@@ -238,8 +241,10 @@ class _Product:
         qg = self._encoded(of_gradient, gradient, at.result, at.of_x, is_gradient=True)
         has_same = of_gradient.scales == "tensor"
         qg2 = qg if has_same else self._encoded(of_gradient, gradient, at.result, at.of_weight, is_gradient=True)
-        is_read = encoded is not None and of.scales == "tensor"
-        qw = encoded if is_read and encoded else self._encoded(of, weight, at.weight, at.of_x, scales=sw)
+        if saved is not None and of.scales == "tensor":
+            qw = {**saved, ELEMENTS: from_bits(saved[ELEMENTS], element_formats()[of.element].dtype)}
+        else:
+            qw = self._encoded(of, weight, at.weight, at.of_x, scales=sw)
         qx = self._encoded(of, x, at.x, at.of_weight, scales=sx)
         beside, of_gradient_x = products.beside, self.arithmetic.gradient_spec
         dx = self._multiplied(of_gradient, of, qg, qw, at.of_x, x.dtype, products.of_x, beside, of_gradient_x)

@@ -88,7 +88,7 @@ def plan_weights(inputs: OpInputs, operations: Sequence[OpPlan], gather: StageGa
     stacks = {stack.name for stack in model.stacks}
     accumulated = accumulated_layouts(inputs.spec, sharding)
     updated = {each.array.path: each for each in sharding.optimizer}
-    sent, plans = _sent(operations), {}
+    sent, multiplied, plans = _sent(operations), _multiplied(operations), {}
     for p, g in zip(sharding.parameters, accumulated, strict=True):
         path, is_stacked = p.array.path, p.array.path.split("/")[0] in stacks
         u = updated.get(path, p)
@@ -101,7 +101,7 @@ def plan_weights(inputs: OpInputs, operations: Sequence[OpPlan], gather: StageGa
             sharding.roles,
             is_stacked=is_stacked,
             kept=kept,
-            encoding=_encoding(p, sent.get(path), sharding.roles),
+            encoding=_encoding(p, sent.get(path), sharding.roles, is_multiplied=path in multiplied),
             tile_rows=inputs.target.compiler.tile_rows,
         )
         plans[path] = _used(made if p.array.is_trained else frozen(made), p, inputs, operations, gather)
@@ -119,7 +119,17 @@ def _sent(operations: Sequence[OpPlan]) -> dict[str, BlockFormat]:
     }
 
 
-def _encoding(p: ArrayPlan, sent: BlockFormat | None, roles: AxisRoles) -> Encoding:
+def _multiplied(operations: Sequence[OpPlan]) -> set[str]:
+    """Returns the paths of the weights all of whose sites multiply elements as they are gathered."""
+    takes = {
+        (path, bool(each.precision and each.precision.gather and each.precision.arithmetic))
+        for each in operations
+        for path in each.site.parameters
+    }
+    return {path for path, _ in takes} - {path for path, is_taken in takes if not is_taken}
+
+
+def _encoding(p: ArrayPlan, sent: BlockFormat | None, roles: AxisRoles, *, is_multiplied: bool) -> Encoding:
     array = p.array
     if array.format is not None:
         return Encoding(array.dtype, array.dtype, array.compute_dtype, array.format, array.shape)
@@ -129,7 +139,8 @@ def _encoding(p: ArrayPlan, sent: BlockFormat | None, roles: AxisRoles) -> Encod
     own = p.dimensions[-len(sent.block) :]
     shared = (axis for d, size in zip(own, sent.block, strict=True) if size is None for axis in d.axes)
     shared = tuple(axis for axis in shared if axis in roles.manual)
-    return replace(made, travel=element_formats()[sent.element].dtype, shape=array.shape, sent=sent, shared=shared)
+    travel = element_formats()[sent.element].dtype
+    return replace(made, travel=travel, shape=array.shape, sent=sent, shared=shared, is_multiplied=is_multiplied)
 
 
 def frozen(plan: WeightPlan) -> WeightPlan:

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.partition_spec import Axes, axes_in, without
 from ..jaxpr.program import LANES
+from .encodings import decoded_weight
 from .weight_plan import ShardedDims, WeightPlan
 
 
@@ -60,7 +61,8 @@ class Weights:
         return Weights(self.accumulators[name], before, self.working[name], self.layouts[name], self.reduction)
 
     def gathered(self) -> Any:
-        """Returns the whole weights in the compute type, in a tree."""
+        """Returns the whole weights in the compute type, in a tree; a GatheredWeight for those whose sites multiply
+        what is gathered."""
         before = jax.tree.map(lambda _: None, self.layouts) if self.before is None else self.before
         return jax.tree.map(partial(_gather, self.reduction), self.layouts, self.accumulators, before, self.working)
 
@@ -102,25 +104,29 @@ class Weights:
 
 
 def _whole(layout: WeightPlan) -> WeightPlan:
-    """Returns the plan of a weight that was gathered already."""
-    return replace(layout, gathered=(), encoding=layout.encoding.decoded)
+    """Returns the plan of a weight that was gathered already: encoded until a layer uses it, or decoded."""
+    encoding = layout.encoding
+    return replace(layout, gathered=(), encoding=encoding if encoding.is_held else encoding.decoded)
 
 
 def _gather(
     reduction: Reduction, layout: WeightPlan, accumulator: Array | None, before: Array | None, working: Any
-) -> Array:
+) -> Any:
+    def taken(working: Any) -> Any:
+        return layout.encoding.taken(_whole_parts(working, layout))
+
     if accumulator is None:
-        return all_gather_weight(working, layout)
+        return taken(working)
 
     @jax.custom_vjp
-    def use(_: Array, _before: Array | None, working: Array) -> Array:
-        return all_gather_weight(working, layout)
+    def use(_: Array, _before: Array | None, working: Any) -> Any:
+        return taken(working)
 
-    def forward(_: Array, before: Array | None, working: Array) -> tuple[Array, Array | None]:
-        return all_gather_weight(working, layout), before
+    def forward(_: Array, before: Array | None, working: Any) -> tuple[Any, Array | None]:
+        return taken(working), before
 
-    def backward(before: Array | None, gradient: Array) -> tuple[Array, None, None]:
-        return reduce_weight_gradient(gradient, before, layout, reduction), None, None
+    def backward(before: Array | None, gradient: Any) -> tuple[Array, None, None]:
+        return reduce_weight_gradient(decoded_weight(gradient), before, layout, reduction), None, None
 
     use.defvjp(forward, backward)
     return use(accumulator, before, working)
@@ -147,8 +153,8 @@ def hoist(weights: Weights) -> Weights:
 
 
 def _hoisted(
-    reduction: Reduction, layout: WeightPlan, accumulator: Array | None, before: Array | None, working: Array
-) -> tuple[Array | None, Array | None, Array, WeightPlan]:
+    reduction: Reduction, layout: WeightPlan, accumulator: Array | None, before: Array | None, working: Any
+) -> tuple[Array | None, Array | None, Any, WeightPlan]:
     """Returns (accumulator, before, working, layout) of one weight of a stack, as they are or whole."""
     if layout.use not in ("hoisted", "held"):
         return accumulator, before, working, layout
@@ -159,18 +165,18 @@ def _hoisted(
         auto_spec=layout.auto_stored_spec,
         is_stacked=False,
     )
-    if layout.encoding.format is not None:  # encoded until a layer uses it: it is frozen
-        return None, None, _gathered_parts(working, at_once), replace(layout, use="sharded", gathered=())
-    whole = all_gather_weight(working, at_once)
+    parts = _gathered_parts(working, at_once)
+    whole = parts if layout.encoding.is_held else layout.encoding.decode(parts)
     if layout.use == "held":
         return accumulator, before, whole, _whole(layout)
     of_layer = replace(_whole(layout), use="sharded", scattered=(), split_early=(), split_late=(), reduced=())
     if accumulator is None:
         return None, None, whole, of_layer
+    shape = jax.eval_shape(layout.encoding.decode, parts).shape
 
     @jax.custom_vjp
     def of_layers(_: Array, _before: Array | None) -> Array:
-        return jnp.zeros(whole.shape, reduction.accumulator_dtype)
+        return jnp.zeros(shape, reduction.accumulator_dtype)
 
     def forward(accumulator: Array, before: Array | None) -> tuple[Array, Array | None]:
         return of_layers(accumulator, before), before
@@ -179,17 +185,19 @@ def _hoisted(
         return reduce_weight_gradient(gradient, before, at_once, reduction), None
 
     of_layers.defvjp(forward, backward)
-    nothing = None if before is None else jnp.zeros(whole.shape, before.dtype)
+    nothing = None if before is None else jnp.zeros(shape, before.dtype)
     return of_layers(accumulator, before), nothing, whole, of_layer
 
 
 def all_gather_weight(working: Any, layout: WeightPlan) -> Array:
     """Returns the whole weight, as a model takes it, from this device's shard of what is gathered: an array, or a tree
     of those of an encoded one."""
-    if not layout.gathered:
-        return layout.encoding.decode(working)
-    with layout.scope:
-        return layout.encoding.decode(_gathered_parts(working, layout))
+    return layout.encoding.decode(_whole_parts(working, layout))
+
+
+def _whole_parts(working: Any, layout: WeightPlan) -> Any:
+    """Returns the arrays of a weight, whole, gathered where they are shards."""
+    return _gathered_parts(working, layout) if layout.gathered else working
 
 
 def _gathered_parts(working: Any, layout: WeightPlan) -> Any:

@@ -24,6 +24,7 @@ from meshloom.models.loss import dpo_losses, has_loss, simpo_losses, sum_losses
 
 from ..core.partition_spec import Axes, axes_in, keep_axes
 from ..core.scopes import layout_scope, piece_scope
+from ..parallel.encodings import decoded_weights, with_encoded
 from ..parallel.operation import OpPlan, lower_operations
 from ..parallel.remat import RunLayer, build_policy, layer_runner, marked
 from ..parallel.shared_head import stage_total, vocab_shard
@@ -189,10 +190,13 @@ def _layer(
 ) -> LayerFunction:  # fmt: skip
     """Returns the function of a stack's layers. first: the number of the first one in the model, counted from 1."""
 
-    def layer(params: Params, shared: BatchSplit, index: Array, x: BatchSplit) -> tuple[BatchSplit, Aux]:
+    def layer(weights: Any, shared: BatchSplit, index: Array, x: BatchSplit) -> tuple[BatchSplit, Aux]:
+        params: Params = decoded_weights(weights)
+
         def run(part: tuple[Array, Shared]) -> Any:
             named, context = marked(LAYER_INPUT, part[0]), make_context(stack.name, part[1], first + index)
-            return stack.layer.apply(params, named, replace(context, run_layer=run_layer))
+            operation = with_encoded(context.operation, weights)
+            return stack.layer.apply(params, named, replace(context, run_layer=run_layer, operation=operation))
 
         outputs = run_parts(run, tuple(zip(x, shared, strict=True)))
         x, aux = zip(*(split_output(output) for output in outputs), strict=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,12 @@ from ..remat import marked
 from .dispatch import RunExperts
 from .grouped_matmul import of_group
 
-Multiply = Callable[[Array, tuple[Array, ...]], tuple[Array, ...]]  # rows with each of some matrices
+# Rows with each of some matrices, each of which may be a GatheredWeight.
+Multiply = Callable[[Array, tuple[Any, ...]], tuple[Array, ...]]
 
 
 def experts_mlp(
-    matrices: tuple[Array, Array, Array],
+    matrices: tuple[Any, Any, Any],
     biases: Sequence[Array],
     activation: str,
     multipliers: Callable[[Array | None], tuple[Multiply, Multiply]],
@@ -45,7 +47,7 @@ def _biases_of_rows(biases: Sequence[Array], sizes_X: Array, num_rows: int) -> l
 def weighted_mlp(
     x: Array,
     weights: Array,
-    matrices: tuple[Array, Array, Array],
+    matrices: tuple[Any, Any, Any],
     biases: Sequence[Array | None],
     multiply: tuple[Multiply, Multiply],
     activation: str,

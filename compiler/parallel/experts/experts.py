@@ -35,6 +35,7 @@ from ...sharding.arrays import EXPERTS, Operand, OpSite
 from ...sharding.rules import ArrayPlan
 from ...spec.kernel_rates import grouped_kernels
 from ...target.target import TargetPlan
+from ..encodings import decoded_weight
 from ..operation import Cost, Exposed, Lowered, OpInputs, OpPlan, ParallelOp, Refusal, Strategy, refused
 from ..quantized import Arithmetic
 from ..weight_plan import parts_of
@@ -163,7 +164,9 @@ class ExpertsOp(ParallelOp):
         used = used and replace(used, result_spec=None, gradient_spec=None)
         chosen: ExpertsPlan = replace(plan.chosen.parameters, arithmetic=used)
 
-        def apply(x: Array, weights: Array, ids: Array, *matrices: Array, activation: str) -> Any:
+        def apply(x: Array, weights: Array, ids: Array, *matrices: Any, activation: str) -> Any:
+            if chosen.layout.partitioner:  # elements would need layouts over its axes
+                matrices = tuple(map(decoded_weight, matrices))
             return apply_planned(x, weights, ids, matrices, activation, chosen)
 
         return apply
@@ -324,7 +327,7 @@ def _capacity(site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -> Strategy:
 
 
 def apply_planned(
-    x: Array, weights: Array, ids: Array, matrices: tuple[Array, ...], activation: str, plan: ExpertsPlan
+    x: Array, weights: Array, ids: Array, matrices: tuple[Any, ...], activation: str, plan: ExpertsPlan
 ) -> tuple[Array, Array]:
     """Returns what `models.parts.apply_experts` does, as planned, of this device's tokens and experts: x (batch,
     length, embed). matrices: those into an expert, gate and up, and out of it, and after them maybe their biases."""
@@ -344,7 +347,7 @@ def apply_planned(
 
 
 def _apply_on_shards(
-    x: Array, weights: Array, ids: Array, *matrices: Array, plan: ExpertsPlan, activation: str
+    x: Array, weights: Array, ids: Array, *matrices: Any, plan: ExpertsPlan, activation: str
 ) -> tuple[Array, Array]:
     """Returns the same as `apply_planned`, of shards over all mesh axes. Devices that share an expert's hidden
     dimension need all tokens of one another, and add their results up."""
@@ -406,7 +409,7 @@ def _multipliers(sizes: Array | None, plan: ExpertsPlan) -> tuple[Multiply, Mult
     return _each(partial(of_rows, into=(), out_of=hidden)), _each(partial(of_rows, into=hidden, out_of=()))
 
 
-def _each(multiply: Callable[[Array, Array], Array]) -> Multiply:
+def _each(multiply: Callable[[Array, Any], Array]) -> Multiply:
     return lambda x, matrices: tuple(multiply(x, w) for w in matrices)
 
 

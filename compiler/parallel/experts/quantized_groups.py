@@ -6,18 +6,21 @@ matrices is megablox's, which takes neither two types nor whole numbers: element
 multiplied in that.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from ...core.partition_spec import Axes
 from ...core.scopes import encoding_scope
+from ..encodings import decoded_weight, encoded_weight
 from ..quantized import Arithmetic, Products, SplitBy, quantized_groups, scales_beside
 from .grouped_matmul import Kernels, matrices_gradient, of_group, rows_gradient
 
 
 def quantized_rows(
-    arithmetic: Arithmetic, x_RE: Array, w_GEM: Array, sizes_G: Array, *, how: Kernels, experts: Axes, rows: Axes,
+    arithmetic: Arithmetic, x_RE: Array, w_GEM: Any, sizes_G: Array, *, how: Kernels, experts: Axes, rows: Axes,
     into: Axes, out_of: Axes,
 ) -> Array:  # fmt: skip
     """Returns x w of the group of each row, (R, M); zeros for rows of none, which may hold anything. experts,
@@ -29,18 +32,21 @@ def quantized_rows(
         x_RE = jnp.where(has_group, x_RE, 0)
     split: SplitBy = {"g": experts, "r": rows, "e": into, "m": out_of}
     y = quantized_groups(
-        arithmetic, x_RE, w_GEM, sizes_G, "re,gem->rm",
-        products=lambda sizes: _products(sizes, x_RE.shape[0], how), split=split,
+        arithmetic, x_RE, decoded_weight(w_GEM), sizes_G, "re,gem->rm",
+        products=lambda sizes: _products(sizes, x_RE.shape[0], how), split=split, encoded=encoded_weight(w_GEM),
     )  # fmt: skip
     return jnp.where(has_group, y, 0)
 
 
 def quantized_equal_groups(
-    arithmetic: Arithmetic, x_LCE: Array, w_LEM: Array, *, experts: Axes, rows: Axes, into: Axes, out_of: Axes
+    arithmetic: Arithmetic, x_LCE: Array, w_LEM: Any, *, experts: Axes, rows: Axes, into: Axes, out_of: Axes
 ) -> Array:
     """Returns the same of experts that have as many rows each, (L, C, M)."""
     split: SplitBy = {"l": experts, "c": tuple(a for a in rows if a not in experts), "e": into, "m": out_of}
-    return quantized_groups(arithmetic, x_LCE, w_LEM, None, "lce,lem->lcm", products=lambda _: Products(), split=split)
+    return quantized_groups(
+        arithmetic, x_LCE, decoded_weight(w_LEM), None, "lce,lem->lcm",
+        products=lambda _: Products(), split=split, encoded=encoded_weight(w_LEM),
+    )  # fmt: skip
 
 
 def _products(sizes_G: Array, num_rows: int, how: Kernels) -> Products:
