@@ -28,6 +28,7 @@ from ..core.scopes import encoding_scope
 from ..formats.block import ELEMENTS, SCALES, EncodedArray, as_bits, from_bits
 from ..formats.element import element_formats
 from ..formats.operands import OperandFormat
+from .partial_sums import find_partial_sum
 
 INPUT, WEIGHT, GRADIENT = "input", "weight", "gradient"  # the operands of a site's three products
 Dot = Callable[..., Array]  # (elements of x, elements of a weight, subscripts, result's type) -> products summed
@@ -246,10 +247,26 @@ class _Product:
         else:
             qw = self._encoded(of, weight, at.weight, at.of_x, scales=sw)
         qx = self._encoded(of, x, at.x, at.of_weight, scales=sx)
-        beside, of_gradient_x = products.beside, self.arithmetic.gradient_spec
-        dx = self._multiplied(of_gradient, of, qg, qw, at.of_x, x.dtype, products.of_x, beside, of_gradient_x)
+        dx = self._gradient_of_x(qg, qw, x.dtype, products)
+        beside = products.beside
         dw = self._multiplied(of, of_gradient, qx, qg2, at.of_weight, weight.dtype, products.of_weight, beside)
         return dx, dw
+
+    def _gradient_of_x(self, qg: EncodedArray, qw: EncodedArray, dtype: Any, products: Products) -> Array:
+        """Returns the gradient of x. Other sites may add theirs to it, so parts of it are scaled before a sum over
+        devices, where there is one."""
+        arithmetic, at = self.arithmetic, self.letters
+        of_gradient = arithmetic.gradients
+        assert of_gradient is not None, "it is a product of elements"
+
+        def product(qg: EncodedArray, qw: EncodedArray, spec: PartitionSpec | None = None) -> Array:
+            of, beside, made = arithmetic.forward, products.beside, jnp.float32 if arithmetic.emulated else dtype
+            return self._multiplied(of_gradient, of, qg, qw, at.of_x, made, products.of_x, beside, spec)
+
+        of_result, of_x = arithmetic.result_spec, arithmetic.gradient_spec
+        parts = None if of_result is None or of_x is None else find_partial_sum(at.of_x, of_result, of_x)
+        dx = product(qg, qw, of_x) if parts is None else parts.added(product, qg, qw)
+        return dx.astype(dtype)
 
     def _encoded(
         self, of: OperandFormat, x: Array, letters: str, product: str, *,

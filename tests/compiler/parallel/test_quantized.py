@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -151,6 +152,30 @@ def test_an_activation_is_encoded_once_for_all_sites_that_read_it():
     jaxpr = jax.make_jaxpr(both)(*(jax.ShapeDtypeStruct(each, jnp.float32) for each in shapes)).jaxpr
     program = read_jaxpr(jaxpr, [((),) * len(each) for each in shapes], {})
     assert [each.name for each in program.walk()].count("reduce_max") == 3
+
+
+def test_devices_scale_their_parts_of_a_shared_inputs_gradient_before_they_add_them_up():
+    """So nothing but an addition stands between the reductions of two sites, and compilers reduce once. The sums are
+    those of one device."""
+    mesh = jax.make_mesh((4,), ("tensor",), (AxisType.Auto,), devices=jax.devices()[:4])
+    shapes = (2, 8, 8), (8, 12), (8, 4)
+    x, *weights = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate(shapes))
+    layouts = {"result_spec": PartitionSpec(None, None, "tensor"), "gradient_spec": PartitionSpec(None, "tensor", None)}
+
+    def total(arithmetic: Arithmetic, x: jax.Array, weights: list[jax.Array]) -> jax.Array:
+        results = (quantized_matmul(arithmetic, x, each, "bte,em->btm") for each in weights)
+        return sum((jnp.sum(jnp.sin(y)) for y in results), start=jnp.zeros(()))
+
+    expected = jax.grad(partial(total, _arithmetic(FP8, E5M2)))(x, weights)
+    gradient = jax.grad(partial(total, _arithmetic(FP8, E5M2, **layouts)))
+    with jax.set_mesh(mesh):
+        jaxpr = jax.make_jaxpr(gradient)(x, weights).jaxpr
+        found = jax.jit(gradient)(x, weights)
+    made_by = {x: equation.primitive.name for equation in jaxpr.eqns for x in equation.outvars}
+    (addition,) = (each for each in jaxpr.eqns if each.primitive.name == "add_any")
+    assert [made_by[x] for x in addition.invars] == ["shard_map", "shard_map"]
+    assert str(jaxpr).count("= reduce_scatter[") == 2
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
 
 
 OVER_THE_MESH = [
