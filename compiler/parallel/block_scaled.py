@@ -30,6 +30,7 @@ from ..core.partition_spec import Axes
 from ..formats.block import ELEMENTS, SCALES, BlockFormat, EncodedArray
 from ..formats.operands import OperandFormat, operand_formats
 from ..sharding.arrays import OpSite
+from ..spec.plan_spec import PlanSpec
 from ..spec.target_names import kinds_of_capability
 from ..target.target import TargetPlan
 from .operation import OpInputs
@@ -197,25 +198,42 @@ def _cut(where: str, site: OpSite, format: OperandFormat, inputs: OpInputs) -> I
     operands, result = site.option("subscripts").split("->")
     of_x, of_weight = operands.split(",")
     sizes = dict(zip(of_x + of_weight, site.operands[0].shape + site.operands[1].shape, strict=True))
-    tokens = inputs.batch.tokens_of_device // inputs.spec.overlap.layers.batch_split
+    num_parts = inputs.spec.overlap.layers.batch_split
+    tokens = inputs.batch.tokens_of_device // num_parts
     split, n = _split_by(site, inputs), inputs.mesh.num_shards
     sums = {
         "what it sums over": [letter for letter in of_weight if letter in of_x],
         "what it makes of a token": [letter for letter in of_weight if letter in result],
     }
-    found = [
-        (what, math.prod(sizes[letter] for letter in letters), tuple(axis for at in letters for axis in split[at]))
-        for what, letters in sums.items()
-    ]
-    for what, size, axes in (*found, ("the tokens of a device", tokens, ())):
+    for what, letters in sums.items():
+        own, axes = [sizes[letter] for letter in letters], tuple(axis for at in letters for axis in split[at])
+        size = math.prod(own)
         if size // n(axes) % block:
-            own = f"{size // n(axes)}" if not axes else f"{size // n(axes)} ({size} over {' and '.join(axes)})"
+            of_device = f"{size // n(axes)}" if not axes else f"{size // n(axes)} ({size} over {' and '.join(axes)})"
             fits = [f"{count}" for count in range(1, n(axes)) if size % count == 0 and size // count % block == 0]
             fewer = f", split it over {' or '.join(fits)} of {n(axes)} devices" if fits else ""
-            fix = f"make it a multiple of {block * n(axes)}{fewer}"
-            what = f"blocks of {block} do not divide {own}, {what}, at '{site.name}'"
+            fix = f"make {_keys_of(own, inputs.spec) or 'it'} a multiple of {block * n(axes)}{fewer}"
+            what = f"blocks of {block} do not divide {of_device}, {what}, at '{site.name}'"
             yield Problem(where, what, f"{fix}, or give '{site.name}' another type by a rule before this one")
             return
+    if tokens % block:
+        part = "a microbatch" if num_parts == 1 else "a part of a microbatch"
+        what = f"blocks of {block} do not divide {tokens}, the tokens of a device in {part}"
+        yield Problem(where, what, _fix_of_tokens(tokens, block, inputs.spec.sequence_length))
+
+
+def _keys_of(sizes: Sequence[int], spec: PlanSpec) -> str | None:
+    """Returns the keys of the model that set these sizes; None where a size is that of no key, or of several."""
+    found = [[key for key, value in spec.model if type(value) is int and value == size] for size in sizes]
+    return " x ".join(f"model.{each[0]}" for each in found) if all(len(each) == 1 for each in found) else None
+
+
+def _fix_of_tokens(tokens: int, block: int, length: int) -> str:
+    """Returns the fix for tokens of a device that blocks do not divide: the next length of sequences with which they
+    do. length: the declared one."""
+    step = block * length // math.gcd(tokens, block * length)
+    batch = f"a global_batch_size, num_microbatches or mesh that gives it a multiple of {block} tokens"
+    return f"use sequence_length={-(-length // step) * step}, or {batch}"
 
 
 def _split_by(site: OpSite, inputs: OpInputs) -> Mapping[str, Axes]:

@@ -211,7 +211,8 @@ MISTAKES = {
     ),
     "width": (
         ("target=b200-8", *WIDTHS, "model.mlp_dim=1000"),
-        "blocks of 32 do not divide 1000, what it makes of a token, at 'mlp_up'", "make it a multiple of 32, or give",
+        "blocks of 32 do not divide 1000, what it makes of a token, at 'mlp_up'",
+        "make model.mlp_dim a multiple of 32, or give 'mlp_up' another type",
     ),
     "scales": (
         ("target=b200-8", *WIDTHS, *_rule("fp8_blockwise")),
@@ -222,11 +223,12 @@ MISTAKES = {
         ("target=cpu-4", *WIDTHS, *_rule("fp8_blockwise"), "precision.emulate=true", "sharding=fsdp_tensor",
          "mesh.tensor=4", "model.num_heads=8", "model.num_kv_heads=4", "model.head_dim=64"),
         "blocks of 128 do not divide 64 (256 over tensor), what it makes of a token, at 'keys'",
-        "make it a multiple of 512, split it over 1 or 2 of 4 devices, or give 'keys' another type",
+        "make model.num_kv_heads x model.head_dim a multiple of 512, split it over 1 or 2 of 4 devices, or give 'keys'",
     ),
     "tokens": (
         ("target=b200-8", *WIDTHS, "sequence_length=24"),
-        "blocks of 32 do not divide 24, the tokens of a device, at 'queries'", "make it a multiple of 32",
+        "blocks of 32 do not divide 24, the tokens of a device in a microbatch",
+        "use sequence_length=32, or a global_batch_size, num_microbatches or mesh",
     ),
 }  # fmt: skip
 
@@ -239,6 +241,15 @@ def test_what_blocks_cannot_multiply_is_one_error(name):
     (problem,) = error.value.problems
     assert (problem.where, problem.what) == ("precision.matmuls[0].forward", what)
     assert problem.fix.startswith(fix)
+
+
+def test_the_length_that_the_error_names_is_the_next_that_blocks_divide():
+    """Of four sequences of a device."""
+    size = ("precision=mxfp8", "target=b200-8", *WIDTHS, "global_batch_size=32")
+    for length in (5, 6, 7):
+        with pytest.raises(ConfigError, match="use sequence_length=8, or"):
+            plan_of(*size, f"sequence_length={length}")
+    assert plan_of(*size, "sequence_length=8").batch.tokens_of_device == 32
 
 
 def test_blocks_are_not_multiplied_with_whole_tensors():
