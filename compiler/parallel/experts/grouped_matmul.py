@@ -18,7 +18,7 @@ cut in tiles. One in which groups meet is computed for each of them, and each wr
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 from typing import Any, Literal, NamedTuple, cast
 
@@ -222,7 +222,8 @@ def grouped_matmuls(
     x_RE: Array, matrices: tuple[Array, ...], sizes_G: Array, how: Kernels, interpret: bool = False
 ) -> tuple[Array, ...]:
     """Returns x w of several arrays of matrices, as `grouped_matmul` of each. The gradient of the rows is made in one
-    kernel: a sum of one product for each array would write and read again arrays as large as the rows."""
+    kernel where that moves less: a sum of a product for each array writes and reads again arrays as large as the rows.
+    """
     if how.name == "triton":
         return tuple(multiply_rows(x_RE, w_GEM, sizes_G, interpret=interpret) for w_GEM in matrices)
     return tuple(jax.lax.ragged_dot(x_RE, w_GEM, sizes_G, preferred_element_type=x_RE.dtype) for w_GEM in matrices)
@@ -244,9 +245,12 @@ def _backward(
     if how.name == "triton":
         pairs = list(zip(gradients, matrices, strict=True))
         dx_RE = multiply_and_add(pairs, sizes_G, is_transposed=True, interpret=interpret)
-    else:  # one product of what lies side by side
+    elif _copies_move_less(x_RE, matrices):
         g_RM, w_GEM = (jnp.concatenate(each, axis=-1) for each in (gradients, matrices))
         dx_RE = rows_gradient(g_RM, w_GEM, sizes_G, x_RE.dtype, how, interpret)
+    else:
+        by_rows = partial(rows_gradient, sizes_G=sizes_G, dtype=x_RE.dtype, how=how, interpret=interpret)
+        dx_RE = reduce(jnp.add, map(by_rows, gradients, matrices))
     of_matrices = (
         matrices_gradient(x_RE, g_RM, sizes_G, w_GEM.dtype, how, interpret)
         for g_RM, w_GEM in zip(gradients, matrices, strict=True)
@@ -255,6 +259,14 @@ def _backward(
 
 
 grouped_matmuls.defvjp(_forward, _backward)
+
+
+def _copies_move_less(x_RE: Array, matrices: tuple[Array, ...]) -> bool:
+    """Returns whether gradients and matrices are copied to lie side by side: where the copies move fewer elements than
+    a sum of a product for each, which writes and reads as many arrays as large as the rows."""
+    of_matrices = sum(w_GEM.size for w_GEM in matrices)
+    of_gradients = sum(len(x_RE) * w_GEM.shape[2] for w_GEM in matrices)
+    return of_gradients + of_matrices < len(matrices) * x_RE.size
 
 
 def rows_gradient(

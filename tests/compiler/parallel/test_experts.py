@@ -270,8 +270,7 @@ def test_the_estimate_counts_filled_rows_once_each_and_larger_buffers_as_memory(
     tokens = mixtral.spec.tokens_per_step
     head = 6 * 32000 * 4096 * tokens
     attention = 2 * 3 * 4 * 2048 * 4096 * tokens
-    # A tile more for each of two experts: of 128 rows in five kernels forward, and of 256 in five backward, of which
-    # one does the work of two.
+    # A tile more for each of two experts: of 128 rows in five kernels forward, and of 256 in six backward.
     of_row = mixtral.model.stacks[0].num_layers * 2 * 4096 * 14336
     tiles = 2 * (5 * 128 + 6 * 256) * of_row
     last = 2 * 8192 * of_row

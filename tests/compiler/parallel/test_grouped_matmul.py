@@ -38,10 +38,15 @@ def test_results_and_gradients_are_those_of_each_group_by_itself(how):
         np.testing.assert_allclose(dw[group], mine.T @ given, atol=2e-4)
 
 
-@pytest.mark.parametrize("how", ["none", "triton", pytest.param("megablox", marks=pytest.mark.ci)])
-def test_the_gradient_of_rows_sums_over_all_arrays_of_matrices(how):
+@pytest.mark.parametrize(
+    ("how", "width", "columns"),
+    [("none", 24, 40), ("none", 64, 8), ("triton", 24, 40), pytest.param("megablox", 64, 8, marks=pytest.mark.ci)],
+)
+def test_the_gradient_of_rows_sums_over_all_arrays_of_matrices(how, width, columns):
+    """By one kernel where the matrices are small, and by one for each where they are large."""
     chance = np.random.default_rng(0)
-    x, *others = (chance.normal(size=s).astype(np.float32) for s in ((150, 24), *[(4, 24, 40)] * 2, *[(150, 40)] * 2))
+    shapes = ((150, width), *[(4, width, columns)] * 2, *[(150, columns)] * 2)
+    x, *others = (chance.normal(size=shape).astype(np.float32) for shape in shapes)
     matrices, gradients = others[:2], others[2:]
     used = sum(SIZES)
     for g in gradients:
@@ -49,6 +54,8 @@ def test_the_gradient_of_rows_sums_over_all_arrays_of_matrices(how):
     sizes = jnp.asarray(SIZES, jnp.int32)
     multiply = partial(grouped_matmuls, sizes_G=sizes, how=Kernels(how), interpret=how != "none")
     y, pull_back = jax.vjp(multiply, jnp.asarray(x), tuple(map(jnp.asarray, matrices)))
+    traced = jax.make_jaxpr(pull_back)(tuple(map(jnp.asarray, gradients)))
+    assert ("concatenate" in str(traced)) == (width == 64)
     dx, of_matrices = pull_back(tuple(map(jnp.asarray, gradients)))
     first = 0
     for group, size in enumerate(SIZES):
