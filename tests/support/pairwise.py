@@ -39,11 +39,16 @@ def cover_pairs(choices: Mapping[str, Sequence[str]], fits: Callable[[Row], bool
     return rows
 
 
-def cover_values(rows: Mapping[str, Row]) -> list[str]:
-    """Returns the names of few rows in which each value of each choice occurs, the same ones each time."""
-    missing = {pair for row in rows.values() for pair in row.items()}
+def cover_values(rows: Mapping[str, Row], times: int = 1) -> list[str]:
+    """Returns the names of few rows in which each value of each choice occurs, the same ones each time.
+
+    times: how many such covers without a common row, one after the other, as far as there are rows for them.
+    """
     names: list[str] = []
-    while missing:
-        names.append(max(rows, key=lambda name: len(missing & rows[name].items())))
-        missing -= rows[names[-1]].items()
+    for _ in range(times):
+        left = {name: row for name, row in rows.items() if name not in names}
+        missing = {pair for row in left.values() for pair in row.items()}
+        while missing:
+            names.append(max(left, key=lambda name: len(missing & left[name].items())))
+            missing -= left[names[-1]].items()
     return names

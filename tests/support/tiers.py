@@ -13,9 +13,15 @@ def tier_of(item: pytest.Item) -> str:
     return next((tier for tier in reversed(TIERS[1:]) if item.get_closest_marker(tier)), TIERS[0])
 
 
-def tiered(names: Iterable[str], *, plain: Collection[str], release: Collection[str] = ()) -> list[Any]:
-    """Returns a test's parameters: `plain` names are of the plain tier, `release` names of the last, others of `ci`."""
+def tiered(
+    names: Iterable[str], *, plain: Collection[str], ci: Collection[str] | None = None, release: Collection[str] = ()
+) -> list[Any]:
+    """Returns a test's parameters: `plain` names are of the plain tier, `release` names of the last, others of `ci`.
+    With names of `ci`, the others are of the last tier."""
     names = list(names)
+    if ci is not None:
+        assert {*ci} <= {*names}, {*ci} - {*names}
+        release = [name for name in names if name not in plain and name not in ci]
     assert {*plain, *release} <= {*names}, {*plain, *release} - {*names}
     mark = {name: pytest.mark.release if name in release else pytest.mark.ci for name in names if name not in plain}
     return [pytest.param(name, marks=mark[name]) if name in mark else name for name in names]

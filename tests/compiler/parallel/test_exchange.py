@@ -47,6 +47,7 @@ CASES = {
 }
 PLAIN = ("ring, documents, soft cap", "ring, a window of some chunks, documents, soft cap", "all_gather, all of them",
          "ulysses, kv_heads repeated, all of them")  # fmt: skip
+CI = ("ring", "ring, a window of less than a chunk", "ring, contiguous, a window", "all_gather", "ulysses")
 
 
 def inputs(length, head_dim=8, heads=4, kv_heads=2):
@@ -138,7 +139,7 @@ def assert_is_reference(case, block_kernel, arrays, ids, proof, *, has_sinks):
         np.testing.assert_allclose(ours, exact, atol=4e-6 * max(1, np.abs(exact).max()), err_msg=what)
 
 
-@pytest.mark.parametrize("name", tiered(CASES, plain=PLAIN))
+@pytest.mark.parametrize("name", tiered(CASES, plain=PLAIN, ci=CI))
 def test_each_exchange_computes_attention_and_its_gradients(name, proof):
     """Tiles of 4 tokens: a chunk of 32 tokens over 2 devices has two."""
     case = CASES[name]

@@ -19,6 +19,7 @@ from meshloom.compiler.parallel.quantized import Arithmetic, SitePrecision, quan
 from meshloom.compiler.report.explain import precision_lines
 from meshloom.compiler.step.train_step import build_init, build_loss
 from support.programs import lowered_of
+from support.tiers import tiered
 
 FP8, E5M2, INT8 = (operand_formats()[name] for name in ("fp8", "fp8_e5m2", "int8"))
 EMULATED = "precision.emulate=true"
@@ -182,7 +183,7 @@ OVER_THE_MESH = [
     ("target=cpu-8", "sharding=fsdp"),
     pytest.param(("target=cpu-8", "sharding=fsdp_tensor", "mesh.tensor=4", "parallel.matmul=collective_matmul",
                   "overlap=prefetch", "remat=full"), marks=pytest.mark.ci),
-    pytest.param(("target=cpu-4", "sharding=fsdp", "remat=save_dots", "overlap=prefetch"), marks=pytest.mark.ci),
+    pytest.param(("target=cpu-4", "sharding=fsdp", "remat=save_dots", "overlap=prefetch"), marks=pytest.mark.release),
 ]  # fmt: skip
 
 
@@ -191,11 +192,12 @@ GRADIENTS_OF = {"fp8": "fp8_e5m2", "int8": "int8"}
 EXPERTS_OVER_THE_MESH = [
     ("target=cpu-4", "sharding=fsdp_expert", "mesh.fsdp=1", "mesh.expert=2", "mesh.tensor=2",
      "parallel.experts=padded", "precision=fp8", "precision.dispatch=fp8", "precision.dispatch_gradients=fp8_e5m2"),
-    pytest.param(("target=cpu-8", "sharding=fsdp_expert", "mesh.expert=2", "mesh.tensor=2", "precision=int8",
-                  "parallel.experts=gathered", "overlap=prefetch", "remat=full"), marks=pytest.mark.ci),
+    ("target=cpu-8", "sharding=fsdp_expert", "mesh.expert=2", "mesh.tensor=2", "precision=int8",
+     "parallel.experts=gathered", "overlap=prefetch", "remat=full"),
     pytest.param(("target=cpu-4", "sharding=fsdp_expert", "mesh.expert=4", "parallel.experts=capacity",
                   "precision=int8", "moe.capacity_factor=8", "num_microbatches=1",
-                  "precision.matmuls=[{match:null,forward:int8,gradients:int8,gather:int8}]"), marks=pytest.mark.ci),
+                  "precision.matmuls=[{match:null,forward:int8,gradients:int8,gather:int8}]"),
+                 marks=pytest.mark.release),
 ]  # fmt: skip
 
 
@@ -210,7 +212,7 @@ def _loss_and_gradients(*overrides: str) -> tuple[float, dict[str, np.ndarray]]:
     return float(loss / count), {path: np.asarray(x) for path, x in leaves_by_path(gradients).items()}
 
 
-@pytest.mark.parametrize("precision", ["fp8", "int8"])
+@pytest.mark.parametrize("precision", tiered(["fp8", "int8"], plain=["fp8"]))
 @pytest.mark.parametrize("overrides", OVER_THE_MESH)
 def test_no_mesh_and_no_remat_changes_elements_or_scales(precision, overrides):
     """Largest magnitudes are those of all devices, so what differs is the order of sums, which rounds few elements
@@ -309,6 +311,7 @@ def test_stages_round_what_a_loop_over_layers_rounds():
         assert np.linalg.norm(gradient - expected[path]) < 1e-5 * np.linalg.norm(expected[path]), path
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("overrides", EXPERTS_OVER_THE_MESH)
 def test_no_exchange_changes_elements_or_scales_of_experts(overrides):
     """Tokens of all devices share the scales of a tensor, and so do experts. Rounded to the types

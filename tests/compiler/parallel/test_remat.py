@@ -118,7 +118,7 @@ def test_a_policy_may_be_of_one_stack_alone():
 GROUPED = ("model.num_layers=6", "model.attention_windows=[16,16,null]")  # windows of the whole sequence
 
 
-@pytest.mark.parametrize("loop", tiered(LOOPS, plain=["prefetch"]))
+@pytest.mark.parametrize("loop", tiered(LOOPS, plain=["prefetch"], release=["unrolled"]))
 @pytest.mark.parametrize("remat", [
     ("remat=full",), pytest.param(("remat=minimal",), marks=pytest.mark.ci),
     ("remat=offload", "remat.names=[layer_input,mlp_up]"),
@@ -266,8 +266,12 @@ KERNELS = {
     "cudnn in a ring": ("target=h100-4", *OVER_LENGTH, "parallel.context=ring"),
     "tiles in a ring": ("target=cpu-4", *OVER_LENGTH, "parallel.context=ring"),
 }
+KERNELS_BY_TIER = tiered(
+    KERNELS, plain=["splash in a ring", "cudnn"], ci=["splash", "splash on exchanged heads", "tiles in a ring"]
+)
 
 
+@cache
 def _attention(*overrides: str) -> tuple[int, dict[str, int]]:
     """(FLOPs of attention in the traced step; how often each kind of collective exchanges keys and values)."""
     found = estimate_step(plan_of(*ATTENTION, "global_batch_size=4", *overrides))
@@ -280,8 +284,8 @@ def _attention(*overrides: str) -> tuple[int, dict[str, int]]:
     return flops, dict(exchanged)
 
 
-@pytest.mark.parametrize("kernel", tiered(KERNELS, plain=["splash in a ring", "cudnn"]))
-@pytest.mark.parametrize("policy", ["save_names", "minimal", pytest.param("offload", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("kernel", KERNELS_BY_TIER)
+@pytest.mark.parametrize("policy", tiered(["save_names", "minimal", "offload"], plain=["save_names"]))
 def test_saved_attention_does_not_run_again(kernel, policy):
     """Neither a kernel nor what sends keys and values to it runs more often than where all is saved; but heads are
     exchanged again, as queries, keys and values are computed again."""
@@ -295,7 +299,7 @@ def test_saved_attention_does_not_run_again(kernel, policy):
         assert saved[1] == everything[1]
 
 
-@pytest.mark.parametrize("kernel", tiered(KERNELS, plain=["splash in a ring", "cudnn"]))
+@pytest.mark.parametrize("kernel", KERNELS_BY_TIER)
 def test_what_attention_saves_is_counted_once(kernel):
     """Its result in bfloat16, and the log-sum-exp of each row of each head in float32."""
     plan = plan_of(*ATTENTION, "global_batch_size=4", "remat=offload", "remat.names=[attended]", *KERNELS[kernel])

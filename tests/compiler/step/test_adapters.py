@@ -12,7 +12,7 @@ from meshloom.compiler.step.train_step import build_loss
 from meshloom.models.adapter import is_adapter, merged, without_adapters
 from support.collectives import collectives_per_step, written_collectives
 from support.experts import MOE
-from support.pairwise import cover_pairs
+from support.pairwise import cover_pairs, cover_values
 from support.programs import Gradients, batch_of, programs_of
 from support.reference import forward, reference_loss
 from support.tiers import tiered
@@ -75,7 +75,7 @@ BY_HAND = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("name", tiered(BY_HAND, plain=list(BY_HAND)[-1:]))
 def test_gradients_are_those_of_float64_by_hand(name, tokens, proof):
     plan = plan_of(*LINEAR_STACK, *BY_HAND[name], *SMALL_RANK)
     step = Gradients(plan, batch_of(tokens[0]))
@@ -175,7 +175,7 @@ def dense():
     return get
 
 
-@pytest.mark.parametrize("name", tiered(ROWS, plain=()))
+@pytest.mark.parametrize("name", tiered(ROWS, plain=(), ci=[*cover_values(ROWS, times=2), *list(ROWS)[-3:]]))
 def test_every_layout_computes_what_dense_matrices_do_on_one_device(name, tokens, dense, proof):
     row = ROWS[name]
     plan = plan_of(*_overrides(row))

@@ -116,8 +116,9 @@ CASES = OTHERS | {
     name: tuple(override for choice, value in row.items() for override in CHOICES[choice][value])
     for name, row in COVER.items()
 }
-# Each value of each choice occurs in a case of the plain tier.
-PLAIN = [*cover_values(COVER), *list(OTHERS)[:5]]
+# Each value of each choice occurs in a case of the plain tier, and in two of both tiers.
+PLAIN = cover_values(COVER)
+CI = [*cover_values(COVER, times=2), *OTHERS]
 # Whole steps, for what their update depends on; the other cases differ in their gradients alone.
 _UPDATE = ("mesh", "microbatches", "reduction")
 UPDATED = cover_values({name: {choice: row[choice] for choice in _UPDATE} for name, row in COVER.items()})
@@ -149,7 +150,7 @@ def reference():
     return get
 
 
-@pytest.mark.parametrize("name", tiered(CASES, plain=PLAIN), ids=str)
+@pytest.mark.parametrize("name", tiered(CASES, plain=PLAIN, ci=CI), ids=str)
 def test_gradients_are_those_of_one_device(name, tokens, reference, proof):
     _assert_gradients_of_one_device(_plan(CASES[name]), tokens, reference, proof)
 

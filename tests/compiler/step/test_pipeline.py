@@ -32,22 +32,22 @@ def of_release(*case):
 
 # schedule, form of ticks, stages, chunks, microbatches, other overrides; test_pipeline_cover.py has many more
 CASES = [
-    ("gpipe", MULTI, 2, 1, 4, ("sharding=zero2", "mesh.data=2")),
+    of_release("gpipe", MULTI, 2, 1, 4, ("sharding=zero2", "mesh.data=2")),
     of_release("1f1b", MULTI, 2, 1, 4, ("sharding=hsdp", "mesh.replica=2", "mesh.fsdp=2")),
     ("1f1b", UNIT, 2, 1, 4, (*FSDP, *PER_USE, "overlap.layers.batch_split=2", "remat=save_dots")),
-    ("1f1b", MULTI, 4, 1, 4, (*FSDP, "model.embeddings=tied", "remat=none", LOOPS)),
+    of_release("1f1b", MULTI, 4, 1, 4, (*FSDP, "model.embeddings=tied", "remat=none", LOOPS)),
     ("1f1b", MULTI, 2, 1, 4, ("sharding=ddp", "model.num_layers=5", LOOPS)),
     ("gpipe", UNIT, 4, 1, 8, (*FSDP, *IN_SHARDS)),
     ("interleaved_1f1b", MULTI, 2, 3, 4, (*FSDP, "model=tiny_moe", LOOPS)),
     ("interleaved_1f1b", UNIT, 4, 2, 8, ("sharding=ddp", *WINDOWS, "model.dropout_rate=0.2")),
     of_release("interleaved_1f1b_breadth_first", MULTI, 4, 2, 4, FSDP),
-    ("zb_h1", UNIT, 2, 1, 4, ("sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.tensor=2", *OFFLOAD)),
+    of_release("zb_h1", UNIT, 2, 1, 4, ("sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.tensor=2", *OFFLOAD)),
     ("zb_h1", UNIT, 4, 1, 8, (*FSDP, *WINDOWS, LOOPS)),
     ("zb_h2", UNIT, 2, 1, 4, ("sharding=fsdp_expert", "mesh.expert=2", "model=tiny_moe")),
     ("zb_h2", MULTI, 4, 1, 8, ("sharding=ddp", "model.embeddings=tied")),
     ("zb_v", UNIT, 2, 2, 4, (*FSDP, *WINDOWS, "remat=none")),
     of_release("zb_v", UNIT, 4, 2, 8, ("sharding=ddp", "adapter=lora", "adapter.rank=4")),
-    ("dualpipe_v", UNIT, 2, 2, 8, ("sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.tensor=2", *PER_USE, LOOPS)),
+    of_release("dualpipe_v", UNIT, 2, 2, 8, ("sharding=fsdp_tensor", "mesh.fsdp=2", "mesh.tensor=2", *PER_USE, LOOPS)),
     of_release("dualpipe_v", MULTI, 4, 2, 8, (*FSDP, *PER_USE, "model=tiny_moe")),
 ]
 

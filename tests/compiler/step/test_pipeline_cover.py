@@ -13,7 +13,7 @@ from meshloom.compiler.pipeline.schedules import build_table
 from meshloom.compiler.pipeline.table import TickForm
 from meshloom.compiler.step import train_step
 from support.experts import documents_of
-from support.pairwise import all_pairs, cover_pairs, pairs_of
+from support.pairwise import all_pairs, cover_pairs, cover_values, pairs_of
 from support.programs import Gradients, batch_of, schedule_of
 from support.tiers import tiered
 
@@ -121,7 +121,7 @@ def gradients(plan: Any) -> Gradients:
     return Gradients(plan, batch_of(tokens, documents), jax.random.key(7))
 
 
-@pytest.mark.parametrize("case", tiered(COVER, plain=()))
+@pytest.mark.parametrize("case", tiered(COVER, plain=(), ci=cover_values(COVER, times=2)))
 def test_gradients_are_those_of_one_device(case, proof, monkeypatch):
     row = COVER[case]
     stages, mesh = MESHES[row["mesh"]]

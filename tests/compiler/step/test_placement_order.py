@@ -44,13 +44,19 @@ EXPERTS = ("sharding=fsdp_expert", "mesh.expert=2", "mesh.stage=2", "mesh.tensor
 @pytest.mark.parametrize(
     ("model", "others"),
     [
-        (("model.num_layers=4", "frozen_parameters=[layers/mlp/up_EM]"), INTERLEAVED),
+        pytest.param(
+            ("model.num_layers=4", "frozen_parameters=[layers/mlp/up_EM]"), INTERLEAVED, marks=pytest.mark.release
+        ),
         (
             ("model.num_layers=4",),
             ("mesh.fsdp=1", "mesh.stage=2", "target=cpu-2", "pipeline=zb_v", "num_microbatches=4"),
         ),
         (("model.num_layers=5", "frozen_parameters=[layers/mlp/up_EM]"), (*INTERLEAVED, "pipeline.layers=[0,3,2,0]")),
-        (("model.num_layers=5", "adapter=lora", "adapter.rank=4"), (*TENSOR, "target=cpu-8", "pipeline=zb_v")),
+        pytest.param(
+            ("model.num_layers=5", "adapter=lora", "adapter.rank=4"),
+            (*TENSOR, "target=cpu-8", "pipeline=zb_v"),
+            marks=pytest.mark.release,
+        ),
         (
             ("model=tiny_moe", "model.num_layers=5", "model.num_dense_layers=2", "model.dense_mlp_dim=64"),
             (*EXPERTS, "target=cpu-8", "pipeline=zb_h1", "pipeline.layers=[3,2]"),

@@ -14,6 +14,7 @@ from meshloom.compiler.core.trees import leaves_by_path, nested_dict
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.step.train_step import build_init, build_update
 from meshloom.compiler.xla.programs import is_finite, state_on
+from support.tiers import tiered
 
 KEYS = ("model=tiny", "target=cpu-4", "sharding=fsdp", "schedule=constant", "schedule.num_warmup_steps=0")
 CASES = {
@@ -55,7 +56,7 @@ class Updates:
         return nested_dict({path: jnp.asarray(x, jnp.float32) for path, x in drawn.items()})
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiered(CASES, plain=["adamw"], release=["sgd"]))
 def test_it_is_the_update_on_the_device_bit_for_bit(case):
     device, host = (Updates(*CASES[case], f"optimizer.moments_on={where}") for where in ("device", "host"))
     for seed, loss in ((1, 1.0), (2, float("nan")), (3, 1.0)):
