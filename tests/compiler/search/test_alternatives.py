@@ -31,6 +31,7 @@ def seconds_of(one: Alternative) -> float:
     return one.figures.step_seconds or 0.0
 
 
+@pytest.mark.ci
 def test_each_is_what_the_estimate_says_of_its_declaration():
     replan = replanned("target=h100-16", "sharding=fsdp", "global_batch_size=32")
     own, *others = alternatives_of(replan)
@@ -51,6 +52,7 @@ def test_each_is_what_the_estimate_says_of_its_declaration():
         assert (each.figures.peak_bytes, each.figures.fits) == (estimate.memory.peak_bytes, True)
 
 
+@pytest.mark.ci
 def test_on_v5e_replicas_are_blocks_over_which_gradients_are_scattered():
     found = alternatives_of(replanned("target=v5e-64", "sharding=fsdp", "global_batch_size=64", "model.embed_dim=64"))
     (hsdp,) = [each for each in found if "sharding=hsdp" in each.overrides]

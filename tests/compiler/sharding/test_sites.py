@@ -85,6 +85,7 @@ def _products(jaxpr: Any, inputs: list[str | None]) -> Iterator[str]:
             yield from _products(inner, read)
 
 
+@pytest.mark.ci
 def test_two_pieces_with_one_name_have_strategies_of_their_own():
     """The first layer has an MLP of 64, the others a shared expert of 32: one name, two sites, two choices."""
     plan = plan_of(*TWO_WIDTHS, f"parallel.matmul={{dense_layers/mlp_output:{SPLIT}}}")

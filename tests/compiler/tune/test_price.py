@@ -254,13 +254,13 @@ def test_prices_of_a_decoder_are_the_estimates_of_each_candidate():
     assert_priced_as_estimated(space, places, peak=0.1, seconds=0.1)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(faster=st.floats(1.0, 100.0))
 def test_more_bandwidth_is_never_slower(stack, faster):
     assert (stack.price(link_speed=faster).time.seconds <= stack.price().time.seconds * (1 + 1e-12)).all()
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_a_superset_of_the_space_never_has_a_worse_winner(stack, data):
     prices, limit = stack.price(), float(np.median(stack.price().peak_bytes))

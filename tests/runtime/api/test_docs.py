@@ -53,6 +53,7 @@ def run_fresh(code: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.ci
 def test_planning_explaining_and_tuning_start_no_backend(tmp_path):
     """A plan that started JAX would leave `train` one device instead of the simulated ones."""
     explained = "\n".join(f"meshloom.explain(*{words!r}).text\nassert not is_started(), {words!r}" for words in PLANS)

@@ -61,8 +61,9 @@ def _remove(path: Path) -> None:
     path.unlink()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
-    "damage", [_flip, *(pytest.param(damage, marks=pytest.mark.ci) for damage in (_truncate, _empty, _remove))]
+    "damage", [_flip, _remove, *(pytest.param(damage, marks=pytest.mark.release) for damage in (_truncate, _empty))]
 )
 def test_damage_in_any_file_is_found_or_harmless(saved, tmp_path, damage):
     run_dir, plan, programs, values = saved

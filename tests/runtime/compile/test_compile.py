@@ -91,6 +91,7 @@ def _without_places(text: str | None) -> str:
     return re.sub(r", metadata=\{[^}]*\}", "", "".join([head.splitlines()[0], *computations]))
 
 
+@pytest.mark.ci
 def test_ahead_of_time_and_just_in_time_are_one_program(lowered, built, tokens):
     """What XLA makes of the step from shapes is what `jax.jit` makes of it from arrays."""
     plan = plan_of(*TINY)
@@ -636,6 +637,7 @@ WIDE_HEADS = ("model.embed_dim=512", "model.num_heads=1", "model.num_kv_heads=1"
               "sequence_length=128", "model.num_layers=1")  # fmt: skip
 
 
+@pytest.mark.ci
 @pytest.mark.tpu
 def test_a_tpu_that_is_not_there_is_compiled_for_in_silence(tmp_path):
     pytest.importorskip("libtpu", reason="pip install -e '.[tpu]'")

@@ -73,6 +73,7 @@ def _assert_whole_and_as(alone: Path, run_dir: Path) -> None:
     assert metrics[-1]["eval_loss"] == pytest.approx(undisturbed[-1]["eval_loss"], rel=2e-6)
 
 
+@pytest.mark.ci
 def test_two_processes_are_one_run_stop_after_the_same_step_and_go_on_in_one(alone, tmp_path):
     """Four devices each, under `srun`; the second process gets a SIGTERM on the way."""
     # JAX looks for a signal once a second: evaluations keep a fast machine from being done before.

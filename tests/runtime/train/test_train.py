@@ -76,6 +76,7 @@ def finished(tmp_path_factory):
     return folder / "run", done.stdout
 
 
+@pytest.mark.ci
 def test_a_run_leaves_its_contract_behind(finished):
     run_dir, said = finished
     assert written_files(run_dir) == documented_files("train")
