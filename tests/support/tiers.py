@@ -10,7 +10,16 @@ TIERS = ("plain", "ci", "release")
 
 def tier_of(item: pytest.Item) -> str:
     """Returns the tier that runs a test: of several marks, the last one."""
-    return next((tier for tier in reversed(TIERS[1:]) if item.get_closest_marker(tier)), TIERS[0])
+    marked = next((tier for tier in reversed(TIERS[1:]) if item.get_closest_marker(tier)), TIERS[0])
+    cases = item.get_closest_marker("cases")
+    return max(marked, _tier_of_case(item, **cases.kwargs), key=TIERS.index) if cases else marked
+
+
+def _tier_of_case(item: pytest.Item, *, plain: int, ci: int | None = None) -> str:
+    """Returns the tier of a case of `@pytest.mark.cases`: so many of a test's first cases are plain, those before the
+    number `ci` are of that tier, and others of a release."""
+    place = max(item.callspec.indices.values())  # pyright: ignore[reportAttributeAccessIssue]
+    return TIERS[0] if place < plain else TIERS[1] if ci is None or place < ci else TIERS[2]
 
 
 def tiered(

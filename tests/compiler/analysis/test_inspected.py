@@ -283,6 +283,7 @@ def test_each_program_is_small():
     assert max(sizes.values()) < 60_000
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize("name", TARGETS)
 def test_each_collective_of_the_text_is_reported(name):
     """Counted in the text by the opcodes; those inside of fusions and calls may be parts of one."""
@@ -328,6 +329,7 @@ def test_lines_and_findings_are_of_its_own_code(name, lines, rules):
     assert {finding.rule for finding in program.findings} == rules
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize("name", TARGETS)
 def test_without_metadata_less_is_said_and_nothing_else(name):
     whole, stripped = inspected(name).analysis, inspected(name, is_stripped=True).analysis

@@ -257,6 +257,7 @@ def test_a_name_says_which_of_two_arrays_of_the_same_sizes_it_is():
     assert held(replace(kept, over_others=())) == [], "the loop that it lives through reads it"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("sharding", tiered(["ddp", "fsdp", "fsdp_tensor", "zero1"], plain=["fsdp_tensor"]))
 def test_real_programs_cross_what_the_plan_says(monkeypatch, sharding):
     """However small: every collective of the compiled program has its like in the plan, but for sums of scalars."""

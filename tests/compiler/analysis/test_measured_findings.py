@@ -26,6 +26,7 @@ def warnings(text: str, target: str) -> set[str]:
     return {rule for rule, each in findings(text, target).items() if each.severity == "warning"}
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize(
     ("name", "target"),
     [("v5e_fsdp16", "v5e-16"), ("v5e_tensor", "v5e-8"), ("v6e_sparsecore", "v6e-8"), ("h100_fsdp", "h100-8"),

@@ -122,6 +122,7 @@ def test_programs_by_other_times_are_other_programs(tmp_path):
     assert same == found[2] == pgle_options(plan_of("target=h100-8", f"{PGLE}={other}").spec)
 
 
+@pytest.mark.ci
 def test_estimates_take_the_times_of_a_file_to_be_right():
     """Then what XLA expects of links without one makes no difference, as it does otherwise."""
 
@@ -145,6 +146,7 @@ def test_estimates_take_the_times_of_a_file_to_be_right():
     assert exposed(plan, None) != exposed(slower, None)
 
 
+@pytest.mark.ci
 def test_the_file_of_a_compile_is_kept_in_its_artifact(tmp_path):
     """The train step is compiled twice: the file is made from the first program. A CPU's compiler does not read it."""
     plan = plan_of("model.num_layers=1", "global_batch_size=8")

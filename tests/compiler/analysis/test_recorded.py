@@ -51,6 +51,7 @@ def test_every_recorded_program_has_its_command():
     assert max(files.values()) < 100_000
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -97,6 +98,7 @@ def test_more_bandwidth_is_never_slower(name):
     assert seconds(before.step.step_seconds) < seconds(recorded(name)[2].step.step_seconds)
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_what_was_found_adds_up(name):
     plan, _, analysis = recorded(name)
@@ -119,6 +121,7 @@ def test_what_was_found_adds_up(name):
     assert trips == {f"in a loop of {number} iterations" for number in loops}
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_instruction_has_its_part_of_the_step(name):
     """What a trace is compared with: times by instruction, and which instructions wait for which collective."""
@@ -130,6 +133,7 @@ def test_each_instruction_has_its_part_of_the_step(name):
         assert 0 < seconds(analysis.latency_seconds[each.name]) <= seconds(each.alone_seconds)
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_layer_forward_and_one_backward_are_found_in_the_timeline(name):
     """Each is a whole iteration: as long as what fills it, and all iterations together as what the loop takes."""
@@ -170,6 +174,7 @@ def test_the_timeline_has_the_memory_that_is_in_use():
     assert min(each.live_bytes or 0 for each in known) > 0
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_program_by_itself_takes_the_same_times(name):
     """Without its plan it keeps everything but the names of parameters and the rates; without metadata, too."""
@@ -191,6 +196,7 @@ def test_a_program_by_itself_takes_the_same_times(name):
     assert stripped.analysis.step.step_seconds == analysis.step.step_seconds
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_nothing_of_our_programs_lies_inside_tiles_that_matter(name):
     """Their layers are stacked along the first dimension. What XLA itself slices is a few numbers: the place of each
@@ -205,6 +211,7 @@ def seconds(*known: float | Unknown) -> float:
     return sum(each for each in known if not isinstance(each, Unknown))
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_collective_is_known_by_name_or_size(name):
     plan, planned, analysis = recorded(name)
@@ -224,6 +231,7 @@ def test_the_bytes_of_the_program_are_those_of_the_plan(name):
         assert sum(each.bytes for each in of_type) == crossing
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize(
     ("name", "source"),
     [

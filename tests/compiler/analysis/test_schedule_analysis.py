@@ -205,6 +205,7 @@ def test_a_step_with_a_kernel_or_a_loop_of_unknown_time_is_a_lower_bound_that_na
     assert step.counted_once == (("loop",) if what == "loop" else ())
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp", "fsdp_tensor"])
 def test_every_gather_and_reduction_of_a_weight_is_named_by_its_path(sharding):
     """In a program of the CPU's compiler, whose collectives keep their names."""

@@ -14,6 +14,7 @@ def named(*overrides: str, config_name: str = "config") -> str | None:
         return chosen_model(composed, composed.hydra)
 
 
+@pytest.mark.cases(plain=5)
 @pytest.mark.parametrize(
     ("overrides", "name"),
     [

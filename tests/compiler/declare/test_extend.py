@@ -165,6 +165,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.ci
 def test_a_folder_of_a_registered_family_is_read_and_written(package, tmp_path, monkeypatch):  # noqa: ARG001
     """In this process the page's module has not been imported: the entry point of its package is found."""
     monkeypatch.setattr(registry, "_REGISTERED", {})
@@ -289,6 +290,7 @@ def test_a_users_model_has_every_sharding_and_remat(package, layout, tokens):  #
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), gradients, expected)
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize(
     ("override", "told"),
     [

@@ -26,6 +26,7 @@ def places(own: Path) -> str:
     return f"hydra.searchpath=[meshloom://targets,file://{own}]"
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize("name", [*ALONE, "fsdp_tensor"])
 def test_a_sharding_that_names_no_mesh_has_that_of_its_axes(name, tmp_path):
     """If there are several axes, fsdp has all devices."""

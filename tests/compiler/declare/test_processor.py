@@ -27,6 +27,7 @@ def read(monkeypatch, tmp_path):
     forget_compositions()
 
 
+@pytest.mark.cases(plain=5)
 @pytest.mark.parametrize(("overrides", "chosen", "said"), [
     ((), FASTER, ("one device", "float32", "target=cpu-8 or precision=bfloat16")),
     (("adapter=lora",), FASTER, ("float32",)),

@@ -11,6 +11,7 @@ def read(*overrides: str) -> SweepRequest:
     return read_sweep_request(Request(overrides))
 
 
+@pytest.mark.cases(plain=4)
 @pytest.mark.parametrize(
     ("typed", "values"),
     [

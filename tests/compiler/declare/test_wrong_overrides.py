@@ -90,6 +90,7 @@ def _judge(words: list[str]) -> None:
         read_spec(request, then=lambda spec: spec)
 
 
+@pytest.mark.cases(plain=12)
 @pytest.mark.parametrize("typed", TYPED, ids=lambda typed: typed[-1][:40].encode("unicode_escape").decode())
 def test_a_mistake_is_one_clear_error_at_once(typed, own_configs):
     where, words = TYPED[typed]

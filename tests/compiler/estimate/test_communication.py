@@ -22,6 +22,7 @@ def _planned(*overrides):
     return [one for one in plan_communication(plan, step) if one.bytes_each > 8]
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -87,6 +88,7 @@ def test_types_are_those_of_the_precision(sharding):
     assert {one.dtype for one in rows} - ids == {"bfloat16"}
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize("sharding", ["fsdp", "zero1"])
 @pytest.mark.parametrize(("crossing", "accumulated"), [("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_gradients_cross_in_a_type_of_their_own(sharding, crossing, accumulated):

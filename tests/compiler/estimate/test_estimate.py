@@ -334,6 +334,7 @@ def test_memory_grows_by_the_same_with_each_layer():
     assert peaks[2] - peaks[1] == peaks[1] - peaks[0] > 0
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize(
     ("layout", "stream_shards"),
     [

@@ -20,6 +20,7 @@ SEARCHED = [
 ]
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize("overrides", SEARCHED, ids=lambda words: " ".join(words[-2:]))
 def test_what_is_compiled_is_what_was_estimated(overrides):
     """The estimate of a search, and that of the declaration which is compiled for it."""

@@ -32,6 +32,7 @@ def buffers_of(*overrides):
     return plan, estimate, {each.name: each for each in estimate.stage_buffers}
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize(("schedule", "in_use", "gradients"), [("1f1b", (3, 1), (1, 1)), ("gpipe", (8, 8), (1, 8))])
 def test_slots_hold_inputs_of_chunks_and_of_layers(schedule, in_use, gradients):
     """With remat=full a layer saves its input alone. In 1F1B the first stage has a microbatch under way on the second

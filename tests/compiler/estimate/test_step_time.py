@@ -276,6 +276,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize("overrides", PLANS, ids=" ".join)
 def test_the_costs_of_a_program_are_those_of_its_estimate(overrides):
     plan = plan_of(*SMALL, *overrides)
@@ -302,6 +303,7 @@ def _by_hand(options):
     return "overlap.flag_presets=[]", f"compiler_options={{{typed}}}"
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize("chip", ["v5p-16", "v6e-8", "tpu7x-8", "v5e-8", "v4-16", "h100-8"])
 def test_options_by_hand_count_as_the_preset_that_has_them(chip):
     declared = (*SMALL, f"target={chip}", "sharding=fsdp")

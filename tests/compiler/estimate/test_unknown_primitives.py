@@ -157,6 +157,7 @@ COUNTED = {  # FLOPs of one layer, by hand: forward and backward
 }
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize("case", COUNTED)
 def test_flops_of_what_is_no_matmul_are_the_formulas(plan_with, case):
     mix, of_layer = COUNTED[case]

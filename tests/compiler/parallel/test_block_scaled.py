@@ -81,6 +81,7 @@ def _product(a: np.ndarray, b: np.ndarray, subscripts: str, name: str, *, has_we
     return np.einsum(f"{kept_a}{kept_b}->{result}", (left @ right.T).reshape(*shape_a, *shape_b))
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", *TILES])
 @pytest.mark.parametrize("subscripts", SHAPES)
 def test_each_product_rounds_its_own_operands_along_what_it_sums(subscripts, name):
@@ -171,6 +172,7 @@ def test_cudnn_multiplies_scales_from_the_declared_capability_on(target, is_real
     assert ("__cudnn$blockScaledDot" in text) == is_real
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize("remat", ["none", "save_dots"])
 def test_it_is_priced_and_saved_as_a_matmul_in_float8(remat):
     """As fp8: the arithmetic of the layers at the peak of float8, and as many bytes of saved products."""
@@ -184,6 +186,7 @@ def test_it_is_priced_and_saved_as_a_matmul_in_float8(remat):
         assert mxfp8.memory.activations == pytest.approx(fp8.memory.activations, rel=0.1)
 
 
+@pytest.mark.ci
 def test_each_type_of_blocks_is_priced_at_its_own_peak():
     plans = {name: plan_of("target=b200-8", f"precision={name}", *WIDTHS) for name in ("mxfp8", "nvfp4")}
     peaks = {name: plans["mxfp8"].target.peak_of(name) or 0.0 for name in ("bfloat16", "float8", "float4")}

@@ -137,6 +137,7 @@ def test_collectives_are_those_that_the_step_has():
         assert found == promised, name
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize(("name", "num_blocks"), [("ring", 5), ("all_gather", 5), ("ulysses", 6)])
 def test_attention_takes_the_flops_of_the_blocks_that_are_seen(name, num_blocks):
     """2,048 tokens in chunks of 512 on 2 devices: of 4 x 4 blocks 10 are seen, 5 on each device. Half of the heads with

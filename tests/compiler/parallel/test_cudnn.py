@@ -22,6 +22,7 @@ LATENT = ("model=deepseek_v3", "model.num_dense_layers=1", "model.num_kv_heads=1
 IN_16_BITS = (*SMALL, "precision=bfloat16", "model.head_dim=8")
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize("kind", GPUS)
 def test_every_gpu_is_explained_without_cuda(kind, capsys):
     assert run(["explain", *IN_16_BITS, f"target={kind}-8"]) == 0
@@ -85,6 +86,7 @@ def test_the_kernel_is_called_as_jax_calls_it(window, is_packed, monkeypatch):
     assert ours == theirs
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize("tensor", [4, 8])
 def test_each_device_calls_the_kernel_with_its_own_heads(monkeypatch, tensor):
     """XLA's partitioner fails on JAX's call where it has to split it: "'GSPMDSharding' object has no attribute"; and
@@ -126,6 +128,7 @@ def test_attention_flops_are_half_the_square():
     assert attention.flops == 2 * 7 * square * (8 + 1) // (2 * 8)
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize("name", ["ring", "all_gather", "ulysses"])
 def test_attention_over_a_split_length_takes_the_flops_that_the_mask_leaves(name):
     """1,024 tokens in 4 chunks of 256 on 2 devices: of 4 x 4 chunks 10 are seen, 4 of them half, on each device 4; with

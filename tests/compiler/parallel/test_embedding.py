@@ -66,6 +66,7 @@ def test_the_gradient_of_a_frequent_row_is_summed_in_float32():
     np.testing.assert_array_equal(found.astype(np.float32), [[0] * 8, [4096] * 8, [0] * 8])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "layout",
     [

@@ -289,6 +289,7 @@ def sizes_of(jaxpr):
             yield from sizes_of(inner)
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize("name", ["ring", "all_gather", "ulysses"])
 @pytest.mark.parametrize("window", [None, 1500, 3000])  # 3,000 of 4,096: only the device knows how far keys are
 def test_no_array_has_the_scores_of_a_device(name, window):

@@ -49,6 +49,7 @@ def _problem(*overrides: str) -> str:
     return str(raised.value)
 
 
+@pytest.mark.cases(plain=8)
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -385,6 +386,7 @@ def test_a_tile_of_rows_is_the_one_that_takes_least(target, group, rows):
     assert cost.flops == pytest.approx(2 * taken[rows] * 256 * 128, rel=0.03)
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize(("target", "rows"), [("v5p-16", {256}), ("v4-16", {512})])
 def test_a_plan_names_the_tile_of_rows_in_the_scope_of_its_kernels(target, rows):
     plan = plan_of(*MOE, f"target={target}", "precision=bfloat16")
@@ -425,6 +427,7 @@ def test_a_gather_reads_the_rows_that_are_filled():
     assert all(moved == 1.5 * made for made, moved in gathers)
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize(("target", "kernels"), [("v5p-16", {"ragged_dot", "megablox"}), ("h100-8", {"triton"})])
 def test_estimates_price_grouped_matmuls_by_the_kernels_that_run(target, kernels):
     plan = plan_of(*MOE, f"target={target}", "precision=bfloat16", "model.head_dim=8")

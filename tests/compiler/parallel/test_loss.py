@@ -76,6 +76,7 @@ def test_loss_and_gradients_in_blocks_are_those_of_optax(vocabulary, num_blocks,
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradients, of_optax)
 
 
+@pytest.mark.ci
 def test_a_heads_gradient_is_added_up_in_float32_over_the_blocks():
     """In bfloat16 each of 12 additions would round; here one rounding remains."""
     params, x, targets = problem(jnp.bfloat16)
@@ -176,6 +177,7 @@ def test_another_seed_drops_otherwise(tokens, proof):
         assert one != pytest.approx(other, rel=1e-6)
 
 
+@pytest.mark.ci
 def test_each_sequence_drops_by_a_key_of_its_own(tokens, proof):
     """One sequence, 16 times in a batch: of two of them, each alone with targets, the losses differ."""
     plan, losses = plan_of("target=cpu-1", "model.dropout_rate=0.3", "optimizer.learning_rate=1e-12"), []

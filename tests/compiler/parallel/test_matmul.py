@@ -38,6 +38,7 @@ def _split(plan: Plan) -> list[OpPlan]:
     return [each for each in plan.operations_of("matmul") if not each.chosen.is_trivial]
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize(
     ("num_devices", "both_ways", "num_sequences"),
     [

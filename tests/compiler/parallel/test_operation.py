@@ -240,6 +240,7 @@ def test_a_named_strategy_runs_although_auto_objects_and_not_where_it_is_refused
     assert missed == "speed: multiply is not used: of the weather"
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize(
     ("overrides", "kind", "kinds"),
     [

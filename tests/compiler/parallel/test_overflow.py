@@ -53,6 +53,7 @@ def _counted(name: str, *, up: float = 1 / 32, times: float = 1.0, num_devices: 
     return counts
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize("name", ["fp8", "fp8_rowwise", "mxfp8"])
 def test_an_overflow_is_counted_from_where_it_begins_and_that_is_named_first(name):
     """Forward, the second of three layers makes infinity, which the next matmul reads."""

@@ -19,7 +19,6 @@ from meshloom.compiler.parallel.quantized import Arithmetic, SitePrecision, quan
 from meshloom.compiler.report.explain import precision_lines
 from meshloom.compiler.step.train_step import build_init, build_loss
 from support.programs import lowered_of
-from support.tiers import tiered
 
 FP8, E5M2, INT8 = (operand_formats()[name] for name in ("fp8", "fp8_e5m2", "int8"))
 EMULATED = "precision.emulate=true"
@@ -51,6 +50,7 @@ def _straight_through(of: OperandFormat, x: np.ndarray, letters: str, result: st
     return rounding(x / scale) * scale
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize("subscripts", SHAPES)
 @pytest.mark.parametrize(("forward", "gradients"), [(FP8, E5M2), (FP8, FP8), (INT8, INT8), (INT8, None), (FP8, None)])
 def test_products_and_gradients_are_those_of_rounded_operands(subscripts, forward, gradients):
@@ -81,6 +81,7 @@ def test_products_and_gradients_are_those_of_rounded_operands(subscripts, forwar
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * np.abs(theirs).max())
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize(("forward", "gradients"), [(FP8, E5M2), (INT8, INT8)])
 def test_what_a_target_multiplies_is_what_is_emulated(forward, gradients):
     """Elements multiplied as they are, or decoded: a processor does both, exactly."""
@@ -155,6 +156,7 @@ def test_an_activation_is_encoded_once_for_all_sites_that_read_it():
     assert [each.name for each in program.walk()].count("reduce_max") == 3
 
 
+@pytest.mark.ci
 def test_devices_scale_their_parts_of_a_shared_inputs_gradient_before_they_add_them_up():
     """So nothing but an addition stands between the reductions of two sites, and compilers reduce once. The sums are
     those of one device."""
@@ -212,7 +214,8 @@ def _loss_and_gradients(*overrides: str) -> tuple[float, dict[str, np.ndarray]]:
     return float(loss / count), {path: np.asarray(x) for path, x in leaves_by_path(gradients).items()}
 
 
-@pytest.mark.parametrize("precision", tiered(["fp8", "int8"], plain=["fp8"]))
+@pytest.mark.ci
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
 @pytest.mark.parametrize("overrides", OVER_THE_MESH)
 def test_no_mesh_and_no_remat_changes_elements_or_scales(precision, overrides):
     """Largest magnitudes are those of all devices, so what differs is the order of sums, which rounds few elements
@@ -247,6 +250,7 @@ def test_no_mesh_changes_tiles():
 SENT = "precision.matmuls=[{match:layers/mlp/*,forward:null,gradients:null,gather:fp8}]"
 
 
+@pytest.mark.ci
 def test_a_weight_that_is_gathered_in_few_bits_has_the_gradient_of_what_it_stands_for():
     """Against a model whose weights are rounded outside of the step. What is gathered is elements and nothing else."""
     size = ("model.vocab_size=64", "model.num_layers=2", "sequence_length=32", "global_batch_size=8", "target=cpu-8")
@@ -280,6 +284,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize("overrides", LOOPS.values(), ids=LOOPS)
 def test_a_site_multiplies_what_was_gathered_and_encodes_no_weight_again(overrides):
     """As it is handed to a compiler: roundings to float8 of a weight's shape, forward and backward, with none left."""

@@ -93,6 +93,7 @@ def test_what_is_named_is_not_computed_again(matmul, remat, names, saved):
     assert _flops("remat=full") - _flops(f"remat={remat}", f"remat.names=[{names}]") == fewer
 
 
+@pytest.mark.ci
 def test_grouped_matmuls_of_experts_are_saved_by_name_and_by_minimal():
     """One for each choice of each token, in all layers. Plain attention's scores are computed again."""
     plan = plan_of(*MOE, "target=cpu-1")
@@ -309,6 +310,7 @@ def test_what_attention_saves_is_counted_once(kernel):
     assert estimate_step(plan).memory.host_bytes == expected
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize(("layers", "unroll"), [(1, 1), (2, 1), (2, 2), (3, 2), (4, 2)])
 @pytest.mark.parametrize("overlap", ["xla", "prefetch"])
 def test_a_barrier_keeps_apart_what_no_loop_does(overlap, layers, unroll):

@@ -136,6 +136,7 @@ def test_a_long_sequence_evaluates_no_mask(monkeypatch):
     assert evaluated == []
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize(("length", "window"), [(1024, None), (4096, None), (4096, 1024), (4096, 500)])
 def test_flops_are_of_the_blocks_that_the_mask_leaves(length, window):
     """Of each block of which the mask leaves anything."""

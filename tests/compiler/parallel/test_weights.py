@@ -231,6 +231,7 @@ def _gradients(layout, loop, when, skip_boundary_collectives):
         return Computation(split, *jax.device_put(_arrays(), shardings))
 
 
+@pytest.mark.cases(plain=4)
 @pytest.mark.parametrize(("name", "loop", "when", "skip_boundary_collectives"), list(_in_tiers()), ids=str)
 def test_gradients_are_finite_differences(name, loop, when, skip_boundary_collectives, proof):
     layout, (unroll, distance, deferred) = LAYOUTS[name], LOOPS[loop]

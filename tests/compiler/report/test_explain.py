@@ -39,6 +39,7 @@ def test_a_size_that_nobody_declared_has_its_reason():
     assert f"replica=4 {why}" in file.getvalue()
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize(
     ("target", "said"),
     [
@@ -58,6 +59,7 @@ def test_prices_that_nobody_measured_are_named(target, said):
     assert all(any(part in text for text in found) for part in said)
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize(
     ("target", "declared", "kinds"),
     [
@@ -88,6 +90,7 @@ def test_what_is_assumed_between_slices_is_named_where_there_are_several(num_sli
     assert ("network.host_bytes_per_second" in found, "network.host_seconds" in found) == (is_said, is_said)
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize(
     ("target", "sharding", "is_said"),
     [("h100-16", "hsdp", True), ("h100-16", "fsdp", False), ("v5p-16", "hsdp", False)],

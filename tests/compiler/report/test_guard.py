@@ -151,6 +151,7 @@ def programs(tmp_path_factory):
     return folder
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize(
     ("name", "rules", "shown"),
     [
@@ -172,6 +173,7 @@ def test_a_seeded_regression_of_a_program_fails_and_names_its_collective(name, r
         assert command([*words, "--allow", ",".join(rules)]) == 0
 
 
+@pytest.mark.cases(plain=4)
 @pytest.mark.parametrize(
     ("words", "where", "what"),
     [
@@ -212,6 +214,7 @@ def test_every_rule_of_the_lint_can_be_allowed():
     assert {"memory-by-text", "repeated-gather"} <= given <= set(LINT_RULES)
 
 
+@pytest.mark.ci
 def test_an_estimate_is_judged_by_an_estimate(tmp_path, capsys):
     """What `explain --json` prints is a base; nothing is compiled."""
     declared = ["target=v5e-8", "sequence_length=512", "precision=bfloat16"]

@@ -68,6 +68,7 @@ def test_the_declared_mesh_is_no_alternative_and_what_is_refused_is_left_out():
     assert shardings == ["sharding=fsdp"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("declared", "longer", "shorter"),
     [

@@ -108,6 +108,7 @@ def test_the_declared_program_is_the_first_and_no_other_is_it():
     assert (FLAT, ()) in ways
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize(
     ("sharding", "prefetched", "deferred", "early"),
     [
@@ -127,6 +128,7 @@ def test_only_what_is_gathered_is_prefetched_and_what_is_left_reduced_early(shar
     assert any(loop.reduce_in_backward for loop in loops) == early
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize(
     ("overrides", "numbers"),
     [
@@ -154,6 +156,7 @@ def test_a_part_that_is_not_whole_sequences_is_told():
     assert (problem.what, problem.fix) == ("2 sequences of a device are not divisible by 3", "use 2")
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize(
     ("target", "sharding", "most"), [("v5e-8", "fsdp_tensor", 1), ("v5e-8", "fsdp", 2), ("h100-8", "fsdp_tensor", 2)]
 )
@@ -358,6 +361,7 @@ def test_what_the_compiler_fails_on_or_refuses_is_told_and_the_search_goes_on():
     assert best.step.plan.spec.overlap.layers == search.tried[2].layers
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize(("least", "number"), [(0.0, 6), (0.99, 5)])
 def test_loops_that_could_not_save_what_is_asked_are_not_compiled(least, number):
     """Steps of 9, 8, 7 s, and so on: the declared one and one for each of four sets of options, then those with as
@@ -375,6 +379,7 @@ def test_loops_that_could_not_save_what_is_asked_are_not_compiled(least, number)
     assert search.bound == ("max_candidates=6" if search.num_untried else None)
 
 
+@pytest.mark.ci
 def test_a_program_that_was_compiled_is_not_judged_twice():
     plan = plan_of("target=h100-8", "overlap=auto", "overlap.search.max_candidates=3", "compilation_cache=null")
     compiler: Any = Unreadable(equal=(1, 3))  # to what was compiled first

@@ -79,6 +79,7 @@ def test_gradients_are_of_the_loss_and_every_auxiliary_loss(name, tokens, proof)
         np.testing.assert_allclose(gradient, reference, atol=2e-6 * np.abs(reference).max(), rtol=2e-5, err_msg=path)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("layer_metrics", ["mean", "each"])
 def test_metrics_of_a_run_are_means_over_tokens_and_by_choice_over_layers(layer_metrics, tokens, tmp_path):
     plan = pointwise_plan(*CASES[list(CASES)[1]], f"model.penalty={PENALTY}", "num_steps=1", "checkpoint=disabled",

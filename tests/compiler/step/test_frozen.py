@@ -58,6 +58,7 @@ def bfloat16():
     return pointwise_plan(*FSDP, FROZEN, "precision.frozen=bfloat16", "schedule.num_warmup_steps=0")
 
 
+@pytest.mark.ci
 def test_frozen_parameters_keep_every_bit_and_resume(bfloat16, tokens, tmp_path):
     programs, batches = programs_of(bfloat16), iter(open_data(bfloat16.spec)["train"])
     state = programs["init"]()

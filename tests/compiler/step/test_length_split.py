@@ -61,6 +61,7 @@ def test_every_array_of_a_batch_is_split_over_both_axes():
         np.testing.assert_array_equal(shard.data, host["positions"][shard.index])
 
 
+@pytest.mark.ci
 def test_documents_have_their_own_positions(tokens):
     """Positions come with the batch where documents are isolated; else each device counts from its chunk's first."""
     targets, inputs = tokens[0][:, 1:], tokens[0][:, :-1]

@@ -7,6 +7,7 @@ from meshloom.compiler.core.scopes import OperationName
 from meshloom.compiler.estimate.estimated_step import read_step
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize(
     ("head", "of_head"), [("last", ("F", "last", None)), ("stages", ("F", None, "last"))], ids=["last", "stages"]
 )

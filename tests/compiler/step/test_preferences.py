@@ -97,6 +97,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("layout", tiered(LAYOUTS, plain=["the length split"]))
 def test_a_dpo_step_follows_the_saved_reference(layout, tokens, proof):
     """By the step's own program for log-probabilities: the reference is another model than the one that is trained."""

@@ -69,7 +69,7 @@ def over_decoded():
     return get
 
 
-@pytest.mark.parametrize("name", tiered(CASES, plain=["int8, fsdp x tensor"]))
+@pytest.mark.parametrize("name", tiered(CASES, plain=()))
 def test_every_layout_computes_what_lora_does_over_the_decoded_base(name, tokens, over_decoded):
     base, model, *words = CASES[name]
     plan = plan_of("adapter=lora", BASES[base], *(EXPERTS if model == "experts" else ()), *words)

@@ -68,6 +68,7 @@ def test_it_is_the_update_on_the_device_bit_for_bit(case):
     assert len(host.plan.on_host) > 5
 
 
+@pytest.mark.ci
 def test_a_skipped_update_leaves_the_host_as_it_was():
     skip = Updates("optimizer.moments_on=host", "on_nonfinite=skip")
     skip.step(1.0, skip.gradients(1))

@@ -84,6 +84,7 @@ def float16():
     return plan, programs_of(plan)
 
 
+@pytest.mark.ci
 def test_training_recovers_from_an_overflow(float16, tokens, proof):
     plan, programs = float16
     plain = plan_of("sharding=zero2", *LINEAR_STACK)
@@ -111,6 +112,7 @@ def test_training_recovers_from_an_overflow(float16, tokens, proof):
     np.testing.assert_allclose(ours, losses, rtol=2e-2)  # the scale is gone from both
 
 
+@pytest.mark.ci
 def test_a_master_moves_where_bfloat16_cannot():
     """Steps of a thousandth of a weight's spacing in bfloat16: a hundred of them are lost, or none."""
     fixed = ("schedule=constant", "schedule.num_warmup_steps=0", "optimizer.learning_rate=1e-6", "optimizer=lion",
@@ -134,6 +136,7 @@ def test_a_master_moves_where_bfloat16_cannot():
 THREE_BATCHES = np.random.default_rng(1).integers(0, 257, (3, 16, 17), dtype=np.int32)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "layout",
     [

@@ -192,6 +192,7 @@ def test_the_shell_completes_and_offers_no_parts(line, expected):
     assert not [word for word in words if word.split("=")[-1].startswith("_")]
 
 
+@pytest.mark.cases(plain=6)
 @pytest.mark.parametrize(
     ("flags", "told"),
     [

@@ -42,6 +42,7 @@ def test_check_of_a_sweep_is_refused(capsys):
     assert "fix: leave out --check, or -m" in capsys.readouterr().err
 
 
+@pytest.mark.ci
 def test_experts_show_the_usual_imbalance_first_and_label_the_declared_step(capsys):
     words = ("model=mixtral_8x7b", "model.num_layers=2", "target=v5p-16", "sharding=fsdp_expert", "mesh.expert=4")
     assert run(["explain", *words, "global_batch_size=16", "sequence_length=2048"]) == 0

@@ -10,6 +10,7 @@ LINES, COLUMNS = 24, 80
 DECLARED = [name for name, command in COMMANDS.items() if not command.paths]
 
 
+@pytest.mark.cases(plain=3)
 @pytest.mark.parametrize("name", DECLARED)
 def test_it_is_a_screen_of_whole_words_with_defaults(name, capsys, monkeypatch):
     run([name, "--help"])

@@ -300,6 +300,7 @@ def _without_a_value(text: str) -> str:
     return text.replace(made[0], "", 1)
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize(
     ("damage", "said", "is_memory_known"),
     [(_without_end, "line ", False), (_without_groups, "replica groups of an unknown form", True),

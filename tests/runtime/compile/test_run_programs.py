@@ -47,6 +47,7 @@ def test_what_the_compiler_prints_is_in_its_log_and_a_whole_gather_is_a_warning(
     assert "something else" not in out
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize(
     ("said", "exit_code", "words"),
     [
