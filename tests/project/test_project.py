@@ -33,6 +33,9 @@ ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
 OPTIONS = [(path.parent.relative_to(CONF).as_posix(), path.stem)
            for path in sorted(CONF.glob("*/**/*.yaml")) if path.stem[0] != "_"]  # fmt: skip
+# A few models; tests/models/test_models.py plans each that is published.
+_NAMED = [each for each in OPTIONS if each[0] == "model" and each[1] != "from_hf"]
+MODELS = [*_NAMED[::4], *(pytest.param(*each, marks=pytest.mark.release) for each in _NAMED if each not in _NAMED[::4])]
 TARGETS = [("target", path.stem) for path in sorted(CONF.glob("target/_*.yaml"))]
 
 
@@ -76,7 +79,7 @@ def _count_problems(words: list[str]) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("group", "option"), [each for each in OPTIONS if each != ("model", "from_hf")])
+@pytest.mark.parametrize(("group", "option"), [each for each in OPTIONS if each[0] != "model"] + MODELS)
 def test_every_option_of_every_group_makes_a_run(group, option):
     """All but the model of a published folder, which tests/compiler/declare/test_published_model.py has."""
     overrides = {

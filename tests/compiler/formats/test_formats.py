@@ -110,6 +110,7 @@ FORMATS = [
 ]
 
 
+@pytest.mark.cases(plain=8)
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize("lead", [(), (3,)])
 def test_an_array_is_read_as_it_was_written(format, lead):
@@ -140,6 +141,7 @@ def test_an_array_is_read_as_it_was_written(format, lead):
         assert np.mean(apart > 1e-5 * amax + 1e-30) < 0.01
 
 
+@pytest.mark.cases(plain=4)
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_the_bytes_are_those_of_the_arrays(format):
     encoded = format.encode(jnp.ones((3, 128, 64)))
@@ -154,6 +156,7 @@ def test_nothing_overflows_in_silence():
     assert np.isfinite(back).tolist() == [[True, False], [False, True]]
 
 
+@pytest.mark.cases(plain=4)
 @pytest.mark.parametrize("format", [each for each in FORMATS if not each.scales_format], ids=str)
 @pytest.mark.parametrize("number", [np.inf, np.nan])
 def test_the_block_of_a_number_that_is_not_finite_is_not_either(format, number):

@@ -69,7 +69,10 @@ def over_decoded():
     return get
 
 
-@pytest.mark.parametrize("name", tiered(CASES, plain=()))
+RELEASE = ("nf4, one device", "nf4, hsdp, save dots", "int8, parts over stages")
+
+
+@pytest.mark.parametrize("name", tiered(CASES, plain=(), release=RELEASE))
 def test_every_layout_computes_what_lora_does_over_the_decoded_base(name, tokens, over_decoded):
     base, model, *words = CASES[name]
     plan = plan_of("adapter=lora", BASES[base], *(EXPERTS if model == "experts" else ()), *words)

@@ -88,6 +88,7 @@ def test_matmuls_take_what_was_measured_in_each_decade(operations):
     assert all(median(own) < 0.08 for own in errors.values())
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize("chip", ["h100", "b200", "gb200"])
 @pytest.mark.parametrize(("left_out", "most", "least_count"), [("size", 0.1, 100), ("group", 0.11, 30)])
 def test_collectives_that_are_left_out_are_found_between_the_others(
@@ -173,6 +174,7 @@ def test_across_two_domains_of_72_gathers_stay_as_fast_and_exchanges_become_ten_
     assert 0.85 * 65e9 < size * 143 / 144 / times.seconds("all-to-all", size * 144) < 1.15 * 88e9
 
 
+@pytest.mark.cases(plain=6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("near", "far"), [(3, 1), (8, 1), (1, 2), (2, 3), (8, 5), (8, 100), (4, 1000)])
 def test_a_price_of_several_sizes_is_that_of_each_and_grows(kind, near, far):
@@ -239,6 +241,7 @@ def test_a_matmul_beyond_the_table_runs_at_its_last_rate_and_a_small_one_takes_t
     assert slower.tolist() == pytest.approx([2 * each for each in of_type["bfloat16"]])
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize("chip", ["h100", "b200"])
 @pytest.mark.parametrize("left_out", ["shape", "contracted size", "elements of the result"])
 def test_matmuls_that_are_left_out_are_found_between_the_others(chip, left_out, unseen_operations):

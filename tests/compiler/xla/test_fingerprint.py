@@ -108,6 +108,7 @@ def test_keys_outside_of_the_program_do_not_change_it(usual):
     assert fingerprint(*OUTSIDE).digest == usual.digest
 
 
+@pytest.mark.cases(plain=3)
 @pytest.mark.parametrize(
     ("override", "named"),
     [

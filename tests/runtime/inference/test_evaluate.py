@@ -81,6 +81,7 @@ def test_the_loss_is_the_runs_own_and_only_its_parameters_and_one_program_are_ne
     assert lowered == [("evaluate",)] * 2
 
 
+@pytest.mark.cases(plain=1, ci=2)
 @pytest.mark.ci
 @pytest.mark.parametrize("words", [
     ("sharding=ddp", "target=cpu-1"), ("sharding=fsdp", "num_microbatches=2"), ("sharding=fsdp_context",),

@@ -65,6 +65,7 @@ def lines_of(done):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.cases(plain=1, ci=2)
 @pytest.mark.ci
 @pytest.mark.parametrize("mesh", [(), ("sharding=fsdp",), ("target=cpu-1", "mesh.tensor=1", "batch_size=2")], ids=str)
 def test_prompts_of_a_file_are_continued_as_without_a_cache(run_dir, expected, mesh, tmp_path):

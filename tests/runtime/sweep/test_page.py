@@ -206,6 +206,7 @@ class TestInABrowser:
         page.drawn()
         assert page.js("document.getElementById('shown').textContent") == "12 of 12"
 
+    @pytest.mark.cases(plain=1, ci=4)
     @pytest.mark.parametrize("rows", [
         [], [point(0, {})], [point(0, {"a": NASTY}, status="failed", why=NASTY)], [point(0, {"a": 1}, figures=None)],
         [point(n, {"a": n}, figures=figures(step_seconds=0.0, compute_seconds=None, peak_bytes=None)) for n in (0, 1)],

@@ -28,6 +28,7 @@ from meshloom.runtime.train.observer import Observer
 from meshloom.runtime.train.train import plan_and_check, run_training
 from support.loops import Batches, loop_over, observers_of
 from support.programs import programs_of
+from support.tiers import tiered
 
 RUN = (*LINEAR_STACK, "target=cpu-2", "model.num_layers=1", "schedule.num_warmup_steps=0", "num_steps=4",
        "evaluation.every_num_steps=3", "evaluation.num_batches=1", "checkpoint.every_num_steps=2")  # fmt: skip
@@ -136,7 +137,7 @@ def test_an_observer_sees_every_event_in_its_order(undisturbed):
 
 @pytest.mark.parametrize(
     "event",
-    [event if event in QUICK else pytest.param(event, marks=pytest.mark.ci) for event in dict.fromkeys(EVENTS)],
+    tiered(dict.fromkeys(EVENTS), plain=QUICK[1:2], ci=[*QUICK, *list(dict.fromkeys(EVENTS))[::4]]),
     ids=str,
 )
 def test_an_observer_that_fails_ends_the_run_and_no_checkpoint_is_harmed(undisturbed, tmp_path, tokens, event):
