@@ -51,7 +51,7 @@ def test_every_recorded_program_has_its_command():
     assert max(files.values()) < 100_000
 
 
-@pytest.mark.cases(plain=2)
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -174,7 +174,7 @@ def test_the_timeline_has_the_memory_that_is_in_use():
     assert min(each.live_bytes or 0 for each in known) > 0
 
 
-@pytest.mark.cases(plain=2)
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_program_by_itself_takes_the_same_times(name):
     """Without its plan it keeps everything but the names of parameters and the rates; without metadata, too."""

@@ -277,7 +277,7 @@ def test_a_folder_of_a_family_that_is_opted_into_is_explained_generated_from_and
     assert json.loads(generated.stdout.splitlines()[-1])["tokens"] == tokens[2:]
 
 
-@pytest.mark.parametrize("layout", tiered(LAYOUTS, plain=("fsdp and tensor",)))
+@pytest.mark.parametrize("layout", tiered(LAYOUTS, plain=()))
 def test_a_users_model_has_every_sharding_and_remat(package, layout, tokens):  # noqa: ARG001 (installs it)
     plan = plan_of(*MODEL, *LAYOUTS[layout])
     params = plan.model.init(jax.random.key(0))

@@ -104,6 +104,7 @@ def test_what_a_device_sends():
     assert send == {"all-gather": 700, "reduce-scatter": 700, "all-reduce": 1400, "all-to-all": 87}
 
 
+@pytest.mark.ci
 def test_what_a_pipeline_sends_between_stages_is_there_by_no_rule():
     rows = _planned(
         "model=tiny_moe", "model.num_layers=3", "sharding=fsdp_expert", "mesh.fsdp=1", "mesh.expert=2", "mesh.stage=2",

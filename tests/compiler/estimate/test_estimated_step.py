@@ -44,6 +44,7 @@ def test_a_batch_is_split_where_halves_can_wait_for_one_another():
     assert splits == [2, 1, 1, 2, 1]
 
 
+@pytest.mark.ci
 def test_parts_in_turns_wait_for_a_share_of_what_is_sent_between_matmuls():
     """Where nothing else is sent. A whole batch waits for all of it."""
     of_parts = read_compiler_traits("gpu", "h100").exposed_in_turns

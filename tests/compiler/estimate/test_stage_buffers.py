@@ -47,6 +47,7 @@ def test_slots_hold_inputs_of_chunks_and_of_layers(schedule, in_use, gradients):
     assert bytes_in_use(tuple(found.values())) == used
 
 
+@pytest.mark.ci
 def test_slots_are_split_as_the_partitioner_splits_what_is_in_them():
     """Tensor parallelism splits the length between layers."""
     tensor = ("sharding=fsdp_tensor", "mesh.tensor=2", f"target=cpu-{2 * STAGES}")
@@ -57,6 +58,7 @@ def test_slots_are_split_as_the_partitioner_splits_what_is_in_them():
     assert x_bytes(plan.sharding) == X // 2
 
 
+@pytest.mark.ci
 def test_sums_over_tensor_are_kept_in_shards_as_without_stages():
     """Both matmuls that contract what tensor splits return the length in shards; `minimal` saves one of them."""
     tensor = ("sharding=fsdp_tensor", "mesh.tensor=2", "remat=minimal")

@@ -303,7 +303,7 @@ def _by_hand(options):
     return "overlap.flag_presets=[]", f"compiler_options={{{typed}}}"
 
 
-@pytest.mark.cases(plain=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("chip", ["v5p-16", "v6e-8", "tpu7x-8", "v5e-8", "v4-16", "h100-8"])
 def test_options_by_hand_count_as_the_preset_that_has_them(chip):
     declared = (*SMALL, f"target={chip}", "sharding=fsdp")

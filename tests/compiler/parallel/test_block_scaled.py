@@ -172,7 +172,7 @@ def test_cudnn_multiplies_scales_from_the_declared_capability_on(target, is_real
     assert ("__cudnn$blockScaledDot" in text) == is_real
 
 
-@pytest.mark.cases(plain=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("remat", ["none", "save_dots"])
 def test_it_is_priced_and_saved_as_a_matmul_in_float8(remat):
     """As fp8: the arithmetic of the layers at the peak of float8, and as many bytes of saved products."""

@@ -124,6 +124,7 @@ def test_on_gpus_what_the_kernel_cannot_do_decides(overrides, chosen, kernel, wh
     assert set(objections) == ({"ring", "all_gather"} if why else set())
 
 
+@pytest.mark.ci
 def test_collectives_are_those_that_the_step_has():
     """Those of one call of each strategy, in each of 3 layers, forward and backward."""
     for name in ("ring", "all_gather", "ulysses"):

@@ -166,6 +166,7 @@ def test_a_deduplicated_exchange_has_room_for_the_declared_imbalance_of_tokens(t
     assert (limited.buffers.is_dropless, for_any.buffers.is_dropless) == (False, True)
 
 
+@pytest.mark.ci
 def test_estimates_and_prices_have_the_bytes_of_a_deduplicated_exchange():
     """Rows that are sent, not the places of its buffers: there, again, and back; gradients of both."""
     overrides = (*MIXTRAL, "target=v5p-128", "mesh.fsdp=16", "mesh.expert=4", "parallel.experts=deduplicated")
@@ -231,6 +232,7 @@ def test_on_gpus_the_matrices_gradients_hide_those_of_tokens():
         assert _costs(plan.operation("experts"))["gathered"] == pytest.approx(expected * gathered, rel=0.1)
 
 
+@pytest.mark.ci
 def test_prices_are_near_what_compiled_schedules_leave_exposed():
     """bench/experts.jsonl: two layers with experts in each row. Padded: its empty rows are priced as if they were sent
     like the others."""

@@ -91,7 +91,7 @@ def _read_again(x: np.ndarray, of: str, axes: tuple[int, ...] | None) -> np.ndar
     return scale * (np.round(scaled) if dtype is None else scaled.astype(np.float32).astype(dtype).astype(np.float64))
 
 
-@pytest.mark.cases(plain=1)
+@pytest.mark.ci
 @pytest.mark.parametrize("is_emulated", [True, False])
 @pytest.mark.parametrize(("forward", "gradients"), [("fp8", "fp8_e5m2"), ("int8", "int8")])
 def test_groups_in_few_bits_are_those_of_rounded_operands(forward, gradients, is_emulated):

@@ -81,7 +81,7 @@ def test_products_and_gradients_are_those_of_rounded_operands(subscripts, forwar
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * np.abs(theirs).max())
 
 
-@pytest.mark.cases(plain=1)
+@pytest.mark.ci
 @pytest.mark.parametrize(("forward", "gradients"), [(FP8, E5M2), (INT8, INT8)])
 def test_what_a_target_multiplies_is_what_is_emulated(forward, gradients):
     """Elements multiplied as they are, or decoded: a processor does both, exactly."""
@@ -284,7 +284,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.cases(plain=2)
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize("overrides", LOOPS.values(), ids=LOOPS)
 def test_a_site_multiplies_what_was_gathered_and_encodes_no_weight_again(overrides):
     """As it is handed to a compiler: roundings to float8 of a weight's shape, forward and backward, with none left."""

@@ -151,7 +151,7 @@ def programs(tmp_path_factory):
     return folder
 
 
-@pytest.mark.cases(plain=2)
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize(
     ("name", "rules", "shown"),
     [

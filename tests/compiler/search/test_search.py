@@ -361,7 +361,7 @@ def test_what_the_compiler_fails_on_or_refuses_is_told_and_the_search_goes_on():
     assert best.step.plan.spec.overlap.layers == search.tried[2].layers
 
 
-@pytest.mark.cases(plain=1)
+@pytest.mark.ci
 @pytest.mark.parametrize(("least", "number"), [(0.0, 6), (0.99, 5)])
 def test_loops_that_could_not_save_what_is_asked_are_not_compiled(least, number):
     """Steps of 9, 8, 7 s, and so on: the declared one and one for each of four sets of options, then those with as

@@ -37,6 +37,7 @@ def _placed(programs: Any, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]
     return {name: jax.device_put(batch[name], x.sharding) for name, x in programs.batch.items()}
 
 
+@pytest.mark.ci
 def test_a_batch_without_targets_makes_the_update_of_zero_gradients(compiled, tokens):
     plan, programs = compiled
     state = programs["init"]()

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 COMPUTING = ("jax", "flax", "optax")
 RUNNING = ("orbax", "grain", "tensorboardX", "jinja2", "scipy", "jax.experimental.pallas")
 
@@ -26,6 +28,7 @@ found(("jax",), "explain", "target=cpu-8")
 """
 
 
+@pytest.mark.ci
 def test_a_command_imports_no_library_that_it_does_not_use(tmp_path):
     program = LINES.format(nothing=(*COMPUTING, "hydra", "rich", "pydantic"), computing=COMPUTING, running=RUNNING)
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
