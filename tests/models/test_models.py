@@ -113,7 +113,7 @@ OF_EXPERTS = {
 
 
 @pytest.mark.parametrize("layout", tiered(LAYOUTS, plain=["fsdp"], release=["fsdp_tensor"]))
-@pytest.mark.parametrize("shape", tiered(SHAPES, plain=["gpt2"]))
+@pytest.mark.parametrize("shape", tiered(SHAPES, plain=()))
 def test_every_gradient_of_every_shape_is_that_of_one_device(shape, layout, tokens, proof):
     check_gradients(plan_of(*SHAPES[shape], *LAYOUTS[layout]), tokens, proof)
 
@@ -141,6 +141,7 @@ def check_gradients(plan, tokens, proof):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5 * np.abs(b).max() + 1e-7), gradients, expected)
 
 
+@pytest.mark.ci
 def test_a_tied_table_is_one_parameter_with_the_gradients_of_both_uses(tokens, proof):
     """Against a model with two tables: their gradients, added."""
     tied, separate = (

@@ -123,6 +123,7 @@ def _adafactor(p, gradients, *, min_dim, momentum):
     return expected
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_adafactor_factors_each_layer_by_itself(momentum):
     keys = ("optimizer=adafactor", "optimizer.min_dim_size_to_factor=8")
@@ -182,6 +183,7 @@ def test_muon_leaves_embedding_head_and_norms_to_adamw():
         _hold(curve, path, expected)
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "muon", "sgd"])
 def test_bfloat16_moments_are_kept_in_bfloat16_and_stay_near(optimizer):
     curve, _, state = _trajectory(f"optimizer={optimizer}", "optimizer.moment_dtype=bfloat16")

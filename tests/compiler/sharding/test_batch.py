@@ -72,6 +72,7 @@ def test_all_arrays_of_a_batch_are_put_in_order():
     np.testing.assert_array_equal(moved["targets"], moved["inputs"] + 1)
 
 
+@pytest.mark.cases(plain=2)
 @pytest.mark.parametrize(
     ("overrides", "fix"),
     [

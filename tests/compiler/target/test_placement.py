@@ -33,6 +33,7 @@ CALL = 6e-6  # until a collective of v5e, v5p or v6e moves data
 # once; every second chip of a ring leaves half of it to the group between. Several axes at once reach 0.66 of their
 # bandwidth where one of them wraps, measured on v6e-256; where none does, a ring through all chips, on v5p in one
 # direction.
+@pytest.mark.cases(plain=6)
 @pytest.mark.parametrize(
     ("name", "sizes", "axes", "gigabytes_per_second"),
     [

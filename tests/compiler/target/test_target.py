@@ -83,6 +83,7 @@ def test_figures_are_near_those_that_jax_has(kind):
 
 
 # Google's own names of slices: pages of each chip, and xpk's table.
+@pytest.mark.cases(plain=6)
 @pytest.mark.parametrize(
     ("name", "shape", "num_chips", "num_devices"),
     [
@@ -129,6 +130,7 @@ def test_a_size_above_a_slice_says_the_largest_and_how_to_have_it(name, largest,
         assert int(fix[1].partition("-")[2]) * int(fix[2]) == num_cores
 
 
+@pytest.mark.cases(plain=3)
 @pytest.mark.parametrize("kind", CHIPS)
 def test_every_example_exists(kind):
     chip, _ = chip_file(kind)

@@ -85,6 +85,7 @@ def test_the_step_has_keys_of_the_declaration_with_their_values():
     assert keys_of_step(*TINY).items() <= declared.items()
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize("more", [(), ("data=python", "data.source.object=a:B", "data.source.items=sequences")])
 def test_passes_read_no_more_of_a_declaration_than_its_step_and_its_place(more):
     """The plan of nothing but the PlanSpec makes the same programs, with the same keys."""

@@ -193,6 +193,7 @@ ENTRY %main (x: f32[4]) -> f32[4] {
     assert [groups_of(each, 2) for each in instructions] == [None, (), ((0, 1),), ((0, 1),)]
 
 
+@pytest.mark.ci
 def test_a_whole_train_step_is_read():
     text = programs_of(plan_of("sharding=fsdp_tensor"))["train"].as_text()
     module = parse_module(text)

@@ -151,6 +151,7 @@ def _state() -> dict[str, Any]:
     }
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("hydra_app")
 def test_a_program_is_as_it_was_though_it_is_a_hydra_app_itself(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)

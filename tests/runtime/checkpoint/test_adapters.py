@@ -38,6 +38,7 @@ def test_a_digest_is_of_the_values_and_their_places_in_any_layout_and_type():
     assert len(digests | {digest_of(each) for each in others}) == 1 + len(others)
 
 
+@pytest.mark.ci
 def test_adapters_are_saved_alone_and_restored_beside_their_base(tokens, tmp_path):
     plan = plan_of(*ADAPTER)
     programs, batches = programs_of(plan), iter(open_data(plan.spec)["train"])

@@ -46,6 +46,7 @@ def _planned(saved, *overrides: str):
     return plan, start, plan_restore(start, plan)
 
 
+@pytest.mark.ci
 def test_shards_are_those_of_the_files_and_of_jax(saved):
     plan, start, restore = _planned(saved, *RUN, "target=cpu-8", "sharding=fsdp", "mesh.fsdp=8")
     files = leaves_by_path(saved_tree(start.path))

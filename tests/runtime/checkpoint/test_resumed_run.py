@@ -52,6 +52,7 @@ def stopped(tmp_path_factory):
     return run_dir
 
 
+@pytest.mark.ci
 def test_another_schedule_is_said_before_the_first_step_with_the_old_and_the_new_rate(stopped, tmp_path):
     run_dir = tmp_path / "run"
     shutil.copytree(stopped, run_dir)

@@ -126,6 +126,7 @@ MANIFESTS = {
 }
 
 
+@pytest.mark.cases(plain=6)
 @pytest.mark.parametrize("damage", MANIFESTS)
 def test_a_manifest_that_was_changed_vouches_for_nothing(saved, tmp_path, damage):
     run_dir, plan, _, _ = saved

@@ -70,6 +70,7 @@ EVERYTHING = (
 )  # fmt: skip
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize("more", [pytest.param((), marks=pytest.mark.ci), EVERYTHING], ids=["least", "everything"])
 @pytest.mark.parametrize(
     "target", [TWO_SLICES, ("target=v5e-1",), ("target=tpu7x-128",), ("target=h100-64",), ("target=cpu-8",)],

@@ -22,6 +22,7 @@ def problems(*overrides: str) -> list[str]:
     return [f"{problem.where}: {problem.what}" for problem in caught.value.problems]
 
 
+@pytest.mark.cases(plain=3)
 @pytest.mark.parametrize(
     ("target", "num_slices", "per_slice", "chips"),
     [

@@ -76,6 +76,7 @@ def test_a_point_that_takes_more_memory_than_it_may_is_ended(tmp_path):
     assert "hydra.launcher.worker_bytes" in (outcomes["memory"].why or "")
 
 
+@pytest.mark.ci
 def test_points_wait_for_memory(tmp_path):
     """Each is expected to need more than half of the machine's memory, so that one runs at a time."""
     at_once: list[int] = []
@@ -93,6 +94,7 @@ def _is_worker(child: psutil.Process) -> bool:
 
 
 # The interrupt may come between the opening of a file and its `with`, as psutil reads what processes take.
+@pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:Exception ignored in.*FileIO:pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_ends_what_is_running_and_keeps_what_is_done(tmp_path):
     ended: list[str] = []

@@ -81,6 +81,7 @@ def _expected(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("mesh", tiered(["one device", "fsdp x tensor"], plain=["fsdp x tensor"]))
 def test_a_base_is_encoded_as_it_is_read(mesh, published):
     """Each matrix has the elements and the scales of the float32 one that the file holds, encoded at once."""
@@ -129,6 +130,7 @@ def test_a_new_run_starts_at_step_0_with_master_weights_and_a_fresh_optimizer(pu
     assert int(state["step"]) == 0
 
 
+@pytest.mark.ci
 def test_left_out_parameters_stay_as_they_are_drawn(published):
     folder, values = published
     plan = _plan(folder, "target=cpu-1", "checkpoint.weights_skip=[head/*, model.embed_tokens.weight]")

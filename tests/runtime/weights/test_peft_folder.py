@@ -61,6 +61,7 @@ def _read(folder: Path, *words: str) -> tuple[PublishedWeights, dict[str, np.nda
     return weights, {path: np.asarray(x, np.float32) for path, x in leaves_by_path(params).items()}
 
 
+@pytest.mark.cases(plain=1)
 @pytest.mark.parametrize("family", MODELS)
 def test_an_adapter_goes_on_where_it_is_declared_and_is_merged_where_it_is_not(family, tmp_path):
     written = _written(tmp_path, family)
