@@ -39,7 +39,7 @@ from .sharding.arrays import Arrays, build_model, find_arrays
 from .sharding.batch import check_batch, check_length, check_token_order, plan_batch
 from .sharding.model_check import check_length_split
 from .sharding.roles import AxisRoles, plan_roles
-from .sharding.sharding import ShardingPlan, check_gradients, check_rules, plan_sharding
+from .sharding.sharding import ShardingPlan, check_gradients, check_rules, most_shards, plan_sharding
 from .sharding.state import (
     build_optimizer,
     check_moments_on_host,
@@ -53,7 +53,7 @@ from .spec.plan_spec import AnyPlanSpec, PlanSpec
 from .target.compiler_options import (
     Options,
     check_unroll,
-    options_around_faults,
+    options_by_traits,
     plan_preset_options,
     with_options,
     with_presets,
@@ -143,7 +143,7 @@ def plan_layout(
     sharding, tables, preset_options, *_ = all_of(
         lambda: _plan_sharding(spec, arrays, mesh, roles, target, layers_stay=layers_stay(spec, model, tables_of)),
         tables_of,
-        lambda: {**options_around_faults(spec, target), **plan_preset_options(spec.overlap.flag_presets, target)},
+        lambda: plan_preset_options(spec.overlap.flag_presets, target),
         lambda: check_batch(spec, mesh, roles),
         lambda: check_length(spec, model),
         lambda: check_length_split(spec, model, roles, per_token_operation(ops)),
@@ -158,7 +158,8 @@ def plan_layout(
         lambda: check_unroll(spec.overlap.layers.unroll, roles.partitioner, target),
         lambda: check_moments_on_host(spec, model, inputs.sharding, target),
     )
-    return Layout(inputs, operations, pipeline, preset_options)
+    options = options_by_traits(spec, target, most_shards(sharding.parameters, mesh, roles))
+    return Layout(inputs, operations, pipeline, {**options, **preset_options})
 
 
 def _plan_sharding(

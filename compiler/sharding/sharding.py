@@ -144,6 +144,12 @@ def gathered_bytes(parameter: ArrayPlan, mesh: MeshPlan, roles: AxisRoles) -> in
     return math.prod(parameter.array.shape) * itemsize // mesh.num_shards(kept)
 
 
+def most_shards(parameters: Plans, mesh: MeshPlan, roles: AxisRoles) -> int:
+    """Returns the largest number of devices over which a parameter is gathered, and its gradient scattered."""
+    axes = (tuple(axis for d in plan.dimensions for axis in d.axes if axis in roles.tokens) for plan in parameters)
+    return max(map(mesh.num_shards, axes), default=1)
+
+
 def plan_sharding(
     rules: ShardingSpec,
     arrays: Arrays,

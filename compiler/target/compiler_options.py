@@ -13,7 +13,7 @@ from ..core.config_types import CompilerOption
 from ..core.errors import ConfigError, Problem, raise_if_any, use_one_of
 from ..core.traffic import CollectiveKind
 from ..spec.cost_model import cost_model
-from ..spec.flag_presets import FlagPreset, Options, begin_early, hidden_by, matmul_share_by
+from ..spec.flag_presets import FlagPreset, Options, hidden_by, matmul_share_by
 from ..spec.overlap_spec import AUTO, OverlapSpec
 from ..spec.plan_spec import PlanSpec
 from .target import TargetPlan, faster_matmuls
@@ -108,15 +108,13 @@ def with_options(target: TargetPlan, names: Sequence[str], by_hand: Options) -> 
 
 
 def assumed_weight_presets(spec: PlanSpec, target: TargetPlan) -> tuple[str, ...]:
-    """Returns the declared presets, or the one that overlaps more kinds of collectives of weights with compute, or as
-    many in the trip of a loop before."""
+    """Returns the declared presets, or the one that overlaps more kinds of collectives of weights with compute.
+
+    One that begins them in the trip of a loop before may hide more, or hold so much more that it does not fit or that
+    less is hidden (docs/overlap.md, "The memory that XLA plans for"): it is not assumed.
+    """
     tried = [(name,) for name, one in presets_for(target).items() if "weights" in one.tried_for]
-    effects = target.option_effects
-
-    def hides(names: tuple[str, ...]) -> tuple[int, bool]:
-        return len(hidden_kinds(names, spec, target)), begin_early(options_with(names, spec, target), effects)
-
-    return max([spec.overlap.flag_presets, *tried], key=hides)
+    return max([spec.overlap.flag_presets, *tried], key=lambda names: len(hidden_kinds(names, spec, target)))
 
 
 def why_permutes_wait(target: TargetPlan) -> str | None:
@@ -159,11 +157,17 @@ def plan_preset_options(names: Sequence[str], target: TargetPlan) -> Options:
     return found
 
 
-def options_around_faults(spec: PlanSpec, target: TargetPlan) -> Options:
-    """Returns the options that the target's compiler needs in order not to fail on the declaration."""
-    precision = spec.precision
-    is_narrow = precision.gradient_reduction != precision.gradients
-    return target.compiler.narrow_reduction_options if is_narrow and spec.num_microbatches > 1 else {}
+def options_by_traits(spec: PlanSpec, target: TargetPlan, num_shards: int) -> Options:
+    """Returns the options that the target's compiler needs in order to plan for all of the memory, to hide sums of
+    gradients, and not to fail on the declaration. num_shards: the most into which a gradient is scattered."""
+    precision, compiler = spec.precision, target.compiler
+    is_narrow = precision.gradient_reduction != precision.gradients and spec.num_microbatches > 1
+    sums = compiler.combined_sums
+    return {
+        **compiler.memory_options,
+        **({sums.option: sums.most_bytes // num_shards} if sums and num_shards > 1 else {}),
+        **(compiler.narrow_reduction_options if is_narrow else {}),
+    }
 
 
 def check_unroll(num_layers: int, split_axes: Sequence[str], target: TargetPlan) -> None:

@@ -136,10 +136,6 @@ def test_older_gpus_hide_by_kernels_with_a_preset_that_is_their_default():
     assert plan_hiding(plan_of(*GPUS, "overlap.flag_presets=[]")).weights  # by itself
 
 
-def test_a_search_is_expected_to_begin_early():
-    assert plan_hiding(plan_of(*GPUS, "overlap=auto")).begins_early
-
-
 def test_no_weight_is_on_its_way_while_a_loop_runs():
     def step(reads, writes, inside=()):
         return SimpleNamespace(fused=SimpleNamespace(reads=reads, writes=writes), inside=inside)

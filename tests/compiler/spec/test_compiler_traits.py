@@ -66,7 +66,25 @@ def test_auto_sends_several_collectives_at_once_where_a_split_batch_uses_two_net
     assert plan.spec.overlap.flag_presets == names
 
 
-@pytest.mark.parametrize("target", ["cpu-8", "v5e-8", "h100-8"])
+@pytest.mark.parametrize(
+    ("mesh", "num_shards"),
+    [
+        (("sharding=fsdp",), 16),
+        (("sharding=hsdp", "mesh.replica=2"), 8),
+        (("sharding=fsdp_tensor", "mesh.tensor=2"), 8),
+    ],
+)
+def test_the_limit_of_combined_sums_is_of_what_a_device_sends(mesh, num_shards):
+    """XLA's option limits what is left on a device of the sums, of which each device sends num_shards times as much."""
+    sums = read_compiler_traits("gpu", "h100").combined_sums
+    assert sums is not None
+    options = plan_of("target=h100-16", "global_batch_size=16", *mesh).preset_options
+    assert options[sums.option] == sums.most_bytes / num_shards
+    by_name = plan_of("target=h100-16", "global_batch_size=16", *mesh, "overlap.flag_presets=[single]").preset_options
+    assert by_name[sums.option] == 0, "a preset goes before"
+
+
+@pytest.mark.parametrize("target", ["cpu-8", "v5e-8"])
 def test_a_compiler_that_needs_nothing_gets_nothing(target):
     plan = plan_of(f"target={target}")
     assert (plan.spec.overlap.flag_presets, dict(plan.preset_options), plan.flag_presets) == ((), {}, None)
