@@ -32,7 +32,7 @@ from ..spec.overlap_spec import OverlapSpec
 from ..spec.plan_spec import PlanSpec
 from ..step.train_step import build_train_step
 from ..step.turns import takes_turns
-from ..target.compiler_options import assumed_weight_presets, exposed_with_parts, presets_for
+from ..target.compiler_options import assumed_weight_presets, default_presets, exposed_with_parts, presets_for
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
 
@@ -89,7 +89,7 @@ def plan_assumed(plan: Plan) -> Plan:
 
 def assume_overlap(plan: Plan) -> OverlapSpec:
     """Returns the declared overlap, or the one that a search is expected to find: the flag preset that hides most, and
-    a batch split where collectives of tensor parallelism can then run beside matmuls."""
+    a batch split, with its default presets, where collectives of tensor parallelism can then run beside matmuls."""
     overlap, target = plan.spec.overlap, plan.target
     if overlap.search is None:
         return overlap
@@ -99,7 +99,8 @@ def assume_overlap(plan: Plan) -> OverlapSpec:
     if plan.roles.partitioner and hides:
         layers = layers.model_copy(update={"batch_split": max(BATCH_SPLIT, layers.batch_split)})
         of_activations = [name for name, one in presets_for(target).items() if "activations" in one.tried_for]
-        presets = (*presets, *of_activations[:1])
+        defaults = default_presets(target, has_experts=plan.arrays.has_experts, num_parts=layers.batch_split)
+        presets = tuple(dict.fromkeys((*presets, *of_activations[:1], *defaults)))
     return overlap.model_copy(update={"layers": layers, "flag_presets": presets, "search": None})
 
 

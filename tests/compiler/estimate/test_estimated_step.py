@@ -62,3 +62,11 @@ def test_a_preset_is_assumed_only_where_it_hides_more():
     """XLA overlaps the collectives of weights on GPUs by itself; on v5p it needs options."""
     assert assume_overlap(plan_of(*SEARCHED[-1])).flag_presets == ()
     assert "sparse_core" in assume_overlap(plan_of(*SEARCHED[0])).flag_presets
+
+
+def test_a_split_that_is_assumed_has_the_presets_that_one_that_is_declared_has():
+    gpus = ("target=h100-16", "sharding=fsdp_tensor", "mesh.tensor=2", "mesh.fsdp=8", "global_batch_size=16")
+    assumed = assume_overlap(plan_of(*gpus, "overlap=auto"))
+    declared = plan_of(*gpus, f"overlap.layers.batch_split={assumed.layers.batch_split}").spec.overlap
+    assert assumed.layers.batch_split > 1
+    assert assumed.flag_presets == declared.flag_presets == ("concurrent",)

@@ -6,7 +6,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
@@ -84,7 +83,7 @@ def test_counts_are_of_all_devices_and_processes():
 
 def test_no_count_of_a_device_is_lost_while_another_counts():
     """Callbacks of devices run in threads of their own, at once."""
-    counts, overflows = OverflowCounts(), np.asarray(True)
+    counts, overflows = OverflowCounts(), jnp.asarray(True)
     at_once = threading.Barrier(4)
 
     def report() -> None:
