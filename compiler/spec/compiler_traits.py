@@ -69,8 +69,8 @@ class CompilerTraits(Record):
         the compiler does not run it beside compute; over more it becomes an all-reduce. Empty: none.
     max_reduce_scatter: the largest number of devices, times the odd factor of a dimension that is not scattered, for
         which a reduce-scatter is compiled as one; above it, it becomes an all-reduce. None: no limit.
-    memory_options: options with which the compiler plans for all of the memory that a program gets. Above the limit
-        that it has by itself it recomputes, and orders operations for memory instead of for overlap.
+    memory_options: options with which the compiler plans for all of the memory that a program gets, where that is the
+        memory of a chip. Above its own limit it recomputes, and orders operations for memory instead of for overlap.
     combined_sums: the limit up to which reduce-scatters are combined; None: the compiler's own.
     narrow_reduction_options: the compiler fails without these options on a loop over microbatches that reduces
         gradients in a narrower type than it accumulates them in.
@@ -102,7 +102,7 @@ class CompilerTraits(Record):
     aborts_on_unroll: bool = False
     scattered_block: tuple[int, ...] = ()
     max_reduce_scatter: int | None = None
-    memory_options: Mapping[str, CompilerOption] = Field(default_factory=dict)
+    memory_options: Mapping[str, int] = Field(default_factory=dict)
     combined_sums: CombinedSums | None = None
     narrow_reduction_options: Mapping[str, CompilerOption] = Field(default_factory=dict)
     streams_from_host: bool = False

@@ -164,10 +164,18 @@ def options_by_traits(spec: PlanSpec, target: TargetPlan, num_shards: int) -> Op
     is_narrow = precision.gradient_reduction != precision.gradients and spec.num_microbatches > 1
     sums = compiler.combined_sums
     return {
-        **compiler.memory_options,
+        **_memory_options(target),
         **({sums.option: sums.most_bytes // num_shards} if sums and num_shards > 1 else {}),
         **(compiler.narrow_reduction_options if is_narrow else {}),
     }
+
+
+def _memory_options(target: TargetPlan) -> Options:
+    """Returns the memory options of the target's compiler, which count from the whole memory of a chip, for as much of
+    it as a device has: JAX may have taken less."""
+    chip, limit = target.chip, target.hbm_bytes_per_device
+    share = min(1.0, limit * chip.num_devices / chip.compiler_hbm_bytes) if chip and limit else 1.0
+    return {name: int(value * share) for name, value in target.compiler.memory_options.items()}
 
 
 def check_unroll(num_layers: int, split_axes: Sequence[str], target: TargetPlan) -> None:

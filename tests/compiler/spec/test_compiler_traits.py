@@ -1,5 +1,6 @@
 """What is known of compilers: it is read where a target is planned, and carried in the plan."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from conftest import plan_of
 from meshloom.compiler.spec.compiler_traits import CompilerTraits, read_compiler_traits, traits_by_name
 from meshloom.compiler.spec.flag_presets import preset_file, read_flag_presets
 from meshloom.compiler.spec.target_names import kinds
-from meshloom.compiler.target.compiler_options import presets_for
+from meshloom.compiler.target.compiler_options import options_by_traits, presets_for
 from support.programs import target_of
 
 COMPILER = Path(__file__).parents[3] / "compiler"
@@ -82,6 +83,21 @@ def test_the_limit_of_combined_sums_is_of_what_a_device_sends(mesh, num_shards):
     assert options[sums.option] == sums.most_bytes / num_shards
     by_name = plan_of("target=h100-16", "global_batch_size=16", *mesh, "overlap.flag_presets=[single]").preset_options
     assert by_name[sums.option] == 0, "a preset goes before"
+
+
+def test_a_compiler_plans_for_as_much_memory_as_jax_has_taken():
+    """XLA plans for this many hundredths of 0.8 of a GPU's memory, whatever JAX has of it."""
+    plan = plan_of("target=h100-8")
+    memory = plan.target.hbm_bytes_per_device
+    assert memory is not None
+
+    def hundredths(num_bytes: int) -> int:
+        ((_, value),) = options_by_traits(plan.spec, replace(plan.target, hbm_bytes_per_device=num_bytes), 1).items()
+        assert isinstance(value, int)
+        return value
+
+    assert 0.9 < 0.8 * hundredths(memory) / 100 < 0.95
+    assert hundredths(memory // 2) == hundredths(memory) // 2
 
 
 @pytest.mark.parametrize("target", ["cpu-8", "v5e-8"])
