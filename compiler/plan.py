@@ -21,7 +21,7 @@ from .core.trees import leaves_by_path, like, nested_dict, pick
 from .figures import NO_PEAK_RATE, StepWork
 from .formats.block import SCALES
 from .jaxpr.flops import ModelFlops, count_model_flops
-from .optim.moments import moment_of
+from .optim.moments import moment_of, owner_of
 from .parallel.operation import OpPlan, ParallelOp
 from .parallel.pipeline_plan import PipelinePlan, StageGather, warnings_of_pipeline
 from .sharding.arrays import EXPERTS, Array, Arrays
@@ -243,12 +243,13 @@ def plan_state_arrays(
     lies as that parameter's state was planned; any other where the optimizer's own computation puts it."""
     abstract = {key: abstract[key] for key in ("master", "optimizer") if key in abstract}
     layouts = leaves_by_path(specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
+    by_path = {plan.array.path: plan for plan in parameters}
     rows = []
     for path, x in leaves_by_path(abstract).items():
         if not x.shape:
             continue
-        whole, part = moment_of(path)
-        owner = next((plan for plan in parameters if whole.endswith(f"/{plan.array.path}")), None)
+        (_, part), owner_path = moment_of(path), owner_of(path, by_path)
+        owner = by_path[owner_path] if owner_path else None
         if owner and owner.array.shape == x.shape and owner.spec == layouts[path]:
             dimensions, table = owner.dimensions, owner.table
         elif owner and part == SCALES:

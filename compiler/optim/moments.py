@@ -8,7 +8,7 @@ within the shard of one device. So encoding needs no communication, and the scal
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,13 @@ def moment_of(path: str) -> tuple[str, str | None]:
     scales). None: it is the moment itself."""
     whole, _, part = path.rpartition("/")
     return (whole, part) if part in (ELEMENTS, SCALES) else (path, None)
+
+
+def owner_of(path: str, parameters: Iterable[str]) -> str | None:
+    """Returns the path of the parameter that an array of the state belongs to: optimizer/1/mu/w/scales -> w; None where
+    it is that of none of these parameters."""
+    whole, _ = moment_of(path)
+    return next((each for each in parameters if whole.endswith(f"/{each}")), None)
 
 
 def is_stored_in_blocks(node: Any) -> bool:

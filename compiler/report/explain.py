@@ -17,7 +17,7 @@ from ..core.known import as_json, or_unknown
 from ..core.partition_spec import Axes
 from ..estimate.estimate import StepEstimate, estimate_step
 from ..estimate.stage_buffers import WHAT, StageBuffer, bytes_in_use
-from ..optim.moments import moment_of
+from ..optim.moments import moment_of, owner_of
 from ..parallel.operation import OpPlan
 from ..parallel.pipeline_plan import PipelinePlan, StageGather
 from ..parallel.quantized import SitePrecision
@@ -331,7 +331,7 @@ def _shortened(arrays: Sequence[ArrayPlan], alike: Sequence[ArrayPlan], how: str
     sets: dict[str, list[ArrayPlan]] = {}
     for plan in arrays:
         whole, part = moment_of(plan.array.path)
-        owner = next((path for path in paths if whole.endswith(f"/{path}")), None)
+        owner = owner_of(plan.array.path, paths)
         if owner and plan.spec == paths[owner]:
             name = f"{whole.removesuffix(owner)}*" + (f"/{part}" if part else "")
             sets.setdefault(name, []).append(plan)

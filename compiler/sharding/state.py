@@ -25,7 +25,7 @@ from ..core.user_code import blamed_on_user
 from ..formats.block import SCALES
 from ..formats.layout import abstract_encoded, encoded_specs
 from ..optim.contract import Setting
-from ..optim.moments import moment_of
+from ..optim.moments import moment_of, owner_of
 from ..optim.optimizers import learning_rates, parameter_kinds
 from ..spec.step_spec import StepSpec
 from ..target.mesh import MeshPlan
@@ -110,8 +110,7 @@ def paths_on_host(spec: StepSpec, model: Model, sharding: ShardingPlan, abstract
     matrices = _streamed_matrices(model, sharding) if spec.optimizer.has_moments_on_host else []
 
     def is_there(path: str) -> bool:
-        whole, part = moment_of(path)
-        return part != SCALES and any(whole.endswith(f"/{matrix}") for matrix in matrices)
+        return moment_of(path)[1] != SCALES and owner_of(path, matrices) is not None
 
     paths = leaves_by_path(abstract["optimizer"])
     return frozenset(f"optimizer/{path}" for path in paths if is_there(path))

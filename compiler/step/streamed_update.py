@@ -26,7 +26,7 @@ from meshloom.models import Stack
 
 from ..core.trees import leaves_by_path
 from ..optim.contract import OptimizerConfig, Setting
-from ..optim.moments import moment_of
+from ..optim.moments import owner_of
 from ..sharding.state import is_on_host
 
 _Updated = tuple[Any, list[Any]]  # masters by part, and the nodes of the optimizer's state (`_nodes`)
@@ -93,7 +93,7 @@ class Streaming:
 
     def has(self, path: str) -> bool:
         """Returns True for the path of an array of the state that is of a parameter of these stacks."""
-        return any(moment_of(path)[0].endswith(f"/{one}") for one in self._paths)
+        return owner_of(path, self._paths) is not None
 
     @cached_property
     def _paths(self) -> tuple[str, ...]:
