@@ -47,7 +47,7 @@ class Room:
 
     @property
     def head_dim(self) -> int:
-        """Returns a dimension of heads, any number of which blocks divide."""
+        """Returns the dimension of a head: a multiple of the block, so that blocks divide any number of heads."""
         return math.lcm(_HEAD_DIM, self.block)
 
     def shards(self, *names: str) -> int:

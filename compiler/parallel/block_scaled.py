@@ -223,7 +223,7 @@ def _cut(where: str, site: OpSite, format: OperandFormat, inputs: OpInputs) -> I
 
 
 def _keys_of(sizes: Sequence[int], spec: PlanSpec) -> str | None:
-    """Returns the keys of the model that set these sizes; None where a size is that of no key, or of several."""
+    """Returns the model's keys for these sizes; None if no key, or more than one, has one of the sizes."""
     found = [[key for key, value in spec.model if type(value) is int and value == size] for size in sizes]
     return " x ".join(f"model.{each[0]}" for each in found) if all(len(each) == 1 for each in found) else None
 

@@ -28,8 +28,8 @@ from ..formats.layout import abstract_encoded, constant_dimensions, encode_layer
 @partial(register_dataclass, data_fields=["decoded", "bits", "scales"], meta_fields=["element"])
 @dataclass(frozen=True)
 class GatheredWeight:
-    """A weight that was gathered in few bits: what it stands for, in the compute type, and its elements and scales.
-    bits: the elements, as `as_bits` makes them. element: their type."""
+    """A weight that was gathered in few bits, with its decoded values. decoded: in the compute type. bits: the
+    elements, as `as_bits` makes them. element: their type."""
 
     decoded: Array
     bits: Array

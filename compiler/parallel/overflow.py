@@ -31,7 +31,7 @@ class OverflowCounts:
 
     @property
     def totals(self) -> dict[str, Counter[str]]:
-        """The counts as `describe_overflows` reads them, and JSON takes them."""
+        """Returns both counts, as `describe_overflows` reads them and JSON takes them."""
         return {"encoded": self.encoded, "overflowed": self.overflowed}
 
     def watched(self, operations: Iterable[OpPlan]) -> tuple[OpPlan, ...]:

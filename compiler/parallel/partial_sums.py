@@ -59,6 +59,6 @@ def find_partial_sum(subscripts: str, first: PartitionSpec, result: PartitionSpe
 
 
 def _of_encoded(spec: PartitionSpec, encoded: EncodedArray) -> dict[str, PartitionSpec]:
-    """Returns the layouts of elements and of scales, of which there is one where all of a dimension share it."""
+    """Returns the layouts of elements and of scales. A dimension that shares one scale is not split in the scales."""
     of_scales = (None if size == 1 else axes for size, axes in zip(encoded[SCALES].shape, spec, strict=True))
     return {ELEMENTS: spec, SCALES: PartitionSpec(*of_scales)}

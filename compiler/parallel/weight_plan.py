@@ -120,7 +120,7 @@ def _sent(operations: Sequence[OpPlan]) -> dict[str, BlockFormat]:
 
 
 def _multiplied(operations: Sequence[OpPlan]) -> set[str]:
-    """Returns the paths of the weights all of whose sites multiply elements as they are gathered."""
+    """Returns the paths of weights whose elements are multiplied as they are gathered, at every site."""
     takes = {
         (path, bool(each.precision and each.precision.gather and each.precision.arithmetic))
         for each in operations

@@ -32,8 +32,8 @@ class ExpectedKernels(Record):
 
 
 class CombinedSums(Record):
-    """Which reduce-scatters are combined into one. option: takes the most bytes of what is left of them on a device.
-    most_bytes: of their sums before they are scattered."""
+    """The limit up to which reduce-scatters are combined into one. most_bytes: of the sums before they are scattered.
+    option: the compiler's, which takes the bytes that each device keeps of them."""
 
     option: str
     most_bytes: int

@@ -155,7 +155,7 @@ def _layer_of(layer: Array, tree: Any) -> Any:
 
 
 def _with_layer(layer: Array, tree: Any, one: Any) -> Any:
-    """Returns stacked arrays with one layer replaced, in whose memory they lie."""
+    """Returns stacked arrays with one layer replaced. The layer is copied to the memory of the stack."""
 
     def replaced(whole: Array, part: Array) -> Array:
         part = jax.device_put(part, jax.memory.Space.Host) if is_on_host(whole) else part

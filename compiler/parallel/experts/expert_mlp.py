@@ -15,7 +15,7 @@ from ..remat import marked
 from .dispatch import RunExperts
 from .grouped_matmul import of_group
 
-# Rows with each of some matrices, each of which may be a GatheredWeight.
+# Multiplies rows with several matrices. A matrix may be a GatheredWeight.
 Multiply = Callable[[Array, tuple[Any, ...]], tuple[Array, ...]]
 
 

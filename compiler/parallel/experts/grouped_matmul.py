@@ -60,7 +60,7 @@ def multiply_rows(
 def multiply_and_add(
     pairs: Sequence[tuple[Array, Array]], sizes_G: Array, *, is_transposed: bool, interpret: bool
 ) -> Array:
-    """Returns the sum over pairs (x, w) of x w of the group of each row, as `multiply_rows`. All pairs are alike."""
+    """Returns the sum over pairs (x, w) of x w of the group of each row, as `multiply_rows`. All have equal shapes."""
     num_rows, num_columns = len(pairs[0][0]), pairs[0][1].shape[1 if is_transposed else 2]
     pairs = [(padded(x, ROWS, _LEAST), padded(w, _LEAST, _LEAST)) for x, w in pairs]
     (x_RE, w_GEM), *_ = pairs

@@ -76,7 +76,7 @@ def test_auto_sends_several_collectives_at_once_where_a_split_batch_uses_two_net
     ],
 )
 def test_the_limit_of_combined_sums_is_of_what_a_device_sends(mesh, num_shards):
-    """XLA's option limits what is left on a device of the sums, of which each device sends num_shards times as much."""
+    """XLA's option limits what a device keeps of the sums. It sends num_shards times as much."""
     sums = read_compiler_traits("gpu", "h100").combined_sums
     assert sums is not None
     options = plan_of("target=h100-16", "global_batch_size=16", *mesh).preset_options
