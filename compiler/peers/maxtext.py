@@ -6,7 +6,7 @@ from typing import Any
 
 from ..core.errors import use_one_of
 from .mesh import Devices, PeerAxes, known_devices, put_mesh, refuse_without_chips
-from .parts import put_flags, put_matmuls, put_remat, put_values
+from .parts import put_flags, put_matmuls, put_moments_on_host, put_remat, put_values
 from .reading import NOTHING, PeerReading, in_full
 
 _AXES = ("diloco", "data", "fsdp", "fsdp_transpose", "sequence", "context", "context_usp_ulysses",
@@ -44,7 +44,7 @@ def read_maxtext(reading: PeerReading) -> None:
     _put_data(reading)
     _put_layouts(reading, axes, devices)
     _put_precision(reading)
-    _put_optimizer(reading)
+    _put_optimizer(reading, devices)
     _put_loops(reading, devices)
     flags = (*reading.given.flags, *reading.text("compile_xla_flags").split())
     put_flags(reading, flags, is_gpu=devices is not None and devices.is_gpu)
@@ -346,13 +346,14 @@ def _put_quantization(reading: PeerReading, option: str) -> None:
     has_experts = reading.whole("num_experts") > 1
     left_out = "*/mlp/*_X*" if has_experts and kind not in reading.peer.tables["quantized_experts"] else None
     put_matmuls(reading, option, types[kind], because, left_out=left_out)
-    reading.notes.append(
-        f"{because}: here a scale comes from the largest magnitude now, and elements are the nearest; "
-        "MaxText's may come from a fixed range or from steps before, and its gradients may be rounded at random"
-    )
+    if kind not in reading.peer.tables["current_scaling"]:
+        reading.notes.append(
+            f"{because}: here a scale comes from the largest magnitude now, and elements are the nearest; "
+            "MaxText's may come from a fixed range or from steps before, and its gradients may be rounded at random"
+        )
 
 
-def _put_optimizer(reading: PeerReading) -> None:
+def _put_optimizer(reading: PeerReading, devices: Devices | None) -> None:
     name = reading.one_of("opt_type", _OPTIMIZERS)
     if name is None:
         return
@@ -394,6 +395,8 @@ def _put_optimizer(reading: PeerReading) -> None:
         reading.put("optimizer.first_moment_dtype=bfloat16", because)
     elif mu == "bfloat16" and reading.text("mu_dtype"):
         reading.refuse("mu_dtype", f"only AdamW's first moments have a type of their own, not {name}'s", "leave it out")
+    if reading.flag("optimizer_memory_host_offload"):
+        put_moments_on_host(reading, "optimizer_memory_host_offload", name, devices)
     _put_schedule(reading)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from ..core.errors import use_one_of
 from .mesh import Devices, known_devices
-from .parts import note_experts, put_matmuls, put_values
+from .parts import note_experts, put_matmuls, put_moments_on_host, put_values
 from .reading import NOTHING, PeerReading, in_full
 
 _BALANCE = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff")
@@ -30,7 +30,7 @@ def read_megatron(reading: PeerReading) -> None:
     if devices is not None:
         _put_mesh(reading, sizes)
     _put_precision(reading)
-    _put_optimizer(reading)
+    _put_optimizer(reading, devices)
 
 
 def _given(reading: PeerReading, key: str) -> bool:
@@ -389,7 +389,7 @@ def _put_fp8(reading: PeerReading, option: str, form: str) -> None:
         because = reading.said(key, "fp8_recipe")
         put_matmuls(reading, option, types, because, gathered=is_gathered and not has_blocks)
         note_experts(reading, because)
-        if not has_blocks:
+        if not has_blocks and not {recipe, reading.text("compute_dtype")} & {*reading.peer.tables["current_scaling"]}:
             reading.notes.append(f"{because}: a scale comes from the largest magnitude now, and not from earlier steps")
         elif recipe == "blockwise":
             reading.notes.append(f"{because}: {_BLOCKWISE}")
@@ -397,7 +397,7 @@ def _put_fp8(reading: PeerReading, option: str, form: str) -> None:
             reading.notes.append("fp8_param_gather: weights are gathered in bfloat16 here")
 
 
-def _put_optimizer(reading: PeerReading) -> None:
+def _put_optimizer(reading: PeerReading, devices: Devices | None) -> None:
     if reading.text("optimizer") != "adam":
         what = f"there is no '{reading.text('optimizer')}' that can be imported"
         reading.refuse("optimizer", what, "use adam, or leave it out and choose optimizer= here")
@@ -419,6 +419,7 @@ def _put_optimizer(reading: PeerReading) -> None:
         reading.put("optimizer.moment_dtype=bfloat16", reading.said("exp_avg_sq_dtype"))
     if first and first != second:
         reading.put(f"optimizer.first_moment_dtype={first}", reading.said("exp_avg_dtype"))
+    _put_moments(reading, devices)
     steps = None
     if _given(reading, "train_iters"):
         steps = reading.whole("train_iters")
@@ -433,6 +434,16 @@ def _put_optimizer(reading: PeerReading) -> None:
             reading.notes.append(f"{said}: the learning rate falls up to the last step here")
     if reading.is_given("seed"):
         reading.put(f"seed={reading.whole('seed')}", reading.said("seed"))
+
+
+def _put_moments(reading: PeerReading, devices: Devices | None) -> None:
+    """Puts where the moments lie."""
+    share = reading.number("optimizer_offload_fraction")
+    if not reading.flag("optimizer_cpu_offload") or not share:
+        return
+    put_moments_on_host(reading, "optimizer_cpu_offload", "adamw", devices)
+    if share != 1:
+        reading.notes.append(f"optimizer_offload_fraction={in_full(share)}: all layers have their moments on the host")
 
 
 def _put_schedule(reading: PeerReading, steps: int) -> None:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .mesh import Devices
 from .reading import PeerReading, in_full, option_values
 
 
@@ -60,6 +61,20 @@ def put_values(reading: PeerReading, section: str, option: str, values: Mapping[
         default = ours.get(key)
         if written != ("null" if default is None else f"{in_full(default)}"):
             reading.put(f"{section}.{key}={written}", reading.said(because))
+
+
+def put_moments_on_host(reading: PeerReading, key: str, optimizer: str, devices: Devices | None) -> None:
+    """Puts the moments of layers in the host's memory. key: the peer's, which is true. optimizer: ours."""
+    fix = f"to import the program without it, add {key}=false"
+    if "moments_on" not in option_values("optimizer", optimizer) or optimizer == "sgd":  # whose momentum no peer gives
+        reading.refuse(key, f"{optimizer} has no moments that lie on the host here", fix)
+    elif devices is not None and devices.is_gpu:
+        what = f"moments lie on the host of TPUs alone here, and the target is {devices.name}"
+        reading.refuse(key, what, fix)
+    else:
+        reading.put("optimizer.moments_on=host", reading.said(key))
+        what = "the moments of layers lie on the host here; the update and all else of the state stay on the device"
+        reading.notes.append(f"{key}: {what}")
 
 
 def put_flags(reading: PeerReading, flags: Sequence[str], is_gpu: bool) -> None:

@@ -78,6 +78,7 @@ def test_defaults_of_its_base_config_apply():
          {"mesh.stage=4", "num_microbatches=8", "pipeline=gpipe"}),
         (("weight_dtype=bfloat16",), {"precision=bfloat16_pure", "optimizer.moment_dtype=bfloat16"}),
         (("mu_dtype=bfloat16",), {"optimizer.first_moment_dtype=bfloat16"}),
+        (("optimizer_memory_host_offload=true",), {"optimizer.moments_on=host"}),
         (("grad_dtype=bfloat16",), {"precision.gradients=bfloat16"}),
         (("dtype=float32",), {"precision=float32"}),
         (("num_vocab_tiling=8",), {"loss.num_chunks=8"}),
@@ -144,6 +145,7 @@ def test_no_problem_is_left_once_its_fix_is_typed():
         (("ici_fsdp_parallelism=-1", "ici_data_parallelism=-1"), "ici_data_parallelism and ici_fsdp_parallelism", "-1"),
         (("opt_type=shampoo",), "opt_type", "use one of adamw"),
         (("scan_layers=perhaps",), "scan_layers", "not a truth value"),
+        (("optimizer_memory_host_offload=true", "opt_type=muon"), "optimizer_memory_host_offload", "muon has no"),
         (("compile_topology=v5e-100",), "compile_topology", "nearest"),
     ],
 )
@@ -353,6 +355,15 @@ def test_matmuls_in_few_bits_are_imported(words, precision):
     with_experts = imported(*SMALL, *words, "num_experts=8").words
     are_left_out = any("{match: */mlp/*_X*, forward: null, gradients: null}" in word for word in with_experts)
     assert are_left_out == ("fp8_full" not in words[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision"), [("te_fp8_currentscaling", "precision=fp8"), ("te_mxfp8", "precision=mxfp8")]
+)
+def test_scales_from_the_largest_magnitude_now_are_as_they_are_there(kind, precision):
+    found = imported(*SMALL, f"quantization={kind}")
+    assert precision in found.words
+    assert not any("largest magnitude now" in note for note in found.notes)
 
 
 def test_few_bits_want_a_run_in_bfloat16():

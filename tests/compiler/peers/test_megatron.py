@@ -196,6 +196,41 @@ def test_what_changes_the_schedule_is_said(script):
         imported(script, "--weight-decay-incr-style", "linear")
 
 
+def test_moments_on_the_host_are_so_here(script):
+    found = imported(script, "--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d", target="v5p-16")
+    assert set(found.words) - set(imported(script, target="v5p-16").words) == {"optimizer.moments_on=host"}
+    assert found.without_effect["what overlaps"] == ("overlap_cpu_optimizer_d2h_h2d",)
+    assert [note for note in found.notes if "offload" in note] == [
+        "optimizer_cpu_offload: the moments of layers lie on the host here; the update and all else of the state stay "
+        "on the device"
+    ]
+    half = imported(script, "--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5", target="v5p-16")
+    assert half.words == found.words
+    assert any(note.startswith("optimizer_offload_fraction=0.5: all layers") for note in half.notes)
+    none = imported(script, "--optimizer-cpu-offload", "--optimizer-offload-fraction", "0")
+    assert set(none.words) == LLAMA3_8B | OTHERS
+    with pytest.raises(ConfigError, match="of TPUs alone here, and the target is h100-16"):
+        imported(script, "--optimizer-cpu-offload")
+
+
+@pytest.mark.parametrize(
+    ("words", "is_noted"),
+    [
+        (("--fp8-format", "hybrid"), True),  # its recipe is delayed
+        (("--fp8-format", "hybrid", "--fp8-recipe", "delayed", "--fp8-amax-history-len", "16"), True),
+        (("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"), False),
+        (("--compute-dtype", "fp8_ds"), True),
+        (("--compute-dtype", "fp8_cs"), False),
+    ],
+)
+def test_scales_from_earlier_steps_are_noted(words, is_noted, script):
+    found = imported(script, "--bf16", *words)
+    assert any(word.startswith("precision.matmuls") for word in found.words)
+    assert any("comes from the largest magnitude now" in note for note in found.notes) == is_noted
+    if "--fp8-amax-history-len" in words:
+        assert found.without_effect["scales of float8 from earlier steps"] == ("fp8_amax_history_len",)
+
+
 def test_fp8_is_imported(script):
     words = set(imported(script, "--bf16", "--fp8-format", "hybrid", "--fp8-param-gather").words)
     assert "precision.matmuls=[{match: null, forward: fp8, gradients: fp8_e5m2, gather: fp8}]" in words
