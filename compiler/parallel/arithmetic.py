@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from meshloom.models.adapter import is_adapter
 
 from ..core.errors import Problem, use_one_of
-from ..core.partition_spec import keep_axes
+from ..core.partition_spec import Axes, keep_axes
 from ..formats.operands import operand_formats
 from ..sharding.arrays import Operand, OpSite, gradient_name
 from ..spec.step_spec import MatmulPrecision
@@ -25,6 +25,7 @@ from .operation import OpInputs
 from .quantized import Arithmetic, SitePrecision
 
 WHERE = "precision.matmuls"
+HEAD, UNNAMED = "head", "it is of the head, and no rule names that"
 MATMUL, IN_GROUPS = "matmul", "experts multiply in groups, whose scales are not of blocks"
 
 
@@ -46,12 +47,16 @@ class Multiplied:
 def plan_arithmetic(sites: Iterable[Multiplied], inputs: OpInputs) -> tuple[dict[OpSite, SitePrecision], list[Problem]]:
     """Returns the types of each site, and the mistakes in the rules; no site where there are no rules."""
     sites, rules = tuple(sites), inputs.spec.precision.matmuls
-    left_out = {each.site: _left_out(each, inputs) for each in sites}
+    left_out = {each.site: _left_out(each, rules, inputs) for each in sites}
     found = {each.site: _rule_of(each, rules) for each in sites}
     problems = [
         problem
         for index, rule in enumerate(rules)
-        for problem in (*_wrong_types(index, rule, inputs), *_unused(index, rule, sites, left_out, found))
+        for problem in (
+            *_wrong_types(index, rule, inputs),
+            *_unused(index, rule, sites, left_out, found),
+            *_gathered_head(index, rule, sites),
+        )
     ]
     problems = problems or _in_blocks(sites, left_out, found, inputs)
     if problems or not rules:
@@ -78,10 +83,20 @@ def _precision(
         rounds_at_random=rule.rounding == "stochastic",
         emulated=inputs.spec.precision.emulate,
         tokens=inputs.roles.tokens,
+        columns=_columns_by_hand(site, inputs),
         result_spec=_spec_of(site.name, inputs),
         gradient_spec=_spec_of(gradient_name(x), inputs) or _spec_of(x, inputs) if x else None,
     )
     return SitePrecision(arithmetic, reason, gather)
+
+
+def _columns_by_hand(site: OpSite, inputs: OpInputs) -> Axes:
+    """Returns the mesh axes over which each device multiplies with its part of a weight: the stages that share a
+    head."""
+    paths, stage = site.operands[1].parameters if site.piece == HEAD else (), inputs.roles.stage
+    own = (plan for plan in inputs.sharding.parameters if plan.array.path in paths)
+    axes = (axis for plan in own for dimension in plan.dimensions for axis in dimension.axes if axis in stage)
+    return tuple(dict.fromkeys(axes))
 
 
 def _spec_of(activation: str, inputs: OpInputs) -> PartitionSpec | None:
@@ -101,18 +116,25 @@ def _matches(rule: MatmulPrecision, each: Multiplied) -> bool:
 
 
 def _matched(rule: MatmulPrecision, each: Multiplied) -> list[Operand]:
-    """Returns the weights of a site that a rule matches."""
+    """Returns the weights of a site that a rule matches. Those of the head are matched by a pattern that begins with
+    its name alone, so that none for layers takes it along."""
+    if each.site.piece == HEAD and not (rule.match or "").startswith(HEAD):
+        return []
     if rule.match is None:
         return list(each.weights)
     return [one for one in each.weights if any(fnmatchcase(path, rule.match) for path in one.parameters)]
 
 
-def _left_out(each: Multiplied, inputs: OpInputs) -> str | None:
+def _left_out(each: Multiplied, rules: tuple[MatmulPrecision, ...], inputs: OpInputs) -> str | None:
     """Returns why a site multiplies as its operands are, whatever rules say; None where rules decide."""
-    if each.site.piece not in {stack.name for stack in inputs.model.stacks}:
-        return f"it is of the {'embedding' if each.site.piece == 'embed' else 'head'}"
+    if each.site.piece == "embed":
+        return "it is of the embedding"
     if not each.paths:
         return "its weight is computed from parameters"
+    if each.site.piece == HEAD and not all(path.startswith(f"{HEAD}/") for path in each.paths):
+        return "it is of the head, and the embedding has its weights"
+    if each.site.piece == HEAD and _rule_of(each, rules) is None:
+        return UNNAMED
     if any(is_adapter(path) for path in each.paths):
         return "it is of an adapter"
     if any(path in inputs.model.float32 for path in each.paths) or dict(each.site.options).get("precision"):
@@ -154,6 +176,13 @@ def _wrong_types(index: int, rule: MatmulPrecision, inputs: OpInputs) -> Iterato
         yield _not_real(f"{where}.forward", rule.forward, real, target.name)
 
 
+def _gathered_head(index: int, rule: MatmulPrecision, sites: Iterable[Multiplied]) -> Iterator[Problem]:
+    """Yields the mistake of a rule that gathers the weights of the head, of which chunks are gathered, in few bits."""
+    if rule.gather and any(each.site.piece == HEAD and _matches(rule, each) for each in sites):
+        what = f"'{rule.match}' is of the head, whose weights are gathered in the compute type"
+        yield Problem(f"{WHERE}[{index}].gather", what, "set gather: null")
+
+
 def _in_blocks(
     sites: Iterable[Multiplied], left_out: Mapping[OpSite, str | None], found: Mapping[OpSite, int | None],
     inputs: OpInputs,
@@ -165,7 +194,11 @@ def _in_blocks(
         format = None if index is None else operand_formats().get(rules[index].forward or "")
         if index is None or left_out[each.site] or format is None or format.blocks is None or index in problems:
             continue
-        if each.site.kind == MATMUL:
+        if each.site.piece == HEAD:
+            what = f"'{rules[index].match}' is of the head, whose chunks of tokens and vocabulary may cut blocks"
+            whole = [name for name, one in operand_formats().items() if not one.blocks]
+            problems[index] = Problem(f"{WHERE}[{index}].forward", what, use_one_of(format.name, whole))
+        elif each.site.kind == MATMUL:
             for problem in block_problems(f"{WHERE}[{index}].forward", each.site, format, inputs):
                 problems[index] = problem
         elif rules[index].match is not None:
@@ -192,11 +225,11 @@ def _unused(
     others = [each for each in sites if left_out[each.site] is not None and _matches(rule, each)]
     if any(found[each.site] == index for each in matching) or (others and rule.match and rule.forward is None):
         return
-    options = [path for each in can for path in each.paths]
+    options = [path for each in sites if left_out[each.site] in (None, UNNAMED) for path in each.paths]
     pattern = "all matmuls of layers" if rule.match is None else f"'{rule.match}'"
     if matching:
         yield Problem(where, f"rules before it match all that {pattern} matches", "give the narrower rule first")
-    elif not options:
+    elif not can:
         yield Problem(where, "no matmul of a layer reads a parameter", "let the model multiply by context.matmul")
     elif others:
         what = f"{pattern} matches '{others[0].paths[0]}', which is left out: {left_out[others[0].site]}"

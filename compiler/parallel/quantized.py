@@ -40,15 +40,17 @@ class Arithmetic:
     """How a site multiplies. forward: how x and the weight are written. gradients: how the gradient of the result is,
     in the backward pass; None: that is computed with x and the weight as they are. rounds_at_random: whether that
     gradient is rounded up or down at random. emulated: elements are decoded, and multiplied in float32. tokens: the
-    mesh axes over which the tokens of x are split. result_spec, gradient_spec: the layouts of the result and of the
-    gradient of x over the axes of XLA's partitioner; None: it has none. watch: is given each operand's name and its
-    scales while they are traced (overflow.py); None: nothing watches."""
+    mesh axes over which the tokens of x are split. columns: those over which devices have parts of a weight, and of the
+    result, by hand. result_spec, gradient_spec: the layouts of the result and of the gradient of x over the axes of
+    XLA's partitioner; None: it has none. watch: is given each operand's name and its scales while they are traced
+    (overflow.py); None: nothing watches."""
 
     forward: OperandFormat
     gradients: OperandFormat | None
     rounds_at_random: bool
     emulated: bool
     tokens: Axes
+    columns: Axes = ()
     result_spec: PartitionSpec | None = None
     gradient_spec: PartitionSpec | None = None
     watch: Callable[[str, Array], None] | None = None
@@ -120,6 +122,11 @@ class _Letters:
         """Returns the letters of dimensions that tokens have, and a weight has not."""
         return "".join(letter for letter in self.x if letter in self.result and letter not in self.weight)
 
+    @property
+    def columns(self) -> str:
+        """Returns the letters of dimensions that a weight has, and x has not."""
+        return "".join(letter for letter in self.weight if letter in self.result and letter not in self.x)
+
 
 def dot(a: Array, b: Array, subscripts: str, dtype: Any) -> Array:
     """Returns a sum of products, as `jnp.einsum` writes it, of operands of any two types."""
@@ -172,7 +179,7 @@ def quantized_matmul(
     """Returns the product of x and a weight. forward: multiplies elements in the forward pass, as `dot`. encoded: the
     weight, if it has come as encoded; its values are then not read."""
     letters = _Letters.of(subscripts)
-    split = dict.fromkeys(letters.tokens, arithmetic.tokens)
+    split = dict.fromkeys(letters.tokens, arithmetic.tokens) | dict.fromkeys(letters.columns, arithmetic.columns)
     product = _Product(arithmetic, letters, lambda _: Products(forward), split)
     return _differentiable(product)(x, weight, encoded, None)
 

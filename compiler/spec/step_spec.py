@@ -47,10 +47,10 @@ class LossScaleSpec(Config):
 class MatmulPrecision(Config):
     """The types in which the matmuls of some parameters multiply (compiler/formats/operands.py).
 
-    match: a pattern of their paths, such as layers/mlp/*; null: of all matmuls of layers, but routers and adapters.
-    forward: how x and the weight are written; null: as they are. gradients: how the gradient of the result is, in the
-    backward pass; null: as it is. rounding: of gradients, to the nearest or up and down at random. gather: how weights
-    are written while they are shards, and gathered; null: the compute type.
+    match: a pattern of their paths, such as layers/mlp/* or head/*; null: of all matmuls of layers, but routers and
+    adapters. forward: how x and the weight are written; null: as they are. gradients: how the gradient of the result
+    is, in the backward pass; null: as it is. rounding: of gradients, to the nearest or up and down at random. gather:
+    how weights are written while they are shards, and gathered; null: the compute type.
     """
 
     match: Text | None

@@ -316,6 +316,39 @@ def test_stages_round_what_a_loop_over_layers_rounds():
         assert np.linalg.norm(gradient - expected[path]) < 1e-5 * np.linalg.norm(expected[path]), path
 
 
+HEAD_OVER_THE_MESH = {
+    "fsdp": ("target=cpu-4", "sharding=fsdp"),
+    "vocabulary over tensor": ("target=cpu-4", *TENSOR),
+    "vocabulary over stages": ("target=cpu-4", "sharding=fsdp", "mesh.stage=2", "mesh.fsdp=2"),
+}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("overrides", HEAD_OVER_THE_MESH.values(), ids=HEAD_OVER_THE_MESH)
+def test_a_head_that_a_rule_names_multiplies_in_few_bits_on_any_mesh(overrides):
+    """Its scales are those of the whole vocabulary, and of the tokens of a chunk on all devices. In few bits it changes
+    the loss, and its gradients by more than another order of sums does."""
+    rule = "precision.matmuls=[{match:head/*,forward:fp8,gradients:fp8_e5m2}]"
+    base = ("precision.compute=float32", "global_batch_size=16", "num_microbatches=2", "precision=fp8", EMULATED,
+            "loss.num_chunks=2")  # fmt: skip
+    as_it_is, plain = _loss_and_gradients("target=cpu-1", *base, "precision.matmuls=[]")
+    one, expected = _loss_and_gradients("target=cpu-1", *base, rule)
+    loss, found = _loss_and_gradients(*overrides, *base, rule)
+    assert loss == pytest.approx(one, rel=1e-6)
+    assert loss != pytest.approx(as_it_is, rel=1e-6)
+    for path, gradient in found.items():
+        assert np.linalg.norm(gradient - expected[path]) < 1e-3 * np.linalg.norm(expected[path]), path
+    of_head = "head/kernel_EV"
+    assert np.linalg.norm(plain[of_head] - expected[of_head]) > 1e-2 * np.linalg.norm(expected[of_head])
+
+
+def test_a_head_with_the_weights_of_the_embedding_multiplies_as_they_are():
+    rule = "precision.matmuls=[{match:null,forward:fp8,gradients:fp8_e5m2}]"
+    plan = plan_of("precision=fp8", rule, EMULATED, "model.embeddings=tied")
+    (logits,) = (each for each in plan.operations_of("matmul") if each.site.name == "logits")
+    assert logits.precision == SitePrecision(None, "it is of the head, and the embedding has its weights")
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("overrides", EXPERTS_OVER_THE_MESH)
 def test_no_exchange_changes_elements_or_scales_of_experts(overrides):
@@ -347,7 +380,7 @@ def test_the_first_rule_that_matches_is_the_sites():
         **dict.fromkeys(("queries", "keys", "values", "attention_output"), attention),
         **dict.fromkeys(("mlp_up", "mlp_gate"), ("int8", "precision.matmuls[1]")),
         "mlp_output": (None, "precision.matmuls[0]"),
-        "logits": (None, "it is of the head"),
+        "logits": (None, "it is of the head, and no rule names that"),
     }
 
 
@@ -371,7 +404,7 @@ def test_explain_says_which_site_multiplies_in_which_type_and_why():
         "layers/mlp_up, layers/mlp_gate, layers/mlp_output: int8 (a scale for each channel), gradients too: "
         "precision.matmuls[0]"
     )
-    assert head == "head/logits: as their operands are: it is of the head"
+    assert head == "head/logits: as their operands are: it is of the head, and no rule names that"
     assert list(precision_lines(plan_of().operations)) == []
 
 
@@ -409,7 +442,11 @@ MATCH, FORWARD, GRADIENTS = (
     ("rule", "where", "what", "fix"),
     [
         ({"match": "layers/mpl/*"}, MATCH, "no weight of a matmul matches 'layers/mpl/*'", "did you mean"),
-        ({"match": "head/*"}, MATCH, "'head/*' matches 'head/kernel_EV', which is left out: it is of the head", "use"),
+        ({"match": "*kernel_EV"}, MATCH, "no weight of a matmul matches '*kernel_EV'", "did you mean"),
+        ({"match": "head/*", "gather": "fp8"}, "precision.matmuls[0].gather",
+         "'head/*' is of the head, whose weights are gathered in the compute type", "set gather: null"),
+        ({"match": "head*", "forward": "mxfp8", "gradients": "mxfp8"}, FORWARD,
+         "'head*' is of the head, whose chunks of tokens and vocabulary may cut blocks", "did you mean 'fp8'"),
         ({"forward": "fp9"}, FORWARD, "'fp9' is not a type of operands", "did you mean 'fp8'"),
         ({"gradients": "int8"}, GRADIENTS, "'int8' cannot be multiplied with 'fp8': float8 and int8", "use one of fp8"),
         ({"rounding": "stochastic"}, "precision.matmuls[0].rounding", "'fp8_e5m2' is rounded to the nearest alone",
