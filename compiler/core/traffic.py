@@ -114,10 +114,26 @@ class Traffic(Crossing):
 
 
 @dataclass(frozen=True)
+class AxisGroups:
+    """Groups of the devices along mesh axes: of `size` devices, each `stride` after the one before. Of 32 devices in 4
+    nodes, those of a node are a group of 8 (stride 1), those with the same place in their nodes one of 4 (stride 8)."""
+
+    size: int
+    stride: int
+
+    def members(self, num_devices: int) -> list[list[int]]:
+        """Returns the devices of each group. num_devices: those along the axes."""
+        block = self.size * self.stride
+        firsts = (start + offset for start in range(0, num_devices, block) for offset in range(self.stride))
+        return [list(range(first, first + block, self.stride)) for first in firsts]
+
+
+@dataclass(frozen=True)
 class DeviceTraffic(Traffic):
-    """Collectives between devices that are equal."""
+    """Collectives between devices that are equal. groups: the devices of one along the mesh axes; None: all."""
 
     kind: CollectiveKind
+    groups: AxisGroups | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)

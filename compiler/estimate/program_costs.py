@@ -19,7 +19,7 @@ import numpy as np
 from ..core.kernels import AttentionCall, RatedBy
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName
-from ..core.traffic import MOVING, CollectiveKind, Crossing, HostCopyKind
+from ..core.traffic import MOVING, AxisGroups, CollectiveKind, Crossing, HostCopyKind
 from ..jaxpr.fusion import needed
 from ..jaxpr.program import Operation, Program
 from ..parallel.attention.exchange import EXCHANGE, RING
@@ -56,7 +56,7 @@ class Transfer(Crossing):
     """A collective. is_weight: True if it moves a parameter or its gradient, and no activation. full_bytes: a place.
     source: the name of what it moves, if it belongs to one of the operations that run by a strategy
     (`ParallelOp.source`). is_of_tick: whether it is a permute between the slots of a pipeline's ticks. beside: the
-    works of its region beside which it may run, as a slice; None: to the last."""
+    works of its region beside which it may run, as a slice; None: to the last. groups: as of `DeviceTraffic`."""
 
     kind: CollectiveKind
     is_weight: bool
@@ -65,6 +65,7 @@ class Transfer(Crossing):
     source: str | None = None
     is_of_tick: bool = False
     beside: tuple[int, int | None] = (0, None)
+    groups: AxisGroups | None = None
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,9 @@ class ProgramShape:
         return {work.dtype for work in self.works if work.dtype}
 
     @property
-    def collective_axes(self) -> tuple[Axes, ...]:
-        """Returns the mesh axes that collectives run over, each once."""
-        return tuple(dict.fromkeys(each.mesh_axes for each in self.transfers))
+    def collective_axes(self) -> tuple[tuple[Axes, AxisGroups | None], ...]:
+        """Returns the mesh axes that collectives run over, with the groups of devices along them, each once."""
+        return tuple(dict.fromkeys((each.mesh_axes, each.groups) for each in self.transfers))
 
     @cached_property
     def membership(self) -> "csr_array":
@@ -346,6 +347,7 @@ class _Reader:
                     source=find_source(self.ops, name),
                     is_of_tick=is_tick and bool(operation.stage_pairs),
                     beside=order.beside(collective.kind, place, before, is_step=number == 0),
+                    groups=collective.groups,
                 )
             )
 

@@ -58,7 +58,8 @@ def plan_roofline(stacks: Sequence[Stack], mesh: MeshPlan, step: Region, why: st
         of_part["flops_seconds"].append((region, _at_peak(region, one.operation, mesh.placement.target)))
         of_part["hbm_bytes"].append((region, one.hbm_bytes))
         if collective is not None and collective.mesh_axes:
-            seconds = mesh.alone_seconds(collective.kind, collective.bytes, collective.mesh_axes)
+            axes, groups = collective.mesh_axes, collective.groups
+            seconds = mesh.alone_seconds(collective.kind, collective.bytes, axes, groups)
             of_part["link_bytes"].append((region, sent_bytes(collective)))
             of_part["link_seconds"].append((region, seconds))
     parts = (part for part in ("embed", *names, "attention", "head", "optimizer") if part in terms)

@@ -21,7 +21,7 @@ import numpy as np
 from ..core.float_types import PeakType, peak_name
 from ..core.kernels import RatedBy
 from ..core.partition_spec import STAGE, Axes
-from ..core.traffic import HOST, HOST_COPIES, MOVING, CollectiveKind, HostCopyKind
+from ..core.traffic import HOST, HOST_COPIES, MOVING, AxisGroups, CollectiveKind, HostCopyKind
 from ..figures import SLICES
 from ..parallel.operation import Exposed, exposed_by_source, runs_beside_compute
 from ..pipeline.makespan import TickLoop, TickPart, TickPermute, TickSlot, time_ticks
@@ -132,17 +132,19 @@ class StepTime(Generic[Seconds]):
 class LinkTimes:
     """The links of collectives over some mesh axes. Each declaration has links of its own, since its mesh does.
 
-    of: by mesh axes, the links that occur, each with the places of its declarations. speed: how much faster they are
-    than the target's.
+    of: by mesh axes and groups of devices along them, the links that occur, each with the places of its declarations.
+    speed: how much faster they are than the target's.
     """
 
-    of: Mapping[Axes, Mapping[Link, Sequence[int]]]
+    of: Mapping[tuple[Axes, AxisGroups | None], Mapping[Link, Sequence[int]]]
     speed: float = 1.0
 
-    def seconds(self, kind: CollectiveKind, axes: Axes, num_bytes: Numbers) -> Numbers:
+    def seconds(
+        self, kind: CollectiveKind, axes: Axes, num_bytes: Numbers, groups: AxisGroups | None = None
+    ) -> Numbers:
         """Returns the seconds of one collective alone. num_bytes: of the full array, of each declaration."""
         seconds = np.zeros_like(num_bytes, dtype=np.float64)
-        for link, places in self.of[axes].items():
+        for link, places in self.of[axes, groups].items():
             start, whole = (_alone(kind, size, link) for size in (0 * num_bytes[places], num_bytes[places]))
             seconds[places] = start + (whole - start) / self.speed
         return seconds
@@ -153,7 +155,7 @@ class LinkTimes:
         """Returns the seconds that a scheduler expects a collective to last. num_bytes: of the full array. seconds:
         those that it lasts, which the scheduler knows of those within a node."""
         expected = np.array(seconds)
-        for link, places in self.of[axes].items():
+        for link, places in self.of[axes, None].items():
             if len(link.levels) > 1:
                 at_once = link.levels[0].size
                 sent = num_bytes[places] / expects.bytes_per_second + link.group_size * expects.step_seconds
@@ -164,7 +166,7 @@ class LinkTimes:
         """Returns 1 for each declaration whose groups over these axes have more than `most` devices, else 0. seconds:
         any numbers of as many declarations."""
         found = np.zeros_like(seconds)
-        for link, places in self.of[axes].items():
+        for link, places in self.of[axes, None].items():
             if link.group_size > most:
                 found[places] = 1.0
         return found
@@ -313,7 +315,7 @@ def _exposed(
     hidden: list[tuple[Transfer, Numbers, Numbers]] = []  # what compute may hide, of one execution
     beside_blocks: dict[Axes, tuple[Numbers | float, Numbers | float]] = {}  # their time, and the least of it
     for one, num_bytes in (each for each in region.transfers if not each[0].is_of_tick):
-        once = links.seconds(one.kind, one.mesh_axes, num_bytes)
+        once = links.seconds(one.kind, one.mesh_axes, num_bytes, one.groups)
         seconds = region.executions * once
         if (own := hiding.of_operations.get(one.source or "")) is not None and own.is_beside_attention:
             of_all, of_share = beside_blocks.get(one.mesh_axes, (0.0, 0.0))
@@ -454,15 +456,16 @@ def plan_hiding(plan: Plan) -> Hiding:
     )
 
 
-def plan_link_times(meshes: Sequence[MeshPlan], wanted: Iterable[Axes]) -> LinkTimes:
-    """Returns the links of these mesh axes on each mesh. Raises ValueError for links that are unknown."""
-    found: dict[Axes, Mapping[Link, Sequence[int]]] = {}
-    for axes in wanted:
+def plan_link_times(meshes: Sequence[MeshPlan], wanted: Iterable[tuple[Axes, AxisGroups | None]]) -> LinkTimes:
+    """Returns the links of these mesh axes, and of groups of devices along them, on each mesh. Raises ValueError for
+    links that are unknown."""
+    found: dict[tuple[Axes, AxisGroups | None], Mapping[Link, Sequence[int]]] = {}
+    for axes, groups in wanted:
         places: dict[Link, list[int]] = {}
         for place, mesh in enumerate(meshes):
-            link = mesh.placement.link_of(axes)
-            if not link.levels and mesh.num_shards(axes) > 1:
+            link = mesh.placement.link_of(axes, groups)
+            if not link.levels and (groups.size if groups else mesh.num_shards(axes)) > 1:
                 raise ValueError(f"the links along {', '.join(axes)} are not known")
             places.setdefault(link, []).append(place)
-        found[axes] = places
+        found[axes, groups] = places
     return LinkTimes(found)

@@ -18,7 +18,7 @@ from ..core.errors import Problem, raise_if_any
 from ..core.kernels import KernelOwner
 from ..core.partition_spec import STAGE, Axes, axes_of
 from ..core.scopes import ENCODED, OperationName, nested_scope
-from ..core.traffic import CollectiveKind, DeviceTraffic
+from ..core.traffic import AxisGroups, CollectiveKind, DeviceTraffic
 from .flops import TRIPS, calls_one, contracted_dims, cost_of, kernel_cost_of
 from .program import COLLECTIVES, Body, Kind, Operation, Program, equation_kind
 from .propagate import DimAxes, propagate, taken
@@ -270,8 +270,10 @@ class _Reader(ProgramValues):
         if name == "ragged_all_to_all":  # the larger side has spare room; of the smaller one the scope may tell a share
             smaller = min(self.sizes[operands[0]], self.sizes[results[0]])
             full = round(smaller * OperationName(scope).sent_share)
-        full *= self.num_shards(axes) if COLLECTIVES[name] == "all-to-all" else 1  # both sides are parts
-        return DeviceTraffic(COLLECTIVES[name], axes, self.num_shards(axes), full, dtype=self.dtypes[operands[0]])
+        groups = _groups_of(params.get("axis_index_groups"), self.num_shards(axes))
+        size = self.num_shards(axes) if groups is None else groups.size
+        full *= size if COLLECTIVES[name] == "all-to-all" else 1  # both sides are parts
+        return DeviceTraffic(COLLECTIVES[name], axes, size, full, dtype=self.dtypes[operands[0]], groups=groups)
 
     def cost(
         self, equation: Any, kind: Kind, own: CallCost | None, operands: list[int], results: list[int], reduced: Axes
@@ -449,6 +451,16 @@ def _like_operands(out: Any, equation: Any, layouts: Sequence[DimAxes]) -> DimAx
         if len(x.aval.shape) == len(shape) and any(layout):
             return layout
     return ((),) * len(shape)
+
+
+def _groups_of(members: Sequence[Sequence[int]] | None, num_devices: int) -> AxisGroups | None:
+    """Returns the groups of a collective among some of the devices along its axes; None for all of them, and for groups
+    without a common stride."""
+    if members is None:
+        return None
+    first = members[0]
+    found = AxisGroups(len(first), first[1] - first[0] if len(first) > 1 else 1)
+    return found if sorted(map(list, members)) == sorted(found.members(num_devices)) else None
 
 
 def _stage_pairs(equation: Any) -> tuple[tuple[int, int], ...]:

@@ -26,7 +26,7 @@ from ..core.errors import Problem
 from ..core.kernels import KernelCall, KernelCost
 from ..core.partition_spec import Axes
 from ..core.scopes import OperationName, Pass, fact_scope
-from ..core.traffic import CollectiveKind, ComputeKind, DeviceTraffic, Traffic, TrafficSource
+from ..core.traffic import AxisGroups, CollectiveKind, ComputeKind, DeviceTraffic, Traffic, TrafficSource
 from ..sharding.arrays import Arrays, Operand, OpSite
 from ..sharding.batch import BatchPlan
 from ..sharding.roles import AxisRoles
@@ -45,10 +45,12 @@ Lowered = Callable[..., jax.Array]  # takes what the model handed to `Context.op
 
 
 def moved(
-    kind: CollectiveKind, mesh_axes: Axes, group_size: int, bytes_each: int, count: int, in_pass: Pass
-) -> DeviceTraffic:
-    """Returns a collective that one execution of an operation runs so many times."""
-    return DeviceTraffic(kind, mesh_axes, group_size, bytes_each * count, count, origin=TrafficSource(in_pass=in_pass))
+    kind: CollectiveKind, mesh_axes: Axes, group_size: int, bytes_each: int, count: int, in_pass: Pass,
+    groups: AxisGroups | None = None,
+) -> DeviceTraffic:  # fmt: skip
+    """Returns a collective that one execution of an operation runs so many times. groups: as of `DeviceTraffic`."""
+    origin = TrafficSource(in_pass=in_pass)
+    return DeviceTraffic(kind, mesh_axes, group_size, bytes_each * count, count, origin=origin, groups=groups)
 
 
 @dataclass(frozen=True)

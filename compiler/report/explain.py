@@ -143,7 +143,7 @@ def assumptions(target: TargetPlan, dtype: str, placement: Placement, estimate: 
         yield f"exposed_second_sums: {source.assumed}"
     beyond: dict[tuple[Axes, str], dict[str, None]] = {}
     for one in estimate.communication:
-        times = placement.link_of(one.mesh_axes).times
+        times = placement.link_of(one.mesh_axes, one.groups).times
         if times and (how := times.beyond_measured(one.kind, one.bytes_each)):
             beyond.setdefault((one.mesh_axes, how), {})[one.kind] = None
     for (axes, how), kinds in beyond.items():

@@ -313,7 +313,7 @@ def expected_wait(plan: Plan, estimate: StepEstimate, way: OverlapConfig) -> Exp
     unknown_bytes, exposed, link_seconds, passed_bytes = 0.0, 0.0, 0.0, 0.0
     of_layers = [one for one in estimate.communication if one.origin.parameter.split("/")[0] in stacks]
     for one in estimate.communication:
-        seconds = plan.mesh.alone_seconds(one.kind, one.bytes_each, one.mesh_axes)
+        seconds = plan.mesh.alone_seconds(one.kind, one.bytes_each, one.mesh_axes, one.groups)
         is_gather = one.kind == "all-gather"
         is_late = not is_gather and one.mesh_axes in behind.get(one.origin.parameter, ())
         share = 0.0  # the exposed fraction of its time

@@ -13,7 +13,7 @@ from meshloom.models.config import divisors
 
 from ..core.errors import ConfigError, Problem
 from ..core.format import counted
-from ..core.traffic import CollectiveKind
+from ..core.traffic import AxisGroups, CollectiveKind
 from ..spec.plan_spec import MeshSpec
 from .links import collective_seconds
 from .placement import Placement, plan_placement
@@ -37,10 +37,13 @@ class MeshPlan:
         """Returns the number of shards of a dimension over these axes."""
         return math.prod(self.sizes[axis] for axis in axes)
 
-    def alone_seconds(self, kind: CollectiveKind, num_bytes: float, axes: tuple[str, ...]) -> float | None:
+    def alone_seconds(
+        self, kind: CollectiveKind, num_bytes: float, axes: tuple[str, ...], groups: AxisGroups | None = None
+    ) -> float | None:
         """Returns the time that one collective along these axes takes alone; None if its links are unknown. num_bytes:
-        the bytes of the full array (links.collective_seconds)."""
-        return collective_seconds(kind, num_bytes, self.num_shards(axes), self.placement.link_of(axes))
+        the bytes of the full array (links.collective_seconds). groups: as of `DeviceTraffic`."""
+        size = self.num_shards(axes) if groups is None else groups.size
+        return collective_seconds(kind, num_bytes, size, self.placement.link_of(axes, groups))
 
     def abstract(self, axis_type: AxisType = AxisType.Auto) -> AbstractMesh:
         """Returns the mesh without devices, for planning."""

@@ -7,7 +7,7 @@ Only replica, stage, data and fsdp cross slices; axis_segments.py places axes wi
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, cast
@@ -17,6 +17,7 @@ import numpy as np
 from meshloom.models.config import divisors
 
 from ..core.errors import ConfigError, Problem
+from ..core.traffic import AxisGroups
 from ..spec.target_spec import SwitchSpec, TorusSpec
 from .axis_segments import (
     TORUS_AXES,
@@ -60,12 +61,14 @@ class Placement:
         used = [axis for axis, size in self.sizes.items() if size > 1]
         return {axis: " x ".join(map(str, self.parts[axis])) if self.is_known else "memory" for axis in used}
 
-    def link_of(self, axes: Sequence[str]) -> Link:
-        """Returns the link of a collective over the devices along these mesh axes."""
+    def link_of(self, axes: Sequence[str], groups: AxisGroups | None = None) -> Link:
+        """Returns the link of a collective over the devices along these mesh axes. groups: as of `DeviceTraffic`."""
         axes = [axis for axis in axes if self.sizes[axis] > 1]
         if not self.is_known:
             return Link("memory", (), note="simulated, or of unknown links")
         parts = [part for axis in axes for part in self.parts[axis]]
+        if groups is not None:
+            parts = _within_groups(parts, groups)
         names = physical_sizes(self.target)
         along = {name: [part for part in parts if part.physical == name] for name in names}
         return link_of_spans({name: span_of_segments(own) for name, own in along.items() if own}, self.target)
@@ -114,6 +117,21 @@ class Placement:
                     place[part.physical] += digit * part.stride
             found.append(tuple(place.values()))
         return tuple(found)
+
+
+def _within_groups(parts: Sequence[AxisSegment], groups: AxisGroups) -> list[AxisSegment]:
+    """Returns the segments, outermost first, that groups of the devices along them span."""
+    found, inner = list[AxisSegment](), 1
+    for part in reversed(parts):
+        outer = inner * part.size
+        first, last = max(inner, groups.stride), min(outer, groups.stride * groups.size)
+        if first < last:
+            stride, wraps = part.stride * (first // inner), part.wraps and last == outer
+            found.insert(0, replace(part, size=last // first, stride=stride, wraps=wraps))
+        inner = outer
+    if math.prod(part.size for part in found) != groups.size:
+        raise ValueError(f"groups of {groups.size} (stride {groups.stride}) do not divide {parts}")
+    return found
 
 
 def plan_placement(sizes: Mapping[str, int], target: TargetPlan, order: Sequence[str] = ()) -> Placement:

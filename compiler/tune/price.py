@@ -84,8 +84,8 @@ def _link_times(candidates: Sequence[MeshCandidate], family: Family, speed: floa
         candidates_on[place[one.sizes, one.device_order]].append(number)
     links = plan_link_times(list(meshes.values()), family.shape.collective_axes)
     of = {
-        axes: {link: [each for mesh in own for each in candidates_on[mesh]] for link, own in found.items()}
-        for axes, found in links.of.items()
+        over: {link: [each for mesh in own for each in candidates_on[mesh]] for link, own in found.items()}
+        for over, found in links.of.items()
     }
     return LinkTimes(of, speed)
 

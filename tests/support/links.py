@@ -3,13 +3,15 @@
 from meshloom.compiler.core.partition_spec import Axes
 from meshloom.compiler.target.links import InterconnectTier, Link, LinkLine
 
+LinksOf = dict[tuple[Axes, None], dict[Link, tuple[int]]]
 
-def links_of(sizes: dict[Axes, int], rate: float, start: float = 0.0) -> dict[Axes, dict[Link, tuple[int]]]:
+
+def links_of(sizes: dict[Axes, int], rate: float, start: float = 0.0) -> LinksOf:
     """Links of groups of these sizes, as `LinkTimes` has them for one declaration.
 
     A gather of V bytes takes start + V / rate, an all-reduce twice as long; a permute of any size takes start.
     """
-    return {axes: {_link(size, rate, start): (0,)} for axes, size in sizes.items()}
+    return {(axes, None): {_link(size, rate, start): (0,)} for axes, size in sizes.items()}
 
 
 def _link(size: int, rate: float, start: float) -> Link:

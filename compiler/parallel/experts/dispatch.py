@@ -8,6 +8,8 @@
     deduplicated  each token once to each device that has one of its experts, which takes rows of it for each of them,
                adds their results up, and sends one row back (ragged all-to-all or all-to-all)
 
+Where devices lie in several nodes, hierarchical.py combines two of them.
+
 The buffers have a fixed size; what does not fit is dropped and counted. A dropped choice adds nothing to its token.
 
 **The weight of a choice goes with its row**, and multiplies what the expert's last matrix multiplies. So the gradient
@@ -35,6 +37,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...core.partition_spec import Axes
+from ...core.traffic import AxisGroups
+from .device_group import DeviceGroup
 from .transfer import (
     RaggedRoute,
     RowTransfer,
@@ -58,19 +62,25 @@ AS_THEY_ARE = RowTypes()
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of all devices. axes: the mesh axes that split them. num_devices: the devices along these axes."""
+    """The experts of all devices, or of a group of them. axes: the mesh axes that split them. num_devices: the devices
+    along these axes, or of the group. groups: as of `DeviceGroup`."""
 
     num_experts: int
     axes: Axes
     num_devices: int
+    groups: AxisGroups | None = None
 
     @property
     def num_local(self) -> int:
         return self.num_experts // self.num_devices
 
     @property
+    def group(self) -> DeviceGroup:
+        return DeviceGroup(self.axes, self.groups)
+
+    @property
     def axis(self) -> Any:
-        return self.axes[0] if len(self.axes) == 1 else self.axes
+        return self.group.axis
 
 
 def dispatch_local(
@@ -108,7 +118,8 @@ def dispatch_padded(
     expert_nR = jnp.sum(jnp.arange(rows)[None, :, None] >= jnp.cumsum(got_nL, axis=1)[:, None, :], axis=-1)
     sorted_R = jnp.argsort(expert_nR.reshape(-1), stable=True)
     unsorted_R = jnp.argsort(sorted_R)
-    places, route, transfer = TokenPlaces(choice_R // K, place_NK), (sorted_R, unsorted_R), swapped(experts.axis, types)
+    places, route = TokenPlaces(choice_R // K, place_NK), (sorted_R, unsorted_R)
+    transfer = swapped(experts.group, types)
     weights_R = jax.lax.all_to_all(_weights_sent(weights_NK, choice_R, place_NK), experts.axis, 0, 0, tiled=True)
     weights_R = to_places(weights_R, sorted_R, unsorted_R[:, None])
     y_RE = run(dispatched(transfer, x_NE, places, route), got_nL.sum(0), weights_R)
@@ -157,12 +168,7 @@ def dispatch_gathered(
 ) -> tuple[Array, Array]:  # fmt: skip
     """Returns what the experts of all devices make of this device's tokens. rows: the rows that a device takes of all
     tokens."""
-    weights_all, ids_all = (jax.lax.all_gather(each, experts.axis, tiled=True) for each in (weights_NK, ids_NK))
-    transfer, local_all = gathered(experts.axis, types), _local(ids_all, experts)
-    x_all = dispatched(transfer, x_NE, None, None)
-    sums_all, num_kept = _at_local_experts(x_all, weights_all, local_all, run, experts.num_local, rows)
-    y_NE = returned(transfer, sums_all, None, None)
-    return y_NE, (jnp.sum(local_all < experts.num_local) - num_kept).astype(jnp.float32)
+    return _at_local_experts(to_all(x_NE, weights_NK, ids_NK, experts, types), run, experts.num_local, rows)
 
 
 def dispatch_deduplicated(
@@ -170,36 +176,63 @@ def dispatch_deduplicated(
     is_ragged: bool, types: RowTypes = AS_THEY_ARE,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Returns what the experts of all devices make of this device's tokens. rows: the rows that a device takes of the
-    tokens that it receives. tokens: those that it receives in total if the exchange is ragged, else of each device.
-    Each device knows the choices of all tokens, and so what it receives."""
+    tokens that it receives. tokens: those that it receives in total if the exchange is ragged, else of each device."""
+    arrived = once_to_each(x_NE, weights_NK, ids_NK, experts, tokens, types, is_ragged=is_ragged)
+    return _at_local_experts(arrived, run, experts.num_local, rows)
+
+
+class Arrived(NamedTuple):
+    """Tokens that came to a device, and their choices. x_TE: the tokens. weights_TK: of their choices. local_TK: as
+    `_local` gives it. num_missed: the choices of experts here whose tokens had no place. back: takes a row for each
+    token home, where those of all devices are added up."""
+
+    x_TE: Array
+    weights_TK: Array
+    local_TK: Array
+    num_missed: Array
+    back: Callable[[Array], Array]
+
+
+def to_all(x_NE: Array, weights_NK: Array, ids_NK: Array, experts: Experts, types: RowTypes) -> Arrived:
+    """Returns the tokens of all devices."""
+    weights_all, ids_all = (experts.group.gather(each) for each in (weights_NK, ids_NK))
+    transfer = gathered(experts.group, types)
+    x_all = dispatched(transfer, x_NE, None, None)
+    back = partial(returned, transfer, places=None, route=None)
+    return Arrived(x_all, weights_all, _local(ids_all, experts), jnp.zeros((), jnp.int32), back)
+
+
+def once_to_each(
+    x_NE: Array, weights_NK: Array, ids_NK: Array, experts: Experts, tokens: int, types: RowTypes, *, is_ragged: bool
+) -> Arrived:
+    """Returns the tokens that have an expert here. Each device knows the choices of all tokens, and so what it
+    receives. tokens: as of `dispatch_deduplicated`."""
     n, L, N = experts.num_devices, experts.num_local, len(x_NE)
-    weights_all, ids_all = (jax.lax.all_gather(each, experts.axis, tiled=True) for each in (weights_NK, ids_NK))
+    weights_all, ids_all = (experts.group.gather(each) for each in (weights_NK, ids_NK))
     local_all = _local(ids_all, experts)
     goes_nN = jnp.any(ids_NK // L == jnp.arange(n)[:, None, None], axis=-1)
     comes_nN = jnp.any(local_all < L, axis=1).reshape(n, N)
     at_most = min(ids_NK.shape[1], n)  # devices that have experts of one token
     found: Any = partial(_ragged_route, most_sent=N * at_most) if is_ragged else _padded_route
-    sent, received, route, transfer = found(goes_nN, comes_nN, tokens, experts.axis, types)
+    sent, received, route, transfer = found(goes_nN, comes_nN, tokens, experts.group, types)
 
     places = TokenPlaces(sent.token_R % N, _first(sent.place_nN.T, at_most))
     x_TE = dispatched(transfer, x_NE, places, route)
     weights_TK = to_places(weights_all, received.token_R, received.place_nN.reshape(-1, 1))
     local_TK = jnp.where(received.is_used_R[:, None], local_all[received.token_R], L)
-    sums_TE, num_kept = _at_local_experts(x_TE, weights_TK, local_TK, run, L, rows)
-    return returned(transfer, sums_TE, places, route), (jnp.sum(local_all < L) - num_kept).astype(jnp.float32)
+    num_missed = jnp.sum(local_all < L) - jnp.sum(local_TK < L)
+    return Arrived(x_TE, weights_TK, local_TK, num_missed, partial(returned, transfer, places=places, route=route))
 
 
 def _local(ids_NK: Array, experts: Experts) -> Array:
     """Returns the place of each chosen expert among this device's, and the number of these for one that is not here."""
-    local = ids_NK - jax.lax.axis_index(experts.axis) * experts.num_local
+    local = ids_NK - experts.group.index * experts.num_local
     return jnp.where((local >= 0) & (local < experts.num_local), local, experts.num_local)
 
 
-def _at_local_experts(
-    x_TE: Array, weights_TK: Array, local_TK: Array, run: RunExperts, num_local: int, rows: int
-) -> tuple[Array, Array]:
-    """Returns (the weighted sums of what this device's experts make of tokens (T, E), the number of choices that have a
-    row). local_TK: as `_local` gives it."""
+def _at_local_experts(arrived: Arrived, run: RunExperts, num_local: int, rows: int) -> tuple[Array, Array]:
+    """Returns (what the experts of all devices make of this device's tokens, the number of choices dropped here)."""
+    x_TE, weights_TK, local_TK, num_missed, back = arrived
     rows = min(rows, local_TK.size)  # a buffer is rounded up
     order_R, inverse_R, counts_L = sort_by_expert(local_TK, num_local)
     sizes_L = jnp.clip(rows - _before(counts_L), 0, counts_L)
@@ -208,7 +241,8 @@ def _at_local_experts(
     choice_R = order_R[:rows]
     places, here = TokenPlaces(choice_R // local_TK.shape[1], _first(place_TK, num_local)), nowhere(AS_THEY_ARE)
     y_RE = run(dispatched(here, x_TE, places, None), sizes_L, _weights_sent(weights_TK, choice_R, place_TK))
-    return returned(here, y_RE, places, None), sizes_L.sum()
+    num_dropped = num_missed + counts_L.sum() - sizes_L.sum()
+    return back(returned(here, y_RE, places, None)), num_dropped.astype(jnp.float32)
 
 
 class _Packed(NamedTuple):
@@ -244,7 +278,7 @@ class _Route(NamedTuple):
     transfer: RowTransfer
 
 
-def _padded_route(goes_nN: Array, comes_nN: Array, tokens: int, axis: Any, types: RowTypes) -> _Route:
+def _padded_route(goes_nN: Array, comes_nN: Array, tokens: int, group: DeviceGroup, types: RowTypes) -> _Route:
     """Returns the route of the same number of tokens to each device. goes_nN: this device's tokens that go to each
     device. comes_nN: those of each device that come here."""
     first_n = jnp.arange(len(goes_nN)) * tokens
@@ -252,16 +286,16 @@ def _padded_route(goes_nN: Array, comes_nN: Array, tokens: int, axis: Any, types
     sent, received = (
         _packed(each, first_n, jnp.minimum(each.sum(1), tokens), num_places) for each in (goes_nN, comes_nN)
     )
-    return _Route(sent, received, None, swapped(axis, types))
+    return _Route(sent, received, None, swapped(group, types))
 
 
 def _ragged_route(
-    goes_nN: Array, comes_nN: Array, tokens: int, axis: Any, types: RowTypes, *, most_sent: int
+    goes_nN: Array, comes_nN: Array, tokens: int, group: DeviceGroup, types: RowTypes, *, most_sent: int
 ) -> _Route:
     """Returns the route of as many tokens as there are. tokens: those that a device receives at most; most_sent: that
     it sends."""
-    me = jax.lax.axis_index(axis)
-    counts_nn = jax.lax.all_gather(goes_nN.sum(1), axis)  # by source, destination
+    me = group.index
+    counts_nn = jax.lax.all_gather(goes_nN.sum(1), group.axis)  # by source, destination
     starts_nn = jnp.minimum(_before(counts_nn), tokens)
     fits_nn = jnp.minimum(tokens - starts_nn, counts_nn)
     firsts_nn = _before(counts_nn, axis=1)
@@ -270,7 +304,7 @@ def _ragged_route(
     sent = _packed(goes_nN, firsts_nn[me], fits_nn[me], most_sent)
     received = _packed(comes_nN, starts_nn[:, me], fits_nn[:, me], tokens)
     from_R = _steps(starts_nn[:, me], jnp.arange(len(goes_nN)) * most_sent + firsts_nn[:, me], tokens)
-    return _Route(sent, received, RaggedRoute(there, back, from_R), ragged(axis, most_sent, tokens, types))
+    return _Route(sent, received, RaggedRoute(there, back, from_R), ragged(group.axis, most_sent, tokens, types))
 
 
 def sort_by_expert(ids_NK: Array, num_experts: int) -> tuple[Array, Array, Array]:

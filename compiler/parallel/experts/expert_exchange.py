@@ -22,13 +22,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ...core.scopes import Pass
 from ...core.traffic import CollectiveKind, DeviceTraffic, Traffic
 from ...sharding.arrays import OpSite
 from ...target.compiler_options import assumed_weight_presets, hidden_kinds
 from ..operation import OpInputs, moved
 from .dispatch import Experts
+from .hierarchical import over_nodes, within_node
 
-RAGGED, PADDED, GATHERED, CAPACITY, DEDUPLICATED = "ragged", "padded", "gathered", "capacity", "deduplicated"
+RAGGED, PADDED, GATHERED, CAPACITY = "ragged", "padded", "gathered", "capacity"
+DEDUPLICATED, HIERARCHICAL = "deduplicated", "hierarchical"
 _ROWS = 128  # buffers have a multiple of these rows: grouped matmuls on TPUs work on as many at once
 Wait = Literal["input", "routing", "experts", "returned", "weights"]
 _INT32 = _FLOAT32 = 4  # bytes
@@ -39,7 +42,8 @@ class ExchangeSizes:
     """The sizes of an exchange. tokens: those of this device in one chunk. num_chosen: the experts of a token.
     row_bytes: the bytes of a token. num_runs: the exchanges of a layer in one direction, one for each chunk of each
     part of the batch. token_bytes, gradient_bytes: the bytes of a token and of the gradient of its result where they
-    are sent to experts in few bits, with a scale for each; None: they are sent as they are."""
+    are sent to experts in few bits, with a scale for each; None: they are sent as they are. num_nodes: the nodes in
+    which the devices lie, as many in each."""
 
     experts: Experts
     tokens: int
@@ -48,6 +52,7 @@ class ExchangeSizes:
     num_runs: int
     token_bytes: int | None = None
     gradient_bytes: int | None = None
+    num_nodes: int = 1
 
     @property
     def choices(self) -> int:
@@ -60,9 +65,18 @@ class ExchangeSizes:
 
     @property
     def share_of_device(self) -> float:
-        """Returns the share of tokens that have an expert on one device, on average, if all experts are chosen alike:
-        1 less the chance that none of the K different experts of a token is one of the L of the device."""
-        num_experts, num_others = self.experts.num_experts, self.experts.num_experts - self.experts.num_local
+        """Returns the share of tokens that have an expert on one device, on average."""
+        return self._share_of(self.experts.num_local)
+
+    @property
+    def share_of_node(self) -> float:
+        """Returns the share of tokens that have an expert in one node, on average."""
+        return self._share_of(self.experts.num_experts // self.num_nodes)
+
+    def _share_of(self, num_local: int) -> float:
+        """Returns the share of tokens that have one of so many experts, if all are chosen alike: 1 less the chance that
+        none of the K different experts of a token is one of these."""
+        num_experts, num_others = self.experts.num_experts, self.experts.num_experts - num_local
         return 1 - math.comb(num_others, self.num_chosen) / math.comb(num_experts, self.num_chosen)
 
 
@@ -73,14 +87,16 @@ class ExchangeBuffers:
     rows: those that a device receives (ragged), takes of the tokens that are there (gathered, deduplicated), sends to
     each device (padded), or that an expert takes of each device (capacity). most_rows: those with which nothing is ever
     dropped. filled: the share of the rows that tokens fill. tokens: those that a device receives (deduplicated), in
-    total if the exchange is ragged, else of each device. sent: the share of the smaller buffer of a ragged exchange
-    that is sent.
+    total if the exchange is ragged, else of each device; or of each device of its node (hierarchical). tokens_to_node:
+    those that it sends to each node (hierarchical); None: it sends all to all. sent: the share of the smaller buffer of
+    a ragged exchange that is sent.
     """
 
     rows: int
     most_rows: int
     filled: float
     tokens: int = 0
+    tokens_to_node: int | None = None
     sent: float = 1.0
 
     @property
@@ -96,11 +112,19 @@ def buffers_of(name: str, sizes: ExchangeSizes, imbalance: float | None, *, is_r
     rows = most if imbalance is None else min(most, math.ceil(imbalance * mean))
     rows += -rows % _ROWS
     buffers = ExchangeBuffers(rows, most, min(1.0, mean / rows))
+
+    def room(mean: float, most: int) -> int:
+        return most if imbalance is None else min(most, math.ceil(imbalance * mean))
+
+    if name == HIERARCHICAL:
+        m, to_node = sizes.num_nodes, room(sizes.tokens * sizes.share_of_node, sizes.tokens)
+        inside = room(m * sizes.tokens * sizes.share_of_device, m * to_node)
+        return replace(buffers, tokens=inside, tokens_to_node=to_node if to_node < sizes.tokens else None)
     if name != DEDUPLICATED:
         return buffers
     most = sizes.tokens * (n if is_ragged else 1)
     mean = most * sizes.share_of_device
-    tokens = most if imbalance is None else min(most, math.ceil(imbalance * mean))
+    tokens = room(mean, most)
     smaller = min(tokens, sizes.tokens * min(n, sizes.num_chosen))
     return replace(buffers, tokens=tokens, sent=min(1.0, mean / smaller) if is_ragged else 1.0)
 
@@ -128,69 +152,106 @@ def exchange_legs(
     name: str, sizes: ExchangeSizes, buffers: ExchangeBuffers, *, is_ragged: bool = False
 ) -> tuple[Leg, ...]:
     """Returns the transfers of one layer, forward and backward."""
-    n, axes, times, rows = sizes.experts.num_devices, sizes.experts.axes, sizes.num_runs, buffers.rows
-
-    def forward(kind: CollectiveKind, num_bytes: int, waits: Wait, again: Wait | None) -> Leg:
-        return Leg(moved(kind, axes, n, num_bytes, times, "forward"), waits, again)
-
-    def backward(kind: CollectiveKind, num_bytes: int, waits: Wait) -> Leg:
-        return Leg(moved(kind, axes, n, num_bytes, times, "backward"), waits)
-
-    choices = n * sizes.choices * _INT32
-    of_choices = (
-        forward("all-gather", choices, "routing", "routing"),
-        forward("all-gather", choices, "routing", "routing"),  # their weights, in float32
-        backward("reduce-scatter", choices, "weights"),
-    )
-
-    def rows_sent(
-        kind: CollectiveKind, back: CollectiveKind, num_rows: int, waits: Wait, scales: tuple[CollectiveKind, int]
-    ) -> tuple[Leg, ...]:
-        there, home = num_rows * (sizes.token_bytes or sizes.row_bytes), num_rows * sizes.row_bytes
-        of_gradients = num_rows * (sizes.gradient_bytes or sizes.row_bytes)
-        return (
-            forward(kind, there, waits, waits),
-            forward(back, home, "experts", None),
-            backward(kind, of_gradients, "input"),
-            backward(back, home, "returned"),
-            *((forward(*scales, waits, waits),) if sizes.token_bytes else ()),
-            *((backward(*scales, "input"),) if sizes.gradient_bytes else ()),
-        )
-
+    n, rows, among = sizes.experts.num_devices, buffers.rows, _Legs(sizes, sizes.experts)
+    if name == HIERARCHICAL:
+        return _hierarchical_legs(sizes, buffers)
     if name == GATHERED:
-        tokens = n * sizes.tokens
-        of_scales = ("all-gather", tokens * _FLOAT32)
-        return *of_choices, *rows_sent("all-gather", "reduce-scatter", tokens, "input", of_scales)
-    if name == DEDUPLICATED:
-        tokens = math.ceil(sizes.tokens * sizes.share_of_device) if is_ragged else buffers.tokens
-        counts = (forward("all-gather", n * n * _INT32, "routing", "routing"),) if is_ragged else ()
+        return *among.choices(sizes.tokens), *among.gathered(sizes.tokens)
+    if name == DEDUPLICATED and is_ragged:
+        tokens = math.ceil(sizes.tokens * sizes.share_of_device)
         buffer = n * sizes.tokens * min(n, sizes.num_chosen) * _FLOAT32  # a scale alone is no row (transfer.py)
-        of_scales = ("all-gather", buffer) if is_ragged else ("all-to-all", n * n * tokens * _FLOAT32)
-        return *of_choices, *counts, *rows_sent("all-to-all", "all-to-all", n * n * tokens, "routing", of_scales)
+        counts = among.forward("all-gather", n * n * _INT32, "routing", "routing")
+        sent = among.rows("all-to-all", "all-to-all", n * n * tokens, "routing", ("all-gather", buffer))
+        return *among.choices(sizes.tokens), counts, *sent
+    if name == DEDUPLICATED:
+        return *among.choices(sizes.tokens), *among.swapped(buffers.tokens)
     rows_of_all = {RAGGED: sizes.choices, PADDED: n * rows, CAPACITY: sizes.experts.num_experts * rows}[name] * n
     weights = rows_of_all * _FLOAT32  # ragged: what there is on average
     counts = n * sizes.experts.num_experts * _INT32
     beside: tuple[Leg, ...] = (
-        forward("all-to-all", weights, "routing", "routing"),
-        backward("all-to-all", weights, "weights"),
+        among.forward("all-to-all", weights, "routing", "routing"),
+        among.backward("all-to-all", weights, "weights"),
     )
     if name == PADDED:
-        beside = (forward("all-to-all", counts, "routing", "routing"), *beside)
+        beside = (among.forward("all-to-all", counts, "routing", "routing"), *beside)
     if name == RAGGED:  # a weight alone is no row (dispatch.py)
         beside = (
-            forward("all-gather", counts, "routing", "routing"),
-            forward("all-gather", weights, "routing", "routing"),
-            backward("all-gather", n * rows * _FLOAT32, "weights"),
+            among.forward("all-gather", counts, "routing", "routing"),
+            among.forward("all-gather", weights, "routing", "routing"),
+            among.backward("all-gather", n * rows * _FLOAT32, "weights"),
         )
-    of_scales = ("all-gather" if name == RAGGED else "all-to-all", weights)
-    return *beside, *rows_sent("all-to-all", "all-to-all", rows_of_all, "routing", of_scales)
+    of_scales: _Scales = ("all-gather" if name == RAGGED else "all-to-all", weights)
+    return *beside, *among.rows("all-to-all", "all-to-all", rows_of_all, "routing", of_scales)
+
+
+def _hierarchical_legs(sizes: ExchangeSizes, buffers: ExchangeBuffers) -> tuple[Leg, ...]:
+    m, to_node = sizes.num_nodes, buffers.tokens_to_node
+    nodes, inside = (_Legs(sizes, of(sizes.experts, m)) for of in (over_nodes, within_node))
+    over = nodes.gathered(sizes.tokens) if to_node is None else nodes.swapped(to_node)
+    arrived = m * (sizes.tokens if to_node is None else to_node)
+    return *nodes.choices(sizes.tokens), *over, *inside.choices(arrived), *inside.swapped(buffers.tokens)
+
+
+_Scales = tuple[CollectiveKind, int]  # how the scales of rows in few bits are sent, and their bytes
+
+
+@dataclass(frozen=True)
+class _Legs:
+    """Makes the transfers among groups of devices. experts: as the devices of a group have them."""
+
+    sizes: ExchangeSizes
+    experts: Experts
+
+    def forward(self, kind: CollectiveKind, num_bytes: int, waits: Wait, again: Wait | None) -> Leg:
+        return Leg(self._moved(kind, num_bytes, "forward"), waits, again)
+
+    def backward(self, kind: CollectiveKind, num_bytes: int, waits: Wait) -> Leg:
+        return Leg(self._moved(kind, num_bytes, "backward"), waits)
+
+    def _moved(self, kind: CollectiveKind, num_bytes: int, in_pass: Pass) -> DeviceTraffic:
+        of = self.experts
+        return moved(kind, of.axes, of.num_devices, num_bytes, self.sizes.num_runs, in_pass, of.groups)
+
+    def choices(self, tokens: int) -> tuple[Leg, ...]:
+        """Returns the transfers of the choices of so many tokens of each device, and of their weights, to all."""
+        choices = self.experts.num_devices * tokens * self.sizes.num_chosen * _INT32
+        return (
+            self.forward("all-gather", choices, "routing", "routing"),
+            self.forward("all-gather", choices, "routing", "routing"),  # their weights, in float32
+            self.backward("reduce-scatter", choices, "weights"),
+        )
+
+    def gathered(self, tokens: int) -> tuple[Leg, ...]:
+        """Returns the transfers of so many tokens of each device to all, and back."""
+        num_rows = self.experts.num_devices * tokens
+        return self.rows("all-gather", "reduce-scatter", num_rows, "input", ("all-gather", num_rows * _FLOAT32))
+
+    def swapped(self, tokens: int) -> tuple[Leg, ...]:
+        """Returns the transfers of so many tokens of each device to each, and back."""
+        num_rows = self.experts.num_devices**2 * tokens
+        return self.rows("all-to-all", "all-to-all", num_rows, "routing", ("all-to-all", num_rows * _FLOAT32))
+
+    def rows(
+        self, kind: CollectiveKind, back: CollectiveKind, num_rows: int, waits: Wait, scales: _Scales
+    ) -> tuple[Leg, ...]:
+        sizes = self.sizes
+        there, home = num_rows * (sizes.token_bytes or sizes.row_bytes), num_rows * sizes.row_bytes
+        of_gradients = num_rows * (sizes.gradient_bytes or sizes.row_bytes)
+        return (
+            self.forward(kind, there, waits, waits),
+            self.forward(back, home, "experts", None),
+            self.backward(kind, of_gradients, "input"),
+            self.backward(back, home, "returned"),
+            *((self.forward(*scales, waits, waits),) if sizes.token_bytes else ()),
+            *((self.backward(*scales, "input"),) if sizes.gradient_bytes else ()),
+        )
 
 
 def sent_once(legs: Sequence[Leg]) -> tuple[Traffic, ...]:
     """Returns the collectives of a layer whose forward pass is not recomputed, equal ones together."""
     found: dict[tuple[Any, ...], Traffic] = {}
     for sent in (each.sent for each in legs):
-        key = sent.kind, sent.bytes_each, sent.origin
+        key = sent.kind, sent.groups, sent.bytes_each, sent.origin
         found[key] = found[key] + sent if key in found else sent
     return tuple(found.values())
 
@@ -206,7 +267,7 @@ def exchange_time(legs: Sequence[Leg], site: OpSite, inputs: OpInputs, num_runs:
     returns, shares = target.compiler.exposed_returns, {"input": target.compiler.exposed_inputs, "weights": 0.0}
     for each in legs:
         one = each.sent
-        seconds = inputs.mesh.alone_seconds(one.kind, one.bytes_each, one.mesh_axes)
+        seconds = inputs.mesh.alone_seconds(one.kind, one.bytes_each, one.mesh_axes, one.groups)
         if seconds is None:
             return None
         for wait in (each.waits, each.again if is_recomputed else None):

@@ -1,10 +1,12 @@
 """How tokens reach their experts, if a mesh axis that splits the batch splits the experts too.
 
-Each device then has some tokens and some experts. Four exchanges drop nothing unless a declared buffer is too small
+Each device then has some tokens and some experts. Five exchanges drop nothing unless a declared buffer is too small
 (`moe.max_imbalance`); one gives each expert a fixed number of rows (dispatch.py):
 
     ragged        rows of each expert, as many as there are         TPUs, where the compiler has it
     deduplicated  each token once to each device that needs it      everywhere; as many as there are, where ragged runs
+    hierarchical  each token once to each node that needs it, and   GPUs, over several nodes
+                  there to each device
     padded        rows of each expert, padded to a declared size    everywhere
     gathered      all tokens, from which each device takes its own  everywhere; cheap for a few devices
     capacity      a fixed number of rows for each expert            by name alone: it drops tokens
@@ -56,6 +58,7 @@ from .expert_exchange import (
     CAPACITY,
     DEDUPLICATED,
     GATHERED,
+    HIERARCHICAL,
     PADDED,
     RAGGED,
     ExchangeBuffers,
@@ -67,6 +70,8 @@ from .expert_exchange import (
 )
 from .expert_mlp import Multiply, experts_mlp
 from .grouped_matmul import Kernels, best_tile, grouped_cost, grouped_matmuls
+from .hierarchical import dispatch_hierarchical
+from .nodes import nodes_of
 from .quantized_groups import quantized_equal_groups, quantized_rows
 from .row_types import row_type_problems, row_types
 from .transfer import RowTypes
@@ -95,7 +100,8 @@ class ExpertLayout:
 
 @dataclass(frozen=True)
 class ExpertsPlan:
-    """How a layer's experts run. is_ragged: the exchange is a ragged one. may_pad: some tokens may go to no expert.
+    """How a layer's experts run. num_nodes: as of `ExchangeSizes`. is_ragged: the exchange is a ragged one. may_pad:
+    some tokens may go to no expert.
     waited_share: the exposed part of the time of a layer's exchanges. arithmetic: how the matrices are multiplied;
     None: in the type of the operands. types: how rows are written on their way to experts."""
 
@@ -106,6 +112,7 @@ class ExpertsPlan:
     kernels: Kernels
     layout: ExpertLayout
     may_pad: bool
+    num_nodes: int = 1
     is_ragged: bool = False
     waited_share: float = 1.0
     arithmetic: Arithmetic | None = None
@@ -124,7 +131,7 @@ def experts_scope(site: str, filled: float, sent: float = 1.0, tile: RowTile = L
 class ExpertsOp(ParallelOp):
     kind = "experts"
     title = "experts"
-    names = (RAGGED, DEDUPLICATED, PADDED, GATHERED, CAPACITY)
+    names = (RAGGED, DEDUPLICATED, HIERARCHICAL, PADDED, GATHERED, CAPACITY)
     fallback = PADDED
     passes_over_rows = True
 
@@ -133,11 +140,13 @@ class ExpertsOp(ParallelOp):
         capacity = _capacity(site, inputs, sizes)
         if not sizes.experts.axes:
             none = "no mesh axis of the batch splits the experts"
-            exchanges = (Strategy(name, "", refusal=Refusal(none)) for name in (RAGGED, GATHERED, DEDUPLICATED))
+            others = (RAGGED, GATHERED, DEDUPLICATED, HIERARCHICAL)
+            exchanges = (Strategy(name, "", refusal=Refusal(none)) for name in others)
             plan = _plan(PADDED, site, inputs, sizes, ExchangeBuffers(rows=0, most_rows=0, filled=1.0))
             alone = Strategy(PADDED, "on each device by itself", plan, is_trivial=True, has_spare_room=True)
             return alone, *exchanges, capacity
-        return (*(_exchange(name, site, inputs, sizes) for name in (RAGGED, GATHERED, DEDUPLICATED, PADDED)), capacity)
+        names = (RAGGED, GATHERED, DEDUPLICATED, HIERARCHICAL, PADDED)
+        return (*(_exchange(name, site, inputs, sizes) for name in names), capacity)
 
     def problems(self, inputs: OpInputs, plans: Sequence[OpPlan]) -> Sequence[Problem]:
         has_exchange = any(plan.chosen.parameters.experts.axes for plan in plans)
@@ -210,7 +219,9 @@ def _sizes_of(site: OpSite, inputs: OpInputs) -> ExchangeSizes:
     types, num_chosen = row_types(inputs), site.operands[1].shape[-1]
     of_types = (each and width * element_formats()[each.element].bits // 8 for each in (types.tokens, types.gradients))
     row_bytes = width * jnp.dtype(inputs.spec.precision.compute).itemsize
-    return ExchangeSizes(experts, tokens // num_chunks, num_chosen, row_bytes, num_parts * num_chunks, *of_types)
+    num_nodes, _ = nodes_of(experts, inputs)
+    of_run = tokens // num_chunks, num_chosen, row_bytes, num_parts * num_chunks
+    return ExchangeSizes(experts, *of_run, *of_types, num_nodes=num_nodes)
 
 
 def _weights(site: OpSite, inputs: OpInputs) -> tuple[ArrayPlan, ArrayPlan]:
@@ -251,7 +262,8 @@ def _plan(
     how: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes, buffers: ExchangeBuffers, *, is_ragged: bool = False
 ) -> ExpertsPlan:
     num_chunks, kernels, layout = inputs.spec.moe.num_chunks, _kernels(inputs, sizes), _layout(site, inputs)
-    plan = ExpertsPlan(how, sizes.experts, buffers, num_chunks, kernels, layout, inputs.spec.data.may_pad, is_ragged)
+    may_pad, num_nodes = inputs.spec.data.may_pad, sizes.num_nodes
+    plan = ExpertsPlan(how, sizes.experts, buffers, num_chunks, kernels, layout, may_pad, num_nodes, is_ragged)
     return replace(plan, types=row_types(inputs))
 
 
@@ -274,16 +286,10 @@ def _exchange(name: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -
     buffers = buffers_of(name, sizes, imbalance, is_ragged=is_ragged)
     plan = _plan(name, site, inputs, sizes, buffers, is_ragged=is_ragged)
     room = "for any imbalance" if buffers.is_dropless else f"for {imbalance:g} times the mean, what is more is dropped"
-    to_each = "as many as there are" if is_ragged else f"{buffers.tokens:,} to each"
-    words = {
-        RAGGED: f"rows exchanged over {over}, as many as there are, {buffers.rows:,} received at most",
-        PADDED: f"rows exchanged over {over}, {buffers.rows:,} for each device",
-        GATHERED: f"all tokens gathered over {over}, {buffers.rows:,} rows of them taken",
-        DEDUPLICATED: f"tokens sent over {over} once to each device with experts of theirs, {to_each}, "
-        f"{buffers.rows:,} rows of them taken",
-    }
+    words = _words(name, over, buffers, is_ragged=is_ragged)
     legs = exchange_legs(name, sizes, buffers, is_ragged=is_ragged)
-    refusal, what = refused(why_not_ragged if name == RAGGED else None), f"{words[name]}{plan.types.how}: {room}"
+    refusals = {RAGGED: refused(why_not_ragged), HIERARCHICAL: nodes_of(sizes.experts, inputs)[1]}
+    refusal, what = refusals.get(name), f"{words}{plan.types.how}: {room}"
     strategy = Strategy(name, what, plan, sent_once(legs), refusal=refusal, has_spare_room=buffers.is_dropless)
     time = exchange_time(legs, site, inputs, sizes.num_runs)
     if time is None:
@@ -292,6 +298,23 @@ def _exchange(name: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -
     figures = f"a layer waits {waited} of the {sent} of its exchanges, the least"
     plan = replace(plan, waited_share=time.waited_seconds / time.sent_seconds)
     return replace(strategy, parameters=plan, cost=Cost(time.waited_seconds, "seconds"), reason=figures)
+
+
+def _words(name: str, over: str, buffers: ExchangeBuffers, *, is_ragged: bool) -> str:
+    """Returns what an exchange sends. over: the mesh axes."""
+    rows, taken = f"{buffers.rows:,}", f"{buffers.rows:,} rows of them taken"
+    if name == RAGGED:
+        return f"rows exchanged over {over}, as many as there are, {rows} received at most"
+    if name == PADDED:
+        return f"rows exchanged over {over}, {rows} for each device"
+    if name == GATHERED:
+        return f"all tokens gathered over {over}, {taken}"
+    if name == DEDUPLICATED:
+        to_each = "as many as there are" if is_ragged else f"{buffers.tokens:,} to each"
+        return f"tokens sent over {over} once to each device with experts of theirs, {to_each}, {taken}"
+    to_nodes = "all" if buffers.tokens_to_node is None else f"once, {buffers.tokens_to_node:,}"
+    steps = f"{to_nodes} to each node, and there once, {buffers.tokens:,} to each device"
+    return f"tokens sent over {over} in two steps to experts of theirs: {steps}, {taken}"
 
 
 def _why_not_ragged(inputs: OpInputs, experts: Experts) -> str | None:
@@ -390,6 +413,10 @@ def _dispatch(plan: ExpertsPlan) -> Dispatch:
     if plan.how == DEDUPLICATED:
         of_tokens: Any = partial(dispatch_deduplicated, tokens=plan.buffers.tokens, is_ragged=plan.is_ragged)
         return partial(of_tokens, experts=experts, rows=rows, types=types)
+    if plan.how == HIERARCHICAL:
+        buffers = plan.buffers
+        over: Any = partial(dispatch_hierarchical, num_nodes=plan.num_nodes, tokens_to_node=buffers.tokens_to_node)
+        return partial(over, tokens=buffers.tokens, experts=experts, rows=rows, types=types)
     chosen: Any = {RAGGED: dispatch_ragged, PADDED: dispatch_padded, GATHERED: dispatch_gathered}[plan.how]
     return partial(chosen, experts=experts, rows=rows, types=types)
 

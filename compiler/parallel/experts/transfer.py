@@ -21,6 +21,7 @@ from jax import Array
 from ...core.scopes import encoding_scope
 from ...formats.block import ELEMENTS, SCALES, per_channel
 from ...formats.operands import OperandFormat
+from .device_group import DeviceGroup
 
 
 @dataclass(frozen=True)
@@ -140,11 +141,9 @@ def nowhere(types: RowTypes) -> RowTransfer:
     return RowTransfer(_stay, _stay, _stay, types)
 
 
-def swapped(axis: Any, types: RowTypes) -> RowTransfer:
+def swapped(group: DeviceGroup, types: RowTypes) -> RowTransfer:
     """Returns the transfer of as many rows to each device, which are put in the order of the route (there, back)."""
-
-    def swap(x: Array) -> Array:
-        return jax.lax.all_to_all(x, axis, 0, 0, tiled=True)
+    swap = group.swap
 
     def there(x: Array, route: Any) -> Array:
         return swap(x) if route is None else jnp.take(swap(x), route[0], axis=0, mode="clip")
@@ -155,14 +154,14 @@ def swapped(axis: Any, types: RowTypes) -> RowTransfer:
     return RowTransfer(there, back, there, types)
 
 
-def gathered(axis: Any, types: RowTypes) -> RowTransfer:
+def gathered(group: DeviceGroup, types: RowTypes) -> RowTransfer:
     """Returns the transfer of all rows to all devices, whose results are added up."""
 
     def there(x: Array, _: Any) -> Array:
-        return jax.lax.all_gather(x, axis, tiled=True)
+        return group.gather(x)
 
     def back(y: Array, _: Any) -> Array:
-        return jax.lax.psum_scatter(y, axis, scatter_dimension=0, tiled=True)
+        return group.sum_parts(y)
 
     return RowTransfer(there, back, there, types)
 

@@ -24,6 +24,7 @@ from meshloom.compiler.parallel.experts.dispatch import (
 )
 from meshloom.compiler.parallel.experts.expert_mlp import weighted_mlp
 from meshloom.compiler.parallel.experts.grouped_matmul import Kernels, grouped_matmul
+from meshloom.compiler.parallel.experts.hierarchical import dispatch_hierarchical
 from meshloom.compiler.parallel.experts.transfer import RowTypes, from_places, to_places
 from support.experts import dense_experts, emulated_ragged_all_to_all
 from support.proofs import Computation
@@ -120,8 +121,15 @@ DROPLESS = {
     "deduplicated, ragged": (
         dispatch.dispatch_deduplicated, {"rows": DEVICES * N * K, "tokens": DEVICES * N, "is_ragged": True},
     ),
+    "hierarchical": (
+        dispatch_hierarchical, {"rows": DEVICES * N * K, "num_nodes": 2, "tokens_to_node": N, "tokens": 2 * N},
+    ),
+    "hierarchical, all to all nodes": (
+        dispatch_hierarchical, {"rows": DEVICES * N * K, "num_nodes": 2, "tokens_to_node": None, "tokens": 2 * N},
+    ),
 }  # fmt: skip
 DEDUPLICATED = ("deduplicated, padded", "deduplicated, ragged")
+HIERARCHICAL = ("hierarchical", "hierarchical, all to all nodes")
 
 
 @pytest.fixture(autouse=True)
@@ -176,12 +184,14 @@ def test_in_few_bits_tokens_and_gradients_of_results_are_rounded_once_by_a_scale
 
 @pytest.mark.parametrize("name", [name for name in DROPLESS if "ragged" not in name])
 def test_elements_go_to_experts_and_sums_come_back_as_the_operands_are(name):
-    """Of the program as it is handed to a compiler: each collective of rows, with the type of what it moves."""
+    """Of the program as it is handed to a compiler: each collective of rows, with the type of what it moves. In two
+    steps it is so in each."""
     how, options = DROPLESS[name]
     (lowered, _) = _lowered(how, _inputs(skewed=True), **options, types=FEW_BITS).parts
     moved = re.findall(r'"stablehlo\.all_(?:to_all|gather)"\(.*: \(tensor<(?:\d+x)*8x(f\w+)>\)', lowered.as_text())
-    back = [] if name == "gathered" else ["f32", "f32"]  # reduce-scatters
-    assert sorted(moved) == sorted(["f8E4M3FN", "f8E5M2", *back])
+    num_steps, num_scattered = 2 if name in HIERARCHICAL else 1, "gathered" in name or name == HIERARCHICAL[1]
+    back = ["f32", "f32"] * (num_steps - num_scattered)  # others are reduce-scatters
+    assert sorted(moved) == sorted([*["f8E4M3FN", "f8E5M2"] * num_steps, *back])
 
 
 def test_with_more_choices_than_a_device_has_experts_gathered_takes_each(proof):
@@ -203,7 +213,7 @@ def test_spare_places_after_a_device_whose_tokens_all_come_hold_none(proof):
     _check_dropless(computation, inputs)
 
 
-@pytest.mark.parametrize("name", tiered(["padded", "gathered", "ragged", *DEDUPLICATED], plain=()))
+@pytest.mark.parametrize("name", tiered(["padded", "gathered", "ragged", *DEDUPLICATED, *HIERARCHICAL], plain=()))
 def test_rows_of_no_expert_do_not_matter_where_a_kernel_leaves_them_undefined(name, proof):
     """Those of the kernel for GPUs, interpreted, are no numbers."""
     matmul = partial(grouped_matmul, how=Kernels("triton"), interpret=True)
@@ -223,6 +233,8 @@ def test_rows_of_no_expert_do_not_matter_where_a_kernel_leaves_them_undefined(na
 def _dropped_by_hand(name, ids, rows, device=None):
     """True for choices (N, K) that do not fit, from the description of each exchange alone. device: of each token."""
     device, owner = np.arange(len(ids)) // N if device is None else device, ids // (X // DEVICES)
+    if name in HIERARCHICAL:  # tokens come from the devices of a node, which have those of their rails
+        device = device % 2 * 2 + device // 2
     dropped, used = np.zeros(ids.shape, bool), {}
     order = [(t, k) for t in range(len(ids)) for k in range(K)]
     if name == "capacity":
@@ -236,7 +248,7 @@ def _dropped_by_hand(name, ids, rows, device=None):
     return dropped
 
 
-ROWS = {"padded": 10, "gathered": 40, "ragged": 40, "capacity": 5} | dict.fromkeys(DEDUPLICATED, 40)
+ROWS = {"padded": 10, "gathered": 40, "ragged": 40, "capacity": 5} | dict.fromkeys((*DEDUPLICATED, *HIERARCHICAL), 40)
 
 
 def _with_rows(name, inputs, rows, **more):
@@ -282,6 +294,41 @@ def test_a_token_that_does_not_fit_is_dropped_with_all_of_its_choices_there(name
     cleared = _dropped_tokens(inputs[2], tokens, is_ragged=is_ragged)
     assert 0 < cleared.sum() < cleared.size / 2
     computation = _with_rows(name, inputs, DEVICES * N * 2, tokens=tokens)
+    if proof.is_known(computation.parts):
+        return
+    y, dropped, gradients = _run(computation)
+    np.testing.assert_allclose(y, dense_experts(*inputs, cleared_NK=cleared), atol=2e-6)
+    assert dropped.sum() == cleared.sum()
+    expected = list(_reference_gradients([inputs[0], np.where(cleared, 0, inputs[1]), *inputs[2:]]))
+    expected[1] = np.where(cleared, 0, expected[1])
+    for ours, reference in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(ours, reference, atol=4e-6 * np.abs(reference).max())
+
+
+def _dropped_in_steps(ids, tokens_to_node, tokens):
+    """True for choices (N, K) whose token has no place in one of two steps: on the way from its device to the node of
+    the expert, or from there to the expert's device. Both in the order of the devices and of their tokens."""
+    used, dropped = {}, np.zeros(ids.shape, bool)
+    for t in range(len(ids)):
+        source, owner = t // N, ids[t] // (X // DEVICES)
+        for node in {device // 2 for device in owner}:
+            used[source, node] = used.get((source, node), 0) + 1
+            if used[source, node] > tokens_to_node:
+                dropped[t] |= owner // 2 == node
+                continue
+            for to in {device for device in owner if device // 2 == node}:
+                rail = "rail", source % 2, to
+                used[rail] = used.get(rail, 0) + 1
+                dropped[t] |= (owner == to) & (used[rail] > tokens)
+    return dropped
+
+
+@pytest.mark.parametrize("inside", tiered([2 * N, 15], plain=[15]))
+def test_a_token_may_have_no_place_on_its_way_to_a_node_or_within_it(inside, proof):
+    inputs = _inputs(skewed=True, num_chosen=3)
+    cleared, of_first = (_dropped_in_steps(inputs[2], 14, size) for size in (inside, 2 * N))
+    assert (cleared.sum() > of_first.sum() > 0) == (inside < 2 * N)
+    computation = _with_rows(HIERARCHICAL[0], inputs, DEVICES * N * 2, tokens_to_node=14, tokens=inside)
     if proof.is_known(computation.parts):
         return
     y, dropped, gradients = _run(computation)
@@ -351,7 +398,12 @@ SENT = {  # rows to experts, forward and recomputed; back, forward alone; and bo
     # A row for each token and device, whatever the number of its experts there.
     "deduplicated, padded": {"64,8] = all_to_all": 3 + 2},
     "deduplicated, ragged": {"64,8] = ragged_all_to_all": 2 + 1, "32,8] = ragged_all_to_all": 2},
-}
+    # To two nodes, and from two devices of a node to each.
+    "hierarchical": {"32,8] = all_to_all": 3 + 2, "64,8] = all_to_all": 3 + 2},
+    "hierarchical, all to all nodes": {
+        "32,8] = all_gather": 2 + 1, "16,8] = reduce_scatter": 2, "64,8] = all_to_all": 3 + 2,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SENT)

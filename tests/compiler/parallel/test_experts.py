@@ -39,6 +39,10 @@ OVER_TENSOR = (
     "sharding.parameters=[{logical:[experts],mesh:[tensor]},{logical:[embed],mesh:[fsdp]},"
     "{logical:[layers,vocab,mlp,heads,kv_heads,head_dim],mesh:[]}]"
 )
+OVER_TWO = (
+    "sharding.parameters=[{logical:[experts],mesh:[fsdp,expert]},{logical:[embed],mesh:[]},"
+    "{logical:[layers,vocab,mlp,heads,kv_heads,head_dim],mesh:[]}]"
+)
 MIXTRAL = ("model=mixtral_8x7b", "sharding=fsdp_expert", "model.num_layers=2", "global_batch_size=256",
            "sequence_length=2048", "remat=full", "moe.max_imbalance=2")  # fmt: skip
 
@@ -49,7 +53,7 @@ def _problem(*overrides: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.cases(plain=8)
+@pytest.mark.cases(plain=9)
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -69,6 +73,13 @@ def _problem(*overrides: str) -> str:
         ((*EXPERT, "parallel.experts=ragged"), ("the compiler for cpu-4 has no ragged all-to-all",)),
         ((*EXPERT, "target=h100-4", "parallel.experts=ragged"),
          ("the compiler for h100-4 hides fewer other collectives next to a ragged all-to-all",)),
+        ((*EXPERT, "target=h100-4", "parallel.experts=hierarchical"),
+         ("the devices along expert are in one node of h100-4",)),
+        ((*EXPERT, "target=h100:4x1", "parallel.experts=hierarchical"),
+         ("each device along expert is in another node of h100:4x1",)),
+        ((*EXPERT, "target=v5e-4", "parallel.experts=hierarchical"), ("the devices of v5e-4 are not in nodes",)),
+        ((*EXPERT, OVER_TWO, "parallel.experts=hierarchical"),
+         ("the experts are split over several mesh axes, fsdp and expert",)),
         (("sharding=fsdp_tensor", "parallel.experts=gathered"), ("no mesh axis of the batch splits the experts",)),
         (("sharding=fsdp_tensor", OVER_TENSOR),
          ("has its experts over tensor, which does not split the batch", "such as expert")),
@@ -178,6 +189,53 @@ def test_estimates_and_prices_have_the_bytes_of_a_deduplicated_exchange():
     ]
     tokens = 4 * 4 * 8192 * (13 / 28)  # of 4 devices, to 4
     assert sum(each.bytes for each in found) == pytest.approx(2 * 5 * tokens * 4096 * 2, rel=1e-3)
+
+
+QWEN = ("model=qwen3_30b_a3b", "model.num_layers=2", "sharding=fsdp_expert", "target=h100-32", "mesh.expert=32",
+        "global_batch_size=128", "sequence_length=2048", "remat=full")  # fmt: skip
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("imbalance", ["1", "1.5"])
+def test_estimates_and_prices_have_the_bytes_of_both_steps(imbalance):
+    """With room for all tokens that one node gets, they are gathered. A device sends each token to 0.9 of four nodes;
+    each device of a node has an expert of 0.23 of all tokens."""
+    plan = plan_as_declared(*QWEN, "parallel.experts=hierarchical", f"moe.max_imbalance={imbalance}")
+    found = dict[tuple[str, int, int], int]()
+    for each in estimate_step(plan).communication:
+        if each.origin.name == "routed, tokens to experts and back" and each.bytes_each > 10**8:
+            key = each.kind, each.group_size, each.groups.stride
+            found[key] = found.get(key, 0) + each.bytes // each.bytes_each
+    tokens, share = plan.batch.tokens_of_device, 1 - math.comb(96, 8) / math.comb(128, 8)
+    is_gathered = float(imbalance) * share > 1
+    over = {("all-to-all", 4, 8): 2 * 5}
+    if is_gathered:
+        over = {("all-gather", 4, 8): 2 * 3, ("reduce-scatter", 4, 8): 2 * 2}
+    assert found == {**over, ("all-to-all", 8, 1): 2 * 5}
+    buffers = plan.operation("experts").chosen.parameters.buffers
+    assert buffers.tokens_to_node == (None if is_gathered else math.ceil(tokens * share))
+    inside = float(imbalance) * 4 * tokens * (1 - math.comb(124, 8) / math.comb(128, 8))
+    assert buffers.tokens == math.ceil(inside)
+
+
+def test_over_several_nodes_tokens_go_to_each_node_once_where_that_is_shortest():
+    """By the prices of one node and of a group of one GPU in each node, which are mesh axes in another layout."""
+    plan = plan_as_declared(*QWEN, "moe.max_imbalance=1")
+    experts = plan.operation("experts")
+    costs, buffers = _costs(experts), experts.chosen.parameters.buffers
+    assert experts.chosen.name == min(costs, key=lambda name: costs[name]) == "hierarchical"
+    apart = plan_as_declared(*QWEN, "mesh.fsdp=4", "mesh.expert=8").mesh
+    sent = {
+        ("fsdp", 4): (buffers.tokens_to_node, plan.batch.tokens_of_device),
+        ("expert", 8): (buffers.tokens, 4 * buffers.tokens_to_node),
+    }
+    rows, choices = 0.0, 0.0
+    for (axis, size), (to_each, known) in sent.items():
+        rows += apart.alone_seconds("all-to-all", size * size * to_each * 2048 * 2, (axis,)) or math.nan
+        choices += apart.alone_seconds("all-gather", size * known * 8 * 4, (axis,)) or math.nan
+    # Rows there, again, and back, and gradients of results; those of tokens run beside other matmuls. Experts of
+    # choices and their weights, there and again.
+    assert costs["hierarchical"] == pytest.approx(4 * (rows + choices), rel=1e-3)
 
 
 def _costs(plan):

@@ -28,8 +28,8 @@ from support.reference import reference_steps
 from support.tiers import tiered
 
 EXPERT = ("sharding=fsdp_expert", "target=cpu-4", "mesh.fsdp=2", "mesh.expert=2")
-PADDED, GATHERED, CAPACITY, RAGGED, DEDUPLICATED = (
-    f"parallel.experts={name}" for name in ("padded", "gathered", "capacity", "ragged", "deduplicated")
+PADDED, GATHERED, CAPACITY, RAGGED, DEDUPLICATED, HIERARCHICAL = (
+    f"parallel.experts={name}" for name in ("padded", "gathered", "capacity", "ragged", "deduplicated", "hierarchical")
 )
 DEEP = (
     "model.num_dense_layers=1", "model.dense_mlp_dim=48", "model.num_shared_experts=2", "model.router_scores=sigmoid",
@@ -70,6 +70,10 @@ CASES = {
     ),
     "deduplicated by a ragged exchange, remat full, 2 chunks, 2 microbatches, with padding": (
         *EXPERT, DEDUPLICATED, *LEVELS["documents"]["padded"], "remat=full", "moe.num_chunks=2", "num_microbatches=2",
+    ),
+    "hierarchical over two nodes of 2 devices, remat full, 2 chunks, with padding": (
+        *EXPERT[:2], "mesh.fsdp=1", "mesh.expert=4", HIERARCHICAL, *LEVELS["documents"]["padded"], "remat=full",
+        "moe.num_chunks=2",
     ),
     "gathered, imbalance that fits": (*EXPERT, GATHERED, "moe.max_imbalance=1.9"),
     **{

@@ -9,10 +9,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from meshloom.compiler.analysis.program_devices import place_collective
+from meshloom.compiler.core.traffic import AxisGroups
 from meshloom.compiler.target.device_links import link_of_devices, send_between, uneven_seconds
 from meshloom.compiler.target.links import collective_seconds
 from meshloom.compiler.target.placement import Placement
 from meshloom.compiler.xla.schedule.steps import Collective
+from meshloom.models.config import divisors
 from support.placements import placed
 
 CALL = 6e-6  # until a collective of v5e moves data
@@ -49,6 +51,25 @@ def test_groups_of_whole_mesh_axes_have_the_link_of_the_axes(mesh, data):
     physical = [part.physical for axis in axes for part in placement.parts[axis]]
     if len(set(physical)) == len(physical):
         assert found.latency_seconds == pytest.approx(expected.latency_seconds)
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(MESHES), st.data())
+def test_groups_along_mesh_axes_have_the_link_of_their_devices(mesh, data):
+    name, num_slices, sizes = mesh
+    placement = placed(name, num_slices, **sizes)
+    axes = data.draw(st.sets(st.sampled_from(sorted(sizes)), min_size=1))
+    along = groups_over(placement, axes)
+    size = data.draw(st.sampled_from(divisors(len(along[0]))[1:]))
+    groups = AxisGroups(size, data.draw(st.sampled_from(divisors(len(along[0]) // size))))
+    devices = [[group[place] for place in members] for group in along for members in groups.members(len(group))]
+    assert sorted(place for group in devices for place in group) == list(range(len(placement.places)))
+    found = placement.link_of([axis for axis in placement.sizes if axis in axes], groups)
+    expected = link_of_devices(placement, devices)
+    assert expected is not None
+    assert (found.kind, found.group_size) == (expected.kind, expected.group_size)
+    assert found.bytes_per_second == pytest.approx(expected.bytes_per_second)
+    assert [level.size for level in found.levels] == [level.size for level in expected.levels]
 
 
 def gathered_over_the_busiest_link(groups: list[list[int]], num_places: int, *, wraps: bool) -> float:
