@@ -19,6 +19,17 @@ ROWS: dict[str, tuple[str, ...]] = {
     BASE: ("precision=bfloat16",),
     "fp8": ("precision=fp8", "precision.emulate=true"),
     "int8": ("precision=int8", "precision.emulate=true"),
+    "fp8, history 16": (
+        "precision=fp8",
+        "precision.emulate=true",
+        "precision.matmuls=[{match: null, forward: fp8, gradients: fp8_e5m2, history: 16}]",
+    ),
+    "fp8, the head too": (
+        "precision=fp8",
+        "precision.emulate=true",
+        "precision.matmuls=[{match: head/*, forward: fp8, gradients: fp8_e5m2}, "
+        "{match: null, forward: fp8, gradients: fp8_e5m2}]",
+    ),
 }
 
 

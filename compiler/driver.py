@@ -26,6 +26,7 @@ from .core.errors import all_of
 from .core.trees import like
 from .estimate.estimate import estimate_declared
 from .parallel.choose import plan_operations
+from .parallel.delayed import abstract_magnitudes, delayed_sites
 from .parallel.operation import OpInputs, OpPlan, ParallelOp, per_token_operation
 from .parallel.pipeline_plan import PipelinePlan, layers_stay, plan_gather, plan_pipeline, read_tables
 from .parallel.registry import OPERATIONS
@@ -75,7 +76,8 @@ def plan_run(spec: AnyPlanSpec, ops: Sequence[ParallelOp] = OPERATIONS) -> Plan[
     layout = plan_layout(spec, model, target, arrays, ops)
     mesh, sharding, operations = layout.mesh, layout.sharding, layout.operations
     optimizer = build_optimizer(spec, model, update_layouts(model, sharding), mesh)
-    abstract, specs = plan_state(spec, model, optimizer, sharding, mesh)
+    magnitudes = abstract_magnitudes(delayed_sites(operations, model.stacks))
+    abstract, specs = plan_state(spec, model, optimizer, sharding, mesh, magnitudes)
     on_host = paths_on_host(spec, model, sharding, abstract)
     memory = plan_memory(spec, mesh, layout.inputs.batch, sharding, abstract, specs, on_host)
     gather = plan_gather(layout.pipeline, layout.inputs, memory.state_bytes)

@@ -22,6 +22,7 @@ from .figures import NO_PEAK_RATE, StepWork
 from .formats.block import SCALES
 from .jaxpr.flops import ModelFlops, count_model_flops
 from .optim.moments import moment_of, owner_of
+from .parallel.delayed import CLIPPED, MAGNITUDES
 from .parallel.operation import OpPlan, ParallelOp
 from .parallel.pipeline_plan import PipelinePlan, StageGather, warnings_of_pipeline
 from .sharding.arrays import EXPERTS, Array, Arrays
@@ -45,7 +46,7 @@ class MemoryPlan:
     adapters: int  # the part of the parameters that adapters are
     master: int  # float32 weights that are updated, where the parameters are stored in another type
     optimizer: int
-    scalars: int  # of the state: counts of steps, the loss scale
+    scalars: int  # of the state: counts of steps, the loss scale, magnitudes of earlier steps
     gradients: int  # accumulated over microbatches
     working_parameters: int  # the copy in the compute type, where that is another type
     prefetched_weights: int  # of the layers that overlap.layers.prefetch gathers ahead, whole, beside the layer's own
@@ -104,8 +105,8 @@ class Plan(Generic[AnyPlanSpec]):
     @property
     def auxiliary(self) -> tuple[str, ...]:
         """Returns the names of the losses and statistics of layers and head, such as layers/z_loss: metrics of each
-        step."""
-        return self.arrays.auxiliary
+        step. STACK/clipped counts the operands of a layer with numbers above those that their scales come from."""
+        return (*self.arrays.auxiliary, *(f"{stack}/{CLIPPED}" for stack in self.abstract.get(MAGNITUDES, {})))
 
     @property
     def roles(self) -> AxisRoles:
@@ -207,7 +208,7 @@ def plan_memory(
         master=size(abstract["master"], specs["master"]) if "master" in abstract else 0,
         optimizer=size(abstract["optimizer"], specs["optimizer"]) - scalars_of_optimizer - of_host,
         on_host=of_host,
-        scalars=scalars,
+        scalars=scalars + size(abstract.get(MAGNITUDES, {}), specs.get(MAGNITUDES, {})),
         gradients=size(
             jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, precision.gradients), trained), gradients_specs
         ),

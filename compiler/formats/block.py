@@ -80,7 +80,7 @@ class BlockFormat:
         within = tuple(range(1, blocks.ndim, 2))
         stored = scales
         if scales is None:
-            stored = self._stored(self._scales(over_devices(_largest(blocks, within))), scales_over_devices)
+            stored = self._stored(self._scales(over_devices(largest_magnitude(blocks, within))), scales_over_devices)
         scales = self._read(stored)  # values are made with the scales that they are read with
         divisor = jnp.where(scales > 0, scales, 1.0)
         values = element.encode(blocks / jnp.expand_dims(divisor, within), key)
@@ -140,8 +140,9 @@ def from_bits(bits: Array, dtype: Any) -> Array:
     return jax.lax.bitcast_convert_type(bits, jnp.dtype(dtype))
 
 
-def _largest(blocks: Array, within: tuple[int, ...]) -> Array:
-    """Returns the largest magnitude of each block: infinity where it holds NaN, which maxima over devices may lose."""
+def largest_magnitude(blocks: Array, within: tuple[int, ...] | None = None) -> Array:
+    """Returns the largest magnitude of each block: infinity where it holds NaN, which maxima over devices may lose.
+    within: the dimensions of a block; None: all."""
     magnitudes = jnp.abs(blocks)
     return jnp.max(jnp.where(jnp.isnan(magnitudes), jnp.inf, magnitudes), axis=within)
 

@@ -56,6 +56,7 @@ def plan_arithmetic(sites: Iterable[Multiplied], inputs: OpInputs) -> tuple[dict
             *_wrong_types(index, rule, inputs),
             *_unused(index, rule, sites, left_out, found),
             *_gathered_head(index, rule, sites),
+            *_delayed(index, rule, sites, inputs),
         )
     ]
     problems = problems or _in_blocks(sites, left_out, found, inputs)
@@ -86,6 +87,7 @@ def _precision(
         columns=_columns_by_hand(site, inputs),
         result_spec=_spec_of(site.name, inputs),
         gradient_spec=_spec_of(gradient_name(x), inputs) or _spec_of(x, inputs) if x else None,
+        history=rule.history if site.kind == MATMUL else None,
     )
     return SitePrecision(arithmetic, reason, gather)
 
@@ -181,6 +183,27 @@ def _gathered_head(index: int, rule: MatmulPrecision, sites: Iterable[Multiplied
     if rule.gather and any(each.site.piece == HEAD and _matches(rule, each) for each in sites):
         what = f"'{rule.match}' is of the head, whose weights are gathered in the compute type"
         yield Problem(f"{WHERE}[{index}].gather", what, "set gather: null")
+
+
+def _delayed(index: int, rule: MatmulPrecision, sites: Iterable[Multiplied], inputs: OpInputs) -> Iterator[Problem]:
+    """Yields why scales of a rule cannot come from earlier steps."""
+    if rule.history is None:
+        return
+    spec, formats = inputs.spec, operand_formats()
+    used = (formats[name] for name in (rule.forward, rule.gradients) if name and name in formats)
+    own = [each.site for each in sites if each.site.kind == MATMUL and _matches(rule, each)]
+    several = next((site.name for site in own if len(site.operands[1].parameters) > 1), None)
+    refusals = {
+        "the head has scales from the magnitudes now": any(site.piece == HEAD for site in own),
+        f"'{several}' multiplies with several weights in a layer": several is not None,
+        "its types have more scales than one for a tensor": any(each.scales != "tensor" for each in used),
+        "stages hand on no magnitudes": bool(inputs.roles.stage),
+        "overlap.layers.prefetch hands on no magnitudes": bool(spec.overlap.layers.prefetch),
+        "the parts of overlap.layers.batch_split have magnitudes each": spec.overlap.layers.batch_split > 1,
+        "on_nonfinite=replay repeats a step with scales from the magnitudes now": spec.on_nonfinite == "replay",
+    }
+    for why in (why for why, is_so in refusals.items() if is_so):
+        yield Problem(f"{WHERE}[{index}].history", f"is {rule.history}, and {why}", "set history: null")
 
 
 def _in_blocks(

@@ -140,9 +140,10 @@ class MatmulOp(ParallelOp):
                 return partial(block_scaled_matmul, arithmetic)
             forward = partial(_dot_in_ring, ring) if ring else dot
 
-            def in_few_bits(x: Array, weight: Any, *, subscripts: str) -> Array:
+            def in_few_bits(x: Array, weight: Any, *, subscripts: str, scales: Array | None = None) -> Array:
                 whole, encoded = decoded_weight(weight), encoded_weight(weight)
-                return quantized_matmul(arithmetic, x, whole, subscripts, forward=forward, encoded=encoded)
+                options = {"forward": forward, "encoded": encoded, "scales": scales}
+                return quantized_matmul(arithmetic, x, whole, subscripts, **options)
 
             return in_few_bits
         if ring is None:

@@ -23,9 +23,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from ..core.format import counted
 from ..core.partition_spec import Axes
 from ..core.scopes import encoding_scope
-from ..formats.block import ELEMENTS, SCALES, EncodedArray, as_bits, from_bits
+from ..formats.block import ELEMENTS, SCALES, EncodedArray, as_bits, from_bits, largest_magnitude
 from ..formats.element import element_formats
 from ..formats.operands import OperandFormat
 from .partial_sums import find_partial_sum
@@ -43,7 +44,8 @@ class Arithmetic:
     mesh axes over which the tokens of x are split. columns: those over which devices have parts of a weight, and of the
     result, by hand. result_spec, gradient_spec: the layouts of the result and of the gradient of x over the axes of
     XLA's partitioner; None: it has none. watch: is given each operand's name and its scales while they are traced
-    (overflow.py); None: nothing watches."""
+    (overflow.py); None: nothing watches. history: the scales of operands come from so many steps before (delayed.py);
+    None: from their magnitudes now."""
 
     forward: OperandFormat
     gradients: OperandFormat | None
@@ -54,6 +56,7 @@ class Arithmetic:
     result_spec: PartitionSpec | None = None
     gradient_spec: PartitionSpec | None = None
     watch: Callable[[str, Array], None] | None = None
+    history: int | None = None
 
     def encoded(self, operand: str, encoded: EncodedArray) -> EncodedArray:
         """Returns an operand as it was encoded. operand: INPUT, WEIGHT or GRADIENT."""
@@ -69,8 +72,9 @@ class Arithmetic:
         if self.gradients == self.forward:
             backward = "gradients too"
         at_random = ", rounded at random" if self.rounds_at_random else ""
+        steps = f"; scales from the last {counted(self.history, 'step')}" if self.history else ""
         emulated = "; emulated: multiplied in float32" if self.emulated else ""
-        return f"{self.forward.how}, {backward}{at_random}{emulated}"
+        return f"{self.forward.how}, {backward}{at_random}{steps}{emulated}"
 
 
 @dataclass(frozen=True)
@@ -175,13 +179,15 @@ def quantized_matmul(
     *,
     forward: Dot = dot,
     encoded: EncodedArray | None = None,
+    scales: Array | None = None,
 ) -> Array:
     """Returns the product of x and a weight. forward: multiplies elements in the forward pass, as `dot`. encoded: the
-    weight, if it has come as encoded; its values are then not read."""
+    weight, if it has come as encoded; its values are then not read. scales: of x, the weight and the gradient of the
+    result (3,), whose gradient is the largest magnitudes of these on this device; None: scales come from magnitudes."""
     letters = _Letters.of(subscripts)
     split = dict.fromkeys(letters.tokens, arithmetic.tokens) | dict.fromkeys(letters.columns, arithmetic.columns)
     product = _Product(arithmetic, letters, lambda _: Products(forward), split)
-    return _differentiable(product)(x, weight, encoded, None)
+    return _differentiable(product)(x, weight, encoded, None, scales)
 
 
 def quantized_groups(
@@ -199,19 +205,31 @@ def quantized_groups(
     the axes of every dimension that is split. encoded: as for `quantized_matmul`."""
     letters = _Letters.of(subscripts)
     product = _Product(arithmetic, letters, products, split, letters.weight[0])
-    return _differentiable(product)(x, weight, encoded, sizes)
+    return _differentiable(product)(x, weight, encoded, sizes, None)
 
 
-def _differentiable(product: "_Product") -> Callable[[Array, Array, EncodedArray | None, Array | None], Array]:
+def _differentiable(product: "_Product") -> Callable[..., Array]:
     @jax.custom_vjp
-    def multiply(x: Array, weight: Array, encoded: EncodedArray | None, sizes: Array | None) -> Array:
-        return product.forward(x, weight, encoded, sizes)[0]
+    def multiply(
+        x: Array, weight: Array, encoded: EncodedArray | None, sizes: Array | None, scales: Array | None
+    ) -> Array:
+        return product.forward(x, weight, encoded, sizes, scales)[0]
 
-    def backward(residuals: Any, gradient: Array) -> tuple[Array, Array, None, None]:
-        return (*product.backward(residuals, gradient), None, None)
+    def backward(residuals: Any, gradient: Array) -> tuple[Array, Array, None, None, Array | None]:
+        x, weight, saved, *_, scales = residuals
+        found = None
+        if scales is not None:
+            operands = (x, None if saved else weight, gradient)  # a weight that came as encoded has scales of its own
+            found = jnp.stack([jnp.float32(0 if each is None else largest_magnitude(each)) for each in operands])
+        return (*product.backward(residuals, gradient), None, None, found)
 
     multiply.defvjp(product.forward, backward)
     return multiply
+
+
+def _one(scales: Array | None, place: int, x: Array) -> Array | None:
+    """Returns one of a site's scales, as a tensor like x has it; None where there are none."""
+    return None if scales is None else scales[place].reshape((1,) * x.ndim)
 
 
 @dataclass(frozen=True)
@@ -225,28 +243,31 @@ class _Product:
     split: SplitBy
     group: str = ""
 
-    def forward(self, x: Array, weight: Array, encoded: EncodedArray | None, sizes: Array | None) -> tuple[Array, Any]:
+    def forward(
+        self, x: Array, weight: Array, encoded: EncodedArray | None, sizes: Array | None, delayed: Array | None
+    ) -> tuple[Array, Any]:
         """Returns the result, and what the backward pass reads. Operands are saved as they are: a weight is gathered
         again, x is saved once for all sites that read it."""
         at, of, products = self.letters, self.arithmetic.forward, self.products(sizes)
-        qx = self._encoded(of, x, at.x, at.forward)
-        qw = encoded or self._encoded(of, weight, at.weight, at.forward)
+        qx = self._encoded(of, x, at.x, at.forward, scales=_one(delayed, 0, x))
+        qw = encoded or self._encoded(of, weight, at.weight, at.forward, scales=_one(delayed, 1, weight))
         of_result = self.arithmetic.result_spec
         y = self._multiplied(of, of, qx, qw, at.forward, x.dtype, products.forward, products.beside, of_result)
         is_used_again = of.scales == "tensor"  # whatever is contracted
         scales = (qx[SCALES], qw[SCALES]) if is_used_again else (None, None)
         saved = encoded and {**encoded, ELEMENTS: as_bits(encoded[ELEMENTS])}
-        return y, (x, weight, saved, sizes, *scales)
+        return y, (x, weight, saved, sizes, *scales, delayed)
 
     def backward(self, residuals: Any, gradient: Array) -> tuple[Array, Array]:
         """Returns the gradients of x and of the weight. residuals: as `forward` returned them."""
-        x, weight, saved, sizes, sx, sw = residuals
+        x, weight, saved, sizes, sx, sw, delayed = residuals
         products = self.products(sizes)
         at, of, of_gradient = self.letters, self.arithmetic.forward, self.arithmetic.gradients
         if of_gradient is None:
             dx = products.of_x(gradient, weight, at.of_x, x.dtype)
             return dx, products.of_weight(x, gradient, at.of_weight, weight.dtype)
-        qg = self._encoded(of_gradient, gradient, at.result, at.of_x, is_gradient=True)
+        sg = _one(delayed, 2, gradient)
+        qg = self._encoded(of_gradient, gradient, at.result, at.of_x, scales=sg, is_gradient=True)
         has_same = of_gradient.scales == "tensor"
         qg2 = qg if has_same else self._encoded(of_gradient, gradient, at.result, at.of_weight, is_gradient=True)
         if saved is not None and of.scales == "tensor":

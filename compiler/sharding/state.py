@@ -5,6 +5,7 @@ params      as stored, laid out by sharding.parameters
 master      the trained parameters in float32 if precision.master is set, by sharding.optimizer
 optimizer   the state of optax for the trained parameters, by sharding.optimizer and its own computation
 loss_scale  if precision.loss_scale is set
+magnitudes  of operands in earlier steps, if matmuls have a history (parallel/delayed.py), whole on each device
 """
 
 import math
@@ -82,9 +83,11 @@ HOST_KIND = "pinned_host"  # JAX's name of the host's memory, which devices copy
 
 
 def plan_state(
-    spec: StepSpec, model: Model, optimizer: optax.GradientTransformation, sharding: ShardingPlan, mesh: MeshPlan
-) -> tuple[State, State]:
-    """Returns the state as two trees: of ShapeDtypeStruct and of PartitionSpec."""
+    spec: StepSpec, model: Model, optimizer: optax.GradientTransformation, sharding: ShardingPlan, mesh: MeshPlan,
+    magnitudes: Any,
+) -> tuple[State, State]:  # fmt: skip
+    """Returns the state as two trees: of ShapeDtypeStruct and of PartitionSpec. magnitudes: of earlier steps, abstract;
+    empty: there are none."""
 
     arrays = {plan.array.path: plan for plan in sharding.parameters}
     params = like(model.abstract(), {path: _abstract(plan.array) for path, plan in arrays.items()})
@@ -100,6 +103,9 @@ def plan_state(
     if spec.precision.loss_scale is not None:
         abstract["loss_scale"] = jax.eval_shape(lambda: initial_loss_scale(spec))
         specs["loss_scale"] = jax.tree.map(lambda _: PartitionSpec(), abstract["loss_scale"])
+    if magnitudes:
+        abstract["magnitudes"] = magnitudes
+        specs["magnitudes"] = jax.tree.map(lambda _: PartitionSpec(), magnitudes)
     return abstract, specs
 
 

@@ -50,7 +50,8 @@ class MatmulPrecision(Config):
     match: a pattern of their paths, such as layers/mlp/* or head/*; null: of all matmuls of layers, but routers and
     adapters. forward: how x and the weight are written; null: as they are. gradients: how the gradient of the result
     is, in the backward pass; null: as it is. rounding: of gradients, to the nearest or up and down at random. gather:
-    how weights are written while they are shards, and gathered; null: the compute type.
+    how weights are written while they are shards, and gathered; null: the compute type. history: the scales of x, the
+    weight and the gradient come from their largest magnitudes in so many steps before; null: from those now.
     """
 
     match: Text | None
@@ -58,6 +59,7 @@ class MatmulPrecision(Config):
     gradients: Text | None
     rounding: Literal["nearest", "stochastic"] = "nearest"
     gather: Text | None = None
+    history: PositiveInt | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -69,6 +71,9 @@ class MatmulPrecision(Config):
         if None not in (self.gather, self.forward) and self.gather != self.forward:
             what = f"weights gathered in {self.gather} would be rounded again to {self.forward}"
             raise mistake(what, f"set gather: {self.forward}, or null", "gather")
+        if self.history is not None and self.gradients is None:
+            what = "scales come from steps before where all three products of a site are in few bits"
+            raise mistake(what, "set history: null, or give forward and gradients", "history")
         return self
 
 

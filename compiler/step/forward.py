@@ -9,7 +9,7 @@ Shapes: B sequences of a microbatch on a device, P pairs, T tokens, E embed.
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from meshloom.models.loss import dpo_losses, has_loss, simpo_losses, sum_losses
 
 from ..core.partition_spec import Axes, axes_in, keep_axes
 from ..core.scopes import layout_scope, piece_scope
+from ..parallel.delayed import Magnitudes, with_scales
 from ..parallel.encodings import decoded_weights, with_encoded
 from ..parallel.operation import OpPlan, lower_operations
 from ..parallel.remat import RunLayer, build_policy, layer_runner, marked
@@ -61,9 +62,9 @@ def build_functions(
     make_context = _context_maker(model, plan.operations, plan.sharding)
     head = _Head(plan, make_context, num_targets, num_tokens, is_by_sequence, counts_misses)
 
-    def prepare(batch: Batch) -> Microbatch:
+    def prepare(batch: Batch, scales: Magnitudes) -> Microbatch:
         shared = _shared(batch, dropout_key, plan.roles.length, plan.batch.token_order)
-        shared = replace(shared, is_token_BT=_is_token(spec, batch["targets"]))
+        shared = replace(shared, is_token_BT=_is_token(spec, batch["targets"]), scales=scales)
         parts = _parts_of_batch(shared, num_parts)
         return Microbatch(batch["inputs"], batch["targets"], shared, parts, batch["row"], batch.get(REFERENCE))
 
@@ -195,7 +196,8 @@ def _layer(
 
         def run(part: tuple[Array, Shared]) -> Any:
             named, context = marked(LAYER_INPUT, part[0]), make_context(stack.name, part[1], first + index)
-            operation = with_encoded(context.operation, weights)
+            of_layer = {name: each[index] for name, each in part[1].scales.get(stack.name, {}).items()}
+            operation = with_scales(with_encoded(context.operation, weights), of_layer)
             return stack.layer.apply(params, named, replace(context, run_layer=run_layer, operation=operation))
 
         outputs = run_parts(run, tuple(zip(x, shared, strict=True)))
@@ -239,12 +241,14 @@ def _head_parts(model: Model, operations: Sequence[OpPlan], weights: Weights, x_
 @dataclass(frozen=True)
 class Shared:
     """The values that all layers read besides their weights. dropout_keys_B: a key for each sequence; None for no
-    dropout. is_token_BT: False for padding; None if there is none."""
+    dropout. is_token_BT: False for padding; None if there is none. scales: of operands of all layers, from earlier
+    steps."""
 
     positions_BT: Array
     segment_ids_BT: Array | None
     dropout_keys_B: Array | None
     is_token_BT: Array | None = None
+    scales: Magnitudes = field(default_factory=dict)
 
 
 def _shared(part: Batch, dropout_key: Array | None, length_axes: Axes, order: TokenOrder) -> Shared:

@@ -137,7 +137,7 @@ class _Device:
         return self.table.placement
 
     def microbatch(self, index: Array) -> Microbatch:
-        return self.model.prepare(read_slot(self.parts, index))
+        return self.model.prepare(read_slot(self.parts, index), {})
 
     @cached_property
     def _shapes(self) -> tuple[Microbatch, Any]:

@@ -14,7 +14,7 @@ return has `gradient_scale` as its cotangent, since each is this device's part o
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import jax
@@ -25,6 +25,7 @@ from jax.tree_util import register_dataclass
 from meshloom.models import Aux, Params
 
 from ..core.partition_spec import Axes
+from ..parallel.delayed import Magnitudes
 from ..parallel.remat import Policy
 from ..parallel.weights import Reduction, Weights, gradient_accumulator, reduce_gradient
 
@@ -50,10 +51,16 @@ class StackFunctions:
 class Sums:
     """Sums over the microbatches of this device, as parts of the mean over the tokens of the global batch. loss:
     cross-entropy. auxiliary: outputs by stack, and of the head; each value of a stack has a first dimension
-    `layers`."""
+    `layers`. magnitudes: the largest of them all (delayed.py); empty where no scales come from earlier steps."""
 
     loss: Array
     auxiliary: dict[str, Aux]
+    magnitudes: Magnitudes = field(default_factory=dict)
+
+    def plus(self, other: "Sums") -> "Sums":
+        """Returns the sums over the microbatches of both."""
+        loss, auxiliary = jax.tree.map(jnp.add, (self.loss, self.auxiliary), (other.loss, other.auxiliary))
+        return Sums(loss, auxiliary, jax.tree.map(jnp.maximum, self.magnitudes, other.magnitudes))
 
 
 @register_dataclass
@@ -71,14 +78,15 @@ class HeadOutput:
 class ModelFunctions:
     """A model as functions of local arrays.
 
-    prepare: sequences -> the values that the other functions read. embed: (weights of `embed`, microbatch) -> (x, whole
-    parameters that the head shares with the embedding). stacks: run one after the other. head: (weights of `head`,
-    whole shared parameters, x, microbatch) -> HeadOutput. stage_total: adds an array like x over stages.
+    prepare: (sequences, scales of layers' operands from earlier steps) -> the values that the other functions read.
+    embed: (weights of `embed`, microbatch) -> (x, whole parameters that the head shares with the embedding). stacks:
+    run one after the other. head: (weights of `head`, whole shared parameters, x, microbatch) -> HeadOutput.
+    stage_total: adds an array like x over stages.
 
     The step differentiates the head's objective plus the auxiliary losses of layers and head (`objective`).
     """
 
-    prepare: Callable[[Batch], "Microbatch"]
+    prepare: Callable[[Batch, Magnitudes], "Microbatch"]
     embed: Callable[[Weights, "Microbatch"], tuple[Any, Params]]
     stacks: tuple[StackFunctions, ...]
     head: Callable[[Weights, Params, Any, "Microbatch"], HeadOutput]
@@ -105,7 +113,8 @@ class ModelWeights:
     """All weights of a model on this device, as trees by piece.
 
     stored: the shards of the state. working: the same shards in the compute type. layouts: a WeightPlan for each.
-    reduction: how gradients are reduced. num_shards: the number of devices along mesh axes.
+    reduction: how gradients are reduced. num_shards: the number of devices along mesh axes. scales: of layers'
+    operands, from earlier steps; empty: all come from the magnitudes now.
     """
 
     stored: Params
@@ -113,6 +122,7 @@ class ModelWeights:
     layouts: Params
     reduction: Reduction
     num_shards: Callable[[Axes], int]
+    scales: Magnitudes = field(default_factory=dict)
 
     @property
     def is_reduced_once(self) -> bool:

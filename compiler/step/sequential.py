@@ -26,6 +26,7 @@ from meshloom.models import Aux, Params
 
 from ..core.scopes import piece_scope
 from ..jax_private import residuals_of
+from ..parallel.delayed import Magnitudes
 from ..parallel.weight_plan import WeightPlan
 from ..parallel.weights import Reduction, Weights, all_gather_weight, hoist, reduce_weight_gradient
 from ..plan import Plan
@@ -105,9 +106,9 @@ class SequentialSchedule:
         """Returns sums and gradients of a microbatch. before: gradients to add. is_last: whether gradients are reduced
         at once."""
 
-        def forward(accumulators: Params) -> tuple[Array, Sums]:
+        def forward(accumulators: Params, scales: Magnitudes) -> tuple[Array, Sums]:
             bound, auxiliary = weights.bound(accumulators, before, is_last=is_last), dict[str, Aux]()
-            prepared = model.prepare(microbatch)
+            prepared = model.prepare(microbatch, scales)
             x, tied = model.embed(bound.piece("embed"), prepared)
             for stack in model.stacks:
                 with jax.named_scope(piece_scope(stack.name)):
@@ -119,9 +120,10 @@ class SequentialSchedule:
 
         accumulators = weights.gradient_accumulators(is_last=is_last)
         if gradient_scale is None:
-            return forward(accumulators)[1], None
-        _, pull_back, sums = jax.vjp(forward, accumulators, has_aux=True)
-        return sums, pull_back(gradient_scale)[0]
+            return forward(accumulators, weights.scales)[1], None
+        _, pull_back, sums = jax.vjp(forward, accumulators, weights.scales, has_aux=True)
+        gradients, magnitudes = pull_back(gradient_scale)
+        return replace(sums, magnitudes=magnitudes), gradients
 
 
 def _sum_over(one: Callable[[Batch], Any], batch: Batch, num_microbatches: int) -> Any:
@@ -139,7 +141,7 @@ def _reduce_in_last(one: Callable[..., Any], batch: Batch, num_microbatches: int
     parts = split_microbatches(batch, num_microbatches)
     sums, gradients = _added_up(one, jax.tree.map(lambda x: x[:-1], parts))
     own_sums, gradients = one(jax.tree.map(lambda x: x[-1], parts), gradients, is_last=True)
-    return jax.tree.map(jnp.add, sums, own_sums), gradients
+    return sums.plus(own_sums), gradients
 
 
 def _added_up(one: Callable[[Batch], Any], parts: Batch) -> Any:
@@ -150,8 +152,8 @@ def _added_up(one: Callable[[Batch], Any], parts: Batch) -> Any:
     structure = jax.tree.structure(result)
 
     def add(total: Any, part: Batch) -> tuple[Any, None]:
-        own = jax.tree.unflatten(structure, run(*jax.tree.leaves(part)))
-        return jax.tree.map(jnp.add, total, own), None
+        (sums, gradients), (own_sums, own) = total, jax.tree.unflatten(structure, run(*jax.tree.leaves(part)))
+        return (sums.plus(own_sums), jax.tree.map(jnp.add, gradients, own)), None
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), result)
     return jax.lax.scan(add, zeros, parts)[0]

@@ -16,6 +16,7 @@ keep their bits, and nothing waits for the host.
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -31,6 +32,14 @@ from ..core.partition_spec import keep_axes
 from ..core.scopes import UPDATE, WORKING_PARAMETERS
 from ..core.trees import combined, leaves_by_path, like, nested_dict, pick
 from ..optim.optimizers import parameter_kinds
+from ..parallel.delayed import (
+    MAGNITUDES,
+    Magnitudes,
+    clipped_metrics,
+    delayed_scales,
+    delayed_sites,
+    next_magnitudes,
+)
 from ..parallel.weight_plan import WeightPlan
 from ..parallel.weights import Reduction, assemble, is_assembled
 from ..plan import Plan
@@ -70,10 +79,12 @@ def build_train_step(plan: Plan, *, returns_gradients: bool = False) -> TrainSte
     def train_step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
         scale = state["loss_scale"]["scale"] if "loss_scale" in state else 1.0
         dropout_key = jax.random.fold_in(jax.random.key(plan.spec.seed), state["step"])
-        (loss, num_compared), grads, auxiliary, more = gradients(state["params"], batch, dropout_key, scale)
+        history = state.get(MAGNITUDES, {})
+        (loss, num_compared), grads, auxiliary, more = gradients(state["params"], batch, dropout_key, scale, history)
         with jax.named_scope(UPDATE):
             totals = {name: aux.totals for name, aux in auxiliary.items()}
-            state, metrics = update(state, loss / jnp.maximum(num_compared, 1), grads, totals)
+            magnitudes = more.pop(MAGNITUDES, {})
+            state, metrics = update(state, loss / jnp.maximum(num_compared, 1), grads, totals, magnitudes)
         metrics |= {GRADIENTS: grads} if returns_gradients else {}
         return state, metrics | {NUM_TARGETS: num_compared} | _auxiliary_metrics(plan.model, auxiliary) | more
 
@@ -86,6 +97,7 @@ def build_init(plan: Plan, drawn_paths: Collection[str] | None = None) -> Callab
     read. None: all are drawn."""
 
     precision = plan.spec.precision
+    magnitudes = {name: tree for name, tree in plan.abstract.items() if name == MAGNITUDES}
 
     def init() -> State:
         drawn = jax.tree.map(lambda x: x.astype("float32"), plan.model.init(jax.random.key(plan.spec.seed)))
@@ -95,6 +107,7 @@ def build_init(plan: Plan, drawn_paths: Collection[str] | None = None) -> Callab
         trained, params = pick(drawn, plan.sharding.trained), stored_params(plan.weights, drawn, drawn_paths)
         state = {"step": jnp.zeros((), jnp.int32), "params": params, "optimizer": plan.optimizer.init(trained)}
         state |= {"master": trained} if precision.master is not None else {}
+        state |= jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), magnitudes)
         return state | ({"loss_scale": initial_loss_scale(plan.spec)} if precision.loss_scale is not None else {})
 
     return init
@@ -111,20 +124,25 @@ def stored_params(weights: Any, drawn: Any, drawn_paths: Collection[str] | None)
 
 
 def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
-    """Returns a function (params, batch, dropout_key, scale) -> [loss, number of what it is a sum over], of a global
-    batch: cross-entropy and targets, or the loss of an objective of pairs and their number.
+    """Returns a function (params, batch, dropout_key, scale, history) -> [loss, number of what it is a sum over], of a
+    global batch: cross-entropy and targets, or the loss of an objective of pairs and their number. history: the
+    magnitudes of operands in earlier steps, whose scales come from them; empty: all scales come from magnitudes now.
 
     With `with_gradients` it also returns the gradient of scale times the mean objective, in the layout of the update,
-    for the trained parameters; the auxiliary outputs by stack, and of the head; and NUM_PADDING and LOSS_BY_SHARD by
-    name, if they are due. dropout_key: None for no dropout. Gradients are accumulated in `precision.gradients` over the
-    microbatches.
+    for the trained parameters; the auxiliary outputs by stack, and of the head; and NUM_PADDING, LOSS_BY_SHARD and
+    MAGNITUDES by name, if they are due. dropout_key: None for no dropout. Gradients are accumulated in
+    `precision.gradients` over the microbatches.
     """
     spec, tokens, schedule = plan.spec, plan.roles.tokens, choose_schedule(plan)
     over_batch = partial(jax.lax.psum, axis_name=tokens) if tokens else lambda x: x
+    most = partial(jax.lax.pmax, axis_name=tokens) if tokens else lambda x: x
+    delayed = delayed_sites(plan.operations, plan.model.stacks) if with_gradients else ()
     by_shard = partial(jax.lax.all_gather, axis_name=tokens) if tokens else lambda x: x[None]
 
-    def local(params: Params, batch: Batch, dropout_key: Array | None, scale: Array) -> Any:
+    def local(params: Params, batch: Batch, dropout_key: Array | None, scale: Array, history: Magnitudes) -> Any:
         weights = _model_weights(spec.precision, plan.weights, plan.mesh, params)
+        if history:  # until it is known, the magnitude of a gradient is taken for that of the loss of one token
+            weights = replace(weights, scales=delayed_scales(delayed, history, scale / spec.tokens_per_step))
         num_targets = num_compared = over_batch(jnp.sum(has_loss(batch["targets"])))
         num_tokens: Array | float = float(spec.tokens_per_step)  # it may exceed int32
         more = dict[str, Array]()
@@ -139,13 +157,20 @@ def build_loss(plan: Plan, *, with_gradients: bool) -> Callable[..., Any]:
         if not with_gradients:
             return loss
         grads, auxiliary = pick(grads, plan.sharding.trained), jax.tree.map(over_batch, sums.auxiliary)
-        return loss, grads, auxiliary, more | ({LOSS_BY_SHARD: by_shard(sums.loss)} if spec.keeps_state else {})
+        more |= {LOSS_BY_SHARD: by_shard(sums.loss)} if spec.keeps_state else {}
+        return loss, grads, auxiliary, more | ({MAGNITUDES: most(sums.magnitudes)} if history else {})
 
     of_update = update_layouts(plan.model, plan.sharding) if with_gradients else None
     split = _over_the_mesh(local, plan.specs["params"], of_update, plan.batch, plan.mesh, plan.roles)
 
-    def over_the_mesh(params: Params, batch: Batch, dropout_key: Array | None = None, scale: Any = 1.0) -> Any:
-        return split(params, batch, dropout_key, jnp.asarray(scale, jnp.float32))
+    def over_the_mesh(
+        params: Params,
+        batch: Batch,
+        dropout_key: Array | None = None,
+        scale: Any = 1.0,
+        history: Any = MappingProxyType({}),
+    ) -> Any:
+        return split(params, batch, dropout_key, jnp.asarray(scale, jnp.float32), dict(history))
 
     return over_the_mesh
 
@@ -156,8 +181,8 @@ def build_log_probs(plan: Plan, *, counts_misses: bool = False) -> Callable[[Par
     (2, global_batch_size): below them the number of targets of each sequence that another token is likelier than."""
     tokens, schedule = plan.roles.tokens, choose_schedule(plan)
 
-    def local(params: Params, batch: Batch, dropout_key: Array | None, scale: Array) -> Array:
-        del scale
+    def local(params: Params, batch: Batch, dropout_key: Array | None, scale: Array, history: Magnitudes) -> Array:
+        del scale, history
         weights = _model_weights(plan.spec.precision, plan.weights, plan.mesh, params)
         num_tokens = float(plan.spec.tokens_per_step)  # scales losses of layers, which are not returned
         functions = build_functions(
@@ -168,13 +193,13 @@ def build_log_probs(plan: Plan, *, counts_misses: bool = False) -> Callable[[Par
 
     batch = replace(plan.batch, shapes={name: x for name, x in plan.batch.shapes.items() if name != REFERENCE})
     split = _over_the_mesh(local, plan.specs["params"], None, batch, plan.mesh, plan.roles)
-    return lambda params, batch: split(params, batch, None, jnp.zeros(()))
+    return lambda params, batch: split(params, batch, None, jnp.zeros(()), {})
 
 
 def _over_the_mesh(
     local: Callable[..., Any], params: Any, of_update: Any, batch: BatchPlan, mesh: MeshPlan, roles: AxisRoles
 ) -> Callable[..., Any]:
-    """Returns a function of this device's arrays as one of global arrays: (params, batch, dropout_key, scale).
+    """Returns a function of this device's arrays as one of global arrays: (params, batch, dropout_key, scale, history).
 
     params: the layouts of the parameters. of_update: those of the gradients that it returns after its first result;
     None if it returns no gradients.
@@ -189,16 +214,16 @@ def _over_the_mesh(
     if roles.manual:
         split = jax.shard_map(
             local,
-            in_specs=(manual(params), specs | {"row": roles.rows_spec}, whole, whole),
+            in_specs=(manual(params), specs | {"row": roles.rows_spec}, whole, whole, whole),
             out_specs=whole if of_update is None else (whole, manual(of_update), whole, whole),
             axis_names=set(mesh.sizes) - set(roles.partitioner),  # an axis of size 1 may be manual, too
             check_vma=False,  # the reductions are all written out, and tested against one device
         )
 
-    def with_rows(params: Params, batch: Batch, dropout_key: Array | None, scale: Array) -> Any:
+    def with_rows(params: Params, batch: Batch, dropout_key: Array | None, scale: Array, history: Magnitudes) -> Any:
         # The number of each sequence, on whichever device it is.
         rows = {"row": order.rows_at(jnp.arange(order.num_rows))}
-        return split(params, batch | rows, dropout_key, scale)
+        return split(params, batch | rows, dropout_key, scale, history)
 
     return with_rows
 
@@ -227,16 +252,17 @@ def _auxiliary_metrics(model: Model, auxiliary: dict[str, Aux]) -> dict[str, Arr
 
 
 Totals = Mapping[str, Mapping[str, Array]]
-Update = Callable[[State, Array, Any, Totals], tuple[State, dict[str, Array]]]
+Update = Callable[[State, Array, Any, Totals, Magnitudes], tuple[State, dict[str, Array]]]
 
 
 def build_update(plan: Plan) -> Update:
-    """Returns a function (state, loss, gradients, totals) -> (state, metrics).
+    """Returns a function (state, loss, gradients, totals, magnitudes) -> (state, metrics).
 
     gradients: the gradients of the loss times the loss scale, if there is one, for each trained parameter; other
     parameters stay as they are unless a rule updates them. totals: the values that rules read, by stack and name, each
-    with a first dimension `layers`. Metrics: loss in nats per token, grad_norm before clipping, learning_rate, skipped
-    (1 if the update was left out), and loss_scale.
+    with a first dimension `layers`. magnitudes: of operands in this step, if scales come from earlier ones; else empty.
+    Metrics: loss in nats per token, grad_norm before clipping, learning_rate, skipped (1 if the update was left out),
+    loss_scale, and how many operands of each layer were clipped.
     """
     precision, schedule = plan.spec.precision, build_schedule(plan.spec)
     of_update = update_layouts(plan.model, plan.sharding)
@@ -244,8 +270,13 @@ def build_update(plan: Plan) -> Update:
     streamed = streamed_stacks(plan.model.stacks, plan.on_host)
     kinds = pick(parameter_kinds(plan.model), plan.sharding.trained)
     streaming = Streaming(streamed, plan.spec.optimizer, kinds, of_update, plan.mesh.sizes)
+    delayed = delayed_sites(plan.operations, plan.model.stacks)
 
-    def update(state: State, loss: Array, gradients: Any, totals: Totals) -> tuple[State, dict[str, Array]]:
+    def update(
+        state: State, loss: Array, gradients: Any, totals: Totals, magnitudes: Magnitudes
+    ) -> tuple[State, dict[str, Array]]:
+        for each in jax.tree.leaves(magnitudes):  # infinity was rounded to the largest number of its type
+            loss = jnp.where(jnp.all(jnp.isfinite(each)), loss, jnp.nan)
         scale = state["loss_scale"]["scale"] if "loss_scale" in state else 1.0
         accumulated = gradients
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, gradients)
@@ -272,12 +303,15 @@ def build_update(plan: Plan) -> Update:
         params = combined(params, nested_dict(made))
         new = state | {"step": state["step"] + 1, "params": params, "optimizer": optimizer}
         new |= {"master": masters} if "master" in state else {}
+        new |= {MAGNITUDES: next_magnitudes(state[MAGNITUDES], magnitudes)} if magnitudes else {}
         is_finite = _is_finite(loss, grad_norm)
         if plan.spec.may_skip:
             before, after = leaves_by_path(state), leaves_by_path(new).items()
             new = like(new, {p: x if streaming.has(p) else jnp.where(is_finite, x, before[p]) for p, x in after})
         metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": schedule(state["step"])}
         metrics["skipped"] = jnp.where(is_finite, 0.0, 1.0) if plan.spec.may_skip else jnp.zeros(())
+        if magnitudes:
+            metrics |= clipped_metrics(delayed, state[MAGNITUDES], scale / plan.spec.tokens_per_step, magnitudes)
         if precision.loss_scale is not None:
             metrics["loss_scale"] = scale
             new["loss_scale"] = next_loss_scale(precision.loss_scale, state["loss_scale"], is_finite)

@@ -165,7 +165,7 @@ def test_no_spec_has_a_default_in_code():
     assert len(list(configs(Config))) >= 14
     for config in configs(Config):
         optional = {name for name, field in config.model_fields.items() if field.repr and not field.is_required()}
-        of_entries = {Rule: {"alternatives"}, MatmulPrecision: {"rounding", "gather"}}
+        of_entries = {Rule: {"alternatives"}, MatmulPrecision: {"rounding", "gather", "history"}}
         of_own = {ShardingRules: {"mesh_axes"}, ShardingSpec: {"mesh_axes"}}
         assert optional == {**of_entries, **of_own}.get(config, set()), config
 

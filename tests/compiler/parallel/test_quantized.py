@@ -319,7 +319,7 @@ def test_stages_round_what_a_loop_over_layers_rounds():
 HEAD_OVER_THE_MESH = {
     "fsdp": ("target=cpu-4", "sharding=fsdp"),
     "vocabulary over tensor": ("target=cpu-4", *TENSOR),
-    "vocabulary over stages": ("target=cpu-4", "sharding=fsdp", "mesh.stage=2", "mesh.fsdp=2"),
+    "vocabulary over stages": ("target=cpu-4", "sharding=fsdp", "mesh.stage=2", "mesh.fsdp=2", "pipeline.head=stages"),
 }
 
 

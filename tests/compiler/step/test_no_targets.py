@@ -74,7 +74,7 @@ def test_each_optimizer_stands_still_at_zero_gradients(optimizer):
     plan = plan_of("target=cpu-1", f"optimizer={optimizer}", "optimizer.weight_decay=0.0", *LINEAR_STACK, *STEPS)
     state = jax.jit(build_init(plan))()
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape), plan.abstract["params"])
-    after, _ = jax.jit(build_update(plan))(state, jnp.zeros(()), zeros, {})
+    after, _ = jax.jit(build_update(plan))(state, jnp.zeros(()), zeros, {}, {})
     for ours, old in zip(*map(jax.tree.leaves, (after["params"], state["params"])), strict=True):
         np.testing.assert_array_equal(ours, old)
 

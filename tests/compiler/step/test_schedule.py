@@ -26,7 +26,8 @@ class BreadthFirst:
     def run(self, model: Any, weights: Any, batch: Any, *, gradient_scale: Any) -> Any:
         accumulators = weights.gradient_accumulators(is_last=False)
         parts = split_microbatches(batch, self.num_microbatches)
-        microbatches = [model.prepare(jax.tree.map(lambda x, i=i: x[i], parts)) for i in range(self.num_microbatches)]
+        each = [jax.tree.map(lambda x, i=i: x[i], parts) for i in range(self.num_microbatches)]
+        microbatches = [model.prepare(part, {}) for part in each]
 
         def piece(name, own):
             return weights.bound(accumulators | {name: own}, None, is_last=False).piece(name)

@@ -39,13 +39,13 @@ class Updates:
         with jax.set_mesh(self.mesh):
             self.state = jax.jit(build_init(self.plan), out_shardings=self.layouts)()
             update = jax.jit(build_update(self.plan), donate_argnums=0, out_shardings=(self.layouts, None))
-            lowered = update.lower(state, jnp.float32(0), self.gradients(0), {})
+            lowered = update.lower(state, jnp.float32(0), self.gradients(0), {}, {})
         # Without instructions that multiply and add at once, with which results depend on what is fused.
         self.compiled = lowered.compile(compiler_options={"xla_cpu_max_isa": "SSE4_2"})
 
     def step(self, loss: float, gradients: Any) -> None:
         with jax.set_mesh(self.mesh):
-            self.state, _ = self.compiled(self.state, jnp.float32(loss), gradients, {})
+            self.state, _ = self.compiled(self.state, jnp.float32(loss), gradients, {}, {})
 
     def gradients(self, seed: int) -> Any:
         chance = np.random.default_rng(seed)

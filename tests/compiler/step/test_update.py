@@ -48,12 +48,12 @@ def _gradients(plan: Plan[RunSpec], value: float | None = None) -> Any:
 @pytest.mark.parametrize(("loss", "gradient"), [(np.nan, None), (np.inf, None), (1.0, np.nan), (1.0, -np.inf)])
 def test_a_skipped_update_leaves_every_bit(loss, gradient):
     plan, update, state = _updating("on_nonfinite=skip", "precision=bfloat16_params")
-    state, metrics = update(state, jnp.float32(1.0), _gradients(plan), {})
+    state, metrics = update(state, jnp.float32(1.0), _gradients(plan), {}, {})
     assert metrics["skipped"] == 0
-    after, metrics = update(state, jnp.float32(loss), _gradients(plan, gradient), {})
+    after, metrics = update(state, jnp.float32(loss), _gradients(plan, gradient), {}, {})
     assert metrics["skipped"] == 1
     assert _bits(after) == _bits(state)
-    resumed, metrics = update(after, jnp.float32(1.0), _gradients(plan), {})
+    resumed, metrics = update(after, jnp.float32(1.0), _gradients(plan), {}, {})
     assert metrics["skipped"] == 0
     assert int(resumed["step"]) == 2
     assert not set(_bits(resumed["master"])) & set(_bits(after["master"]))
@@ -61,7 +61,7 @@ def test_a_skipped_update_leaves_every_bit(loss, gradient):
 
 def test_without_skip_nothing_is_selected_away():
     plan, update, state = _updating("on_nonfinite=stop")
-    after, metrics = update(state, jnp.float32(np.nan), _gradients(plan, np.nan), {})
+    after, metrics = update(state, jnp.float32(np.nan), _gradients(plan, np.nan), {}, {})
     assert metrics["skipped"] == 0
     assert int(after["step"]) == 1
     assert np.isnan(after["params"]["layers"]["mlp"]["up_EM"]).any()
@@ -121,7 +121,7 @@ def test_a_master_moves_where_bfloat16_cannot():
         plan, update, state = _updating(f"precision={option}", *fixed)
         before, grads = state, _gradients(plan)
         for _ in range(3):
-            state, _ = update(state, jnp.float32(1.0), grads, {})
+            state, _ = update(state, jnp.float32(1.0), grads, {}, {})
         large = np.abs(np.asarray(before["params"]["embed"]["table_VE"], np.float32)) > 0.1
         kept = np.asarray(state["params"]["embed"]["table_VE"]) == np.asarray(before["params"]["embed"]["table_VE"])
         assert kept[large].mean() > 0.99
