@@ -19,7 +19,7 @@ from jax import Array
 from jax.tree_util import register_dataclass
 
 from .attention import Mask, attend
-from .parts import NO_EXPERT, apply_experts
+from .parts import NO_EXPERT, ONE_GROUP, ExpertGroups, apply_experts
 
 if TYPE_CHECKING:
     from .adapter import Adapter, Matrix
@@ -135,15 +135,17 @@ class Context:
 
     def apply_experts(
         self, name: str, x_BTE: Array, weights_BTK: Array, ids_BTK: Array, gate_XEM: Array, up_XEM: Array,
-        down_XME: Array, *biases: Array, activation: str,
+        down_XME: Array, *biases: Array, activation: str, groups: ExpertGroups = ONE_GROUP,
     ) -> tuple[Array, Array]:  # fmt: skip
         """Returns what each token's experts make of it, and how many choices were dropped, as
         `models.parts.apply_experts`. The weights have the logical axes ("experts", "embed", "mlp"), down ("experts",
         "mlp", "embed"); biases, one for each of them or none at all, ("experts", "mlp") and ("experts", "embed").
-        Experts may be on other devices: tokens are sent to them. Padding is sent to none."""
+        Experts may be on other devices: tokens are sent to them, and `groups` says to how many. Padding is sent to
+        none."""
         ids_BTK = self.where_token(ids_BTK, NO_EXPERT)
         operands = (x_BTE, weights_BTK, ids_BTK, gate_XEM, up_XEM, down_XME, *biases)
-        y: Any = self.operation("experts", name, apply_experts, *operands, activation=activation)
+        options = {"groups": groups} if groups.num > 1 else {}
+        y: Any = self.operation("experts", name, apply_experts, *operands, activation=activation, **options)
         return y
 
     def jitter(self, x: Array, amount: float, *, site: int) -> Array:

@@ -43,6 +43,7 @@ from .decoder import (
 from .family_configs import DecoderBase, LatentAttentionConfig, MoeConfig
 from .parts import (
     NO_EXPERT,
+    ExpertGroups,
     Norm,
     balanced_bias,
     bias,
@@ -219,6 +220,7 @@ class Experts(nnx.Module):
         y_BTE, num_dropped = context.apply_experts(
             "routed", x_BTE, weights_BTK, ids_BTK, self.gate_XEM[...], self.up_XEM[...], self.down_XME[...], *biases,
             activation=config.mlp_activation,
+            groups=ExpertGroups(config.num_expert_groups, config.num_groups_per_token),
         )  # fmt: skip
         if config.num_shared_experts:
             y_BTE = y_BTE + self.shared(x_BTE, context)

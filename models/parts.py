@@ -11,6 +11,7 @@ token, M mlp, N tokens (B T), R rows (N K), G groups.
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -212,13 +213,24 @@ def added(x: Array, more: Array | None) -> Array:
     return x if more is None else x + more
 
 
+class ExpertGroups(NamedTuple):
+    """Equal groups of experts, one after another, and of how many of these a token chooses its experts."""
+
+    num: int
+    num_chosen: int
+
+
+ONE_GROUP = ExpertGroups(1, 1)  # a token chooses among all
+
+
 def apply_experts(
     x_BTE: Array, weights_BTK: Array, ids_BTK: Array, gate_XEM: Array, up_XEM: Array, down_XME: Array,
-    *biases: Array, activation: str,
+    *biases: Array, activation: str, groups: ExpertGroups = ONE_GROUP,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Returns (the weighted sum of what each token's experts make of it, like x; choices of a token that were dropped,
     a count: 0). Tokens are sorted by expert, so that each expert multiplies with its own alone; those of NO_EXPERT go
-    last, and come to 0."""
+    last, and come to 0. groups: those of which the choices are, which do not matter on one device."""
+    del groups
     B, T, E = x_BTE.shape
     is_sent_BT1 = ids_BTK[..., :1] != NO_EXPERT
     x_BTE, weights_BTK = (jnp.where(is_sent_BT1, each, 0) for each in (x_BTE, weights_BTK))

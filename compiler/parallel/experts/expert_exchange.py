@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from meshloom.models.parts import ONE_GROUP, ExpertGroups
+
 from ...core.scopes import Pass
 from ...core.traffic import CollectiveKind, DeviceTraffic, Traffic
 from ...sharding.arrays import OpSite
@@ -43,7 +45,7 @@ class ExchangeSizes:
     row_bytes: the bytes of a token. num_runs: the exchanges of a layer in one direction, one for each chunk of each
     part of the batch. token_bytes, gradient_bytes: the bytes of a token and of the gradient of its result where they
     are sent to experts in few bits, with a scale for each; None: they are sent as they are. num_nodes: the nodes in
-    which the devices lie, as many in each."""
+    which the devices lie, as many in each. groups: those of which a token chooses its experts."""
 
     experts: Experts
     tokens: int
@@ -53,6 +55,7 @@ class ExchangeSizes:
     token_bytes: int | None = None
     gradient_bytes: int | None = None
     num_nodes: int = 1
+    groups: ExpertGroups = ONE_GROUP
 
     @property
     def choices(self) -> int:
@@ -75,9 +78,23 @@ class ExchangeSizes:
 
     def _share_of(self, num_local: int) -> float:
         """Returns the share of tokens that have one of so many experts, if all are chosen alike: 1 less the chance that
-        none of the K different experts of a token is one of these."""
-        num_experts, num_others = self.experts.num_experts, self.experts.num_experts - num_local
-        return 1 - math.comb(num_others, self.num_chosen) / math.comb(num_experts, self.num_chosen)
+        none of the K different experts of a token is one of these.
+
+        A token chooses a group for the best experts in it. So each group that it chooses has one of its choices, and
+        the others are anywhere in these groups."""
+        num_groups, chosen = self.groups.num, min(self.groups.num_chosen, self.num_chosen)
+        of_group = self.experts.num_experts // num_groups
+        if num_local % of_group == 0:
+            return 1 - _chance_of_none(num_groups, num_local // of_group, chosen)
+        if of_group % num_local:  # parts of several groups: as if there were none
+            return 1 - _chance_of_none(self.experts.num_experts, num_local, self.num_chosen)
+        others = _chance_of_none(chosen * (of_group - 1), num_local, self.num_chosen - chosen)
+        return chosen / num_groups * (1 - (1 - num_local / of_group) * others)
+
+
+def _chance_of_none(num: int, num_local: int, num_chosen: int) -> float:
+    """Returns the chance that none of so many different choices of all is one of `num_local`."""
+    return math.comb(num - num_local, num_chosen) / math.comb(num, num_chosen)
 
 
 @dataclass(frozen=True)
@@ -118,7 +135,7 @@ def buffers_of(name: str, sizes: ExchangeSizes, imbalance: float | None, *, is_r
 
     if name == HIERARCHICAL:
         m, to_node = sizes.num_nodes, room(sizes.tokens * sizes.share_of_node, sizes.tokens)
-        inside = room(m * sizes.tokens * sizes.share_of_device, m * to_node)
+        inside = room(m * sizes.tokens * sizes.share_of_device, m * sizes.tokens)
         return replace(buffers, tokens=inside, tokens_to_node=to_node if to_node < sizes.tokens else None)
     if name != DEDUPLICATED:
         return buffers

@@ -26,6 +26,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from meshloom.models.parts import ONE_GROUP
+
 from ...core.errors import ConfigError, Problem
 from ...core.format import human_seconds
 from ...core.kernels import KernelCall, KernelCost
@@ -63,6 +65,7 @@ from .expert_exchange import (
     RAGGED,
     ExchangeBuffers,
     ExchangeSizes,
+    ExchangeTime,
     buffers_of,
     exchange_legs,
     exchange_time,
@@ -173,7 +176,7 @@ class ExpertsOp(ParallelOp):
         used = used and replace(used, result_spec=None, gradient_spec=None)
         chosen: ExpertsPlan = replace(plan.chosen.parameters, arithmetic=used)
 
-        def apply(x: Array, weights: Array, ids: Array, *matrices: Any, activation: str) -> Any:
+        def apply(x: Array, weights: Array, ids: Array, *matrices: Any, activation: str, **_: Any) -> Any:
             if chosen.layout.partitioner:  # elements would need layouts over its axes
                 matrices = tuple(map(decoded_weight, matrices))
             return apply_planned(x, weights, ids, matrices, activation, chosen)
@@ -221,7 +224,8 @@ def _sizes_of(site: OpSite, inputs: OpInputs) -> ExchangeSizes:
     row_bytes = width * jnp.dtype(inputs.spec.precision.compute).itemsize
     num_nodes, _ = nodes_of(experts, inputs)
     of_run = tokens // num_chunks, num_chosen, row_bytes, num_parts * num_chunks
-    return ExchangeSizes(experts, *of_run, *of_types, num_nodes=num_nodes)
+    groups = dict(site.options).get("groups", ONE_GROUP)
+    return ExchangeSizes(experts, *of_run, *of_types, num_nodes=num_nodes, groups=groups)
 
 
 def _weights(site: OpSite, inputs: OpInputs) -> tuple[ArrayPlan, ArrayPlan]:
@@ -283,7 +287,7 @@ def _exchange(name: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -
     over, imbalance = " and ".join(sizes.experts.axes), inputs.spec.moe.max_imbalance
     why_not_ragged = _why_not_ragged(inputs, sizes.experts)
     is_ragged = name in (RAGGED, DEDUPLICATED) and why_not_ragged is None
-    buffers = buffers_of(name, sizes, imbalance, is_ragged=is_ragged)
+    buffers, time = _timed(name, site, inputs, sizes, is_ragged=is_ragged)
     plan = _plan(name, site, inputs, sizes, buffers, is_ragged=is_ragged)
     room = "for any imbalance" if buffers.is_dropless else f"for {imbalance:g} times the mean, what is more is dropped"
     words = _words(name, over, buffers, is_ragged=is_ragged)
@@ -291,13 +295,29 @@ def _exchange(name: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -
     refusals = {RAGGED: refused(why_not_ragged), HIERARCHICAL: nodes_of(sizes.experts, inputs)[1]}
     refusal, what = refusals.get(name), f"{words}{plan.types.how}: {room}"
     strategy = Strategy(name, what, plan, sent_once(legs), refusal=refusal, has_spare_room=buffers.is_dropless)
-    time = exchange_time(legs, site, inputs, sizes.num_runs)
     if time is None:
         return replace(strategy, reason="the first that runs here; the time of its exchanges is not known")
     waited, sent = human_seconds(time.waited_seconds), human_seconds(time.sent_seconds)
     figures = f"a layer waits {waited} of the {sent} of its exchanges, the least"
     plan = replace(plan, waited_share=time.waited_seconds / time.sent_seconds)
     return replace(strategy, parameters=plan, cost=Cost(time.waited_seconds, "seconds"), reason=figures)
+
+
+def _timed(
+    name: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes, *, is_ragged: bool
+) -> tuple[ExchangeBuffers, ExchangeTime | None]:
+    """Returns the buffers of an exchange, and its time; None where that is not known. In two steps tokens may go to
+    the nodes of their experts, or all to all, which nothing of the layer waits for: as waits least."""
+    buffers = buffers_of(name, sizes, inputs.spec.moe.max_imbalance, is_ragged=is_ragged)
+    ways = [buffers]
+    if buffers.tokens_to_node is not None:
+        ways.append(replace(buffers, tokens_to_node=None))
+    legs = (exchange_legs(name, sizes, each, is_ragged=is_ragged) for each in ways)
+    times = [exchange_time(each, site, inputs, sizes.num_runs) for each in legs]
+    timed = [(each, time) for each, time in zip(ways, times, strict=True) if time is not None]
+    if not timed:
+        return buffers, None
+    return min(timed, key=lambda each: each[1].waited_seconds)
 
 
 def _words(name: str, over: str, buffers: ExchangeBuffers, *, is_ragged: bool) -> str:

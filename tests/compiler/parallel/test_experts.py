@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -31,6 +32,7 @@ from meshloom.compiler.tune.space import mesh_axes
 from meshloom.compiler.xla.hlo import parse_module
 from meshloom.compiler.xla.schedule.prices import Chip, price_instruction
 from meshloom.compiler.xla.schedule.steps import Compute
+from meshloom.models.parts import ExpertGroups, route
 from support.experts import MOE
 from support.programs import plan_as_declared, target_of
 
@@ -160,6 +162,26 @@ def test_a_token_goes_to_as_many_devices_as_have_one_of_its_experts(num_devices)
         assert sizes.share_of_device == pytest.approx(np.mean(has), rel=0.005)
 
 
+@pytest.mark.parametrize("num_best", [1, 2])
+def test_a_token_that_chooses_groups_first_goes_to_fewer_devices(num_best):
+    """By the model's own router: 8 of 256 experts, of 4 of 8 groups."""
+    scores = jnp.asarray(np.random.default_rng(0).random((1, 20_000, 256)), jnp.float32)
+    groups = ExpertGroups(8, 4)
+    _, ids = route(scores, None, num_chosen=8, num_groups=groups.num, num_groups_chosen=groups.num_chosen,
+                   num_best=num_best, is_normalized=True, scale=1.0)  # fmt: skip
+    for num_devices in (2, 4, 8, 16, 64):
+        sizes = ExchangeSizes(Experts(256, ("expert",), num_devices), 1, 8, 1, 1, groups=groups)
+        has = [(np.asarray(ids)[0] // sizes.experts.num_local == device).any(1) for device in range(num_devices)]
+        assert sizes.share_of_device == pytest.approx(np.mean(has), rel=0.02)
+
+
+def test_a_model_says_of_which_groups_its_choices_are():
+    sizes = ("model=deepseek_v3", "sharding=fsdp_expert", "target=h100-2048", "mesh.fsdp=32", "mesh.expert=64",
+             "global_batch_size=4096", "sequence_length=4096", "remat=full", "moe.max_imbalance=1")  # fmt: skip
+    plan = plan_as_declared(*sizes, "parallel.experts=hierarchical")
+    assert plan.operation("experts").chosen.parameters.buffers.tokens_to_node == plan.batch.tokens_of_device / 2
+
+
 @pytest.mark.parametrize(("target", "is_ragged"), [("v5p-128", True), ("v5e-64", False)])
 def test_a_deduplicated_exchange_has_room_for_the_declared_imbalance_of_tokens(target, is_ragged):
     """Qwen 3 over 16 devices: 8 of 128 experts, 8 on each. A padded exchange has as much room for each pair."""
@@ -191,30 +213,30 @@ def test_estimates_and_prices_have_the_bytes_of_a_deduplicated_exchange():
     assert sum(each.bytes for each in found) == pytest.approx(2 * 5 * tokens * 4096 * 2, rel=1e-3)
 
 
-QWEN = ("model=qwen3_30b_a3b", "model.num_layers=2", "sharding=fsdp_expert", "target=h100-32", "mesh.expert=32",
+QWEN = ("model=qwen3_30b_a3b", "model.num_layers=2", "sharding=fsdp_expert", "target=h100-64", "mesh.expert=64",
         "global_batch_size=128", "sequence_length=2048", "remat=full")  # fmt: skip
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("imbalance", ["1", "1.5"])
 def test_estimates_and_prices_have_the_bytes_of_both_steps(imbalance):
-    """With room for all tokens that one node gets, they are gathered. A device sends each token to 0.9 of four nodes;
-    each device of a node has an expert of 0.23 of all tokens."""
+    """With room for all tokens in each node, they are gathered. A device sends each token to 0.67 of eight nodes; each
+    device of a node has an expert of 0.12 of all tokens."""
     plan = plan_as_declared(*QWEN, "parallel.experts=hierarchical", f"moe.max_imbalance={imbalance}")
     found = dict[tuple[str, int, int], int]()
     for each in estimate_step(plan).communication:
         if each.origin.name == "routed, tokens to experts and back" and each.bytes_each > 10**8:
             key = each.kind, each.group_size, each.groups.stride
             found[key] = found.get(key, 0) + each.bytes // each.bytes_each
-    tokens, share = plan.batch.tokens_of_device, 1 - math.comb(96, 8) / math.comb(128, 8)
+    tokens, share = plan.batch.tokens_of_device, 1 - math.comb(112, 8) / math.comb(128, 8)
     is_gathered = float(imbalance) * share > 1
-    over = {("all-to-all", 4, 8): 2 * 5}
+    over = {("all-to-all", 8, 8): 2 * 5}
     if is_gathered:
-        over = {("all-gather", 4, 8): 2 * 3, ("reduce-scatter", 4, 8): 2 * 2}
+        over = {("all-gather", 8, 8): 2 * 3, ("reduce-scatter", 8, 8): 2 * 2}
     assert found == {**over, ("all-to-all", 8, 1): 2 * 5}
     buffers = plan.operation("experts").chosen.parameters.buffers
     assert buffers.tokens_to_node == (None if is_gathered else math.ceil(tokens * share))
-    inside = float(imbalance) * 4 * tokens * (1 - math.comb(124, 8) / math.comb(128, 8))
+    inside = float(imbalance) * 8 * tokens * (1 - math.comb(126, 8) / math.comb(128, 8))
     assert buffers.tokens == math.ceil(inside)
 
 
@@ -224,18 +246,35 @@ def test_over_several_nodes_tokens_go_to_each_node_once_where_that_is_shortest()
     experts = plan.operation("experts")
     costs, buffers = _costs(experts), experts.chosen.parameters.buffers
     assert experts.chosen.name == min(costs, key=lambda name: costs[name]) == "hierarchical"
-    apart = plan_as_declared(*QWEN, "mesh.fsdp=4", "mesh.expert=8").mesh
+    apart = plan_as_declared(*QWEN, "mesh.fsdp=8", "mesh.expert=8").mesh
     sent = {
-        ("fsdp", 4): (buffers.tokens_to_node, plan.batch.tokens_of_device),
-        ("expert", 8): (buffers.tokens, 4 * buffers.tokens_to_node),
+        "fsdp": (buffers.tokens_to_node, plan.batch.tokens_of_device),
+        "expert": (buffers.tokens, 8 * buffers.tokens_to_node),
     }
     rows, choices = 0.0, 0.0
-    for (axis, size), (to_each, known) in sent.items():
-        rows += apart.alone_seconds("all-to-all", size * size * to_each * 2048 * 2, (axis,)) or math.nan
-        choices += apart.alone_seconds("all-gather", size * known * 8 * 4, (axis,)) or math.nan
+    for axis, (to_each, known) in sent.items():
+        rows += apart.alone_seconds("all-to-all", 8 * 8 * to_each * 2048 * 2, (axis,)) or math.nan
+        choices += apart.alone_seconds("all-gather", 8 * known * 8 * 4, (axis,)) or math.nan
     # Rows there, again, and back, and gradients of results; those of tokens run beside other matmuls. Experts of
     # choices and their weights, there and again.
     assert costs["hierarchical"] == pytest.approx(4 * (rows + choices), rel=1e-3)
+
+
+def test_where_nearly_all_tokens_go_to_each_node_they_are_gathered():
+    """Of four nodes a token has experts in 0.91. To send it to those alone would take longer, by the prices of mesh
+    axes in another layout: it waits for the router."""
+    four = (*QWEN, "target=h100-32", "moe.max_imbalance=1")
+    plan = plan_as_declared(*four, "mesh.expert=32")
+    chosen, tokens = plan.operation("experts").chosen, plan.batch.tokens_of_device
+    assert (chosen.name, chosen.parameters.buffers.tokens_to_node) == ("hierarchical", None)
+    apart = plan_as_declared(*four, "mesh.fsdp=4", "mesh.expert=8").mesh
+    share = 1 - math.comb(96, 8) / math.comb(128, 8)
+    exposed = read_compiler_traits("gpu", "h100").exposed_inputs
+    gathered, swapped = (
+        apart.alone_seconds(kind, size * tokens * 2048 * 2, ("fsdp",)) or math.nan
+        for kind, size in (("all-gather", 4), ("all-to-all", 4 * 4 * share))
+    )
+    assert (3 * exposed + 1) * gathered < 4 * swapped
 
 
 def _costs(plan):
