@@ -104,10 +104,11 @@ def assume_overlap(plan: Plan) -> OverlapSpec:
     return overlap.model_copy(update={"layers": layers, "flag_presets": presets, "search": None})
 
 
-def exposed_of_parts(stacks: Iterable[Stack], arrays: Arrays, target: TargetPlan) -> float | None:
+def exposed_of_parts(stacks: Iterable[Stack], arrays: Arrays, target: TargetPlan, *, at_once: int = 1) -> float | None:
     """Returns the share of tensor parallelism's collectives that a step waits for with a split batch; None if nothing
-    of one part runs beside the other."""
-    return exposed_with_parts(target, in_turns=all(takes_turns(stack, arrays, target) for stack in stacks))
+    of one part runs beside the other. at_once: how many collectives may be on their way."""
+    in_turns = all(takes_turns(stack, arrays, target) for stack in stacks)
+    return exposed_with_parts(target, in_turns=in_turns, at_once=at_once)
 
 
 def overrides_of(assumed: OverlapSpec, declared: OverlapSpec) -> tuple[str, ...]:

@@ -6,8 +6,9 @@
 It goes backwards from the last work. A collective ends just before the work that reads its result, and begins before as
 many works as last as long as the scheduler expects it to; no other is on its way meanwhile, or three others with the
 preset `concurrent`. Of several that wait, the one that is read last goes first. Those that are left when the works are
-at an end run before them, one after another. Compiled programs of llama3_8b and llama2_70b for 8 to 128 GPUs
-have this order (docs/estimate.md).
+at an end run before them, one after another, and after what the scheduler then still expects to be on its way, if there
+is room for more: in line, as the links serve them (xla/schedule/simulate.py). Compiled programs of llama3_8b and
+llama2_70b for 8 to 128 GPUs have this order (docs/estimate.md).
 """
 
 from collections.abc import Sequence
@@ -44,20 +45,50 @@ def exposed_in_order(
         return []
     order = sorted(range(len(flights)), key=lambda number: (flights[number].last, number), reverse=True)
     queue = [flights[number] for number in order]
-    expected = works if expected is None else expected
-    to_pass = np.array(np.broadcast_arrays(*(one.expected for one in queue)), float)
-    exposed = np.array(np.broadcast_arrays(*(np.broadcast_to(one.seconds, to_pass.shape[1:]) for one in queue)), float)
+    begins, ends = _places(queue, works if expected is None else expected, at_once)
+    seconds = np.array([np.broadcast_to(one.seconds, begins.shape[1:]) for one in queue], float)
+    by_flight = dict(zip(order, waited_in_line(works, seconds, begins, ends), strict=True))
+    return [by_flight[number] for number in range(len(flights))]
+
+
+def _places(queue: Sequence[Flight], expected: Sequence[Numbers], at_once: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the instants at which each flight begins and is waited for, of each declaration. queue: the flights, what
+    is read last first. expected: of each work. The work at a place comes after the instant place + 2, what is left
+    when the works are at an end begins at 1, and what the scheduler then still expects to be on its way at 0, where
+    there is room for others beside it."""
+    to_pass = np.array(np.broadcast_arrays(*(one.expected for one in queue), *expected)[: len(queue)], float)
     first, last = (np.array(each)[:, None] for each in zip(*((one.first, one.last) for one in queue), strict=True))
     waits, flying = np.ones_like(to_pass, bool), np.zeros_like(to_pass, bool)
-    for place in reversed(range(len(works))):
+    begins, ends = np.full(to_pass.shape, 1), np.full(to_pass.shape, 2)
+    for place in reversed(range(len(expected))):
         flying &= first <= place
         free = waits & (last > place) & (first <= place)
         begun = free & (np.cumsum(free, axis=0) <= at_once - flying.sum(axis=0))
         waits &= ~begun
         flying |= begun
-        sent = np.where(flying, exposed, 0.0)
-        exposed -= np.clip(works[place] - (np.cumsum(sent, axis=0) - sent), 0.0, sent)  # one after another on the links
+        begins[flying], ends[begun] = place + 2, place + 3
         to_pass -= np.where(flying, expected[place], 0.0)
         flying &= to_pass > 0.0
-    by_flight = dict(zip(order, exposed, strict=True))
-    return [by_flight[number] for number in range(len(flights))]
+    begins[flying & (first == 0) & (flying.sum(axis=0) < at_once)] = 0
+    return begins, ends
+
+
+def waited_in_line(
+    works: Sequence[Numbers], seconds: np.ndarray, begins: np.ndarray, ends: np.ndarray
+) -> Sequence[Numbers]:
+    """Returns the seconds of each flight for which works wait, where the links serve one after another: what waits for
+    a flight waits for those before it in line, too. seconds, begins, ends: of each flight and declaration."""
+    now, free = np.zeros(seconds.shape[1:]), np.zeros(seconds.shape[1:])
+    exposed, served_from, served_to = (np.zeros_like(seconds) for _ in range(3))
+    for instant in range(len(works) + 3):
+        ready = np.maximum(now, np.max(np.where(ends == instant, served_to, 0.0), axis=0))
+        exposed += np.clip(np.minimum(served_to, ready) - np.maximum(served_from, now), 0.0, None)
+        now = ready
+        for number in reversed(range(len(seconds))):
+            begun = begins[number] == instant
+            served_from[number] = np.where(begun, np.maximum(now, free), served_from[number])
+            served_to[number] = np.where(begun, served_from[number] + seconds[number], served_to[number])
+            free = np.where(begun, served_to[number], free)
+        if 0 <= instant - 2 < len(works):
+            now = now + works[instant - 2]
+    return list(exposed)

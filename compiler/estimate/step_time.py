@@ -82,7 +82,8 @@ class Hiding:
     operations that state it themselves, by source. exposed_second_sums: the exposed share of a gradient's all-reduce
     that follows its reduce-scatter in a trip of a loop. from_matmuls: the kinds of weights' collectives of which chunks
     are sent from within matmuls. at_once: how many collectives of weights are on their way at once. by_prices: whether
-    the scheduler has the times of a PGLE file, which are taken to be right.
+    the scheduler has the times of a PGLE file, which are taken to be right. most_combined_bytes: the size up to which
+    sums that end together are combined; None: they are not.
     """
 
     weights: frozenset[CollectiveKind]
@@ -96,6 +97,7 @@ class Hiding:
     begins_early: bool = False
     at_once: int = 1
     by_prices: bool = False
+    most_combined_bytes: int | None = None
     scattered: int = 0
 
 
@@ -357,31 +359,54 @@ def _exposed_in_order(
 ) -> list[Numbers]:
     """Returns the seconds of each collective that the scheduler's order exposes. hidden: each with its bytes and its
     seconds."""
-    kernels, at_once = hiding.expected_kernels, hiding.at_once  # where the scheduler counts kernels
-    windows = [(one.beside[0], len(works) if one.beside[1] is None else one.beside[1]) for one, *_ in hidden]
-    if (kernels := hiding.expected_kernels) is None:
-        expected = [
-            once if hiding.by_prices else links.expected_seconds(one.kind, one.mesh_axes, size, once, expects)
-            for one, size, once in hidden
-        ]
-        each = zip(hidden, expected, windows, strict=True)
-        flights = [Flight(once, lasts, *window) for (*_, once), lasts, window in each]
-        return exposed_in_order(works, flights, at_once=at_once)
-    # XLA combines the sums that end together, so that they are expected to last as one.
-    together: dict[object, list[int]] = {}
-    for number, ((one, *_), window) in enumerate(zip(hidden, windows, strict=True)):
+    together: dict[object, list[int]] = {}  # sums that end together
+    for number, (one, *_) in enumerate(hidden):
         alone = number if one.kind in MOVING else None
-        together.setdefault((alone, one.kind, one.mesh_axes, window), []).append(number)
-    sums = [sum((hidden[number][2] for number in each), start=np.zeros(())) for each in together.values()]
-    flights = [
-        Flight(seconds, np.full_like(seconds, lasts), *windows[each[0]])
-        for seconds, each in zip(sums, together.values(), strict=True)
-        for lasts in [kernels.moves if hidden[each[0]][0].kind in MOVING else kernels.sums]
-    ]
-    exposed = exposed_in_order(works, flights, [np.ones(()) for _ in works], at_once=at_once)
-    shares = [left / np.maximum(seconds, np.finfo(float).tiny) for left, seconds in zip(exposed, sums, strict=True)]
-    by_number = {number: share for share, each in zip(shares, together.values(), strict=True) for number in each}
-    return [by_number[number] * once for number, (*_, once) in enumerate(hidden)]
+        together.setdefault((alone, one.kind, one.mesh_axes, one.beside), []).append(number)
+    apart = [[number] for number in range(len(hidden))]
+    if hiding.expected_kernels is not None:
+        return _exposed_of(together.values(), works, hidden, links, expects, hiding)
+    if hiding.most_combined_bytes is None:
+        return _exposed_of(apart, works, hidden, links, expects, hiding)
+    sizes = (sum((hidden[number][1] for number in each), start=np.zeros(())) for each in together.values())
+    most = np.max(np.broadcast_arrays(np.zeros(()), *sizes), axis=0)
+    both = (_exposed_of(groups, works, hidden, links, expects, hiding) for groups in (together.values(), apart))
+    return [np.where(most <= hiding.most_combined_bytes, *each) for each in zip(*both, strict=True)]
+
+
+def _exposed_of(
+    groups: Iterable[Sequence[int]],
+    works: Sequence[Numbers],
+    hidden: Sequence[tuple[Transfer, Numbers, Numbers]],
+    links: LinkTimes,
+    expects: ExpectedAcross,
+    hiding: Hiding,
+) -> list[Numbers]:
+    """Returns the seconds of each collective that the scheduler's order exposes. groups: the numbers of those that are
+    one, because XLA combines them; they are expected to last as one."""
+    flights = list[tuple[Sequence[int], Flight]]()
+    for each in groups:
+        one = hidden[each[0]][0]
+        once = sum((hidden[number][2] for number in each), start=np.zeros(()))
+        if (kernels := hiding.expected_kernels) is not None:  # the scheduler counts kernels
+            lasts = np.full_like(once, kernels.moves if one.kind in MOVING else kernels.sums)
+        elif hiding.by_prices:
+            lasts = once
+        else:
+            lasts = sum(
+                (links.expected_seconds(one.kind, one.mesh_axes, *hidden[number][1:], expects) for number in each),
+                start=np.zeros(()),
+            )
+        until = len(works) if one.beside[1] is None else one.beside[1]
+        flights.append((each, Flight(once, lasts, one.beside[0], until)))
+    of_works = None if hiding.expected_kernels is None else [np.ones(()) for _ in works]
+    left = exposed_in_order(works, [flight for _, flight in flights], of_works, at_once=hiding.at_once)
+    shares = {
+        number: seconds / np.maximum(flight.seconds, np.finfo(float).tiny)
+        for (each, flight), seconds in zip(flights, left, strict=True)
+        for number in each
+    }
+    return [shares[number] * once for number, (*_, once) in enumerate(hidden)]
 
 
 def _exposed_share(region: RegionCosts, kind: CollectiveKind, hiding: Hiding) -> float:
@@ -436,10 +461,11 @@ def plan_hiding(plan: Plan) -> Hiding:
     weights = hidden_kinds(assumed.flag_presets, plan.spec, target)
     options = options_with(assumed.flag_presets, plan.spec, target)
     by_prices = plan.spec.overlap.pgle is not None
+    at_once = sent_at_once(options, target.option_effects)
     is_ring = runs_beside_compute(plan.ops, ((each.op.kind, each.chosen.name) for each in plan.operations))
     exposed = cost_model().exposed_beside_matmuls if is_ring and why_permutes_wait(target) is None else None
     if exposed is None and assumed.layers.batch_split > 1:
-        exposed = exposed_of_parts(plan.model.stacks, plan.arrays, target)
+        exposed = exposed_of_parts(plan.model.stacks, plan.arrays, target, at_once=at_once)
     return Hiding(
         weights=weights,
         activations_exposed=1.0 if exposed is None else exposed,
@@ -450,8 +476,9 @@ def plan_hiding(plan: Plan) -> Hiding:
         in_order=target.compiler.expected_across,
         expected_kernels=None if by_prices else target.compiler.expected_kernels,
         begins_early=begin_early(options, target.option_effects),
-        at_once=sent_at_once(options, target.option_effects),
+        at_once=at_once,
         by_prices=by_prices,
+        most_combined_bytes=sums.most_bytes if (sums := target.compiler.combined_sums) else None,
         scattered=min(math.prod(target.compiler.scattered_block), target.num_devices - 1),
     )
 

@@ -31,6 +31,14 @@ class ExpectedKernels(Record):
     sums: int
 
 
+class ExposedInTurns(Record):
+    """The share of tensor parallelism's collectives that is waited for where the parts of a split batch run in turns.
+    one_at_a_time: where one collective is on its way at a time, and weights cross nodes, too."""
+
+    share: float
+    one_at_a_time: float
+
+
 class CombinedSums(Record):
     """The limit up to which reduce-scatters are combined into one. most_bytes: of the sums before they are scattered.
     option: the compiler's, which takes the bytes that each device keeps of them."""
@@ -93,7 +101,7 @@ class CompilerTraits(Record):
     async_permutes: bool = False
     max_chips_async_permutes: int | None = None
     orders_by_barriers: bool = False
-    exposed_in_turns: float | None = None
+    exposed_in_turns: ExposedInTurns | None = None
     exposed_inputs: float = 0.0
     exposed_returns: float | None = None
     copies_loop_carry: bool = False

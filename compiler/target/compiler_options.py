@@ -30,7 +30,7 @@ def presets_for(target: TargetPlan) -> dict[str, FlagPreset]:
 def default_presets(target: TargetPlan, *, has_experts: bool, num_parts: int) -> tuple[str, ...]:
     """Returns the presets that `auto` stands for on this target. has_experts: whether the model does. num_parts: of the
     batch in a layer. Within a node neither needs any."""
-    is_across = target.shape is not None and target.shape[0] > 1
+    is_across = _spans_nodes(target)
     return tuple(
         name
         for name, one in presets_for(target).items()
@@ -38,6 +38,10 @@ def default_presets(target: TargetPlan, *, has_experts: bool, num_parts: int) ->
         or (is_across and has_experts and one.is_default_for_experts)
         or (is_across and num_parts > 1 and one.is_default_for_parts)
     )
+
+
+def _spans_nodes(target: TargetPlan) -> bool:
+    return target.shape is not None and target.shape[0] > 1
 
 
 def with_presets(spec: PlanSpec, target: TargetPlan, *, has_experts: bool) -> PlanSpec:
@@ -127,11 +131,12 @@ def why_permutes_wait(target: TargetPlan) -> str | None:
     return None
 
 
-def exposed_with_parts(target: TargetPlan, *, in_turns: bool = True) -> float | None:
+def exposed_with_parts(target: TargetPlan, *, in_turns: bool = True, at_once: int = 1) -> float | None:
     """Returns the share of tensor parallelism's collectives that is waited for with a split batch; None if nothing of
-    one part runs beside the other. in_turns: the parts run in turns where the compiler keeps their order."""
-    if in_turns and target.compiler.exposed_in_turns is not None:
-        return target.compiler.exposed_in_turns
+    one part runs beside the other. in_turns: the parts run in turns where the compiler keeps their order. at_once: how
+    many collectives may be on their way."""
+    if in_turns and (shares := target.compiler.exposed_in_turns) is not None:
+        return shares.one_at_a_time if at_once == 1 and _spans_nodes(target) else shares.share
     return cost_model().exposed_beside_matmuls if why_permutes_wait(target) is None else None
 
 

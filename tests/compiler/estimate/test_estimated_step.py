@@ -49,13 +49,27 @@ def test_parts_in_turns_wait_for_a_share_of_what_is_sent_between_matmuls():
     """Where nothing else is sent. A whole batch waits for all of it."""
     of_parts = read_compiler_traits("gpu", "h100").exposed_in_turns
     assert of_parts is not None
-    for num_parts, share in ((1, 1.0), (2, of_parts)):
+    for num_parts, share in ((1, 1.0), (2, of_parts.share)):
         plan = plan_of(*SMALL, "sharding=tensor", "mesh.tensor=2", "mesh.data=1", "precision=bfloat16", "target=h100-2",
                        f"overlap.layers.batch_split={num_parts}")  # fmt: skip
         estimate = estimate_step(plan)
         seconds = (one.count * (plan.mesh.alone_seconds(one.kind, one.bytes_each, one.mesh_axes) or math.nan)
                    for one in estimate.communication)  # fmt: skip
         assert estimate.figures.exposed_seconds == pytest.approx(share * sum(seconds))
+
+
+def test_one_collective_at_a_time_leaves_more_over_tensor_between_nodes():
+    """There weights cross the nodes meanwhile. Within a node it makes no difference."""
+
+    def share(num_devices, *presets):
+        plan = plan_of(*SMALL, "sharding=fsdp_tensor", "mesh.tensor=2", f"target=h100-{num_devices}",
+                       f"global_batch_size={num_devices}", "overlap.layers.batch_split=2", *presets)  # fmt: skip
+        return plan_hiding(plan).activations_exposed
+
+    of_parts = read_compiler_traits("gpu", "h100").exposed_in_turns
+    assert of_parts is not None
+    assert share(16) == share(8) == share(8, "overlap.flag_presets=[]") == of_parts.share
+    assert share(16, "overlap.flag_presets=[]") == of_parts.one_at_a_time > of_parts.share
 
 
 def test_a_preset_is_assumed_only_where_it_hides_more():

@@ -1,5 +1,6 @@
 """What a scheduler hides in order: a trip of a compiled program, limits that hold for any order, and plans for GPUs."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,12 +8,15 @@ import numpy as np
 
 import meshloom
 from conftest import SMALL, plan_of
+from meshloom.compiler.core.traffic import Placed
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.estimated_step import read_step
-from meshloom.compiler.estimate.latency_hiding import Flight, exposed_in_order
-from meshloom.compiler.estimate.program_costs import StepOrder, read_costs
+from meshloom.compiler.estimate.latency_hiding import Flight, exposed_in_order, waited_in_line
+from meshloom.compiler.estimate.program_costs import Costs, StepOrder, read_costs
 from meshloom.compiler.estimate.regions import price_regions
-from meshloom.compiler.estimate.step_time import plan_hiding
+from meshloom.compiler.estimate.step_time import plan_hiding, plan_link_times, plan_rates, time_step
+from meshloom.compiler.xla.schedule.simulate import simulate
+from meshloom.compiler.xla.schedule.steps import Collective, Compute, Done, Start, Step
 
 # One forward trip of llama3_8b on h100-64, a sequence of 4,096 a chip, in microseconds: queries, keys, values,
 # attention, its output, up, gate, down. What each gather waits for is in the compiled program's timeline.
@@ -30,6 +34,10 @@ EXPECTED = {333: 460, 231: 380, 719: 930}
 
 def _columns(values):
     return [np.array([float(value)]) for value in values]
+
+
+def _named(number):
+    return Start(Collective(f"all-gather.{number}", "all-gather", 1, "f32", ((0, 1),), True, "", "", "", (1,)))
 
 
 def _flight(seconds, expected, first, last):
@@ -155,6 +163,51 @@ def test_experts_on_gpus_have_no_loop_in_a_layer():
     shape, _ = read_costs(price_regions(read_step(plan), plan.target.compiler), weights, plan.ops)
     trips = {one.region for one in shape.transfers if one.region and one.is_weight}
     assert [len(shape.inside(trip)) for trip in trips] == [1, 1]
+
+
+def test_a_gather_that_nothing_hides_is_in_line_after_a_sum_that_begins_before_it():
+    """With room for several, the sum of the trip before begins with the trip, as its scheduler expects it to last
+    longer. With room for one it begins when the gather has ended, and where it is expected to end in time as well."""
+    works, gather = _columns([10, 10]), _flight(3, 3, 0, 0)
+    for expected, at_once, exposed in ((100, 2, [12, 3]), (100, 1, [0, 3]), (15, 2, [0, 3])):
+        found = exposed_in_order(works, [_flight(12, expected, 0, 2), gather], at_once=at_once)
+        assert [float(each[0]) for each in found] == exposed
+
+
+def test_waits_are_those_of_a_clock_that_runs_the_trip():
+    """Random trips, with what begins and ends in them by hand."""
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        works = rng.integers(1, 20, 4).astype(float)
+        seconds = rng.integers(1, 40, 5).astype(float)
+        begins = rng.integers(0, 4, 5)
+        ends = [int(rng.integers(begin + 1, 5)) for begin in begins]
+        steps: list[Step] = []
+        for place in range(5):
+            steps += [Done(f"all-gather.{number}") for number in range(5) if ends[number] == place]
+            steps += [_named(number) for number in reversed(range(5)) if begins[number] == place]
+            steps += [Compute(f"work.{place}", "matmul", float(one), "flops", "") for one in works[place : place + 1]]
+        of = {f"all-gather.{number}": Placed(float(one), ("NIC",)) for number, one in enumerate(seconds)}
+        result = simulate(tuple(steps), lambda each, of=of: of[each.name])
+        found = waited_in_line(_columns(works), seconds[:, None], begins[:, None] + 2, np.array(ends)[:, None] + 2)
+        for number, each in enumerate(found):
+            assert float(each[0]) == result.collectives[f"all-gather.{number}"].exposed_seconds
+
+
+def test_sums_that_are_combined_need_one_place():
+    """So with several on their way there is room for gathers beside them, which are then in line after these."""
+    plan = plan_of(*GPUS, "overlap.flag_presets=[concurrent]")
+    weights = frozenset(array.array.path for array in plan.sharding.parameters)
+    shape, numbers = read_costs(price_regions(read_step(plan), plan.target.compiler), weights, plan.ops)
+    costs, links = Costs(shape, numbers[:, None]), plan_link_times([plan.mesh], shape.collective_axes)
+    rates, hiding = plan_rates(plan.target), plan_hiding(plan)
+    assert rates is not None
+    assert hiding.most_combined_bytes
+    exposed = [
+        float(time_step(costs, rates, links, replace(hiding, most_combined_bytes=most)).exposed_seconds[0])
+        for most in (hiding.most_combined_bytes, None, 1)
+    ]
+    assert exposed[0] > exposed[1] == exposed[2]
 
 
 def test_several_on_their_way_share_their_links():
