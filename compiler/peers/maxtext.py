@@ -345,8 +345,10 @@ def _put_quantization(reading: PeerReading, option: str) -> None:
         return
     has_experts = reading.whole("num_experts") > 1
     left_out = "*/mlp/*_X*" if has_experts and kind not in reading.peer.tables["quantized_experts"] else None
-    put_matmuls(reading, option, types[kind], because, left_out=left_out)
-    if kind not in reading.peer.tables["current_scaling"]:
+    has_stages = max(map(reading.whole, ("ici_pipeline_parallelism", "dcn_pipeline_parallelism"))) > 1
+    history = None if has_stages else reading.peer.tables["delayed_scaling"].get(kind)
+    put_matmuls(reading, option, types[kind], because, left_out=left_out, history=history)
+    if history is None and kind not in reading.peer.tables["current_scaling"]:
         reading.notes.append(
             f"{because}: here a scale comes from the largest magnitude now, and elements are the nearest; "
             "MaxText's may come from a fixed range or from steps before, and its gradients may be rounded at random"

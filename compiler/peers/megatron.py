@@ -387,14 +387,30 @@ def _put_fp8(reading: PeerReading, option: str, form: str) -> None:
         reading.refuse(key, "Meshloom has float8 in runs that compute in bfloat16", "add --bf16, or leave fp8 out")
     elif types:
         because = reading.said(key, "fp8_recipe")
-        put_matmuls(reading, option, types, because, gathered=is_gathered and not has_blocks)
+        history = None if has_blocks else _history(reading, because)
+        put_matmuls(reading, option, types, because, gathered=is_gathered and not has_blocks, history=history)
         note_experts(reading, because)
-        if not has_blocks and not {recipe, reading.text("compute_dtype")} & {*reading.peer.tables["current_scaling"]}:
-            reading.notes.append(f"{because}: a scale comes from the largest magnitude now, and not from earlier steps")
-        elif recipe == "blockwise":
+        if recipe == "blockwise":
             reading.notes.append(f"{because}: {_BLOCKWISE}")
         if has_blocks and is_gathered:
             reading.notes.append("fp8_param_gather: weights are gathered in bfloat16 here")
+
+
+def _history(reading: PeerReading, because: str) -> int | None:
+    """Returns how many steps the scales of tensors come from; None: from the magnitudes now."""
+    tables, compute = reading.peer.tables, reading.text("compute_dtype")
+    if {reading.text("fp8_recipe"), compute} & {*tables["current_scaling"]}:
+        return None
+    if reading.count("pipeline_model_parallel_size") > 1:
+        what = "a scale comes from the largest magnitude now, and not from earlier steps, as stages hand on none"
+        reading.notes.append(f"{because}: {what}")
+        return None
+    of_bridge = compute in tables["delayed_scaling"] and not reading.is_given("fp8_amax_history_len")
+    length = tables["delayed_scaling"][compute] if of_bridge else reading.count("fp8_amax_history_len")
+    kinds = {"max": length, "most_recent": length if of_bridge else 1}
+    if margin := reading.number("fp8_margin"):
+        reading.notes.append(f"fp8_margin={in_full(margin)}: scales have no margin here")
+    return reading.one_of("fp8_amax_compute_algo", kinds)
 
 
 def _put_optimizer(reading: PeerReading, devices: Devices | None) -> None:

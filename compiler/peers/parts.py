@@ -26,19 +26,22 @@ def put_remat(reading: PeerReading, choices: Mapping[str, str], because: str) ->
 
 def put_matmuls(
     reading: PeerReading, option: str, types: tuple[str, str], because: str, *, left_out: str | None = None,
-    gathered: bool = False,
+    gathered: bool = False, history: int | None = None, has_head: bool = False,
 ) -> None:  # fmt: skip
     """Puts the types in which matmuls of layers multiply. option: that of `precision` for all else. types: of x and
     weights, and of gradients. left_out: a pattern of parameters that multiply as they are; None: there are none.
-    gathered: whether weights are gathered in their type."""
+    gathered: whether weights are gathered in their type. history: the steps that scales come from; None: from
+    magnitudes now. has_head: whether the head multiplies so, too."""
     forward, gradients = types
     own = next((name for name in ("fp8", "int8", "mxfp8") if _types(name) == (forward, gradients)), None)
     if own and option == "bfloat16":
         reading.put(f"precision={own}", because)
-    if left_out or gathered or not (own and option == "bfloat16"):
-        gather = f", gather: {forward}" if gathered else ""
-        rules = [f"{{match: null, forward: {forward}, gradients: {gradients}{gather}}}"]
+    if left_out or gathered or history or has_head or not (own and option == "bfloat16"):
+        in_types = f"forward: {forward}, gradients: {gradients}"
+        more = (f", gather: {forward}" if gathered else "") + (f", history: {history}" if history else "")
+        rules = [f"{{match: null, {in_types}{more}}}"]
         rules = [f"{{match: {left_out}, forward: null, gradients: null}}", *rules] if left_out else rules
+        rules = [f"{{match: head/*, {in_types}}}", *rules] if has_head else rules
         reading.put(f"precision.matmuls=[{', '.join(rules)}]", because)
 
 

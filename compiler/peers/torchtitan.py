@@ -1,5 +1,7 @@
 """torchtitan's declarations: a TOML file, and words that change its keys."""
 
+from typing import Any
+
 from ..core.errors import use_one_of
 from .mesh import Devices, known_devices, put_mesh
 from .parts import note_experts, put_matmuls, put_values
@@ -215,16 +217,22 @@ def _put_float8(reading: PeerReading, option: str, sections: tuple[str, ...], de
         return
     said = " ".join((because, *(reading.said(key) for key in keys["recipe_name"])))
     gathered = [key for key in keys["enable_fsdp_float8_all_gather"] if reading.flag(key)]
-    put_matmuls(reading, option, types, " ".join((said, *map(reading.said, gathered))), gathered=bool(gathered))
+    filtered = [name for key in keys["filter_fqns"] for name in _names(reading.value(key))]
+    has_head = sections == _FLOAT8 and not {"output", "lm_head"} & {*filtered}
+    has_head = has_head and reading.model_value("embeddings") != "tied"
+    because = " ".join((said, *map(reading.said, gathered)))
+    put_matmuls(reading, option, types, because, gathered=bool(gathered), has_head=has_head)
     note_experts(reading, said)
     for key in keys["emulate"]:
         if reading.flag(key):
             reading.put("precision.emulate=true", reading.said(key))
-    for key in keys["filter_fqns"]:
-        names = reading.value(key) or []
-        names = names if isinstance(names, list) else str(names).split(",")
-        if others := [str(name) for name in names if name not in _AS_THEY_ARE]:
-            reading.notes.append(f"{key}: {', '.join(others)} multiply in float8 here, too")
+    if others := [name for name in filtered if name not in _AS_THEY_ARE]:
+        reading.notes.append(f"{keys['filter_fqns'][0]}: {', '.join(others)} multiply in float8 here, too")
+
+
+def _names(value: Any) -> list[str]:
+    """Returns the names of modules in a list, or in words between commas."""
+    return [str(name) for name in (value if isinstance(value, list) else str(value or "").split(",")) if name]
 
 
 def _put_optimizer(reading: PeerReading) -> None:

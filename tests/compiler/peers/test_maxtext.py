@@ -366,6 +366,18 @@ def test_scales_from_the_largest_magnitude_now_are_as_they_are_there(kind, preci
     assert not any("largest magnitude now" in note for note in found.notes)
 
 
+def test_delayed_scaling_of_transformer_engine_has_its_history():
+    """Of 1,024 steps by default; stages here hand on no magnitudes."""
+    delayed = "quantization=te_fp8_delayedscaling"
+    found = imported(*SMALL, delayed)
+    rule = "{match: null, forward: fp8, gradients: fp8_e5m2, history: 1024}"
+    assert f"precision.matmuls=[{rule}]" in found.words
+    assert not any("largest magnitude now" in note for note in found.notes)
+    staged = imported(*SMALL, delayed, "ici_pipeline_parallelism=4", "num_pipeline_microbatches=8")
+    assert "precision=fp8" in staged.words
+    assert any("largest magnitude now" in note for note in staged.notes)
+
+
 def test_few_bits_want_a_run_in_bfloat16():
     found = problems(*SMALL, "quantization=fp8", "dtype=float32")
     assert "compute in bfloat16" in found["quantization"]

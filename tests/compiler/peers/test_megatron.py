@@ -214,26 +214,30 @@ def test_moments_on_the_host_are_so_here(script):
 
 
 @pytest.mark.parametrize(
-    ("words", "is_noted"),
+    ("words", "history", "note"),
     [
-        (("--fp8-format", "hybrid"), True),  # its recipe is delayed
-        (("--fp8-format", "hybrid", "--fp8-recipe", "delayed", "--fp8-amax-history-len", "16"), True),
-        (("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"), False),
-        (("--compute-dtype", "fp8_ds"), True),
-        (("--compute-dtype", "fp8_cs"), False),
+        (("--fp8-format", "hybrid"), 1, ""),  # its recipe is delayed, with the magnitude of the step before
+        (("--fp8-format", "hybrid", "--fp8-amax-history-len", "16", "--fp8-amax-compute-algo", "max"), 16, ""),
+        (("--fp8-format", "hybrid", "--fp8-amax-history-len", "16"), 1, ""),
+        (("--fp8-format", "hybrid", "--fp8-margin", "2"), 1, "fp8_margin=2: scales have no margin here"),
+        (("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"), None, ""),
+        (("--compute-dtype", "fp8_ds"), 1024, ""),
+        (("--compute-dtype", "fp8_cs"), None, ""),
+        (("--fp8-format", "hybrid", "--pipeline-model-parallel-size", "2"), None, "as stages hand on none"),
     ],
 )
-def test_scales_from_earlier_steps_are_noted(words, is_noted, script):
+def test_scales_from_earlier_steps_are_those_of_the_recipe(words, history, note, script):
     found = imported(script, "--bf16", *words)
-    assert any(word.startswith("precision.matmuls") for word in found.words)
-    assert any("comes from the largest magnitude now" in note for note in found.notes) == is_noted
-    if "--fp8-amax-history-len" in words:
-        assert found.without_effect["scales of float8 from earlier steps"] == ("fp8_amax_history_len",)
+    (rules,) = (word for word in found.words if word.startswith("precision.matmuls"))
+    more = "" if history is None else f", history: {history}"
+    assert rules == f"precision.matmuls=[{{match: null, forward: fp8, gradients: fp8_e5m2{more}}}]"
+    assert any(note in each for each in found.notes) == bool(note)
 
 
 def test_fp8_is_imported(script):
     words = set(imported(script, "--bf16", "--fp8-format", "hybrid", "--fp8-param-gather").words)
-    assert "precision.matmuls=[{match: null, forward: fp8, gradients: fp8_e5m2, gather: fp8}]" in words
+    rule = "{match: null, forward: fp8, gradients: fp8_e5m2, gather: fp8, history: 1}"
+    assert f"precision.matmuls=[{rule}]" in words
     e4m3 = set(imported(script, "--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "tensorwise").words)
     assert "precision.matmuls=[{match: null, forward: fp8, gradients: fp8}]" in e4m3
     words = ("--bf16", "--fp8-format", "e4m3", "--fp8-recipe", "mxfp8", "--fp8-param-gather")

@@ -130,8 +130,13 @@ def test_words_of_its_command_line_have_hyphens_and_no(toml):
 
 @pytest.mark.parametrize("section", ["float8", "quantize.linear.float8"])
 def test_float8_by_tensor_and_by_row_is_imported(toml, section):
+    """Without a filter its head is converted, too."""
     plain = imported(toml, f"--model.converters={section}")
-    assert "precision=fp8" in plain.words
+    types = "forward: fp8, gradients: fp8_e5m2"
+    assert f"precision.matmuls=[{{match: head/*, {types}}}, {{match: null, {types}}}]" in plain.words
+    layers = imported(toml, f"--model.converters={section}", f"--{section}.filter_fqns=output").words
+    assert "precision=fp8" in layers
+    assert not any(word.startswith("precision.matmuls") for word in layers)
     rows = imported(
         toml, f"--model.converters={section}", f"--{section}.recipe_name=rowwise", f"--{section}.emulate",
         f"--{section}.filter_fqns=output,wq", f"--{section}.enable_fsdp_float8_all_gather",
