@@ -146,6 +146,23 @@ def buffers_of(name: str, sizes: ExchangeSizes, imbalance: float | None, *, is_r
     return replace(buffers, tokens=tokens, sent=min(1.0, mean / smaller) if is_ragged else 1.0)
 
 
+def exchange_in_words(name: str, over: str, buffers: ExchangeBuffers, *, is_ragged: bool) -> str:
+    """Returns what an exchange sends. over: the mesh axes."""
+    rows, taken = f"{buffers.rows:,}", f"{buffers.rows:,} rows of them taken"
+    if name == RAGGED:
+        return f"rows exchanged over {over}, as many as there are, {rows} received at most"
+    if name == PADDED:
+        return f"rows exchanged over {over}, {rows} for each device"
+    if name == GATHERED:
+        return f"all tokens gathered over {over}, {taken}"
+    if name == DEDUPLICATED:
+        to_each = "as many as there are" if is_ragged else f"{buffers.tokens:,} to each"
+        return f"tokens sent over {over} once to each device with experts of theirs, {to_each}, {taken}"
+    to_nodes = "all" if buffers.tokens_to_node is None else f"once, {buffers.tokens_to_node:,}"
+    steps = f"{to_nodes} to each node, and there once, {buffers.tokens:,} to each device"
+    return f"tokens sent over {over} in two steps to experts of theirs: {steps}, {taken}"
+
+
 @dataclass(frozen=True)
 class Leg:
     """A transfer of an exchange. waits: what it needs, as above. again: what it needs where the backward pass

@@ -56,6 +56,7 @@ from .dispatch import (
     dispatch_padded,
     dispatch_ragged,
 )
+from .exchange_refusals import nodes_of, why_not_ragged
 from .expert_exchange import (
     CAPACITY,
     DEDUPLICATED,
@@ -67,6 +68,7 @@ from .expert_exchange import (
     ExchangeSizes,
     ExchangeTime,
     buffers_of,
+    exchange_in_words,
     exchange_legs,
     exchange_time,
     sent_once,
@@ -74,7 +76,6 @@ from .expert_exchange import (
 from .expert_mlp import Multiply, experts_mlp
 from .grouped_matmul import Kernels, best_tile, grouped_cost, grouped_matmuls
 from .hierarchical import dispatch_hierarchical
-from .nodes import nodes_of
 from .quantized_groups import quantized_equal_groups, quantized_rows
 from .row_types import row_type_problems, row_types
 from .transfer import RowTypes
@@ -222,7 +223,7 @@ def _sizes_of(site: OpSite, inputs: OpInputs) -> ExchangeSizes:
     types, num_chosen = row_types(inputs), site.operands[1].shape[-1]
     of_types = (each and width * element_formats()[each.element].bits // 8 for each in (types.tokens, types.gradients))
     row_bytes = width * jnp.dtype(inputs.spec.precision.compute).itemsize
-    num_nodes, _ = nodes_of(experts, inputs)
+    num_nodes = nodes_of(experts, inputs)[0] if axes else 1
     of_run = tokens // num_chunks, num_chosen, row_bytes, num_parts * num_chunks
     groups = dict(site.options).get("groups", ONE_GROUP)
     return ExchangeSizes(experts, *of_run, *of_types, num_nodes=num_nodes, groups=groups)
@@ -285,15 +286,15 @@ def _kernels(inputs: OpInputs, sizes: ExchangeSizes) -> Kernels:
 def _exchange(name: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -> Strategy:
     """Returns one of the exchanges that drop nothing unless `moe.max_imbalance` is too small."""
     over, imbalance = " and ".join(sizes.experts.axes), inputs.spec.moe.max_imbalance
-    why_not_ragged = _why_not_ragged(inputs, sizes.experts)
-    is_ragged = name in (RAGGED, DEDUPLICATED) and why_not_ragged is None
+    no_ragged = why_not_ragged(inputs, sizes.experts)
+    is_ragged = name in (RAGGED, DEDUPLICATED) and no_ragged is None
     buffers, time = _timed(name, site, inputs, sizes, is_ragged=is_ragged)
     plan = _plan(name, site, inputs, sizes, buffers, is_ragged=is_ragged)
     room = "for any imbalance" if buffers.is_dropless else f"for {imbalance:g} times the mean, what is more is dropped"
-    words = _words(name, over, buffers, is_ragged=is_ragged)
     legs = exchange_legs(name, sizes, buffers, is_ragged=is_ragged)
-    refusals = {RAGGED: refused(why_not_ragged), HIERARCHICAL: nodes_of(sizes.experts, inputs)[1]}
-    refusal, what = refusals.get(name), f"{words}{plan.types.how}: {room}"
+    refusals = {RAGGED: refused(no_ragged), HIERARCHICAL: nodes_of(sizes.experts, inputs)[1]}
+    refusal, words = refusals.get(name), exchange_in_words(name, over, buffers, is_ragged=is_ragged)
+    what = f"{words}{plan.types.how}: {room}"
     strategy = Strategy(name, what, plan, sent_once(legs), refusal=refusal, has_spare_room=buffers.is_dropless)
     if time is None:
         return replace(strategy, reason="the first that runs here; the time of its exchanges is not known")
@@ -318,39 +319,6 @@ def _timed(
     if not timed:
         return buffers, None
     return min(timed, key=lambda each: each[1].waited_seconds)
-
-
-def _words(name: str, over: str, buffers: ExchangeBuffers, *, is_ragged: bool) -> str:
-    """Returns what an exchange sends. over: the mesh axes."""
-    rows, taken = f"{buffers.rows:,}", f"{buffers.rows:,} rows of them taken"
-    if name == RAGGED:
-        return f"rows exchanged over {over}, as many as there are, {rows} received at most"
-    if name == PADDED:
-        return f"rows exchanged over {over}, {rows} for each device"
-    if name == GATHERED:
-        return f"all tokens gathered over {over}, {taken}"
-    if name == DEDUPLICATED:
-        to_each = "as many as there are" if is_ragged else f"{buffers.tokens:,} to each"
-        return f"tokens sent over {over} once to each device with experts of theirs, {to_each}, {taken}"
-    to_nodes = "all" if buffers.tokens_to_node is None else f"once, {buffers.tokens_to_node:,}"
-    steps = f"{to_nodes} to each node, and there once, {buffers.tokens:,} to each device"
-    return f"tokens sent over {over} in two steps to experts of theirs: {steps}, {taken}"
-
-
-def _why_not_ragged(inputs: OpInputs, experts: Experts) -> str | None:
-    """Returns why the experts' axes use no ragged all-to-all; None where they do."""
-    target = inputs.target
-    most = target.compiler.max_chips_ragged_all_to_all
-    if not target.compiler.ragged_all_to_all:
-        return f"the compiler for {target.name} has no ragged all-to-all"
-    if target.compiler.ragged_hides_less:
-        slower = "hides fewer other collectives next to a ragged all-to-all, so the step is longer"
-        return f"the compiler for {target.name} {slower} (docs/results/experts.md)"
-    if most is not None and target.num_chips > most:
-        return f"the compiler for {target.name} has no ragged all-to-all on more than {most} chips"
-    if len(experts.axes) > 1:
-        return f"the experts are split over several mesh axes, {' and '.join(experts.axes)}"
-    return None
 
 
 def _capacity(site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -> Strategy:

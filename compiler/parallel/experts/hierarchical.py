@@ -1,12 +1,12 @@
 """An exchange of tokens in two steps: over the nodes, and within them.
 
     over the nodes   each token once to each node that has one of its experts, to the device there that has the same
-                     place in its node (its rail); or all tokens to all nodes, where there is room for all of them
+                     place in its node (its rail); or all tokens to all nodes, where a layer waits less for that
     within a node    each token once to each device that has one of its experts
 
 Results come back the same way. They are added up within the node first, so one sum for each node crosses its network.
 
-With D devices in a node and M nodes, T tokens are those of the M devices of a rail that have an expert in this node.
+T tokens are those of the devices on one rail that came to this node.
 """
 
 import jax.numpy as jnp
