@@ -69,6 +69,7 @@ class CompilerTraits(Record):
         scheduler begins it right before the experts.
     exposed_returns: share of the return of tokens' gradients that is waited for although the gradients of experts'
         matrices do not need it; None: it is not known, and as that of results.
+    chunks_wait_across: an exchange of one chunk of tokens over several nodes runs beside no matmul of another.
     copies_loop_carry: the state that a loop carries to its next iteration is copied.
     copies_conditionals: what a conditional takes and gives is copied, whichever branch runs.
     gathers_before_loops: a gather issued before a loop ends before the loop starts.
@@ -104,6 +105,7 @@ class CompilerTraits(Record):
     exposed_in_turns: ExposedInTurns | None = None
     exposed_inputs: float = 0.0
     exposed_returns: float | None = None
+    chunks_wait_across: bool = False
     copies_loop_carry: bool = False
     copies_conditionals: bool = False
     gathers_before_loops: bool = False

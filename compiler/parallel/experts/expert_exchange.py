@@ -14,7 +14,7 @@ No result is sent again where the backward pass recomputes a layer: nothing read
 C chunks or parts of the batch hide all but one C-th of the three in the middle, beside the matmuls of the others. So do
 they with what needs the input alone, where the compiler begins it too late (`exposed_inputs`). Whatever the compiler
 does not overlap with compute is waited for whole, except for a share that is known of what is returned
-(`exposed_returns`).
+(`exposed_returns`). Over several nodes GPUs hide nothing beside the matmuls of other chunks (`chunks_wait_across`).
 """
 
 import math
@@ -304,11 +304,13 @@ def exchange_time(legs: Sequence[Leg], site: OpSite, inputs: OpInputs, num_runs:
         seconds = inputs.mesh.alone_seconds(one.kind, one.bytes_each, one.mesh_axes, one.groups)
         if seconds is None:
             return None
+        is_across = inputs.mesh.placement.link_of(one.mesh_axes, one.groups).kind == "NIC"
+        num_hiding = overlap.layers.batch_split if is_across and target.compiler.chunks_wait_across else num_runs
         for wait in (each.waits, each.again if is_recomputed else None):
             if wait is None:
                 continue
             sent += one.count * seconds
-            exposed = shares.get(wait, 1.0) / num_runs if one.kind in hidden else 1.0
+            exposed = shares.get(wait, 1.0) / num_hiding if one.kind in hidden else 1.0
             if wait == "returned" and returns is not None:
                 exposed = returns
             waited += one.count * seconds * exposed

@@ -318,6 +318,19 @@ def test_on_gpus_gathers_of_tokens_are_waited_for():
         assert kept.operation("experts").chosen.name == "deduplicated"
 
 
+def test_on_gpus_chunks_do_not_hide_exchanges_over_several_nodes():
+    """They do within a node: of two chunks the first one's is waited for. Smaller arrays take longer for each byte."""
+    inside, across = (
+        [
+            _costs(plan_as_declared(*QWEN, *mesh, f"moe.num_chunks={chunks}").operation("experts"))["gathered"]
+            for chunks in (1, 2)
+        ]
+        for mesh in (("target=h100-8", "mesh.expert=8"), ())
+    )
+    assert inside[1] == pytest.approx(inside[0] / 2, rel=0.05)
+    assert across[1] >= across[0]
+
+
 def test_on_gpus_the_matrices_gradients_hide_those_of_tokens():
     """What a layer waits for without recomputation: tokens, results and their gradients; not the gradients of tokens,
     which the compiler for v5p does not hide."""
