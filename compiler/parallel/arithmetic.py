@@ -54,7 +54,7 @@ def plan_arithmetic(sites: Iterable[Multiplied], inputs: OpInputs) -> tuple[dict
         for index, rule in enumerate(rules)
         for problem in (
             *_wrong_types(index, rule, inputs),
-            *_unused(index, rule, sites, left_out, found),
+            *_unused(index, rule, sites, left_out, found, inputs),
             *_gathered_head(index, rule, sites),
             *_delayed(index, rule, sites, inputs),
         )
@@ -240,7 +240,7 @@ def _not_real(where: str, name: str, real: str, target: str) -> Problem:
 
 def _unused(
     index: int, rule: MatmulPrecision, sites: Iterable[Multiplied], left_out: Mapping[OpSite, str | None],
-    found: Mapping[OpSite, int | None],
+    found: Mapping[OpSite, int | None], inputs: OpInputs,
 ) -> Iterator[Problem]:  # fmt: skip
     """Yields the mistake of a rule that no site follows."""
     where, can = f"{WHERE}[{index}].match", [each for each in sites if left_out[each.site] is None]
@@ -250,6 +250,7 @@ def _unused(
         return
     options = [path for each in sites if left_out[each.site] in (None, UNNAMED) for path in each.paths]
     pattern = "all matmuls of layers" if rule.match is None else f"'{rule.match}'"
+    tables = [x.path for x in inputs.arrays.parameters if x.path.startswith("embed/")]
     if matching:
         yield Problem(where, f"rules before it match all that {pattern} matches", "give the narrower rule first")
     elif not can:
@@ -260,5 +261,8 @@ def _unused(
     elif parts := [each for each in can if _matched(rule, each)]:
         what = f"{pattern} matches some of {', '.join(parts[0].paths)}, which multiply in one type"
         yield Problem(where, what, "match all of them, or none")
+    elif rows := [path for path in tables if fnmatchcase(path, rule.match or "")]:
+        what = f"{pattern} matches '{rows[0]}', of which rows are looked up"
+        yield Problem(where, what, use_one_of(rule.match, options))
     else:
         yield Problem(where, f"no weight of a matmul matches {pattern}", use_one_of(rule.match, options))

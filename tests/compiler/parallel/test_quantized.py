@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -323,17 +323,23 @@ HEAD_OVER_THE_MESH = {
 }
 
 
+HEAD_RULES = "[{match:head/*,forward:fp8,gradients:fp8_e5m2}]"
+HEAD = ("precision.compute=float32", "global_batch_size=16", "num_microbatches=2", "precision=fp8", EMULATED,
+        "loss.num_chunks=2")  # fmt: skip
+
+
+@cache
+def _head_on_one_device(rules: str) -> tuple[float, dict[str, np.ndarray]]:
+    return _loss_and_gradients("target=cpu-1", *HEAD, f"precision.matmuls={rules}")
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("overrides", HEAD_OVER_THE_MESH.values(), ids=HEAD_OVER_THE_MESH)
 def test_a_head_that_a_rule_names_multiplies_in_few_bits_on_any_mesh(overrides):
     """Its scales are those of the whole vocabulary, and of the tokens of a chunk on all devices. In few bits it changes
     the loss, and its gradients by more than another order of sums does."""
-    rule = "precision.matmuls=[{match:head/*,forward:fp8,gradients:fp8_e5m2}]"
-    base = ("precision.compute=float32", "global_batch_size=16", "num_microbatches=2", "precision=fp8", EMULATED,
-            "loss.num_chunks=2")  # fmt: skip
-    as_it_is, plain = _loss_and_gradients("target=cpu-1", *base, "precision.matmuls=[]")
-    one, expected = _loss_and_gradients("target=cpu-1", *base, rule)
-    loss, found = _loss_and_gradients(*overrides, *base, rule)
+    (as_it_is, plain), (one, expected) = (_head_on_one_device(rules) for rules in ("[]", HEAD_RULES))
+    loss, found = _loss_and_gradients(*overrides, *HEAD, f"precision.matmuls={HEAD_RULES}")
     assert loss == pytest.approx(one, rel=1e-6)
     assert loss != pytest.approx(as_it_is, rel=1e-6)
     for path, gradient in found.items():
@@ -443,6 +449,7 @@ MATCH, FORWARD, GRADIENTS = (
     [
         ({"match": "layers/mpl/*"}, MATCH, "no weight of a matmul matches 'layers/mpl/*'", "did you mean"),
         ({"match": "*kernel_EV"}, MATCH, "no weight of a matmul matches '*kernel_EV'", "did you mean"),
+        ({"match": "embed/*"}, MATCH, "'embed/*' matches 'embed/table_VE', of which rows are looked up", "use one of"),
         ({"match": "head/*", "gather": "fp8"}, "precision.matmuls[0].gather",
          "'head/*' is of the head, whose weights are gathered in the compute type", "set gather: null"),
         ({"match": "head*", "forward": "mxfp8", "gradients": "mxfp8"}, FORWARD,
