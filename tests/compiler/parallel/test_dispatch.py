@@ -323,9 +323,10 @@ def _dropped_in_steps(ids, tokens_to_node, tokens):
     return dropped
 
 
-@pytest.mark.parametrize("inside", tiered([2 * N, 15], plain=[15]))
-def test_a_token_may_have_no_place_on_its_way_to_a_node_or_within_it(inside, proof):
-    inputs = _inputs(skewed=True, num_chosen=3)
+@pytest.mark.parametrize("room", tiered(["32", "15"], plain=["15"]))
+def test_a_token_may_have_no_place_on_its_way_to_a_node_or_within_it(room, proof):
+    """Within a node there is room for all 32 tokens of two devices, or for 15."""
+    inputs, inside = _inputs(skewed=True, num_chosen=3), int(room)
     cleared, of_first = (_dropped_in_steps(inputs[2], 14, size) for size in (inside, 2 * N))
     assert (cleared.sum() > of_first.sum() > 0) == (inside < 2 * N)
     computation = _with_rows(HIERARCHICAL[0], inputs, DEVICES * N * 2, tokens_to_node=14, tokens=inside)

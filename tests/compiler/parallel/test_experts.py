@@ -227,6 +227,7 @@ def test_estimates_and_prices_have_the_bytes_of_both_steps(imbalance):
     found = dict[tuple[str, int, int], int]()
     for each in estimate_step(plan).communication:
         if each.origin.name == "routed, tokens to experts and back" and each.bytes_each > 10**8:
+            assert each.groups
             key = each.kind, each.group_size, each.groups.stride
             found[key] = found.get(key, 0) + each.bytes // each.bytes_each
     tokens, share = plan.batch.tokens_of_device, 1 - math.comb(112, 8) / math.comb(128, 8)
@@ -271,10 +272,8 @@ def test_where_nearly_all_tokens_go_to_each_node_they_are_gathered():
     apart = plan_as_declared(*four, "mesh.fsdp=4", "mesh.expert=8").mesh
     share = 1 - math.comb(96, 8) / math.comb(128, 8)
     exposed = read_compiler_traits("gpu", "h100").exposed_inputs
-    gathered, swapped = (
-        apart.alone_seconds(kind, size * tokens * 2048 * 2, ("fsdp",)) or math.nan
-        for kind, size in (("all-gather", 4), ("all-to-all", 4 * 4 * share))
-    )
+    gathered = apart.alone_seconds("all-gather", 4 * tokens * 2048 * 2, ("fsdp",)) or math.nan
+    swapped = apart.alone_seconds("all-to-all", 4 * 4 * share * tokens * 2048 * 2, ("fsdp",)) or math.nan
     assert (3 * exposed + 1) * gathered < 4 * swapped
 
 
