@@ -1,9 +1,12 @@
 """Links whose collectives take times that can be computed in one's head."""
 
+from collections.abc import Mapping, Sequence
+
 from meshloom.compiler.core.partition_spec import Axes
+from meshloom.compiler.core.traffic import AxisGroups
 from meshloom.compiler.target.links import InterconnectTier, Link, LinkLine
 
-LinksOf = dict[tuple[Axes, None], dict[Link, tuple[int]]]
+LinksOf = dict[tuple[Axes, AxisGroups | None], Mapping[Link, Sequence[int]]]
 
 
 def links_of(sizes: dict[Axes, int], rate: float, start: float = 0.0) -> LinksOf:
