@@ -106,6 +106,15 @@ def test_many_declarations_are_as_each_alone():
 GPUS = (*SMALL, "target=h100-16", "sharding=fsdp", "global_batch_size=16", "model.num_layers=4")
 
 
+def _costs_of(plan):
+    """What a step of a plan does, and how fast its target's chips and links are."""
+    weights = frozenset(array.array.path for array in plan.sharding.parameters)
+    shape, numbers = read_costs(price_regions(read_step(plan), plan.target.compiler), weights, plan.ops)
+    rates = plan_rates(plan.target)
+    assert rates is not None
+    return Costs(shape, numbers[:, None]), rates, plan_link_times([plan.mesh], shape.collective_axes)
+
+
 def test_what_a_step_sends_has_the_works_beside_it_in_the_order_of_the_program():
     plan = plan_of(*GPUS)
     weights = frozenset(array.array.path for array in plan.sharding.parameters)
@@ -133,6 +142,13 @@ def test_what_begins_a_trip_early_hides_in_any_order():
     waits, hides = (estimate_step(each).figures for each in (plan, early))
     assert waits.compute_seconds == hides.compute_seconds
     assert float(waits.exposed_seconds or 0.0) > float(hides.exposed_seconds or 0.0)
+    costs, rates, links = _costs_of(early)
+    one_at_a_time = replace(plan_hiding(early), at_once=1)
+    in_order, in_any = (
+        float(time_step(costs, rates, links, each).exposed_seconds[0])
+        for each in (one_at_a_time, replace(one_at_a_time, in_order=None))
+    )
+    assert in_order == in_any
 
 
 def test_older_gpus_hide_by_kernels_with_a_preset_that_is_their_default():
@@ -197,11 +213,8 @@ def test_waits_are_those_of_a_clock_that_runs_the_trip():
 def test_sums_that_are_combined_need_one_place():
     """So with several on their way there is room for gathers beside them, which are then in line after these."""
     plan = plan_of(*GPUS, "overlap.flag_presets=[concurrent]")
-    weights = frozenset(array.array.path for array in plan.sharding.parameters)
-    shape, numbers = read_costs(price_regions(read_step(plan), plan.target.compiler), weights, plan.ops)
-    costs, links = Costs(shape, numbers[:, None]), plan_link_times([plan.mesh], shape.collective_axes)
-    rates, hiding = plan_rates(plan.target), plan_hiding(plan)
-    assert rates is not None
+    costs, rates, links = _costs_of(plan)
+    hiding = plan_hiding(plan)
     assert hiding.most_combined_bytes
     exposed = [
         float(time_step(costs, rates, links, replace(hiding, most_combined_bytes=most)).exposed_seconds[0])
