@@ -52,10 +52,11 @@ def exposed_in_order(
 
 
 def _places(queue: Sequence[Flight], expected: Sequence[Numbers], at_once: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the instants at which each flight begins and is waited for, of each declaration. queue: the flights, what
-    is read last first. expected: of each work. The work at a place comes after the instant place + 2, what is left
-    when the works are at an end begins at 1, and what the scheduler then still expects to be on its way at 0, where
-    there is room for others beside it."""
+    """Returns the instants at which each flight begins and is waited for, of each declaration. queue: the flights; the
+    first is read last. expected: of each work, as for `exposed_in_order`.
+
+    A work at a place follows instant place + 2. Flights that no work is left to hide begin at instant 1. Those that the
+    scheduler still expects to be on their way then begin at instant 0, if others may begin meanwhile."""
     to_pass = np.array(np.broadcast_arrays(*(one.expected for one in queue), *expected)[: len(queue)], float)
     first, last = (np.array(each)[:, None] for each in zip(*((one.first, one.last) for one in queue), strict=True))
     waits, flying = np.ones_like(to_pass, bool), np.zeros_like(to_pass, bool)

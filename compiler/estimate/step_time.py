@@ -364,14 +364,12 @@ def _exposed_in_order(
         alone = number if one.kind in MOVING else None
         together.setdefault((alone, one.kind, one.mesh_axes, one.beside), []).append(number)
     apart = [[number] for number in range(len(hidden))]
-    if hiding.expected_kernels is not None:
-        return _exposed_of(together.values(), works, hidden, links, expects, hiding)
-    if hiding.most_combined_bytes is None:
-        return _exposed_of(apart, works, hidden, links, expects, hiding)
+    limit = math.inf if hiding.expected_kernels is not None else hiding.most_combined_bytes or 0
     sizes = (sum((hidden[number][1] for number in each), start=np.zeros(())) for each in together.values())
-    most = np.max(np.broadcast_arrays(np.zeros(()), *sizes), axis=0)
-    both = (_exposed_of(groups, works, hidden, links, expects, hiding) for groups in (together.values(), apart))
-    return [np.where(most <= hiding.most_combined_bytes, *each) for each in zip(*both, strict=True)]
+    combines = np.max(np.broadcast_arrays(np.zeros(()), *sizes), axis=0) <= limit
+    ways = [groups for groups, is_way in ((together.values(), combines), (apart, ~combines)) if np.any(is_way)]
+    found = [_exposed_of(groups, works, hidden, links, expects, hiding) for groups in ways]
+    return found[0] if len(found) == 1 else [np.where(combines, *each) for each in zip(*found, strict=True)]
 
 
 def _exposed_of(
@@ -382,8 +380,8 @@ def _exposed_of(
     expects: ExpectedAcross,
     hiding: Hiding,
 ) -> list[Numbers]:
-    """Returns the seconds of each collective that the scheduler's order exposes. groups: the numbers of those that are
-    one, because XLA combines them; they are expected to last as one."""
+    """Returns the seconds of each collective that the scheduler's order exposes. groups: the collectives that XLA
+    combines, by their places in `hidden`; a group is expected to last as one collective."""
     flights = list[tuple[Sequence[int], Flight]]()
     for each in groups:
         one = hidden[each[0]][0]
