@@ -123,16 +123,16 @@ class ExchangeBuffers:
 
 def buffers_of(name: str, sizes: ExchangeSizes, imbalance: float | None, *, is_ragged: bool) -> ExchangeBuffers:
     """Returns the buffers of an exchange with room for so many times the mean; None: for any imbalance."""
-    n, mean, most = sizes.experts.num_devices, sizes.choices, sizes.experts.num_devices * sizes.most_of_device
-    if name == PADDED:
-        mean, most = math.ceil(mean / n), sizes.most_of_device
-    rows = most if imbalance is None else min(most, math.ceil(imbalance * mean))
-    rows += -rows % _ROWS
-    buffers = ExchangeBuffers(rows, most, min(1.0, mean / rows))
 
     def room(mean: float, most: int) -> int:
         return most if imbalance is None else min(most, math.ceil(imbalance * mean))
 
+    n, mean, most = sizes.experts.num_devices, sizes.choices, sizes.experts.num_devices * sizes.most_of_device
+    if name == PADDED:
+        mean, most = math.ceil(mean / n), sizes.most_of_device
+    rows = room(mean, most)
+    rows += -rows % _ROWS
+    buffers = ExchangeBuffers(rows, most, min(1.0, mean / rows))
     if name == HIERARCHICAL:
         m, to_node = sizes.num_nodes, room(sizes.tokens * sizes.share_of_node, sizes.tokens)
         inside = room(m * sizes.tokens * sizes.share_of_device, m * sizes.tokens)

@@ -67,6 +67,7 @@ from .expert_exchange import (
     ExchangeBuffers,
     ExchangeSizes,
     ExchangeTime,
+    Leg,
     buffers_of,
     exchange_in_words,
     exchange_legs,
@@ -288,10 +289,9 @@ def _exchange(name: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -
     over, imbalance = " and ".join(sizes.experts.axes), inputs.spec.moe.max_imbalance
     no_ragged = why_not_ragged(inputs, sizes.experts)
     is_ragged = name in (RAGGED, DEDUPLICATED) and no_ragged is None
-    buffers, time = _timed(name, site, inputs, sizes, is_ragged=is_ragged)
+    buffers, legs, time = _timed(name, site, inputs, sizes, is_ragged=is_ragged)
     plan = _plan(name, site, inputs, sizes, buffers, is_ragged=is_ragged)
     room = "for any imbalance" if buffers.is_dropless else f"for {imbalance:g} times the mean, what is more is dropped"
-    legs = exchange_legs(name, sizes, buffers, is_ragged=is_ragged)
     refusals = {RAGGED: refused(no_ragged), HIERARCHICAL: nodes_of(sizes.experts, inputs)[1]}
     refusal, words = refusals.get(name), exchange_in_words(name, over, buffers, is_ragged=is_ragged)
     what = f"{words}{plan.types.how}: {room}"
@@ -306,19 +306,16 @@ def _exchange(name: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -
 
 def _timed(
     name: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes, *, is_ragged: bool
-) -> tuple[ExchangeBuffers, ExchangeTime | None]:
-    """Returns the buffers of an exchange, and its time; None where that is not known. In two steps tokens may go to
-    the nodes of their experts, or all to all, which nothing of the layer waits for: as waits least."""
+) -> tuple[ExchangeBuffers, Sequence[Leg], ExchangeTime | None]:
+    """Returns the buffers of an exchange, its transfers, and their time; None if it is not known. In two steps tokens
+    go to the nodes of their experts, or all go to all nodes: whichever makes a layer wait less."""
     buffers = buffers_of(name, sizes, inputs.spec.moe.max_imbalance, is_ragged=is_ragged)
     ways = [buffers]
     if buffers.tokens_to_node is not None:
         ways.append(replace(buffers, tokens_to_node=None))
-    legs = (exchange_legs(name, sizes, each, is_ragged=is_ragged) for each in ways)
-    times = [exchange_time(each, site, inputs, sizes.num_runs) for each in legs]
-    timed = [(each, time) for each, time in zip(ways, times, strict=True) if time is not None]
-    if not timed:
-        return buffers, None
-    return min(timed, key=lambda each: each[1].waited_seconds)
+    sent = [(each, exchange_legs(name, sizes, each, is_ragged=is_ragged)) for each in ways]
+    timed = [(each, legs, exchange_time(legs, site, inputs, sizes.num_runs)) for each, legs in sent]
+    return min(timed, key=lambda each: math.inf if each[2] is None else each[2].waited_seconds)
 
 
 def _capacity(site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -> Strategy:
