@@ -120,8 +120,8 @@ FAULTS = (
 NOT_FOUND = {  # why no line can find it
     "a row is taken back from the wrong place": "the exchange by ragged all-to-all, which processors do not have: the "
     "check runs another one, and its line `program` says so",
-    "gradients of chunks are sent on instead of back": "the small program has two stages, each of which is before and "
-    "after the other",
+    "gradients of chunks are sent on instead of back": "the small program has two stages, so the next stage and the "
+    "one before are the same",
 }  # fmt: skip
 
 

@@ -94,8 +94,8 @@ def moment_of(path: str) -> tuple[str, str | None]:
 
 
 def owner_of(path: str, parameters: Iterable[str]) -> str | None:
-    """Returns the path of the parameter that an array of the state belongs to: optimizer/1/mu/w/scales -> w; None where
-    it is that of none of these parameters."""
+    """Returns the path of the parameter that an array of the state belongs to: optimizer/1/mu/w/scales -> w; None if it
+    belongs to none of these parameters."""
     whole, _ = moment_of(path)
     return next((each for each in parameters if whole.endswith(f"/{each}")), None)
 

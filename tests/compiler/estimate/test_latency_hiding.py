@@ -107,7 +107,7 @@ GPUS = (*SMALL, "target=h100-16", "sharding=fsdp", "global_batch_size=16", "mode
 
 
 def _costs_of(plan):
-    """What a step of a plan does, and how fast its target's chips and links are."""
+    """Returns the costs of a plan's step, and the speeds of its target's chips and links."""
     weights = frozenset(array.array.path for array in plan.sharding.parameters)
     shape, numbers = read_costs(price_regions(read_step(plan), plan.target.compiler), weights, plan.ops)
     rates = plan_rates(plan.target)
