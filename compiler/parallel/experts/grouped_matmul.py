@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
+from importlib import import_module
 from itertools import chain
 from typing import Any, Literal, NamedTuple, cast
 
@@ -277,7 +278,7 @@ def rows_gradient(
         return multiply_rows(g_RM, w_GEM, sizes_G, is_transposed=True, interpret=interpret)
     if how.name == "none":
         return jax.lax.ragged_dot(g_RM, w_GEM.swapaxes(1, 2), sizes_G, preferred_element_type=dtype)
-    _expect_bfloat16()
+    _adapt_megablox()
     g = padded(g_RM, _MIN_ROWS, 1)
     tile = _tile_rows(len(g), how.tile), tile_width(w_GEM.shape[2]), tile_width(w_GEM.shape[1])
     return megablox.gmm(g, w_GEM, sizes_G, dtype, tile, transpose_rhs=True, interpret=interpret)[: g_RM.shape[0]]
@@ -291,16 +292,49 @@ def matrices_gradient(
         return multiply_groups(x_RE, g_RM, sizes_G, dtype, interpret=interpret)
     if how.name == "none":
         return jax.lax.ragged_dot_general(x_RE, g_RM, sizes_G, _ROWS_ARE_CONTRACTED, preferred_element_type=dtype)
-    _expect_bfloat16()
+    _adapt_megablox()
     x, g = (padded(each, _MIN_ROWS, 1) for each in (x_RE, g_RM))
     tile = _tile_rows(len(g), how.tile), tile_width(x.shape[1]), tile_width(g.shape[1])
     return megablox.tgmm(x.swapaxes(0, 1), g, sizes_G, dtype, tile, interpret=interpret)
 
 
-def _expect_bfloat16() -> None:
-    """Lets megablox multiply bfloat16. It asks the attached device whether that does, which starts JAX while a step is
-    only planned, and may not be the target. Every TPU from v4 on does, and so do the others."""
-    megablox.common.supports_bfloat16_matmul = lambda: True
+def _adapt_megablox() -> None:
+    """Lets megablox multiply bfloat16, and find the groups of tiles without a loop.
+
+    It asks the attached device whether it multiplies bfloat16, which starts JAX while a step is only planned, and may
+    not be the target. Every TPU from v4 on does, and so do the others. Its own search for groups is a loop, and no
+    gather of weights is on its way while one runs (docs/experts.md).
+    """
+    module: Any = import_module(megablox.__name__)
+    module.common.supports_bfloat16_matmul = lambda: True
+    module.make_group_metadata = tiles_of_groups
+
+
+def tiles_of_groups(
+    *, group_sizes: Array, m: int, tm: int, start_group: Any, num_nonzero_groups: int, visit_empty_groups: bool = True
+) -> tuple[tuple[Array, Array, Array], Array]:
+    """Returns what megablox's kernels read of the groups of rows: (first row of each group and the end of the last, the
+    group of each tile to compute, and its place among the tiles of rows), and the number of tiles to compute.
+
+    A tile in which groups meet is computed for each of them. Behind the tiles to compute, up to m / tm + G - 1, the
+    last group and the last tile follow. group_sizes: (G,). m, tm: rows, in all and of a tile. visit_empty_groups: a
+    group without rows has a tile, too, in which its result is set to zero. start_group, num_nonzero_groups: all groups.
+    """
+    del start_group, num_nonzero_groups
+    num_groups, num_tiles = group_sizes.shape[0], m // tm
+    end_G = jnp.cumsum(group_sizes).astype(jnp.int32)
+    place_G = (end_G - group_sizes) // tm
+    tiles_G = jnp.where(group_sizes > 0, -(-end_G // tm) - place_G, int(visit_empty_groups))
+    through_G = jnp.cumsum(tiles_G)
+    tile_T = jnp.arange(num_tiles + num_groups - 1, dtype=jnp.int32)
+    # Each is a sum over groups of what a comparison picks: a search or a gather would be a loop or a slow operation.
+    is_past_TG = tile_T[:, None] >= through_G
+    group_T = jnp.minimum(is_past_TG.sum(axis=1), num_groups - 1).astype(jnp.int32)
+    is_of_TG = group_T[:, None] == jnp.arange(num_groups)
+    first_T = jnp.where(is_of_TG, place_G - through_G + tiles_G, 0).sum(axis=1)
+    place_T = jnp.clip(first_T + tile_T, 0, num_tiles - 1).astype(jnp.int32)
+    first_G = jnp.concatenate([jnp.zeros(1, jnp.int32), end_G])
+    return (first_G, group_T, place_T), through_G[-1]
 
 
 def of_group(values_GM: Array, sizes_G: Array, num_rows: int) -> Array:

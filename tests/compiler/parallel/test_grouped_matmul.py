@@ -1,6 +1,8 @@
 """Grouped matmuls: each row by its group's matrix, with derivatives of their own, against NumPy in float64."""
 
 from functools import partial
+from importlib.util import find_spec, module_from_spec
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,12 @@ import pytest
 
 from meshloom.compiler.formats.operands import operand_formats
 from meshloom.compiler.jaxpr.flops import count_flops
-from meshloom.compiler.parallel.experts.grouped_matmul import Kernels, grouped_matmul, grouped_matmuls
+from meshloom.compiler.parallel.experts.grouped_matmul import (
+    Kernels,
+    grouped_matmul,
+    grouped_matmuls,
+    tiles_of_groups,
+)
 from meshloom.compiler.parallel.experts.quantized_groups import quantized_rows
 from meshloom.compiler.parallel.quantized import Arithmetic
 
@@ -36,6 +43,32 @@ def test_results_and_gradients_are_those_of_each_group_by_itself(how):
         np.testing.assert_allclose(y[first:last], mine @ matrix, atol=2e-4)
         np.testing.assert_allclose(dx[first:last], given @ matrix.T, atol=2e-4)
         np.testing.assert_allclose(dw[group], mine.T @ given, atol=2e-4)
+
+
+def test_tiles_of_groups_are_megabloxs_own():
+    """Empty groups, groups that end with a tile, and rows of none; what follows the tiles to compute is not read."""
+    # A module of its own: the kernels' is changed to call ours.
+    spec = find_spec("jax.experimental.pallas.ops.tpu.megablox.gmm")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(megablox := module_from_spec(spec))
+    chance = np.random.default_rng(0)
+    drawn = [
+        chance.multinomial(chance.integers(0, 65), chance.dirichlet(np.ones(groups) / 2)) for groups in range(1, 9)
+    ]
+    for case, all_groups in product((*drawn, [40, 24, 0], [0, 0, 8, 56], [13, 0, 51]), (True, False)):
+        sizes = jnp.asarray(case, jnp.int32)
+        given = {"m": 64, "tm": 8, "start_group": jnp.asarray(0), "num_nonzero_groups": len(sizes)}
+        ours, num_tiles = tiles_of_groups(group_sizes=sizes, visit_empty_groups=all_groups, **given)
+        theirs, wanted = megablox.make_group_metadata(group_sizes=sizes, visit_empty_groups=all_groups, **given)
+        assert num_tiles == wanted
+        assert [(each.shape, each.dtype) for each in ours] == [(each.shape, each.dtype) for each in theirs]
+        np.testing.assert_array_equal(ours[0], theirs[0])
+        for mine, each in zip(ours[1:], theirs[1:], strict=True):
+            np.testing.assert_array_equal(mine[:wanted], each[:wanted])
+    loops = ("while", "scan", "scatter")
+    traced = str(jax.make_jaxpr(lambda x: tiles_of_groups(group_sizes=x, **given))(sizes))
+    assert not any(name in traced for name in loops)
 
 
 @pytest.mark.parametrize(
