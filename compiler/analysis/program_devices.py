@@ -17,6 +17,7 @@ import numpy as np
 
 from ..core.partition_spec import STAGE
 from ..core.traffic import HOST, HOST_COPIES, PAIRS, CollectiveKind, HostCopyKind, Placed
+from ..spec.cost_model import cost_model
 from ..target.axis_segments import LINK_KINDS, TORUS_AXES, GroupSpan, link_of_spans
 from ..target.device_links import link_of_devices, send_between, uneven_seconds
 from ..target.links import collective_seconds
@@ -149,7 +150,8 @@ def place_collective(collective: Collective, placement: Placement) -> Placed:
     seconds = collective_seconds(kind, collective.num_bytes, size, link.over(collective.num_axes))
     lines = (line.name for level in link.levels for line in level.lines)
     tracks = tuple(_name(name + way) for name in lines for way in (("+", "-") if name in TORUS_AXES else ("",)))
-    return Placed(seconds, tracks, link.kind, axes, size)
+    is_interleaved = link.kind == "ICI" and collective.num_bytes <= cost_model().interleaved_bytes
+    return Placed(seconds, () if is_interleaved else tracks, link.kind, axes, size)
 
 
 def _with_host(kind: HostCopyKind, num_bytes: int, target: TargetPlan) -> Placed:

@@ -19,6 +19,7 @@ class CostModel(Record):
 
     kernel_seconds: the shortest GPU kernel. kernel_gap_seconds: from the end of a kernel to the start of the next.
     negligible_bytes: arrays of at most this size take no time on TPUs.
+    interleaved_bytes: a collective of at most this size does not wait in line for the links of a torus.
     pass_seconds: what a pass over memory takes on TPUs besides its bytes at the whole bandwidth.
     matmul_seconds: what a matmul takes on TPUs besides its arithmetic.
     sending_matmul: how much longer a matmul takes from within which a TPU sends the chunks of a collective.
@@ -43,6 +44,7 @@ class CostModel(Record):
     kernel_seconds: PositiveFloat
     kernel_gap_seconds: PositiveFloat
     negligible_bytes: PositiveInt
+    interleaved_bytes: PositiveInt
     pass_seconds: PositiveFloat
     matmul_seconds: PositiveFloat
     sending_matmul: PositiveFloat

@@ -1,6 +1,7 @@
 """Groups that are no whole mesh axes, against links that are walked one by one."""
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -151,6 +152,17 @@ def test_pairs_in_nodes_between_nodes_and_across_slices():
 
 def collective(kind: str, groups: tuple[tuple[int, ...], ...], num_slices: int | None = None) -> Collective:
     return Collective("c", kind, 10**9, "bf16", groups, False, "", "", "", (10**9 // 2,), num_slices)  # type: ignore[arg-type]
+
+
+def test_a_few_packets_wait_for_no_others_on_a_torus():
+    """Nor do they let others wait; an adapter's do."""
+    for target, sizes, waits in (("v5e-16", {"fsdp": 16}, False), ("h100-16", {"fsdp": 2, "tensor": 8}, True)):
+        placement = placed(target, **sizes)
+        groups = (tuple(range(16)),)
+        large, small = (replace(collective("all-reduce", groups), num_bytes=size) for size in (2**20, 2**10))
+        assert place_collective(large, placement).links
+        assert bool(place_collective(small, placement).links) == waits
+        assert place_collective(small, placement).alone_seconds > 0
 
 
 def test_halves_of_an_axis_are_faster_than_the_axis():
