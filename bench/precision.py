@@ -54,6 +54,9 @@ def _recipe(name: str) -> Overrides:
 
 IRONWOOD_REMAT = "remat.names=[layer_input,queries,keys,values,attended]"
 OPTIONS = tuple(f"+compiler_options.{key}={str(value).lower()}" for key, value in TPU7X.items())
+# training/ironwood/deepseek3-671b: shard_exp_on_fsdp, use_tokamax_gmm and a fixed calibration, with all of which
+# MaxText gathers what experts' matrices are quantized to (kernels/megablox/ops.py)
+QUANTIZED_GATHERS = "gathered in float8, as the runs do"
 PAIRS = (
     Pair("70B, 8k tokens, 64 Ironwood", 1.54, _recipe("MaxText Llama 3.1 70B, 64 Ironwood")),
     Pair("70B, 8k tokens, 256 Ironwood", 1.54,
@@ -61,10 +64,10 @@ PAIRS = (
     Pair("70B, 128k tokens, 256 Ironwood", 1.13, _recipe("MaxText Llama 3.1 70B, 128k tokens, 256 Ironwood")),
     Pair("405B, 8k tokens, 256 Ironwood", 1.53,
          (*maxtext("llama3_405b", "tpu7x-512", 2, 256, 8192, "full", FSDP), *OPTIONS), "the runs had other remat"),
-    Pair("DeepSeek-V3, 128 Ironwood", 1.20, _recipe("MaxText DeepSeek-V3, 128 Ironwood")),
+    Pair("DeepSeek-V3, 128 Ironwood", 1.20, _recipe("MaxText DeepSeek-V3, 128 Ironwood"), QUANTIZED_GATHERS, GATHERED),
     Pair("DeepSeek-V3, 256 Ironwood", 1.21,
          (*maxtext("deepseek_v3", "tpu7x-512", 16, 256, 4096, "offload", FSDP, "remat.names=[layer_input]",
-                   "optimizer.moment_dtype=bfloat16"), *OPTIONS)),
+                   "optimizer.moment_dtype=bfloat16"), *OPTIONS), QUANTIZED_GATHERS, GATHERED),
     Pair("Qwen3-235B, 256 Ironwood", 1.12,
          (*maxtext("qwen3_235b_a22b", "tpu7x-512", 8, 256, 4096, "offload", FSDP, "remat.names=[layer_input]"),
           *OPTIONS)),

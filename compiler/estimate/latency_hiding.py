@@ -1,14 +1,21 @@
-"""XLA's scheduler for GPUs hides what one trip of a loop sends, which it places from the end of the trip.
+"""What XLA's schedulers hide of the collectives that one trip of a loop sends, by the order in which they place them.
+
+**For GPUs** the trip is placed from its end:
 
     works      queries  attention  out  up   gate  down
     gathers    gate --------------| down--------|     up, out, queries: before the first work
 
-It goes backwards from the last work. A collective ends just before the work that reads its result, and begins before as
-many works as last as long as the scheduler expects it to; no other is on its way meanwhile, or three others with the
-preset `concurrent`. Of several that wait, the one that is read last goes first. Those that are left when the works are
-at an end run before them, one after another, and after what the scheduler then still expects to be on its way, if there
-is room for more: in line, as the links serve them (xla/schedule/simulate.py). Compiled programs of llama3_8b and
-llama2_70b for 8 to 128 GPUs have this order (docs/estimate.md).
+The scheduler goes backwards from the last work. A collective ends just before the work that reads its result, and
+begins before as many works as last as long as the scheduler expects it to; no other is on its way meanwhile, or three
+others with the preset `concurrent`. Of several that wait, the one that is read last goes first. Those that are left
+when the works are at an end run before them, one after another, and after what the scheduler then still expects to be
+on its way, if there is room for more: in line, as the links serve them (xla/schedule/simulate.py). Compiled programs of
+llama3_8b and llama2_70b for 8 to 128 GPUs have this order (docs/estimate.md).
+
+**For TPUs** each begins as soon as it may, any number at once, and waits for the links in line. Where the trip stalls
+for a collective that nothing hides, such as tokens on their way to their experts, the gathers that are read later
+begin: not before, as the scheduler places starts where it has nothing else to place. Compiled programs of deepseek_v3
+and llama3_70b for Ironwood and of deepseek_v3 for v5p have this order (docs/estimate.md).
 """
 
 from collections.abc import Sequence
@@ -23,12 +30,22 @@ from .program_costs import Numbers
 class Flight:
     """A collective of a trip. seconds: alone, of each declaration. expected: as long as the scheduler expects it to
     last, in seconds or in kernels. first, last: the works beside which it may run, by their places; last is not among
-    them."""
+    them. moves: whether it moves data, and sums none."""
 
     seconds: Numbers
     expected: Numbers
     first: int
     last: int
+    moves: bool = True
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A wait of a trip for a collective that no work hides. seconds: of each declaration. place: of the work that it
+    precedes."""
+
+    seconds: Numbers
+    place: int
 
 
 def exposed_in_order(
@@ -43,12 +60,17 @@ def exposed_in_order(
     at_once: how many may be on their way at once, over the same links."""
     if not flights:
         return []
-    order = sorted(range(len(flights)), key=lambda number: (flights[number].last, number), reverse=True)
+    order = _last_read_first(flights)
     queue = [flights[number] for number in order]
     begins, ends = _places(queue, works if expected is None else expected, at_once)
     seconds = np.array([np.broadcast_to(one.seconds, begins.shape[1:]) for one in queue], float)
     by_flight = dict(zip(order, waited_in_line(works, seconds, begins, ends), strict=True))
     return [by_flight[number] for number in range(len(flights))]
+
+
+def _last_read_first(flights: Sequence[Flight]) -> list[int]:
+    """Returns the numbers of flights, that of the one that is read last first."""
+    return sorted(range(len(flights)), key=lambda number: (flights[number].last, number), reverse=True)
 
 
 def _places(queue: Sequence[Flight], expected: Sequence[Numbers], at_once: int) -> tuple[np.ndarray, np.ndarray]:
@@ -72,6 +94,31 @@ def _places(queue: Sequence[Flight], expected: Sequence[Numbers], at_once: int) 
         flying &= to_pass > 0.0
     begins[flying & (first == 0) & (flying.sum(axis=0) < at_once)] = 0
     return begins, ends
+
+
+def exposed_as_ready(works: Sequence[Numbers], flights: Sequence[Flight], stalls: Sequence[Stall]) -> list[Numbers]:
+    """Returns the seconds of each flight that no work hides, where each begins as soon as it may, and those that are
+    read after a stall begin with it. Flights are on their way during stalls, too."""
+    if not flights:
+        return []
+    in_line = [(one.place, 0, one.seconds) for one in stalls] + [(place, 1, one) for place, one in enumerate(works)]
+    in_line.sort(key=lambda each: each[:2])
+    at_work = {place: number for number, (place, is_work, _) in enumerate(in_line) if is_work}
+    first_at = {place: number for number, (place, *_) in reversed(list(enumerate(in_line)))}
+    # What is ready begins before what has to be there is waited for: two instants of no work each.
+    line = [np.zeros(()), *(one for *_, seconds in in_line for one in (seconds, np.zeros(())))]
+    order = _last_read_first(flights)
+    queue = [flights[number] for number in order]
+    begins, ends = list[int](), list[int]()
+    for one in queue:
+        passed = (each.place for each in stalls if one.moves and one.first < each.place <= one.last)
+        begins.append(2 * first_at.get(max([one.first, *passed]), len(in_line)))
+        ends.append(2 * at_work.get(one.last, len(in_line)) + 1)
+    shape = np.broadcast_shapes(*(np.shape(each) for each in (*line, *(one.seconds for one in queue))))
+    seconds = np.array([np.broadcast_to(one.seconds, shape) for one in queue], float)
+    begin, end = (np.broadcast_to(np.reshape(each, (-1, *[1] * len(shape))), seconds.shape) for each in (begins, ends))
+    by_flight = dict(zip(order, waited_in_line(line, seconds, begin + 2, end + 2), strict=True))
+    return [by_flight[number] for number in range(len(flights))]
 
 
 def waited_in_line(

@@ -8,7 +8,7 @@
 The same code prices one declaration and ten thousand.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -53,28 +53,39 @@ class Work:
 
 @dataclass(frozen=True)
 class Transfer(Crossing):
-    """A collective. is_weight: True if it moves a parameter or its gradient, and no activation. full_bytes: a place.
-    source: the name of what it moves, if it belongs to one of the operations that run by a strategy
+    """A collective. parameter: the path of the one that it moves, or whose gradient; None for activations. full_bytes:
+    a place. source: the name of what it moves, if it belongs to one of the operations that run by a strategy
     (`ParallelOp.source`). is_of_tick: whether it is a permute between the slots of a pipeline's ticks. beside: the
-    works of its region beside which it may run, as a slice; None: to the last. groups: as of `DeviceTraffic`."""
+    works of its region beside which it may run, as a slice; None: to the last. ready: the first work that may run after
+    what it sends is there. maker: the work that computes what it sends and nothing else; None: there is none. groups:
+    as of `DeviceTraffic`."""
 
     kind: CollectiveKind
-    is_weight: bool
+    parameter: str | None
     region: int
     full_bytes: int
     source: str | None = None
     is_of_tick: bool = False
     beside: tuple[int, int | None] = (0, None)
+    ready: int = 0
+    maker: int | None = None
     groups: AxisGroups | None = None
+
+    @property
+    def is_weight(self) -> bool:
+        """Returns True if it moves a parameter or its gradient, and no activation."""
+        return self.parameter is not None
 
 
 @dataclass(frozen=True)
 class CopiedArray:
-    """An array that a region copies to the host, or back. num_bytes: a place."""
+    """An array that a region copies to the host, or back. num_bytes: a place. made: the works of the region that run
+    before it is made; None: the region begins with it."""
 
     kind: HostCopyKind
     region: int
     num_bytes: int
+    made: int | None = None
 
 
 @dataclass(frozen=True)
@@ -186,6 +197,12 @@ class Costs:
         for places in self.shape.regions[number]:
             executions = executions * self.numbers[list(places)]
         return executions
+
+    def copied_to_host(self, number: int) -> list[tuple[int | None, Numbers]]:
+        """Returns the arrays that a region copies to the host: the works before each is made, as of `CopiedArray`, and
+        its bytes."""
+        own = (each for each in self.shape.copied if (each.region, each.kind) == (number, "copy-to-host"))
+        return [(each.made, self.numbers[each.num_bytes]) for each in own]
 
     def copied_bytes(self) -> dict[int, dict[HostCopyKind, Numbers]]:
         """Returns the bytes that a region copies to the host and back in a whole step, (stages, declarations)."""
@@ -309,7 +326,6 @@ class _Reader:
         first = len(self.works)
         if region.stacked_bytes:
             self.works.append(Work("other", number, None, tuple(map(self.number, region.stacked_bytes))))
-        self.copied += self.copies(number, region.program)
         before: list[int] = []  # the works of the region that precede each step
         sent: list[int] = []
         for place, step in enumerate(region.steps):
@@ -333,6 +349,7 @@ class _Reader:
                 self.works.append(work)
         before.append(len(self.works) - first)
         order = StepOrder(region.steps)
+        self.copied += self.copies(number, region.program, order, before)
         for place in sent:
             operation = region.steps[place].operation
             collective, name = operation.collective, OperationName(operation.scope)
@@ -341,23 +358,30 @@ class _Reader:
                 Transfer(
                     collective.kind,
                     collective.mesh_axes,
-                    is_weight=next(iter(name.parameters(self.weights)), None) is not None,
+                    parameter=next(iter(name.parameters(self.weights)), None),
                     region=number,
                     full_bytes=self.number(collective.bytes),
                     source=find_source(self.ops, name),
                     is_of_tick=is_tick and bool(operation.stage_pairs),
                     beside=order.beside(collective.kind, place, before, is_step=number == 0),
+                    ready=before[order.ready(place)],
+                    maker=None if (maker := order.maker(place)) is None else before[maker],
                     groups=collective.groups,
                 )
             )
 
-    def copies(self, number: int, program: Program) -> Iterator[CopiedArray]:
+    def copies(self, number: int, program: Program, order: "StepOrder", before: Sequence[int]) -> Iterator[CopiedArray]:
         """Yields the arrays of a region that lie on one side and are copied to the other."""
-        for operation in (each for each in needed(program) if not each.bodies):
-            for given, made in zip(operation.inputs, operation.outputs, strict=False):
-                match bool(program.host_sizes[given]), bool(program.host_sizes[made]):
+        made = dict[int, int]()  # by value, the last step that it is made by; none for what a region begins with
+        for operation in needed(program):
+            last = max((made[value] for value in operation.inputs if value in made), default=None)
+            places = {value: order.made.get(value, last) for value in operation.outputs}
+            made |= {value: place for value, place in places.items() if place is not None}
+            for given, there in () if operation.bodies else zip(operation.inputs, operation.outputs, strict=False):
+                match bool(program.host_sizes[given]), bool(program.host_sizes[there]):
                     case False, True:
-                        yield CopiedArray("copy-to-host", number, self.size(program, made) + len(program.sizes))
+                        num_bytes, place = self.size(program, there) + len(program.sizes), made.get(given)
+                        yield CopiedArray("copy-to-host", number, num_bytes, None if place is None else before[place])
                     case True, False:
                         yield CopiedArray("copy-to-device", number, self.size(program, given) + len(program.sizes))
                     case _:
@@ -365,7 +389,10 @@ class _Reader:
 
 
 class StepOrder:
-    """The order of a region's steps: by value, the step that makes it and the first that reads it; the loops."""
+    """The order of a region's steps: by value, the step that makes it and the first that reads it; the loops.
+
+    fresh: the values that are there when the region begins, and what passes over memory make of these alone, which run
+    as soon as the compiler likes."""
 
     def __init__(self, steps: Sequence[PricedStep]) -> None:
         self.steps = steps
@@ -373,6 +400,14 @@ class StepOrder:
         last_first = reversed(list(enumerate(steps)))
         self.read = {value: place for place, step in last_first for value in step.fused.reads}
         self.loops = [place for place, step in enumerate(steps) if step.inside]
+        self.num_readers = Counter(value for step in steps for value in step.fused.reads)
+        self.fresh = set[int]()
+        for step in steps:
+            if _is_pass(step) and all(self.is_fresh(value) for value in step.fused.reads):
+                self.fresh |= set(step.fused.writes)
+
+    def is_fresh(self, value: int) -> bool:
+        return value not in self.made or value in self.fresh
 
     def beside(self, kind: CollectiveKind, place: int, before: Sequence[int], *, is_step: bool) -> tuple[int, int]:
         """Returns the works of the region beside which a collective of a weight may run. place: of the collective among
@@ -386,6 +421,25 @@ class StepOrder:
             return before[max((loop + 1 for loop in self.loops if loop < read), default=0)], before[read]
         ready = max((self.made[i] + 1 for i in own.reads if i in self.made), default=0)
         return before[ready], before[min((loop for loop in self.loops if loop >= ready), default=last)]
+
+    def ready(self, place: int) -> int:
+        """Returns how many steps have run when all that a step reads is there."""
+        return max((self.made[i] + 1 for i in self.steps[place].fused.reads if not self.is_fresh(i)), default=0)
+
+    def maker(self, place: int) -> int | None:
+        """Returns the step that computes what a step reads and nothing else; None if there is none."""
+        made = [value for value in self.steps[place].fused.reads if not self.is_fresh(value)]
+        if len(made) != 1 or self.num_readers[made[0]] > 1:
+            return None
+        by = self.made[made[0]]
+        if _is_pass(self.steps[by]):
+            return self.maker(by)
+        return by if self.steps[by].operation.flops and not self.steps[by].inside else None
+
+
+def _is_pass(step: PricedStep) -> bool:
+    """Returns True for a step that only passes over memory."""
+    return not (step.operation.flops or step.operation.collective or step.inside)
 
 
 def _num_results(operation: Operation, program: Program) -> float:

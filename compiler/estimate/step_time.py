@@ -3,14 +3,15 @@
 compute    FLOPs and memory traffic at the shares of the chip's peaks that compiled programs reach
            (`target.chip.efficiency`); a matmul or kernel takes the longer of its two, and streams its operands at the
            rate of a single large kernel (`target.chip.kernels.memory`), which pointwise passes do not reach
-exposed    collectives that the compiler overlaps hide behind the arithmetic of their own loop, as far as that is long
-           enough, and on GPUs as far as their order leaves it to them (latency_hiding.py); the others are waited for
+exposed    collectives that the compiler overlaps hide behind the arithmetic of their own loop, as far as their order
+           leaves it to them (latency_hiding.py); the others are waited for
 host       copies to the host and back run beside all that their loop does; what outlasts that is waited for
 
 docs/estimate.md compares it with compiled schedules.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -22,6 +23,7 @@ from ..core.float_types import PeakType, peak_name
 from ..core.kernels import RatedBy
 from ..core.partition_spec import STAGE, Axes
 from ..core.traffic import HOST, HOST_COPIES, MOVING, AxisGroups, CollectiveKind, HostCopyKind
+from ..core.trees import leaves_by_path
 from ..figures import SLICES
 from ..parallel.operation import Exposed, exposed_by_source, runs_beside_compute
 from ..pipeline.makespan import TickLoop, TickPart, TickPermute, TickSlot, time_ticks
@@ -41,7 +43,7 @@ from ..target.matmul_times import MatmulTimes
 from ..target.mesh import MeshPlan
 from ..target.target import TargetPlan
 from .estimated_step import assume_overlap, exposed_of_parts
-from .latency_hiding import Flight, exposed_in_order
+from .latency_hiding import Flight, Stall, exposed_as_ready, exposed_in_order
 from .program_costs import Costs, Numbers, RegionCosts, Transfer, WorkCosts, WorkKind, read_costs
 from .regions import Region
 
@@ -83,7 +85,9 @@ class Hiding:
     that follows its reduce-scatter in a trip of a loop. from_matmuls: the kinds of weights' collectives of which chunks
     are sent from within matmuls. at_once: how many collectives of weights are on their way at once. by_prices: whether
     the scheduler has the times of a PGLE file, which are taken to be right. most_combined_bytes: the size up to which
-    sums that end together are combined; None: they are not.
+    sums that end together are combined; None: they are not. as_ready: whether each begins as soon as it may, and a trip
+    waits for what the one before it copies to the host.
+    all_reduced: the parameters whose gradients the compiler all-reduces where the step reduce-scatters them.
     """
 
     weights: frozenset[CollectiveKind]
@@ -99,6 +103,8 @@ class Hiding:
     by_prices: bool = False
     most_combined_bytes: int | None = None
     scattered: int = 0
+    as_ready: bool = False
+    all_reduced: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -195,8 +201,8 @@ def time_step(costs: Costs, rates: Rates, links: LinkTimes, hiding: Hiding) -> S
     """Returns the time of a step of each declaration, on the stage of the mesh that takes longest."""
     compute = np.zeros((1, costs.numbers.shape[1]))
     exposed: dict[Axes, Numbers] = {}
-    of_regions: list[Numbers] = []
-    for region in costs.regions():
+    of_regions, leaving = list[Numbers](), list[Numbers]()
+    for number, region in enumerate(costs.regions()):
         works = [_work_seconds(one, rates) for one in region.works]
         alone = _compute_seconds(region, works) + _sending_seconds(region, works, links, hiding)
         compute = compute + alone
@@ -206,7 +212,9 @@ def time_step(costs: Costs, rates: Rates, links: LinkTimes, hiding: Hiding) -> S
         for axes, seconds in waited.items():
             exposed[axes] = exposed.get(axes, 0.0) + seconds
         of_regions.append(StepTime(compute * 0 + alone, waited).seconds)
-    for number, seconds in _exposed_of_host(costs, rates, of_regions).items():
+        out = costs.copied_to_host(number) if hiding.as_ready and not region.is_step else []
+        leaving.append(region.executions * _leaving_seconds(works, out, rates))
+    for number, seconds in _exposed_of_host(costs, rates, of_regions, leaving).items():
         of_regions[number] = of_regions[number] + seconds
         exposed[HOST,] = exposed.get((HOST,), 0.0) + seconds
     whole = StepTime(compute, exposed).seconds
@@ -221,14 +229,26 @@ def time_step(costs: Costs, rates: Rates, links: LinkTimes, hiding: Hiding) -> S
     return replace(found, exposed={**found.exposed, (SLICES,): rates.slice_wait * found.seconds})
 
 
-def _exposed_of_host(costs: Costs, rates: Rates, of_regions: Sequence[Numbers]) -> dict[int, Numbers]:
+def _leaving_seconds(works: Sequence[Numbers], out: Sequence[tuple[int | None, Numbers]], rates: Rates) -> Numbers:
+    """Returns the seconds for which a trip waits for what the one before it copies to the host: each array until the
+    trip makes it anew, in the same place. out: by array, the works before it is made, and its bytes; what a trip begins
+    with leaves after these, and it waits for none of it."""
+    leaving = ((made, size / rates.host["copy-to-host"]) for made, size in out if made is not None)
+    copies = [Flight(seconds, seconds, 0, made, moves=False) for made, seconds in leaving]
+    return sum(exposed_as_ready(works, copies, ()), start=np.zeros(()))
+
+
+def _exposed_of_host(
+    costs: Costs, rates: Rates, of_regions: Sequence[Numbers], leaving: Sequence[Numbers]
+) -> dict[int, Numbers]:
     """Returns, by region, the seconds by which copies to the host or back outlast the compute and the waits of the
-    region and of those inside of it. Both ways run at the same time."""
+    region and of those inside of it. Both ways run at the same time. leaving: those for which the trips of a region
+    wait for each other's copies to the host."""
     found: dict[int, Numbers] = {}
     for number, copied in costs.copied_bytes().items():
         beside = sum((of_regions[one] for one in costs.shape.inside(number)), start=0 * of_regions[number])
         longest = np.max([0 * beside + num_bytes / rates.host[kind] for kind, num_bytes in copied.items()], axis=0)
-        found[number] = np.maximum(longest - beside, 0.0)
+        found[number] = np.maximum(longest - beside, leaving[number])
     return found
 
 
@@ -314,6 +334,7 @@ def _exposed(
     """Returns the exposed seconds by mesh axes. works: the seconds of one execution of each work. compute: of all, in
     the whole step. blocks: the seconds of attention, beside which the permutes of a ring run."""
     waited: dict[Axes, Numbers] = {}
+    stalls: list[Stall] = []
     hidden: list[tuple[Transfer, Numbers, Numbers]] = []  # what compute may hide, of one execution
     beside_blocks: dict[Axes, tuple[Numbers | float, Numbers | float]] = {}  # their time, and the least of it
     for one, num_bytes in (each for each in region.transfers if not each[0].is_of_tick):
@@ -324,12 +345,15 @@ def _exposed(
             beside_blocks[one.mesh_axes] = of_all + seconds, of_share + own.share * seconds
         elif own is not None:
             waited[one.mesh_axes] = waited.get(one.mesh_axes, 0.0) + own.share * seconds
+            # What is as small is not asynchronous, and no stall.
+            if own.share > 0.0 and np.max(num_bytes) > cost_model().interleaved_bytes:
+                stalls.append(Stall(own.share * once, one.ready))
         elif not one.is_weight:
             ring = 0.5 if one.kind == "collective-permute" else 1.0  # a ring sends one way around, a collective both
             waited[one.mesh_axes] = waited.get(one.mesh_axes, 0.0) + hiding.activations_exposed * ring * seconds
         else:
             kind = one.kind
-            if hiding.is_doubled and kind == "reduce-scatter":
+            if kind == "reduce-scatter" and (hiding.is_doubled or one.parameter in hiding.all_reduced):
                 times = 1.0 + links.of_large_groups(one.mesh_axes, hiding.scattered, once)
                 kind, once, seconds = "all-reduce", times * once, times * seconds
             share = _exposed_share(region, kind, hiding) if kind in hiding.weights else 1.0
@@ -338,7 +362,9 @@ def _exposed(
                 hidden.append((one, num_bytes, (1.0 - share) * once))
     for axes, (seconds, least) in beside_blocks.items():
         waited[axes] = waited.get(axes, 0.0) + np.maximum(seconds - blocks, least)
-    if hiding.in_order is None or (hiding.begins_early and not region.has_loops):
+    if hiding.as_ready:
+        left = _exposed_as_ready(region, works, hidden, stalls)
+    elif hiding.in_order is None or (hiding.begins_early and not region.has_loops):
         all_of_it = region.executions * sum((once for *_, once in hidden), start=np.zeros(()))
         with np.errstate(invalid="ignore", divide="ignore"):
             stays = np.where(all_of_it > 0, np.maximum(all_of_it - compute, 0.0) / all_of_it, 0.0)
@@ -348,6 +374,34 @@ def _exposed(
     for (one, *_), once in zip(hidden, left, strict=True):
         waited[one.mesh_axes] = waited.get(one.mesh_axes, 0.0) + region.executions * once
     return waited
+
+
+def _exposed_as_ready(
+    region: RegionCosts,
+    works: Sequence[Numbers],
+    hidden: Sequence[tuple[Transfer, Numbers, Numbers]],
+    stalls: Sequence[Stall],
+) -> list[Numbers]:
+    """Returns the seconds of each collective that a scheduler exposes which lets each begin as soon as it may. What
+    nothing but sums read it computes at the end of a trip, each right before its sum. hidden: each with its bytes and
+    its seconds."""
+    makers = () if region.is_step else [one.maker for one, *_ in hidden if one.kind not in MOVING]
+    last = list(dict.fromkeys(maker for maker in makers if maker is not None))
+    first = [place for place in range(len(works)) if place not in last]
+    places = {old: new for new, old in enumerate((*first, *last))} | {len(works): len(works)}
+    # A place before the works that come last is that of the next work which does not.
+    of_place = [bisect_left(first, place) if place < len(works) else len(works) for place in range(len(works) + 1)]
+    flights = list[Flight]()
+    for one, _, once in hidden:
+        begin, end = one.beside
+        until = len(works) if end is None else of_place[end]
+        if one.kind in MOVING:
+            flights.append(Flight(once, once, of_place[begin], until))
+        else:
+            ready = places[one.maker] + 1 if one.maker in last else of_place[one.ready]
+            flights.append(Flight(once, once, ready, until, moves=False))
+    ordered = [works[place] for place in (*first, *last)]
+    return exposed_as_ready(ordered, flights, [replace(one, place=of_place[one.place]) for one in stalls])
 
 
 def _exposed_in_order(
@@ -409,7 +463,7 @@ def _exposed_of(
 
 def _exposed_share(region: RegionCosts, kind: CollectiveKind, hiding: Hiding) -> float:
     """Returns the share of a weight's collective that no compute of its region can hide."""
-    if kind != "all-reduce":
+    if kind != "all-reduce" or hiding.as_ready:
         return 0.0
     if region.is_step:  # after the loops all of a gradient is there: nothing is left to compute beside its sum
         return 1.0
@@ -478,6 +532,8 @@ def plan_hiding(plan: Plan) -> Hiding:
         by_prices=by_prices,
         most_combined_bytes=sums.most_bytes if (sums := target.compiler.combined_sums) else None,
         scattered=min(math.prod(target.compiler.scattered_block), target.num_devices - 1),
+        as_ready=target.compiler.begins_as_ready,
+        all_reduced=frozenset(path for path, each in leaves_by_path(plan.weights).items() if each.is_all_reduced),
     )
 
 

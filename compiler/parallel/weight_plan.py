@@ -1,5 +1,6 @@
 """How each weight is stored, gathered, reduced and updated: decided with the plan, done by weights.py."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -44,7 +45,8 @@ class WeightPlan:
     auto_spec, auto_stored_spec: the part of its layout that is over `partitioner`, the axes that XLA's partitioner
     splits, and is XLA's to keep: as a layer sees it, and with the dimension `layers`.
     encoding: how it is stored, gathered and used.
-    tile_rows: the rows of the compiler's tiles (CompilerTraits).
+    tile_rows: the rows of the compiler's tiles (CompilerTraits). is_all_reduced: the compiler all-reduces the gradient
+    that the step reduce-scatters (`CompilerTraits.all_reduces`).
     over_stages: the dimension that the stages of a pipeline split, with the dimension `layers`; of a head that they
     share its vocabulary (shared_head.py); None for none.
     """
@@ -63,6 +65,7 @@ class WeightPlan:
     partitioner: Axes
     encoding: Encoding
     tile_rows: int
+    is_all_reduced: bool = False
     over_stages: int | None = None
 
     @property
@@ -104,8 +107,18 @@ def plan_weights(inputs: OpInputs, operations: Sequence[OpPlan], gather: StageGa
             encoding=_encoding(p, sent.get(path), sharding.roles, is_multiplied=path in multiplied),
             tile_rows=inputs.target.compiler.tile_rows,
         )
-        plans[path] = _used(made if p.array.is_trained else frozen(made), p, inputs, operations, gather)
+        used = _used(made if p.array.is_trained else frozen(made), p, inputs, operations, gather)
+        plans[path] = replace(used, is_all_reduced=_is_all_reduced(used, p, inputs))
     return plans
+
+
+def _is_all_reduced(weight: WeightPlan, stored: ArrayPlan, inputs: OpInputs) -> bool:
+    over, sizes = dict(weight.scattered), stored.array.shape[weight.is_stacked :]
+    if not over or weight.use == "chunked":  # chunks are of sizes that are scattered (lm_head.py)
+        return False
+    whole = [size for dimension, size in enumerate(sizes) if dimension not in over]
+    num_devices = math.prod(inputs.mesh.num_shards(axes) for axes in over.values())
+    return inputs.target.compiler.all_reduces(num_devices, whole)
 
 
 def _sent(operations: Sequence[OpPlan]) -> dict[str, BlockFormat]:

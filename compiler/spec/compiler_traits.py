@@ -61,6 +61,8 @@ class CompilerTraits(Record):
     expected_across: given where the scheduler places what a trip of a loop sends in order, from the end of the trip
         (estimate/latency_hiding.py); None where compute hides what its own loop sends in any order.
     expected_kernels: given where this scheduler counts kernels; None where it expects seconds.
+    begins_as_ready: the scheduler lets a collective of a weight begin as soon as it may (estimate/latency_hiding.py),
+        and a copy to the host end in the next trip of its loop.
     async_permutes: permutes overlap with independent work, on up to max_chips_async_permutes chips.
     orders_by_barriers: it schedules no operation before an optimization barrier that its operands pass.
     exposed_in_turns: share of tensor parallelism's collectives that is waited for where the parts of a split batch run
@@ -99,6 +101,7 @@ class CompilerTraits(Record):
     exposed_second_sums: float = 0.0
     expected_across: ExpectedAcross | None = None
     expected_kernels: ExpectedKernels | None = None
+    begins_as_ready: bool = False
     async_permutes: bool = False
     max_chips_async_permutes: int | None = None
     orders_by_barriers: bool = False

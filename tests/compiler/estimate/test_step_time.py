@@ -89,7 +89,7 @@ def test_passes_over_the_rows_of_experts_take_as_long_as_compiled_passes_calibra
 )
 def test_a_matmul_takes_its_start_and_longer_while_it_sends(sent, longer):
     """By hand: 4 times 20 FLOPs in 2 s after 0.25; a gather of 10 bytes takes 1.5 s, one of 1,000 outlasts it."""
-    costs = _loop([Work("matmul", 1, 1, (), 1)], [Transfer("all-gather", ("fsdp",), True, 1, 2)], [20.0, sent])
+    costs = _loop([Work("matmul", 1, 1, (), 1)], [Transfer("all-gather", ("fsdp",), "w", 1, 2)], [20.0, sent])
     hiding, rates = Hiding(ALL, 1.0, is_doubled=False), replace(RATES, matmul_seconds=0.25)
     alone = time_step(costs, rates, LinkTimes(LINKS), hiding).of(0).compute_seconds
     sends = replace(hiding, from_matmuls=frozenset({"all-gather"}))
@@ -153,19 +153,19 @@ def test_each_kernel_takes_its_own_time_and_rows_of_experts_their_own_rate():
 @pytest.mark.parametrize(("compute_flops", "exposed"), [(100.0, 0.0), (5.0, 4 * (1.5 - 0.5))])
 def test_gathers_hide_behind_the_arithmetic_of_their_own_loop(compute_flops, exposed):
     """10 bytes take 0.5 + 1 s, beside 10 s or half a second of a matmul."""
-    costs = _loop([Work("matmul", 1, 1, (), 1)], [Transfer("all-gather", ("fsdp",), True, 1, 2)], [compute_flops, 10.0])
+    costs = _loop([Work("matmul", 1, 1, (), 1)], [Transfer("all-gather", ("fsdp",), "w", 1, 2)], [compute_flops, 10.0])
     assert _seconds(costs, Hiding(ALL, 1.0, is_doubled=False))[1][("fsdp",)] == pytest.approx(exposed)
 
 
 def test_what_the_compiler_does_not_overlap_is_waited_for():
-    costs = _loop([Work("matmul", 1, 1, (), 1)], [Transfer("all-gather", ("fsdp",), True, 1, 2)], [1000.0, 10.0])
+    costs = _loop([Work("matmul", 1, 1, (), 1)], [Transfer("all-gather", ("fsdp",), "w", 1, 2)], [1000.0, 10.0])
     assert _seconds(costs, Hiding(frozenset(), 1.0, is_doubled=False))[1][("fsdp",)] == pytest.approx(4 * 1.5)
 
 
 @pytest.mark.parametrize(("hidden", "exposed"), [("all-gather", 4 * 3.0), ("all-reduce", 4 * (3.0 - 1.0))])
 def test_a_gradient_that_becomes_an_all_reduce_hides_where_all_reduces_do(hidden, exposed):
     """10 bytes take 0.5 + 1 s as a reduce-scatter and twice that as an all-reduce, beside one second of a matmul."""
-    costs = _loop([Work("matmul", 1, 1, (), 1)], [Transfer("reduce-scatter", ("fsdp",), True, 1, 2)], [10.0, 10.0])
+    costs = _loop([Work("matmul", 1, 1, (), 1)], [Transfer("reduce-scatter", ("fsdp",), "w", 1, 2)], [10.0, 10.0])
     found = time_step(costs, RATES, LinkTimes(LINKS), Hiding(frozenset({hidden}), 1.0, is_doubled=True))
     assert float(found.exposed_seconds[0]) == pytest.approx(exposed)
 
@@ -173,7 +173,7 @@ def test_a_gradient_that_becomes_an_all_reduce_hides_where_all_reduces_do(hidden
 @pytest.mark.parametrize(("most", "exposed"), [(1, 4 * 3.0), (2, 4 * 1.5)])
 def test_over_small_groups_a_gradient_stays_a_reduce_scatter(most, exposed):
     """Of two devices: twice its time where only groups of one stay so."""
-    costs = _loop([Work("matmul", 1, 1, (), 1)], [Transfer("reduce-scatter", ("fsdp",), True, 1, 2)], [10.0, 10.0])
+    costs = _loop([Work("matmul", 1, 1, (), 1)], [Transfer("reduce-scatter", ("fsdp",), "w", 1, 2)], [10.0, 10.0])
     hiding = Hiding(frozenset(), 1.0, is_doubled=True, scattered=most)
     assert float(time_step(costs, RATES, LinkTimes(LINKS), hiding).exposed_seconds[0]) == pytest.approx(exposed)
 
@@ -190,13 +190,13 @@ def test_gradients_are_scattered_in_blocks_of_a_slice_and_not_over_all_of_it():
 def test_a_gradient_that_is_summed_after_the_loops_is_waited_for(region, exposed):
     """10 bytes take 2 (0.5 + 1) s: beside 100 s of a matmul of the same region, or once after all of them."""
     works = [Work("matmul", region, 1, (), 1)]
-    costs = _loop(works, [Transfer("all-reduce", ("fsdp",), True, region, 2)], [1000.0, 10.0])
+    costs = _loop(works, [Transfer("all-reduce", ("fsdp",), "w", region, 2)], [1000.0, 10.0])
     assert _seconds(costs, Hiding(ALL, 1.0, is_doubled=False))[1][("fsdp",)] == pytest.approx(exposed)
 
 
 def test_a_sum_that_follows_another_of_a_trip_is_waited_for_in_part():
     """Over ("fsdp",) 10 bytes take 3 s, over ("tensor",) 2: a quarter of these, though the matmul takes 100 s."""
-    transfers = [Transfer("reduce-scatter", ("fsdp",), True, 1, 2), Transfer("all-reduce", ("tensor",), True, 1, 2)]
+    transfers = [Transfer("reduce-scatter", ("fsdp",), "w", 1, 2), Transfer("all-reduce", ("tensor",), "w", 1, 2)]
     costs, hiding = _loop([Work("matmul", 1, 1, (), 1)], transfers, [1000.0, 10.0]), Hiding(ALL, 1.0, is_doubled=False)
     assert _seconds(costs, hiding)[1][("tensor",)] == pytest.approx(0.0)
     found = _seconds(costs, replace(hiding, exposed_second_sums=0.25))[1]
@@ -204,7 +204,7 @@ def test_a_sum_that_follows_another_of_a_trip_is_waited_for_in_part():
 
 
 def test_of_activations_the_share_beside_matmuls_is_waited_for():
-    costs = _loop([Work("matmul", 1, 1, (), 1)], [Transfer("all-reduce", ("tensor",), False, 1, 2)], [1000.0, 10.0])
+    costs = _loop([Work("matmul", 1, 1, (), 1)], [Transfer("all-reduce", ("tensor",), None, 1, 2)], [1000.0, 10.0])
     assert _seconds(costs, Hiding(ALL, 0.25, is_doubled=False))[1][("tensor",)] == pytest.approx(4 * 2.0 * 0.25)
 
 
@@ -230,6 +230,19 @@ def test_copies_to_the_host_are_waited_for_where_they_outlast_their_loop(region,
     assert time.seconds == pytest.approx(12.0 + exposed)
 
 
+def test_a_trip_waits_until_what_it_makes_anew_has_left_for_the_host():
+    """Two matmuls of 1 and 2 s in a trip, whose results take 0.4 and 2 s to the host: the second is in line."""
+    hiding = Hiding(ALL, 1.0, is_doubled=False, as_ready=True)
+    work = [Work("matmul", 1, 1, (), 1), Work("matmul", 1, 2, (), 2)]
+    costs = _loop(work, [], [10.0, 20.0, 1.0, 2.0, 10.0])
+    for made, exposed in (((0, 1), 0.4 + 1.0), ((1, 1), 1.4), ((None, None), 0.0), ((None, 0), 2.0)):
+        copied = tuple(CopiedArray("copy-to-host", 1, 4 + place, of) for place, of in enumerate(made))
+        regions = ((), ((0,),), ((0,), (3,)))
+        here = replace(costs, shape=replace(costs.shape, regions=regions, copied=copied))
+        time = time_step(here, RATES, LinkTimes(LINKS), hiding)
+        assert time.exposed["host",] == pytest.approx(4 * exposed)
+
+
 def test_offloaded_activations_cross_the_hosts_link_out_and_in_once():
     plan = plan_of(*SMALL, "target=v6e-8", "sharding=fsdp", "remat=offload", "remat.names=[layer_input,mlp_up]")
     step = price_regions(read_step(plan), plan.target.compiler)
@@ -244,7 +257,7 @@ def test_offloaded_activations_cross_the_hosts_link_out_and_in_once():
 
 
 def test_exchanges_of_tokens_are_waited_for_as_far_as_their_plan_says():
-    transfer = Transfer("all-reduce", ("tensor",), False, 1, 2, "routed")
+    transfer = Transfer("all-reduce", ("tensor",), None, 1, 2, "routed")
     costs = _loop([Work("matmul", 1, 1, (), 1)], [transfer], [1000.0, 10.0])
     hiding = Hiding(ALL, 0.25, is_doubled=False, of_operations={"routed": Exposed(0.5)})
     assert _seconds(costs, hiding)[1][("tensor",)] == pytest.approx(4 * 2.0 * 0.5)
@@ -262,7 +275,7 @@ def test_exchanges_of_tokens_are_waited_for_as_far_as_their_plan_says():
 def test_a_rings_permutes_hide_behind_attention_alone(exchange, attention_flops, is_beside, waited):
     """A large matmul is in the same loop; it needs what attention makes."""
     works = [Work("matmul", 1, 1, (), 1), Work("attention", 1, 2, (), rated_by=AttentionCall())]
-    transfer = Transfer("all-reduce", ("tensor",), False, 1, 3, exchange)
+    transfer = Transfer("all-reduce", ("tensor",), None, 1, 3, exchange)
     costs = _loop(works, [transfer], [1000.0, attention_flops, 10.0])
     exposed = Exposed(0.35, is_beside_attention=True) if is_beside else Exposed(1.0)
     hiding = Hiding(ALL, 0.25, is_doubled=False, of_operations={"ring": exposed, "all_gather": Exposed(1.0)})
@@ -319,7 +332,7 @@ def test_options_by_hand_count_as_the_preset_that_has_them(chip):
 
 def test_slices_wait_for_a_share_of_the_step_whatever_crosses_them():
     """By hand: 4 times 100 s of a matmul and 2 s of a sum that is waited for, 12 % of which are 48.96 s."""
-    costs = _loop([Work("matmul", 1, 1, (), 1)], [Transfer("all-reduce", ("tensor",), False, 1, 2)], [1000.0, 10.0])
+    costs = _loop([Work("matmul", 1, 1, (), 1)], [Transfer("all-reduce", ("tensor",), None, 1, 2)], [1000.0, 10.0])
     hiding, rates = Hiding(ALL, 1.0, is_doubled=False), replace(RATES, slice_wait=0.12)
     found = time_step(costs, rates, LinkTimes(LINKS), hiding).of(0)
     assert found.exposed == pytest.approx({("tensor",): 8.0, ("slices",): 48.96})
