@@ -174,7 +174,7 @@ def test_older_gpus_hide_by_kernels_with_a_preset_that_is_their_default():
     assert plan_hiding(plan_of(*GPUS, "overlap.flag_presets=[]")).weights  # by itself
 
 
-def _step(reads, writes, inside=(), flops=0):
+def _step(reads, writes, inside=(), flops=0) -> Any:
     operation = SimpleNamespace(flops=flops, collective=None)
     return SimpleNamespace(fused=SimpleNamespace(reads=reads, writes=writes), inside=inside, operation=operation)
 

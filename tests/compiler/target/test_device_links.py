@@ -162,7 +162,7 @@ def test_a_few_packets_wait_for_no_others_on_a_torus():
         large, small = (replace(collective("all-reduce", groups), num_bytes=size) for size in (2**20, 2**10))
         assert place_collective(large, placement).links
         assert bool(place_collective(small, placement).links) == waits
-        assert place_collective(small, placement).alone_seconds > 0
+        assert place_collective(small, placement).alone_seconds
 
 
 def test_halves_of_an_axis_are_faster_than_the_axis():
