@@ -25,6 +25,7 @@ MATMUL, LAYOUT = "matmul", "layout"
 ENCODED = "encoded"
 FILLED = "filled"  # of the rows of experts' buffers, by tokens
 TILE_ROWS, TILE_TIME = "tile_rows", "tile_time"  # of grouped matmuls' tiles, where they are not the largest
+RAGGED_ROWS = "ragged_rows"  # of the tiles of XLA's own kernel, where they are not the smallest
 SENT = "sent"  # of the rows of a ragged exchange, in its smaller buffer
 _AT_MOST_ONCE = "at_most_once"
 SLOT, END, SHARED_END, BUFFER = "slot", "end", "shared_end", "buffer"
@@ -42,10 +43,12 @@ _SEPARATORS = re.compile(r"[/()\s]+")
 
 
 class RowTile(NamedTuple):
-    """A tile of rows of grouped matmuls. time: of a matmul in such tiles, over that in the largest."""
+    """A tile of rows of grouped matmuls. time: of a matmul in such tiles, over that in the largest. ragged: the rows of
+    a tile of XLA's own kernel for TPUs, which chooses them by itself."""
 
     rows: int
     time: float
+    ragged: int = 128
 
 
 LARGEST_TILE = RowTile(512, 1.0)
@@ -104,8 +107,12 @@ def buffer_scope(name: str) -> str:
 
 
 def tile_scope(tile: RowTile) -> str:
-    """Returns the scope of grouped matmuls with such tiles of rows: 'tile_rows=256/tile_time=1.3'."""
-    return nested_scope(fact_scope(TILE_ROWS, str(tile.rows)), fact_scope(TILE_TIME, f"{tile.time:g}"))
+    """Returns the scope of grouped matmuls with such tiles of rows: 'tile_rows=256/tile_time=1.3'. The largest and the
+    smallest ragged one go without saying."""
+    own = [fact_scope(TILE_ROWS, str(tile.rows)), fact_scope(TILE_TIME, f"{tile.time:g}")]
+    is_largest = (tile.rows, tile.time) == (LARGEST_TILE.rows, LARGEST_TILE.time)
+    ragged = [] if tile.ragged == LARGEST_TILE.ragged else [fact_scope(RAGGED_ROWS, str(tile.ragged))]
+    return "/".join([*([] if is_largest else own), *ragged])
 
 
 def encoding_scope(format: str) -> str:
@@ -185,8 +192,9 @@ class OperationName:
     @property
     def row_tile(self) -> RowTile:
         """Returns the tile of rows of grouped matmuls, the largest where nothing says another."""
-        rows, time = self.fact(TILE_ROWS), self.fact(TILE_TIME)
-        return RowTile(int(rows), float(time)) if rows and time else LARGEST_TILE
+        rows, time, ragged = self.fact(TILE_ROWS), self.fact(TILE_TIME), self.fact(RAGGED_ROWS)
+        tile = RowTile(int(rows), float(time)) if rows and time else LARGEST_TILE
+        return tile._replace(ragged=int(ragged)) if ragged else tile
 
     @property
     def sent_share(self) -> float:

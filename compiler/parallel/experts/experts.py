@@ -278,10 +278,11 @@ def _kernels(inputs: OpInputs, sizes: ExchangeSizes) -> Kernels:
         return Kernels("none" if inputs.spec.precision.compute == "float32" else "triton")
     if inputs.target.platform != "tpu":
         return Kernels("none")
-    known = grouped_kernels()["megablox"].row_tiles
-    times = known.get(inputs.target.chip.known_as, {}) if inputs.target.chip else {}
-    tiles = [RowTile(rows, time) for rows, time in times.items()]
-    return Kernels("megablox", best_tile(tiles, sizes.choices, sizes.experts.num_local))
+    chip, kernels = inputs.target.chip.known_as if inputs.target.chip else "", grouped_kernels()
+    tiles = [RowTile(rows, time) for rows, time in kernels["megablox"].row_tiles.get(chip, {}).items()]
+    best = best_tile(tiles, sizes.choices, sizes.experts.num_local)
+    (ragged,) = kernels["ragged_dot"].row_tiles.get(chip, (best.ragged,))
+    return Kernels("megablox", best._replace(ragged=ragged))
 
 
 def _exchange(name: str, site: OpSite, inputs: OpInputs, sizes: ExchangeSizes) -> Strategy:

@@ -196,7 +196,7 @@ def _cost(pairs: Sequence[tuple[Array, Array]], num_bytes: int, num_columns: int
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of a layer's grouped matmuls, as above. tile: of megablox, the rows of a tile."""
+    """The kernels of a layer's grouped matmuls, as above. tile: of TPUs' kernels, the rows of a tile."""
 
     name: Literal["megablox", "triton", "none"]
     tile: RowTile = LARGEST_TILE
@@ -205,7 +205,6 @@ class Kernels:
 # gmm and tgmm without the derivatives of `ops.gmm`
 megablox: Any = Deferred("jax.experimental.pallas.ops.tpu.megablox.gmm")
 WIDEST = 1024  # of what a tile contracts, and of its columns: for 16384 x 4096 x 14336 on v5p (docs/experts.md)
-RAGGED_ROWS = 128  # the rows of a tile of XLA's own kernel for TPUs: libtpu 0.0.42.1, "128,4096,256"
 _MIN_ROWS = _LANES = 128  # the entries that the kernels take at once
 _ROWS_ARE_CONTRACTED = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
@@ -371,7 +370,7 @@ def _tile_rows(num_rows: int, wanted: RowTile) -> int:
 
 def grouped_cost(call: KernelCall, filled: float, wanted: RowTile = LARGEST_TILE) -> KernelCost | None:
     """Returns the cost of a grouped matmul; None for another kernel. filled: the share of its rows that tokens fill.
-    wanted: megablox's tile of rows.
+    wanted: megablox's tile of rows, and that of XLA's own kernel.
 
     Rows that are not filled are skipped, neither read nor written, and a tile in which groups meet is computed for each
     of them: one tile more for each group that has rows. So is what megablox's tiles have beyond the matrices. The
@@ -408,7 +407,7 @@ def _moved_bytes(array: KernelArray, filled: float) -> float:
 def _kernel_of(call: KernelCall, num_rows: int, wanted: RowTile) -> tuple[str, int]:
     """Returns the name of a kernel in conf/calibration/_kernels.yaml, and the rows of its tiles."""
     if "ragged" in call.kernel:
-        return "ragged_dot", RAGGED_ROWS
+        return "ragged_dot", wanted.ragged
     if "triton" in call.kernel or "grouped_matmul" in call.kernel:
         return "triton", _ROW_DEPTH if any(len(each.shape) == 3 for each in call.results) else ROWS
     return "megablox", _tile_rows(num_rows, wanted)

@@ -13,7 +13,7 @@ from conftest import plan_of
 from meshloom.compiler.analysis.schedule_analysis import chip_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.kernels import KernelArray, KernelCall, KernelCost
-from meshloom.compiler.core.scopes import FILLED, OperationName, RowTile
+from meshloom.compiler.core.scopes import FILLED, LARGEST_TILE, OperationName, RowTile
 from meshloom.compiler.driver import plan_run
 from meshloom.compiler.estimate.estimate import estimate_step
 from meshloom.compiler.estimate.estimated_step import read_step
@@ -22,7 +22,7 @@ from meshloom.compiler.jaxpr.flops import count_model_flops
 from meshloom.compiler.parallel.experts.dispatch import Experts
 from meshloom.compiler.parallel.experts.expert_exchange import ExchangeSizes
 from meshloom.compiler.parallel.experts.experts import experts_scope
-from meshloom.compiler.parallel.experts.grouped_matmul import RAGGED_ROWS, best_tile, grouped_cost, tile_width
+from meshloom.compiler.parallel.experts.grouped_matmul import best_tile, grouped_cost, tile_width
 from meshloom.compiler.parallel.registry import OPERATIONS
 from meshloom.compiler.spec import kernel_rates
 from meshloom.compiler.spec.compiler_traits import read_compiler_traits
@@ -399,9 +399,10 @@ def test_exchanges_are_told_by_the_site_of_their_experts(mixtral):
     assert sources == {"routed, tokens to experts and back"}
 
 
-def _grouped_matmul(chip: Chip) -> Compute:
-    """Returns the compute of 1.07 TFLOP of `ragged_dot` over 1,024 rows of four experts, of which half are filled."""
-    scope = experts_scope("routed", 0.5)
+def _grouped_matmul(chip: Chip, ragged: int = 128) -> Compute:
+    """Returns the compute of 1.07 TFLOP of `ragged_dot` over 1,024 rows of four experts, of which half are filled.
+    ragged: the rows of a tile."""
+    scope = experts_scope("routed", 0.5, tile=LARGEST_TILE._replace(ragged=ragged))
     assert OperationName(f"jit(f)/{scope}/dot").fact("filled") == "0.5000"
     line = (
         "HloModule m\n\nENTRY %e (w: bf16[4,512,1024], x: bf16[1024,512]) -> bf16[1024,1024] {\n"
@@ -417,13 +418,15 @@ def _grouped_matmul(chip: Chip) -> Compute:
     return compute
 
 
-COMPUTED = (0.5 * 1024 + 4 * RAGGED_ROWS) / 1024  # of the rows: half, and a tile more for each of four experts
+COMPUTED = {tile: (0.5 * 1024 + 4 * tile) / 1024 for tile in (128, 256)}  # half of the rows, a tile more of each expert
 
 
 def test_a_grouped_kernel_is_priced_by_the_rows_that_are_filled():
-    compute = _grouped_matmul(Chip("tpu", 1e9, {"bfloat16": 1e12}, 1e15))
-    assert compute.kind == "matmul"
-    assert compute.seconds == pytest.approx(COMPUTED * 1.073741824 / grouped_kernels()["ragged_dot"].share)
+    """And by the tiles of XLA's own kernel, in which four groups meet."""
+    for tile, computed in COMPUTED.items():
+        compute = _grouped_matmul(Chip("tpu", 1e9, {"bfloat16": 1e12}, 1e15), tile)
+        assert compute.kind == "matmul"
+        assert compute.seconds == pytest.approx(computed * 1.073741824 / grouped_kernels()["ragged_dot"].share)
 
 
 @pytest.mark.parametrize("name", ["v5p-8", "tpu7x-8"])
@@ -434,7 +437,7 @@ def test_estimates_and_compiled_programs_price_grouped_matmuls_by_one_function(n
         monkeypatch.setattr(kernel_rates, "grouped_kernels", lambda kernels=kernels: kernels)
         rate = target.kernel_rate("ragged_dot")
         assert rate is not None
-        prices.append(COMPUTED * 1.073741824e12 / rate)
+        prices.append(COMPUTED[128] * 1.073741824e12 / rate)
         assert _grouped_matmul(chip_of(target)).seconds == pytest.approx(prices[-1])
     assert prices[1] == pytest.approx(4 * prices[0])
 
@@ -499,11 +502,14 @@ def test_a_tile_of_rows_is_the_one_that_takes_least(target, group, rows):
 
 
 @pytest.mark.cases(plain=1)
-@pytest.mark.parametrize(("target", "rows"), [("v5p-16", {256}), ("v4-16", {512})])
-def test_a_plan_names_the_tile_of_rows_in_the_scope_of_its_kernels(target, rows):
+@pytest.mark.parametrize(
+    ("target", "tile"),
+    [("v5p-16", RowTile(256, 1.0)), ("v4-16", LARGEST_TILE), ("v6e-16", RowTile(256, 1.3, ragged=256))],
+)
+def test_a_plan_names_the_tile_of_rows_in_the_scope_of_its_kernels(target, tile):
     plan = plan_of(*MOE, f"target={target}", "precision=bfloat16")
-    kernels = [each for each in read_step(plan).walk() if each.rated_by == "megablox"]
-    assert {OperationName(each.scope).row_tile.rows for each in kernels} == rows
+    kernels = [each for each in read_step(plan).walk() if each.rated_by in ("megablox", "ragged_dot")]
+    assert {OperationName(each.scope).row_tile for each in kernels} == {tile}
 
 
 def test_a_gradient_of_matrices_costs_as_much_in_an_estimate_as_in_the_compiled_program():
