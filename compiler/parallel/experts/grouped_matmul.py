@@ -302,7 +302,7 @@ def _adapt_megablox() -> None:
 
     It asks the attached device whether it multiplies bfloat16, which starts JAX while a step is only planned, and may
     not be the target. Every TPU from v4 on does, and so do the others. Its own search for groups is a loop, and no
-    gather of weights is on its way while one runs (docs/experts.md).
+    gather of weights is on its way while one runs (docs/results/experts.md).
     """
     module: Any = import_module(megablox.__name__)
     module.common.supports_bfloat16_matmul = lambda: True
