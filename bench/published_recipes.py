@@ -437,7 +437,7 @@ RECIPES = (
                     "optimizer.moment_dtype=bfloat16"), TPU7X | LARGE_VMEM),
     Recipe("checked", "MaxText DeepSeek-V3, v5p, 512 chips", DEEPSEEK_V5P, 542.108, None, "custom, offloaded",
            maxtext("deepseek_v3", "v5p-1024", 6, 512, 8192, "offload", FSDP,
-                    "remat.names=[layer_input,attention_residual]"), V5P_EXPERTS),
+                    "remat.names=[layer_input,attention_residual]", "moe.tile_rows=512"), V5P_EXPERTS),
     gemma3("checked", 1, 4477.768), gemma3("fitted", 2, 4204.799), gemma3("fitted", 4, 3905.572),
     honeycrisp(512, 1.48), honeycrisp(1024, 0.8), honeycrisp(2048, 0.47),
     automodel("Qwen3 30B-A3B", "qwen3_30b_a3b", 8, 512, 4, 12040, "full", "full"),

@@ -275,9 +275,22 @@ def _put_layouts(reading: PeerReading, axes: PeerAxes, devices: Devices | None) 
             reading.refuse("capacity_factor", what, "set sparse_matmul=false, or capacity_factor=-1")
         reading.put("parallel.experts=capacity", reading.said("capacity_factor", "sparse_matmul", "megablox"))
         reading.put(f"moe.capacity_factor={in_full(capacity)}", reading.said("capacity_factor"))
+    elif devices is None or not devices.is_gpu:
+        _put_tiles(reading)
     strategy = reading.one_of("attention", _ATTENTION)
     if strategy:
         reading.put(f"parallel.attention={strategy}", reading.said("attention"))
+
+
+def _put_tiles(reading: PeerReading) -> None:
+    """Puts the rows of a tile of megablox's forward kernel, if they are given and it is the kernel that runs."""
+    is_megablox = reading.flag("sparse_matmul") and reading.flag("megablox") and not reading.flag("use_tokamax_gmm")
+    for key in ("wi_tile_fwd_batch_seq", "tile_batch_seq"):
+        if is_megablox and reading.is_given(key):
+            rows = reading.whole(key)
+            if rows < 128 or rows % 128:
+                reading.refuse(key, f"is {rows}", "use a multiple of 128")
+            return reading.put(f"moe.tile_rows={rows}", reading.said(key, "megablox"))
 
 
 def _put_order(reading: PeerReading, axes: PeerAxes) -> None:

@@ -157,6 +157,7 @@ class MoeSpec(Config):
     max_imbalance: Annotated[float, Field(ge=1)] | None  # rows of a buffer, over the mean; None: for any imbalance
     capacity_factor: PositiveFloat  # parallel.experts=capacity: rows of an expert, over the mean
     num_chunks: PositiveInt  # chunks of a device's tokens: one is sent while the experts of another run
+    tile_rows: Annotated[int, Field(ge=128, multiple_of=128)] | None  # of megablox, for TPUs; None: chosen by chip
 
 
 class BatchSpec(ProgramKeys):

@@ -75,7 +75,7 @@ from .expert_exchange import (
     sent_once,
 )
 from .expert_mlp import Multiply, experts_mlp
-from .grouped_matmul import Kernels, best_tile, grouped_cost, grouped_matmuls
+from .grouped_matmul import ROWS, Kernels, best_tile, grouped_cost, grouped_matmuls
 from .hierarchical import dispatch_hierarchical
 from .quantized_groups import quantized_equal_groups, quantized_rows
 from .row_types import row_type_problems, row_types
@@ -274,12 +274,20 @@ def _plan(
 
 
 def _kernels(inputs: OpInputs, sizes: ExchangeSizes) -> Kernels:
+    """Raises ConfigError for a tile of rows of other chips than TPUs. A processor computes without kernels."""
+    declared = inputs.spec.moe.tile_rows
     if inputs.target.platform == "gpu":
+        if declared is not None:
+            what = f"{declared} rows are for megablox, whose kernels run on TPUs; tiles for Triton have {ROWS}"
+            raise ConfigError([Problem("moe.tile_rows", what, "leave it out: moe.tile_rows=null")])
         return Kernels("none" if inputs.spec.precision.compute == "float32" else "triton")
     if inputs.target.platform != "tpu":
         return Kernels("none")
     chip, kernels = inputs.target.chip.known_as if inputs.target.chip else "", grouped_kernels()
-    tiles = [RowTile(rows, time) for rows, time in kernels["megablox"].row_tiles.get(chip, {}).items()]
+    times = kernels["megablox"].row_tiles.get(chip, {})
+    if declared is not None:
+        return Kernels("megablox", RowTile(declared, times.get(declared, 1.0)), multiplies_forward=True)
+    tiles = [RowTile(rows, time) for rows, time in times.items()]
     best = best_tile(tiles, sizes.choices, sizes.experts.num_local)
     (ragged,) = kernels["ragged_dot"].row_tiles.get(chip, (best.ragged,))
     return Kernels("megablox", best._replace(ragged=ragged))

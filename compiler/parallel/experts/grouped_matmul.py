@@ -196,10 +196,12 @@ def _cost(pairs: Sequence[tuple[Array, Array]], num_bytes: int, num_columns: int
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of a layer's grouped matmuls, as above. tile: of TPUs' kernels, the rows of a tile."""
+    """The kernels of a layer's grouped matmuls, as above. tile: of TPUs' kernels, the rows of a tile.
+    multiplies_forward: megablox computes the forward pass, too."""
 
     name: Literal["megablox", "triton", "none"]
     tile: RowTile = LARGEST_TILE
+    multiplies_forward: bool = False
 
 
 # gmm and tgmm without the derivatives of `ops.gmm`
@@ -226,6 +228,8 @@ def grouped_matmuls(
     """
     if how.name == "triton":
         return tuple(multiply_rows(x_RE, w_GEM, sizes_G, interpret=interpret) for w_GEM in matrices)
+    if how.multiplies_forward:
+        return tuple(_by_megablox(x_RE, w_GEM, sizes_G, x_RE.dtype, how, interpret) for w_GEM in matrices)
     return tuple(jax.lax.ragged_dot(x_RE, w_GEM, sizes_G, preferred_element_type=x_RE.dtype) for w_GEM in matrices)
 
 
@@ -277,10 +281,19 @@ def rows_gradient(
         return multiply_rows(g_RM, w_GEM, sizes_G, is_transposed=True, interpret=interpret)
     if how.name == "none":
         return jax.lax.ragged_dot(g_RM, w_GEM.swapaxes(1, 2), sizes_G, preferred_element_type=dtype)
+    return _by_megablox(g_RM, w_GEM, sizes_G, dtype, how, interpret, is_transposed=True)
+
+
+def _by_megablox(
+    rows: Array, w_GEM: Array, sizes_G: Array, dtype: Any, how: Kernels, interpret: bool, *, is_transposed: bool = False
+) -> Array:
+    """Returns rows w, or rows w^T, of the group of each row."""
     _adapt_megablox()
-    g = padded(g_RM, _MIN_ROWS, 1)
-    tile = _tile_rows(len(g), how.tile), tile_width(w_GEM.shape[2]), tile_width(w_GEM.shape[1])
-    return megablox.gmm(g, w_GEM, sizes_G, dtype, tile, transpose_rhs=True, interpret=interpret)[: g_RM.shape[0]]
+    padded_rows = padded(rows, _MIN_ROWS, 1)
+    contracted, columns = (2, 1) if is_transposed else (1, 2)
+    tile = _tile_rows(len(padded_rows), how.tile), *(tile_width(w_GEM.shape[each]) for each in (contracted, columns))
+    found = megablox.gmm(padded_rows, w_GEM, sizes_G, dtype, tile, transpose_rhs=is_transposed, interpret=interpret)
+    return cast(Array, found)[: rows.shape[0]]
 
 
 def matrices_gradient(

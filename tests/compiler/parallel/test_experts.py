@@ -512,6 +512,15 @@ def test_a_plan_names_the_tile_of_rows_in_the_scope_of_its_kernels(target, tile)
     assert {OperationName(each.scope).row_tile for each in kernels} == {tile}
 
 
+def test_a_declared_tile_of_rows_is_that_of_all_kernels_for_tpus():
+    plan = plan_of(*MOE, "target=v5p-16", "precision=bfloat16", "moe.tile_rows=128")
+    kernels = [each for each in read_step(plan).walk() if each.rated_by in ("megablox", "ragged_dot")]
+    assert {each.rated_by for each in kernels} == {"megablox"}
+    assert {OperationName(each.scope).row_tile for each in kernels} == {RowTile(128, 1.0)}
+    with pytest.raises(ConfigError, match=r"moe.tile_rows: 128 rows are for megablox"):
+        plan_of(*MOE, "target=h100-8", "precision=bfloat16", "model.head_dim=8", "moe.tile_rows=128")
+
+
 def test_a_gradient_of_matrices_costs_as_much_in_an_estimate_as_in_the_compiled_program():
     """A compiled kernel for Triton has shapes alone. The traced one declares the bytes of all rows besides, which the
     rows that are filled replace: a quarter of both arrays, read once, and the matrices."""

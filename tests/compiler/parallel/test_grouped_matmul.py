@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from meshloom.compiler.core.scopes import RowTile
 from meshloom.compiler.formats.operands import operand_formats
 from meshloom.compiler.jaxpr.flops import count_flops
 from meshloom.compiler.parallel.experts.grouped_matmul import (
@@ -21,22 +22,32 @@ from meshloom.compiler.parallel.experts.quantized_groups import quantized_rows
 from meshloom.compiler.parallel.quantized import Arithmetic
 
 SIZES = [70, 0, 40, 11]  # an empty group, and rows of none
+ALL_MEGABLOX = Kernels("megablox", RowTile(128, 1.0), multiplies_forward=True)
 
 
-@pytest.mark.parametrize("how", ["none", "triton", pytest.param("megablox", marks=pytest.mark.ci)])
+@pytest.mark.parametrize(
+    "how",
+    [
+        Kernels("none"),
+        Kernels("triton"),
+        pytest.param(Kernels("megablox"), marks=pytest.mark.ci),
+        pytest.param(ALL_MEGABLOX, marks=pytest.mark.ci),
+    ],
+    ids=["none", "triton", "megablox", "all megablox"],
+)
 def test_results_and_gradients_are_those_of_each_group_by_itself(how):
     """Kernels are interpreted. Triton's writes rows of the second of two tiles for three groups."""
     chance = np.random.default_rng(0)
-    rows = 130 if how == "none" else 150  # no multiple of what the kernels take
+    rows = 130 if how.name == "none" else 150  # no multiple of what the kernels take
     x, w, g = (chance.normal(size=s).astype(np.float32) for s in ((rows, 24), (4, 24, 40), (rows, 40)))
     used = sum(SIZES)
-    g[used:] = np.nan if how == "triton" else 0  # nobody reads what has no group
+    g[used:] = np.nan if how.name == "triton" else 0  # nobody reads what has no group
     sizes = jnp.asarray(SIZES, jnp.int32)
     y, pull_back = jax.vjp(
-        lambda x, w: grouped_matmul(x, w, sizes, Kernels(how), how != "none"), jnp.asarray(x), jnp.asarray(w)
+        lambda x, w: grouped_matmul(x, w, sizes, how, how.name != "none"), jnp.asarray(x), jnp.asarray(w)
     )
     y, dx, dw = (np.asarray(each) for each in (y, *pull_back(jnp.asarray(g))))
-    assert how != "triton" or np.isnan(y[used:]).all()  # no group writes them
+    assert how.name != "triton" or np.isnan(y[used:]).all()  # no group writes them
     ends = np.cumsum(SIZES)
     for group, (first, last) in enumerate(zip(ends - SIZES, ends, strict=True)):
         mine, given, matrix = (a.astype(np.float64) for a in (x[first:last], g[first:last], w[group]))

@@ -84,6 +84,10 @@ def test_defaults_of_its_base_config_apply():
         (("num_vocab_tiling=8",), {"loss.num_chunks=8"}),
         (("attention=dot_product",), {"parallel.attention=xla"}),
         (("attention=flash",), set()),
+        (("tile_batch_seq=512",), {"moe.tile_rows=512"}),
+        (("wi_tile_fwd_batch_seq=256",), {"moe.tile_rows=256"}),
+        (("wi_tile_fwd_batch_seq=256", "use_tokamax_gmm=true"), set()),  # another kernel
+        (("tile_batch_seq=512", "megablox=false"), set()),
         (("adam_b2=0.99", "gradient_clipping_threshold=0"), {"optimizer.b2=0.99", "optimizer.max_grad_norm=null"}),
         (("compile_xla_flags=--xla_tpu_scoped_vmem_limit_kib=65536 --xla_enable_async_all_gather=true",),
          {"overlap.flag_presets=[]",
@@ -147,6 +151,7 @@ def test_no_problem_is_left_once_its_fix_is_typed():
         (("scan_layers=perhaps",), "scan_layers", "not a truth value"),
         (("optimizer_memory_host_offload=true", "opt_type=muon"), "optimizer_memory_host_offload", "muon has no"),
         (("compile_topology=v5e-100",), "compile_topology", "nearest"),
+        (("tile_batch_seq=200",), "tile_batch_seq", "is 200"),
     ],
 )
 def test_bad_value_is_one_problem_at_its_key(words, where, said):
