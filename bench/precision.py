@@ -54,8 +54,8 @@ def _recipe(name: str) -> Overrides:
 
 IRONWOOD_REMAT = "remat.names=[layer_input,queries,keys,values,attended]"
 OPTIONS = tuple(f"+compiler_options.{key}={str(value).lower()}" for key, value in TPU7X.items())
-# training/ironwood/deepseek3-671b: shard_exp_on_fsdp, use_tokamax_gmm and a fixed calibration, with all of which
-# MaxText gathers what experts' matrices are quantized to (kernels/megablox/ops.py)
+# training/ironwood/deepseek3-671b has shard_exp_on_fsdp, use_tokamax_gmm and a fixed calibration. With these three
+# MaxText gathers the quantized matrices of experts (kernels/megablox/ops.py).
 QUANTIZED_GATHERS = "gathered in float8, as the runs do"
 PAIRS = (
     Pair("70B, 8k tokens, 64 Ironwood", 1.54, _recipe("MaxText Llama 3.1 70B, 64 Ironwood")),

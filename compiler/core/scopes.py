@@ -44,7 +44,7 @@ _SEPARATORS = re.compile(r"[/()\s]+")
 
 class RowTile(NamedTuple):
     """A tile of rows of grouped matmuls. time: of a matmul in such tiles, over that in the largest. ragged: the rows of
-    a tile of XLA's own kernel for TPUs, which chooses them by itself."""
+    a tile in XLA's own kernel for TPUs, which XLA chooses."""
 
     rows: int
     time: float

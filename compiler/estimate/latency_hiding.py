@@ -1,4 +1,4 @@
-"""What XLA's schedulers hide of the collectives that one trip of a loop sends, by the order in which they place them.
+"""The order in which XLA's schedulers place the collectives of one trip of a loop, and the time that it leaves exposed.
 
 **For GPUs** the trip is placed from its end:
 
@@ -64,13 +64,18 @@ def exposed_in_order(
     queue = [flights[number] for number in order]
     begins, ends = _places(queue, works if expected is None else expected, at_once)
     seconds = np.array([np.broadcast_to(one.seconds, begins.shape[1:]) for one in queue], float)
-    by_flight = dict(zip(order, waited_in_line(works, seconds, begins, ends), strict=True))
-    return [by_flight[number] for number in range(len(flights))]
+    return _by_number(order, waited_in_line(works, seconds, begins, ends))
 
 
 def _last_read_first(flights: Sequence[Flight]) -> list[int]:
-    """Returns the numbers of flights, that of the one that is read last first."""
+    """Returns the numbers of flights by when their results are read, the last first."""
     return sorted(range(len(flights)), key=lambda number: (flights[number].last, number), reverse=True)
+
+
+def _by_number(order: Sequence[int], waited: Sequence[Numbers]) -> list[Numbers]:
+    """Undoes the order of a queue."""
+    by_flight = dict(zip(order, waited, strict=True))
+    return [by_flight[number] for number in range(len(order))]
 
 
 def _places(queue: Sequence[Flight], expected: Sequence[Numbers], at_once: int) -> tuple[np.ndarray, np.ndarray]:
@@ -97,8 +102,8 @@ def _places(queue: Sequence[Flight], expected: Sequence[Numbers], at_once: int) 
 
 
 def exposed_as_ready(works: Sequence[Numbers], flights: Sequence[Flight], stalls: Sequence[Stall]) -> list[Numbers]:
-    """Returns the seconds of each flight that no work hides, where each begins as soon as it may, and those that are
-    read after a stall begin with it. Flights are on their way during stalls, too."""
+    """Returns the seconds of each flight that no work hides. Each begins as soon as it may; a gather that is read after
+    a stall begins with the stall. Flights are on their way during stalls, too."""
     if not flights:
         return []
     in_line = [(one.place, 0, one.seconds) for one in stalls] + [(place, 1, one) for place, one in enumerate(works)]
@@ -117,8 +122,7 @@ def exposed_as_ready(works: Sequence[Numbers], flights: Sequence[Flight], stalls
     shape = np.broadcast_shapes(*(np.shape(each) for each in (*line, *(one.seconds for one in queue))))
     seconds = np.array([np.broadcast_to(one.seconds, shape) for one in queue], float)
     begin, end = (np.broadcast_to(np.reshape(each, (-1, *[1] * len(shape))), seconds.shape) for each in (begins, ends))
-    by_flight = dict(zip(order, waited_in_line(line, seconds, begin + 2, end + 2), strict=True))
-    return [by_flight[number] for number in range(len(flights))]
+    return _by_number(order, waited_in_line(line, seconds, begin + 2, end + 2))
 
 
 def waited_in_line(

@@ -5,7 +5,8 @@ compute    FLOPs and memory traffic at the shares of the chip's peaks that compi
            rate of a single large kernel (`target.chip.kernels.memory`), which pointwise passes do not reach
 exposed    collectives that the compiler overlaps hide behind the arithmetic of their own loop, as far as their order
            leaves it to them (latency_hiding.py); the others are waited for
-host       copies to the host and back run beside all that their loop does; what outlasts that is waited for
+host       copies to the host and back run beside all that their loop does; what outlasts that is waited for, and on
+           TPUs an array that has not left when the next trip makes it anew
 
 docs/estimate.md compares it with compiled schedules.
 """
@@ -382,13 +383,12 @@ def _exposed_as_ready(
     hidden: Sequence[tuple[Transfer, Numbers, Numbers]],
     stalls: Sequence[Stall],
 ) -> list[Numbers]:
-    """Returns the seconds of each collective that a scheduler exposes which lets each begin as soon as it may. What
-    nothing but sums read it computes at the end of a trip, each right before its sum. hidden: each with its bytes and
-    its seconds."""
+    """Returns the seconds of each collective that a scheduler exposes which lets each begin as soon as it may. It
+    computes what only sums read at the end of a trip, each right before its sum. hidden: each with its bytes and its
+    seconds."""
     makers = () if region.is_step else [one.maker for one, *_ in hidden if one.kind not in MOVING]
     last = list(dict.fromkeys(maker for maker in makers if maker is not None))
     first = [place for place in range(len(works)) if place not in last]
-    places = {old: new for new, old in enumerate((*first, *last))} | {len(works): len(works)}
     # A place before the works that come last is that of the next work which does not.
     of_place = [bisect_left(first, place) if place < len(works) else len(works) for place in range(len(works) + 1)]
     flights = list[Flight]()
@@ -398,7 +398,7 @@ def _exposed_as_ready(
         if one.kind in MOVING:
             flights.append(Flight(once, once, of_place[begin], until))
         else:
-            ready = places[one.maker] + 1 if one.maker in last else of_place[one.ready]
+            ready = len(first) + last.index(one.maker) + 1 if one.maker in last else of_place[one.ready]
             flights.append(Flight(once, once, ready, until, moves=False))
     ordered = [works[place] for place in (*first, *last)]
     return exposed_as_ready(ordered, flights, [replace(one, place=of_place[one.place]) for one in stalls])

@@ -128,8 +128,7 @@ def experts_scope(site: str, filled: float, sent: float = 1.0, tile: RowTile = L
     """Returns the scope of a layer's experts and of the exchanges of their tokens. sent: the share of the rows of the
     smaller buffer of a ragged exchange. tile: of grouped matmuls."""
     scope = nested_scope(fact_scope(ExpertsOp.kind, site), fact_scope(FILLED, f"{filled:.4f}"))
-    if tile != LARGEST_TILE:
-        scope = nested_scope(scope, tile_scope(tile))
+    scope = nested_scope(scope, tile_scope(tile))
     return scope if sent == 1 else nested_scope(scope, fact_scope(SENT, f"{sent:.4f}"))
 
 
