@@ -112,8 +112,14 @@ def write_slot(tree: Any, value: Any, index: Array) -> Any:
 
 def added_at(totals: Any, values: Any, index: Array) -> Any:
     """Returns totals with values added to an entry along the first dimension. No scatter: that has a kernel of its own,
-    and a sum of slices is fused into what makes the values."""
-    return write_slot(totals, jax.tree.map(jnp.add, read_slot(totals, index), values), index)
+    and a sum of slices is fused into what makes the values. The entry keeps its dimension, since XLA does not fuse the
+    slice with its update where a reshape lies between them, and copies it."""
+
+    def one(x: Array, value: Array) -> Array:
+        entry = jax.lax.dynamic_index_in_dim(x, index, 0)
+        return jax.lax.dynamic_update_index_in_dim(x, (entry + value[None]).astype(x.dtype), index, 0)
+
+    return jax.tree.map(one, totals, values)
 
 
 def read_layer(buffer: list[Array], slot: Array, layer: Array) -> list[Array]:
