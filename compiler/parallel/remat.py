@@ -3,8 +3,8 @@
 Models name activations (`context.activation(name, ...)`); the step marks them with their names (`marked`), so that a
 policy can pick them. Attention marks its own result (ATTENTION_RESULT), and beside it the log-sum-exp that its
 derivative reads: a policy that saves the activation which the model makes of it saves these two in its place, and
-nothing of attention runs again. Experts mark the results of their first matrices (`sharding.arrays.IN_EXPERTS`), which
-are grouped matmuls.
+nothing of attention runs again. Experts mark the rows that they receive, and the results of their first matrices
+(`sharding.arrays.MARKED_WITHIN`), which are grouped matmuls.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +21,8 @@ from meshloom.models import Aux, AuxOfTotals, run_at_once, split_output
 
 from ..core.errors import Problem, raise_if_any, use_one_of
 from ..core.float_types import ComputeType
-from ..sharding.arrays import IN_EXPERTS, LAYER_INPUT, Arrays
-from ..spec.step_spec import RematChoice, RematSpec
+from ..sharding.arrays import EXPERT_GATE, EXPERT_UP, LAYER_INPUT, Arrays
+from ..spec.step_spec import TAKES_NAMES, RematChoice, RematSpec
 from .block_scaled import is_block_scaled
 
 # Operations that move data and compute nothing. Their results are made again in the backward pass, never kept: to keep
@@ -54,7 +54,7 @@ def check_remat(spec: RematSpec, arrays: Arrays) -> None:
     ]
     of_names = {f"remat.names[{index}]": name for index, name in enumerate(spec.names)}
     of_choices = {f"remat.choices.{name}": name for name in spec.choices}
-    for asked, policies in ((of_names, ("save_names", "offload")), (of_choices, ("by_name",))):
+    for asked, policies in ((of_names, TAKES_NAMES), (of_choices, ("by_name",))):
         by_name = [stack for stack in arrays.in_layers if policy_of(spec, stack) in policies]
         names = list(dict.fromkeys(name for stack in by_name for name in arrays.in_layers[stack]))
         problems += [
@@ -76,7 +76,7 @@ def policy_of(spec: RematSpec, stack: str) -> str:
 def choices_of(spec: RematSpec, stack: str) -> Mapping[str, RematChoice]:
     """Returns the activations of a stack that the declaration names, with what becomes of each."""
     match policy_of(spec, stack):
-        case "save_names":
+        case "save_names" | "minimal" | "save_dots":
             return dict.fromkeys(spec.names, "save")
         case "offload":
             return dict.fromkeys(spec.names, "offload")
@@ -92,7 +92,7 @@ def build_policy(spec: RematSpec, stack: str, arrays: Arrays, compute: ComputeTy
     if policy == "none":
         return partial(_is_saved, jnp.dtype(compute).itemsize)
     attention = (ATTENTION_RESULT, ATTENTION_LSE) if policy == "minimal" else ()
-    experts = IN_EXPERTS if policy in ("minimal", "save_dots") else ()
+    experts = (EXPERT_GATE, EXPERT_UP) if policy in ("minimal", "save_dots") else ()
     choices: dict[str, str] = dict.fromkeys((GROUPED_INPUT, *attention, *experts), "save")
     for name, choice in choices_of(spec, stack).items():
         choices |= dict.fromkeys(_marks_of(name, arrays), choice)

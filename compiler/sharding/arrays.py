@@ -91,8 +91,8 @@ VOCAB = "vocab"  # the logical axis
 UpdatedBy = Literal["optimizer", "rule", "nothing"]  # nothing: it is frozen
 PAIR_METRICS = ("pair_accuracy", "pair_margin", "chosen_log_prob", "rejected_log_prob")  # of the head (step/forward.py)
 LAYER_INPUT = "layer_input"  # the compiler's name for a layer's input; a remat policy may use it
-IN_EXPERTS = EXPERT_GATE, EXPERT_UP = "expert_gate", "expert_up"  # likewise: rows times the first matrices of experts
-MARKED_WITHIN = {"experts": IN_EXPERTS}  # what operations mark themselves, by their kind
+# What operations mark themselves, by their kind: the rows that experts receive, and these times their first matrices.
+MARKED_WITHIN = {"experts": (EXPERT_INPUT := "expert_input", EXPERT_GATE := "expert_gate", EXPERT_UP := "expert_up")}
 
 
 @dataclass(frozen=True)

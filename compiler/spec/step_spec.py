@@ -31,6 +31,7 @@ from .sharding_spec import ShardingRules
 
 TokenOrderName = Literal["zigzag", "contiguous"]
 RematPolicy = Literal["none", "minimal", "save_dots", "save_names", "offload", "by_name", "full"]
+TAKES_NAMES: tuple[RematPolicy, ...] = ("save_names", "offload", "minimal", "save_dots")
 RematChoice = Literal["save", "offload", "recompute"]
 
 
@@ -114,7 +115,8 @@ class RematSpec(Config):
 
     policy: RematPolicy  # for every stack of layers
     stacks: dict[str, RematPolicy]  # for single stacks, by name
-    names: tuple[Text, ...]  # the activations that save_names saves and offload moves to host memory
+    names: tuple[Text, ...]  # the activations that save_names, and minimal and save_dots besides others, save, and that
+    # offload moves to host memory
     choices: dict[Text, RematChoice]  # by_name: what becomes of activations, by name; the others are recomputed
 
     @model_validator(mode="after")
@@ -126,11 +128,11 @@ class RematSpec(Config):
         if self.choices and not by_name:
             what = f"chooses for {', '.join(self.choices)}, but the policy {self.policy} has no choices"
             raise mistake(what, "set remat.choices={}, or choose remat=by_name", "choices")
-        used = [policy for policy in self.policies if policy in ("save_names", "offload")]
-        if used and not self.names:
-            what = f"is empty, and {used[0]} saves activations by name"
+        need_names = [policy for policy in self.policies if policy in ("save_names", "offload")]
+        if need_names and not self.names:
+            what = f"is empty, and {need_names[0]} saves activations by name"
             raise mistake(what, "set remat.names=[...], such as [attended, hidden]", "names")
-        if self.names and not used:
+        if self.names and not {*TAKES_NAMES}.intersection(self.policies):
             what = f"names {', '.join(self.names)}, but the policy {self.policy} saves no activations by name"
             raise mistake(what, "set remat.names=[], or choose remat=save_names or remat=offload", "names")
         return self

@@ -10,7 +10,7 @@ from jax import Array
 
 from meshloom.models.parts import added, gated
 
-from ...sharding.arrays import EXPERT_GATE, EXPERT_UP
+from ...sharding.arrays import EXPERT_GATE, EXPERT_INPUT, EXPERT_UP
 from ..remat import marked
 from .dispatch import RunExperts
 from .grouped_matmul import of_group
@@ -58,6 +58,7 @@ def weighted_mlp(
     The product with the weight is one elementwise step with the activation, which is computed again in the backward
     pass: what would be saved of it is in float32.
     """
+    x = marked(EXPERT_INPUT, x)
     products = zip((EXPERT_GATE, EXPERT_UP), multiply[0](x, matrices[:2]), biases[:2], strict=True)
     gate, up = (marked(name, added(product, bias)) for name, product, bias in products)
 

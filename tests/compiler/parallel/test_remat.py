@@ -107,6 +107,20 @@ def test_grouped_matmuls_of_experts_are_saved_by_name_and_by_minimal():
     assert _with_groups("remat=minimal") == _with_groups("remat=none") + scores
 
 
+def test_tokens_are_not_sent_again_where_the_rows_of_experts_are_saved():
+    """`minimal` sends tokens forward, again for the gradients of the matrices, and both gradients back."""
+
+    def exchanges(*remat):
+        plan = plan_of(*MOE, "target=cpu-4", "sharding=fsdp_expert", "mesh.expert=4", "parallel.experts=padded", *remat)
+        small = plan.spec.tokens_per_step * 256  # bytes: less than the rows of a layer, more than all else
+        sent = estimate_step(plan).communication
+        return sum(one.count for one in sent if one.kind == "all-to-all" and one.bytes > one.count * small)
+
+    layers = 3  # with experts
+    assert exchanges("remat=none") == exchanges("remat=minimal", "remat.names=[expert_input]") == 4 * layers
+    assert exchanges("remat=minimal") == exchanges("remat=save_dots") == 5 * layers
+
+
 @pytest.mark.ci
 def test_a_policy_may_be_of_one_stack_alone():
     plan = plan_of("remat=none", "remat.stacks.layers=full")
