@@ -241,7 +241,7 @@ def chip_of(target: TargetPlan) -> Chip:
     factors: dict[ComputeKind, float] = {}
     if found := target.calibration:
         factors = {"matmul": found.matmul, "attention": found.attention, "other": found.other}
-    arithmetic = chip.sustained * chip.power_share
+    arithmetic = chip.sustained * chip.power_share  # of matmuls; other kernels were measured under load
     return Chip(
         platform=target.platform,
         clock_hz=chip.clock_hz if target.platform == "tpu" else None,
@@ -250,7 +250,7 @@ def chip_of(target: TargetPlan) -> Chip:
         matmul_share=chip.kernels.matmul * arithmetic,
         matmul_shares={name: of_type * arithmetic for name, of_type in chip.kernels.matmul_by_type.items()},
         attention=chip.attention,
-        arithmetic=arithmetic,
+        kernels_share=chip.power_share,
         memory_share=chip.kernels.memory,
         passes=chip.kernels.passes,
         factors=factors,

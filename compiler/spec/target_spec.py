@@ -94,7 +94,7 @@ class ChipSpec(Config):
     kernels: KernelShares
     attention: NamedAttention  # the kernel that attention is priced with
     matmuls: NamedMatmuls  # measured times; where a type has none, its share of the peak counts
-    sustained: UpToOne  # share of the kernels' arithmetic that a run keeps at the power as sold
+    sustained: UpToOne  # share of a single matmul's rate that a run keeps at the power as sold
     sources: dict[str, FigureSource]  # by figure
 
     @property

@@ -76,11 +76,13 @@ class TargetPlan:
         return MatmulTimes(self.chip.matmuls, 1 / (self.chip.sustained * self.chip.power_share), factor)
 
     def kernel_rate(self, of: RatedBy) -> float | None:
-        """Returns the FLOP/s that a kernel keeps over a run; None where they are not known."""
+        """Returns the FLOP/s that a kernel keeps over a run; None where they are not known.
+
+        Attention and grouped matmuls were measured under load: `sustained` is what a run leaves of single matmuls."""
         chip, peak, slower = self.chip, self.peak_flops_per_second, self.calibration
         if chip is None or peak is None:
             return None
-        alone = kernel_flops_per_second(of, peak, chip.attention) * chip.sustained * chip.power_share
+        alone = kernel_flops_per_second(of, peak, chip.attention) * chip.power_share
         if slower is None:
             return alone
         return alone / (slower.attention if isinstance(of, AttentionCall) else slower.matmul)

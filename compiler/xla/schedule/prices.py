@@ -40,9 +40,10 @@ class Chip:
 
     peak_flops_per_second: by type of the operands. matmul_share, memory_share: the shares of the peaks that single
     large kernels reach; matmul_shares: those of types that reach another one. attention: the kernel that attention is
-    priced with; None: at the peak. arithmetic: what a run keeps of the rate of the other kernels. matmuls: measured
-    times of matmuls; None: their share of the peak counts. passes: the shares of the bandwidth that some kinds of
-    passes over memory reach instead. factors: how much longer each kind of compute takes, by a calibration.
+    priced with; None: at the peak. kernels_share: what a lower power limit leaves of the rate of attention and grouped
+    matmuls. matmuls: measured times of matmuls; None: their share of the peak counts. passes: the shares of the
+    bandwidth that some kinds of passes over memory reach instead. factors: how much longer each kind of compute takes,
+    by a calibration.
     """
 
     platform: str  # tpu, gpu
@@ -52,7 +53,7 @@ class Chip:
     matmul_share: float = 1.0
     matmul_shares: Mapping[str, float] = field(default_factory=dict)
     attention: AttentionKernel | None = None
-    arithmetic: float = 1.0
+    kernels_share: float = 1.0
     memory_share: float = 1.0
     passes: Mapping[PassKind, float] = field(default_factory=dict)
     factors: Mapping[ComputeKind, float] = field(default_factory=dict)
@@ -165,7 +166,7 @@ def _arithmetic_seconds(work: KernelCost, peak: float, chip: Chip) -> float:
 def _rate(work: KernelCost, peak: float, chip: Chip) -> float:
     """Returns the FLOP/s that kernels of a kind reach."""
     if (of := work.rated_by) is not None:
-        return kernel_flops_per_second(of, peak, chip.attention) * chip.arithmetic
+        return kernel_flops_per_second(of, peak, chip.attention) * chip.kernels_share
     return peak * chip.matmul_shares.get(work.dtype, chip.matmul_share)
 
 

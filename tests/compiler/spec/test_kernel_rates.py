@@ -1,8 +1,10 @@
 """Rates of attention kernels: operations that were measured, in the units in which they were, and declared kernels."""
 
+import numpy as np
 import pytest
 
 from conftest import plan_of
+from meshloom.compiler.analysis.schedule_analysis import chip_of
 from meshloom.compiler.core.errors import ConfigError
 from meshloom.compiler.core.kernels import AttentionCall
 from meshloom.compiler.spec.kernel_rates import attention_kernels
@@ -100,6 +102,22 @@ def test_a_time_for_a_score_does_not_depend_on_what_the_program_computes_for_it(
     rates = [early.flops_per_second(AttentionCall(128, 4096, 512, each), V5P) for each in kernels]
     seconds = sum(score_flops(n, 128) / rate for n, rate in zip(kernels, rates, strict=True))
     assert seconds == pytest.approx(27e-12)
+
+
+@pytest.mark.parametrize("of", [AttentionCall(128, 4096), "triton"])
+def test_kernels_that_were_measured_under_load_keep_their_rate_in_a_run_and_share_a_lower_limit(of):
+    """`sustained` is what a run leaves of single matmuls."""
+    changes = (), ("target.chip.sustained=0.5",), ("target.chip.power_limit_watts=350",)
+    targets = [plan_of("target=h100-8", "sharding.on_replicated=allow", *each).target for each in changes]
+    alone, in_a_run, limited = (target.kernel_rate(of) for target in targets)
+    assert limited
+    assert alone == in_a_run == 2 * limited
+    as_sold, half, _ = (each.matmul_times() for each in targets)
+    assert as_sold
+    assert half
+    of_matmul = "bfloat16", np.array(2.0**45), np.array(2.0**26)
+    assert half.seconds(*of_matmul) == pytest.approx(1.5 * as_sold.seconds(*of_matmul), rel=1e-3)
+    assert [chip_of(each).kernels_share for each in targets] == [1, 1, 0.5]
 
 
 def test_a_slower_kernel_is_declared_by_name_or_by_its_figures():

@@ -853,7 +853,7 @@ def test_a_grouped_matmul_of_a_gpu_takes_one_matrix_for_each_row_that_is_filled(
     lines = [f"  {each} = {kind} parameter({n + 1})" for n, (kind, each) in enumerate(given)]
     call = f'custom-call({", ".join(each for _, each in given)}), custom_call_target="{TRITON}"'
     text = module(*lines, f"  ROOT %k = {result} {call}, {name}")
-    chip = replace(GPU, peak_flops_per_second={"bfloat16": 1e6}, hbm_bytes_per_second=1e12, arithmetic=0.5)
+    chip = replace(GPU, peak_flops_per_second={"bfloat16": 1e6}, hbm_bytes_per_second=1e12, kernels_share=0.5)
     found = simulated(text, chip=chip)
     assert (found.priced_by, found.unpriced) == ({"flops": 1}, {})
     tile = 64 if result.startswith("bf16[4,") else 128  # of the rows, of which each group computes one tile more
