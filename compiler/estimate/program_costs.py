@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
 # merged: sums of ring attention outside its kernels. routed: passes over the rows of experts.
-WorkKind = Literal["matmul", "attention", "grouped", "merged", "routed", "other"]
+# sliced: slices of an array that are copied out of it, or into it, or into another order.
+WorkKind = Literal["matmul", "attention", "grouped", "merged", "routed", "sliced", "other"]
 
 
 @dataclass(frozen=True)
@@ -340,13 +341,17 @@ class _Reader:
                 moved = (self.number(step.hbm_bytes),)
             flops = self.number(operation.flops) if operation.flops else None
             if moved or flops is not None:
-                work = Work(_kind_of(operation, self.ops), number, flops, moved, rated_by=operation.rated_by)
+                kind = "sliced" if operation.is_reordered and not step.arrays else _kind_of(operation, self.ops)
+                work = Work(kind, number, flops, moved, rated_by=operation.rated_by)
                 if work.kind == "matmul" and flops is not None:
                     results = self.number(_num_results(operation, region.program))
                     work = replace(work, results=results, dtype=region.program.dtypes[operation.inputs[0]])
                 elif work.kind == "grouped" and operation.inputs:
                     work = replace(work, dtype=region.program.dtypes[operation.inputs[0]])
                 self.works.append(work)
+            if step.behind:
+                behind = tuple(self.size(region.program, i) for i in step.behind)
+                self.works.append(Work("other", number, None, behind))
         before.append(len(self.works) - first)
         order = StepOrder(region.steps)
         self.copied += self.copies(number, region.program, order, before)
@@ -455,4 +460,6 @@ def _kind_of(operation: Operation, ops: Sequence[ParallelOp]) -> WorkKind:
     name = OperationName(operation.scope)
     if name.fact(EXCHANGE) == RING:
         return "merged"
-    return "routed" if any(name.fact(op.kind) for op in ops if op.passes_over_rows) else "other"
+    if any(name.fact(op.kind) for op in ops if op.passes_over_rows):
+        return "routed"
+    return "sliced" if operation.name in ("dynamic_slice", "dynamic_update_slice") else "other"

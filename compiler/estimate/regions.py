@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ..core.scopes import OperationName
-from ..jaxpr.fusion import Fused, FusedStep, fuse, stacked_bytes, traffic
+from ..jaxpr.fusion import Fused, FusedStep, fuse, is_sliced_in_place, stacked_bytes, traffic
 from ..jaxpr.program import Operation, Program
 from ..spec.compiler_traits import CompilerTraits
 
@@ -23,13 +23,14 @@ class PricedStep:
     """A step of the fused program. hbm_bytes: the bytes that one execution reads and writes in memory; None: unknown.
     arrays: the values that these bytes are the sizes of, each as often as it is moved; () where the operation declares
     its bytes, and for a gather of rows that tokens fill in part. inside: the regions that it runs. place: the place of
-    its operation in the program."""
+    its operation in the program. behind: the arrays that a pass behind a matmul moves."""
 
     fused: FusedStep
     hbm_bytes: int | None
     arrays: tuple[int, ...]
     inside: tuple["Region", ...]
     place: int
+    behind: tuple[int, ...] = ()
 
     @property
     def operation(self) -> Operation:
@@ -79,7 +80,8 @@ class Region:
 
 def price_regions(program: Program, compiler: CompilerTraits) -> Region:
     """Returns the region of a whole step, with all others inside of it."""
-    return _with_steps(Region(program, fuse(program, is_loop=False), ()), compiler)
+    fused = fuse(program, is_loop=False, after_matmuls=compiler.fuses_after_matmuls)
+    return _with_steps(Region(program, fused, ()), compiler)
 
 
 def matmul_types(step: Region) -> set[str]:
@@ -105,9 +107,16 @@ def _with_steps(region: Region, compiler: CompilerTraits) -> Region:
         declares = operation.hbm_bytes is not None or operation.flops is None
         num_bytes = operation.hbm_bytes if declares else sum(program.sizes[i] for i in arrays)
         filled = OperationName(operation.scope).filled_share if operation.name == "gather" else 1.0
+        if is_sliced_in_place(region.fused, step):
+            num_bytes = 0
+        if operation.kind == "collective" and not compiler.copies_for_collectives:
+            num_bytes, arrays = 2 * sum(program.sizes[i] for i in step.writes) if operation.is_reordered else 0, ()
         if filled < 1 and arrays:  # rows without a token look up one row, again and again
             num_bytes, declares = round((1 + filled) * program.sizes[arrays[0]]), True
-        steps.append(PricedStep(step, num_bytes, () if declares else arrays, inside, places[id(operation)]))
+        behind = step.kernels[1] if step.kernels else ()
+        if behind and num_bytes is not None:
+            num_bytes += sum(program.sizes[i] for i in behind)
+        steps.append(PricedStep(step, num_bytes, () if declares else arrays, inside, places[id(operation)], behind))
     return replace(region, steps=tuple(steps))
 
 
@@ -117,7 +126,7 @@ def _inside(operation: Operation, around: Region, compiler: CompilerTraits) -> I
     for body in operation.bodies:
         yield Region(
             body.program,
-            fuse(body.program, is_loop=is_loop),
+            fuse(body.program, is_loop=is_loop, after_matmuls=compiler.fuses_after_matmuls),
             steps=(),
             factors=(*around.factors, body.executions),
             is_counted=around.is_counted and not (operation.unknown and operation.unknown.why),

@@ -54,18 +54,18 @@ Seconds = TypeVar("Seconds", float, Numbers)
 @dataclass(frozen=True)
 class Rates:
     """The speeds that programs reach on a device. hbm: for pointwise passes. stream: for a matmul or kernel, which
-    reads ahead. of_type: the FLOP/s of matmuls in types of few bits. merged: for the sums of ring attention.
-    routed: for passes over the rows of experts. kernel: the FLOP/s of a kernel in 16 bits. faster: by how much the
-    peak is higher in each type of few bits, in which kernels reach as much of it. matmuls: measured times; for a type
-    without, and where None, the FLOP/s count after matmul_seconds. slice_wait: the share of a step for which slices
-    wait for one another. host: the bytes per second of copies to the host and back."""
+    reads ahead. of_type: the FLOP/s of matmuls in types of few bits. merged: for the sums of ring attention. large: for
+    large passes, over the rows of experts and slices that are copied. kernel: the FLOP/s of a kernel in 16 bits.
+    faster: by how much the peak is higher in each type of few bits, in which kernels reach as much of it. matmuls:
+    measured times; for a type without, and where None, the FLOP/s count after matmul_seconds. slice_wait: the share of
+    a step for which slices wait for one another. host: the bytes per second of copies to the host and back."""
 
     matmul_flops_per_second: float
     kernel: Callable[[RatedBy], float]
     hbm_bytes_per_second: float
     stream_bytes_per_second: float
     merged_bytes_per_second: float
-    routed_bytes_per_second: float
+    large_bytes_per_second: float
     matmuls: MatmulTimes | None = None
     matmul_seconds: float = 0.0
     slice_wait: float = 0.0
@@ -297,7 +297,8 @@ def _work_seconds(one: WorkCosts, rates: Rates) -> Numbers:
     """Returns the seconds of one execution of an operation."""
     kind, rated_by = one.work.kind, one.work.rated_by
     if one.flops is None or (rated_by is None and kind != "matmul"):
-        passes = {"merged": rates.merged_bytes_per_second, "routed": rates.routed_bytes_per_second}
+        large = rates.large_bytes_per_second
+        passes = {"merged": rates.merged_bytes_per_second, "routed": large, "sliced": large}
         return one.num_bytes / passes.get(kind, rates.hbm_bytes_per_second)
     if rated_by is not None:
         faster = rates.faster.get(peak_name(one.work.dtype), 1.0) if one.work.dtype and rates.faster else 1.0
@@ -480,7 +481,8 @@ def plan_rates(target: TargetPlan) -> Rates | None:
     share, power = chip.efficiency, chip.power_share
     memory, slower = bandwidth * share.memory, target.calibration.matmul if target.calibration else 1.0
     large = bandwidth * chip.kernels.memory  # of a single large pass
-    # Passes over the rows of experts are large: those of a compiled qwen3_30b_a3b on h100-8 move GBs each. A
+    # Passes over the rows of experts are large: those of a compiled qwen3_30b_a3b on h100-8 move GBs each. So are
+    # copies of slices: a layer's weights, and the sums of its gradients, which stages of a pipeline keep in stacks. A
     # calibration stretches them as passes over memory, not as the matmuls that stream their operands.
     # On TPUs XLA keeps much of a ring's sums in vector memory: a compiled step for v5p merges 21 bytes for each element
     # of the queries at the full bandwidth (parallel/attention/context.py), as many as are counted here.
@@ -490,7 +492,7 @@ def plan_rates(target: TargetPlan) -> Rates | None:
         hbm_bytes_per_second=memory,
         stream_bytes_per_second=large / slower,
         merged_bytes_per_second=bandwidth if target.platform == "tpu" else memory,
-        routed_bytes_per_second=large / (target.calibration.other if target.calibration else 1.0),
+        large_bytes_per_second=large / (target.calibration.other if target.calibration else 1.0),
         matmuls=target.matmul_times(slower),
         matmul_seconds=cost_model().matmul_seconds * slower if target.platform == "tpu" else 0.0,
         slice_wait=target.slice_wait,

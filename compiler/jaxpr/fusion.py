@@ -5,7 +5,8 @@ What XLA does on accelerators, as rules:
 1. Pointwise operations are fused into one another, and into a reduction that reads them. Their results are in memory
    where a matmul, a kernel, a collective, a loop, a cond or the program's end takes them, and where they are made of so
    much that readers would move more bytes to compute them again; else each reader computes them again.
-2. A matmul's result that one chain of pointwise operations reads is written as the end of that chain.
+2. A matmul's result that one chain of pointwise operations reads is written as the end of that chain. On GPUs cuBLAS
+   writes it, and a pass behind the matmul reads it again. (It is no array in memory besides: it is there for a moment.)
 3. An operation that changes the shape alone returns the same array.
 4. A collective runs when its result is read; in a loop the next gather has begun by then. So gradients are reduced at
    the end of their loop.
@@ -16,12 +17,14 @@ What XLA does on accelerators, as rules:
    do. (It is counted in memory all the same: where several matmuls read it, XLA may also write it.)
 7. On TPUs a value that a loop stacks for the backward pass is copied into the stack, and copied out of it there.
 8. On GPUs rows that are gathered, and that only pointwise operations and reductions read, are gathered inside of these.
-9. Nothing is fused across the border of a loop's body or a branch.
+9. A slice that pointwise operations alone read is read where it lies, and an update of a slice by a pointwise result
+   that nothing else reads is written there. Other slices are copied.
+10. Nothing is fused across the border of a loop's body or a branch.
 
 The rest is in the order of the traced program.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -37,13 +40,14 @@ _IN_PLACE = ("dynamic_update_slice", "optimization_barrier")
 class FusedStep:
     """An operation with the arrays that it reads and writes, by the index of their value. is_fused: True if it may
     write in place of an array that it reads. in_place: the results of a loop or of branches that are where an operand
-    was, with that operand."""
+    was, with that operand. kernels: of a matmul with a pass behind it, the arrays that each of the two moves."""
 
     operation: Operation
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     is_fused: bool
     in_place: Mapping[int, int] = field(default_factory=dict[int, int])
+    kernels: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,9 @@ class Fused:
     outputs: tuple[int | None, ...]
 
 
-def fuse(program: Program, *, is_loop: bool) -> Fused:
-    """Returns the program after the rules above. is_loop: True for the body of a loop."""
+def fuse(program: Program, *, is_loop: bool, after_matmuls: bool = True) -> Fused:
+    """Returns the program after the rules above. is_loop: True for the body of a loop. after_matmuls: True where rule 2
+    holds."""
     operations = needed(program)
     same = _same_array(operations)
     readers: dict[int, list[Operation]] = defaultdict(list)
@@ -101,7 +106,7 @@ def fuse(program: Program, *, is_loop: bool) -> Fused:
     for operation in operations:
         if operation.kind == "move" or done.intersection(operation.outputs):
             continue
-        writes, reads = operation.outputs, read_by(_inputs(operation))
+        writes, reads, kernels = operation.outputs, read_by(_inputs(operation)), None
         is_constant = operation.kind == "pointwise" and not reads
         if is_constant or (operation.kind == "pointwise" and not is_array(operation, reads)):
             for i in writes:
@@ -113,13 +118,16 @@ def fuse(program: Program, *, is_loop: bool) -> Fused:
             others = [same.get(i, i) for link in chain for i in link.inputs]
             inside = {same.get(i, i) for link in (operation, *chain) for i in link.outputs}
             if chain and all(i in roots or i in inside or i not in made for i in others):
-                writes, reads = chain[-1].outputs, tuple(dict.fromkeys((*reads, *read_by(set(others) - inside))))
+                writes, own, of_chain = chain[-1].outputs, reads, read_by(set(others) - inside)
+                reads = tuple(dict.fromkeys((*own, *of_chain)))
                 done.update(i for link in chain for i in link.outputs)
+                if not after_matmuls:
+                    kernels = (*operation.outputs, *own), (*writes, *operation.outputs, *of_chain)
         for i in writes:
             roots[i] = (i,)
         is_fused = operation.kind in _FUSED or operation.name in _IN_PLACE
         in_place = {result: same.get(i, i) for result, i in origins_of(operation).items()}
-        steps.append(FusedStep(operation, reads, writes, is_fused, in_place))
+        steps.append(FusedStep(operation, reads, writes, is_fused, in_place, kernels))
     given = tuple(next(iter(read_by([i])), None) for i in program.outputs)
     return Fused(program, _late_collectives(steps, is_ahead=is_loop), given)
 
@@ -140,7 +148,9 @@ def traffic(
         if is_fused or any(i in inlined for i in step.writes):
             moved.append((step, ()))
             continue
-        if is_gather:  # only the rows of the table that are looked up
+        if step.kernels is not None:
+            moved.append((step, step.kernels[0]))
+        elif is_gather:  # only the rows of the table that are looked up
             moved.append((step, (*step.writes, *step.writes)))
         else:
             writes = [i for i in step.writes if i not in step.in_place]
@@ -149,6 +159,23 @@ def traffic(
         if step.is_fused:
             read_already.update((*reads, *step.writes))
     return moved
+
+
+def is_sliced_in_place(fused: Fused, step: FusedStep) -> bool:
+    """Returns True for a slice that pointwise operations alone read, and for an update of a slice that one of them
+    computes for it alone: their own traffic counts."""
+    name, readers = step.operation.name, _readers(fused)
+    if name == "dynamic_slice":
+        return all(i not in fused.outputs and readers.get(i, {""}) <= {*_FUSED} for i in step.writes)
+    if name != "dynamic_update_slice":
+        return False
+    made = {i for each in fused.steps if each.operation.kind in _FUSED for i in each.writes}
+    num_readers = Counter(i for each in fused.steps for i in each.reads)
+    slice_bytes = (step.operation.hbm_bytes or 0) // 2
+    return any(
+        i in made and num_readers[i] == 1 and i not in fused.outputs and fused.program.sizes[i] == slice_bytes
+        for i in step.reads[1:]
+    )
 
 
 def stacked_bytes(loop: Operation, around: Program) -> tuple[int, ...]:

@@ -37,7 +37,8 @@ class Operation:
     it declares to read and write. bodies: the body of a loop, or the branches; their inputs are the last ones of the
     operation. rated_by: of a kernel, what its rate depends on. num_carried: the number of the loop's first results that
     each trip hands to the next; the others are stacked. chosen: of a slot of a pipeline, the branch that each stage
-    runs, by tick. unknown: the record of what is not known of it.
+    runs, by tick. unknown: the record of what is not known of it. is_reordered: True for a gather of an activation
+    along a dimension behind another one, so that the parts of the result lie apart in memory.
     """
 
     kind: Kind
@@ -54,6 +55,7 @@ class Operation:
     chosen: tuple[tuple[int, ...], ...] = ()
     unknown: UnknownPrimitive | None = None
     rated_by: RatedBy | None = None
+    is_reordered: bool = False
 
     @property
     def is_product(self) -> bool:

@@ -119,8 +119,16 @@ class ProgramValues:
         result = self.brought[operand, kind, layout] = self.value(aval, layout)
         full = self.sizes[operand] * (self.num_shards(axes) if kind in MOVING else 1)
         collective = DeviceTraffic(kind, axes, self.num_shards(axes), full, dtype=self.dtypes[result])
-        self.operations.append(Operation("collective", name, scope, (operand,), (result,), 0, collective))
+        is_reordered = kind == "all-gather" and self.lies_apart(aval, self.layouts[operand], layout)
+        self.operations.append(
+            Operation("collective", name, scope, (operand,), (result,), 0, collective, is_reordered=is_reordered)
+        )
         return result
+
+    def lies_apart(self, aval: Any, before: DimAxes, after: DimAxes) -> bool:
+        """Returns True if the parts of an array that one of the layouts splits lie apart in memory."""
+        first = next((d for d, (old, new) in enumerate(zip(before, after, strict=True)) if old != new), 0)
+        return any(aval.shape[d] > self.num_shards(after[d]) for d in range(first))
 
 
 @cache

@@ -55,6 +55,7 @@ class CompilerTraits(Record):
     all_reduces_each_matmul: the partial results of each matmul are all-reduced separately; otherwise several are
         combined, in shards.
     fuses_into_matmuls: pointwise operations whose result only matmuls read are computed inside of these.
+    fuses_after_matmuls: a chain of pointwise operations that alone reads a matmul's result is computed with it.
     fuses_gathers: a gather of rows is computed inside of the pointwise operations that read it.
     exposed_second_sums: share of the time of a gradient's all-reduce that a trip of a loop waits for, where it follows
         a reduce-scatter of the same gradient: what is left to compute then ends before it.
@@ -73,6 +74,8 @@ class CompilerTraits(Record):
         matrices do not need it; None: it is not known, and as that of results.
     chunks_wait_across: an exchange of one chunk of tokens over several nodes runs beside no matmul of another.
     copies_loop_carry: the state that a loop carries to its next iteration is copied.
+    copies_for_collectives: what a collective sends and receives is copied besides, a pass over memory; otherwise only a
+        gathered activation whose parts lie apart is put in order.
     copies_conditionals: what a conditional takes and gives is copied, whichever branch runs.
     gathers_before_loops: a gather issued before a loop ends before the loop starts.
     aborts_on_unroll: the process aborts if an iteration has several layers and a mesh axis splits matmuls.
@@ -97,6 +100,7 @@ class CompilerTraits(Record):
     unordered_collectives: bool = False
     all_reduces_each_matmul: bool = False
     fuses_into_matmuls: bool = False
+    fuses_after_matmuls: bool = True
     fuses_gathers: bool = False
     exposed_second_sums: float = 0.0
     expected_across: ExpectedAcross | None = None
@@ -110,6 +114,7 @@ class CompilerTraits(Record):
     exposed_returns: float | None = None
     chunks_wait_across: bool = False
     copies_loop_carry: bool = False
+    copies_for_collectives: bool = False
     copies_conditionals: bool = False
     gathers_before_loops: bool = False
     aborts_on_unroll: bool = False

@@ -165,6 +165,17 @@ def test_what_only_matmuls_read_is_computed_inside_of_them():
     assert both[0] == both[1] == [2 * x, 2 * x + square], "what the program returns is written all the same"
 
 
+@pytest.mark.parametrize("after_matmuls", [True, False])
+def test_a_matmuls_result_is_written_and_read_again_where_what_follows_is_no_part_of_it(after_matmuls):
+    program = _program(lambda x, w: jnp.tanh(x @ w) * 2, (8, 16), (16, 16))
+    x, square = 8 * 16 * 4, 16 * 16 * 4
+    (step,) = price_regions(program, CompilerTraits(fuses_after_matmuls=after_matmuls)).steps
+    behind = 0 if after_matmuls else 2 * x
+    assert sum(program.sizes[i] for i in step.arrays) == 2 * x + square
+    assert sum(program.sizes[i] for i in step.behind) == behind
+    assert step.hbm_bytes == 2 * x + square + behind
+
+
 def test_rows_are_gathered_inside_of_what_reads_them_where_the_compiler_does_so():
     """Eight rows of 16 of a table: read and written, and read again by what doubles them; or read by that alone."""
     program = _program(lambda table, rows: table[rows.astype(jnp.int32)] * 2, (64, 16), (8,))
@@ -480,3 +491,38 @@ def test_shards_of_whole_tiles_and_others_are_the_same_operations():
     plan = plan_of("sharding=fsdp", "model.embed_dim=128", "model.mlp_dim=128")
     padded = replace(plan, weights=jax.tree.map(lambda each: replace(each, tile_rows=64), plan.weights))
     assert read_step(padded) == read_step(plan)
+
+
+@pytest.mark.parametrize("is_read_again", [False, True])
+def test_a_sum_is_written_where_its_slice_lies_unless_something_else_reads_it(is_read_again):
+    """Of a row of sums that is read, and of the one that is written, a matmul may need a copy."""
+
+    def add(sums, gradient, at):
+        place = at[0].astype(jnp.int32)
+        row = jax.lax.dynamic_slice(sums, (place, 0, 0), (1, 16, 16))
+        new = row + gradient * 2
+        sums = jax.lax.dynamic_update_slice(sums, new, (place, 0, 0))
+        return (sums, row[0] @ new[0]) if is_read_again else sums
+
+    program = _program(add, (4, 16, 16), (1, 16, 16), (1,))
+    row = 16 * 16 * 4
+    moved = {one.operation.name: one.hbm_bytes for one in price_regions(program, CompilerTraits()).steps}
+    copied = 2 * row if is_read_again else 0
+    assert (moved["dynamic_slice"], moved["add"], moved["dynamic_update_slice"]) == (copied, 3 * row, copied)
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_gathered_sequences_are_put_in_order_where_a_device_has_several(sequences):
+    """On GPUs, which gather what lies together: shards of one sequence do, and those of two are transposed."""
+    plan = plan_of(
+        "target=h100-8", "sharding=fsdp_tensor", "mesh.tensor=8", f"global_batch_size={sequences}",
+        "sharding.on_replicated=allow", "model.num_heads=8", "model.num_kv_heads=8",
+    )  # fmt: skip
+    step = price_regions(read_step(plan), plan.target.compiler)
+    gathers = [
+        (region.program.sizes[one.fused.writes[0]], one.hbm_bytes)
+        for region, one in step.each()
+        if one.operation.kind == "collective" and "attention_input" in one.operation.scope
+    ]
+    assert gathers
+    assert all(moved == (2 * size if sequences > 1 else 0) for size, moved in gathers)

@@ -38,8 +38,8 @@ def plan():
     return plan_of("target=v5e-8", "sharding=fsdp")
 
 
-def regions_of(plan, step, *, num_stages=1):
-    """The regions of step(x, w) in the layers of a plan; each device has all of both."""
+def regions_of(plan, step, *, num_stages=1, traits=None):
+    """The regions of step(x, w) in the layers of a plan; each device has all of both. traits: another compiler's."""
     sizes = {STAGE: num_stages, "fsdp": FSDP}
     mesh, whole = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)), jax.P()
     square = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32)
@@ -50,7 +50,7 @@ def regions_of(plan, step, *, num_stages=1):
 
     traced = jax.make_jaxpr(layers)(square, square)
     program = read_jaxpr(traced.jaxpr, [((), ())] * 2, sizes, consts=traced.consts)
-    return price_regions(program, plan.target.compiler)
+    return price_regions(program, traits or plan.target.compiler)
 
 
 def loop(trip):
@@ -85,6 +85,31 @@ def test_each_branch_counts_in_the_trips_that_run_it(plan):
     compute, exposed = time_of(step)
     assert compute == pytest.approx((3 * MATMUL + 2 * SQUARE + TRIPS * COUNTER) / RATE, rel=1e-12)
     assert exposed == pytest.approx(SUM, rel=1e-12)
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_collective_is_a_pass_over_memory_where_the_compiler_copies_for_it(plan, copies):
+    traits = plan.target.compiler.model_copy(update={"copies_for_collectives": copies})
+    step = regions_of(plan, loop(lambda _t, x, w: lax.psum(x @ w, "fsdp")), traits=traits)
+    compute, exposed = time_of(step)
+    number = 2 * 4  # bytes of a trip's
+    assert compute == pytest.approx(TRIPS * (MATMUL + copies * 2 * SQUARE + number) / RATE, rel=1e-12)
+    assert exposed == pytest.approx(TRIPS * SUM, rel=1e-12)
+
+
+def test_slices_are_copied_at_the_rate_of_large_passes(plan):
+    def trip(t, x, w):
+        row = lax.dynamic_slice(w, (t, 0), (1, SIZE))
+        return lax.dynamic_update_slice(x, row, (t, 0))
+
+    shape, numbers = read_costs(regions_of(plan, loop(trip)), frozenset(), ())
+    kinds = Counter(work.kind for work in shape.works)
+    assert kinds["sliced"] == 2
+    rates = Rates(RATE, lambda _: RATE, RATE, RATE, RATE, large_bytes_per_second=2 * RATE)
+    time = time_step(Costs(shape, numbers[:, None]), rates, LinkTimes({}), Hiding(frozenset(), 1.0, is_doubled=False))
+    slices = 2 * (2 * SQUARE / SIZE) / (2 * RATE)
+    others = sum(numbers[place] for work in shape.works if work.kind == "other" for place in work.moved) / RATE
+    assert time.of(0).compute_seconds == pytest.approx(TRIPS * (slices + others), rel=1e-9)
 
 
 @pytest.mark.parametrize("heavy_first", [True, False])

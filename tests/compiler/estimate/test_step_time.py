@@ -35,7 +35,7 @@ RATES = Rates(
     hbm_bytes_per_second=100.0,
     stream_bytes_per_second=200.0,
     merged_bytes_per_second=100.0,
-    routed_bytes_per_second=150.0,
+    large_bytes_per_second=150.0,
     host={"copy-to-device": 4.0, "copy-to-host": 5.0},
 )
 FUSION, SPLIT = "xla_tpu_enable_async_collective_fusion", "xla_enable_async_all_gather"
@@ -81,7 +81,7 @@ def test_passes_over_the_rows_of_experts_take_as_long_as_compiled_passes_calibra
         rates, chip = plan_rates(each), chip_of(each)
         assert rates is not None
         compiled = chip.hbm_bytes_per_second * chip.memory_share / chip.factors.get("other", 1.0)
-        assert rates.routed_bytes_per_second == pytest.approx(compiled)
+        assert rates.large_bytes_per_second == pytest.approx(compiled)
 
 
 @pytest.mark.parametrize(

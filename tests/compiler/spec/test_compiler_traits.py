@@ -29,6 +29,8 @@ def test_a_target_carries_the_traits_of_its_own_compiler(name):
     assert target.compiler == read_compiler_traits(target.platform, target.chip.name if target.chip else None)
     assert target.compiler.synchronous_collectives == (target.platform == "cpu")
     assert target.compiler.copies_loop_carry == (target.platform == "tpu")
+    assert target.compiler.copies_for_collectives == (target.platform == "tpu")
+    assert target.compiler.fuses_after_matmuls == (target.platform != "gpu")
     assert target.compiler.copies_conditionals == (target.platform == "gpu")
     assert target.flag_presets["synchronous"].flags is not None
     assert (target.flag_presets["sparse_core"].flags is not None) == (name == "v5p-128")
