@@ -209,6 +209,10 @@ GPU_RECIPES = "https://github.com/AI-Hypercomputer/gpu-recipes/blob/main/trainin
 DGXC = "https://github.com/NVIDIA/dgxc-benchmarking/tree/main/maxtext"  # README_70b.md, configure.sh: 25.01 and later
 IRONWOOD = "https://github.com/AI-Hypercomputer/tpu-recipes/blob/main/training/ironwood/README.md"
 DEEPSEEK_V5P = "https://github.com/AI-Hypercomputer/tpu-recipes/blob/main/training/v5p/DeepSeek3-671B-MaxText/README.md"
+MEGATRON_BRIDGE = (
+    "https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/067f987df03b8355b03192d88d70f1709fedf51a/docs/"
+    "performance-summary-archive.md"  # gpt-oss: 26.04.01; others: 25.11
+)
 AXLEARN = "https://github.com/apple/axlearn/blob/main/axlearn/experiments/text/gpt/fuji.py"
 HONEYCRISP = (
     "https://github.com/apple/axlearn/blob/03cfa39630e8f38215d2f56435b0fb42c0be6801/axlearn/experiments/text/gpt/"
@@ -295,12 +299,30 @@ def honeycrisp(num_chips: int, seconds: float) -> Recipe:
 def automodel(name: str, model: str, num_gpus: int, sequences: int, of_microbatch: int, tokens_per_second: float,
               own_remat: str, remat: str) -> Recipe:  # fmt: skip
     """NeMo AutoModel's steps of experts, which a balanced gate gives equal numbers of tokens. A step without
-    recomputation is declared as `minimal`, since `none` does not fit."""
-    accumulated = f"num_microbatches={sequences // num_gpus // of_microbatch}"
+    recomputation is declared as `minimal` with the rows of experts, since `none` does not fit."""
+    more = ["moe.max_imbalance=1", f"num_microbatches={sequences // num_gpus // of_microbatch}"]
+    more += ["remat.names=[expert_input]"] if remat == "minimal" else []
     return Recipe("checked", f"NeMo AutoModel {name}, {num_gpus} H100", AUTOMODEL, tokens_per_second, None, own_remat,
                   declared(model, f"h100-{num_gpus}", sequences / num_gpus, num_gpus, 4096, remat,
-                           "sharding=fsdp_expert", f"mesh.expert={num_gpus}", "moe.max_imbalance=1",
-                           accumulated))  # fmt: skip
+                           "sharding=fsdp_expert", f"mesh.expert={num_gpus}", *more))  # fmt: skip
+
+
+def megatron(name: str, model: str, gpus: str, sequences: int, mesh: tuple[int, int, int], of_microbatch: int,
+             tokens_per_second: float) -> Recipe:  # fmt: skip
+    """Megatron Bridge's steps of experts in bfloat16, which a balanced gate gives equal numbers of tokens. Norms and
+    activations are computed again there, so `minimal` with the rows of experts is nearest. mesh: the stages, the chunks
+    of each, and the devices along `expert`."""
+    (stages, chunks, experts), (chip, count) = mesh, gpus.split("-")
+    num_gpus, in_stage = int(count), int(count) // stages
+    more = [f"num_microbatches={sequences // in_stage // of_microbatch}"]
+    if stages > 1:
+        more += [f"mesh.stage={stages}", f"mesh.fsdp={in_stage // experts}"]
+        more += ["pipeline=interleaved_1f1b", f"pipeline.num_chunks={chunks}"] if chunks > 1 else ["pipeline=1f1b"]
+    return Recipe("checked", f"Megatron Bridge {name}, {num_gpus} {chip.upper()}", MEGATRON_BRIDGE, tokens_per_second,
+                  None, "selective",
+                  declared(model, gpus, sequences / num_gpus, num_gpus, 4096, "minimal", "sharding=fsdp_expert",
+                           f"mesh.expert={experts}", "moe.max_imbalance=1", "remat.names=[expert_input]",
+                           *more))  # fmt: skip
 
 
 def llama_3(num_gpus: int, teraflops: float) -> Recipe:
@@ -443,5 +465,11 @@ RECIPES = (
     automodel("Qwen3 30B-A3B", "qwen3_30b_a3b", 8, 512, 4, 12040, "full", "full"),
     automodel("gpt-oss 20B", "gpt_oss_20b", 8, 256, 2, 13058, "none", "minimal"),
     automodel("gpt-oss 120B", "gpt_oss_120b", 64, 512, 2, 7626, "none", "minimal"),
+    megatron("gpt-oss 120B", "gpt_oss_120b", "gb200-64", 1280, (1, 1, 64), 4, 16640),
+    megatron("gpt-oss 120B", "gpt_oss_120b", "gb300-64", 1280, (1, 1, 64), 4, 19200),
+    megatron("gpt-oss 120B", "gpt_oss_120b", "h100-64", 1280, (4, 1, 8), 1, 5824),
+    megatron("Qwen3 235B-A22B", "qwen3_235b_a22b", "gb200-256", 8192, (8, 3, 32), 1, 4916),
+    megatron("Qwen3 235B-A22B", "qwen3_235b_a22b", "gb300-256", 8192, (4, 12, 16), 2, 6131),
+    megatron("DeepSeek-V3", "deepseek_v3", "gb200-256", 4096, (4, 4, 64), 1, 3139),
     llama_3(8192, 430), llama_3(16384, 400),
 )  # fmt: skip
