@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ..core.scopes import OperationName
-from ..jaxpr.fusion import Fused, FusedStep, fuse, is_sliced_in_place, stacked_bytes, traffic
+from ..jaxpr.fusion import Fused, FusedStep, fuse, sliced_in_place, stacked_bytes, traffic
 from ..jaxpr.program import Operation, Program
 from ..spec.compiler_traits import CompilerTraits
 
@@ -100,6 +100,7 @@ def largest_sum(terms: Iterable[tuple[Region, float]]) -> float:
 def _with_steps(region: Region, compiler: CompilerTraits) -> Region:
     program, steps = region.program, []
     places = {id(operation): place for place, operation in enumerate(program.operations)}
+    in_place = sliced_in_place(region.fused)
     fusion = {"into_matmuls": compiler.fuses_into_matmuls, "fuses_gathers": compiler.fuses_gathers}
     for step, arrays in traffic(region.fused, **fusion):
         operation = step.operation
@@ -107,7 +108,7 @@ def _with_steps(region: Region, compiler: CompilerTraits) -> Region:
         declares = operation.hbm_bytes is not None or operation.flops is None
         num_bytes = operation.hbm_bytes if declares else sum(program.sizes[i] for i in arrays)
         filled = OperationName(operation.scope).filled_share if operation.name == "gather" else 1.0
-        if is_sliced_in_place(region.fused, step):
+        if in_place.intersection(step.writes):
             num_bytes = 0
         if operation.kind == "collective" and not compiler.copies_for_collectives:
             num_bytes, arrays = 2 * sum(program.sizes[i] for i in step.writes) if operation.is_reordered else 0, ()

@@ -161,21 +161,23 @@ def traffic(
     return moved
 
 
-def is_sliced_in_place(fused: Fused, step: FusedStep) -> bool:
-    """Returns True for a slice that pointwise operations alone read, and for an update of a slice that one of them
-    computes for it alone: their own traffic counts."""
-    name, readers = step.operation.name, _readers(fused)
-    if name == "dynamic_slice":
-        return all(i not in fused.outputs and readers.get(i, {""}) <= {*_FUSED} for i in step.writes)
-    if name != "dynamic_update_slice":
-        return False
-    made = {i for each in fused.steps if each.operation.kind in _FUSED for i in each.writes}
-    num_readers = Counter(i for each in fused.steps for i in each.reads)
-    slice_bytes = (step.operation.hbm_bytes or 0) // 2
-    return any(
-        i in made and num_readers[i] == 1 and i not in fused.outputs and fused.program.sizes[i] == slice_bytes
-        for i in step.reads[1:]
-    )
+def sliced_in_place(fused: Fused) -> frozenset[int]:
+    """Returns the results of slices that pointwise operations alone read, and of updates of a slice that one of them
+    computes for the update alone: their own traffic counts."""
+    readers, num_readers = _readers(fused), Counter(i for step in fused.steps for i in step.reads)
+    made = {i for step in fused.steps if step.operation.kind in _FUSED for i in step.writes}
+    kept, found = set(fused.outputs), set[int]()
+    for step in fused.steps:
+        if step.operation.name == "dynamic_slice":
+            is_in_place = all(i not in kept and readers.get(i, {""}) <= {*_FUSED} for i in step.writes)
+        elif step.operation.name == "dynamic_update_slice":
+            size = (step.operation.hbm_bytes or 0) // 2
+            own = (i for i in step.reads[1:] if i in made and fused.program.sizes[i] == size)
+            is_in_place = any(num_readers[i] == 1 and i not in kept for i in own)
+        else:
+            continue
+        found.update(step.writes if is_in_place else ())
+    return frozenset(found)
 
 
 def stacked_bytes(loop: Operation, around: Program) -> tuple[int, ...]:

@@ -134,7 +134,8 @@ class RematSpec(Config):
             raise mistake(what, "set remat.names=[...], such as [attended, hidden]", "names")
         if self.names and not {*TAKES_NAMES}.intersection(self.policies):
             what = f"names {', '.join(self.names)}, but the policy {self.policy} saves no activations by name"
-            raise mistake(what, "set remat.names=[], or choose remat=save_names or remat=offload", "names")
+            fix = "set remat.names=[], or choose remat=save_names, offload, minimal or save_dots"
+            raise mistake(what, fix, "names")
         return self
 
     @property
