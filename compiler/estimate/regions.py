@@ -80,8 +80,7 @@ class Region:
 
 def price_regions(program: Program, compiler: CompilerTraits) -> Region:
     """Returns the region of a whole step, with all others inside of it."""
-    fused = fuse(program, is_loop=False, after_matmuls=compiler.fuses_after_matmuls)
-    return _with_steps(Region(program, fused, ()), compiler)
+    return _with_steps(Region(program, fuse(program, is_loop=False), ()), compiler)
 
 
 def matmul_types(step: Region) -> set[str]:
@@ -101,7 +100,11 @@ def _with_steps(region: Region, compiler: CompilerTraits) -> Region:
     program, steps = region.program, []
     places = {id(operation): place for place, operation in enumerate(program.operations)}
     in_place = sliced_in_place(region.fused)
-    fusion = {"into_matmuls": compiler.fuses_into_matmuls, "fuses_gathers": compiler.fuses_gathers}
+    fusion = {
+        "into_matmuls": compiler.fuses_into_matmuls,
+        "after_matmuls": compiler.fuses_after_matmuls,
+        "fuses_gathers": compiler.fuses_gathers,
+    }
     for step, arrays in traffic(region.fused, **fusion):
         operation = step.operation
         inside = tuple(_with_steps(one, compiler) for one in _inside(operation, region, compiler))
@@ -111,10 +114,11 @@ def _with_steps(region: Region, compiler: CompilerTraits) -> Region:
         if in_place.intersection(step.writes):
             num_bytes = 0
         if operation.kind == "collective" and not compiler.copies_for_collectives:
-            num_bytes, arrays = 2 * sum(program.sizes[i] for i in step.writes) if operation.is_reordered else 0, ()
+            arrays = ()
+            num_bytes = 2 * sum(program.sizes[i] for i in step.writes) if operation.is_reordered else 0
         if filled < 1 and arrays:  # rows without a token look up one row, again and again
             num_bytes, declares = round((1 + filled) * program.sizes[arrays[0]]), True
-        behind = step.kernels[1] if step.kernels else ()
+        behind = step.kernels[1] if step.kernels and not compiler.fuses_after_matmuls else ()
         if behind and num_bytes is not None:
             num_bytes += sum(program.sizes[i] for i in behind)
         steps.append(PricedStep(step, num_bytes, () if declares else arrays, inside, places[id(operation)], behind))
@@ -127,7 +131,7 @@ def _inside(operation: Operation, around: Region, compiler: CompilerTraits) -> I
     for body in operation.bodies:
         yield Region(
             body.program,
-            fuse(body.program, is_loop=is_loop, after_matmuls=compiler.fuses_after_matmuls),
+            fuse(body.program, is_loop=is_loop),
             steps=(),
             factors=(*around.factors, body.executions),
             is_counted=around.is_counted and not (operation.unknown and operation.unknown.why),

@@ -40,7 +40,8 @@ _IN_PLACE = ("dynamic_update_slice", "optimization_barrier")
 class FusedStep:
     """An operation with the arrays that it reads and writes, by the index of their value. is_fused: True if it may
     write in place of an array that it reads. in_place: the results of a loop or of branches that are where an operand
-    was, with that operand. kernels: of a matmul with a pass behind it, the arrays that each of the two moves."""
+    was, with that operand. kernels: of a matmul that ends in a chain, the arrays that the matmul and the chain move
+    where the chain is a pass of its own."""
 
     operation: Operation
     reads: tuple[int, ...]
@@ -59,9 +60,8 @@ class Fused:
     outputs: tuple[int | None, ...]
 
 
-def fuse(program: Program, *, is_loop: bool, after_matmuls: bool = True) -> Fused:
-    """Returns the program after the rules above. is_loop: True for the body of a loop. after_matmuls: True where rule 2
-    holds."""
+def fuse(program: Program, *, is_loop: bool) -> Fused:
+    """Returns the program after the rules above. is_loop: True for the body of a loop."""
     operations = needed(program)
     same = _same_array(operations)
     readers: dict[int, list[Operation]] = defaultdict(list)
@@ -121,8 +121,7 @@ def fuse(program: Program, *, is_loop: bool, after_matmuls: bool = True) -> Fuse
                 writes, own, of_chain = chain[-1].outputs, reads, read_by(set(others) - inside)
                 reads = tuple(dict.fromkeys((*own, *of_chain)))
                 done.update(i for link in chain for i in link.outputs)
-                if not after_matmuls:
-                    kernels = (*operation.outputs, *own), (*writes, *operation.outputs, *of_chain)
+                kernels = (*operation.outputs, *own), (*writes, *operation.outputs, *of_chain)
         for i in writes:
             roots[i] = (i,)
         is_fused = operation.kind in _FUSED or operation.name in _IN_PLACE
@@ -133,10 +132,11 @@ def fuse(program: Program, *, is_loop: bool, after_matmuls: bool = True) -> Fuse
 
 
 def traffic(
-    fused: Fused, *, into_matmuls: bool, fuses_gathers: bool = False
+    fused: Fused, *, into_matmuls: bool, after_matmuls: bool = True, fuses_gathers: bool = False
 ) -> list[tuple[FusedStep, tuple[int, ...]]]:
-    """Returns each step with the arrays that it reads and writes in memory, each as often as it is moved. into_matmuls,
-    fuses_gathers: True where rules 6 and 8 hold. Pointwise operations on the same arrays are one pass over them."""
+    """Returns each step with the arrays that it reads and writes in memory, each as often as it is moved; of a matmul
+    with a pass behind it the matmul's own. into_matmuls, after_matmuls, fuses_gathers: True where rules 6, 2 and 8
+    hold. Pointwise operations on the same arrays are one pass over them."""
     inlined = _inlined(fused) if into_matmuls else {}
     readers = _readers(fused) if fuses_gathers else {}
     read_already: set[int] = set()
@@ -148,7 +148,7 @@ def traffic(
         if is_fused or any(i in inlined for i in step.writes):
             moved.append((step, ()))
             continue
-        if step.kernels is not None:
+        if step.kernels is not None and not after_matmuls:
             moved.append((step, step.kernels[0]))
         elif is_gather:  # only the rows of the table that are looked up
             moved.append((step, (*step.writes, *step.writes)))

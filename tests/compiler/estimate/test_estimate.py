@@ -167,13 +167,14 @@ def test_what_only_matmuls_read_is_computed_inside_of_them():
 
 @pytest.mark.parametrize("after_matmuls", [True, False])
 def test_a_matmuls_result_is_written_and_read_again_where_what_follows_is_no_part_of_it(after_matmuls):
-    program = _program(lambda x, w: jnp.tanh(x @ w) * 2, (8, 16), (16, 16))
+    """The end of the chain is made of the result and of another array."""
+    program = _program(lambda x, w, y: jnp.tanh(x @ w) * y, (8, 16), (16, 16), (8, 16))
     x, square = 8 * 16 * 4, 16 * 16 * 4
     (step,) = price_regions(program, CompilerTraits(fuses_after_matmuls=after_matmuls)).steps
-    behind = 0 if after_matmuls else 2 * x
-    assert sum(program.sizes[i] for i in step.arrays) == 2 * x + square
+    matmul, behind = (3 * x + square, 0) if after_matmuls else (2 * x + square, 3 * x)
+    assert sum(program.sizes[i] for i in step.arrays) == matmul
     assert sum(program.sizes[i] for i in step.behind) == behind
-    assert step.hbm_bytes == 2 * x + square + behind
+    assert step.hbm_bytes == matmul + behind
 
 
 def test_rows_are_gathered_inside_of_what_reads_them_where_the_compiler_does_so():
@@ -495,7 +496,7 @@ def test_shards_of_whole_tiles_and_others_are_the_same_operations():
 
 @pytest.mark.parametrize("is_read_again", [False, True])
 def test_a_sum_is_written_where_its_slice_lies_unless_something_else_reads_it(is_read_again):
-    """Of a row of sums that is read, and of the one that is written, a matmul may need a copy."""
+    """A matmul needs a copy of the row of sums that is read, and of the one that is written."""
 
     def add(sums, gradient, at):
         place = at[0].astype(jnp.int32)
